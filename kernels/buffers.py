@@ -1,0 +1,174 @@
+"""The memory that kernels and host share: the shadow of a half, the violation ring, the counters.
+
+Everything here is allocated once, outside any CUDA graph, and keeps its address: captured graphs hold
+raw pointers to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import torch
+
+from .layout import SlotLayout
+
+
+class Check(enum.IntFlag):
+    """One bit a check, as stored in a violation's record."""
+
+    CONTENT = 1
+    OPERAND = 2
+    BOUNDS = 4
+    POISON = 8
+    CHAIN = 16
+
+
+class Phase(enum.IntEnum):
+    """Where a violation was found: before the layer's write or after it."""
+
+    PRE = 0
+    POST = 1
+
+
+class Ring(enum.IntEnum):
+    """Columns of a violation's row, int64 each."""
+
+    STEP = 0
+    HALF = 1
+    CHECK = 2
+    PHASE = 3
+    LENIENT = 4
+    SLOT = 5
+    ORIGIN = 6
+    STORED = 7
+    FOUND = 8
+    DETAIL = 9
+
+
+class Word(enum.IntEnum):
+    """Words of :attr:`Control.words`, int64 each."""
+
+    HEAD = 0  # rows ever written to the ring, kept or not
+    DRAINED = 1  # rows the host has taken out; a row lies at its number modulo the capacity
+    STEP = 2  # guarded graph calls
+    BOXED = 3  # whether the black box has a row
+
+
+class Gate(enum.IntEnum):
+    """Words of a compiled graph's own control tensor, int64 each."""
+
+    STEP = 0  # calls of this graph
+    LENIENT_NEXT = 1  # set by the host: something else wrote to a pool since the last call
+    LENIENT_NOW = 2  # the same, for the call that is running
+    OPS = 3  # canary ops that ran in this graph
+
+
+class Count(enum.IntEnum):
+    """Columns of a graph's counters, one row a site, int64 each."""
+
+    VERIFY_RUNS = 0
+    RECORD_RUNS = 1
+    CHECKED = 2
+    RECORDED = 3
+    ADOPTED = 4
+
+
+class RowState(enum.IntEnum):
+    """Columns of :attr:`HalfBuffers.rows`, int32 each."""
+
+    NEXT = 0  # index after the last slot written in this row
+    ORIGIN = 1  # token position of the row's slot 0, or UNKNOWN
+    LENGTH = 2  # tokens the last write put into this row
+
+
+#: A row's origin when nothing showed it.
+UNKNOWN = -(2**31)
+
+#: "No slot of this row is about to be written", in the ``first`` argument of the kernels.
+NOT_WRITTEN = 2**31 - 1
+
+
+@dataclasses.dataclass
+class Control:
+    """What one device's kernels report into: a ring of violations and a few words beside it."""
+
+    words: torch.Tensor  # int64 [len(Word)]
+    ring: torch.Tensor  # int64 [capacity, len(Ring)]
+    stamps: torch.Tensor  # int64 [2, slots]: who wrote a slot last, and which slots were written twice
+    blackbox: torch.Tensor | None = None  # pinned int64 [len(Ring) + 1]: survives a device-side assert
+
+    @classmethod
+    def allocate(cls, capacity: int, device: torch.device) -> Control:
+        box = torch.zeros(len(Ring) + 1, dtype=torch.int64, pin_memory=True) if device.type == "cuda" else None
+        return cls(
+            words=torch.zeros(len(Word), dtype=torch.int64, device=device),
+            ring=torch.zeros(capacity, len(Ring), dtype=torch.int64, device=device),
+            stamps=torch.zeros(2, 0, dtype=torch.int64, device=device),
+            blackbox=box,
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self.ring.shape[0]
+
+
+@dataclasses.dataclass
+class HalfBuffers:
+    """The shadow of one half of one layer's pool."""
+
+    digest: torch.Tensor  # int32 [planes, slots]; plane 0 is zero where nothing is recorded
+    rows: torch.Tensor  # int32 [rows, len(RowState)]
+    baseline: torch.Tensor | None = None  # int32 [slots]: digests before a write we cannot read
+
+    @classmethod
+    def allocate(cls, layout: SlotLayout, planes: int, device: torch.device) -> HalfBuffers:
+        half = cls(
+            digest=torch.zeros(planes, layout.slots, dtype=torch.int32, device=device),
+            rows=torch.zeros(layout.rows, len(RowState), dtype=torch.int32, device=device),
+        )
+        half.rows[:, RowState.ORIGIN] = UNKNOWN
+        return half
+
+    def reset(self) -> None:
+        """Forget everything recorded, in place."""
+        self.digest.zero_()
+        self.rows.zero_()
+        self.rows[:, RowState.ORIGIN] = UNKNOWN
+
+
+@dataclasses.dataclass
+class IdentityBuffers:
+    """Who is in a slot, one per slot space: kept for the chain check and for reports.
+
+    The last entry belongs to no slot: it takes what a masked write skips.
+    """
+
+    tokens: torch.Tensor  # int32 [slots + 1]
+    positions: torch.Tensor  # int32 [slots + 1], UNKNOWN where nothing was recorded
+    chain: torch.Tensor  # int64 [slots + 1]
+
+    @classmethod
+    def allocate(cls, slots: int, device: torch.device) -> IdentityBuffers:
+        return cls(
+            tokens=torch.full((slots + 1,), -1, dtype=torch.int32, device=device),
+            positions=torch.full((slots + 1,), UNKNOWN, dtype=torch.int32, device=device),
+            chain=torch.zeros(slots + 1, dtype=torch.int64, device=device),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Everything a kernel needs besides the tensors of the step: one half in one compiled graph."""
+
+    layout: SlotLayout
+    half: HalfBuffers
+    control: Control
+    gate: torch.Tensor  # int64 [len(Gate)], of the graph
+    counters: torch.Tensor  # int64 [len(Count)], of the site
+    half_id: int
+    seed1: int
+    seed2: int
+    checks: Check
+    verify_every: int = 1  # each step checks the slots with (slot + step) % verify_every == 0
+    lenient: bool = False  # something may rewrite the pool unseen between two calls (captured graphs)

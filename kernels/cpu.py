@@ -1,0 +1,310 @@
+"""The checks as vectorised torch, used on the CPU.  Bit-equal to :mod:`.reference`.
+
+Sizes that depend on data (``nonzero``, ``unique``) are free here, and on a GPU they would be a host
+sync each: there :mod:`.gpu` does the same work.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .buffers import NOT_WRITTEN, Check, Count, Gate, IdentityBuffers, Phase, Ring, RowState, Site, Word
+from .digest import ZERO_STANDS_FOR, as_int32, coefficients
+from .identity import identify_with
+from .layout import SlotLayout, poison_mask
+from .row_state import update_rows
+
+#: Words digested at a time: bounds the scratch memory of a check at about 64 MiB.
+CHUNK_WORDS = 1 << 22
+
+
+def rows_as_words(rows: torch.Tensor, layout: SlotLayout) -> torch.Tensor:
+    """``rows`` (``[n, *row_shape]``, the pool's dtype) as int32 ``[n, words]``, zero-padded."""
+    n, elements = rows.shape[0], layout.row_bytes // layout.dtype.itemsize
+    flat = rows.reshape(n, elements)
+    if flat.stride() != (elements, 1):  # also where a size of 1 left a stride that view() will not take
+        flat = torch.empty(n, elements, dtype=rows.dtype, device=rows.device).copy_(flat)
+    raw = flat.view(torch.uint8)
+    tail = -layout.row_bytes % 4
+    if tail:
+        raw = torch.nn.functional.pad(raw, (0, tail))
+    return raw.view(torch.int32)
+
+
+def digest_words(words: torch.Tensor, site: Site) -> torch.Tensor:
+    """Digests of int32 ``[n, words]``, in stored form: int32 ``[planes, n]``."""
+    c, d = coefficients(words.shape[1], words.device)
+    planes = site.half.digest.shape[0]
+    out = torch.empty(planes, words.shape[0], dtype=torch.int32, device=words.device)
+    # mv of int32 wraps modulo 2**32, which is what the definition asks for
+    out[0] = torch.mv(words, c) + as_int32(site.seed1)
+    out[0][out[0] == 0] = as_int32(ZERO_STANDS_FOR)
+    if planes == 2:
+        out[1] = torch.mv(words ^ ((words >> 16) & 0xFFFF), d) + as_int32(site.seed2)
+    return out
+
+
+def digest_slots(site: Site, view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Digests of the rows of ``slots`` (int64 ``[n]``): int32 ``[planes, n]``."""
+    chunk = max(1, CHUNK_WORDS // max(1, site.layout.words))
+    parts = [
+        digest_words(rows_as_words(site.layout.gather(view, some), site.layout), site) for some in slots.split(chunk)
+    ]
+    if not parts:
+        return torch.empty(site.half.digest.shape[0], 0, dtype=torch.int32, device=view.device)
+    return torch.cat(parts, dim=1)
+
+
+def _packed(digests: torch.Tensor) -> torch.Tensor:
+    """int32 ``[planes, n]`` as one int64 each: h1 in the low half, h2 (if kept) in the high one."""
+    low = digests[0].to(torch.int64) & 0xFFFFFFFF
+    return low if digests.shape[0] == 1 else low | (digests[1].to(torch.int64) << 32)
+
+
+def _origins(site: Site, slots: torch.Tensor) -> torch.Tensor:
+    rows = slots // site.layout.positions if site.layout.has_rows else torch.zeros_like(slots)
+    return site.half.rows[rows, RowState.ORIGIN].to(torch.int64)
+
+
+def report(
+    site: Site,
+    phase: Phase,
+    check: Check,
+    slots: torch.Tensor,
+    stored: torch.Tensor | int,
+    found: torch.Tensor | int,
+    detail: torch.Tensor | int = 0,
+    lenient: bool = False,
+) -> None:
+    """Append one ring row per slot in ``slots``; rows for which there is no room are counted and dropped."""
+    n = slots.numel()
+    if n == 0:
+        return
+    control = site.control
+    rows = torch.zeros(n, len(Ring), dtype=torch.int64, device=slots.device)
+    rows[:, Ring.STEP] = control.words[Word.STEP]
+    rows[:, Ring.HALF] = site.half_id
+    rows[:, Ring.CHECK] = int(check)
+    rows[:, Ring.PHASE] = int(phase)
+    rows[:, Ring.LENIENT] = int(lenient)
+    rows[:, Ring.SLOT] = slots
+    rows[:, Ring.ORIGIN] = _origins(site, slots.clamp(min=0))
+    rows[:, Ring.STORED] = stored
+    rows[:, Ring.FOUND] = found
+    rows[:, Ring.DETAIL] = detail
+    head, drained = int(control.words[Word.HEAD]), int(control.words[Word.DRAINED])
+    kept = max(0, min(n, control.capacity - (head - drained)))
+    place = torch.arange(head, head + kept, device=rows.device) % control.capacity
+    control.ring[place] = rows[:kept]
+    control.words[Word.HEAD] += n
+
+
+def begin(control_words: torch.Tensor, gate: torch.Tensor) -> None:
+    """Start one call of a guarded graph."""
+    control_words[Word.STEP] += 1
+    gate[Gate.STEP] += 1
+    gate[Gate.LENIENT_NOW] = gate[Gate.LENIENT_NEXT]
+    gate[Gate.LENIENT_NEXT] = 0
+
+
+def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int, phase: Phase) -> None:
+    """Bounds: indices outside the pool, and two tokens sent to one slot.
+
+    Args:
+        slots: int64 ``[n]``, the slot each token goes to as PyTorch resolves it; -1 for none.
+        raw: int64 ``[n]``, equal to ``slots`` where the index was in range, else the index itself.
+        write_id: tells this write from the others of the graph.
+    """
+    reached = slots >= 0
+    _mark_duplicates(site, slots, write_id)
+    if not site.checks & Check.BOUNDS:
+        return
+    outside = raw != slots
+    report(site, phase, Check.BOUNDS, slots[outside], raw[outside], slots[outside])
+    twice = torch.zeros_like(reached)
+    twice[reached] = site.control.stamps[1, slots[reached]] == _epoch(site, write_id)
+    # Slot 0 of a pool without rows is where engines send the padding of a batch, all of it.
+    if not site.layout.has_rows:
+        twice &= slots != 0
+    offenders = slots[twice].unique()
+    report(site, phase, Check.BOUNDS, offenders, offenders, offenders, detail=1)
+
+
+def _epoch(site: Site, write_id: int) -> torch.Tensor:
+    return site.control.words[Word.STEP] * 65536 + write_id
+
+
+def _mark_duplicates(site: Site, slots: torch.Tensor, write_id: int) -> None:
+    """Stamp the slots that this write sends more than one token to."""
+    unique, counts = slots[slots >= 0].unique(return_counts=True)
+    site.control.stamps[1, unique[counts > 1]] = _epoch(site, write_id)
+
+
+def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None) -> None:
+    """Content: compare every due slot with its digest, and keep what was found.
+
+    A mismatch is reported once, because the digest found replaces the one stored.
+
+    Args:
+        view: the pool half, shape ``site.layout.shape``.
+        first: int32 ``[rows]``, the lowest position about to be written in each row (``NOT_WRITTEN``:
+            none).  A row whose next write does not continue the last one was changed by somebody else;
+            where that is possible (lenient) its slots are adopted instead of reported.
+    """
+    digest = site.half.digest
+    site.counters[Count.VERIFY_RUNS] += 1
+    now = bool(site.gate[Gate.LENIENT_NOW])
+    lenient = now or site.lenient
+    shifted = _shifted_slots(site, first)
+    due = digest[0] != 0
+    if site.verify_every > 1 and not now:
+        slot = torch.arange(due.numel(), device=due.device)
+        turn = (slot + site.gate[Gate.STEP]) % site.verify_every == 0
+        due &= turn | shifted if lenient else turn
+    slots = due.nonzero().squeeze(1)
+    if not site.checks & Check.CONTENT:
+        slots = slots[:0]
+    found = digest_slots(site, view, slots)
+    stored = digest[:, slots]
+    bad = (found != stored).any(0)
+    adopted = bad & shifted[slots] if lenient else torch.zeros_like(bad)
+    blamed = bad & ~adopted
+    report(
+        site,
+        Phase.PRE,
+        Check.CONTENT,
+        slots[blamed],
+        _packed(stored)[blamed],
+        _packed(found)[blamed],
+        lenient=lenient,
+    )
+    digest[:, slots[bad]] = found[:, bad]
+    site.counters[Count.CHECKED] += slots.numel()
+    site.counters[Count.ADOPTED] += adopted.sum()
+    if first is not None:
+        adopt(site, view, first)
+
+
+def _shifted_slots(site: Site, first: torch.Tensor | None) -> torch.Tensor:
+    """bool ``[slots]``: slots of rows whose coming write does not continue the last one."""
+    layout = site.layout
+    if first is None or not layout.has_rows:
+        return torch.zeros(layout.slots, dtype=torch.bool, device=site.half.digest.device)
+    shifted = (first != NOT_WRITTEN) & (first != site.half.rows[:, RowState.NEXT])
+    return shifted.repeat_interleave(layout.positions)
+
+
+def adopt(site: Site, view: torch.Tensor, first: torch.Tensor) -> None:
+    """Record, unverified, the slots below the coming write that nobody recorded: written outside."""
+    layout = site.layout
+    if not layout.has_rows:
+        return
+    empty = (site.half.digest[0] == 0).view(layout.rows, layout.positions)
+    position = torch.arange(layout.positions, device=empty.device)
+    below = (position < first.unsqueeze(1)) & (first != NOT_WRITTEN).unsqueeze(1)
+    slots = (empty & below).view(-1).nonzero().squeeze(1)
+    site.half.digest[:, slots] = digest_slots(site, view, slots)
+    site.counters[Count.ADOPTED] += slots.numel()
+
+
+def record(
+    site: Site,
+    view: torch.Tensor,
+    slots: torch.Tensor,
+    values: torch.Tensor | None,
+    write_id: int,
+    last_position: torch.Tensor | None = None,
+    moved: int | None = None,
+) -> None:
+    """Fingerprint the slots just written; compare them with the operand; look for NaN and Inf.
+
+    Args:
+        view: the pool half after the write.
+        slots: int64 ``[n]``; -1 is skipped.
+        values: ``[n, *row_shape]`` in the pool's dtype, what the write was given, or None.
+        last_position: int64 ``[rows]``, the token position of the last token of each row, if known.
+        moved: None for a write at chosen slots; for a write of all slots (a window that rolls), the tokens
+            it took in, 0 if unknown.
+    """
+    live = slots >= 0
+    site.counters[Count.RECORD_RUNS] += 1
+    site.counters[Count.RECORDED] += live.sum()
+    if not bool(live.all()):
+        values = None if values is None else values[live]
+        slots = slots[live]
+    layout = site.layout
+    words = rows_as_words(layout.gather(view, slots), layout)
+    found = digest_words(words, site)
+    update_rows(site, slots, last_position, moved)
+    if site.checks & Check.POISON:
+        _check_poison(site, slots, words)
+    if values is not None and site.checks & Check.OPERAND:
+        expected = digest_words(rows_as_words(values, layout), site)
+        twice = site.control.stamps[1, slots] == _epoch(site, write_id)
+        bad = (expected != found).any(0) & ~twice
+        report(site, Phase.POST, Check.OPERAND, slots[bad], _packed(expected)[bad], _packed(found)[bad])
+    site.half.digest[:, slots] = found
+
+
+def _check_poison(site: Site, slots: torch.Tensor, words: torch.Tensor) -> None:
+    bad = poisoned_words(words, site.layout)
+    hit = bad.any(1)
+    if bool(hit.any()):
+        at = bad[hit].to(torch.int8).argmax(1)
+        found = words[hit].gather(1, at.unsqueeze(1)).squeeze(1).to(torch.int64) & 0xFFFFFFFF
+        report(site, Phase.POST, Check.POISON, slots[hit], 0, found, detail=at)
+
+
+def poisoned_words(words: torch.Tensor, layout: SlotLayout) -> torch.Tensor:
+    """bool ``[n, words]``: words that hold a NaN or an Inf of the pool's dtype."""
+    mask, bits = poison_mask(layout.dtype)
+    size = layout.dtype.itemsize
+    if size >= 4:
+        bad = (words & as_int32(mask)) == as_int32(bits)
+        if size == 8:  # the exponent is in the high word
+            bad[:, ::2] = False
+        return bad
+    bad = torch.zeros_like(words, dtype=torch.bool)
+    for shift in range(0, 32, 8 * size):
+        bad |= ((words >> shift) & mask) == bits
+    return bad
+
+
+def snapshot(site: Site, view: torch.Tensor) -> None:
+    """Keep the digest of every slot, written or not: the "before" of a write we cannot read."""
+    assert site.half.baseline is not None
+    every = torch.arange(site.layout.slots, device=view.device)
+    site.half.baseline.copy_(digest_slots(site, view, every)[0])
+
+
+def record_changed(site: Site, view: torch.Tensor) -> None:
+    """Fingerprint the slots whose bytes differ from :func:`snapshot`, and look for NaN and Inf in them."""
+    assert site.half.baseline is not None
+    site.counters[Count.RECORD_RUNS] += 1
+    every = torch.arange(site.layout.slots, device=view.device)
+    now = digest_slots(site, view, every)
+    slots = (now[0] != site.half.baseline).nonzero().squeeze(1)
+    site.half.digest[:, slots] = now[:, slots]
+    site.counters[Count.RECORDED] += slots.numel()
+    if site.checks & Check.POISON and slots.numel():
+        _check_poison(site, slots, rows_as_words(site.layout.gather(view, slots), site.layout))
+
+
+def identify(
+    site: Site, identity: IdentityBuffers, slots: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Chain: does a decoded token's position follow its predecessor's?  See :mod:`.identity`."""
+    identify_with(_report_masked, site, identity, slots, tokens, positions)
+
+
+def _report_masked(
+    site: Site,
+    phase: Phase,
+    check: Check,
+    mask: torch.Tensor,
+    slots: torch.Tensor,
+    stored: torch.Tensor,
+    found: torch.Tensor,
+    detail: torch.Tensor,
+) -> None:
+    report(site, phase, check, slots[mask], stored[mask], found[mask], detail[mask])

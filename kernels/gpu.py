@@ -1,0 +1,226 @@
+"""The checks on a GPU: Triton kernels and their launches.  Bit-equal to :mod:`.reference`.
+
+No launch depends on data: grids are fixed by shapes, lengths and steps are read from device memory, and
+nothing waits for the device, so every function here may run while a CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+
+from . import triton_kernels as tk
+from .buffers import NOT_WRITTEN, Check, IdentityBuffers, Phase, Site
+from .digest import coefficients
+from .geometry import Geometry, geometry_of
+from .identity import identify_with
+from .layout import poison_mask
+from .row_state import update_rows
+
+#: Slots a program digests at a time, and words of a row it loads at once.
+BLOCK_SLOTS = 8
+MAX_BLOCK_WORDS = 256
+
+
+def _on(tensor: torch.Tensor) -> Any:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _block_words(words: int) -> int:
+    return min(MAX_BLOCK_WORDS, triton.next_power_of_2(max(words, 1)))
+
+
+def _row_args(geometry: Geometry) -> dict[str, int]:
+    """A geometry as kernel arguments."""
+    (_, n1, n2, n3), (d0, d1, d2, d3) = geometry.sizes, geometry.strides
+    return dict(units=geometry.units, n1=n1, n2=n2, n3=n3, d0=d0, d1=d1, d2=d2, d3=d3)
+
+
+def _common(site: Site) -> dict[str, Any]:
+    """Kernel arguments that belong to the site."""
+    return dict(
+        words_ptr=site.control.words,
+        ring_ptr=site.control.ring,
+        capacity=site.control.capacity,
+        rows_ptr=site.half.rows,
+        half=site.half_id,
+        positions=site.layout.positions,
+        HAS_ROWS=site.layout.has_rows,
+    )
+
+
+def _digest_args(site: Site) -> dict[str, Any]:
+    words = site.layout.words
+    return dict(
+        coef_ptr=coefficients(words, site.half.digest.device),
+        digest_ptr=site.half.digest,
+        slots_total=site.layout.slots,
+        seed1=tk.as_signed(site.seed1),
+        seed2=tk.as_signed(site.seed2),
+        words_in_row=words,
+        PLANES=site.half.digest.shape[0],
+        BLOCK=BLOCK_SLOTS,
+        BLOCK_WORDS=_block_words(words),
+    )
+
+
+def begin(control_words: torch.Tensor, gate: torch.Tensor) -> None:
+    """Start one call of a guarded graph."""
+    with _on(gate):
+        tk.begin_kernel[(1,)](control_words, gate)
+
+
+def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int, phase: Phase) -> None:
+    """Bounds: indices outside the pool, and two tokens sent to one slot.  See :func:`.cpu.check_plan`."""
+    n = slots.shape[0]
+    if n == 0:
+        return
+    with _on(slots):
+        tk.plan_kernel[(triton.cdiv(n, 128),)](
+            slots.contiguous(),
+            raw.contiguous(),
+            n,
+            site.control.stamps,
+            site.control.stamps.shape[1],
+            write_id,
+            site.control.blackbox if site.control.blackbox is not None else site.control.words,
+            phase=int(phase),
+            CHECK=int(Check.BOUNDS),
+            REPORT=bool(site.checks & Check.BOUNDS),
+            HAS_BOX=site.control.blackbox is not None,
+            BLOCK=128,
+            **_common(site),
+        )
+
+
+def _scan(site: Site, view: torch.Tensor, first: torch.Tensor | None, mode: int) -> None:
+    """One pass over all slots of the half."""
+    layout = site.layout
+    if layout.slots == 0:
+        return
+    geometry = geometry_of(view, layout.slot_axes)
+    mask, bits = poison_mask(layout.dtype) if site.checks & Check.POISON else (0, 1)
+    has_first = first is not None and layout.has_rows
+    baseline = site.half.baseline if site.half.baseline is not None else site.half.digest
+    with _on(view):
+        tk.scan_kernel[(triton.cdiv(layout.slots, BLOCK_SLOTS),)](
+            geometry.base,
+            site.gate,
+            site.counters,
+            first if first is not None and has_first else site.half.rows,
+            baseline,
+            slot_stride0=geometry.slot_strides[0],
+            slot_stride1=geometry.slot_strides[1],
+            every=site.verify_every,
+            LENIENT=site.lenient,
+            CONTENT=bool(site.checks & Check.CONTENT),
+            HAS_FIRST=has_first,
+            NOT_WRITTEN=NOT_WRITTEN,
+            MODE=mode,
+            UNIT=geometry.unit,
+            ELEMENT=layout.dtype.itemsize,
+            POISON_MASK=mask,
+            POISON_BITS=bits,
+            **_row_args(geometry),
+            **_digest_args(site),
+            **_common(site),
+        )
+
+
+def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None) -> None:
+    """Content: compare every due slot with its digest.  See :func:`.cpu.verify`."""
+    _scan(site, view, first, tk.VERIFY)
+
+
+def adopt(site: Site, view: torch.Tensor, first: torch.Tensor) -> None:
+    """Record, unverified, the slots below the coming write that nobody recorded."""
+    _scan(site, view, first, tk.ADOPT)
+
+
+def snapshot(site: Site, view: torch.Tensor) -> None:
+    """Keep the digest of every slot: the "before" of a write we cannot read."""
+    _scan(site, view, None, tk.SNAPSHOT)
+
+
+def record_changed(site: Site, view: torch.Tensor) -> None:
+    """Fingerprint the slots whose bytes differ from :func:`snapshot`."""
+    _scan(site, view, None, tk.CHANGED)
+
+
+def record(
+    site: Site,
+    view: torch.Tensor,
+    slots: torch.Tensor,
+    values: torch.Tensor | None,
+    write_id: int,
+    last_position: torch.Tensor | None = None,
+    moved: int | None = None,
+) -> None:
+    """Fingerprint the slots just written.  See :func:`.cpu.record`."""
+    layout, n = site.layout, slots.shape[0]
+    update_rows(site, slots, last_position, moved)
+    geometry = geometry_of(view, layout.slot_axes)
+    operand = geometry if values is None or n == 0 else geometry_of(values, (0,))
+    mask, bits = poison_mask(layout.dtype) if site.checks & Check.POISON else (0, 1)
+    with _on(view):
+        tk.record_kernel[(max(1, triton.cdiv(n, BLOCK_SLOTS)),)](
+            geometry.base,
+            operand.base,
+            slots.contiguous(),
+            n,
+            site.counters,
+            site.control.stamps,
+            site.control.stamps.shape[1],
+            write_id,
+            slot_stride0=geometry.slot_strides[0],
+            slot_stride1=geometry.slot_strides[1],
+            token_stride=operand.slot_strides[1],
+            HAS_VALUE=values is not None and bool(site.checks & Check.OPERAND),
+            UNIT=geometry.unit,
+            OPERAND_UNIT=operand.unit,
+            ELEMENT=layout.dtype.itemsize,
+            POISON_MASK=mask,
+            POISON_BITS=bits,
+            **_row_args(geometry),
+            **{f"v_{k}": v for k, v in _row_args(operand).items()},
+            **_digest_args(site),
+            **_common(site),
+        )
+
+
+def identify(
+    site: Site, identity: IdentityBuffers, slots: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Chain: does a decoded token's position follow its predecessor's?  See :mod:`.identity`."""
+    identify_with(_report, site, identity, slots, tokens, positions)
+
+
+def _report(
+    site: Site,
+    phase: Phase,
+    check: Check,
+    mask: torch.Tensor,
+    slots: torch.Tensor,
+    stored: torch.Tensor,
+    found: torch.Tensor,
+    detail: torch.Tensor,
+) -> None:
+    """Append a ring row for every ``mask``ed entry of the int64 vectors."""
+    n = slots.shape[0]
+    with _on(slots):
+        tk.report_kernel[(triton.cdiv(n, 128),)](
+            mask.contiguous(),
+            slots.contiguous(),
+            stored.contiguous(),
+            found.contiguous(),
+            detail.contiguous(),
+            n,
+            phase=int(phase),
+            check=int(check),
+            BLOCK=128,
+            **_common(site),
+        )

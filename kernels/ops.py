@@ -1,0 +1,212 @@
+"""The canary ops: schemas, fakes, and the step from a graph's arguments to a kernel.
+
+The KV tensors are read-only arguments: declared mutated, a stacked pool is copied whole around every op.
+Every op mutates ``state`` instead, a small tensor that is an input of the graph.  An op without a mutated
+argument is dropped by AOTAutograd, and the shared ``state`` is what keeps the ops of all layers in order.
+All other memory is found through the ForwardContext.
+
+``kvcanary::begin(state)``
+    once per graph, first: counts the step.
+``kvcanary::verify(kv, index, extent, state, site, write)``
+    before the first access of a half: checks the content of recorded slots; with ``write >= 0`` also the
+    bounds of the write to come, whose index tensors and slice bounds are ``index`` and ``extent``.
+``kvcanary::record(kv, value, index, extent, positions, state, site, write)``
+    after a write: fingerprints the slots written and compares them with ``value``, the operand.
+``kvcanary::observe(kv, state, site)`` and ``kvcanary::record_changed(kv, state, site)``
+    around a write that cannot be read in the graph: fingerprint what changed in between.
+``kvcanary::identify(tokens, positions, index, extent, state, site, write)``
+    stores who is in each slot, and checks that positions continue.
+``kvcanary::index_put_(kv, value, index, extent, site, write)``
+    the write itself, for ``rewrite_writes``: mutates ``kv`` and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from ..context import ForwardContext, get_forward_context
+from . import cpu
+from .buffers import Check, Gate, Phase, Site
+from .plan import Resolved, WritePlan, first_positions
+
+NAMESPACE = "kvcanary"
+
+SCHEMAS = {
+    "begin": "(Tensor(a!) state) -> ()",
+    "verify": "(Tensor kv, Tensor[] index, SymInt[] extent, Tensor(a!) state, int site, int write) -> ()",
+    "record": (
+        "(Tensor kv, Tensor? value, Tensor[] index, SymInt[] extent, Tensor? positions, Tensor(a!) state, "
+        "int site, int write) -> ()"
+    ),
+    "observe": "(Tensor kv, Tensor(a!) state, int site) -> ()",
+    "record_changed": "(Tensor kv, Tensor(a!) state, int site) -> ()",
+    "identify": (
+        "(Tensor tokens, Tensor? positions, Tensor[] index, SymInt[] extent, Tensor(a!) state, int site, "
+        "int write) -> ()"
+    ),
+    "index_put_": "(Tensor(a!) kv, Tensor value, Tensor[] index, SymInt[] extent, int site, int write) -> ()",
+}
+
+
+def kernels_for(device: torch.device) -> ModuleType:
+    """The implementation of the checks for a device; Triton is imported only when a GPU needs it."""
+    return importlib.import_module(".gpu", __package__) if device.type == "cuda" else cpu
+
+
+def _begin(state: torch.Tensor) -> None:
+    context = get_forward_context()
+    control = context.controls[state.device]
+    kernels_for(state.device).begin(control.words, context.gates[state.device])
+    _count(context.gates[state.device])
+
+
+def _verify(
+    kv: torch.Tensor, index: list[torch.Tensor], extent: list[int], state: torch.Tensor, site: int, write: int
+) -> None:
+    context = get_forward_context()
+    here, kernels = context.sites[site], kernels_for(kv.device)
+    first = None
+    if write >= 0:
+        plan = context.plans[write]
+        resolved = plan.resolve(here.layout, index, extent, kv.device)
+        _check_bounds(context, here, plan, resolved, kernels, Phase.PRE)
+        first = None if plan.covers_all else first_positions(here.layout, resolved.slots)
+    kernels.verify(here, kv, first)
+    _count(here.gate)
+
+
+def _check_bounds(
+    context: ForwardContext, site: Site, plan: WritePlan, resolved: Resolved, kernels: ModuleType, phase: Phase
+) -> None:
+    if plan.covers_all:
+        return
+    kernels.check_plan(site, resolved.slots, resolved.raw, plan.write_id, phase)
+    if context.abort is not None and bool((resolved.slots != resolved.raw).any()):
+        context.abort()  # on the CPU, stop before the write reaches memory
+
+
+def _record(
+    kv: torch.Tensor,
+    value: torch.Tensor | None,
+    index: list[torch.Tensor],
+    extent: list[int],
+    positions: torch.Tensor | None,
+    state: torch.Tensor,
+    site: int,
+    write: int,
+) -> None:
+    context = get_forward_context()
+    here, plan, kernels = context.sites[site], context.plans[write], kernels_for(kv.device)
+    resolved = plan.resolve(here.layout, index, extent, kv.device)
+    if not plan.ahead:
+        _check_bounds(context, here, plan, resolved, kernels, Phase.POST)
+    rows = None
+    if value is not None and here.checks & Check.OPERAND:
+        rows = plan.rows(here.layout, value, resolved)
+    moved = None
+    if plan.covers_all:
+        moved = extent[-1] if extent else 0
+    last = last_positions(here, positions)
+    kernels.record(here, kv, resolved.slots, rows, plan.write_id, last, moved)
+    _count(here.gate)
+
+
+def last_positions(site: Site, positions: torch.Tensor | None) -> torch.Tensor | None:
+    """int64 ``[rows]``: the token position each row of the batch ends with, or None if that is unclear.
+
+    Args:
+        positions: int ``[B, T]``, ``[1, T]`` or ``[T]``.
+    """
+    if positions is None or not site.layout.has_rows or positions.dim() not in (1, 2):
+        return None
+    last = positions.reshape(-1, positions.shape[-1])[:, -1].to(torch.int64)
+    if last.shape[0] == 1:
+        return last.expand(site.layout.rows)
+    if last.shape[0] == site.layout.rows:
+        return last
+    return None
+
+
+def _observe(kv: torch.Tensor, state: torch.Tensor, site: int) -> None:
+    here, kernels = get_forward_context().sites[site], kernels_for(kv.device)
+    kernels.verify(here, kv, None)
+    kernels.snapshot(here, kv)
+    _count(here.gate)
+
+
+def _record_changed(kv: torch.Tensor, state: torch.Tensor, site: int) -> None:
+    here = get_forward_context().sites[site]
+    kernels_for(kv.device).record_changed(here, kv)
+    _count(here.gate)
+
+
+def _identify(
+    tokens: torch.Tensor,
+    positions: torch.Tensor | None,
+    index: list[torch.Tensor],
+    extent: list[int],
+    state: torch.Tensor,
+    site: int,
+    write: int,
+) -> None:
+    context = get_forward_context()
+    here, plan = context.sites[site], context.plans[write]
+    slots = plan.resolve(here.layout, index, extent, tokens.device).slots
+    identity = context.identities.get(site)
+    if identity is not None and tokens.numel() == slots.numel() and tokens.dim() == 2:
+        slots = slots.view(tokens.shape)
+        given = slots % here.layout.positions if positions is None else positions.expand(tokens.shape)
+        kernels_for(tokens.device).identify(here, identity, slots, tokens.to(torch.int64), given.to(torch.int64))
+    _count(here.gate)
+
+
+def _index_put_(
+    kv: torch.Tensor, value: torch.Tensor, index: list[torch.Tensor], extent: list[int], site: int, write: int
+) -> None:
+    context = get_forward_context()
+    layout, plan = context.sites[site].layout, context.plans[write]
+    resolved = plan.resolve(layout, index, extent, kv.device)
+    rows = plan.rows(layout, value, resolved)
+    target = layout.slots_first(kv)
+    if layout.has_rows:
+        target[resolved.slots // layout.positions, resolved.slots % layout.positions] = rows
+    else:
+        target[resolved.slots] = rows
+
+
+def _count(gate: torch.Tensor) -> None:
+    """Leave a trace that an op ran, where the coverage check looks for it."""
+    gate[Gate.OPS] += 1
+
+
+_BODIES: dict[str, Callable[..., None]] = {
+    "begin": _begin,
+    "verify": _verify,
+    "record": _record,
+    "observe": _observe,
+    "record_changed": _record_changed,
+    "identify": _identify,
+    "index_put_": _index_put_,
+}
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library(NAMESPACE, "DEF")
+    for name, schema in SCHEMAS.items():
+        # our kernels read any strides, so Inductor need not copy an argument to restore the eager ones
+        library.define(name + schema, tags=(torch.Tag.flexible_layout,))
+        library.impl(name, _BODIES[name], "CPU")
+        library.impl(name, _BODIES[name], "CUDA")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _no_output, lib=library)
+    return library
+
+
+def _no_output(*args: object) -> None:
+    return None
+
+
+_LIBRARY = _register()

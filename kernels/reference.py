@@ -1,0 +1,249 @@
+"""The checks in plain loops, one slot at a time: the definition that the CPU and GPU kernels must equal.
+
+Used by tests only.  Each function does what the one of the same name in :mod:`.cpu` documents.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .buffers import (
+    NOT_WRITTEN,
+    UNKNOWN,
+    Check,
+    Count,
+    Gate,
+    IdentityBuffers,
+    Phase,
+    Ring,
+    RowState,
+    Site,
+    Word,
+)
+from .chain import MASK64, SEED, mix
+from .digest import MASK32, as_int32, digest_reference, stored_form
+from .layout import poison_mask
+
+
+def row_bytes(site: Site, view: torch.Tensor, slot: int) -> bytes:
+    """The bytes of one slot, in index order."""
+    first = site.layout.slots_first(view)
+    row = first[divmod(slot, site.layout.positions)] if site.layout.has_rows else first[slot]
+    return bytes(row.contiguous().view(torch.uint8).flatten().tolist()) if row.dim() else _scalar_bytes(row)
+
+
+def _scalar_bytes(element: torch.Tensor) -> bytes:
+    return bytes(element.reshape(1).view(torch.uint8).tolist())
+
+
+def digest_of(site: Site, data: bytes) -> list[int]:
+    """What the shadow stores for a row: one signed 32-bit integer per plane."""
+    h1, h2 = digest_reference(data, site.seed1, site.seed2)
+    return [as_int32(stored_form(h1)), as_int32(h2)][: site.half.digest.shape[0]]
+
+
+def _packed(planes: list[int]) -> int:
+    low = planes[0] & MASK32
+    packed = low if len(planes) == 1 else low | ((planes[1] & MASK32) << 32)
+    return packed - (1 << 64) if packed >> 63 else packed
+
+
+def _report(
+    site: Site, phase: Phase, check: Check, slot: int, stored: int, found: int, detail: int = 0, lenient: bool = False
+) -> None:
+    words, ring = site.control.words, site.control.ring
+    head, drained = int(words[Word.HEAD]), int(words[Word.DRAINED])
+    words[Word.HEAD] += 1
+    if head - drained >= site.control.capacity:
+        return
+    row = max(slot, 0) // site.layout.positions if site.layout.has_rows else 0
+    values = {
+        Ring.STEP: int(words[Word.STEP]),
+        Ring.HALF: site.half_id,
+        Ring.CHECK: int(check),
+        Ring.PHASE: int(phase),
+        Ring.LENIENT: int(lenient),
+        Ring.SLOT: slot,
+        Ring.ORIGIN: int(site.half.rows[row, RowState.ORIGIN]),
+        Ring.STORED: stored,
+        Ring.FOUND: found,
+        Ring.DETAIL: detail,
+    }
+    for column, value in values.items():
+        ring[head % site.control.capacity, column] = value
+
+
+def begin(control_words: torch.Tensor, gate: torch.Tensor) -> None:
+    control_words[Word.STEP] += 1
+    gate[Gate.STEP] += 1
+    gate[Gate.LENIENT_NOW] = int(gate[Gate.LENIENT_NEXT])
+    gate[Gate.LENIENT_NEXT] = 0
+
+
+def _epoch(site: Site, write_id: int) -> int:
+    return int(site.control.words[Word.STEP]) * 65536 + write_id
+
+
+def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int, phase: Phase) -> None:
+    seen: set[int] = set()
+    told: set[int] = set()
+    for slot, given in zip(slots.tolist(), raw.tolist(), strict=True):
+        report = bool(site.checks & Check.BOUNDS)
+        if given != slot and report:
+            _report(site, phase, Check.BOUNDS, slot, given, slot)
+        if slot in seen and slot not in told:
+            told.add(slot)
+            site.control.stamps[1, slot] = _epoch(site, write_id)
+            if report and (site.layout.has_rows or slot != 0):
+                _report(site, phase, Check.BOUNDS, slot, slot, slot, detail=1)
+        if slot >= 0:
+            seen.add(slot)
+
+
+def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None) -> None:
+    site.counters[Count.VERIFY_RUNS] += 1
+    now = bool(site.gate[Gate.LENIENT_NOW])
+    lenient = now or site.lenient
+    for slot in range(site.layout.slots):
+        stored = site.half.digest[:, slot].tolist()
+        if stored[0] == 0 or not site.checks & Check.CONTENT:
+            continue
+        shifted = _is_shifted(site, slot, first)
+        turn = (slot + int(site.gate[Gate.STEP])) % site.verify_every == 0
+        if not (now or turn or (lenient and shifted)):
+            continue
+        site.counters[Count.CHECKED] += 1
+        found = digest_of(site, row_bytes(site, view, slot))
+        if found == stored:
+            continue
+        if lenient and shifted:
+            site.counters[Count.ADOPTED] += 1
+        else:
+            _report(site, Phase.PRE, Check.CONTENT, slot, _packed(stored), _packed(found), lenient=lenient)
+        site.half.digest[:, slot] = torch.tensor(found, dtype=torch.int32)
+    if first is not None:
+        adopt(site, view, first)
+
+
+def _is_shifted(site: Site, slot: int, first: torch.Tensor | None) -> bool:
+    if first is None or not site.layout.has_rows:
+        return False
+    row = slot // site.layout.positions
+    return int(first[row]) not in (NOT_WRITTEN, int(site.half.rows[row, RowState.NEXT]))
+
+
+def adopt(site: Site, view: torch.Tensor, first: torch.Tensor) -> None:
+    if not site.layout.has_rows:
+        return
+    for slot in range(site.layout.slots):
+        row, position = divmod(slot, site.layout.positions)
+        below = int(first[row]) != NOT_WRITTEN and position < int(first[row])
+        if below and int(site.half.digest[0, slot]) == 0:
+            found = digest_of(site, row_bytes(site, view, slot))
+            site.half.digest[:, slot] = torch.tensor(found, dtype=torch.int32)
+            site.counters[Count.ADOPTED] += 1
+
+
+def record(
+    site: Site,
+    view: torch.Tensor,
+    slots: torch.Tensor,
+    values: torch.Tensor | None,
+    write_id: int,
+    last_position: torch.Tensor | None = None,
+    moved: int | None = None,
+) -> None:
+    site.counters[Count.RECORD_RUNS] += 1
+    _update_rows(site, slots.tolist(), last_position, moved)
+    for i, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        site.counters[Count.RECORDED] += 1
+        data = row_bytes(site, view, slot)
+        found = digest_of(site, data)
+        _check_poison(site, slot, data)
+        twice = int(site.control.stamps[1, slot]) == _epoch(site, write_id)
+        if values is not None and site.checks & Check.OPERAND and not twice:
+            expected = digest_of(site, bytes(values[i].contiguous().view(torch.uint8).flatten().tolist()))
+            if expected != found:
+                _report(site, Phase.POST, Check.OPERAND, slot, _packed(expected), _packed(found))
+        site.half.digest[:, slot] = torch.tensor(found, dtype=torch.int32)
+
+
+def _check_poison(site: Site, slot: int, data: bytes) -> None:
+    mask, bits = poison_mask(site.layout.dtype)
+    if mask == 0 or not site.checks & Check.POISON:
+        return
+    size = site.layout.dtype.itemsize
+    for at in range(0, len(data), size):
+        element = int.from_bytes(data[at : at + size], "little")
+        high = element >> 32 if size == 8 else element
+        if high & mask == bits:
+            word = (at + size - 1) // 4
+            found = int.from_bytes((data + b"\0\0\0")[4 * word : 4 * word + 4], "little")
+            _report(site, Phase.POST, Check.POISON, slot, 0, found, detail=word)
+            return
+
+
+def _update_rows(site: Site, slots: list[int], last_position: torch.Tensor | None, moved: int | None) -> None:
+    layout, rows = site.layout, site.half.rows
+    if not layout.has_rows:
+        return
+    for row in range(layout.rows):
+        inside = [s % layout.positions for s in slots if s >= 0 and s // layout.positions == row]
+        if not inside:
+            continue
+        old = rows[row].tolist()
+        if last_position is not None:
+            origin = int(last_position[row]) - max(inside)
+        elif moved is None:
+            origin = 0
+        elif moved == 0 or old[RowState.ORIGIN] == UNKNOWN:
+            origin = UNKNOWN
+        else:
+            origin = old[RowState.ORIGIN] + old[RowState.NEXT] + moved - layout.positions
+        rows[row, RowState.NEXT] = max(inside) + 1
+        rows[row, RowState.ORIGIN] = origin
+        rows[row, RowState.LENGTH] = len(inside) if moved is None else moved
+
+
+def snapshot(site: Site, view: torch.Tensor) -> None:
+    assert site.half.baseline is not None
+    for slot in range(site.layout.slots):
+        site.half.baseline[slot] = digest_of(site, row_bytes(site, view, slot))[0]
+
+
+def record_changed(site: Site, view: torch.Tensor) -> None:
+    assert site.half.baseline is not None
+    site.counters[Count.RECORD_RUNS] += 1
+    for slot in range(site.layout.slots):
+        data = row_bytes(site, view, slot)
+        found = digest_of(site, data)
+        if found[0] != int(site.half.baseline[slot]):
+            site.half.digest[:, slot] = torch.tensor(found, dtype=torch.int32)
+            site.counters[Count.RECORDED] += 1
+            _check_poison(site, slot, data)
+
+
+def identify(
+    site: Site, identity: IdentityBuffers, slots: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
+) -> None:
+    for where, who, at in zip(slots.tolist(), tokens.tolist(), positions.tolist(), strict=True):
+        if min(where) < 0:
+            continue
+        row, index = divmod(where[0], site.layout.positions)
+        next_index, _, length = site.half.rows[row].tolist()
+        before = where[0] - 1
+        follows = index > 0 and index == next_index and int(identity.positions[before]) != UNKNOWN
+        strict = not site.lenient and not int(site.gate[Gate.LENIENT_NOW])
+        expected = int(identity.positions[before]) + 1 if follows else 0
+        if follows and strict and len(where) == 1 and length == 1 and at[0] != expected:
+            if site.checks & Check.CHAIN:
+                _report(site, Phase.PRE, Check.CHAIN, where[0], expected, at[0], detail=who[0])
+        chain = int(identity.chain[before]) if follows else SEED
+        for slot, token, position in zip(where, who, at, strict=True):
+            chain = (chain + mix(token, position)) & MASK64
+            chain = chain - (1 << 64) if chain >> 63 else chain
+            identity.tokens[slot] = token
+            identity.positions[slot] = position
+            identity.chain[slot] = chain

@@ -1,0 +1,359 @@
+"""Triton kernels of the checks.
+
+Every pointer is to elements, offsets are int64 before they are multiplied, shapes are in the comments of
+the parameters.  ``tl.sum`` of int32 raises on overflow in Triton's interpreter where a GPU wraps, so sums
+run in int64 and are cut to 32 bits, which is the same number modulo 2**32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .digest import ZERO_STANDS_FOR, as_int32
+
+VERIFY, ADOPT, SNAPSHOT, CHANGED = 0, 1, 2, 3
+
+# Columns and words of kvcanary_fx.kernels.buffers, as the kernels need them; a test compares them.
+_VERIFY: tl.constexpr = tl.constexpr(VERIFY)
+_ADOPT: tl.constexpr = tl.constexpr(ADOPT)
+_SNAPSHOT: tl.constexpr = tl.constexpr(SNAPSHOT)
+_CHANGED: tl.constexpr = tl.constexpr(CHANGED)
+_HEAD: tl.constexpr = tl.constexpr(0)
+_DRAINED: tl.constexpr = tl.constexpr(1)
+_STEP: tl.constexpr = tl.constexpr(2)
+_BOXED: tl.constexpr = tl.constexpr(3)
+_GATE_STEP: tl.constexpr = tl.constexpr(0)
+_LENIENT_NEXT: tl.constexpr = tl.constexpr(1)
+_LENIENT_NOW: tl.constexpr = tl.constexpr(2)
+_VERIFY_RUNS: tl.constexpr = tl.constexpr(0)
+_RECORD_RUNS: tl.constexpr = tl.constexpr(1)
+_CHECKED: tl.constexpr = tl.constexpr(2)
+_RECORDED: tl.constexpr = tl.constexpr(3)
+_ADOPTED: tl.constexpr = tl.constexpr(4)
+_ROW_NEXT: tl.constexpr = tl.constexpr(0)
+_ROW_ORIGIN: tl.constexpr = tl.constexpr(1)
+_ROW_COLUMNS: tl.constexpr = tl.constexpr(3)
+_RING_COLUMNS: tl.constexpr = tl.constexpr(10)
+_CONTENT_BIT: tl.constexpr = tl.constexpr(1)
+_OPERAND_BIT: tl.constexpr = tl.constexpr(2)
+_POISON_BIT: tl.constexpr = tl.constexpr(8)
+_ZERO_STANDS_FOR: tl.constexpr = tl.constexpr(as_int32(ZERO_STANDS_FOR))
+_NO_POISON: tl.constexpr = tl.constexpr(2**62)
+
+
+def as_signed(x: int) -> int:
+    """A 32-bit word as the signed integer that a kernel argument takes."""
+    return as_int32(x)
+
+
+@triton.jit
+def _load_words(
+    base, start, live, word, units, n1, n2, n3, d0, d1, d2, d3, words_in_row, UNIT: tl.constexpr
+):  # fmt: skip
+    """32-bit words ``word`` [W] of the rows that begin ``start`` [B] units after ``base``: int32 [B, W]."""
+    per_word: tl.constexpr = 4 // UNIT
+    out = tl.zeros([start.shape[0], word.shape[0]], tl.int32)
+    for k in tl.static_range(per_word):
+        e = word * per_word + k
+        offset = (e // (n1 * n2 * n3)).to(tl.int64) * d0 + (e // (n2 * n3) % n1).to(tl.int64) * d1
+        offset += (e // n3 % n2).to(tl.int64) * d2 + (e % n3).to(tl.int64) * d3
+        mask = live[:, None] & ((e < units) & (word < words_in_row))[None, :]
+        x = tl.load(base + start[:, None] + offset[None, :], mask=mask, other=0).to(tl.int32)
+        if UNIT == 4:
+            out = x
+        else:
+            out |= (x & ((1 << (8 * UNIT)) - 1)) << (8 * UNIT * k)
+    return out
+
+
+@triton.jit
+def _poisoned(w, word, MASK: tl.constexpr, BITS: tl.constexpr, ELEMENT: tl.constexpr):
+    """Whether words hold a NaN or an Inf."""
+    if ELEMENT >= 4:
+        bad = (w & MASK) == BITS
+        if ELEMENT == 8:
+            bad = bad & ((word % 2) == 1)[None, :]
+    else:
+        bad = w != w
+        for k in tl.static_range(4 // ELEMENT):
+            bad = bad | (((w >> (8 * ELEMENT * k)) & MASK) == BITS)
+    return bad
+
+
+@triton.jit
+def _digest(
+    base, start, live, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+    UNIT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, ELEMENT: tl.constexpr,
+):  # fmt: skip
+    """``(h1, h2, poison)`` of rows [BLOCK]: int32 digests, and the lowest poisoned word << 32 | its bits."""
+    sum1 = tl.zeros([BLOCK], tl.int64)
+    sum2 = tl.zeros([BLOCK], tl.int64)
+    poison = tl.full([BLOCK], _NO_POISON, tl.int64)
+    for w0 in range(0, words_in_row, BLOCK_WORDS):
+        word = w0 + tl.arange(0, BLOCK_WORDS)
+        w = _load_words(base, start, live, word, units, n1, n2, n3, d0, d1, d2, d3, words_in_row, UNIT)
+        c = tl.load(coef_ptr + word, mask=word < words_in_row, other=0)
+        sum1 += tl.sum((w * c[None, :]).to(tl.int64), axis=1)
+        if PLANES == 2:
+            d = tl.load(coef_ptr + words_in_row + word, mask=word < words_in_row, other=0)
+            sum2 += tl.sum(((w ^ ((w >> 16) & 0xFFFF)) * d[None, :]).to(tl.int64), axis=1)
+        if POISON_MASK != 0:
+            bad = _poisoned(w, word, POISON_MASK, POISON_BITS, ELEMENT) & (word < words_in_row)[None, :]
+            key = (word.to(tl.int64) << 32)[None, :] | (w.to(tl.int64) & 0xFFFFFFFF)
+            poison = tl.minimum(poison, tl.min(tl.where(bad, key, _NO_POISON), axis=1))
+    h1 = (sum1 + seed1).to(tl.int32)
+    h1 = tl.where(h1 == 0, _ZERO_STANDS_FOR, h1)
+    return h1, (sum2 + seed2).to(tl.int32), poison
+
+
+@triton.jit
+def _packed(h1, h2, PLANES: tl.constexpr):
+    low = h1.to(tl.int64) & 0xFFFFFFFF
+    if PLANES == 2:
+        low |= h2.to(tl.int64) << 32
+    return low
+
+
+@triton.jit
+def _report(
+    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, check, lenient, mask, slot, stored, found,
+    detail, HAS_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Append a ring row for every masked lane; rows without room are counted and dropped."""
+    number = tl.atomic_add(words_ptr + _HEAD + tl.zeros_like(slot), tl.full(slot.shape, 1, tl.int64), mask=mask)
+    keep = mask & (number - tl.load(words_ptr + _DRAINED) < capacity)
+    if HAS_ROWS:
+        row = tl.maximum(slot, 0) // positions
+    else:
+        row = tl.zeros_like(slot)
+    origin = tl.load(rows_ptr + row * _ROW_COLUMNS + _ROW_ORIGIN, mask=mask, other=0).to(tl.int64)
+    at = ring_ptr + (number % capacity) * _RING_COLUMNS
+    tl.store(at + 0, tl.load(words_ptr + _STEP) + tl.zeros_like(slot), mask=keep)
+    tl.store(at + 1, tl.zeros_like(slot) + half, mask=keep)
+    tl.store(at + 2, tl.zeros_like(slot) + check, mask=keep)
+    tl.store(at + 3, tl.zeros_like(slot) + phase, mask=keep)
+    tl.store(at + 4, tl.zeros_like(slot) + lenient, mask=keep)
+    tl.store(at + 5, slot, mask=keep)
+    tl.store(at + 6, origin, mask=keep)
+    tl.store(at + 7, stored, mask=keep)
+    tl.store(at + 8, found, mask=keep)
+    tl.store(at + 9, detail, mask=keep)
+
+
+@triton.jit
+def begin_kernel(
+    words_ptr,  # int64 [len(Word)]
+    gate_ptr,  # int64 [len(Gate)]
+):
+    tl.store(words_ptr + _STEP, tl.load(words_ptr + _STEP) + 1)
+    tl.store(gate_ptr + _GATE_STEP, tl.load(gate_ptr + _GATE_STEP) + 1)
+    tl.store(gate_ptr + _LENIENT_NOW, tl.load(gate_ptr + _LENIENT_NEXT))
+    tl.store(gate_ptr + _LENIENT_NEXT, tl.zeros([], tl.int64))
+
+
+@triton.jit
+def report_kernel(
+    mask_ptr, slot_ptr, stored_ptr, found_ptr, detail_ptr, n,  # bool [n], int64 [n] each
+    words_ptr, ring_ptr, capacity, rows_ptr, half, positions, phase, check,
+    HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < n
+    mask = (tl.load(mask_ptr + i, mask=live, other=0) != 0) & live
+    slot = tl.load(slot_ptr + i, mask=live, other=0)
+    stored = tl.load(stored_ptr + i, mask=live, other=0)
+    found = tl.load(found_ptr + i, mask=live, other=0)
+    detail = tl.load(detail_ptr + i, mask=live, other=0)
+    _report(
+        words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, check, 0, mask, slot, stored, found, detail,
+        HAS_ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def plan_kernel(
+    slot_ptr, raw_ptr, n,  # int64 [n] each
+    stamp_ptr, stamp_count,  # int64 [2, stamp_count]
+    write_id,
+    box_ptr,  # int64 [ring columns + 1] in host memory
+    words_ptr, ring_ptr, capacity, rows_ptr, half, positions, phase,
+    HAS_ROWS: tl.constexpr, CHECK: tl.constexpr, REPORT: tl.constexpr, HAS_BOX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < n
+    slot = tl.load(slot_ptr + i, mask=live, other=-1)
+    raw = tl.load(raw_ptr + i, mask=live, other=-1)
+    step = tl.load(words_ptr + _STEP)
+    epoch = tl.full([BLOCK], 0, tl.int64) + step * 65536 + write_id
+    reached = live & (slot >= 0)
+    at = tl.maximum(slot, 0)
+    seen = tl.atomic_xchg(stamp_ptr + at, epoch, mask=reached)
+    twice = reached & (seen == epoch)
+    told = tl.atomic_xchg(stamp_ptr + stamp_count + at, epoch, mask=twice)
+    if REPORT:
+        outside = live & (raw != slot)
+        _report(
+            words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, CHECK, 0, outside, slot, raw, slot,
+            tl.zeros_like(slot), HAS_ROWS,
+        )  # fmt: skip
+        first = twice & (told != epoch)
+        if not HAS_ROWS:
+            first = first & (slot != 0)
+        _report(
+            words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, CHECK, 0, first, slot, slot, slot,
+            tl.full(slot.shape, 1, tl.int64), HAS_ROWS,
+        )  # fmt: skip
+        if HAS_BOX:
+            zero = tl.zeros_like(slot)
+            before = tl.atomic_add(words_ptr + _BOXED + zero, zero + 1, mask=outside)
+            mine = outside & (before == 0)
+            tl.store(box_ptr + 0 + zero, zero + step, mask=mine)
+            tl.store(box_ptr + 1 + zero, zero + half, mask=mine)
+            tl.store(box_ptr + 2 + zero, zero + CHECK, mask=mine)
+            tl.store(box_ptr + 3 + zero, zero + phase, mask=mine)
+            tl.store(box_ptr + 5 + zero, slot, mask=mine)
+            tl.store(box_ptr + 7 + zero, raw, mask=mine)
+            tl.store(box_ptr + 8 + zero, slot, mask=mine)
+            tl.store(box_ptr + _RING_COLUMNS + zero, zero + 1, mask=mine)
+
+
+@triton.jit
+def scan_kernel(
+    base,  # the view's first unit
+    gate_ptr,  # int64 [len(Gate)]
+    counters_ptr,  # int64 [len(Count)]
+    first_ptr,  # int32 [rows]
+    baseline_ptr,  # int32 [slots_total]
+    coef_ptr,  # int32 [2, words_in_row]
+    digest_ptr,  # int32 [PLANES, slots_total]
+    words_ptr, ring_ptr, capacity, rows_ptr,  # int32 [rows, _ROW_COLUMNS]
+    slots_total, seed1, seed2, words_in_row, half, positions, every, slot_stride0, slot_stride1,
+    units, n1, n2, n3, d0, d1, d2, d3,
+    HAS_ROWS: tl.constexpr, HAS_FIRST: tl.constexpr, NOT_WRITTEN: tl.constexpr, LENIENT: tl.constexpr,
+    CONTENT: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr,
+    POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = slot < slots_total
+    stored1 = tl.load(digest_ptr + slot, mask=inside, other=0)
+    stored2 = tl.zeros_like(stored1)
+    if PLANES == 2:
+        stored2 = tl.load(digest_ptr + slots_total + slot, mask=inside, other=0)
+    row = slot // positions
+    position = slot % positions
+    now = tl.load(gate_ptr + _LENIENT_NOW) != 0
+    lenient = now | LENIENT
+    shifted = inside & (slot < 0)
+    below = shifted
+    if HAS_FIRST:
+        first = tl.load(first_ptr + row, mask=inside, other=NOT_WRITTEN)
+        after = tl.load(rows_ptr + row * _ROW_COLUMNS + _ROW_NEXT, mask=inside, other=0)
+        coming = inside & (first != NOT_WRITTEN)
+        shifted = coming & (first != after)
+        below = coming & (position < first)
+    recorded = inside & (stored1 != 0)
+    turn = (slot + tl.load(gate_ptr + _GATE_STEP)) % every == 0
+    due = recorded & (now | turn | (lenient & shifted))
+    if (MODE != _VERIFY) or (not CONTENT):
+        due = due & (slot < 0)
+    adopted = below & (stored1 == 0)
+    work = due | adopted
+    if (MODE == _SNAPSHOT) or (MODE == _CHANGED):
+        work = inside
+    if tl.program_id(0) == 0:
+        if MODE == _VERIFY:
+            tl.atomic_add(counters_ptr + _VERIFY_RUNS, tl.full([], 1, tl.int64))
+        if MODE == _CHANGED:
+            tl.atomic_add(counters_ptr + _RECORD_RUNS, tl.full([], 1, tl.int64))
+    if tl.sum(work.to(tl.int32), axis=0) > 0:
+        if HAS_ROWS:
+            start = row * slot_stride0 + position * slot_stride1
+        else:
+            start = slot * slot_stride1
+        h1, h2, poison = _digest(
+            base, start, work, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+            UNIT, PLANES, BLOCK, BLOCK_WORDS, POISON_MASK if MODE == _CHANGED else 0, POISON_BITS, ELEMENT,
+        )  # fmt: skip
+        if MODE == _SNAPSHOT:
+            tl.store(baseline_ptr + slot, h1, mask=work)
+        elif MODE == _CHANGED:
+            changed = work & (h1 != tl.load(baseline_ptr + slot, mask=inside, other=0))
+            tl.store(digest_ptr + slot, h1, mask=changed)
+            if PLANES == 2:
+                tl.store(digest_ptr + slots_total + slot, h2, mask=changed)
+            tl.atomic_add(counters_ptr + _RECORDED, tl.sum(changed.to(tl.int64), axis=0))
+            if POISON_MASK != 0:
+                _report(
+                    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _POISON_BIT, 0,
+                    changed & (poison != _NO_POISON), slot, tl.zeros_like(slot), poison & 0xFFFFFFFF, poison >> 32,
+                    HAS_ROWS,
+                )  # fmt: skip
+        else:
+            bad = due & ((h1 != stored1) | (h2 != stored2)) if PLANES == 2 else due & (h1 != stored1)
+            taken = bad & lenient & shifted
+            _report(
+                words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 0, _CONTENT_BIT, lenient.to(tl.int64),
+                bad & (taken == 0), slot, _packed(stored1, stored2, PLANES), _packed(h1, h2, PLANES),
+                tl.zeros_like(slot), HAS_ROWS,
+            )  # fmt: skip
+            tl.store(digest_ptr + slot, h1, mask=bad | adopted)
+            if PLANES == 2:
+                tl.store(digest_ptr + slots_total + slot, h2, mask=bad | adopted)
+            tl.atomic_add(counters_ptr + _CHECKED, tl.sum(due.to(tl.int64), axis=0))
+            tl.atomic_add(counters_ptr + _ADOPTED, tl.sum((taken | adopted).to(tl.int64), axis=0))
+
+
+@triton.jit
+def record_kernel(
+    base, value_base,  # first units of the pool's view and of the operand
+    slot_ptr, n,  # int64 [n]
+    counters_ptr,  # int64 [len(Count)]
+    stamp_ptr, stamp_count, write_id,  # int64 [2, stamp_count]
+    coef_ptr,  # int32 [2, words_in_row]
+    digest_ptr,  # int32 [PLANES, slots_total]
+    words_ptr, ring_ptr, capacity, rows_ptr,
+    slots_total, seed1, seed2, words_in_row, half, positions, slot_stride0, slot_stride1, token_stride,
+    units, n1, n2, n3, d0, d1, d2, d3,
+    v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
+    HAS_ROWS: tl.constexpr, HAS_VALUE: tl.constexpr, UNIT: tl.constexpr, OPERAND_UNIT: tl.constexpr,
+    ELEMENT: tl.constexpr, PLANES: tl.constexpr, POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slot_ptr + i, mask=i < n, other=-1)
+    live = slot >= 0
+    at = tl.maximum(slot, 0)
+    if HAS_ROWS:
+        start = (at // positions) * slot_stride0 + (at % positions) * slot_stride1
+    else:
+        start = at * slot_stride1
+    h1, h2, poison = _digest(
+        base, start, live, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+        UNIT, PLANES, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
+    )  # fmt: skip
+    if tl.program_id(0) == 0:
+        tl.atomic_add(counters_ptr + _RECORD_RUNS, tl.full([], 1, tl.int64))
+    tl.atomic_add(counters_ptr + _RECORDED, tl.sum(live.to(tl.int64), axis=0))
+    if POISON_MASK != 0:
+        _report(
+            words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _POISON_BIT, 0,
+            live & (poison != _NO_POISON), slot, tl.zeros_like(slot), poison & 0xFFFFFFFF, poison >> 32, HAS_ROWS,
+        )  # fmt: skip
+    if HAS_VALUE:
+        v1, v2, _ = _digest(
+            value_base, i * token_stride, live, coef_ptr, seed1, seed2, words_in_row, v_units, v_n1, v_n2, v_n3,
+            v_d0, v_d1, v_d2, v_d3, OPERAND_UNIT, PLANES, BLOCK, BLOCK_WORDS, 0, 1, ELEMENT,
+        )  # fmt: skip
+        epoch = tl.load(words_ptr + _STEP) * 65536 + write_id
+        twice = tl.load(stamp_ptr + stamp_count + at, mask=live, other=0) == epoch
+        bad = live & (twice == 0)
+        bad = bad & ((v1 != h1) | (v2 != h2)) if PLANES == 2 else bad & (v1 != h1)
+        _report(
+            words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _OPERAND_BIT, 0, bad, slot,
+            _packed(v1, v2, PLANES), _packed(h1, h2, PLANES), tl.zeros_like(slot), HAS_ROWS,
+        )  # fmt: skip
+    tl.store(digest_ptr + at, h1, mask=live)
+    if PLANES == 2:
+        tl.store(digest_ptr + slots_total + at, h2, mask=live)

@@ -1,0 +1,100 @@
+"""Telling a legal change made outside the compiled graph from a corruption.
+
+Between two calls of a guarded graph, code that we cannot see may legally rewrite slots: a prefill that is
+not compiled, ``cache.reset()``, a beam reordering.  PyTorch's version counters say *that* something wrote
+to a pool.  They cannot say whether it was legal, because a stray write by an op counts as well.  The
+pattern of what changed can:
+
+* A token's K and V depend on every token before it, in every layer but the first.  A legal rewrite of a
+  slot therefore changes both halves of every layer above the first, while a flipped bit, a wrong stride or
+  a bad copy hits one half or one layer.
+* In a cache with rows, what follows a rewritten slot in its row was computed from it and changes too.
+
+Mismatches that show this pattern, in a step where something else did write to the pool (or may have:
+inference tensors have no version counter, a captured graph runs without us), are adopted and counted.
+All others are violations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+
+from .kernels.buffers import Check, Ring, RowState
+from .pools import PoolHalf, PoolRegistry
+
+Row = Sequence[int]
+
+
+@dataclasses.dataclass
+class Verdict:
+    """Ring rows sorted: violations, and slots adopted with how many fingerprints that was."""
+
+    violations: list[Row]
+    adopted_slots: int = 0
+    adopted_fingerprints: int = 0
+
+
+def judge(rows: Sequence[Row], registry: PoolRegistry, complete: bool) -> Verdict:
+    """Sort the rows drained from one device's ring.
+
+    Args:
+        complete: no row was lost to a full ring, so what a row of the cache lacks is known.
+    """
+    verdict = Verdict([])
+    groups: dict[tuple[int, frozenset[int]], list[Row]] = defaultdict(list)
+    for row in rows:
+        half = registry.by_id(row[Ring.HALF])
+        if row[Ring.LENIENT] and row[Ring.CHECK] == Check.CONTENT and half is not None:
+            groups[(row[Ring.STEP], frozenset(half.peers))].append(row)
+        else:
+            verdict.violations.append(row)
+    for (_, _), members in groups.items():
+        _judge_group(members, registry, complete, verdict)
+    verdict.violations.sort(key=lambda r: r[Ring.STEP])
+    return verdict
+
+
+def _judge_group(rows: list[Row], registry: PoolRegistry, complete: bool, verdict: Verdict) -> None:
+    by_slot: dict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_slot[row[Ring.SLOT]].append(row)
+    lead = registry.by_id(rows[0][Ring.HALF])
+    assert lead is not None
+    rewritten = {slot for slot, hits in by_slot.items() if _all_layers_changed(hits, lead)}
+    legal = _closed_upwards(rewritten, lead) if complete else rewritten
+    for slot, hits in by_slot.items():
+        if slot in legal:
+            verdict.adopted_slots += 1
+            verdict.adopted_fingerprints += len(hits)
+        else:
+            verdict.violations.extend(hits)
+
+
+def _all_layers_changed(hits: list[Row], lead: PoolHalf) -> bool:
+    """Whether a slot changed in every half that depends on more than the token itself."""
+    changed = {row[Ring.HALF] for row in hits}
+    lowest = min(lead.peers.values())
+    above = {h for h, layer in lead.peers.items() if layer > lowest}
+    required = above or set(lead.peers)
+    return len(required) >= 2 and required <= changed
+
+
+def _closed_upwards(slots: set[int], lead: PoolHalf) -> set[int]:
+    """Those of ``slots`` after which, in their row, everything older than the last write changed too."""
+    layout = lead.place.layout
+    if not layout.has_rows:
+        return slots
+    state = lead.buffers.rows.tolist()
+    legal: set[int] = set()
+    by_row: dict[int, set[int]] = defaultdict(set)
+    for slot in slots:
+        by_row[slot // layout.positions].add(slot % layout.positions)
+    for row, positions in by_row.items():
+        before = state[row][RowState.NEXT] - state[row][RowState.LENGTH]
+        end = before if before > 0 else layout.positions
+        lowest = min(positions)
+        if all(p in positions for p in range(lowest, min(end, layout.positions))):
+            legal |= {row * layout.positions + p for p in positions}
+    return legal

@@ -1,0 +1,159 @@
+"""The backend: ``torch.compile(model, backend=kvcanary_backend)``, or ``backend="kvcanary"`` by name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import coverage, report
+from .config import CanaryConfig, resolve
+from .passes.graph_plan import GraphPlan
+from .passes.pipeline import passes, run_passes
+from .session import CanarySession
+
+_SESSIONS: dict[tuple[object, ...], CanarySession] = {}
+_LOCK = threading.Lock()
+
+
+def session(config: CanaryConfig | None = None) -> CanarySession:
+    """The session shared by all models compiled with these settings.
+
+    Args:
+        config: None stands for the settings of the environment; if only one session exists, that one.
+    """
+    with _LOCK:
+        if config is None and len(_SESSIONS) == 1:
+            return next(iter(_SESSIONS.values()))
+        settings = config or CanaryConfig.from_env()
+        return _SESSIONS.setdefault(settings.runtime_key(), CanarySession(settings))
+
+
+def sessions() -> list[CanarySession]:
+    """Every shared session so far."""
+    with _LOCK:
+        return list(_SESSIONS.values())
+
+
+def kvcanary_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """A torch.compile backend that guards every KV cache the graph writes, then compiles with Inductor.
+
+    Args:
+        mode: as torch.compile's, handed to the inner backend (``"reduce-overhead"``).
+        options: as torch.compile's, handed to the inner backend; keys that start with ``kvcanary.`` are
+            settings of :class:`CanaryConfig` (``{"kvcanary.mode": "log"}``).
+
+    Raises:
+        UnknownSettingError, InvalidSettingError: a setting that does not exist, or a value it cannot have.
+        LintError: ``kvcanary.lint="raise"`` and the compiled code copies a pool.
+    """
+    config, rest = resolve(None, options)
+    return compile_graph(gm, example_inputs, config, session(config), mode, rest)
+
+
+class CanaryBackend:
+    """A backend with settings and a session of its own.
+
+    Example::
+
+        backend = kvcanary_fx.CanaryBackend(CanaryConfig(mode="log"))
+        model = torch.compile(model, backend=backend)
+        print(backend.session.summary())
+    """
+
+    def __init__(self, config: CanaryConfig | None = None):
+        self.config = config or CanaryConfig.from_env()
+        self.session = CanarySession(self.config)
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        config, rest = resolve(self.config, options)
+        return compile_graph(gm, example_inputs, config, self.session, mode, rest)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CanaryBackend:
+        return self  # Hugging Face's CompileConfig copies its backend; the session must stay the same
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: CanaryConfig,
+    owner: CanarySession,
+    mode: str | None,
+    options: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Rewrite a graph, compile it with the inner backend, and bracket its calls."""
+    if config.mode == "off":
+        return inner_compile(gm, example_inputs, config, mode, options)
+    ordered = passes(chain="chain" in config.checks, rewrite=config.rewrite_writes)
+    rewritten, plan = run_passes(gm, example_inputs, ordered, config.dump)
+    _announce(plan)
+    if not plan.guarded:
+        owner.add_graph(plan)
+        return inner_compile(gm, example_inputs, config, mode, options)
+    coverage.watch_recompile_limit(owner)
+    binding = owner.add_graph(plan)
+    inputs = [*example_inputs, *binding.states]
+    compiled = inner_compile(rewritten, inputs, config, mode, options, plan)
+
+    def guarded(*args: Any) -> Any:
+        return owner.run(binding, compiled, args)
+
+    return guarded
+
+
+def inner_compile(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    config: CanaryConfig,
+    mode: str | None,
+    options: Mapping[str, Any],
+    plan: GraphPlan | None = None,
+) -> Callable[..., Any]:
+    """What the inner backend makes of a graph, with ``mode`` and ``options`` as torch.compile passes them."""
+    if config.inner == "inductor":
+        from .inductor import compile_with_inductor
+
+        return compile_with_inductor(gm, inputs, mode, options, plan, config.lint)
+    inner = torch._dynamo.lookup_backend(config.inner) if isinstance(config.inner, str) else config.inner
+    arguments = {k: v for k, v in (("mode", mode), ("options", dict(options))) if v}
+    if arguments and isinstance(config.inner, str) and config.inner in ("eager", "aot_eager"):
+        arguments = {}  # these take neither, and torch.compile's own wrapper is not here to say so
+    compiled: Callable[..., Any] = inner(gm, list(inputs), **arguments)
+    return compiled
+
+
+def _announce(plan: GraphPlan) -> None:
+    """Say once per graph what cannot be guarded."""
+    if plan.functional:
+        report.log.warning(
+            "kvcanary.unguarded %s: the cache is rebuilt by cat each step (%s), so there is nothing to guard between "
+            "steps. Use a cache that is written in place: Hugging Face's StaticCache (generate(..., "
+            "cache_implementation='static')), or a preallocated tensor and index_copy_.",
+            plan.name,
+            ", ".join(plan.functional[:4]) + (", ..." if len(plan.functional) > 4 else ""),
+        )
+    elif not plan.guarded:
+        why = "; ".join(f"{name}: {reason}" for name, reason in plan.unguarded[:4]) or "it writes none of its inputs"
+        report.log.warning(
+            "kvcanary.unguarded %s: no KV cache is written in this graph, nothing is guarded in it (%s). If the model "
+            "has a cache, pass it in as a preallocated tensor; `python -m kvcanary_fx explain` shows what each graph "
+            "writes.",
+            plan.name,
+            why,
+        )

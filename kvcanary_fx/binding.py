@@ -1,0 +1,169 @@
+"""Binding a rewritten graph to the caches of one call.
+
+A graph knows its sites by number.  Each call may bring other caches (a new ``StaticCache``, another
+model's), so before each call the sites are bound to the halves of the tensors at hand.  The binding of
+the last call is kept: usually nothing has changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .config import CanaryConfig
+from .context import ForwardContext
+from .kernels.buffers import Check, Control, Count, Gate, IdentityBuffers, Site
+from .passes.graph_plan import GraphPlan
+from .pools import PoolHalf, PoolRegistry, Storage
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundCall:
+    """The sites of a graph, bound to the caches of a call."""
+
+    key: tuple[Any, ...]
+    context: ForwardContext
+    halves: tuple[PoolHalf, ...]
+    storages: tuple[tuple[Storage, int, str], ...]  # each with the argument it came from and a pool's name
+
+
+class GraphBinding:
+    """One compiled graph at run time: its counters, and the binding of its last call."""
+
+    def __init__(self, plan: GraphPlan, config: CanaryConfig, registry: PoolRegistry, controls: Controls):
+        self.plan, self._config, self._registry, self._controls = plan, config, registry, controls
+        self.states = [torch.zeros(1, dtype=torch.int32, device=d) for d in plan.devices]
+        self.gates = {d: torch.zeros(len(Gate), dtype=torch.int64, device=d) for d in plan.devices}
+        self.counters: list[torch.Tensor] = []
+        self.calls_inside = 0
+        self._arguments = sorted({s.argument for s in plan.sites})
+        self._last: BoundCall | None = None
+
+    def missing_checks(self) -> list[str]:
+        """Names of the checks that ran less often than the graph did."""
+        steps = max(int(g[Gate.STEP]) for g in self.gates.values())
+        missing = [] if steps else ["begin"]
+        for site, counters in zip(self.plan.sites, self.counters, strict=True):
+            counts = counters.tolist()
+            if site.verified and counts[Count.VERIFY_RUNS] < steps:
+                missing.append(f"verify {site.name}")
+            if counts[Count.RECORD_RUNS] < steps:
+                missing.append(f"record {site.name}")
+        return missing or ["identify"]
+
+    def bind(self, args: Sequence[Any], capturing: bool, abort: Callable[[], None] | None) -> BoundCall:
+        """The sites bound to the tensors in ``args``."""
+        key = (capturing, self._registry.generation, *[_identity(args[i]) for i in self._arguments])
+        if self._last is None or self._last.key != key:
+            self._last = self._bind(key, args, capturing, abort)
+        return self._last
+
+    def _bind(
+        self, key: tuple[Any, ...], args: Sequence[Any], capturing: bool, abort: Callable[[], None] | None
+    ) -> BoundCall:
+        storages: dict[int, tuple[Storage, int, str]] = {}
+        halves: list[PoolHalf] = []
+        numbers = _layer_numbers(self.plan)
+        for site, number in zip(self.plan.sites, numbers, strict=True):
+            storage = self._registry.storage_of(args[site.argument])
+            storages.setdefault(id(storage), (storage, site.argument, site.pool))
+            halves.append(self._registry.half_of(storage, site.view(args), site, number))
+        for storage, _, _ in storages.values():
+            self._registry.drop_conflicting(storage, halves)
+        key = (capturing, self._registry.generation, *key[2:])
+        identities = self._group(halves)
+        context = ForwardContext(
+            sites=tuple(self._site(i, half, capturing) for i, half in enumerate(halves)),
+            plans=tuple(self.plan.writes),
+            identities=identities,
+            controls={d: self._controls(d) for d in self.plan.devices},
+            gates=self.gates,
+            abort=abort,
+        )
+        return BoundCall(key, context, tuple(halves), tuple(storages.values()))
+
+    def _group(self, halves: list[PoolHalf]) -> dict[int, IdentityBuffers]:
+        """Tell halves of one slot space about each other; the identity buffers of the sites that lead one."""
+        spaces: dict[tuple[Any, ...], dict[int, int]] = {}
+        for half in halves:
+            spaces.setdefault(_space(half), {})[half.id] = half.layer_number
+        identities: dict[int, IdentityBuffers] = {}
+        for i, (site, half) in enumerate(zip(self.plan.sites, halves, strict=True)):
+            half.peers = {**half.peers, **spaces[_space(half)]}
+            if site.leads:
+                if half.identity is None:
+                    half.identity = IdentityBuffers.allocate(half.place.layout.slots, half.buffers.digest.device)
+                identities[i] = half.identity
+        return identities
+
+    def _site(self, number: int, half: PoolHalf, capturing: bool) -> Site:
+        device, layout = half.buffers.digest.device, half.place.layout
+        if number == len(self.counters):
+            self.counters.append(torch.zeros(len(Count), dtype=torch.int64, device=device))
+        if self.plan.sites[number].opaque and half.buffers.baseline is None:
+            half.buffers.baseline = torch.zeros(layout.slots, dtype=torch.int32, device=device)
+        control = self._controls(device)
+        self._controls.reserve_stamps(device, layout.slots)
+        return Site(
+            layout=layout,
+            half=half.buffers,
+            control=control,
+            gate=self.gates[device],
+            counters=self.counters[number],
+            half_id=half.id,
+            seed1=half.seeds[0],
+            seed2=half.seeds[1],
+            checks=check_mask(self._config),
+            verify_every=self._config.verify_every,
+            lenient=capturing,
+        )
+
+
+class Controls:
+    """The control block of each device, made when the device is first seen."""
+
+    def __init__(self, capacity: int):
+        self._capacity = capacity
+        self.by_device: dict[torch.device, Control] = {}
+        self._outgrown: list[torch.Tensor] = []  # captured graphs may hold their addresses
+
+    def __call__(self, device: torch.device) -> Control:
+        control = self.by_device.get(device)
+        if control is None:
+            control = self.by_device[device] = Control.allocate(self._capacity, device)
+        return control
+
+    def reserve_stamps(self, device: torch.device, slots: int) -> None:
+        """Make room to stamp ``slots`` slots."""
+        control = self(device)
+        if control.stamps.shape[1] < slots:
+            self._outgrown.append(control.stamps)
+            control.stamps = torch.zeros(2, slots, dtype=torch.int64, device=device)
+
+
+def check_mask(config: CanaryConfig) -> Check:
+    """The configured checks as bits."""
+    mask = Check(0)
+    for name in config.checks:
+        mask |= Check[name.upper()]
+    return mask
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What must be the same for a binding to stay valid."""
+    return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape)
+
+
+def _space(half: PoolHalf) -> tuple[Any, ...]:
+    """The slot space of a half: halves of one space number their slots alike."""
+    layout = half.place.layout
+    return (half.buffers.digest.device, layout.rows, layout.positions)
+
+
+def _layer_numbers(plan: GraphPlan) -> list[int]:
+    """A number for the layer of each site: the one in its path, else its place among the layers."""
+    order = {layer: i for i, layer in enumerate(dict.fromkeys(s.layer for s in plan.sites))}
+    return [order[s.layer] if s.number is None else s.number for s in plan.sites]

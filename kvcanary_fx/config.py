@@ -1,0 +1,194 @@
+"""Settings: one frozen dataclass, read from ``options=``, from code, or from ``KVCANARY_*`` variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any, Literal, cast
+
+from .errors import InvalidSettingError, UnknownSettingError
+
+Mode = Literal["raise", "log", "off"]
+
+#: The checks that need no help from an engine.
+ZERO_CONFIG_CHECKS = ("content", "operand", "bounds", "poison", "chain")
+
+OPTION_PREFIX = "kvcanary."
+ENV_PREFIX = "KVCANARY_"
+
+
+@dataclasses.dataclass(frozen=True)
+class CanaryConfig:
+    """How a model is guarded.
+
+    Attributes:
+        mode: ``"raise"`` stops at the first violation with :class:`~kvcanary_fx.KVCacheViolation`, in the
+            step it happens; ``"log"`` writes one WARNING line per violation and never blocks; ``"off"``
+            hands the graph to the inner backend untouched.
+        inner: the backend that compiles the rewritten graph: a name torch.compile knows, or a callable.
+        checks: the checks to run, of ``content operand bounds poison chain``.
+        verify_fraction: share of the recorded slots whose bytes are checked each step, ``"1/N"``; each
+            slot is checked within N steps.
+        digest_bits: bits of content digest stored per slot, layer and half: 32 or 64.
+        rewrite_writes: replace KV writes by an op that writes in place, where Inductor would copy the pool.
+        lint: what to do when the compiled code allocates a buffer as large as a pool: ``"off"``,
+            ``"warn"`` or ``"raise"``.
+        ring_capacity: violations kept in detail between two reads of the ring.
+        dump: directory that receives the graph before and after each pass, or None.
+        on_violation: called with each :class:`~kvcanary_fx.Violation`, in either mode.
+
+    Raises:
+        InvalidSettingError: a value is out of its range.
+    """
+
+    mode: Mode = "raise"
+    inner: str | Callable[..., Any] = "inductor"
+    checks: tuple[str, ...] = ZERO_CONFIG_CHECKS
+    verify_fraction: str = "1"
+    digest_bits: int = 32
+    rewrite_writes: bool = False
+    lint: Literal["off", "warn", "raise"] = "off"
+    ring_capacity: int = 65536
+    dump: str | None = None
+    on_violation: Callable[[Any], None] | None = dataclasses.field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            validate(field.name, getattr(self, field.name), "CanaryConfig")
+        object.__setattr__(self, "checks", tuple(self.checks))
+
+    @property
+    def verify_every(self) -> int:
+        """N of ``verify_fraction = 1/N``."""
+        return Fraction(self.verify_fraction).denominator
+
+    @property
+    def planes(self) -> int:
+        """32-bit planes of digest stored."""
+        return self.digest_bits // 32
+
+    def runtime_key(self) -> tuple[object, ...]:
+        """What two compiled models must agree on to share a session."""
+        return (self.mode, self.checks, self.verify_every, self.digest_bits, self.ring_capacity, self.on_violation)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> CanaryConfig:
+        """Defaults, overridden by ``KVCANARY_*`` variables.
+
+        Raises:
+            UnknownSettingError: a ``KVCANARY_`` variable names no setting.
+            InvalidSettingError: its value cannot be read.
+        """
+        return cls(**_from_env(os.environ if environ is None else environ))
+
+
+def resolve(config: CanaryConfig | None, options: Mapping[str, Any] | None) -> tuple[CanaryConfig, dict[str, Any]]:
+    """Settings for one compilation, and the options that belong to the inner backend.
+
+    Options win over ``config``, which wins over the environment.
+
+    Raises:
+        UnknownSettingError, InvalidSettingError: naming the setting and where it was given.
+    """
+    base = CanaryConfig.from_env() if config is None else config
+    ours, rest = {}, {}
+    for key, value in (options or {}).items():
+        if key.startswith(OPTION_PREFIX):
+            name = key.removeprefix(OPTION_PREFIX)
+            _require_known(name, key, "options", [OPTION_PREFIX + n for n in names()])
+            ours[name] = validate(name, value, "options")
+        else:
+            rest[key] = value
+    return dataclasses.replace(base, **ours), rest
+
+
+def names() -> list[str]:
+    """Every setting's name."""
+    return [field.name for field in dataclasses.fields(CanaryConfig)]
+
+
+def validate(name: str, value: Any, where: str) -> Any:
+    """``value`` if setting ``name`` can have it.
+
+    Raises:
+        InvalidSettingError: it cannot.
+    """
+    accepts, expected = _RULES[name]
+    if not accepts(value):
+        raise InvalidSettingError(name, where, value, expected)
+    return value
+
+
+def _is_fraction(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        fraction = Fraction(value)
+    except (ValueError, ZeroDivisionError):
+        return False
+    return fraction.numerator == 1
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "mode": (lambda v: v in ("raise", "log", "off"), "'raise', 'log' or 'off'"),
+    "inner": (lambda v: callable(v) or (isinstance(v, str) and bool(v)), "a backend's name or a callable"),
+    "checks": (
+        lambda v: isinstance(v, tuple | list) and all(c in ZERO_CONFIG_CHECKS for c in v),
+        f"a tuple of names out of {', '.join(ZERO_CONFIG_CHECKS)}",
+    ),
+    "verify_fraction": (_is_fraction, "'1' or '1/N' with a whole number N"),
+    "digest_bits": (lambda v: v in (32, 64) and not isinstance(v, bool), "32 or 64"),
+    "rewrite_writes": (lambda v: isinstance(v, bool), "True or False"),
+    "lint": (lambda v: v in ("off", "warn", "raise"), "'off', 'warn' or 'raise'"),
+    "ring_capacity": (_is_count, "a whole number above 0"),
+    "dump": (lambda v: v is None or isinstance(v, str), "a directory's path, or None"),
+    "on_violation": (lambda v: v is None or callable(v), "a callable, or None"),
+}
+
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def _parse(name: str, text: str) -> Any:
+    """The value that an environment variable's text stands for; ``text`` itself if it stands for none."""
+    if name == "checks":
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if name in ("digest_bits", "ring_capacity"):
+        return int(text) if text.isascii() and text.isdigit() else text
+    if name == "rewrite_writes":
+        return _BOOLEANS.get(text.strip().lower(), text)
+    return text
+
+
+def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
+    settable = {ENV_PREFIX + n.upper(): n for n in names() if n != "on_violation"}
+    found = {}
+    for variable, text in environ.items():
+        if variable.startswith(ENV_PREFIX):
+            _require_known(variable, variable, "the environment", list(settable), member=variable in settable)
+            name = settable[variable]
+            value = _parse(name, text)
+            accepts, expected = _RULES[name]
+            if not accepts(value):
+                raise InvalidSettingError(variable, "the environment", text, expected)
+            found[name] = value
+    return found
+
+
+def _require_known(name: str, shown: str, where: str, valid: list[str], member: bool | None = None) -> None:
+    if member if member is not None else name in names():
+        return
+    close = difflib.get_close_matches(shown, valid, n=1)
+    hint = f"{where} (did you mean {close[0]!r}?)" if close else where
+    raise UnknownSettingError(shown, hint, valid)
+
+
+def lookup_setting(config: CanaryConfig, name: str) -> Any:
+    """The value of a setting by name, for reports."""
+    return cast(Any, getattr(config, name))

@@ -1,0 +1,145 @@
+"""Every error a user can meet, one class and one message template each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .violations import Violation
+
+
+class CanaryError(Exception):
+    """Base of all errors raised by kvcanary_fx."""
+
+
+class KVCacheViolation(CanaryError):
+    """The KV cache is not what it should be.
+
+    Attributes:
+        violations: the records, most telling first.
+        total: how many violations there were, including those the ring had no room for.
+    """
+
+    def __init__(self, violations: Sequence[Violation], total: int):
+        self.violations = list(violations)
+        self.total = total
+        shown = [v.explain() for v in self.violations[:3]]
+        more = total - len(shown)
+        if more > 0:
+            shown.append(f"... and {more} more (session.violations() has the records)")
+        super().__init__("KV cache violation\n\n" + "\n\n".join(shown))
+
+
+class CoverageError(CanaryError):
+    """Checks that were compiled into the model did not run."""
+
+
+class MissedChecksError(CoverageError):
+    """A guarded graph ran, and some of its checks did not."""
+
+    def __init__(self, graph: str, missing: Sequence[str]):
+        super().__init__(
+            f"{graph} ran, but these checks in it did not: {', '.join(missing)}. Something between our pass and "
+            "the device removed them: an inner backend that drops ops it does not know, or an artifact that was "
+            "compiled without them. Compile with the inner backend 'inductor', 'aot_eager' or 'eager', and clear "
+            "the compile cache (TORCHINDUCTOR_FORCE_DISABLE_CACHES=1) once."
+        )
+
+
+class UnguardedForwardError(CoverageError):
+    """A protected module ran without any of its checks."""
+
+    def __init__(self, module: str, layers: Sequence[str]):
+        named = ", ".join(layers[:4]) + (f" and {len(layers) - 4} more" if len(layers) > 4 else "")
+        super().__init__(
+            f"{module} ran without a single check of its KV cache, although these were guarded before: {named}. "
+            "Its forward ran eagerly: the recompile limit was hit, compilation is disabled here, or a graph break "
+            "sits in a loop. TORCH_LOGS=recompiles,graph_breaks shows which."
+        )
+
+
+class RecompileLimitError(CoverageError):
+    """Dynamo gave up compiling a guarded function, so it runs eagerly from here on, unguarded."""
+
+    def __init__(self, function: str, limit: str, value: object, reason: object):
+        super().__init__(
+            f"{function} hit torch._dynamo.config.{limit} ({value}): new shapes of it run eagerly from here on, "
+            f"without a check of the KV cache. Last reason to recompile: {reason}. Mark the size that varies as "
+            f"dynamic (torch.compile(dynamic=True), torch._dynamo.mark_dynamic), or raise the limit."
+        )
+
+
+class MissingContextError(CanaryError):
+    """A canary op ran outside a guarded forward."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"no ForwardContext is published in thread {threading.current_thread().name!r}. Canary ops run inside a "
+            "model compiled with backend='kvcanary' (or wrapped by kvcanary_fx.protect), in the thread that called "
+            "it; a context belongs to one thread. Call the compiled model, not a piece of its graph."
+        )
+
+
+class ConcurrentUseError(CanaryError):
+    """Two threads ran forwards over the same KV cache at once."""
+
+    def __init__(self, pool: str, owner: str):
+        super().__init__(
+            f"thread {threading.current_thread().name!r} entered a forward over the KV cache {pool!r} while thread "
+            f"{owner!r} is inside one. A cache serves one forward at a time: give each thread a cache of its own, "
+            "or take turns."
+        )
+
+
+class CaptureError(CanaryError):
+    """A CUDA graph is being captured over a cache that has no shadow yet."""
+
+    def __init__(self, pool: str):
+        super().__init__(
+            f"a CUDA graph is being captured, and the KV cache {pool!r} has no shadow yet: memory allocated during "
+            "the capture would belong to the graph. Run one forward over this cache before capturing."
+        )
+
+
+class UnknownSettingError(CanaryError, ValueError):
+    """A setting that does not exist."""
+
+    def __init__(self, name: str, where: str, valid: Iterable[str]):
+        super().__init__(f"unknown setting {name!r} in {where}. Valid settings: {', '.join(sorted(valid))}.")
+
+
+class InvalidSettingError(CanaryError, ValueError):
+    """A setting with a value that it cannot have."""
+
+    def __init__(self, name: str, where: str, value: object, expected: str):
+        super().__init__(f"setting {name!r} in {where} is {value!r}; it must be {expected}.")
+
+
+class LintError(CanaryError):
+    """The lint found something and was asked to be strict."""
+
+    def __init__(self, findings: Sequence[str]):
+        super().__init__(
+            "the compiled graph breaks a rule (kvcanary.lint='raise'):\n" + "\n".join(f"- {f}" for f in findings)
+        )
+
+
+class MissingExtraError(CanaryError, ImportError):
+    """A command needs a package that is not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str):
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed: pip install 'kvcanary-fx[{extra}]'"
+        )
+
+
+class UnloadableTargetError(CanaryError):
+    """``explain`` was given something it cannot load."""
+
+    def __init__(self, target: str, reason: str):
+        super().__init__(
+            f"cannot load {target!r}: {reason}. Give FILE.py:NAME, where NAME is a function that returns "
+            "(model, inputs), an nn.Module with an attribute 'example_inputs', or a list of such inputs."
+        )

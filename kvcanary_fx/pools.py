@@ -1,0 +1,230 @@
+"""The registry of pools: which storage has which halves, and the shadow of each.
+
+A pool is known by its storage, not by the tensor object or the graph: two compiled graphs that touch the
+same cache share its shadow, and a new cache in an old graph gets one of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .errors import CaptureError, ConcurrentUseError
+from .kernels.buffers import HalfBuffers, IdentityBuffers
+from .kernels.digest import seeds
+from .kernels.layout import SlotLayout
+from .passes.graph_plan import SitePlan
+from .violations import HalfInfo
+
+_HALF_NUMBERS = {"K": 0, "V": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a half lies in its storage: the offset in bytes, and the layout with its strides."""
+
+    offset: int
+    strides: tuple[int, ...]
+    layout: SlotLayout
+
+    def span(self) -> tuple[int, int]:
+        """First byte and one past the last."""
+        reach = sum((s - 1) * st for s, st in zip(self.layout.shape, self.strides, strict=True))
+        return self.offset, self.offset + (reach + 1) * self.layout.dtype.itemsize
+
+    def overlaps(self, other: Place) -> bool:
+        """Whether a byte may belong to both.  Exact for views with the same strides, such as the layers of
+        one interleaved pool; views with other strides overlap as soon as their spans do."""
+        (a, b), (c, d) = self.span(), other.span()
+        if a >= d or c >= b:
+            return False
+        size = self.layout.dtype.itemsize
+        if self.strides != other.strides or self.layout.dtype != other.layout.dtype or (a - c) % size:
+            return True
+        dims = sorted(zip(self.strides, self.layout.shape, other.layout.shape, strict=True), reverse=True)
+        return _reachable((c - a) // size, dims)
+
+
+def _reachable(distance: int, dims: list[tuple[int, int, int]]) -> bool:
+    """Whether two lattices with the strides in ``dims``, shifted by ``distance``, share a point."""
+    if not dims:
+        return distance == 0
+    (stride, mine, theirs), rest = dims[0], dims[1:]
+    if stride == 0:
+        return _reachable(distance, rest)
+    near = distance // stride
+    return any(-theirs < k < mine and _reachable(distance - k * stride, rest) for k in (near, near + 1))
+
+
+@dataclasses.dataclass
+class PoolHalf:
+    """One half of one layer in one cache, and its shadow.
+
+    Attributes:
+        layer_number: what orders layers; 0 is the layer whose K and V depend on the token alone.
+        address: data pointer of the half.
+        peers: ids of the halves of the same slot space, this one included, with their layer numbers.
+    """
+
+    id: int
+    info: HalfInfo
+    place: Place
+    buffers: HalfBuffers
+    seeds: tuple[int, int]
+    layer_number: int
+    address: int
+    identity: IdentityBuffers | None = None
+    peers: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Storage:
+    """One storage with halves in it."""
+
+    reference: StorageWeakRef
+    halves: dict[Place, PoolHalf] = dataclasses.field(default_factory=dict)
+    version: int | None = None  # of the pool tensor after our last call; None before, or if it keeps none
+    user: int | None = None  # ident of the thread that is in a forward over it
+    depth: int = 0
+
+    def enter(self, name: str) -> None:
+        """Mark this storage as in use by the calling thread.
+
+        Raises:
+            ConcurrentUseError: another thread is inside a forward over it.
+        """
+        me = threading.get_ident()
+        if self.user is not None and self.user != me:
+            owner = next((t.name for t in threading.enumerate() if t.ident == self.user), "that has ended")
+            raise ConcurrentUseError(name, owner)
+        self.user, self.depth = me, self.depth + 1
+
+    def leave(self) -> None:
+        self.depth -= 1
+        if self.depth <= 0:
+            self.user, self.depth = None, 0
+
+
+class PoolRegistry:
+    """All storages and halves of one session."""
+
+    def __init__(self, planes: int):
+        self._planes = planes
+        self._storages: dict[int, Storage] = {}
+        self._retired: dict[tuple[torch.device, int, Place], HalfBuffers] = {}
+        self._by_id: dict[int, PoolHalf] = {}
+        self._next_id = 0
+        self.generation = 0  # changes when a half is forgotten, so that kept bindings are looked at again
+        self._lock = threading.Lock()
+
+    def storage_of(self, tensor: torch.Tensor) -> Storage:
+        """The record of a tensor's storage, made if it is new."""
+        storage = tensor.untyped_storage()
+        known = self._storages.get(storage._cdata)
+        if known is None:
+            with self._lock:
+                self._drop_dead()
+                # holding the weak reference keeps the address from being reused for another storage
+                known = self._storages.setdefault(storage._cdata, Storage(StorageWeakRef(storage)))
+        return known
+
+    def half_of(self, storage: Storage, view: torch.Tensor, site: SitePlan, number: int) -> PoolHalf:
+        """The half that ``view`` is, made if it is new.
+
+        Raises:
+            CaptureError: it is new and a CUDA graph is being captured.
+        """
+        layout = SlotLayout(tuple(view.shape), site.slot_axes, view.dtype)
+        place = Place(view.storage_offset() * view.element_size(), tuple(view.stride()), layout)
+        half = storage.halves.get(place)
+        if half is None:
+            if view.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise CaptureError(site.pool)
+            with self._lock:
+                half = storage.halves[place] = self._make(view, place, site, number)
+        return half
+
+    def _make(self, view: torch.Tensor, place: Place, site: SitePlan, number: int) -> PoolHalf:
+        buffers = self._retired.pop((view.device, view.data_ptr(), place), None)
+        if buffers is None:
+            buffers = HalfBuffers.allocate(place.layout, self._planes, view.device)
+        else:
+            buffers.reset()
+        label = _HALF_NUMBERS.get(site.label, 2)
+        half_id = self._next_id
+        self._next_id += 1
+        half = PoolHalf(
+            id=half_id,
+            info=HalfInfo(
+                id=half_id,
+                layer=site.layer,
+                half=site.label,
+                pool=site.pool,
+                rows=place.layout.rows if place.layout.has_rows else None,
+                positions=place.layout.positions,
+            ),
+            place=place,
+            buffers=buffers,
+            seeds=seeds(number, label),
+            layer_number=number,
+            address=view.data_ptr(),
+        )
+        self._by_id[half.id] = half
+        return half
+
+    def drop_conflicting(self, storage: Storage, mine: Iterable[PoolHalf]) -> list[PoolHalf]:
+        """Forget halves of ``storage`` that see the same bytes as ``mine`` in another way.
+
+        A graph that reads a cache differently writes it without updating the other's shadow.
+        """
+        kept = list(mine)
+        gone = [h for h in storage.halves.values() if h not in kept and any(h.place.overlaps(k.place) for k in kept)]
+        for half in gone:
+            self._forget(storage, half)
+        return gone
+
+    def forget(self, tensor: torch.Tensor) -> int:
+        """Forget what is recorded about a tensor's storage; how many halves that were."""
+        storage = self.known(tensor)
+        halves = list(storage.halves.values()) if storage else []
+        for half in halves:
+            half.buffers.reset()
+        return len(halves)
+
+    def _forget(self, storage: Storage, half: PoolHalf) -> None:
+        del storage.halves[half.place]
+        self._by_id.pop(half.id, None)
+        self.generation += 1
+
+    def by_id(self, half_id: int) -> PoolHalf | None:
+        """The half with this number, while its cache lives."""
+        return self._by_id.get(half_id)
+
+    def known(self, tensor: torch.Tensor) -> Storage | None:
+        """The record of a tensor's storage, if it has halves."""
+        return self._storages.get(tensor.untyped_storage()._cdata)
+
+    def halves(self) -> list[PoolHalf]:
+        """Every half of a living storage."""
+        with self._lock:
+            self._drop_dead()
+            return [h for s in self._storages.values() for h in s.halves.values()]
+
+    def _drop_dead(self) -> None:
+        """Release the shadows of caches that are gone.
+
+        On a GPU a captured graph may still hold a shadow's address, and it is replayed again if a new
+        cache lands on the old one's address: such shadows are kept for it.
+        """
+        for key, storage in list(self._storages.items()):
+            if storage.reference.expired():
+                del self._storages[key]
+                for place, half in storage.halves.items():
+                    self._by_id.pop(half.id, None)
+                    device = half.buffers.digest.device
+                    if device.type == "cuda":
+                        self._retired[(device, half.address, place)] = half.buffers

@@ -1,0 +1,323 @@
+"""The session: owns pools, shadows and reports, and brackets every call of a guarded graph."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from . import report
+from .adoption import judge
+from .binding import BoundCall, Controls, GraphBinding
+from .config import CanaryConfig
+from .context import forward_context
+from .errors import KVCacheViolation, MissedChecksError
+from .kernels.buffers import Control, Count, Gate, Ring, Word
+from .passes.graph_plan import GraphPlan
+from .pools import PoolRegistry, Storage
+from .violations import HalfInfo, Violation, decode
+
+#: A cache that was dropped before its violations were read.
+_GONE = HalfInfo(-1, "?", "?", "a cache that is gone", None, 1)
+
+
+class CanarySession:
+    """Guards the KV caches of the models compiled with it.
+
+    Every model compiled with the same settings shares one session (:func:`kvcanary_fx.session`); a session
+    of one's own comes from :class:`kvcanary_fx.CanaryBackend`.  Threads may use a session at once, each
+    with caches of its own.
+    """
+
+    def __init__(self, config: CanaryConfig | None = None):
+        self.config = config or CanaryConfig.from_env()
+        self.registry = PoolRegistry(self.config.planes)
+        self.controls = Controls(self.config.ring_capacity)
+        self.plans: list[GraphPlan] = []
+        self.bindings: list[GraphBinding] = []
+        self.uncovered: list[str] = []  # why coverage was lost, in words
+        self._violations: list[Violation] = []
+        self._total = 0
+        self._adopted_slots = 0
+        self._pending: list[_Readback] = []
+        self._lock = threading.RLock()
+        self._inside = threading.local()
+
+    # ---- compile time
+
+    def add_graph(self, plan: GraphPlan) -> GraphBinding:
+        """Register a rewritten graph."""
+        binding = GraphBinding(plan, self.config, self.registry, self.controls)
+        with self._lock:
+            self.plans.append(plan)
+            self.bindings.append(binding)
+        return binding
+
+    # ---- run time
+
+    def run(self, binding: GraphBinding, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """One call of a guarded graph.
+
+        Raises:
+            KVCacheViolation: mode ``raise``, and a check failed in this call.
+            CoverageError: mode ``raise``, and checks of the graph did not run.
+            ConcurrentUseError: another thread is in a forward over one of the caches.
+            CaptureError: a CUDA graph is being captured over a cache that was never seen.
+        """
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        abort = self._abort if self.config.mode == "raise" and binding.plan.devices[0].type == "cpu" else None
+        call = binding.bind(args, capturing, abort)
+        with self._inside_of(call), forward_context(call.context):
+            binding.calls_inside += 1
+            try:
+                if not capturing:
+                    self._note_outside_writes(binding, call, args)
+                out = compiled(*args, *binding.states)
+            except KVCacheViolation:
+                raise
+            except Exception as e:
+                self._raise_if_violated(e)
+                raise
+            finally:
+                binding.calls_inside -= 1
+        if not capturing:
+            self._remember_versions(call, args)
+            self._after(binding)
+        return out
+
+    @contextlib.contextmanager
+    def _inside_of(self, call: BoundCall) -> Iterator[None]:
+        """Mark the caches of a call as in use, and the thread as inside a guarded forward."""
+        entered: list[Storage] = []
+        try:
+            for storage, _, name in call.storages:
+                storage.enter(name)
+                entered.append(storage)
+            yield
+        finally:
+            for storage in entered:
+                storage.leave()
+
+    def _note_outside_writes(self, binding: GraphBinding, call: BoundCall, args: Sequence[Any]) -> None:
+        """If something else wrote to a pool since our last call, let the kernels know."""
+        for storage, argument, _ in call.storages:
+            version = _version(args[argument])
+            if version is None or version != storage.version:
+                for gate in binding.gates.values():
+                    gate[Gate.LENIENT_NEXT] = 1
+                return
+
+    def _remember_versions(self, call: BoundCall, args: Sequence[Any]) -> None:
+        for storage, argument, _ in call.storages:
+            storage.version = _version(args[argument])
+
+    def _after(self, binding: GraphBinding) -> None:
+        """Look at what calls reported: at once in raise mode, when it has arrived in log mode."""
+        wait = self.config.mode == "raise"
+        with self._lock:
+            self._pending.append(_Readback.start(binding, self.controls, wait))
+            arrived = [r for r in self._pending if wait or r.arrived()]
+            self._pending = [r for r in self._pending if r not in arrived]
+        fresh: list[Violation] = []
+        for readback in arrived:
+            if any(head > drained for head, drained in readback.heads()):
+                fresh += self.drain()
+        if fresh and wait:
+            raise self._error(fresh)
+        for readback in arrived:
+            self._check_coverage(readback)
+
+    @staticmethod
+    def _error(fresh: list[Violation]) -> KVCacheViolation:
+        return KVCacheViolation(report.by_importance(fresh), len(fresh))
+
+    def _check_coverage(self, readback: _Readback) -> None:
+        """Compare the ops that ran with those that were inserted."""
+        binding = readback.binding
+        if binding.calls_inside or readback.complete():
+            return
+        error = MissedChecksError(binding.plan.name, binding.missing_checks())
+        self.lose_coverage(str(error))
+        if self.config.mode == "raise":
+            raise error
+
+    def lose_coverage(self, why: str) -> None:
+        """Note, once, that something runs unguarded."""
+        if why not in self.uncovered:
+            self.uncovered.append(why)
+            report.log.warning("kvcanary.coverage %s", why)
+
+    # ---- reports
+
+    def drain(self) -> list[Violation]:
+        """Read the rings of all devices; the violations that were new.
+
+        In log mode each is logged, and handed to ``on_violation``.  Waits for the device.
+        """
+        fresh: list[Violation] = []
+        with self._lock:
+            for control in self.controls.by_device.values():
+                rows, total = _take(control)
+                verdict = judge(rows, self.registry, complete=len(rows) == total)
+                self._adopted_slots += verdict.adopted_slots
+                self._total += total - verdict.adopted_fingerprints
+                fresh += [decode(row, self._info(row)) for row in verdict.violations]
+            self._violations += fresh
+        report.emit(fresh, self.config)
+        return fresh
+
+    def _info(self, row: Sequence[int]) -> HalfInfo:
+        half = self.registry.by_id(row[Ring.HALF])
+        return half.info if half is not None else _GONE
+
+    def _abort(self) -> None:
+        """Called from an op on the CPU when an index is out of range, before the write runs."""
+        raise self._error(self.drain())
+
+    def _raise_if_violated(self, cause: BaseException) -> None:
+        """A forward failed with ``cause``: if the rings know why, raise that instead, in raise mode."""
+        try:
+            fresh = self.drain()
+        except RuntimeError:  # the device is lost, as after a device-side assert: ask the black box
+            fresh = self._blackbox()
+        if fresh and self.config.mode == "raise":
+            raise self._error(fresh) from cause
+
+    def _blackbox(self) -> list[Violation]:
+        """What a device left in host memory before it was lost."""
+        found = []
+        for control in self.controls.by_device.values():
+            if control.blackbox is not None and int(control.blackbox[-1]):
+                row = control.blackbox[:-1].tolist()
+                found.append(decode(row, self._info(row)))
+        self._violations += found
+        self._total += len(found)
+        return found
+
+    def violations(self) -> list[Violation]:
+        """Every violation so far, after reading what the devices have."""
+        self.drain()
+        return list(self._violations)
+
+    def check(self) -> None:
+        """Wait for the devices and raise what they found; for captured graphs, after a replay.
+
+        Raises:
+            KVCacheViolation: a check failed since the last look.
+            CoverageError: checks of a graph did not run.
+        """
+        for binding in self.bindings:
+            if binding.plan.guarded:
+                readback = _Readback.start(binding, self.controls, wait=True)
+                self._check_coverage(readback)
+        fresh = self.drain()
+        if fresh:
+            raise self._error(fresh)
+
+    def forget(self, *tensors: torch.Tensor) -> int:
+        """Forget what is recorded about the caches that ``tensors`` belong to, after a legal rewrite.
+
+        Returns:
+            How many halves were forgotten; 0 if no tensor belongs to a guarded cache.
+        """
+        return sum(self.registry.forget(t) for t in tensors)
+
+    def stats(self) -> Stats:
+        """Counts since the session began; waits for the devices."""
+        self.drain()
+        totals = dict.fromkeys(Count, 0)
+        steps = 0
+        for binding in self.bindings:
+            steps += sum(int(g[Gate.STEP]) for g in binding.gates.values())
+            for counters in binding.counters:
+                for name, value in zip(Count, counters.tolist(), strict=True):
+                    totals[name] += value
+        return Stats(
+            steps=steps,
+            checked=totals[Count.CHECKED],
+            recorded=totals[Count.RECORDED],
+            adopted=totals[Count.ADOPTED] + self._adopted_slots,
+            violations=self._total,
+        )
+
+    def summary(self) -> str:
+        """What is protected, what is off and why, and the counts so far, as text."""
+        return report.summarise(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counts of a session.  A fingerprint is one slot in one half of one layer.
+
+    Attributes:
+        steps: guarded graph calls.
+        checked: fingerprints compared with the pool's bytes.
+        recorded: fingerprints taken after a write.
+        adopted: fingerprints taken of slots that were written outside the compiled graphs, unverified.
+        violations: failed checks.
+    """
+
+    steps: int
+    checked: int
+    recorded: int
+    adopted: int
+    violations: int
+
+
+@dataclasses.dataclass
+class _Readback:
+    """The few words that say whether a call went well, on their way to the host."""
+
+    binding: GraphBinding
+    words: list[torch.Tensor]  # per device: the control's words, then the graph's gate
+    events: list[torch.cuda.Event]
+
+    @classmethod
+    def start(cls, binding: GraphBinding, controls: Controls, wait: bool) -> _Readback:
+        words, events = [], []
+        for device, gate in binding.gates.items():
+            both = torch.cat((controls(device).words, gate))
+            if device.type == "cuda" and not wait:
+                pinned = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+                both = pinned.copy_(both, non_blocking=True)
+                events.append(torch.cuda.Event())
+                events[-1].record(torch.cuda.current_stream(device))
+            words.append(both)
+        return cls(binding, words, events)
+
+    def arrived(self) -> bool:
+        return all(e.query() for e in self.events)
+
+    def heads(self) -> list[tuple[int, int]]:
+        """``(rows written, rows drained)`` of each device's ring."""
+        lists = [w.tolist() for w in self.words]
+        return [(w[Word.HEAD], w[Word.DRAINED]) for w in lists]
+
+    def complete(self) -> bool:
+        """Whether every inserted op ran in every call so far."""
+        at = len(Word)
+        lists = [w.tolist() for w in self.words]
+        steps = max(w[at + Gate.STEP] for w in lists)
+        return sum(w[at + Gate.OPS] for w in lists) == steps * self.binding.plan.ops and steps > 0
+
+
+def _take(control: Control) -> tuple[list[list[int]], int]:
+    """The rows in a ring and how many there were to be, marked as taken."""
+    words = control.words.tolist()
+    head, drained = words[Word.HEAD], words[Word.DRAINED]
+    if head == drained:
+        return [], 0
+    kept = min(head - drained, control.capacity)
+    place = torch.arange(drained, drained + kept, device=control.ring.device) % control.capacity
+    rows = control.ring[place].tolist()
+    control.words[Word.DRAINED] = head
+    return rows, head - drained
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """PyTorch's count of in-place writes to a tensor; None for inference tensors, which keep none."""
+    return None if tensor.is_inference() else tensor._version

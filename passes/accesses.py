@@ -1,0 +1,272 @@
+"""Which nodes of a graph read and write which of its inputs, found by watching storages, not op names.
+
+The graph is replayed once on fake tensors under a dispatch mode that sees every aten op with its schema.
+A tensor argument that the schema marks as written is a write, any other argument of an op that is not a
+pure view is a read, and storages are traced back to the placeholder they entered through.  The replay
+starts from the fake ``example_value`` of the placeholders: the example inputs that Dynamo passes to a
+backend are the user's real tensors, and replaying a write on those writes into the user's cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """The elements of a storage that a view can touch: ``[low, high)``, or None where a size is symbolic."""
+
+    low: int | None
+    high: int | None
+
+    def overlaps(self, other: Extent) -> bool:
+        if self.low is None or self.high is None or other.low is None or other.high is None:
+            return True
+        return self.low < other.high and other.low < self.high
+
+
+def extent_of(tensor: torch.Tensor) -> Extent:
+    """The extent of a view inside its storage, in elements."""
+    sizes, strides, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+    if not all(isinstance(x, int) for x in (*sizes, *strides, offset)):
+        return Extent(None, None)
+    span = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return Extent(offset, offset + span + 1 if 0 not in sizes else offset)
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """One node touching one graph input."""
+
+    node: fx.Node
+    order: int  # index of the node in the graph
+    root: fx.Node  # the placeholder
+    writes: bool
+    extent: Extent
+    inner: fx.Node | None = None  # the node inside a higher-order op's subgraph, if that is where
+
+
+@dataclasses.dataclass
+class Accesses:
+    """The result of :func:`trace_accesses`."""
+
+    accesses: list[Access]
+    values: dict[fx.Node, Any]  # every node's value in the replay: fake tensors, sizes, subgraphs
+    inner_values: dict[fx.Node, Any]  # the same for nodes of subgraphs
+    roots: dict[Any, fx.Node]  # storage key -> placeholder
+
+    def root_of(self, node: fx.Node) -> fx.Node | None:
+        """The placeholder whose storage ``node``'s value lives in; None if it is not an input's."""
+        value = self.values.get(node)
+        return self.roots.get(storage_key(value)) if isinstance(value, torch.Tensor) else None
+
+    def of(self, root: fx.Node) -> list[Access]:
+        return [a for a in self.accesses if a.root is root]
+
+    def written_roots(self) -> list[fx.Node]:
+        """Placeholders that the graph writes, in the order of their first write."""
+        return list(dict.fromkeys(a.root for a in self.accesses if a.writes))
+
+
+def storage_key(tensor: torch.Tensor) -> StorageWeakRef | None:
+    """Identity of a tensor's storage; None for tensors without one (sparse, some subclasses)."""
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+class _Recorder(TorchDispatchMode):
+    """Collects the tensors that ops read and write while one node runs."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[torch.Tensor] = []
+        self.writes: list[torch.Tensor] = []
+
+    def clear(self) -> None:
+        self.reads, self.writes = [], []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            self.reads += [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        elif func.namespace != "prim" and not _is_pure_view(func):
+            named = {argument.name: argument for argument in func._schema.arguments}
+            for argument, value in [*zip(func._schema.arguments, args, strict=False)]:
+                self._note(argument, value)
+            for name, value in kwargs.items():
+                self._note(named[name], value)
+        return func(*args, **kwargs)
+
+    def _note(self, argument: Any, value: Any) -> None:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in pytree.tree_leaves(value):
+            if isinstance(tensor, torch.Tensor):
+                (self.writes if written else self.reads).append(tensor)
+
+
+def _is_pure_view(func: Any) -> bool:
+    schema = func._schema
+    return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+
+
+class _Replay(fx.Interpreter):
+    """Runs a graph node by node and turns what the recorder saw into accesses."""
+
+    def __init__(self, gm: fx.GraphModule, recorder: _Recorder, roots: dict[Any, fx.Node], found: Accesses):
+        super().__init__(gm, garbage_collect_values=False)
+        self.recorder, self.roots, self.found = recorder, roots, found
+        self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self.outer: fx.Node | None = None  # set while a subgraph of that node is replayed
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.recorder.clear()
+        if n.op == "call_function" and isinstance(n.target, torch._ops.HigherOrderOperator):
+            value = self._run_higher_order(n)
+        else:
+            value = super().run_node(n)
+        (self.found.values if self.outer is None else self.found.inner_values)[n] = value
+        if n.op not in ("placeholder", "get_attr", "output"):
+            self._collect(n)
+        return value
+
+    def _collect(self, n: fx.Node) -> None:
+        written = {id(t) for t in self.recorder.writes}
+        for tensor in (*self.recorder.writes, *self.recorder.reads):
+            root = self.roots.get(storage_key(tensor))
+            if root is not None:
+                node = n if self.outer is None else self.outer
+                access = Access(
+                    node=node,
+                    order=self.order[node] if self.outer is None else -1,
+                    root=root,
+                    writes=id(tensor) in written,
+                    extent=extent_of(tensor),
+                    inner=None if self.outer is None else n,
+                )
+                self.found.accesses.append(access)
+
+    def _run_higher_order(self, n: fx.Node) -> Any:
+        """Replay the subgraphs of a higher-order op on its operands; its own outputs come from metadata."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        name = getattr(n.target, "_name", "")
+        if name.startswith("auto_functionalized"):
+            return n.target(*args, **kwargs)  # type: ignore[operator]
+        outer = n if self.outer is None else self.outer
+        subgraphs = [a for a in args if isinstance(a, fx.GraphModule)]
+        reads = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        first = len(self.found.accesses)
+        for subgraph in subgraphs:
+            operands = _operands(args, len(subgraph.graph.find_nodes(op="placeholder")))
+            if operands is not None:
+                inner = _Replay(subgraph, self.recorder, self.roots, self.found)
+                inner.outer = outer
+                inner.run(*operands)
+        if self.outer is None:  # accesses made inside happen at this node
+            made = self.found.accesses[first:]
+            self.found.accesses[first:] = [dataclasses.replace(a, order=self.order[n]) for a in made]
+        self.recorder.clear()
+        self.recorder.reads = reads
+        self.recorder.writes = _written_by_triton(name, kwargs)
+        return _fresh_like(n.meta.get("example_value", n.meta.get("val")))
+
+
+def _operands(args: Sequence[Any], count: int) -> list[Any] | None:
+    """The operands of a higher-order op's subgraphs: what follows the last subgraph, flattened."""
+    last = max(i for i, a in enumerate(args) if isinstance(a, fx.GraphModule))
+    flat = [leaf for leaf in pytree.tree_leaves(list(args[last + 1 :])) if not isinstance(leaf, str)]
+    return flat if len(flat) == count else None
+
+
+def _written_by_triton(name: str, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that a user's Triton kernel in the graph writes."""
+    if name != "triton_kernel_wrapper_mutation":
+        return []
+    from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
+
+    mutated = get_mutated_tensors(
+        kwargs["kernel_idx"], kwargs["constant_args_idx"], kwargs["kwargs"], kwargs["tma_descriptor_metadata"]
+    )
+    return [kwargs["kwargs"][m] for m in mutated]
+
+
+def _fresh_like(value: Any) -> Any:
+    """New fake tensors with the metadata of ``value``, so that outputs alias nothing."""
+    return pytree.tree_map_only(torch.Tensor, _empty_like, value)
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _fake_inputs(placeholders: Sequence[fx.Node], example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+    """Fresh fake inputs with the placeholders' metadata, and the mode they belong to."""
+    values = [n.meta.get("example_value", n.meta.get("val")) for n in placeholders]
+    mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+    if mode is None:
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        values = [mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in example_inputs]
+    with mode:
+        return mode, [_same_storage_offset(v) if isinstance(v, torch.Tensor) else v for v in values]
+
+
+def _same_storage_offset(tensor: torch.Tensor) -> torch.Tensor:
+    """A fresh fake with the sizes, strides and storage offset of ``tensor``, in a storage of its own."""
+    offset = tensor.storage_offset()
+    if isinstance(offset, int) and offset == 0:
+        return _empty_like(tensor)
+    span = offset + sum((s - 1) * st for s, st in zip(tensor.size(), tensor.stride(), strict=True)) + 1
+    base = torch.empty(span, dtype=tensor.dtype, device=tensor.device)
+    return base.as_strided(tensor.size(), tensor.stride(), offset)
+
+
+@contextlib.contextmanager
+def _replay_mode(mode: FakeTensorMode) -> Iterator[None]:
+    """Fake mode for a second run of a graph: its data-dependent sizes must not count as new."""
+    env = mode.shape_env
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mode)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(mock.patch.object(mode, "allow_non_fake_inputs", True))
+        if env is not None:
+            stack.enter_context(env.ignore_fresh_unbacked_symbols())
+        yield
+
+
+def trace_accesses(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Accesses:
+    """Replay ``gm`` on fake tensors and list every access to its tensor inputs, in graph order."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    mode, inputs = _fake_inputs(placeholders, example_inputs)
+    roots: dict[Any, fx.Node] = {}
+    found = Accesses([], {}, {}, roots)
+    for node, original, fresh in zip(placeholders, [_original(n) for n in placeholders], inputs, strict=True):
+        if isinstance(fresh, FakeTensor):
+            # Inputs that share a storage are one root: the first of them.
+            shared = roots.setdefault(storage_key(original), node) if original is not None else node
+            roots[storage_key(fresh)] = shared
+    recorder = _Recorder()
+    with _replay_mode(mode), recorder:
+        _Replay(gm, recorder, roots, found).run(*inputs)
+    found.accesses.sort(key=lambda a: a.order)
+    return found
+
+
+def _original(placeholder: fx.Node) -> torch.Tensor | None:
+    value = placeholder.meta.get("example_value", placeholder.meta.get("val"))
+    return value if isinstance(value, torch.Tensor) else None

@@ -1,0 +1,81 @@
+"""The private contracts between Dynamo, AOTAutograd and a graph, all in this file, each pinned by a test.
+
+Seen on torch 2.11 and 2.13:
+
+* Dynamo reads the placeholders' metadata of *its* graph again after the backend returned, so a pass
+  edits a clone.
+* AOTAutograd wants ``_dynamo_source`` on every placeholder, also on one that we append, and takes None.
+* An appended input counts as static for CUDA graphs only with ``tensor_dict`` metadata that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+
+_CARRIED = ("_param_name_to_source", "compile_subgraph_reason", "_backend_id")
+
+
+def clone_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose graph may be edited; shares parameters, subgraphs and metadata values with ``gm``."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(gm.graph, mapping, return_output_node=True)
+    graph.output(output[0] if isinstance(output, tuple) else output)
+    clone = fx.GraphModule(gm, graph)
+    clone.meta = dict(gm.meta)
+    for old, new in mapping.items():
+        new.meta = dict(old.meta)
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    for name in _CARRIED:
+        if hasattr(gm, name):
+            setattr(clone, name, getattr(gm, name))
+    graph_output, clone_output = (next(iter(reversed(g.nodes))) for g in (gm.graph, graph))
+    clone_output.meta = dict(graph_output.meta)
+    return clone
+
+
+def append_static_input(gm: fx.GraphModule, name: str, example: torch.Tensor) -> fx.Node:
+    """A new last placeholder, static for CUDA graphs and without a guard."""
+    last = gm.graph.find_nodes(op="placeholder")[-1]
+    with gm.graph.inserting_after(last):
+        node = gm.graph.placeholder(name)
+    mode = detect_fake_mode([n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")])
+    node.meta["example_value"] = example if mode is None else mode.from_tensor(example, static_shapes=True)
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    node._dynamo_source = None  # type: ignore[attr-defined]
+    return node
+
+
+def graph_name(gm: fx.GraphModule) -> str:
+    """Where a graph comes from: Dynamo's compile id and the first user line in it."""
+    compile_id = gm.meta.get("dynamo_compile_id")
+    place = ""
+    for node in gm.graph.nodes:
+        trace = node.meta.get("stack_trace")
+        if trace:
+            frame = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+            if frame:
+                place = _short(frame[0])
+                break
+    return f"graph {compile_id if compile_id is not None else '?'}" + (f" ({place})" if place else "")
+
+
+def _short(frame: str) -> str:
+    """``File "/a/b/model.py", line 12, in forward`` as ``forward, model.py:12``."""
+    parts = frame.split('"')
+    path = parts[1].rsplit("/", 1)[-1] if len(parts) > 1 else "?"
+    rest = parts[2] if len(parts) > 2 else ""
+    line = rest.partition("line ")[2].partition(",")[0]
+    function = rest.partition(" in ")[2].strip()
+    return f"{function}, {path}:{line}"
+
+
+def fake_values(nodes: Sequence[fx.Node]) -> list[Any]:
+    """The example values that Dynamo left on nodes."""
+    return [n.meta.get("example_value", n.meta.get("val")) for n in nodes]

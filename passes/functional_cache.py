@@ -1,0 +1,43 @@
+"""Caches that are rebuilt instead of written: ``keys = torch.cat([keys, new])``.
+
+Such a cache is a new tensor each step.  There is no pool to guard between steps, so all we can do is say
+so, by name.
+
+Before and after (nothing changes)::
+
+    cat: "f32[1, 2, 6, 8]" = torch.cat([l_keys_, k], dim = -2)
+    return (out, cat)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from .graph_plan import GraphPlan
+from .labels import source_name
+from .selection import function_name
+
+
+def find_functional_caches(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: GraphPlan) -> fx.GraphModule:
+    """List in ``plan.functional`` the inputs that the graph grows by ``cat`` and returns."""
+    output = next(iter(reversed(gm.graph.nodes)))
+    returned = {n for n in pytree.tree_leaves(output.args) if isinstance(n, fx.Node)}
+    for node in gm.graph.nodes:
+        if function_name(node) in ("cat", "concat", "concatenate") and node in returned:
+            parts = node.args[0] if node.args else node.kwargs.get("tensors")
+            grown = [p for p in parts if _is_cache(p)] if isinstance(parts, list | tuple) else []
+            plan.functional += [source_name(p) for p in grown[:1]]
+    return gm
+
+
+def _is_cache(node: Any) -> bool:
+    """Whether a value is a floating-point input with slots, heads and elements."""
+    if not isinstance(node, fx.Node) or node.op != "placeholder":
+        return False
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 3

@@ -1,0 +1,50 @@
+"""Rules that every rewritten graph obeys; a broken one is a bug of ours, found at compile time."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from .graph_plan import GraphPlan
+from .insert_canaries import STATE, is_canary
+
+
+class BrokenGraphError(AssertionError):
+    """A pass left a graph that breaks a rule."""
+
+    def __init__(self, graph: str, after: str, rule: str):
+        super().__init__(f"{graph}, after pass {after}: {rule}. This is a bug in kvcanary_fx; please report it.")
+
+
+def check_canary_rules(gm: fx.GraphModule, plan: GraphPlan, after: str) -> None:
+    """Check the graph's canaries.
+
+    * every op but ``index_put_`` threads one of the state inputs;
+    * the first op of a state is its ``begin``;
+    * every record of a site comes after the site's verify, if it has one.
+
+    Raises:
+        BrokenGraphError: naming the pass and the rule.
+    """
+    begun: set[fx.Node] = set()
+    recorded: set[object] = set()
+    for node in gm.graph.nodes:
+        if not is_canary(node):
+            continue
+        op = node.target._schema.name.split("::")[-1]
+        if op == "index_put_":
+            continue
+        state = _argument(node, "state")
+        if not isinstance(state, fx.Node) or not state.name.startswith(STATE):
+            raise BrokenGraphError(plan.name, after, f"{node.name} does not thread a state input")
+        if (op == "begin") == (state in begun):
+            raise BrokenGraphError(plan.name, after, f"{node.name} is out of order with its graph's begin")
+        begun.add(state)
+        if op == "record":
+            recorded.add(_argument(node, "site"))
+        if op == "verify" and _argument(node, "site") in recorded:
+            raise BrokenGraphError(plan.name, after, f"{node.name} checks a half after it was recorded")
+
+
+def _argument(node: fx.Node, name: str) -> object:
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    return node.args[names.index(name)]

@@ -1,0 +1,111 @@
+"""What the passes decided about one graph: the runtime binds it, reports and ``explain`` print it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..kernels.plan import WritePlan
+
+
+class ViewOf:
+    """Recomputes a view of a pool from the graph's arguments.
+
+    It keeps a graph of its own with the nodes that made the view, because the inner backend edits the
+    one it is given.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node], result: fx.Node, index: tuple[Any, ...], places: dict[fx.Node, int]):
+        """
+        Args:
+            nodes: the nodes that ``result`` is computed from, placeholders included, in graph order.
+            index: a constant index applied to ``result``, or ().
+            places: the graph argument of each placeholder.
+        """
+        graph, mapping = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in sorted(nodes, key=lambda n: n.op != "placeholder"):
+            mapping[node] = graph.node_copy(node, mapping.__getitem__)
+        graph.output(mapping[result])
+        self._module = fx.GraphModule({}, graph)
+        self._arguments = [places[n] for n in nodes if n.op == "placeholder"]
+        self._index = index
+
+    def __call__(self, args: Sequence[Any]) -> torch.Tensor:
+        view: torch.Tensor = self._module(*[args[i] for i in self._arguments])
+        return view[self._index] if self._index else view
+
+
+@dataclasses.dataclass(frozen=True)
+class SitePlan:
+    """One guarded half of one graph.
+
+    Attributes:
+        layer, label, pool: names for people, ``model.layers.3.self_attn``, ``K``, ``past.layers[3].keys``.
+        number: the layer's number in its path, or None.
+        argument: index of the graph argument that holds the pool.
+        view: from the graph's arguments to the view whose slots are guarded.
+        slot_axes: axes of that view that number slots.
+        opaque: why the slots and operand of a write are unknown, or None.
+        has_operand: what is written is compared with what was meant.
+        verified: old bytes are checked; false where the graph overwrites them unseen.
+        leads: this site stores who is in each slot, for all halves of its slot space.
+        writes: how each write looks in the graph, ``index_copy_``.
+    """
+
+    layer: str
+    label: str
+    pool: str
+    number: int | None
+    argument: int
+    view: ViewOf
+    slot_axes: tuple[int, ...]
+    opaque: str | None
+    has_operand: bool
+    verified: bool
+    leads: bool
+    writes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.layer}.{self.label}"
+
+
+@dataclasses.dataclass
+class GraphPlan:
+    """Filled by the passes, in order.
+
+    Attributes:
+        name: where the graph comes from, ``graph 0/0 (forward, model.py:12)``.
+        sites: guarded halves; the position is the site number in the graph's ops.
+        writes: the plans of the readable writes; the position is the write number.
+        devices: devices that have a site, in the order of the ``state`` arguments appended to the graph.
+        ops: canary ops that each call of the graph runs.
+        unguarded: inputs that the graph writes and we do not guard, each with the reason.
+        functional: caches that are rebuilt by ``cat`` instead of written in place.
+        chain_off: why the chain check does not run, or None.
+        written_by: the node of each readable write, by write number.
+        rewritten: writes replaced by our own in-place op.
+        pool_bytes: sizes of the guarded views, for the lint.
+        seconds: time each pass took.
+    """
+
+    name: str
+    sites: list[SitePlan] = dataclasses.field(default_factory=list)
+    writes: list[WritePlan] = dataclasses.field(default_factory=list)
+    devices: list[torch.device] = dataclasses.field(default_factory=list)
+    ops: int = 0
+    unguarded: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    functional: list[str] = dataclasses.field(default_factory=list)
+    chain_off: str | None = "no KV write in the graph"
+    written_by: dict[int, fx.Node] = dataclasses.field(default_factory=dict, repr=False)
+    rewritten: int = 0
+    pool_bytes: list[int] = dataclasses.field(default_factory=list)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def guarded(self) -> bool:
+        return bool(self.sites)

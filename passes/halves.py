@@ -1,0 +1,355 @@
+"""From writes to halves: which views of a pool hold one layer's K or V, and how their slots are numbered."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..kernels.layout import POOL_DTYPES
+from ..kernels.plan import Select, Selector, WritePlan
+from .accesses import Access, Accesses, Extent, extent_of
+from .selection import At, Full, Indexed, Part, Selection, Span, function_name
+from .writes import KVWrite, chosen_axes, read_write
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A fixed part of a graph value: ``node`` itself, or ``node[index]`` with constant indices."""
+
+    node: fx.Node
+    index: tuple[Any, ...] = ()
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[self.index] if self.index else tensor
+
+
+@dataclasses.dataclass
+class ReadableWrite:
+    """A write with its place in the graph's op arguments.
+
+    ``index`` and ``extent`` are what the canary ops receive for this write: nodes, or ints in ``extent``.
+    """
+
+    write: KVWrite
+    plan: WritePlan
+    index: list[fx.Node]
+    extent: list[Any]
+
+
+@dataclasses.dataclass
+class Half:
+    """One guarded half: a region of a pool and the writes to it."""
+
+    root: fx.Node
+    region: Region
+    slot_axes: tuple[int, ...]
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    extent: Extent
+    readable: list[ReadableWrite]
+    opaque: list[KVWrite]
+    accesses: list[Access]
+    layer: str = ""
+    label: str = ""
+    pool: str = ""
+
+    @property
+    def first_access(self) -> Access:
+        return self.accesses[0]
+
+    @property
+    def reads_old(self) -> bool:
+        """Whether the graph can see bytes that were in the pool before this call."""
+        first = next((r for r in self.readable if r.write.node is self.first_access.node), None)
+        return first is None or not first.plan.covers_all or _depends_on_pool(first.write, self.root)
+
+    @property
+    def nodes_written(self) -> list[fx.Node]:
+        return [r.write.node for r in self.readable] + [w.node for w in self.opaque]
+
+
+def _depends_on_pool(write: KVWrite, root: fx.Node) -> bool:
+    return write.value is None or root in ancestors(write.value)
+
+
+def ancestors(node: fx.Node) -> Iterator[fx.Node]:
+    """Every node that ``node`` is computed from, itself first."""
+    seen, stack = {node}, [node]
+    while stack:
+        current = stack.pop()
+        yield current
+        fresh = [n for n in current.all_input_nodes if n not in seen]
+        seen.update(fresh)
+        stack.extend(fresh)
+
+
+@dataclasses.dataclass
+class Rejected:
+    """A written input that is not guarded, and why."""
+
+    root: fx.Node
+    why: str
+
+
+class _Builder:
+    """Collects the halves of one graph."""
+
+    def __init__(self, found: Accesses):
+        self.found = found
+
+    def halves_of(self, root: fx.Node) -> list[Half]:
+        accesses = self.found.of(root)
+        nodes = dict.fromkeys(a.node for a in accesses if a.writes)
+        writes = [w for node in nodes for w in read_write(node, root, self.found)]
+        return self._group(root, writes, accesses)
+
+    def _group(self, root: fx.Node, writes: list[KVWrite], accesses: list[Access]) -> list[Half]:
+        grouped: dict[Any, list[tuple[KVWrite, Region, Selection | None]]] = {}
+        for write in writes:
+            for region, selection in _split(write, self.found):
+                grouped.setdefault(_key(region, self.found), []).append((write, region, selection))
+        return [self._half(root, group, accesses) for group in grouped.values()]
+
+    def _half(
+        self, root: fx.Node, group: list[tuple[KVWrite, Region, Selection | None]], accesses: list[Access]
+    ) -> Half:
+        region = group[0][1]
+        view = region.of(self.found.values[region.node])
+        slot_axes = _slot_axes(group, view)
+        half = Half(
+            root=root,
+            region=region,
+            slot_axes=slot_axes,
+            shape=tuple(view.shape),
+            dtype=view.dtype,
+            extent=extent_of(view),
+            readable=[],
+            opaque=[],
+            accesses=[],
+        )
+        half.accesses = [a for a in accesses if a.extent.overlaps(half.extent)]
+        for write, _, selection in group:
+            readable = None if selection is None else self._readable(write, selection, half)
+            if readable is None:
+                write.opaque = write.opaque or "it selects along axes that hold one slot's bytes"
+                half.opaque.append(write)
+            else:
+                half.readable.append(readable)
+        return half
+
+    def _readable(self, write: KVWrite, selection: Selection, half: Half) -> ReadableWrite | None:
+        """The write in terms of the half's slot axes; None if it selects along another axis."""
+        if any(not isinstance(p, Full) for a, p in enumerate(selection) if a not in half.slot_axes):
+            return None
+        index: list[fx.Node] = []
+        extent: list[Any] = []
+        if write.flat is not None:
+            selectors = [Selector(Select.FLAT)]
+            index.append(write.flat)
+        else:
+            selectors = [_selector(selection[a], a, write, index, extent) for a in half.slot_axes]
+        plan = WritePlan(
+            selectors=tuple(selectors),
+            write_id=-1,  # numbered when the ops are inserted
+            wraps=write.wraps,
+            skips=write.flat is not None,
+        )
+        return ReadableWrite(write, plan, index, extent)
+
+
+def _selector(part: Part, axis: int, write: KVWrite, index: list[fx.Node], extent: list[Any]) -> Selector:
+    if isinstance(part, Full):
+        return Selector(Select.ALL)
+    if isinstance(part, Indexed):
+        index.append(part.tensor)
+        grid = write.grid is not None and write.grid[0] == axis
+        return Selector(Select.GRID if grid else Select.TENSOR, len(index) - 1)
+    at = len(extent)
+    if isinstance(part, Span):
+        extent += [part.start, part.stop if part.length is None else Sum(part.start, part.length)]
+        return Selector(Select.RANGE, at)
+    extent.append(part.index)
+    return Selector(Select.INT, at)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """``a + b`` of nodes or ints, made into a node only when the graph is edited."""
+
+    a: Any
+    b: Any
+
+
+def _key(region: Region, found: Accesses) -> tuple[Any, ...]:
+    """Identity of a region inside its storage; symbolic sizes compare by expression."""
+    view = region.of(found.values[region.node])
+    return (str(view.storage_offset()), *map(str, view.shape), *map(str, view.stride()))
+
+
+def _split(write: KVWrite, found: Accesses) -> list[tuple[Region, Selection | None]]:
+    """Separate what is fixed about a destination (the region) from what the step selects in it."""
+    view = found.values[write.region]
+    if write.half is not None:
+        return [(Region(write.region, (write.half,)), [Full()] * (view.dim() - 1))]
+    if write.opaque is not None:
+        return [(region, None) for region in _opaque_regions(write, view)]
+    if write.flat is not None:
+        return [(Region(write.region), [Full()] * view.dim())]
+    assert write.selection is not None
+    fixed, rest = _fix(write.selection)
+    return [(Region(write.region, fixed), rest)]
+
+
+def _fix(selection: Selection) -> tuple[tuple[Any, ...], Selection]:
+    """``(constant index, the rest)``: constant integers, and constant slices of the last axes, are structure."""
+    last_indexed = max((a for a, p in enumerate(selection) if isinstance(p, Indexed)), default=-1)
+    moving = [a for a, p in enumerate(selection) if _moves(p, a, selection, last_indexed)]
+    if not moving:  # only constants: the last integer is the slot
+        moving = [a for a, p in enumerate(selection) if isinstance(p, At)][-1:]
+    fixed = tuple(slice(None) if a in moving else _constant(p) for a, p in enumerate(selection))
+    rest = [p if a in moving else Full() for a, p in enumerate(selection) if a in moving or not isinstance(p, At)]
+    return (fixed if any(f != slice(None) for f in fixed) else ()), rest
+
+
+def _constant(part: Part) -> Any:
+    """A part as a constant index."""
+    if isinstance(part, At):
+        return part.index
+    if isinstance(part, Span):
+        return slice(part.start, part.stop if part.length is None else part.start + part.length)
+    return slice(None)
+
+
+def _moves(part: Part, axis: int, selection: Selection, last_indexed: int) -> bool:
+    """Whether a part says which slots are written, and not which layer or half."""
+    if isinstance(part, Indexed):
+        return True
+    if isinstance(part, Span):
+        variable = any(isinstance(x, fx.Node) for x in (part.start, part.stop, part.length))
+        return variable or (axis < len(selection) - 1 and (last_indexed < 0 or axis < last_indexed))
+    return isinstance(part, At) and isinstance(part.index, fx.Node)
+
+
+def _opaque_regions(write: KVWrite, view: torch.Tensor) -> list[Region]:
+    """K and V of an engine's pool that keeps both in one tensor: [2, ...] or [pages, 2, ...]."""
+    if view.dim() >= 4 and view.shape[0] == 2:
+        return [Region(write.region, (0,)), Region(write.region, (1,))]
+    if view.dim() >= 5 and view.shape[1] == 2:
+        return [Region(write.region, (slice(None), 0)), Region(write.region, (slice(None), 1))]
+    return [Region(write.region)]
+
+
+def _slot_axes(group: list[tuple[KVWrite, Region, Selection | None]], view: torch.Tensor) -> tuple[int, ...]:
+    """The axes that number slots: those the writes select along, and the batch axis before them."""
+    for write, _, _ in group:
+        if write.slot_axes is not None:
+            return write.slot_axes
+    merged: Selection = [Full()] * view.dim()
+    for _, _, selection in group:
+        merged = [m if isinstance(p, Full) else p for m, p in zip(merged, selection or merged, strict=True)]
+    return chosen_axes(merged, view.dim()) or _guess_axes(group, view)
+
+
+def _guess_axes(group: list[tuple[KVWrite, Region, Selection | None]], view: torch.Tensor) -> tuple[int, ...]:
+    """The slot axes of a half that is only ever written whole, or by an op that hides where.
+
+    A window that rolls tells its axis by what it rolls or concatenates along.  Otherwise: an engine's
+    ``[slots, H, D]`` or ``[pages, page_size, H, D]`` for hidden writes, ``[B, H, S, D]`` for whole ones.
+    """
+    if any(write.opaque is not None for write, _, _ in group):
+        return (0, 1) if view.dim() >= 4 else (0,)
+    for write, _, _ in group:
+        axis = None if write.value is None else _rolled_axis(write.value, view.dim())
+        if axis:
+            return (0, axis)
+    return (0, view.dim() - 2) if view.dim() >= 3 else (0,)
+
+
+def _rolled_axis(value: fx.Node, ndim: int) -> int | None:
+    """The axis of the nearest ``roll`` or ``cat`` that ``value`` comes from."""
+    frontier = [value]
+    for _ in range(6):
+        for node in frontier:
+            name = function_name(node)
+            if node.op in ("call_function", "call_method") and name in ("roll", "cat", "concat"):
+                place = 2 if name == "roll" else 1
+                axis = node.args[place] if len(node.args) > place else node.kwargs.get("dims", node.kwargs.get("dim"))
+                axis = axis[0] if isinstance(axis, tuple | list) and axis else axis
+                return axis % ndim if isinstance(axis, int) else None
+        frontier = [n for node in frontier for n in node.all_input_nodes if n.op != "placeholder"]
+    return None
+
+
+def find_halves(found: Accesses) -> tuple[list[Half], list[Rejected]]:
+    """Every half that the graph writes, and every written input that is not a KV cache, with the reason."""
+    builder = _Builder(found)
+    halves: list[Half] = []
+    rejected: list[Rejected] = []
+    for root in found.written_roots():
+        why = _not_a_pool(root, found)
+        if why is None:
+            made = builder.halves_of(root)
+            why = _not_kv(made, root, found)
+            if why is None:
+                halves += made
+        if why is not None:
+            rejected.append(Rejected(root, why))
+    halves.sort(key=lambda h: h.first_access.order)
+    return halves, rejected
+
+
+def _not_a_pool(root: fx.Node, found: Accesses) -> str | None:
+    """Why the input cannot be a KV pool by its type and shape; None if it can."""
+    tensor = found.values[root]
+    if tensor.dtype not in POOL_DTYPES:
+        return f"its elements are {str(tensor.dtype).removeprefix('torch.')}: a counter, a mask or an index"
+    if tensor.dim() < 2:
+        return f"it has {tensor.dim()} axes; a pool has slots and rows"
+    return None
+
+
+#: Parts of names that KV pools have.
+NAME_HINTS = ("cache", "kv", "key", "value", "pool", "latent", "past", "k_", "_k", "v_", "_v")
+
+
+def has_kv_name(name: str) -> bool:
+    lowered = name.lower()
+    return any(hint in lowered for hint in NAME_HINTS)
+
+
+def _not_kv(halves: list[Half], root: fx.Node, found: Accesses) -> str | None:
+    """Why a written input is not a KV cache by the way it is used; None if it is one."""
+    readable = [r.write for h in halves for r in h.readable]
+    opaque = [w for h in halves for w in h.opaque]
+    named = has_kv_name(root.name)
+    if opaque:
+        return None if named or readable else "an op that hides where it writes changed it, and its name is no cache's"
+    if all(w.fill for w in readable):
+        return "only constants are written to it: a mask or a buffer being cleared"
+    if not any(_carries_kv(w, root, found) for w in readable if not w.fill):
+        return "what is written to it comes from no floating-point input: a mask"
+    written = {w.node for w in readable}
+    reads = [a for a in found.of(root) if not a.writes and a.node not in written]
+    if not reads and not named:
+        return "nothing in the graph reads it: an output buffer"
+    if found.values[root].dim() == 2 and not named:
+        return "it has two axes and no name of a cache: a running state"
+    return None
+
+
+def _carries_kv(write: KVWrite, root: fx.Node, found: Accesses) -> bool:
+    """Whether what is written is computed from floating-point inputs, or from the pool's own contents."""
+    if write.value is None:
+        return True
+    for node in ancestors(write.value):
+        if node is root and not any(isinstance(p, Indexed) for p in write.selection or ()):
+            return True  # a window that rolls: the new token is written into the rolled copy in place
+        if node.op in ("placeholder", "get_attr") and node is not root:
+            tensor = found.values.get(node)
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                return True
+    return False

@@ -1,0 +1,225 @@
+"""Insert the canary ops around every KV write.
+
+Before::
+
+    index_copy_: "f32[2, 2, 11, 8]" = keys.index_copy_(2, cache_position, k_embed)
+    attn = scaled_dot_product_attention(q, keys, values)
+
+After (``state`` is a new input; one begin per graph, two ops per half)::
+
+    begin = torch.ops.kvcanary.begin(state)
+    verify = torch.ops.kvcanary.verify(keys, [cache_position], [], state, 0, 0)
+    index_copy_: "f32[2, 2, 11, 8]" = keys.index_copy_(2, cache_position, k_embed)
+    record = torch.ops.kvcanary.record(keys, k_embed, [cache_position], [], None, state, 0, 0)
+    attn = scaled_dot_product_attention(q, keys, values)
+
+The ops return nothing and survive dead-code elimination because they mutate ``state``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..kernels import ops as canary_ops
+from .accesses import Accesses, trace_accesses
+from .dynamo_contract import append_static_input
+from .graph_plan import GraphPlan, SitePlan, ViewOf
+from .halves import Half, ReadableWrite, Region, Sum, ancestors, find_halves
+from .labels import layer_number, name_halves, source_name
+from .selection import function_name
+from .token_inputs import TokenInputs, find_token_inputs
+
+STATE = "kvcanary_state"
+
+
+def is_canary(node: fx.Node) -> bool:
+    """Whether a node is one of our ops."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == canary_ops.NAMESPACE
+
+
+def insert_canaries(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: GraphPlan, chain: bool) -> fx.GraphModule:
+    """Guard every KV write of ``gm``, in place, and fill ``plan``.
+
+    A graph that has canaries already is left alone.
+
+    Args:
+        chain: insert the chain check where the graph shows token ids.
+    """
+    if any(is_canary(n) for n in gm.graph.nodes):
+        return gm
+    found = trace_accesses(gm, example_inputs)
+    halves, rejected = find_halves(found)
+    name_halves(halves)
+    plan.unguarded = [(source_name(r.root), r.why) for r in rejected]
+    if halves:
+        _Inserter(gm, found, plan, chain).guard(halves)
+        gm.graph.lint()
+        gm.recompile()
+    return gm
+
+
+class _Inserter:
+    """Edits one graph.  Nodes are compared by their order before the edit."""
+
+    def __init__(self, gm: fx.GraphModule, found: Accesses, plan: GraphPlan, chain: bool):
+        self.gm, self.graph, self.found, self.plan = gm, gm.graph, found, plan
+        self.places = {n: i for i, n in enumerate(self.graph.find_nodes(op="placeholder"))}
+        self.order = {n: i for i, n in enumerate(self.graph.nodes)}
+        self.tokens = find_token_inputs(gm, found) if chain else TokenInputs(None, None, "it is switched off")
+        self.states: dict[torch.device, fx.Node] = {}
+        self.tails: dict[fx.Node, fx.Node] = {}  # the last op inserted after a write
+        self.led: set[tuple[Any, ...]] = set()  # slot spaces that have an identify op
+
+    def guard(self, halves: list[Half]) -> None:
+        for half in halves:
+            self._state_for(half)
+        for half in halves:
+            self._guard(half)
+        self.plan.ops = sum(is_canary(n) for n in self.graph.nodes)
+        if any(s.leads for s in self.plan.sites):
+            self.plan.chain_off = None
+        else:
+            self.plan.chain_off = self.tokens.missing or "no write of the graph shows rows and positions"
+
+    def _state_for(self, half: Half) -> fx.Node:
+        device = self.found.values[half.root].device
+        if device not in self.states:
+            name = f"{STATE}_{len(self.states)}" if self.states else STATE
+            example = torch.zeros(1, dtype=torch.int32, device=device)
+            self.states[device] = state = append_static_input(self.gm, name, example)
+            self.plan.devices.append(device)
+            first = next(n for n in self.graph.nodes if n.op != "placeholder")
+            with self.graph.inserting_before(first):
+                self._call("begin", state)
+        return self.states[device]
+
+    def _call(self, op: str, *args: Any) -> fx.Node:
+        return self.graph.call_function(getattr(torch.ops.kvcanary, op).default, args)
+
+    def _guard(self, half: Half) -> None:
+        site, state, first = len(self.plan.sites), self._state_for(half), half.first_access.node
+        ahead = None if half.opaque else self._known_before(half, first)
+        half.readable = [self._numbered(r, ahead) for r in half.readable]
+        ahead = next((r for r in half.readable if r.plan.ahead), None)
+        with self.graph.inserting_before(first):
+            view = self._view(half.region, first)
+            if half.opaque:
+                self._call("observe", view, state, site)
+            elif half.reads_old:
+                write = ahead.plan.write_id if ahead else -1
+                index, extent = self._operands(ahead) if ahead else ([], [])
+                self._call("verify", view, index, extent, state, site, write)
+            leads = ahead is not None and self._identify(site, half, ahead, state)
+        for readable in half.readable:
+            with self._after(readable.write.node):
+                self._record(site, readable, view, state)
+        for write in half.opaque:
+            with self._after(write.node):
+                self._call("record_changed", view, state, site)
+        self.plan.sites.append(self._site_plan(half, leads))
+        self.plan.pool_bytes.append(_bytes_of(half))
+
+    def _known_before(self, half: Half, first: fx.Node) -> ReadableWrite | None:
+        """The half's first write, if the graph has computed its slots before ``first``."""
+        if not half.readable or not half.reads_old:
+            return None
+        write = min(half.readable, key=lambda r: self.order[r.write.node])
+        needed = [n for n in (*write.index, *_nodes_in(write.extent)) if self.order[n] >= self.order[first]]
+        return None if needed else write
+
+    def _numbered(self, readable: ReadableWrite, ahead: ReadableWrite | None) -> ReadableWrite:
+        plan = dataclasses.replace(readable.plan, write_id=len(self.plan.writes), ahead=readable is ahead)
+        self.plan.writes.append(plan)
+        self.plan.written_by[plan.write_id] = readable.write.node
+        return dataclasses.replace(readable, plan=plan)
+
+    def _view(self, region: Region, before: fx.Node) -> fx.Node:
+        """The region's view as a node usable at the insertion point, recomputed if it is made later."""
+        node = region.node
+        if self.order[node] >= self.order[before]:
+            copies: dict[fx.Node, fx.Node] = {}
+            for part in sorted(ancestors(node), key=self.order.__getitem__):
+                late = self.order[part] >= self.order[before]
+                copies[part] = self.graph.node_copy(part, copies.__getitem__) if late else part
+            node = copies[node]
+        return self.graph.call_function(operator.getitem, (node, region.index)) if region.index else node
+
+    def _operands(self, readable: ReadableWrite) -> tuple[list[fx.Node], list[Any]]:
+        """The ``index`` and ``extent`` arguments of the ops for one write."""
+        extent = [self._sum(e) if isinstance(e, Sum) else e for e in readable.extent]
+        if readable.plan.covers_all and self.tokens.tokens is not None:
+            extent.append(self._token_count(self.tokens.tokens))
+        return list(readable.index), extent
+
+    def _sum(self, total: Sum) -> Any:
+        if isinstance(total.a, int) and isinstance(total.b, int):
+            return total.a + total.b
+        return self.graph.call_function(operator.add, (total.a, total.b))
+
+    def _token_count(self, tokens: fx.Node) -> Any:
+        count = self.found.values[tokens].shape[1]
+        return count if isinstance(count, int) else self.graph.call_method("size", (tokens, 1))
+
+    def _identify(self, site: int, half: Half, ahead: ReadableWrite, state: fx.Node) -> bool:
+        """Insert the identity op for the half's slot space, once; whether this site got it."""
+        space = tuple(str(half.shape[a]) for a in half.slot_axes)
+        usable = len(space) == 2 and not ahead.plan.covers_all and ahead.write.flat is None
+        if self.tokens.tokens is None or not usable or space in self.led:
+            return False
+        self.led.add(space)
+        index, extent = self._operands(ahead)
+        tokens, positions = self.tokens.tokens, self.tokens.positions
+        self._call("identify", tokens, positions, index, extent, state, site, ahead.plan.write_id)
+        return True
+
+    def _record(self, site: int, readable: ReadableWrite, view: fx.Node, state: fx.Node) -> None:
+        index, extent = self._operands(readable)
+        value, positions = readable.write.value, self.tokens.positions
+        self._call("record", view, value, index, extent, positions, state, site, readable.plan.write_id)
+
+    @contextlib.contextmanager
+    def _after(self, node: fx.Node) -> Iterator[None]:
+        """Insert after a write and after what was inserted there before."""
+        following = self.tails.get(node, node).next
+        with self.graph.inserting_before(following):
+            yield
+        self.tails[node] = following.prev
+
+    def _site_plan(self, half: Half, leads: bool) -> SitePlan:
+        region = half.region
+        nodes = sorted(ancestors(region.node), key=self.order.__getitem__)
+        argument = next(n for n in nodes if n.op == "placeholder" and self.found.root_of(n) is half.root)
+        return SitePlan(
+            layer=half.layer,
+            label=half.label,
+            pool=half.pool,
+            number=layer_number(half.layer),
+            argument=self.places[argument],
+            view=ViewOf(nodes, region.node, region.index, self.places),
+            slot_axes=half.slot_axes,
+            opaque=half.opaque[0].opaque if half.opaque else None,
+            has_operand=any(r.write.value is not None for r in half.readable),
+            verified=bool(half.opaque) or half.reads_old,
+            leads=leads,
+            writes=tuple(dict.fromkeys(function_name(n) for n in half.nodes_written)),
+        )
+
+
+def _nodes_in(extent: list[Any]) -> list[fx.Node]:
+    flat = [x for e in extent for x in ((e.a, e.b) if isinstance(e, Sum) else (e,))]
+    return [x for x in flat if isinstance(x, fx.Node)]
+
+
+def _bytes_of(half: Half) -> int:
+    """Size of the half; symbolic sizes by their hint."""
+    total = half.dtype.itemsize
+    for size in half.shape:
+        total *= size if isinstance(size, int) else size.node.hint or 1
+    return int(total)

@@ -1,0 +1,90 @@
+"""The ordered list of passes, and the one wrapper that times, logs, lints and dumps every pass.
+
+Each pass has the signature ``(gm, example_inputs, plan) -> gm``.  The runner knows no pass by name.
+
+What passes did is logged at level DEBUG on the logger ``kvcanary.passes``; set
+``KVCANARY_DUMP=<directory>`` to get the graph before the first and after every pass as text.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from .dynamo_contract import clone_graph_module, graph_name
+from .functional_cache import find_functional_caches
+from .graph_lint import check_canary_rules
+from .graph_plan import GraphPlan
+from .insert_canaries import insert_canaries
+from .rewrite_writes import rewrite_writes
+from .selection import function_name
+
+log = logging.getLogger("kvcanary.passes")
+
+Pass = Callable[[fx.GraphModule, Sequence[Any], GraphPlan], fx.GraphModule]
+
+
+def passes(chain: bool = True, rewrite: bool = False) -> list[tuple[str, Pass]]:
+    """The passes in the order they run.
+
+    Args:
+        chain: insert the chain check where the graph shows token ids.
+        rewrite: replace KV writes by an op that writes in place.
+    """
+    ordered: list[tuple[str, Pass]] = [
+        ("find_functional_caches", find_functional_caches),
+        ("insert_canaries", functools.partial(insert_canaries, chain=chain)),
+    ]
+    if rewrite:
+        ordered.append(("rewrite_writes", rewrite_writes))
+    return ordered
+
+
+def run_passes(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], ordered: Sequence[tuple[str, Pass]], dump: str | None = None
+) -> tuple[fx.GraphModule, GraphPlan]:
+    """Run the passes on a clone of ``gm``, which stays as it is.
+
+    Args:
+        dump: directory for the graph's text before the first and after every pass.
+    """
+    plan = GraphPlan(graph_name(gm))
+    gm = clone_graph_module(gm)
+    _dump(gm, plan, dump, 0, "before")
+    for number, (name, run) in enumerate(ordered, start=1):
+        before = _op_counts(gm) if log.isEnabledFor(logging.DEBUG) else None
+        started = time.perf_counter()
+        gm = run(gm, example_inputs, plan)
+        plan.seconds[name] = time.perf_counter() - started
+        check_canary_rules(gm, plan, name)
+        if before is not None:
+            log.debug("%s: %s in %.1f ms, %s", plan.name, name, 1e3 * plan.seconds[name], _diff(before, gm))
+        _dump(gm, plan, dump, number, name)
+    return gm, plan
+
+
+def _op_counts(gm: fx.GraphModule) -> Counter[str]:
+    return Counter(function_name(n) for n in gm.graph.nodes if n.op.startswith("call"))
+
+
+def _diff(before: Counter[str], gm: fx.GraphModule) -> str:
+    after = _op_counts(gm)
+    changed = {k: after[k] - before[k] for k in after | before if after[k] != before[k]}
+    return ", ".join(f"{n:+d} {op}" for op, n in sorted(changed.items())) or "no change"
+
+
+def _dump(gm: fx.GraphModule, plan: GraphPlan, directory: str | None, number: int, name: str) -> None:
+    if directory is None:
+        return
+    os.makedirs(directory, exist_ok=True)
+    stem = re.sub(r"\W+", "_", plan.name).strip("_")
+    with open(os.path.join(directory, f"{stem}.{number}_{name}.txt"), "w") as out:
+        out.write(gm.print_readable(print_output=False))

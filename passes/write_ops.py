@@ -1,0 +1,144 @@
+"""Custom ops that write KV: which argument is the pool, which the slots, which the operand.
+
+An op's body is a black box, so its arguments have to say it.  Two ways: the op was registered with
+:func:`register_kv_write`, or its schema uses the names that serving engines use (``slot_mapping``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+#: Argument names that mean "slot number of each token, over the whole pool; -1 for none".
+SLOT_NAMES = ("slot_mapping", "slots", "slot", "slot_ids", "out_cache_loc", "cache_loc", "loc")
+
+
+@dataclasses.dataclass(frozen=True)
+class RegisteredOp:
+    """How to read one op: names of its arguments, pools and operands paired in order."""
+
+    slots: str
+    pools: tuple[str, ...]
+    operands: tuple[str, ...]
+
+
+_REGISTERED: dict[str, RegisteredOp] = {}
+
+
+def register_kv_write(op: str, *, slots: str, pools: dict[str, str]) -> None:
+    """Tell the pass how to read a custom op that writes a KV cache.
+
+    Args:
+        op: qualified name, ``"mylib::store_kv"``.
+        slots: the argument with the slot of each token, integer ``[T]``, over all slots of the pool;
+            -1 means that the token is not stored.
+        pools: from each mutated pool argument to the argument that is written into it, ``[T, ...]``.
+            A pool that holds K and V as its first axis takes a name with an index: ``{"kv[0]": "k"}``.
+
+    Example::
+
+        kvcanary_fx.register_kv_write("mylib::store_kv", slots="where", pools={"k_pool": "k", "v_pool": "v"})
+    """
+    _REGISTERED[op] = RegisteredOp(slots, tuple(pools), tuple(pools.values()))
+
+
+@dataclasses.dataclass(frozen=True)
+class WritePart:
+    """One pool that an op writes."""
+
+    pool: fx.Node
+    value: fx.Node | None = None
+    slots: fx.Node | None = None
+    slot_axes: tuple[int, ...] | None = None
+    half: int | None = None  # index on the pool's first axis, when K and V share one argument
+    opaque: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteSpec:
+    parts: tuple[WritePart, ...]
+
+
+def read_custom_op(node: fx.Node, values: dict[fx.Node, Any]) -> WriteSpec | None:
+    """What a custom op's call says about the pools it writes; None if it is no custom op or says nothing."""
+    schema = _schema_of(node)
+    if schema is None or schema.name.split("::")[0] in ("aten", "prims", "kvcanary"):
+        return None
+    arguments = _arguments(node, schema)
+    known = _REGISTERED.get(schema.name) or _by_name(schema, arguments, values)
+    if known is None:
+        return None
+    parts = [
+        part
+        for pool, operand in zip(known.pools, known.operands, strict=True)
+        if (part := _part(pool, operand, known.slots, arguments, values)) is not None
+    ]
+    return WriteSpec(tuple(parts)) if parts else None
+
+
+def _schema_of(node: fx.Node) -> Any:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    return target._schema if isinstance(target, torch._ops.OpOverload) else None
+
+
+def _arguments(node: fx.Node, schema: Any) -> dict[str, Any]:
+    given = {a.name: v for a, v in zip(schema.arguments, node.args, strict=False)}
+    return {**given, **node.kwargs}
+
+
+def _by_name(schema: Any, arguments: dict[str, Any], values: dict[fx.Node, Any]) -> RegisteredOp | None:
+    """Read an op by its arguments' names: one of SLOT_NAMES, mutated pools, as many operands."""
+    slots = next((n for n in SLOT_NAMES if _is_tensor(arguments.get(n), values)), None)
+    if slots is None:
+        return None
+    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    pools = [n for n in arguments if n in written and _is_tensor(arguments[n], values)]
+    tokens = values[arguments[slots]].numel()
+    operands = [
+        n
+        for n in arguments
+        if n not in written
+        and _is_tensor(arguments[n], values)
+        and values[arguments[n]].is_floating_point()
+        and values[arguments[n]].dim() >= 2
+        and values[arguments[n]].shape[0] == tokens
+    ]
+    if len(pools) == len(operands):
+        return RegisteredOp(slots, tuple(pools), tuple(operands))
+    return None
+
+
+def _is_tensor(argument: Any, values: dict[fx.Node, Any]) -> bool:
+    return isinstance(argument, fx.Node) and isinstance(values.get(argument), torch.Tensor)
+
+
+def _part(
+    pool: str, operand: str, slots: str, arguments: dict[str, Any], values: dict[fx.Node, Any]
+) -> WritePart | None:
+    name, _, index = pool.partition("[")
+    if not _is_tensor(arguments.get(name), values):
+        return None
+    node, half = arguments[name], int(index.rstrip("]")) if index else None
+    value, where = arguments.get(operand), arguments.get(slots)
+    if not _is_tensor(value, values) or not _is_tensor(where, values):
+        return WritePart(node, opaque="its call names no slots or no operand")
+    shape = values[node].shape if half is None else values[node].shape[1:]
+    axes = _leading_axes(shape, values[value].shape)
+    if axes is None:
+        return WritePart(node, opaque="the operand's rows do not fit the pool's")
+    return WritePart(node, value, where, axes, half)
+
+
+def _leading_axes(pool: torch.Size, operand: torch.Size) -> tuple[int, ...] | None:
+    """The leading axes of the pool that number slots: those not needed to hold one token of the operand."""
+    row = math.prod(operand[1:])
+    for count in (1, 2):
+        if len(pool) > count and math.prod(pool[count:]) == row:
+            return tuple(range(count))
+    return None

@@ -1,0 +1,257 @@
+"""Reading a KV write: where it goes, at which slots, with what operand.
+
+That a node writes a pool is known from storages (:mod:`.accesses`).  Here its call is read, by the names
+that the common idioms have, to learn the slots and the operand.  What cannot be read is not an error: the
+write is guarded as *opaque*, by comparing the pool before and after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .accesses import Accesses
+from .selection import (
+    At,
+    Full,
+    Indexed,
+    Selection,
+    Span,
+    Unreadable,
+    function_name,
+    parse_index,
+    selected_by,
+)
+from .write_ops import WriteSpec, read_custom_op
+
+
+@dataclasses.dataclass
+class KVWrite:
+    """One write to one region of a pool.
+
+    Attributes:
+        node: the node that writes.
+        region: the node whose value is the region: the layer's K or V, as a view of the pool.
+        selection: what the write selects in the region, one part per axis; None when opaque.
+        value: the operand, or None when there is none to compare with (fills, sums, opaque writes).
+        flat: instead of a selection, a tensor of slot numbers over all slot axes (a slot_mapping).
+        grid: instead of advanced indexing, ``(axis, index)`` of a scatter.
+        wraps: negative indices count from the end.
+        opaque: why slots and operand are unknown, or None.
+        slot_axes: the region's slot axes, where the write itself says them.
+        half: index on the region's first axis, where one argument holds K and V.
+        fill: the write puts a constant, so it says nothing about whether this is a KV cache.
+    """
+
+    node: fx.Node
+    region: fx.Node
+    selection: Selection | None = None
+    value: fx.Node | None = None
+    flat: fx.Node | None = None
+    grid: tuple[int, fx.Node] | None = None
+    wraps: bool = True
+    opaque: str | None = None
+    slot_axes: tuple[int, ...] | None = None
+    half: int | None = None
+    fill: bool = False
+
+
+Reader = Callable[[fx.Node, dict[fx.Node, Any]], KVWrite]
+
+
+def _setitem(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
+    target, index, value = node.args[:3]
+    assert isinstance(target, fx.Node)
+    selection = parse_index(index, tuple(values[target].shape), values)
+    return _selected(node, target, selection, value, values)
+
+
+def _index_copy(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
+    target, dim, index, value = _bound(node, ("self", "dim", "index", "source"))
+    selection: Selection = [Full()] * values[target].dim()
+    selection[int(dim)] = Indexed(index)
+    write = _selected(node, target, selection, value, values)
+    write.wraps = False
+    return write
+
+
+def _index_put(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
+    target, indices, value, accumulate = _bound(node, ("self", "indices", "values", "accumulate"), accumulate=False)
+    parts = tuple(slice(None) if i is None else i for i in indices)
+    selection = parse_index(parts, tuple(values[target].shape), values)
+    return _selected(node, target, selection, None if accumulate else value, values)
+
+
+def _scatter(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
+    target, dim, index, value = _bound(node, ("self", "dim", "index", "src"))
+    given, whole = values[index], values[target]
+    dim = int(dim) % whole.dim()
+    row_axes = [a for a in range(whole.dim()) if a != dim and not (a == 0 and whole.dim() >= 3)]
+    for axis in row_axes:
+        if (given.stride(axis) != 0 and given.shape[axis] != 1) or given.shape[axis] != whole.shape[axis]:
+            raise Unreadable("a scatter whose index varies inside a slot")
+    write = KVWrite(node, target, value=_tensor_node(value, values), grid=(dim, index), wraps=False)
+    write.selection = [Full()] * whole.dim()
+    write.selection[dim] = Indexed(index)
+    if 0 not in (dim, *row_axes):
+        write.selection[0] = Span(0, given.shape[0]) if given.shape[0] != whole.shape[0] else Full()
+    return write
+
+
+def _copy(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
+    target, value = _bound(node, ("self", "src"))
+    return _whole(node, target, value, values)
+
+
+def _in_place(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
+    """``fill_``, ``zero_``, ``add_`` and their kind: the destination is known, the operand is not comparable."""
+    target = node.args[0]
+    assert isinstance(target, fx.Node)
+    write = _whole(node, target, None, values)
+    write.fill = function_name(node) in ("fill_", "zero_")
+    return write
+
+
+def _whole(node: fx.Node, target: fx.Node, value: Any, values: dict[fx.Node, Any]) -> KVWrite:
+    """A write to all of ``target``, which may itself be a part that was picked out of the region."""
+    picked = selected_by(target, values)
+    if picked is not None:
+        parent, selection = picked
+        if any(_is_slot_part(part, axis, selection, values) for axis, part in enumerate(selection)):
+            return _selected(node, parent, selection, value, values)
+    return KVWrite(node, target, [Full()] * values[target].dim(), _tensor_node(value, values))
+
+
+def _is_slot_part(part: Any, axis: int, selection: Selection, values: dict[fx.Node, Any]) -> bool:
+    if isinstance(part, Indexed):
+        return True
+    if isinstance(part, Span):
+        return axis < len(selection) - 1
+    return isinstance(part, At) and isinstance(part.index, fx.Node)
+
+
+def _selected(node: fx.Node, target: fx.Node, selection: Selection, value: Any, values: dict[fx.Node, Any]) -> KVWrite:
+    operand = _tensor_node(value, values)
+    return KVWrite(node, target, selection, operand, fill=operand is None and not isinstance(value, fx.Node))
+
+
+def _tensor_node(value: Any, values: dict[fx.Node, Any]) -> fx.Node | None:
+    """``value`` if it is a tensor with rows to compare; None for numbers and 0-d tensors."""
+    if isinstance(value, fx.Node) and isinstance(values.get(value), torch.Tensor) and values[value].dim() > 0:
+        return value
+    return None
+
+
+def _bound(node: fx.Node, names: tuple[str, ...], **defaults: Any) -> list[Any]:
+    """The call's arguments by position or name, in the order of ``names``."""
+    given = dict(zip(names, node.args, strict=False))
+    given.update({{"input": "self", "src": names[-1]}.get(k, k): v for k, v in node.kwargs.items()})
+    missing = [n for n in names if n not in given and n not in defaults]
+    if missing:
+        raise Unreadable(f"a call of {function_name(node)} without {missing[0]}")
+    return [given.get(n, defaults.get(n)) for n in names]
+
+
+READERS: dict[str, Reader] = {
+    "setitem": _setitem,
+    "index_copy_": _index_copy,
+    "index_put_": _index_put,
+    "_index_put_impl_": _index_put,
+    "_unsafe_index_put_": _index_put,
+    "scatter_": _scatter,
+    "copy_": _copy,
+}
+
+#: In-place ops whose first argument is the destination.
+IN_PLACE = ("fill_", "zero_", "add_", "sub_", "mul_", "div_", "masked_fill_", "clamp_", "iadd", "isub", "imul")
+
+
+def read_write(node: fx.Node, root: fx.Node, found: Accesses) -> list[KVWrite]:
+    """The writes that ``node`` makes to the pool behind the placeholder ``root``; at least one."""
+    values = found.values
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        write = _opaque(node, root, found, f"it is inside {_higher_order_name(node)}")
+        write.slot_axes = _inner_slot_axes(node, root, found)
+        return [write]
+    spec = read_custom_op(node, values)
+    if spec is not None:
+        return _custom(node, root, spec, found)
+    name = function_name(node)
+    reader = READERS.get(name) or (_in_place if name in IN_PLACE else None)
+    if reader is None or (node.target is operator.setitem and not isinstance(node.args[0], fx.Node)):
+        return [_opaque(node, root, found, f"the op {_qualified(node)} does not show where it writes")]
+    try:
+        return [reader(node, values)]
+    except Unreadable as e:
+        return [_opaque(node, root, found, str(e))]
+
+
+def _custom(node: fx.Node, root: fx.Node, spec: WriteSpec, found: Accesses) -> list[KVWrite]:
+    """The writes of a mutable custom op that names its slots and operands."""
+    writes = []
+    for part in spec.parts:
+        if found.root_of(part.pool) is root:
+            writes.append(
+                KVWrite(
+                    node,
+                    part.pool,
+                    value=part.value,
+                    flat=part.slots,
+                    wraps=False,
+                    slot_axes=part.slot_axes,
+                    half=part.half,
+                    opaque=part.opaque,
+                )
+            )
+    return writes or [_opaque(node, root, found, f"the op {_qualified(node)} does not show where it writes")]
+
+
+def _opaque(node: fx.Node, root: fx.Node, found: Accesses, why: str) -> KVWrite:
+    return KVWrite(node, _operand_on(node, root, found), opaque=why)
+
+
+def _operand_on(node: fx.Node, root: fx.Node, found: Accesses) -> fx.Node:
+    """The operand of ``node`` that is a view of ``root``; the placeholder itself if there are several."""
+    views = [a for a in node.all_input_nodes if found.root_of(a) is root]
+    return views[0] if len(views) == 1 else root
+
+
+def _inner_slot_axes(node: fx.Node, root: fx.Node, found: Accesses) -> tuple[int, ...] | None:
+    """The slot axes that a write inside a subgraph shows, if it addresses the operand as it came in."""
+    outer = found.values[_operand_on(node, root, found)]
+    for access in found.of(root):
+        reader = None if access.inner is None else READERS.get(function_name(access.inner))
+        if access.node is node and access.writes and reader is not None:
+            assert access.inner is not None
+            try:
+                write = reader(access.inner, found.inner_values)
+            except Unreadable:
+                continue
+            if found.inner_values[write.region].shape == outer.shape:
+                return chosen_axes(write.selection or [], outer.dim())
+    return None
+
+
+def chosen_axes(selection: Selection, ndim: int) -> tuple[int, ...] | None:
+    """The axes that number slots, from one selection: those selected along, and the batch axis before them."""
+    chosen = {a for a, p in enumerate(selection) if not isinstance(p, Full) and a < ndim - 1}
+    if not chosen:
+        return None
+    if 0 not in chosen and ndim >= 3:
+        chosen.add(0)
+    return tuple(sorted(chosen)[:2])
+
+
+def _higher_order_name(node: fx.Node) -> str:
+    name = getattr(node.target, "_name", str(node.target))
+    return "a user's Triton kernel" if name == "triton_kernel_wrapper_mutation" else f"the subgraph of {name}"
+
+
+def _qualified(node: fx.Node) -> str:
+    target = node.target
+    return str(target._schema.name) if isinstance(target, torch._ops.OpOverload) else function_name(node)

@@ -1,0 +1,229 @@
+"""Random scenes for kernel tests: a pool in some layout, a shadow, and steps that corrupt and write it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from types import ModuleType
+
+import torch
+
+from kvcanary_fx.kernels.buffers import NOT_WRITTEN, Check, Control, Count, Gate, HalfBuffers, IdentityBuffers, Site
+from kvcanary_fx.kernels.layout import FLOAT_DTYPES, POOL_DTYPES, SlotLayout
+from kvcanary_fx.kernels.plan import first_positions
+
+ALL_CHECKS = Check.CONTENT | Check.OPERAND | Check.BOUNDS | Check.POISON | Check.CHAIN
+
+
+@dataclasses.dataclass
+class Scene:
+    """A site, its pool view, and what a test needs to make steps."""
+
+    site: Site
+    view: torch.Tensor
+    identity: IdentityBuffers
+    rng: random.Random
+
+    def clone(self) -> Scene:
+        """The same scene with memory of its own, strides kept."""
+        base = self.view._base if self.view._base is not None else self.view
+        fresh = base.clone()
+        view = fresh.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset())
+        site = dataclasses.replace(
+            self.site,
+            half=HalfBuffers(
+                *[_copy(t) for t in (self.site.half.digest, self.site.half.rows, self.site.half.baseline)]
+            ),
+            control=copy.deepcopy(self.site.control),
+            gate=self.site.gate.clone(),
+            counters=self.site.counters.clone(),
+        )
+        return Scene(site, view, copy.deepcopy(self.identity), random.Random(0))
+
+    def to(self, device: torch.device | str) -> Scene:
+        """The same scene on a device."""
+        base = (self.view._base if self.view._base is not None else self.view).to(device)
+        view = base.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset())
+        half, control, identity = self.site.half, self.site.control, self.identity
+        site = dataclasses.replace(
+            self.site,
+            half=HalfBuffers(half.digest.to(device), half.rows.to(device), half.baseline.to(device)),
+            control=Control(control.words.to(device), control.ring.to(device), control.stamps.to(device)),
+            gate=self.site.gate.to(device),
+            counters=self.site.counters.to(device),
+        )
+        moved = IdentityBuffers(identity.tokens.to(device), identity.positions.to(device), identity.chain.to(device))
+        return Scene(site, view, moved, self.rng)
+
+    def state(self) -> dict[str, object]:
+        """Everything the kernels may change, ring rows in a fixed order."""
+        site = self.site
+        kept = min(int(site.control.words[0]), site.control.capacity)
+        return {
+            "digest": site.half.digest.tolist(),
+            "rows": site.half.rows.tolist(),
+            "baseline": site.half.baseline.tolist(),
+            "words": site.control.words.tolist(),
+            "ring": sorted(site.control.ring[:kept].tolist()),
+            "gate": site.gate.tolist(),
+            "counters": site.counters.tolist(),
+            "stamped": (site.control.stamps[1] == site.control.stamps[1].max()).tolist(),
+            "tokens": self.identity.tokens[:-1].tolist(),
+            "positions": self.identity.positions[:-1].tolist(),
+            "chain": self.identity.chain[:-1].tolist(),
+        }
+
+
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def random_view(rng: random.Random, dtype: torch.dtype) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """A pool view of some common or odd layout, filled with finite values, and its slot axes."""
+    b, s, h, d = rng.randint(1, 3), rng.randint(1, 9), rng.randint(1, 3), rng.choice([1, 2, 3, 4, 5, 7, 8, 16, 33])
+    kind = rng.choice(["bhsd", "shd", "paged", "halves", "interleaved", "bsd", "sd", "offset", "page_hnd"])
+    if kind == "bhsd":
+        return fill(rng, (b, h, s, d), dtype), (0, 2)
+    if kind == "shd":
+        return fill(rng, (s, h, d), dtype), (0,)
+    if kind == "paged":
+        return fill(rng, (b, s, h, d), dtype), (0, 1)
+    if kind == "halves":
+        return fill(rng, (2, s, h, d), dtype)[rng.randint(0, 1)], (0,)
+    if kind == "interleaved":
+        return fill(rng, (s, 2, h, d), dtype)[:, rng.randint(0, 1)], (0,)
+    if kind == "bsd":
+        return fill(rng, (b, s, d), dtype), (0, 1)
+    if kind == "sd":
+        return fill(rng, (s, d), dtype), (0,)
+    if kind == "offset":
+        return fill(rng, (s * h * d + 3,), dtype)[3:].view(s, h, d), (0,)
+    return fill(rng, (b, h, s, d), dtype).transpose(1, 2), (0, 1)
+
+
+def fill(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Random finite values."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    if dtype in FLOAT_DTYPES:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(-100, 100, shape, generator=generator).to(dtype)
+
+
+def random_scene(seed: int, capacity: int = 64) -> Scene:
+    """A scene with nothing recorded yet."""
+    rng = random.Random(seed)
+    dtype = rng.choice(POOL_DTYPES)
+    view, axes = random_view(rng, dtype)
+    layout = SlotLayout(tuple(view.shape), axes, dtype)
+    half = HalfBuffers.allocate(layout, rng.choice([1, 2]), torch.device("cpu"))
+    half.baseline = torch.zeros(layout.slots, dtype=torch.int32)
+    control = Control.allocate(capacity, torch.device("cpu"))
+    control.stamps = torch.zeros(2, layout.slots + rng.randint(0, 2), dtype=torch.int64)
+    site = Site(
+        layout=layout,
+        half=half,
+        control=control,
+        gate=torch.zeros(len(Gate), dtype=torch.int64),
+        counters=torch.zeros(len(Count), dtype=torch.int64),
+        half_id=rng.randint(0, 100),
+        seed1=rng.randrange(2**32),
+        seed2=rng.randrange(2**32),
+        checks=ALL_CHECKS if rng.random() < 0.8 else Check(rng.randrange(32)),
+        verify_every=rng.choice([1, 1, 2, 3]),
+        lenient=rng.random() < 0.2,
+    )
+    return Scene(site, view, IdentityBuffers.allocate(layout.slots, torch.device("cpu")), rng)
+
+
+@dataclasses.dataclass
+class Step:
+    """One step's inputs: who writes what where, and what goes wrong before it."""
+
+    slots: torch.Tensor
+    raw: torch.Tensor
+    values: torch.Tensor
+    written: torch.Tensor
+    flips: list[tuple[int, int]]
+    lenient_next: int
+    first: torch.Tensor | None
+    last_position: torch.Tensor | None
+    moved: int | None
+    opaque: bool
+    use_values: bool
+    tokens: torch.Tensor
+    positions: torch.Tensor
+
+
+def random_step(scene: Scene) -> Step:
+    """A legal or illegal step, drawn from the scene's random numbers."""
+    rng, layout = scene.rng, scene.site.layout
+    n = rng.choice([0, 1, 1, 2, 3, layout.slots])
+    slots = torch.tensor([rng.randrange(-1, layout.slots) for _ in range(n)], dtype=torch.int64)
+    if rng.random() < 0.6:
+        slots = torch.tensor(rng.sample(range(layout.slots), min(n, layout.slots)), dtype=torch.int64)
+    raw = slots.clone()
+    if slots.numel() and rng.random() < 0.2:
+        raw[0] = rng.choice([-1, layout.slots, layout.slots + 7])
+    n = slots.numel()
+    values = fill(rng, (n, *layout.row_shape), layout.dtype)
+    if layout.dtype.is_floating_point and n and rng.random() < 0.2:
+        values.view(-1)[rng.randrange(values.numel())] = float("nan")
+    first = first_positions(layout, slots)
+    if first is not None and rng.random() < 0.3:
+        first = torch.full_like(first, NOT_WRITTEN)
+    return Step(
+        slots=slots,
+        raw=raw,
+        values=values,
+        written=slots if rng.random() < 0.8 else (slots + 1).clamp(max=layout.slots - 1),
+        flips=[(rng.randrange(layout.slots), rng.randrange(8)) for _ in range(rng.choice([0, 0, 1, 3]))],
+        lenient_next=int(rng.random() < 0.2),
+        first=first if rng.random() < 0.8 else None,
+        last_position=torch.randint(0, 50, (layout.rows,)) if rng.random() < 0.3 else None,
+        moved=rng.choice([None, None, None, 0, 1, 2]),
+        opaque=rng.random() < 0.2,
+        use_values=rng.random() < 0.8,
+        tokens=torch.tensor([[rng.randrange(100)] for _ in range(n)], dtype=torch.int64).reshape(n, 1),
+        positions=torch.tensor([[rng.randrange(4)] for _ in range(n)], dtype=torch.int64).reshape(n, 1),
+    )
+
+
+def to_device(step: Step, device: torch.device | str) -> Step:
+    """A step with its tensors on a device."""
+    moved = {k: v.to(device) for k, v in vars(step).items() if isinstance(v, torch.Tensor)}
+    return dataclasses.replace(step, **moved)
+
+
+def write(scene: Scene, step: Step) -> None:
+    """What the model's own write would do."""
+    layout, first = scene.site.layout, scene.site.layout.slots_first(scene.view)
+    for slot, row in zip(step.written.tolist(), step.values, strict=True):
+        if slot >= 0:
+            first[divmod(slot, layout.positions) if layout.has_rows else slot] = row
+
+
+def play(kernels: ModuleType, scene: Scene, step: Step) -> None:
+    """One step of a guarded graph, with ``kernels`` doing the checks."""
+    site, view = scene.site, scene.view
+    first = site.layout.slots_first(view)
+    for slot, bit in step.flips:
+        row = first[divmod(slot, site.layout.positions)] if site.layout.has_rows else first[slot]
+        flipped = row.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        flipped.view(-1)[0] ^= 1 << bit
+        row.copy_(flipped.view(row.dtype).view(row.shape))
+    site.gate[Gate.LENIENT_NEXT] = step.lenient_next
+    kernels.begin(site.control.words, site.gate)
+    if step.opaque:
+        kernels.verify(site, view, None)
+        kernels.snapshot(site, view)
+        write(scene, step)
+        kernels.record_changed(site, view)
+        return
+    kernels.check_plan(site, step.slots, step.raw, 3, 0)
+    kernels.verify(site, view, step.first)
+    rows = (step.slots // site.layout.positions).tolist()
+    if site.layout.has_rows and rows and len(set(rows)) == len(rows):  # a batch has one entry per row
+        kernels.identify(site, scene.identity, step.slots.unsqueeze(1), step.tokens, step.positions)
+    write(scene, step)
+    kernels.record(site, view, step.slots, step.values if step.use_values else None, 3, step.last_position, step.moved)
