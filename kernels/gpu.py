@@ -50,6 +50,7 @@ def _common(site: Site) -> dict[str, Any]:
         half=site.half_id,
         positions=site.layout.positions,
         HAS_ROWS=site.layout.has_rows,
+        TWO_AXES=site.layout.two_axes,
     )
 
 

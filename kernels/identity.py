@@ -60,3 +60,19 @@ def identify_with(
     identity.tokens[place] = tokens.reshape(-1).to(torch.int32)
     identity.positions[place] = positions.reshape(-1).to(torch.int32)
     identity.chain[place] = chain.reshape(-1)
+
+
+def name_slots(
+    identity: IdentityBuffers, slots: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor | None
+) -> None:
+    """Store who is in each slot of a pool without rows, where predecessors are unknown.
+
+    Args:
+        slots: int64 ``[n]``; -1 is skipped.
+        tokens: int, n elements.
+        positions: int, n elements in the same order; anything else is unknown.
+    """
+    place = torch.where(slots >= 0, slots, identity.tokens.shape[0] - 1)
+    identity.tokens[place] = tokens.reshape(-1).to(torch.int32)
+    if positions is not None and positions.numel() == slots.numel():
+        identity.positions[place] = positions.reshape(-1).to(torch.int32)

@@ -26,18 +26,21 @@ class SlotLayout:
     """One half of one layer's pool, seen as slots times rows.
 
     ``shape`` is the shape of the view that the write addresses, ``slot_axes`` the one or two axes that
-    number its slots; every other axis belongs to the slot's row.  With two slot axes the first is the
-    *row axis* (a batch row, or a page) and the second the position in it: slot = row * positions +
-    position.  Strides are not part of a layout: they are read from the tensor at hand, because a
-    functionalising backend hands the ops a copy with strides of its own.
+    number its slots; every other axis holds a slot's bytes.  With two slot axes, slot = first * positions
+    + second.  The first is a *row axis* (each row holds one sequence, position by position), unless the
+    pool is ``paged``: then it numbers pages, and a page says nothing about sequences.
+
+    Strides are not part of a layout: they are read from the tensor at hand, because a functionalising
+    backend hands the ops a copy with strides of its own.
 
     Examples: ``[B, H, S, D]`` with slot axes ``(0, 2)``; ``[slots, H, D]`` with ``(0,)``;
-    ``[pages, page_size, H, D]`` with ``(0, 1)``.
+    ``[pages, page_size, H, D]`` with ``(0, 1)``, paged.
     """
 
     shape: tuple[int, ...]
     slot_axes: tuple[int, ...]
     dtype: torch.dtype
+    paged: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.slot_axes) <= 2:
@@ -54,17 +57,23 @@ class SlotLayout:
 
     @property
     def positions(self) -> int:
-        """Slots in one row (all of them where there is no row axis)."""
+        """Slots along the last slot axis: those of one row, of one page, or all."""
         return self.shape[self.slot_axes[-1]]
 
     @property
     def rows(self) -> int:
-        """Rows of the row axis: batch rows or pages; 1 where there is none."""
+        """Sequences, one a row; 1 where the pool has no row axis."""
         return self.shape[self.slot_axes[0]] if self.has_rows else 1
 
     @property
-    def has_rows(self) -> bool:
+    def two_axes(self) -> bool:
+        """Whether a slot's address takes two indices."""
         return len(self.slot_axes) == 2
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the first slot axis is a row axis."""
+        return self.two_axes and not self.paged
 
     @property
     def row_axes(self) -> tuple[int, ...]:
@@ -91,15 +100,9 @@ class SlotLayout:
     def gather(self, view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """The rows of ``slots`` (int64 ``[n]``), copied: ``[n, *row_shape]``."""
         first = self.slots_first(view)
-        if not self.has_rows:
+        if not self.two_axes:
             return first[slots]
         return first[slots // self.positions, slots % self.positions]
-
-    def describe(self, slot: int) -> tuple[int | None, int | None]:
-        """``(row, index in the row)`` of a slot; ``(None, None)`` where the pool has no row axis."""
-        if not self.has_rows:
-            return None, None
-        return divmod(slot, self.positions)
 
 
 def poison_mask(dtype: torch.dtype) -> tuple[int, int]:

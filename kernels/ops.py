@@ -31,7 +31,9 @@ import torch
 from ..context import ForwardContext, get_forward_context
 from . import cpu
 from .buffers import Check, Gate, Phase, Site
+from .identity import name_slots
 from .plan import Resolved, WritePlan, first_positions
+from .positions import last_of_rows, per_row
 
 NAMESPACE = "kvcanary"
 
@@ -110,25 +112,11 @@ def _record(
     moved = None
     if plan.covers_all:
         moved = extent[-1] if extent else 0
-    last = last_positions(here, positions)
+    last = None
+    if here.layout.has_rows:
+        last = last_of_rows(positions, here.layout.rows, resolved.slots.shape[0])
     kernels.record(here, kv, resolved.slots, rows, plan.write_id, last, moved)
     _count(here.gate)
-
-
-def last_positions(site: Site, positions: torch.Tensor | None) -> torch.Tensor | None:
-    """int64 ``[rows]``: the token position each row of the batch ends with, or None if that is unclear.
-
-    Args:
-        positions: int ``[B, T]``, ``[1, T]`` or ``[T]``.
-    """
-    if positions is None or not site.layout.has_rows or positions.dim() not in (1, 2):
-        return None
-    last = positions.reshape(-1, positions.shape[-1])[:, -1].to(torch.int64)
-    if last.shape[0] == 1:
-        return last.expand(site.layout.rows)
-    if last.shape[0] == site.layout.rows:
-        return last
-    return None
 
 
 def _observe(kv: torch.Tensor, state: torch.Tensor, site: int) -> None:
@@ -157,10 +145,15 @@ def _identify(
     here, plan = context.sites[site], context.plans[write]
     slots = plan.resolve(here.layout, index, extent, tokens.device).slots
     identity = context.identities.get(site)
-    if identity is not None and tokens.numel() == slots.numel() and tokens.dim() == 2:
-        slots = slots.view(tokens.shape)
-        given = slots % here.layout.positions if positions is None else positions.expand(tokens.shape)
-        kernels_for(tokens.device).identify(here, identity, slots, tokens.to(torch.int64), given.to(torch.int64))
+    if identity is not None and tokens.numel() == slots.numel():
+        kernels = kernels_for(tokens.device)
+        if here.layout.has_rows and tokens.dim() == 2:
+            given = per_row(positions, *tokens.shape)
+            slots = slots.view(tokens.shape)
+            given = slots % here.layout.positions if given is None else given.to(torch.int64)
+            kernels.identify(here, identity, slots, tokens.to(torch.int64), given)
+        else:
+            name_slots(identity, slots, tokens, positions)
     _count(here.gate)
 
 
@@ -172,7 +165,7 @@ def _index_put_(
     resolved = plan.resolve(layout, index, extent, kv.device)
     rows = plan.rows(layout, value, resolved)
     target = layout.slots_first(kv)
-    if layout.has_rows:
+    if layout.two_axes:
         target[resolved.slots // layout.positions, resolved.slots % layout.positions] = rows
     else:
         target[resolved.slots] = rows

@@ -188,7 +188,8 @@ class WritePlan:
 
     def _restore_int_dims(self, layout: SlotLayout, value: torch.Tensor) -> torch.Tensor:
         """Put back, as size 1, the axes that an integer index dropped from the operand."""
-        for selector, axis in zip(self.selectors, layout.slot_axes, strict=True):
+        pairs = list(zip(self.selectors, layout.slot_axes, strict=True))
+        for selector, axis in reversed(pairs):  # from the right: what follows an axis is then complete
             if selector.kind is Select.INT:
                 missing = len(layout.shape) - axis - 1
                 if value.dim() >= missing:

@@ -28,7 +28,7 @@ from .layout import poison_mask
 def row_bytes(site: Site, view: torch.Tensor, slot: int) -> bytes:
     """The bytes of one slot, in index order."""
     first = site.layout.slots_first(view)
-    row = first[divmod(slot, site.layout.positions)] if site.layout.has_rows else first[slot]
+    row = first[divmod(slot, site.layout.positions)] if site.layout.two_axes else first[slot]
     return bytes(row.contiguous().view(torch.uint8).flatten().tolist()) if row.dim() else _scalar_bytes(row)
 
 

@@ -157,7 +157,7 @@ def begin_kernel(
 def report_kernel(
     mask_ptr, slot_ptr, stored_ptr, found_ptr, detail_ptr, n,  # bool [n], int64 [n] each
     words_ptr, ring_ptr, capacity, rows_ptr, half, positions, phase, check,
-    HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < n
@@ -179,7 +179,7 @@ def plan_kernel(
     write_id,
     box_ptr,  # int64 [ring columns + 1] in host memory
     words_ptr, ring_ptr, capacity, rows_ptr, half, positions, phase,
-    HAS_ROWS: tl.constexpr, CHECK: tl.constexpr, REPORT: tl.constexpr, HAS_BOX: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, CHECK: tl.constexpr, REPORT: tl.constexpr, HAS_BOX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < n
@@ -231,7 +231,7 @@ def scan_kernel(
     words_ptr, ring_ptr, capacity, rows_ptr,  # int32 [rows, _ROW_COLUMNS]
     slots_total, seed1, seed2, words_in_row, half, positions, every, slot_stride0, slot_stride1,
     units, n1, n2, n3, d0, d1, d2, d3,
-    HAS_ROWS: tl.constexpr, HAS_FIRST: tl.constexpr, NOT_WRITTEN: tl.constexpr, LENIENT: tl.constexpr,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr, NOT_WRITTEN: tl.constexpr, LENIENT: tl.constexpr,
     CONTENT: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr,
     POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -268,7 +268,7 @@ def scan_kernel(
         if MODE == _CHANGED:
             tl.atomic_add(counters_ptr + _RECORD_RUNS, tl.full([], 1, tl.int64))
     if tl.sum(work.to(tl.int32), axis=0) > 0:
-        if HAS_ROWS:
+        if TWO_AXES:
             start = row * slot_stride0 + position * slot_stride1
         else:
             start = slot * slot_stride1
@@ -317,7 +317,7 @@ def record_kernel(
     slots_total, seed1, seed2, words_in_row, half, positions, slot_stride0, slot_stride1, token_stride,
     units, n1, n2, n3, d0, d1, d2, d3,
     v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
-    HAS_ROWS: tl.constexpr, HAS_VALUE: tl.constexpr, UNIT: tl.constexpr, OPERAND_UNIT: tl.constexpr,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_VALUE: tl.constexpr, UNIT: tl.constexpr, OPERAND_UNIT: tl.constexpr,
     ELEMENT: tl.constexpr, PLANES: tl.constexpr, POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -325,7 +325,7 @@ def record_kernel(
     slot = tl.load(slot_ptr + i, mask=i < n, other=-1)
     live = slot >= 0
     at = tl.maximum(slot, 0)
-    if HAS_ROWS:
+    if TWO_AXES:
         start = (at // positions) * slot_stride0 + (at % positions) * slot_stride1
     else:
         start = at * slot_stride1

@@ -18,6 +18,7 @@ from .errors import (
     UnknownSettingError,
 )
 from .passes.write_ops import register_kv_write
+from .protect import protect, session_of
 from .session import CanarySession, Stats
 from .violations import Violation
 
@@ -41,8 +42,10 @@ __all__ = [
     "get_forward_context",
     "has_forward_context",
     "kvcanary_backend",
+    "protect",
     "register_kv_write",
     "session",
+    "session_of",
     "sessions",
 ]
 __version__ = "0.1.0"

@@ -139,21 +139,33 @@ def inner_compile(
 
 
 def _announce(plan: GraphPlan) -> None:
-    """Say once per graph what cannot be guarded."""
+    """Say once per graph what cannot be guarded, and what to do about it."""
     if plan.functional:
         report.log.warning(
             "kvcanary.unguarded %s: the cache is rebuilt by cat each step (%s), so there is nothing to guard between "
             "steps. Use a cache that is written in place: Hugging Face's StaticCache (generate(..., "
             "cache_implementation='static')), or a preallocated tensor and index_copy_.",
             plan.name,
-            ", ".join(plan.functional[:4]) + (", ..." if len(plan.functional) > 4 else ""),
+            _some(plan.functional),
+        )
+    elif plan.born:
+        report.log.warning(
+            "kvcanary.unguarded %s: the cache is created inside this graph (%s), so this call is not guarded; later "
+            "ones are, if the cache is passed in. Allocate it before the first call: Hugging Face's "
+            "cache.early_initialization(...).",
+            plan.name,
+            _some(plan.born),
         )
     elif not plan.guarded:
-        why = "; ".join(f"{name}: {reason}" for name, reason in plan.unguarded[:4]) or "it writes none of its inputs"
         report.log.warning(
             "kvcanary.unguarded %s: no KV cache is written in this graph, nothing is guarded in it (%s). If the model "
             "has a cache, pass it in as a preallocated tensor; `python -m kvcanary_fx explain` shows what each graph "
             "writes.",
             plan.name,
-            why,
+            _some([f"{name}: {why}" for name, why in plan.unguarded], "; ") or "it writes none of its inputs",
         )
+
+
+def _some(names: Sequence[str], separator: str = ", ") -> str:
+    """The first few of many names."""
+    return separator.join(names[:4]) + (f"{separator}and {len(names) - 4} more" if len(names) > 4 else "")

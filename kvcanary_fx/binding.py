@@ -160,7 +160,7 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _space(half: PoolHalf) -> tuple[Any, ...]:
     """The slot space of a half: halves of one space number their slots alike."""
     layout = half.place.layout
-    return (half.buffers.digest.device, layout.rows, layout.positions)
+    return (half.buffers.digest.device, layout.slots, layout.positions)
 
 
 def _layer_numbers(plan: GraphPlan) -> list[int]:

@@ -141,5 +141,5 @@ class UnloadableTargetError(CanaryError):
     def __init__(self, target: str, reason: str):
         super().__init__(
             f"cannot load {target!r}: {reason}. Give FILE.py:NAME, where NAME is a function that returns "
-            "(model, inputs), an nn.Module with an attribute 'example_inputs', or a list of such inputs."
+            "(model, inputs), or a module or function with an attribute 'example_inputs'."
         )

@@ -138,7 +138,7 @@ class PoolRegistry:
         Raises:
             CaptureError: it is new and a CUDA graph is being captured.
         """
-        layout = SlotLayout(tuple(view.shape), site.slot_axes, view.dtype)
+        layout = SlotLayout(tuple(view.shape), site.slot_axes, view.dtype, site.paged)
         place = Place(view.storage_offset() * view.element_size(), tuple(view.stride()), layout)
         half = storage.halves.get(place)
         if half is None:
@@ -203,6 +203,11 @@ class PoolRegistry:
     def by_id(self, half_id: int) -> PoolHalf | None:
         """The half with this number, while its cache lives."""
         return self._by_id.get(half_id)
+
+    def identity_of(self, half: PoolHalf) -> IdentityBuffers | None:
+        """Who is in the slots of a half's slot space, if one of its halves keeps that."""
+        peers = (self._by_id.get(peer) for peer in half.peers)
+        return next((p.identity for p in peers if p is not None and p.identity is not None), None)
 
     def known(self, tensor: torch.Tensor) -> Storage | None:
         """The record of a tensor's storage, if it has halves."""

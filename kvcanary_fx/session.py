@@ -15,8 +15,8 @@ from .adoption import judge
 from .binding import BoundCall, Controls, GraphBinding
 from .config import CanaryConfig
 from .context import forward_context
-from .errors import KVCacheViolation, MissedChecksError
-from .kernels.buffers import Control, Count, Gate, Ring, Word
+from .errors import CoverageError, KVCacheViolation, MissedChecksError
+from .kernels.buffers import UNKNOWN, Control, Count, Gate, Ring, Word
 from .passes.graph_plan import GraphPlan
 from .pools import PoolRegistry, Storage
 from .violations import HalfInfo, Violation, decode
@@ -40,6 +40,7 @@ class CanarySession:
         self.plans: list[GraphPlan] = []
         self.bindings: list[GraphBinding] = []
         self.uncovered: list[str] = []  # why coverage was lost, in words
+        self.calls = 0  # of guarded graphs, whether they ended well or not
         self._violations: list[Violation] = []
         self._total = 0
         self._adopted_slots = 0
@@ -73,6 +74,7 @@ class CanarySession:
         call = binding.bind(args, capturing, abort)
         with self._inside_of(call), forward_context(call.context):
             binding.calls_inside += 1
+            self.calls += 1
             try:
                 if not capturing:
                     self._note_outside_writes(binding, call, args)
@@ -140,7 +142,10 @@ class CanarySession:
         binding = readback.binding
         if binding.calls_inside or readback.complete():
             return
-        error = MissedChecksError(binding.plan.name, binding.missing_checks())
+        self.report_lost(MissedChecksError(binding.plan.name, binding.missing_checks()))
+
+    def report_lost(self, error: CoverageError) -> None:
+        """Note that something ran unguarded; in raise mode, raise it."""
         self.lose_coverage(str(error))
         if self.config.mode == "raise":
             raise error
@@ -165,14 +170,22 @@ class CanarySession:
                 verdict = judge(rows, self.registry, complete=len(rows) == total)
                 self._adopted_slots += verdict.adopted_slots
                 self._total += total - verdict.adopted_fingerprints
-                fresh += [decode(row, self._info(row)) for row in verdict.violations]
+                fresh += [self._decode(row) for row in verdict.violations]
             self._violations += fresh
         report.emit(fresh, self.config)
         return fresh
 
-    def _info(self, row: Sequence[int]) -> HalfInfo:
+    def _decode(self, row: Sequence[int]) -> Violation:
+        """The record of a ring row, with what the shadow knows about the slot's token."""
         half = self.registry.by_id(row[Ring.HALF])
-        return half.info if half is not None else _GONE
+        if half is None:
+            return decode(row, _GONE)
+        slot = row[Ring.SLOT]
+        identity = self.registry.identity_of(half)
+        if identity is None or slot < 0:
+            return decode(row, half.info)
+        token, position = int(identity.tokens[slot]), int(identity.positions[slot])
+        return decode(row, half.info, token if token >= 0 else None, None if position == UNKNOWN else position)
 
     def _abort(self) -> None:
         """Called from an op on the CPU when an index is out of range, before the write runs."""
@@ -193,7 +206,8 @@ class CanarySession:
         for control in self.controls.by_device.values():
             if control.blackbox is not None and int(control.blackbox[-1]):
                 row = control.blackbox[:-1].tolist()
-                found.append(decode(row, self._info(row)))
+                half = self.registry.by_id(row[Ring.HALF])
+                found.append(decode(row, half.info if half is not None else _GONE))
         self._violations += found
         self._total += len(found)
         return found

@@ -151,12 +151,17 @@ _TEXTS = {
 }
 
 
-def decode(row: Sequence[int], info: HalfInfo) -> Violation:
-    """The record of one ring row."""
+def decode(row: Sequence[int], info: HalfInfo, token: int | None = None, position: int | None = None) -> Violation:
+    """The record of one ring row.
+
+    Args:
+        token, position: who is in the slot, where the shadow knows it.
+    """
     slot, origin = row[Ring.SLOT], row[Ring.ORIGIN]
     in_row = info.rows is not None and slot >= 0
     index = slot % info.positions if in_row else slot
-    position = None if origin == UNKNOWN or not in_row else origin + index
+    if in_row and origin != UNKNOWN:
+        position = origin + index
     return Violation(
         check=(Check(row[Ring.CHECK]).name or "?").lower(),
         phase=Phase(row[Ring.PHASE]).name.lower(),
@@ -171,4 +176,5 @@ def decode(row: Sequence[int], info: HalfInfo) -> Violation:
         stored=row[Ring.STORED],
         found=row[Ring.FOUND],
         detail=row[Ring.DETAIL],
+        token=token,
     )

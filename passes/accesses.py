@@ -67,6 +67,7 @@ class Accesses:
     values: dict[fx.Node, Any]  # every node's value in the replay: fake tensors, sizes, subgraphs
     inner_values: dict[fx.Node, Any]  # the same for nodes of subgraphs
     roots: dict[Any, fx.Node]  # storage key -> placeholder
+    born: dict[Any, fx.Node]  # storage key -> the node that made it and that something wrote to later
 
     def root_of(self, node: fx.Node) -> fx.Node | None:
         """The placeholder whose storage ``node``'s value lives in; None if it is not an input's."""
@@ -133,6 +134,7 @@ class _Replay(fx.Interpreter):
         super().__init__(gm, garbage_collect_values=False)
         self.recorder, self.roots, self.found = recorder, roots, found
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self.made: dict[Any, fx.Node] = {}  # storage key -> the node that made it
         self.outer: fx.Node | None = None  # set while a subgraph of that node is replayed
 
     def run_node(self, n: fx.Node) -> Any:
@@ -141,13 +143,15 @@ class _Replay(fx.Interpreter):
             value = self._run_higher_order(n)
         else:
             value = super().run_node(n)
-        (self.found.values if self.outer is None else self.found.inner_values)[n] = value
+        (self.found.values if self.outer is None else self.found.inner_values)[n] = self.env[n] = value
         if n.op not in ("placeholder", "get_attr", "output"):
             self._collect(n)
         return value
 
     def _collect(self, n: fx.Node) -> None:
         written = {id(t) for t in self.recorder.writes}
+        if self.outer is None:
+            self._note_births(n)
         for tensor in (*self.recorder.writes, *self.recorder.reads):
             root = self.roots.get(storage_key(tensor))
             if root is not None:
@@ -161,6 +165,16 @@ class _Replay(fx.Interpreter):
                     inner=None if self.outer is None else n,
                 )
                 self.found.accesses.append(access)
+
+    def _note_births(self, n: fx.Node) -> None:
+        """Remember tensors made here, and which of those made before are written here."""
+        for tensor in self.recorder.writes:
+            maker = self.made.get(storage_key(tensor))
+            if maker is not None and maker is not n:
+                self.found.born[storage_key(tensor)] = maker
+        for tensor in pytree.tree_leaves(self.env.get(n)):
+            if isinstance(tensor, torch.Tensor) and storage_key(tensor) not in self.roots:
+                self.made.setdefault(storage_key(tensor), n)
 
     def _run_higher_order(self, n: fx.Node) -> Any:
         """Replay the subgraphs of a higher-order op on its operands; its own outputs come from metadata."""
@@ -254,7 +268,7 @@ def trace_accesses(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Accesse
     placeholders = gm.graph.find_nodes(op="placeholder")
     mode, inputs = _fake_inputs(placeholders, example_inputs)
     roots: dict[Any, fx.Node] = {}
-    found = Accesses([], {}, {}, roots)
+    found = Accesses([], {}, {}, roots, {})
     for node, original, fresh in zip(placeholders, [_original(n) for n in placeholders], inputs, strict=True):
         if isinstance(fresh, FakeTensor):
             # Inputs that share a storage are one root: the first of them.

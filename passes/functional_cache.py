@@ -1,7 +1,7 @@
-"""Caches that are rebuilt instead of written: ``keys = torch.cat([keys, new])``.
+"""Caches that cannot be guarded: rebuilt each step by ``keys = torch.cat([keys, new])``, or born in the graph.
 
-Such a cache is a new tensor each step.  There is no pool to guard between steps, so all we can do is say
-so, by name.
+Such a cache is no input that the graph writes, so there is no pool to guard.  All we can do is say so, by
+name.
 
 Before and after (nothing changes)::
 
@@ -18,8 +18,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from .accesses import Accesses, storage_key
 from .graph_plan import GraphPlan
-from .labels import source_name
+from .names import source_name
 from .selection import function_name
 
 
@@ -33,6 +34,22 @@ def find_functional_caches(gm: fx.GraphModule, example_inputs: Sequence[Any], pl
             grown = [p for p in parts if _is_cache(p)] if isinstance(parts, list | tuple) else []
             plan.functional += [source_name(p) for p in grown[:1]]
     return gm
+
+
+def caches_born_inside(gm: fx.GraphModule, found: Accesses) -> list[fx.Node]:
+    """Nodes that make a tensor which the graph writes like a cache and returns: a lazily initialised one."""
+    output = next(iter(reversed(gm.graph.nodes)))
+    born = []
+    for node in dict.fromkeys(n for n in pytree.tree_leaves(output.args) if isinstance(n, fx.Node)):
+        value = found.values.get(node)
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 3:
+            maker = found.born.get(storage_key(value))
+            if maker is not None and function_name(maker) in _FACTORIES:
+                born.append(maker)
+    return born
+
+
+_FACTORIES = ("zeros", "empty", "full", "new_zeros", "new_empty", "zeros_like", "empty_like")
 
 
 def _is_cache(node: Any) -> bool:

@@ -49,6 +49,7 @@ class SitePlan:
         argument: index of the graph argument that holds the pool.
         view: from the graph's arguments to the view whose slots are guarded.
         slot_axes: axes of that view that number slots.
+        paged: the first of two slot axes numbers pages, not sequences.
         opaque: why the slots and operand of a write are unknown, or None.
         has_operand: what is written is compared with what was meant.
         verified: old bytes are checked; false where the graph overwrites them unseen.
@@ -63,6 +64,7 @@ class SitePlan:
     argument: int
     view: ViewOf
     slot_axes: tuple[int, ...]
+    paged: bool
     opaque: str | None
     has_operand: bool
     verified: bool
@@ -86,6 +88,7 @@ class GraphPlan:
         ops: canary ops that each call of the graph runs.
         unguarded: inputs that the graph writes and we do not guard, each with the reason.
         functional: caches that are rebuilt by ``cat`` instead of written in place.
+        born: caches that the graph itself creates, so that they are no input of it.
         chain_off: why the chain check does not run, or None.
         written_by: the node of each readable write, by write number.
         rewritten: writes replaced by our own in-place op.
@@ -100,6 +103,7 @@ class GraphPlan:
     ops: int = 0
     unguarded: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     functional: list[str] = dataclasses.field(default_factory=list)
+    born: list[str] = dataclasses.field(default_factory=list)
     chain_off: str | None = "no KV write in the graph"
     written_by: dict[int, fx.Node] = dataclasses.field(default_factory=dict, repr=False)
     rewritten: int = 0

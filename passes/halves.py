@@ -12,6 +12,7 @@ from torch import fx
 from ..kernels.layout import POOL_DTYPES
 from ..kernels.plan import Select, Selector, WritePlan
 from .accesses import Access, Accesses, Extent, extent_of
+from .names import has_kv_name, source_name
 from .selection import At, Full, Indexed, Part, Selection, Span, function_name
 from .writes import KVWrite, chosen_axes, read_write
 
@@ -47,6 +48,7 @@ class Half:
     root: fx.Node
     region: Region
     slot_axes: tuple[int, ...]
+    paged: bool
     shape: tuple[Any, ...]
     dtype: torch.dtype
     extent: Extent
@@ -124,6 +126,7 @@ class _Builder:
             root=root,
             region=region,
             slot_axes=slot_axes,
+            paged=len(slot_axes) == 2 and _is_paged(group),
             shape=tuple(view.shape),
             dtype=view.dtype,
             extent=extent_of(view),
@@ -196,7 +199,8 @@ def _split(write: KVWrite, found: Accesses) -> list[tuple[Region, Selection | No
     if write.half is not None:
         return [(Region(write.region, (write.half,)), [Full()] * (view.dim() - 1))]
     if write.opaque is not None:
-        return [(region, None) for region in _opaque_regions(write, view)]
+        regions = [Region(write.region)] if write.slot_axes else _opaque_regions(write, view)
+        return [(region, None) for region in regions]
     if write.flat is not None:
         return [(Region(write.region), [Full()] * view.dim())]
     assert write.selection is not None
@@ -252,6 +256,17 @@ def _slot_axes(group: list[tuple[KVWrite, Region, Selection | None]], view: torc
     for _, _, selection in group:
         merged = [m if isinstance(p, Full) else p for m, p in zip(merged, selection or merged, strict=True)]
     return chosen_axes(merged, view.dim()) or _guess_axes(group, view)
+
+
+def _is_paged(group: list[tuple[KVWrite, Region, Selection | None]]) -> bool:
+    """Whether the first of two slot axes numbers pages: a slot_mapping says so, or ``slot // page_size``."""
+    for write, _, selection in group:
+        if write.flat is not None or (write.opaque is not None and write.slot_axes is None):
+            return True
+        indexed = [p.tensor for p in selection or () if isinstance(p, Indexed)]
+        if len(indexed) == 2 and function_name(indexed[0]) in ("floordiv", "floor_divide", "div", "__floordiv__"):
+            return True
+    return False
 
 
 def _guess_axes(group: list[tuple[KVWrite, Region, Selection | None]], view: torch.Tensor) -> tuple[int, ...]:
@@ -312,24 +327,15 @@ def _not_a_pool(root: fx.Node, found: Accesses) -> str | None:
     return None
 
 
-#: Parts of names that KV pools have.
-NAME_HINTS = ("cache", "kv", "key", "value", "pool", "latent", "past", "k_", "_k", "v_", "_v")
-
-
-def has_kv_name(name: str) -> bool:
-    lowered = name.lower()
-    return any(hint in lowered for hint in NAME_HINTS)
-
-
 def _not_kv(halves: list[Half], root: fx.Node, found: Accesses) -> str | None:
     """Why a written input is not a KV cache by the way it is used; None if it is one."""
     readable = [r.write for h in halves for r in h.readable]
     opaque = [w for h in halves for w in h.opaque]
-    named = has_kv_name(root.name)
+    named = has_kv_name(source_name(root))
+    if all(w.fill for w in readable + opaque):
+        return "only constants are written to it: a mask or a buffer being cleared"
     if opaque:
         return None if named or readable else "an op that hides where it writes changed it, and its name is no cache's"
-    if all(w.fill for w in readable):
-        return "only constants are written to it: a mask or a buffer being cleared"
     if not any(_carries_kv(w, root, found) for w in readable if not w.fill):
         return "what is written to it comes from no floating-point input: a mask"
     written = {w.node for w in readable}

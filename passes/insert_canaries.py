@@ -30,9 +30,11 @@ from torch import fx
 from ..kernels import ops as canary_ops
 from .accesses import Accesses, trace_accesses
 from .dynamo_contract import append_static_input
+from .functional_cache import caches_born_inside
 from .graph_plan import GraphPlan, SitePlan, ViewOf
 from .halves import Half, ReadableWrite, Region, Sum, ancestors, find_halves
-from .labels import layer_number, name_halves, source_name
+from .labels import name_halves
+from .names import layer_number, source_name
 from .selection import function_name
 from .token_inputs import TokenInputs, find_token_inputs
 
@@ -56,8 +58,9 @@ def insert_canaries(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Gra
         return gm
     found = trace_accesses(gm, example_inputs)
     halves, rejected = find_halves(found)
-    name_halves(halves)
+    name_halves(halves, found)
     plan.unguarded = [(source_name(r.root), r.why) for r in rejected]
+    plan.born = [n.name for n in caches_born_inside(gm, found)]
     if halves:
         _Inserter(gm, found, plan, chain).guard(halves)
         gm.graph.lint()
@@ -83,10 +86,12 @@ class _Inserter:
         for half in halves:
             self._guard(half)
         self.plan.ops = sum(is_canary(n) for n in self.graph.nodes)
-        if any(s.leads for s in self.plan.sites):
-            self.plan.chain_off = None
-        else:
-            self.plan.chain_off = self.tokens.missing or "no write of the graph shows rows and positions"
+        self.plan.chain_off = self._why_no_chain()
+
+    def _why_no_chain(self) -> str | None:
+        if any(s.leads and len(s.slot_axes) == 2 and not s.paged for s in self.plan.sites):
+            return None
+        return self.tokens.missing or "no cache here keeps one sequence per row, so predecessors are unknown"
 
     def _state_for(self, half: Half) -> fx.Node:
         device = self.found.values[half.root].device
@@ -154,24 +159,27 @@ class _Inserter:
     def _operands(self, readable: ReadableWrite) -> tuple[list[fx.Node], list[Any]]:
         """The ``index`` and ``extent`` arguments of the ops for one write."""
         extent = [self._sum(e) if isinstance(e, Sum) else e for e in readable.extent]
-        if readable.plan.covers_all and self.tokens.tokens is not None:
+        if readable.plan.covers_all and self._is_batched(self.tokens.tokens):
             extent.append(self._token_count(self.tokens.tokens))
         return list(readable.index), extent
+
+    def _is_batched(self, tokens: fx.Node | None) -> bool:
+        return tokens is not None and self.found.values[tokens].dim() == 2
 
     def _sum(self, total: Sum) -> Any:
         if isinstance(total.a, int) and isinstance(total.b, int):
             return total.a + total.b
         return self.graph.call_function(operator.add, (total.a, total.b))
 
-    def _token_count(self, tokens: fx.Node) -> Any:
+    def _token_count(self, tokens: fx.Node | None) -> Any:
+        assert tokens is not None
         count = self.found.values[tokens].shape[1]
         return count if isinstance(count, int) else self.graph.call_method("size", (tokens, 1))
 
     def _identify(self, site: int, half: Half, ahead: ReadableWrite, state: fx.Node) -> bool:
         """Insert the identity op for the half's slot space, once; whether this site got it."""
         space = tuple(str(half.shape[a]) for a in half.slot_axes)
-        usable = len(space) == 2 and not ahead.plan.covers_all and ahead.write.flat is None
-        if self.tokens.tokens is None or not usable or space in self.led:
+        if self.tokens.tokens is None or ahead.plan.covers_all or space in self.led:
             return False
         self.led.add(space)
         index, extent = self._operands(ahead)
@@ -204,6 +212,7 @@ class _Inserter:
             argument=self.places[argument],
             view=ViewOf(nodes, region.node, region.index, self.places),
             slot_axes=half.slot_axes,
+            paged=half.paged,
             opaque=half.opaque[0].opaque if half.opaque else None,
             has_operand=any(r.write.value is not None for r in half.readable),
             verified=bool(half.opaque) or half.reads_old,

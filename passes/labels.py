@@ -1,79 +1,38 @@
-"""Names for people: which layer a half belongs to, whether it is K or V, what the pool is called."""
+"""Which layer each half belongs to, and whether it is K or V."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any
 
+import torch
 from torch import fx
 
+from .accesses import Accesses
 from .halves import Half
-
-_KEY = re.compile(r"key|(^|[._])k([._\d\[]|$)|k_?(cache|pool|buf)|(cache|pool)_?k", re.IGNORECASE)
-_VALUE = re.compile(r"value|(^|[._])v([._\d\[]|$)|v_?(cache|pool|buf)|(cache|pool)_?v", re.IGNORECASE)
+from .names import half_named, module_path, source_name
 
 
-def source_name(placeholder: fx.Node) -> str:
-    """The Python expression an input came from, ``past_key_values.layers[0].keys``; else the node's name."""
-    source = getattr(placeholder, "_dynamo_source", None)
-    name = getattr(source, "name", None)
-    name = name() if callable(name) else name
-    if not isinstance(name, str):
-        return placeholder.name
-    name = re.sub(r"^L\['kwargs'\]\['(\w+)'\]", r"\1", name)
-    name = re.sub(r"^L\['(\w+)'\]", r"\1", name)
-    name = re.sub(r"\._(?:modules|buffers|parameters)\['(\w+)'\]", r".\1", name)
-    return re.sub(r"\['(\w+)'\]", r".\1", name).removeprefix("self.")
+def name_halves(halves: list[Half], found: Accesses) -> None:
+    """Set ``layer``, ``label`` and ``pool`` of every half of a graph.
 
-
-def module_path(node: fx.Node) -> str:
-    """The innermost module that a node ran in, ``model.layers.3.self_attn``; empty outside modules."""
-    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
-    for path, _ in reversed(list(stack.values())):
-        text = re.sub(r"^L\['(\w+)'\]", r"\1", str(path))
-        text = re.sub(r"\._modules\['(\w+)'\]", r".\1", text)
-        text = re.sub(r"\['?(\w+)'?\]", r".\1", text)
-        text = text.removeprefix("self").removeprefix(".")
-        if text:
-            return text
-    return ""
-
-
-def layer_number(path: str) -> int | None:
-    """The first number in a layer's path."""
-    found = re.search(r"(?<![A-Za-z])\d+", path)
-    return int(found.group()) if found else None
-
-
-def name_halves(halves: list[Half]) -> None:
-    """Set ``layer``, ``label`` and ``pool`` of every half of a graph."""
+    The layer is the module that writes the half.  Outside of modules, or where one module writes the
+    caches of several layers in a loop, it is what the pool's name and its K or V leave in common.
+    """
     for half in halves:
         half.pool = _pool_name(half)
-        half.layer = _layer(half)
-    crowded = _crowded(halves)
-    for half in halves:
-        if half.layer in crowded or not half.layer:
-            half.layer = half.pool
-    for layer in {h.layer for h in halves}:
-        _label([h for h in halves if h.layer == layer])
-
-
-def _layer(half: Half) -> str:
-    return module_path(half.nodes_written[0]) if half.nodes_written else ""
-
-
-def _crowded(halves: list[Half]) -> set[str]:
-    """Module paths that hold more than one layer's halves: a loop over layers in one forward."""
-    counts = Counter(h.layer for h in halves)
-    return {layer for layer, n in counts.items() if n > 2}
+        half.layer = module_path(half.nodes_written[0]) if half.nodes_written else ""
+    sizes = Counter(h.layer for h in halves)
+    loose = [h for h in halves if not h.layer or sizes[h.layer] > 2]
+    _pair(loose, found)
+    for layer in dict.fromkeys(h.layer for h in halves):
+        members = [h for h in halves if h.layer == layer and not h.label]
+        _label(members)
 
 
 def _pool_name(half: Half) -> str:
-    region = half.region
-    base = region.node
-    index = [i for i in region.index if i != slice(None)]
-    steps: list[str] = [f"[{i}]" for i in index if isinstance(i, int)]
+    """The pool's name in the user's code, with the constant indices that pick the half."""
+    base, steps = half.region.node, [f"[{i}]" for i in half.region.index if isinstance(i, int)]
     while base.op != "placeholder" and base.args and isinstance(base.args[0], fx.Node):
         picked = base.args[1] if base.op == "call_function" and len(base.args) > 1 else None
         if isinstance(picked, int):
@@ -82,13 +41,44 @@ def _pool_name(half: Half) -> str:
     return source_name(base) + "".join(steps)
 
 
+def _pair(halves: list[Half], found: Accesses) -> None:
+    """Layers of halves that no module tells apart: K and V that stand next to each other are one."""
+    for half in halves:
+        half.layer = half.pool
+        half.label = half_named(half.pool) or ""
+    for first, second in zip(halves[::2], halves[1::2], strict=False):
+        stem = _common_stem(first, second, found)
+        if stem is not None:
+            first.layer = second.layer = stem
+            first.label, second.label = "K", "V"
+
+
+def _common_stem(first: Half, second: Half, found: Accesses) -> str | None:
+    """What to call the layer of a K and a V; None if these two are not the halves of one."""
+    pair = re.fullmatch(r"(.*)\[0\]", first.pool)
+    if pair is not None and second.pool == f"{pair.group(1)}[1]" and found.values[first.root].shape[0] == 2:
+        return pair.group(1)
+    if pair is not None and second.pool == f"{pair.group(1)}[1]" and first.root is second.root:
+        return pair.group(1)
+    if (first.label, second.label) != ("K", "V"):
+        return None
+    a, b = first.pool.rpartition("."), second.pool.rpartition(".")
+    if a[0] == b[0] and a[0]:
+        return a[0]
+    return f"{first.pool}/{second.pool}" if _same_kind(first, second, found) else None
+
+
+def _same_kind(first: Half, second: Half, found: Accesses) -> bool:
+    a, b = found.values[first.root], found.values[second.root]
+    return isinstance(a, torch.Tensor) and a.shape[:-1] == b.shape[:-1]
+
+
 def _label(halves: list[Half]) -> None:
     """K and V by name where the names say it, else by order: a layer writes K first."""
+    names = [half_named(h.pool) for h in halves]
     if len(halves) == 1:
-        halves[0].label = _named(halves[0].pool) or "KV"
-        return
-    names = [_named(h.pool) for h in halves]
-    if None not in names and len(set(names)) == len(names):
+        halves[0].label = names[0] or "KV"
+    elif None not in names and len(set(names)) == len(names):
         for half, name in zip(halves, names, strict=True):
             half.label = name or ""
     elif len(halves) == 2:
@@ -96,12 +86,3 @@ def _label(halves: list[Half]) -> None:
     else:
         for i, half in enumerate(halves):
             half.label = f"half{i}"
-
-
-def _named(pool: str) -> str | None:
-    last = pool.rsplit(".", 1)[-1]
-    for text in (last, pool):
-        key, value = bool(_KEY.search(text)), bool(_VALUE.search(text))
-        if key != value:
-            return "K" if key else "V"
-    return None

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from .accesses import Accesses
-from .labels import source_name
+from .names import source_name
 from .selection import function_name
 
 _TOKENS = re.compile(r"(input_ids|token_ids|input_tokens|tokens|idx|ids)$")
@@ -18,7 +18,11 @@ _POSITIONS = re.compile(r"(position_ids|positions|input_pos|cache_position|pos)$
 
 @dataclasses.dataclass(frozen=True)
 class TokenInputs:
-    """The graph's token ids (int ``[B, T]``) and positions (int ``[B, T]``, ``[1, T]`` or ``[T]``), if shown."""
+    """The graph's token ids and positions, if it shows them.
+
+    Token ids are int ``[B, T]``, or ``[T]`` in a graph that packs its requests; positions are int ``[B, T]``,
+    ``[1, T]``, ``[T]`` or ``[B]``.
+    """
 
     tokens: fx.Node | None
     positions: fx.Node | None
@@ -31,9 +35,9 @@ def find_token_inputs(gm: fx.GraphModule, found: Accesses) -> TokenInputs:
     for node in gm.graph.nodes:
         if function_name(node) == "embedding" and node.op == "call_function" and isinstance(node.args[0], fx.Node):
             looked_up = node.args[0]
-            if looked_up.op == "placeholder" and _is(looked_up, _TOKENS, found, (2,)):
+            if looked_up.op == "placeholder" and _is(looked_up, _TOKENS, found, (1, 2)):
                 return TokenInputs(looked_up, positions, None)
-    named = next((n for n in gm.graph.find_nodes(op="placeholder") if _is(n, _TOKENS, found, (2,))), None)
+    named = next((n for n in gm.graph.find_nodes(op="placeholder") if _is(n, _TOKENS, found, (1, 2))), None)
     return TokenInputs(named, positions, None if named is not None else "the graph has no input with token ids")
 
 

@@ -65,10 +65,14 @@ class WriteSpec:
 
 def read_custom_op(node: fx.Node, values: dict[fx.Node, Any]) -> WriteSpec | None:
     """What a custom op's call says about the pools it writes; None if it is no custom op or says nothing."""
-    schema = _schema_of(node)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        schema, arguments = _functionalised(node)
+    else:
+        schema = _schema_of(node.target)
+        named = zip(schema.arguments, node.args, strict=False) if schema is not None else ()
+        arguments = {**{a.name: v for a, v in named}, **node.kwargs}
     if schema is None or schema.name.split("::")[0] in ("aten", "prims", "kvcanary"):
         return None
-    arguments = _arguments(node, schema)
     known = _REGISTERED.get(schema.name) or _by_name(schema, arguments, values)
     if known is None:
         return None
@@ -80,16 +84,17 @@ def read_custom_op(node: fx.Node, values: dict[fx.Node, Any]) -> WriteSpec | Non
     return WriteSpec(tuple(parts)) if parts else None
 
 
-def _schema_of(node: fx.Node) -> Any:
-    target = node.target
+def _schema_of(target: Any) -> Any:
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
     return target._schema if isinstance(target, torch._ops.OpOverload) else None
 
 
-def _arguments(node: fx.Node, schema: Any) -> dict[str, Any]:
-    given = {a.name: v for a, v in zip(schema.arguments, node.args, strict=False)}
-    return {**given, **node.kwargs}
+def _functionalised(node: fx.Node) -> tuple[Any, dict[str, Any]]:
+    """Schema and arguments of the op inside an ``auto_functionalized`` node."""
+    if getattr(node.target, "_name", "") != "auto_functionalized" or not node.args:
+        return None, {}
+    return _schema_of(node.args[0]), dict(node.kwargs)
 
 
 def _by_name(schema: Any, arguments: dict[str, Any], values: dict[fx.Node, Any]) -> RegisteredOp | None:

@@ -105,7 +105,21 @@ def _scatter(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
 
 def _copy(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
     target, value = _bound(node, ("self", "src"))
-    return _whole(node, target, value, values)
+    return _from_functionalised(node, target, value, values) or _whole(node, target, value, values)
+
+
+def _from_functionalised(node: fx.Node, target: fx.Node, value: Any, values: dict[fx.Node, Any]) -> KVWrite | None:
+    """``pool.copy_(new)`` where ``new`` is what a functionalised custom op made of the pool."""
+    if not isinstance(value, fx.Node) or value.target is not operator.getitem:
+        return None
+    source = value.args[0]
+    spec = read_custom_op(source, values) if isinstance(source, fx.Node) else None
+    for part in spec.parts if spec is not None else ():
+        if part.pool is target and part.opaque is None:
+            return KVWrite(
+                node, target, value=part.value, flat=part.slots, wraps=False, slot_axes=part.slot_axes, half=part.half
+            )
+    return None
 
 
 def _in_place(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:

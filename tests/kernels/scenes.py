@@ -110,12 +110,13 @@ def fill(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torc
     return torch.randint(-100, 100, shape, generator=generator).to(dtype)
 
 
-def random_scene(seed: int, capacity: int = 64) -> Scene:
+def random_scene(seed: int, capacity: int = 64, dtype: torch.dtype | None = None) -> Scene:
     """A scene with nothing recorded yet."""
     rng = random.Random(seed)
-    dtype = rng.choice(POOL_DTYPES)
+    drawn = rng.choice(POOL_DTYPES)
+    dtype = drawn if dtype is None else dtype
     view, axes = random_view(rng, dtype)
-    layout = SlotLayout(tuple(view.shape), axes, dtype)
+    layout = SlotLayout(tuple(view.shape), axes, dtype, paged=len(axes) == 2 and rng.random() < 0.3)
     half = HalfBuffers.allocate(layout, rng.choice([1, 2]), torch.device("cpu"))
     half.baseline = torch.zeros(layout.slots, dtype=torch.int32)
     control = Control.allocate(capacity, torch.device("cpu"))
@@ -200,7 +201,7 @@ def write(scene: Scene, step: Step) -> None:
     layout, first = scene.site.layout, scene.site.layout.slots_first(scene.view)
     for slot, row in zip(step.written.tolist(), step.values, strict=True):
         if slot >= 0:
-            first[divmod(slot, layout.positions) if layout.has_rows else slot] = row
+            first[divmod(slot, layout.positions) if layout.two_axes else slot] = row
 
 
 def play(kernels: ModuleType, scene: Scene, step: Step) -> None:
@@ -208,7 +209,7 @@ def play(kernels: ModuleType, scene: Scene, step: Step) -> None:
     site, view = scene.site, scene.view
     first = site.layout.slots_first(view)
     for slot, bit in step.flips:
-        row = first[divmod(slot, site.layout.positions)] if site.layout.has_rows else first[slot]
+        row = first[divmod(slot, site.layout.positions)] if site.layout.two_axes else first[slot]
         flipped = row.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         flipped.view(-1)[0] ^= 1 << bit
         row.copy_(flipped.view(row.dtype).view(row.shape))

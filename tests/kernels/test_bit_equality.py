@@ -1,19 +1,27 @@
-"""The kernels equal the reference bit for bit, on random pools, layouts and steps."""
+"""The kernels equal the reference bit for bit, on random pools, layouts, dtypes and steps.
+
+The number of scenes per device comes from KVCANARY_TEST_SEEDS (default 300).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from types import ModuleType
 
 import pytest
 import torch
-from scenes import play, random_scene, random_step, to_device
+from scenes import ALL_CHECKS, play, random_scene, random_step, to_device
 
-from kvcanary_fx.kernels import cpu, reference
+from kvcanary_fx.kernels import buffers, cpu, gpu, reference, triton_kernels
+from kvcanary_fx.kernels.buffers import Count, Gate, HalfBuffers, Ring, RowState, Word
+from kvcanary_fx.kernels.layout import SlotLayout
 
 SEEDS = int(os.environ.get("KVCANARY_TEST_SEEDS", "300"))
+BLOCKS = 10
 
 
-def _compare(kernels: object, seed: int, device: str = "cpu", steps: int = 4) -> None:
+def _compare(kernels: ModuleType, seed: int, device: str = "cpu", steps: int = 3) -> None:
     scene = random_scene(seed)
     expected, got = scene.clone(), scene.clone().to(device)
     for number in range(steps):
@@ -23,10 +31,93 @@ def _compare(kernels: object, seed: int, device: str = "cpu", steps: int = 4) ->
         want, have = expected.state(), got.state()
         for name in want:
             assert have[name] == want[name], f"seed {seed}, step {number}, {name}, {scene.site.layout}"
-        assert torch.equal(expected.view.contiguous().view(torch.uint8), got.view.cpu().contiguous().view(torch.uint8))
+        a, b = (t.cpu().clone(memory_format=torch.contiguous_format) for t in (expected.view, got.view))
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), f"seed {seed}: a check wrote to the pool"
 
 
-@pytest.mark.parametrize("block", range(10))
+def _seeds(block: int) -> range:
+    return range(block * SEEDS // BLOCKS, (block + 1) * SEEDS // BLOCKS)
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
 def test_cpu_equals_reference_on_random_plans(block):
-    for seed in range(block * SEEDS // 10, (block + 1) * SEEDS // 10):
+    for seed in _seeds(block):
         _compare(cpu, seed)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_interpreted_triton_equals_reference_on_random_plans(block):
+    for seed in _seeds(block):
+        _compare(gpu, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_gpu_equals_reference_on_random_plans(block):
+    for seed in _seeds(block):
+        _compare(gpu, seed, "cuda")
+
+
+def test_constants_of_the_kernels_are_those_of_the_buffers():
+    pairs = {
+        "_HEAD": Word.HEAD,
+        "_DRAINED": Word.DRAINED,
+        "_STEP": Word.STEP,
+        "_BOXED": Word.BOXED,
+        "_GATE_STEP": Gate.STEP,
+        "_LENIENT_NEXT": Gate.LENIENT_NEXT,
+        "_LENIENT_NOW": Gate.LENIENT_NOW,
+        "_VERIFY_RUNS": Count.VERIFY_RUNS,
+        "_RECORD_RUNS": Count.RECORD_RUNS,
+        "_CHECKED": Count.CHECKED,
+        "_RECORDED": Count.RECORDED,
+        "_ADOPTED": Count.ADOPTED,
+        "_ROW_NEXT": RowState.NEXT,
+        "_ROW_ORIGIN": RowState.ORIGIN,
+        "_ROW_COLUMNS": len(RowState),
+        "_RING_COLUMNS": len(Ring),
+        "_CONTENT_BIT": buffers.Check.CONTENT,
+        "_OPERAND_BIT": buffers.Check.OPERAND,
+        "_POISON_BIT": buffers.Check.POISON,
+    }
+    for name, value in pairs.items():
+        assert getattr(triton_kernels, name).value == int(value), name
+
+
+#: Each implementation with the device it runs on here; the interpreter runs the GPU kernels on the CPU.
+IMPLEMENTATIONS = [(cpu, "cpu"), (gpu, "cuda" if torch.cuda.is_available() else "cpu")]
+
+
+@pytest.mark.parametrize(("kernels", "device"), IMPLEMENTATIONS)
+def test_empty_batch_changes_nothing_but_the_run_counter(kernels, device):
+    scene = random_scene(1).to(device)
+    before = scene.state()
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    values = torch.zeros(0, *scene.site.layout.row_shape, dtype=scene.site.layout.dtype, device=device)
+    kernels.check_plan(scene.site, none, none, 0, 0)
+    kernels.record(scene.site, scene.view, none, values, 0)
+    after = scene.state()
+    assert after.pop("counters")[Count.RECORD_RUNS] == before.pop("counters")[Count.RECORD_RUNS] + 1
+    assert after == before
+
+
+@pytest.mark.parametrize(("kernels", "device"), IMPLEMENTATIONS)
+def test_a_full_ring_keeps_the_count_and_as_many_rows_as_it_can(kernels, device):
+    scene = random_scene(3, capacity=2).to(device)
+    scene.site = dataclasses.replace(scene.site, checks=ALL_CHECKS)
+    slots = torch.tensor([-1, -1, -1, -1, -1], device=device)
+    raw = torch.tensor([100, 101, 102, 103, 104], device=device)
+    kernels.check_plan(scene.site, slots, raw, 0, 0)
+    assert int(scene.site.control.words[Word.HEAD]) == 5
+    kept = scene.site.control.ring[:, Ring.STORED].tolist()
+    assert len(set(kept)) == 2
+    assert set(kept) <= set(raw.tolist())
+
+
+def test_shadow_of_an_8b_gqa_slot_fits_the_budget():
+    slots, layers = 1024, 32
+    layout = SlotLayout((slots, 8, 128), (0,), torch.bfloat16)
+    half = HalfBuffers.allocate(layout, planes=1, device=torch.device("cpu"))
+    shadow = 2 * layers * (half.digest.nbytes + half.rows.nbytes) + 16 * slots
+    assert shadow <= 0.0025 * 2 * layers * slots * layout.row_bytes

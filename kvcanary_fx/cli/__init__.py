@@ -1,0 +1,1 @@
+"""The commands of ``python -m kvcanary_fx``, one module each."""

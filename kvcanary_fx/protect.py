@@ -1,0 +1,144 @@
+"""``protect``: guard a module's KV cache by compiling its calls with the canary backend.
+
+It works on a class, as a decorator, and on an instance.  Either way the module stays what it was: the
+compiled call lives in the hook that ``nn.Module.compile`` uses, outside state_dict and pickle.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+
+from .backend import CanaryBackend
+from .config import CanaryConfig, resolve
+from .errors import UnguardedForwardError
+from .session import CanarySession
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class GuardedCall:
+    """The compiled call of one module, and the proof that its checks ran.
+
+    Attributes:
+        session: the module's own session.
+    """
+
+    def __init__(self, module: nn.Module, backend: CanaryBackend, compile_options: dict[str, Any]):
+        self._module = weakref.ref(module)
+        self._backend, self._options = backend, compile_options
+        self.session: CanarySession = backend.session
+        self._compiled = torch.compile(module._call_impl, backend=backend, **compile_options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        if torch.compiler.is_compiling() or self.session.config.mode == "off":
+            return module._call_impl(*args, **kwargs)
+        before = self.session.calls
+        result = self._compiled(*args, **kwargs)
+        if self.session.calls == before:
+            self._ran_unguarded(module)
+        return result
+
+    def _ran_unguarded(self, module: nn.Module) -> None:
+        """The forward called no guarded graph; an error only if an earlier forward did."""
+        layers = list(dict.fromkeys(s.layer for p in self.session.plans for s in p.sites))
+        if layers:
+            self.session.report_lost(UnguardedForwardError(type(module).__name__, layers))
+
+
+class _ClassHook:
+    """Class attribute that gives each instance a :class:`GuardedCall` of its own on first use."""
+
+    def __init__(self, config: CanaryConfig | None, compile_options: dict[str, Any]):
+        self._config, self._options = config, compile_options
+        self._calls: weakref.WeakKeyDictionary[nn.Module, GuardedCall] = weakref.WeakKeyDictionary()
+
+    def __get__(self, instance: nn.Module | None, owner: type) -> GuardedCall | None:
+        if instance is None:
+            return None
+        call = self._calls.get(instance)
+        if call is None:
+            call = self._calls[instance] = GuardedCall(instance, CanaryBackend(self._config), self._options)
+        return call
+
+
+@overload
+def protect(target: type[M], **settings: Any) -> type[M]: ...
+
+
+@overload
+def protect(target: M, **settings: Any) -> M: ...
+
+
+@overload
+def protect(target: None = None, **settings: Any) -> Callable[[Any], Any]: ...
+
+
+def protect(target: Any = None, **settings: Any) -> Any:
+    """Guard the KV cache of a module: ``@protect`` on its class, or ``protect(model)``.
+
+    The module is compiled with :class:`CanaryBackend` at its first call and runs guarded; state_dict,
+    pickling, ``isinstance``, subclasses, ``.to`` and hooks are what they were.  An instance is guarded in
+    place and returned; a copy of it is a plain module until it is protected itself, while copies of an
+    instance of a protected class are protected.
+
+    Args:
+        target: an ``nn.Module`` class or instance; None when settings are given to the decorator.
+        settings: settings of :class:`CanaryConfig` (``mode="log"``), and of torch.compile: ``dynamic``,
+            ``fullgraph``, ``compile_mode`` (its ``mode``) and ``compile_options`` (its ``options``).
+
+    Raises:
+        UnknownSettingError, InvalidSettingError: a setting that does not exist, or a value it cannot have.
+        TypeError: ``target`` is no module.
+
+    Example::
+
+        @kvcanary_fx.protect
+        class Decoder(nn.Module): ...
+
+        model = kvcanary_fx.protect(model, mode="log")
+        print(kvcanary_fx.session_of(model).summary())
+    """
+    compile_options = _take_compile_options(settings)
+    config, _ = resolve(None, {f"kvcanary.{k}": v for k, v in settings.items()})
+    if target is None:
+        return functools.partial(_protect, config=config, compile_options=compile_options)
+    return _protect(target, config, compile_options)
+
+
+def _protect(target: Any, config: CanaryConfig, compile_options: dict[str, Any]) -> Any:
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        target._compiled_call_impl = _ClassHook(config, compile_options)  # type: ignore[assignment]
+        return target
+    if isinstance(target, nn.Module):
+        # nn.Module keeps this attribute out of pickles and state dicts
+        target._compiled_call_impl = GuardedCall(target, CanaryBackend(config), compile_options)
+        return target
+    raise TypeError(f"protect takes an nn.Module class or instance, not {type(target).__name__}")
+
+
+def _take_compile_options(settings: dict[str, Any]) -> dict[str, Any]:
+    names = {"dynamic": "dynamic", "fullgraph": "fullgraph", "compile_mode": "mode", "compile_options": "options"}
+    return {theirs: settings.pop(ours) for ours, theirs in names.items() if ours in settings}
+
+
+def session_of(module: nn.Module) -> CanarySession:
+    """The session of a protected module.
+
+    Raises:
+        TypeError: the module is not protected.
+    """
+    call = module._compiled_call_impl
+    if not isinstance(call, GuardedCall):
+        raise TypeError(
+            f"{type(module).__name__} is not protected: call kvcanary_fx.protect(model) first, or ask "
+            "kvcanary_fx.session() for the session of models compiled with backend='kvcanary'"
+        )
+    return call.session

@@ -1,0 +1,72 @@
+"""The digest: its definition pinned, and what it promises."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scenes import random_scene
+
+from kvcanary_fx.kernels import cpu, digest, reference
+from kvcanary_fx.kernels.chain import MASK64, mix, mix_tensor
+
+rows = st.binary(min_size=1, max_size=70)
+words32 = st.integers(0, 2**32 - 1)
+
+
+def test_definition_is_pinned():
+    assert digest.digest_reference(b"", 1, 2) == (1, 2)
+    assert digest.digest_reference(bytes(range(16)), 0, 0) == (0x48415040, 0x61DB8F40)
+    assert [digest.coefficient(i, 0) for i in range(2)] == [0x514E28B7, 0x85F0B427]
+    assert digest.seeds(3, 1) == (0xF98C575D, 0x54576A30)
+
+
+def test_coefficients_are_odd_and_fixed_by_their_place():
+    short, long = (digest.coefficients(n, torch.device("cpu")) for n in (3, 9))
+    assert (long % 2 != 0).all()
+    assert torch.equal(short, long[:, :3])
+
+
+@given(rows, st.data(), words32)
+def test_every_single_bit_flip_changes_h1(row, data, seed):
+    bit = data.draw(st.integers(0, 8 * len(row) - 1))
+    flipped = bytearray(row)
+    flipped[bit // 8] ^= 1 << (bit % 8)
+    assert digest.digest_reference(row, seed, seed)[0] != digest.digest_reference(bytes(flipped), seed, seed)[0]
+
+
+@given(rows, st.data(), words32)
+def test_every_change_inside_one_word_changes_h1(row, data, seed):
+    word = data.draw(st.integers(0, (len(row) - 1) // 4))
+    inside = row[4 * word : 4 * word + 4]
+    other = data.draw(st.binary(min_size=len(inside), max_size=len(inside)).filter(lambda b: b != inside))
+    changed = row[: 4 * word] + other + row[4 * word + 4 :]
+    assert digest.digest_reference(row, seed, seed)[0] != digest.digest_reference(changed, seed, seed)[0]
+
+
+def test_a_row_moved_to_another_half_or_layer_is_another_digest():
+    row = bytes(range(32))
+    digests = {digest.digest_reference(row, *digest.seeds(layer, half)) for layer in range(64) for half in range(2)}
+    assert len(digests) == 128
+
+
+def test_zero_is_never_stored():
+    assert digest.stored_form(0) == digest.ZERO_STANDS_FOR
+    assert digest.stored_form(5) == 5
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**9))
+def test_cpu_digest_equals_the_definition(seed):
+    scene = random_scene(seed)
+    slots = torch.arange(scene.site.layout.slots)
+    got = cpu.digest_slots(scene.site, scene.view, slots).T.tolist()
+    assert got == [
+        reference.digest_of(scene.site, reference.row_bytes(scene.site, scene.view, s)) for s in range(len(got))
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(-1, 2**31 - 1), st.integers(-8, 2**31 - 1)), min_size=1, max_size=8))
+def test_chain_mix_of_tensors_equals_the_definition(pairs):
+    tokens, positions = torch.tensor(pairs).T
+    assert [m & MASK64 for m in mix_tensor(tokens, positions).tolist()] == [mix(t, p) for t, p in pairs]

@@ -1,0 +1,75 @@
+"""The ops as PyTorch sees them: schemas, fakes, opcheck, and the context they need."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scenes import random_scene
+
+import kvcanary_fx
+from kvcanary_fx.context import ForwardContext, forward_context, get_forward_context, has_forward_context
+from kvcanary_fx.kernels.buffers import Gate
+from kvcanary_fx.kernels.ops import SCHEMAS
+from kvcanary_fx.kernels.plan import Select, Selector, WritePlan
+
+
+def _context(scene) -> ForwardContext:
+    device = scene.view.device
+    return ForwardContext(
+        sites=(scene.site,),
+        plans=(WritePlan((Selector(Select.FLAT, 0),), 0, ahead=True),),
+        identities={0: scene.identity},
+        controls={device: scene.site.control},
+        gates={device: scene.site.gate},
+    )
+
+
+def _arguments(scene) -> dict[str, tuple]:
+    device = scene.view.device
+    state = torch.zeros(1, dtype=torch.int32, device=device)
+    slot = torch.tensor([0], device=device)
+    value = torch.zeros(1, *scene.site.layout.row_shape, dtype=scene.site.layout.dtype, device=device)
+    return {
+        "begin": (state,),
+        "verify": (scene.view, [slot], [], state, 0, 0),
+        "record": (scene.view, value, [slot], [], None, state, 0, 0),
+        "observe": (scene.view, state, 0),
+        "record_changed": (scene.view, state, 0),
+        "identify": (slot, None, [slot], [], state, 0, 0),
+        "index_put_": (scene.view, value, [slot], [], 0, 0),
+    }
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_opcheck(name, device):
+    scene = random_scene(11, dtype=torch.bfloat16).to(device)  # opcheck multiplies, which fp8 cannot
+    with forward_context(_context(scene)):
+        torch.library.opcheck(getattr(torch.ops.kvcanary, name).default, _arguments(scene)[name])
+
+
+@pytest.mark.parametrize("name", [n for n in SCHEMAS if n != "index_put_"])
+def test_ops_mutate_state_and_only_read_the_pool(name):
+    schema = getattr(torch.ops.kvcanary, name).default._schema
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    assert written == ["state"]
+
+
+@pytest.mark.parametrize("name", [n for n in SCHEMAS if n != "index_put_"])
+def test_every_op_leaves_a_count(name):
+    scene = random_scene(11)
+    with forward_context(_context(scene)):
+        getattr(torch.ops.kvcanary, name)(*_arguments(scene)[name])
+    assert int(scene.site.gate[Gate.OPS]) == 1
+
+
+def test_op_outside_a_forward_names_the_remedy():
+    scene = random_scene(11)
+    with pytest.raises(kvcanary_fx.MissingContextError, match="no ForwardContext is published in thread 'MainThread'"):
+        torch.ops.kvcanary.begin(torch.zeros(1, dtype=torch.int32))
+    assert not has_forward_context()
+    with forward_context(_context(scene)) as outer:
+        inner = _context(random_scene(12))
+        with pytest.raises(ValueError), forward_context(inner):
+            assert get_forward_context() is inner
+            raise ValueError
+        assert get_forward_context() is outer
