@@ -104,7 +104,7 @@ class Control:
         return cls(
             words=torch.zeros(len(Word), dtype=torch.int64, device=device),
             ring=torch.zeros(capacity, len(Ring), dtype=torch.int64, device=device),
-            stamps=torch.zeros(2, 0, dtype=torch.int64, device=device),
+            stamps=torch.full((2, 0), -1, dtype=torch.int64, device=device),
             blackbox=box,
         )
 

@@ -31,7 +31,7 @@ def _on(tensor: torch.Tensor) -> Any:
 
 
 def _block_words(words: int) -> int:
-    return min(MAX_BLOCK_WORDS, triton.next_power_of_2(max(words, 1)))
+    return min(MAX_BLOCK_WORDS, 1 << max(words - 1, 0).bit_length())
 
 
 def _row_args(geometry: Geometry) -> dict[str, int]:

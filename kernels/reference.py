@@ -237,9 +237,9 @@ def identify(
         follows = index > 0 and index == next_index and int(identity.positions[before]) != UNKNOWN
         strict = not site.lenient and not int(site.gate[Gate.LENIENT_NOW])
         expected = int(identity.positions[before]) + 1 if follows else 0
-        if follows and strict and len(where) == 1 and length == 1 and at[0] != expected:
-            if site.checks & Check.CHAIN:
-                _report(site, Phase.PRE, Check.CHAIN, where[0], expected, at[0], detail=who[0])
+        decoding = follows and len(where) == 1 and length == 1
+        if site.checks & Check.CHAIN and strict and decoding and at[0] != expected:
+            _report(site, Phase.PRE, Check.CHAIN, where[0], expected, at[0], detail=who[0])
         chain = int(identity.chain[before]) if follows else SEED
         for slot, token, position in zip(where, who, at, strict=True):
             chain = (chain + mix(token, position)) & MASK64

@@ -179,7 +179,8 @@ def plan_kernel(
     write_id,
     box_ptr,  # int64 [ring columns + 1] in host memory
     words_ptr, ring_ptr, capacity, rows_ptr, half, positions, phase,
-    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, CHECK: tl.constexpr, REPORT: tl.constexpr, HAS_BOX: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, CHECK: tl.constexpr, REPORT: tl.constexpr,
+    HAS_BOX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < n
@@ -231,9 +232,10 @@ def scan_kernel(
     words_ptr, ring_ptr, capacity, rows_ptr,  # int32 [rows, _ROW_COLUMNS]
     slots_total, seed1, seed2, words_in_row, half, positions, every, slot_stride0, slot_stride1,
     units, n1, n2, n3, d0, d1, d2, d3,
-    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr, NOT_WRITTEN: tl.constexpr, LENIENT: tl.constexpr,
-    CONTENT: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr,
-    POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr, NOT_WRITTEN: tl.constexpr,
+    LENIENT: tl.constexpr, CONTENT: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr, ELEMENT: tl.constexpr,
+    PLANES: tl.constexpr, POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < slots_total
@@ -317,9 +319,9 @@ def record_kernel(
     slots_total, seed1, seed2, words_in_row, half, positions, slot_stride0, slot_stride1, token_stride,
     units, n1, n2, n3, d0, d1, d2, d3,
     v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
-    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_VALUE: tl.constexpr, UNIT: tl.constexpr, OPERAND_UNIT: tl.constexpr,
-    ELEMENT: tl.constexpr, PLANES: tl.constexpr, POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_VALUE: tl.constexpr, UNIT: tl.constexpr,
+    OPERAND_UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr,
+    POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slot_ptr + i, mask=i < n, other=-1)

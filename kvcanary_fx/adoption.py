@@ -36,11 +36,11 @@ class Verdict:
     adopted_fingerprints: int = 0
 
 
-def judge(rows: Sequence[Row], registry: PoolRegistry, complete: bool) -> Verdict:
-    """Sort the rows drained from one device's ring.
+def judge(rows: Sequence[Row], registry: PoolRegistry, lost: int = 0) -> Verdict:
+    """Sort the rows drained from one device's ring, which are in the order the ops wrote them.
 
     Args:
-        complete: no row was lost to a full ring, so what a row of the cache lacks is known.
+        lost: rows that came after these and found the ring full.
     """
     verdict = Verdict([])
     groups: dict[tuple[int, frozenset[int]], list[Row]] = defaultdict(list)
@@ -50,35 +50,41 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, complete: bool) -> Verdic
             groups[(row[Ring.STEP], frozenset(half.peers))].append(row)
         else:
             verdict.violations.append(row)
-    for (_, _), members in groups.items():
-        _judge_group(members, registry, complete, verdict)
+    # Only the last half to report can have lost rows, and those after it have lost all of theirs.
+    cut = rows[-1][Ring.HALF] if lost else None
+    for members in groups.values():
+        lead = registry.by_id(members[0][Ring.HALF])
+        assert lead is not None
+        _judge_group(members, lead, cut if cut in lead.peers else None, verdict)
+    if cut is not None and rows[-1][Ring.LENIENT]:
+        verdict.adopted_fingerprints += lost  # more of the same rewrite
     verdict.violations.sort(key=lambda r: r[Ring.STEP])
     return verdict
 
 
-def _judge_group(rows: list[Row], registry: PoolRegistry, complete: bool, verdict: Verdict) -> None:
+def _judge_group(rows: list[Row], lead: PoolHalf, cut: int | None, verdict: Verdict) -> None:
+    """Sort the rows of one step and one slot space.
+
+    Args:
+        cut: the half whose rows the ring had no room for, so that this half and those that did not report
+            at all say nothing; None if every row is here.
+    """
     by_slot: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
         by_slot[row[Ring.SLOT]].append(row)
-    lead = registry.by_id(rows[0][Ring.HALF])
-    assert lead is not None
-    rewritten = {slot for slot, hits in by_slot.items() if _all_layers_changed(hits, lead)}
-    legal = _closed_upwards(rewritten, lead) if complete else rewritten
+    lowest = min(lead.peers.values())
+    required = {h for h, layer in lead.peers.items() if layer > lowest} or set(lead.peers)
+    if cut is not None:
+        required &= {row[Ring.HALF] for row in rows} - {cut}
+    rewritten = {slot for slot, hits in by_slot.items() if required <= {row[Ring.HALF] for row in hits}}
+    if cut is None:
+        rewritten = _closed_upwards(rewritten, lead) if len(required) >= 2 else set()
     for slot, hits in by_slot.items():
-        if slot in legal:
+        if slot in rewritten:
             verdict.adopted_slots += 1
             verdict.adopted_fingerprints += len(hits)
         else:
             verdict.violations.extend(hits)
-
-
-def _all_layers_changed(hits: list[Row], lead: PoolHalf) -> bool:
-    """Whether a slot changed in every half that depends on more than the token itself."""
-    changed = {row[Ring.HALF] for row in hits}
-    lowest = min(lead.peers.values())
-    above = {h for h, layer in lead.peers.items() if layer > lowest}
-    required = above or set(lead.peers)
-    return len(required) >= 2 and required <= changed
 
 
 def _closed_upwards(slots: set[int], lead: PoolHalf) -> set[int]:
@@ -87,14 +93,13 @@ def _closed_upwards(slots: set[int], lead: PoolHalf) -> set[int]:
     if not layout.has_rows:
         return slots
     state = lead.buffers.rows.tolist()
-    legal: set[int] = set()
     by_row: dict[int, set[int]] = defaultdict(set)
     for slot in slots:
         by_row[slot // layout.positions].add(slot % layout.positions)
+    legal: set[int] = set()
     for row, positions in by_row.items():
         before = state[row][RowState.NEXT] - state[row][RowState.LENGTH]
-        end = before if before > 0 else layout.positions
-        lowest = min(positions)
-        if all(p in positions for p in range(lowest, min(end, layout.positions))):
+        end = min(before if before > 0 else layout.positions, layout.positions)
+        if all(p in positions for p in range(min(positions), end)):
             legal |= {row * layout.positions + p for p in positions}
     return legal

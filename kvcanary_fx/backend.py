@@ -11,6 +11,7 @@ from torch import fx
 
 from . import coverage, report
 from .config import CanaryConfig, resolve
+from .errors import AnalysisError
 from .passes.graph_plan import GraphPlan
 from .passes.pipeline import passes, run_passes
 from .session import CanarySession
@@ -60,6 +61,15 @@ def kvcanary_backend(
     return compile_graph(gm, example_inputs, config, session(config), mode, rest)
 
 
+def _reset() -> None:
+    """Called by torch._dynamo.reset(), through the attribute that it looks for on a backend."""
+    for shared in sessions():
+        coverage.forget_watched(shared)
+
+
+kvcanary_backend.reset = _reset  # type: ignore[attr-defined]
+
+
 class CanaryBackend:
     """A backend with settings and a session of its own.
 
@@ -85,6 +95,10 @@ class CanaryBackend:
         config, rest = resolve(self.config, options)
         return compile_graph(gm, example_inputs, config, self.session, mode, rest)
 
+    def reset(self) -> None:
+        """Called by torch._dynamo.reset()."""
+        coverage.forget_watched(self.session)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CanaryBackend:
         return self  # Hugging Face's CompileConfig copies its backend; the session must stay the same
 
@@ -101,7 +115,12 @@ def compile_graph(
     if config.mode == "off":
         return inner_compile(gm, example_inputs, config, mode, options)
     ordered = passes(chain="chain" in config.checks, rewrite=config.rewrite_writes)
-    rewritten, plan = run_passes(gm, example_inputs, ordered, config.dump)
+    try:
+        rewritten, plan = run_passes(gm, example_inputs, ordered, config.dump)
+    except Exception as e:
+        # Not every exception may reach Dynamo: it takes some for a graph break, and runs on unguarded.
+        owner.report_lost(AnalysisError(e), e)
+        return inner_compile(gm, example_inputs, config, mode, options)
     _announce(plan)
     if not plan.guarded:
         owner.add_graph(plan)

@@ -19,12 +19,14 @@ from .kernels.buffers import Check, Control, Count, Gate, IdentityBuffers, Site
 from .passes.graph_plan import GraphPlan
 from .pools import PoolHalf, PoolRegistry, Storage
 
+#: Caches that one graph keeps a binding for.
+MAX_BINDINGS = 1024
+
 
 @dataclasses.dataclass(frozen=True)
 class BoundCall:
     """The sites of a graph, bound to the caches of a call."""
 
-    key: tuple[Any, ...]
     context: ForwardContext
     halves: tuple[PoolHalf, ...]
     storages: tuple[tuple[Storage, int, str], ...]  # each with the argument it came from and a pool's name
@@ -39,13 +41,16 @@ class GraphBinding:
         self.gates = {d: torch.zeros(len(Gate), dtype=torch.int64, device=d) for d in plan.devices}
         self.counters: list[torch.Tensor] = []
         self.calls_inside = 0
+        self.forgiven = 0  # ops that calls which failed half-way did not run
+        self._failed = 0
         self._arguments = sorted({s.argument for s in plan.sites})
-        self._last: BoundCall | None = None
+        self._bound: dict[tuple[Any, ...], BoundCall] = {}
+        self._generation = registry.generation
 
     def missing_checks(self) -> list[str]:
         """Names of the checks that ran less often than the graph did."""
-        steps = max(int(g[Gate.STEP]) for g in self.gates.values())
-        missing = [] if steps else ["begin"]
+        steps = self.progress()[0] - self._failed
+        missing = [] if steps > 0 else ["begin"]
         for site, counters in zip(self.plan.sites, self.counters, strict=True):
             counts = counters.tolist()
             if site.verified and counts[Count.VERIFY_RUNS] < steps:
@@ -55,15 +60,32 @@ class GraphBinding:
         return missing or ["identify"]
 
     def bind(self, args: Sequence[Any], capturing: bool, abort: Callable[[], None] | None) -> BoundCall:
-        """The sites bound to the tensors in ``args``."""
-        key = (capturing, self._registry.generation, *[_identity(args[i]) for i in self._arguments])
-        if self._last is None or self._last.key != key:
-            self._last = self._bind(key, args, capturing, abort)
-        return self._last
+        """The sites bound to the tensors in ``args``.
 
-    def _bind(
-        self, key: tuple[Any, ...], args: Sequence[Any], capturing: bool, abort: Callable[[], None] | None
-    ) -> BoundCall:
+        One graph may serve several caches in turn, such as the layers of a model that compiles each layer
+        by itself, so bindings are kept until a cache among them dies.
+        """
+        if self._generation != self._registry.generation or len(self._bound) >= MAX_BINDINGS:
+            self._bound.clear()
+        key = (capturing, *[_identity(args[i]) for i in self._arguments])
+        call = self._bound.get(key)
+        if call is None:
+            call = self._bound[key] = self._bind(args, capturing, abort)
+            self._generation = self._registry.generation
+        return call
+
+    def forgive_failure(self) -> None:
+        """A call ended in an exception: the ops it did not reach are not missing."""
+        steps, ran = self.progress()
+        self._failed += 1
+        self.forgiven = steps * self.plan.ops - ran
+
+    def progress(self) -> tuple[int, int]:
+        """``(calls, ops that ran)`` so far; waits for the device."""
+        gates = [g.tolist() for g in self.gates.values()]
+        return max(g[Gate.STEP] for g in gates), sum(g[Gate.OPS] for g in gates)
+
+    def _bind(self, args: Sequence[Any], capturing: bool, abort: Callable[[], None] | None) -> BoundCall:
         storages: dict[int, tuple[Storage, int, str]] = {}
         halves: list[PoolHalf] = []
         numbers = _layer_numbers(self.plan)
@@ -73,7 +95,6 @@ class GraphBinding:
             halves.append(self._registry.half_of(storage, site.view(args), site, number))
         for storage, _, _ in storages.values():
             self._registry.drop_conflicting(storage, halves)
-        key = (capturing, self._registry.generation, *key[2:])
         identities = self._group(halves)
         context = ForwardContext(
             sites=tuple(self._site(i, half, capturing) for i, half in enumerate(halves)),
@@ -83,7 +104,7 @@ class GraphBinding:
             gates=self.gates,
             abort=abort,
         )
-        return BoundCall(key, context, tuple(halves), tuple(storages.values()))
+        return BoundCall(context, tuple(halves), tuple(storages.values()))
 
     def _group(self, halves: list[PoolHalf]) -> dict[int, IdentityBuffers]:
         """Tell halves of one slot space about each other; the identity buffers of the sites that lead one."""
@@ -141,7 +162,7 @@ class Controls:
         control = self(device)
         if control.stamps.shape[1] < slots:
             self._outgrown.append(control.stamps)
-            control.stamps = torch.zeros(2, slots, dtype=torch.int64, device=device)
+            control.stamps = torch.full((2, slots), -1, dtype=torch.int64, device=device)
 
 
 def check_mask(config: CanaryConfig) -> Check:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 from torch._guards import TracingContext
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from .session import CanarySession
 
 _LOCK = threading.Lock()
-_GUARDED: dict[str, list[CanarySession]] = {}  # function, as Dynamo names it -> sessions
+_GUARDED: dict[str, weakref.WeakSet[CanarySession]] = {}  # function, as Dynamo names it -> sessions
 
 
 class _RecompileLimitHandler(logging.Handler):
@@ -46,12 +47,17 @@ def watch_recompile_limit(session: CanarySession) -> None:
     if function is None:
         return
     with _LOCK:
-        sessions = _GUARDED.setdefault(function, [])
-        if session not in sessions:
-            sessions.append(session)
+        _GUARDED.setdefault(function, weakref.WeakSet()).add(session)
     logger = logging.getLogger("torch._dynamo.convert_frame")
     if _HANDLER not in logger.handlers:
         logger.addHandler(_HANDLER)
+
+
+def forget_watched(session: CanarySession) -> None:
+    """Stop watching on behalf of ``session``: torch._dynamo.reset() dropped its graphs."""
+    with _LOCK:
+        for sessions in _GUARDED.values():
+            sessions.discard(session)
 
 
 def _function_being_compiled() -> str | None:

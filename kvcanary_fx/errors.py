@@ -126,6 +126,17 @@ class LintError(CanaryError):
         )
 
 
+class AnalysisError(CanaryError):
+    """A pass failed on a graph."""
+
+    def __init__(self, cause: BaseException):
+        super().__init__(
+            f"the graph could not be analysed ({type(cause).__name__}: {cause}). This is a bug in kvcanary_fx; please "
+            "report it with the graph, which KVCANARY_DUMP=<directory> writes. kvcanary.mode='log' leaves such a "
+            "graph unguarded and goes on."
+        )
+
+
 class MissingExtraError(CanaryError, ImportError):
     """A command needs a package that is not installed."""
 

@@ -58,7 +58,7 @@ def compile_and_read(
         sources.append(getattr(output, "source_code", "") or "")
         return output
 
-    compiled = compile_fx(
+    compiled: Any = compile_fx(
         gm, list(inputs), inner_compile=inner, config_patches={**patches, "force_disable_caches": True}
     )
     return compiled, sources

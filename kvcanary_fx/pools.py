@@ -118,7 +118,7 @@ class PoolRegistry:
         self._retired: dict[tuple[torch.device, int, Place], HalfBuffers] = {}
         self._by_id: dict[int, PoolHalf] = {}
         self._next_id = 0
-        self.generation = 0  # changes when a half is forgotten, so that kept bindings are looked at again
+        self.generation = 0  # changes when a half is dropped, so that kept bindings are made anew
         self._lock = threading.Lock()
 
     def storage_of(self, tensor: torch.Tensor) -> Storage:
@@ -139,7 +139,7 @@ class PoolRegistry:
             CaptureError: it is new and a CUDA graph is being captured.
         """
         layout = SlotLayout(tuple(view.shape), site.slot_axes, view.dtype, site.paged)
-        place = Place(view.storage_offset() * view.element_size(), tuple(view.stride()), layout)
+        place = Place(int(view.storage_offset()) * view.element_size(), tuple(view.stride()), layout)
         half = storage.halves.get(place)
         if half is None:
             if view.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -155,6 +155,7 @@ class PoolRegistry:
         else:
             buffers.reset()
         label = _HALF_NUMBERS.get(site.label, 2)
+        twins = sum((h.info.layer, h.info.half) == (site.layer, site.label) for h in self._by_id.values())
         half_id = self._next_id
         self._next_id += 1
         half = PoolHalf(
@@ -163,7 +164,7 @@ class PoolRegistry:
                 id=half_id,
                 layer=site.layer,
                 half=site.label,
-                pool=site.pool,
+                pool=site.pool if twins == 0 else f"{site.pool} #{twins + 1}",
                 rows=place.layout.rows if place.layout.has_rows else None,
                 positions=place.layout.positions,
             ),
@@ -228,6 +229,7 @@ class PoolRegistry:
         for key, storage in list(self._storages.items()):
             if storage.reference.expired():
                 del self._storages[key]
+                self.generation += 1
                 for place, half in storage.halves.items():
                     self._by_id.pop(half.id, None)
                     device = half.buffers.digest.device

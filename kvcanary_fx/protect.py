@@ -7,7 +7,6 @@ compiled call lives in the hook that ``nn.Module.compile`` uses, outside state_d
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -30,14 +29,12 @@ class GuardedCall:
     """
 
     def __init__(self, module: nn.Module, backend: CanaryBackend, compile_options: dict[str, Any]):
-        self._module = weakref.ref(module)
-        self._backend, self._options = backend, compile_options
+        self._module = module
         self.session: CanarySession = backend.session
         self._compiled = torch.compile(module._call_impl, backend=backend, **compile_options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        assert module is not None
+        module = self._module
         if torch.compiler.is_compiling() or self.session.config.mode == "off":
             return module._call_impl(*args, **kwargs)
         before = self.session.calls
@@ -54,18 +51,20 @@ class GuardedCall:
 
 
 class _ClassHook:
-    """Class attribute that gives each instance a :class:`GuardedCall` of its own on first use."""
+    """Class attribute that gives each instance a :class:`GuardedCall` of its own on first use.
+
+    The call is kept where ``nn.Module.compile`` keeps its own, an instance attribute that ``__getstate__``
+    leaves out: it holds its module, so any other place would keep both alive.
+    """
 
     def __init__(self, config: CanaryConfig | None, compile_options: dict[str, Any]):
         self._config, self._options = config, compile_options
-        self._calls: weakref.WeakKeyDictionary[nn.Module, GuardedCall] = weakref.WeakKeyDictionary()
 
     def __get__(self, instance: nn.Module | None, owner: type) -> GuardedCall | None:
         if instance is None:
             return None
-        call = self._calls.get(instance)
-        if call is None:
-            call = self._calls[instance] = GuardedCall(instance, CanaryBackend(self._config), self._options)
+        call = GuardedCall(instance, CanaryBackend(self._config), self._options)
+        instance.__dict__["_compiled_call_impl"] = call
         return call
 
 

@@ -139,7 +139,10 @@ class _Replay(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.recorder.clear()
-        if n.op == "call_function" and isinstance(n.target, torch._ops.HigherOrderOperator):
+        if _is_number(n):
+            # Dynamo knows it, and a second run may not: `item()` of a fake tensor has no value
+            value = n.meta["example_value"]
+        elif n.op == "call_function" and isinstance(n.target, torch._ops.HigherOrderOperator):
             value = self._run_higher_order(n)
         else:
             value = super().run_node(n)
@@ -199,6 +202,12 @@ class _Replay(fx.Interpreter):
         self.recorder.reads = reads
         self.recorder.writes = _written_by_triton(name, kwargs)
         return _fresh_like(n.meta.get("example_value", n.meta.get("val")))
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a call gives a size or another number, and no tensor."""
+    known = node.meta.get("example_value")
+    return node.op.startswith("call") and isinstance(known, int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _operands(args: Sequence[Any], count: int) -> list[Any] | None:

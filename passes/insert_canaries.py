@@ -125,8 +125,8 @@ class _Inserter:
         for readable in half.readable:
             with self._after(readable.write.node):
                 self._record(site, readable, view, state)
-        for write in half.opaque:
-            with self._after(write.node):
+        for hidden in half.opaque:
+            with self._after(hidden.node):
                 self._call("record_changed", view, state, site)
         self.plan.sites.append(self._site_plan(half, leads))
         self.plan.pool_bytes.append(_bytes_of(half))
@@ -231,4 +231,4 @@ def _bytes_of(half: Half) -> int:
     total = half.dtype.itemsize
     for size in half.shape:
         total *= size if isinstance(size, int) else size.node.hint or 1
-    return int(total)
+    return total

@@ -120,7 +120,7 @@ def random_scene(seed: int, capacity: int = 64, dtype: torch.dtype | None = None
     half = HalfBuffers.allocate(layout, rng.choice([1, 2]), torch.device("cpu"))
     half.baseline = torch.zeros(layout.slots, dtype=torch.int32)
     control = Control.allocate(capacity, torch.device("cpu"))
-    control.stamps = torch.zeros(2, layout.slots + rng.randint(0, 2), dtype=torch.int64)
+    control.stamps = torch.full((2, layout.slots + rng.randint(0, 2)), -1, dtype=torch.int64)
     site = Site(
         layout=layout,
         half=half,

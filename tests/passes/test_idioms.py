@@ -90,7 +90,7 @@ def test_rewritten_writes_do_the_same(idiom, device):
 
 @pytest.mark.parametrize("idiom", [i for i in IDIOMS if i.readable], ids=lambda i: i.name)
 def test_nan_is_reported_in_the_step_that_writes_it(idiom, device):
-    backend, run = compiled(idiom, "eager")
+    _, run = compiled(idiom, "eager")
     args = on(device, idiom.make())
     run(*args)
     args[2][:, :, 1] = float("nan")  # the V of one token
@@ -106,7 +106,7 @@ def test_what_is_not_a_cache_is_named_with_the_reason(caplog):
         backend, run = compiled(idiom, "eager")
         with caplog.at_level(logging.WARNING, "kvcanary"):
             run(*idiom.make())
-        reasons.update({name: why for name, why in backend.session.plans[0].unguarded})
+        reasons.update(backend.session.plans[0].unguarded)
     assert reasons == {
         "counter": "its elements are int64: a counter, a mask or an index",
         "mask": "only constants are written to it: a mask or a buffer being cleared",

@@ -1,0 +1,239 @@
+"""Rules of the passes: run twice inserts nothing, the input graph stays, broken graphs are told."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from idioms import IDIOMS, B, D, H, S, T
+from render import render
+
+import kvcanary_fx
+from kvcanary_fx.passes.functional_cache import find_functional_caches
+from kvcanary_fx.passes.graph_lint import BrokenGraphError, check_canary_rules
+from kvcanary_fx.passes.graph_plan import GraphPlan
+from kvcanary_fx.passes.insert_canaries import insert_canaries, is_canary
+from kvcanary_fx.passes.pipeline import passes, run_passes
+
+INDEX_COPY = next(i for i in IDIOMS if i.name == "index_copy")
+
+
+def dynamo_graph(run, *args, **options) -> tuple[torch.fx.GraphModule, list[Any]]:
+    """The graph that Dynamo hands to a backend, with the inputs it hands along."""
+    graphs = []
+
+    def backend(gm, example_inputs):
+        graphs.append((gm, list(example_inputs)))
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(run, backend=backend, **options)(*args)
+    return graphs[0]
+
+
+def graph_of(run, *args, **options) -> tuple[torch.fx.GraphModule, GraphPlan]:
+    gm, inputs = dynamo_graph(run, *args, **options)
+    return run_passes(gm, inputs, passes())
+
+
+@pytest.mark.parametrize("idiom", IDIOMS, ids=lambda i: i.name)
+def test_run_twice_inserts_nothing_new(idiom):
+    gm, inputs = dynamo_graph(idiom.run, *idiom.make())
+    once, plan = run_passes(gm, inputs, passes())
+    states = [torch.zeros(1, dtype=torch.int32) for _ in plan.devices]
+    twice, second = run_passes(once, [*inputs, *states], passes())
+    assert render(twice) == render(once)
+    assert second.sites == []
+
+
+def test_the_graph_given_stays_as_it_is():
+    gm, inputs = dynamo_graph(INDEX_COPY.run, *INDEX_COPY.make())
+    before, metas = render(gm), [dict(n.meta) for n in gm.graph.nodes]
+    run_passes(gm, inputs, passes())
+    assert render(gm) == before
+    assert [dict(n.meta) for n in gm.graph.nodes] == metas
+
+
+def test_analysis_never_touches_the_real_tensors():
+    args = INDEX_COPY.make()
+    gm, inputs = dynamo_graph(INDEX_COPY.run, *copy.deepcopy(args))
+    before = [t.clone() for t in inputs]
+    run_passes(gm, inputs, passes())
+    assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
+
+
+def test_meta_of_dynamo_is_carried_over():
+    gm, inputs = dynamo_graph(INDEX_COPY.run, *INDEX_COPY.make())
+    rewritten, _ = run_passes(gm, inputs, passes())
+    assert rewritten.meta["dynamo_compile_id"] == gm.meta["dynamo_compile_id"]
+    assert rewritten._param_name_to_source == gm._param_name_to_source
+    old = [n._dynamo_source for n in gm.graph.find_nodes(op="placeholder")]
+    new = [n._dynamo_source for n in rewritten.graph.find_nodes(op="placeholder")]
+    assert new == [*old, None]
+
+
+def test_dynamic_start_of_a_slice_becomes_an_argument():
+    def run(kc, k, start):
+        kc[:, :, start : start + k.shape[2]] = k
+        return kc.sum()
+
+    args = (torch.zeros(B, H, S, D), torch.randn(B, H, T, D), 3)
+    rewritten, plan = graph_of(run, *args, dynamic=True)
+    verify = next(n for n in rewritten.graph.nodes if is_canary(n) and "verify" in n.name)
+    assert [type(e).__name__ for e in verify.args[2]] == ["Node", "Node"]
+    assert plan.sites[0].slot_axes == (0, 2)
+
+
+def test_dynamic_sizes_of_the_cache_are_guarded():
+    backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(inner="eager"))
+    run = torch.compile(INDEX_COPY.run, backend=backend, dynamic=True)
+    with torch.no_grad():
+        for batch, length in ((5, 16), (7, 20)):
+            q, k, v = (torch.randn(batch, H, T, D) for _ in range(3))
+            kc, vc = torch.zeros(batch, H, length, D), torch.zeros(batch, H, length, D)
+            for step in range(3):
+                run(q, k, v, kc, vc, torch.arange(T * step, T * step + T))
+            kc.data[1, 0, 2, 0] += 1
+            with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
+                run(q, k, v, kc, vc, torch.arange(6, 6 + T))
+            assert [(v.row, v.index) for v in caught.value.violations] == [(1, 2)]
+    assert len(backend.session.plans) == 1
+
+
+def test_one_graph_with_caches_of_two_shapes_has_a_site_each():
+    def run(kc, lc, k, low, pos):
+        kc.index_copy_(2, pos, k)
+        lc.index_copy_(1, pos, low)
+        return kc.sum() + lc.sum()
+
+    args = (
+        torch.zeros(B, H, S, D),
+        torch.zeros(B, S, 5),
+        torch.randn(B, H, T, D),
+        torch.randn(B, T, 5),
+        torch.arange(T),
+    )
+    _, plan = graph_of(run, *args)
+    assert [(s.pool, s.slot_axes) for s in plan.sites] == [("kc", (0, 2)), ("lc", (0, 1))]
+
+
+def test_two_inputs_that_share_a_storage_are_told_apart():
+    def run(kc, vc, k, pos):
+        kc.index_copy_(0, pos, k)
+        vc.index_copy_(0, pos, k)
+        return kc.sum() + vc.sum()
+
+    both = torch.zeros(2, S, H, D)
+    _, plan = graph_of(run, both[0], both[1], torch.randn(T, H, D), torch.arange(T))
+    assert [s.pool for s in plan.sites] == ["kc", "vc"]
+    backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(inner="eager"))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(run, backend=backend)
+        compiled(both[0], both[1], torch.randn(T, H, D), torch.arange(T))
+        both.data[1, 1, 0, 0] += 1
+        with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
+            compiled(both[0], both[1], torch.randn(T, H, D), torch.arange(T, 2 * T))
+    assert [(v.pool, v.slot) for v in caught.value.violations] == [("vc", 1)]
+
+
+def test_grown_by_cat_is_told_by_name(caplog):
+    def run(keys, k):
+        keys = torch.cat([keys, k], dim=2)
+        return keys.sum(), keys
+
+    gm, inputs = dynamo_graph(run, torch.zeros(B, H, S, D), torch.randn(B, H, T, D))
+    plan = GraphPlan("graph")
+    find_functional_caches(gm, inputs, plan)
+    assert plan.functional == ["keys"]
+    with caplog.at_level(logging.WARNING, "kvcanary"), torch.no_grad():
+        backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(inner="eager"))
+        torch.compile(run, backend=backend)(torch.zeros(B, H, S, D), torch.randn(B, H, T, D))
+    assert "rebuilt by cat each step (keys)" in caplog.text
+    assert "StaticCache" in caplog.text
+
+
+def test_born_in_the_graph_is_told(caplog):
+    def run(k, pos):
+        kc = torch.zeros(B, H, S, D)
+        kc.index_copy_(2, pos, k)
+        return kc.sum(), kc
+
+    with caplog.at_level(logging.WARNING, "kvcanary"), torch.no_grad():
+        backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(inner="eager"))
+        torch.compile(run, backend=backend)(torch.randn(B, H, T, D), torch.arange(T))
+    assert "created inside this graph" in caplog.text
+    assert "early_initialization" in caplog.text
+
+
+def test_lint_finds_a_verify_after_its_record():
+    gm, inputs = dynamo_graph(INDEX_COPY.run, *INDEX_COPY.make())
+    rewritten, plan = run_passes(gm, inputs, passes())
+    nodes = {n.name: n for n in rewritten.graph.nodes}
+    nodes["record_default"].append(nodes["verify_default"])
+    with pytest.raises(BrokenGraphError, match="verify_default checks a half after it was recorded"):
+        check_canary_rules(rewritten, plan, "a pass")
+
+
+def test_lint_finds_an_op_without_its_state():
+    gm, inputs = dynamo_graph(INDEX_COPY.run, *INDEX_COPY.make())
+    rewritten, plan = run_passes(gm, inputs, passes())
+    node = next(n for n in rewritten.graph.nodes if n.name == "verify_default")
+    node.update_arg(3, node.args[0])
+    with pytest.raises(BrokenGraphError, match="does not thread a state input"):
+        check_canary_rules(rewritten, plan, "a pass")
+
+
+def test_dump_writes_each_stage(tmp_path):
+    gm, inputs = dynamo_graph(INDEX_COPY.run, *INDEX_COPY.make())
+    run_passes(gm, inputs, passes(rewrite=True), dump=str(tmp_path))
+    names = sorted(p.name.partition(".")[2] for p in tmp_path.iterdir())
+    assert names == ["0_before.txt", "1_find_functional_caches.txt", "2_insert_canaries.txt", "3_rewrite_writes.txt"]
+    assert "kvcanary.verify" in next(tmp_path.glob("*2_insert*")).read_text()
+
+
+def test_debug_log_counts_ops_and_time(caplog):
+    gm, inputs = dynamo_graph(INDEX_COPY.run, *INDEX_COPY.make())
+    with caplog.at_level(logging.DEBUG, "kvcanary.passes"):
+        _, plan = run_passes(gm, inputs, passes())
+    assert "insert_canaries in" in caplog.text
+    assert "+1 begin, +2 record, +2 verify" in caplog.text
+    assert set(plan.seconds) == {"find_functional_caches", "insert_canaries"}
+
+
+def test_insertion_reports_where_the_graph_comes_from():
+    _, plan = graph_of(INDEX_COPY.run, *INDEX_COPY.make())
+    assert plan.name.startswith("graph 0/0 (index_copy, idioms.py:")
+
+
+def test_chain_is_on_only_where_tokens_are_shown():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Embedding(10, H * D)
+            self.register_buffer("k_cache", torch.zeros(B, H, S, D))
+
+        def forward(self, input_ids, position_ids):
+            k = self.embed(input_ids).view(B, -1, H, D).transpose(1, 2)
+            self.k_cache.index_copy_(2, position_ids[0], k)
+            return self.k_cache.sum()
+
+    gm, inputs = dynamo_graph(Model(), torch.zeros(B, T, dtype=torch.int64), torch.arange(T).expand(B, T))
+    with_chain, plan = run_passes(gm, inputs, passes(chain=True))
+    without, off = run_passes(gm, inputs, passes(chain=False))
+    assert plan.chain_off is None
+    assert "canary.identify(input_ids, position_ids" in render(with_chain)
+    assert off.chain_off == "it is switched off"
+    assert "identify" not in render(without)
+    _, none = graph_of(INDEX_COPY.run, *INDEX_COPY.make())
+    assert none.chain_off == "the graph has no input with token ids"
+
+
+def test_insert_canaries_alone_keeps_the_signature_of_a_pass():
+    gm, inputs = dynamo_graph(INDEX_COPY.run, *INDEX_COPY.make())
+    plan = GraphPlan("graph")
+    assert insert_canaries(gm, inputs, plan, chain=False) is gm
+    assert plan.ops == 5

@@ -1,0 +1,122 @@
+"""Running unguarded is noticed: ops that were dropped, forwards that went eager, the recompile limit."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from toys import Rig
+
+import kvcanary_fx
+from kvcanary_fx import CanaryBackend, CanaryConfig, CoverageError
+from kvcanary_fx.passes.insert_canaries import is_canary
+
+
+def dropping(kind: str):
+    """An inner backend that throws away canary ops of one kind."""
+
+    def inner(gm, example_inputs):
+        for node in [n for n in gm.graph.nodes if is_canary(n) and kind in n.name]:
+            gm.graph.erase_node(node)
+        gm.recompile()
+        return gm.forward
+
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"), [("verify", "verify layers.0.K"), ("record", "record layers.1.V"), ("begin", "begin")]
+)
+def test_ops_that_were_inserted_and_did_not_run(kind, named):
+    rig = Rig.build(inner=dropping(kind))
+    with pytest.raises(CoverageError, match=named):
+        rig.step(3)
+
+
+def test_log_mode_says_it_once_and_goes_on(caplog):
+    rig = Rig.build(inner=dropping("verify"), mode="log")
+    with caplog.at_level(logging.WARNING, "kvcanary"):
+        rig.step(3)
+        rig.step(3)
+        rig.step(3)
+    assert sum("kvcanary.coverage" in r.getMessage() for r in caplog.records) == 1
+    assert "coverage lost: graph" in rig.session.summary()
+
+
+def test_recompile_limit_raises_in_raise_mode():
+    rig = Rig.build(compile_options={"dynamic": False})
+    with torch._dynamo.config.patch(recompile_limit=2):
+        rig.step(2)
+        rig.step(3)
+        with pytest.raises(CoverageError) as caught:
+            rig.step(4)
+    text = str(caught.value)
+    assert "'forward' (" in text
+    assert "toys.py" in text
+    assert "hit torch._dynamo.config.recompile_limit (2)" in text
+    assert "mark_dynamic" in text
+
+
+def test_recompile_limit_warns_in_log_mode(caplog):
+    rig = Rig.build(compile_options={"dynamic": False}, mode="log")
+    with torch._dynamo.config.patch(recompile_limit=2), caplog.at_level(logging.WARNING, "kvcanary"):
+        for n in (2, 3, 4):
+            rig.step(n)
+    assert "kvcanary.coverage 'forward'" in caplog.text
+    assert len(rig.session.uncovered) == 1
+
+
+def test_recompile_limit_of_an_unguarded_function_is_none_of_ours():
+    rig = Rig.build()
+    rig.step(2)
+    plain = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for n in (2, 3, 4):
+            plain(torch.zeros(n))
+    assert rig.session.uncovered == []
+
+
+def test_protected_module_whose_forward_went_eager():
+    rig = Rig.build()
+    model = kvcanary_fx.protect(rig.model, inner="eager", dynamic=False)
+    rig.guarded = model
+    rig.step(2)
+    with torch._dynamo.config.patch(disable=True), pytest.raises(CoverageError) as caught:
+        rig.step(1)
+    assert "Decoder ran without a single check" in str(caught.value)
+    assert "layers.0, layers.1" in str(caught.value)
+
+
+def test_stale_binding_is_not_coverage_of_a_new_cache():
+    rig = Rig.build()
+    rig.step(3)
+    from toys import new_caches
+
+    rig.caches, rig.length = new_caches(), 0
+    rig.step(3)
+    assert rig.session.stats().recorded == 2 * 3 * 2 * 4
+
+
+def test_two_backends_count_for_themselves():
+    first, second = (CanaryBackend(CanaryConfig(inner="eager")) for _ in range(2))
+    rigs = [Rig.build(backend=first), Rig.build(backend=second)]
+    for rig in rigs:
+        rig.step(3)
+    assert [b.session.stats().steps for b in (first, second)] == [1, 1]
+
+
+def test_a_pass_that_fails_is_an_error_in_raise_mode_and_a_warning_in_log_mode(monkeypatch, caplog):
+    def broken(*args, **kwargs):
+        raise NotImplementedError("no such thing")
+
+    monkeypatch.setattr("kvcanary_fx.passes.insert_canaries.find_halves", broken)
+    with pytest.raises(BackendCompilerFailed, match="the graph could not be analysed"):
+        Rig.build().step(2)
+    torch._dynamo.reset()
+    rig = Rig.build(mode="log")
+    with caplog.at_level(logging.WARNING, "kvcanary"):
+        rig.step(2)
+    assert "NotImplementedError: no such thing" in caplog.text
+    assert rig.session.uncovered

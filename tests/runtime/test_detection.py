@@ -1,0 +1,254 @@
+"""What must be found: the step it happens, with layer, half, row and position, under every circumstance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toys import HEAD_DIM, HEADS, Rig, new_caches
+
+import kvcanary_fx
+from kvcanary_fx import CanaryBackend, CanaryConfig, KVCacheViolation
+
+
+def content(layer: int, half: str, row: int, position: int):
+    return ("content", f"layers.{layer}", half, row, position)
+
+
+@pytest.mark.parametrize("by_op", [False, True], ids=["unseen", "by_op"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("half", [0, 1], ids=["K", "V"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_flip_in_each_layer_and_half(layer, half, inner, by_op):
+    rig = Rig.build(3, inner=inner)
+    rig.step(5, guarded=False)
+    rig.step()
+    rig.step()
+    rig.flip(layer, half, row=1, position=3, by_op=by_op)
+    with pytest.raises(KVCacheViolation) as caught:
+        rig.step()
+    assert caught.value.total == 1
+    assert rig.found() == [content(layer, "KV"[half], 1, 3)]
+
+
+def test_last_slot_and_first_slot():
+    rig = Rig.build()
+    rig.step(5)
+    for position in (4, 0):
+        rig.flip(1, 0, row=0, position=position, by_op=True)
+        with pytest.raises(KVCacheViolation):
+            rig.step()
+        rig.length += 1  # the forward itself was done
+    assert [f[-1] for f in rig.found()] == [4, 0]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_k_and_v_of_one_slot_in_the_middle_of_a_row(layers):
+    rig = Rig.build(layers)
+    rig.step(6)
+    for half in (0, 1):
+        rig.flip(layers - 1, half, row=0, position=2, by_op=True)
+    with pytest.raises(KVCacheViolation):
+        rig.step()
+    assert rig.found() == [content(layers - 1, "K", 0, 2), content(layers - 1, "V", 0, 2)]
+
+
+def test_one_slot_overwritten_in_all_layers_by_an_op():
+    rig = Rig.build(3)
+    rig.step(6)
+    for pair in rig.caches:
+        for tensor in pair:
+            tensor[0, :, 2] = tensor[1, :, 2]  # what follows in the row was not computed from it: a stray copy
+    with pytest.raises(KVCacheViolation) as caught:
+        rig.step()
+    assert caught.value.total == 6
+    assert {f[-1] for f in rig.found()} == {2}
+
+
+def test_all_layers_overwritten_without_an_op():
+    rig = Rig.build(2)
+    rig.step(6)
+    for pair in rig.caches:
+        for tensor in pair:
+            tensor.data[0, :, 2:6] += 1
+    with pytest.raises(KVCacheViolation) as caught:
+        rig.step()
+    assert caught.value.total == 2 * 2 * 4
+
+
+def test_flip_hidden_among_a_legal_rewrite_of_another_row():
+    rig = Rig.build(2)
+    rig.step(6)
+    for pair in rig.caches:
+        for tensor in pair:
+            tensor[1, :, :6] = torch.randn(HEADS, 6, HEAD_DIM)
+    rig.flip(1, 0, row=0, position=2, by_op=True)
+    with pytest.raises(KVCacheViolation):
+        rig.step()
+    assert rig.found() == [content(1, "K", 0, 2)]
+    assert rig.session.stats().adopted == 6
+
+
+def test_flip_while_inference_tensors_keep_no_version():
+    with torch.inference_mode():
+        rig = Rig.build(2)
+        rig.step(5, guarded=False)
+        rig.step()
+        rig.flip(0, 1, row=1, position=3)
+        with pytest.raises(KVCacheViolation):
+            rig.step()
+    assert rig.found() == [content(0, "V", 1, 3)]
+
+
+def test_flip_after_a_crop():
+    rig = Rig.build()
+    rig.step(8)
+    rig.flip(0, 0, row=0, position=2)
+    with pytest.raises(KVCacheViolation):
+        rig.step(at=4)
+    assert rig.found() == [content(0, "K", 0, 2)]
+
+
+def test_each_corruption_is_told_once():
+    rig = Rig.build()
+    rig.step(5)
+    rig.flip(0, 0)
+    with pytest.raises(KVCacheViolation):
+        rig.step()
+    rig.step()
+    rig.step()
+    assert len(rig.found()) == 1
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_within_n_steps_when_a_fraction_is_checked(every):
+    for position in range(5):
+        torch._dynamo.reset()
+        rig = Rig.build(verify_fraction=f"1/{every}", mode="log")
+        rig.step(8)
+        rig.flip(1, 1, row=1, position=position)
+        for _ in range(every):
+            rig.step()
+        assert rig.found() == [content(1, "V", 1, position)]
+
+
+def test_fraction_checks_that_share_of_the_slots():
+    full, third = Rig.build(slots=64), Rig.build(slots=64, verify_fraction="1/3")
+    for rig in (full, third):
+        rig.step(30)
+        for _ in range(9):
+            rig.step()
+    assert third.session.stats().checked == pytest.approx(full.session.stats().checked / 3, rel=0.05)
+
+
+def test_two_models_each_get_their_own_blame():
+    backend = CanaryBackend(CanaryConfig(inner="eager", mode="log"))
+    small, large = Rig.build(2, backend=backend), Rig.build(3, backend=backend)
+    for rig in (small, large, small, large):
+        rig.step()
+    large.flip(2, 0, row=0, position=0)
+    small.step()
+    large.step()
+    assert large.found() == [content(2, "K", 0, 0)]
+
+
+def test_flip_in_a_cache_that_takes_turns():
+    rig = Rig.build()
+    caches = [new_caches(), new_caches()]
+    for cache in caches:
+        rig.caches, rig.length = cache, 0
+        rig.step(4)
+    rig.flip(1, 0, row=1, position=2)  # in the second cache
+    rig.caches, rig.length = caches[0], 4
+    rig.step()
+    rig.caches, rig.length = caches[1], 4
+    with pytest.raises(KVCacheViolation):
+        rig.step()
+
+
+def test_positions_that_jump_while_decoding():
+    rig = Rig.build(mode="log")
+    rig.step(4)
+    rig.step()
+    rig.step()
+    assert rig.found() == []
+    rig.step(positions=torch.tensor([[0], [6]]))  # row 0: built without the cache's offset
+    assert rig.found() == [("chain", "layers.0", "K", 0, 6)]
+    violation = rig.session.violations()[0]
+    assert (violation.stored, violation.found, violation.slot) == (6, 0, 6)
+
+
+def test_positions_that_stay_at_zero():
+    rig = Rig.build(mode="log")
+    rig.step(4)
+    for _ in range(3):
+        rig.step(positions=torch.zeros(2, 1, dtype=torch.int64))
+    assert {v.check for v in rig.session.violations()} == {"chain"}
+
+
+def test_a_row_moved_to_another_layer():
+    rig = Rig.build(3)
+    rig.step(6)
+    rig.caches[2][0].data[0, :, 3] = rig.caches[1][0].data[0, :, 3]
+    with pytest.raises(KVCacheViolation):
+        rig.step()
+    assert rig.found() == [content(2, "K", 0, 3)]
+
+
+def test_k_and_v_swapped_in_one_layer():
+    rig = Rig.build(2)
+    rig.step(6)
+    k, v = (t.data for t in rig.caches[1])
+    kept = k[0, :, 3].clone()
+    k[0, :, 3], v[0, :, 3] = v[0, :, 3].clone(), kept
+    with pytest.raises(KVCacheViolation):
+        rig.step()
+    assert rig.found() == [content(1, "K", 0, 3), content(1, "V", 0, 3)]
+
+
+def test_wide_digest_is_kept_and_shown():
+    rig = Rig.build(digest_bits=64)
+    rig.step(4)
+    rig.flip()
+    with pytest.raises(KVCacheViolation) as caught:
+        rig.step()
+    assert caught.value.violations[0].stored & 0xFFFFFFFFFFFFFFFF > 2**32
+
+
+@pytest.mark.parametrize("check", ["content", "bounds", "poison", "operand", "chain"])
+def test_a_check_that_is_switched_off_stays_silent(check):
+    others = tuple(c for c in ("content", "operand", "bounds", "poison", "chain") if c != check)
+    rig = Rig.build(checks=others)
+    rig.step(4)
+    rig.step()
+    rig.step()
+    if check == "content":
+        rig.flip()
+        rig.step()
+    if check == "poison":
+        rig.model.layers[1].qkv.weight.data[HEADS * HEAD_DIM] = float("inf")
+        rig.step()
+    if check == "chain":
+        rig.step(positions=torch.zeros(2, 1, dtype=torch.int64))
+    assert rig.found() == []
+    assert f"off      {check}: switched off by the setting 'checks'" in rig.session.summary()
+
+
+def test_forget_after_a_rewrite_that_no_op_made():
+    rig = Rig.build()
+    rig.step(5)
+    for pair in rig.caches:
+        for tensor in pair:
+            tensor.data[:, :, 1:4] += 1
+    assert rig.session.forget(*[t for pair in rig.caches for t in pair]) == 4
+    rig.step()
+    rig.step()
+    assert rig.found() == []
+
+
+def test_out_of_range_stops_before_the_write_on_the_cpu():
+    rig = Rig.build()
+    rig.step(5)
+    before = [t.clone() for pair in rig.caches for t in pair]
+    with pytest.raises(kvcanary_fx.KVCacheViolation, match="index 24 is out of range"):
+        rig.step(at=24)
+    assert all(torch.equal(a, t) for a, t in zip(before, [t for pair in rig.caches for t in pair], strict=True))

@@ -1,0 +1,353 @@
+"""What may legally happen to a cache, none of which is a violation."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from toys import Rig, new_caches
+
+import kvcanary_fx
+from kvcanary_fx import CanaryBackend, CanaryConfig
+
+
+@pytest.fixture(params=["eager", "aot_eager"])
+def rig(request):
+    return Rig.build(inner=request.param)
+
+
+def silent(rig: Rig) -> bool:
+    return rig.session.violations() == [] and rig.session.uncovered == []
+
+
+def test_prefill_and_decode(rig):
+    rig.step(5)
+    for _ in range(6):
+        rig.step()
+    assert silent(rig)
+    assert rig.session.stats().adopted == 0
+
+
+def test_prefill_outside_the_graph_is_adopted(rig):
+    rig.step(5, guarded=False)
+    rig.step()
+    rig.step()
+    assert silent(rig)
+    assert rig.session.stats().adopted == 5 * 2 * 2 * 2  # slots, rows, layers, halves
+
+
+def test_second_prefill_chunk_outside_the_graph(rig):
+    rig.step(4)
+    rig.step()
+    rig.step(3, guarded=False)
+    rig.step()
+    rig.step()
+    assert silent(rig)
+
+
+def test_reset_and_start_over(rig):
+    for prompt in (5, 3, 7):
+        rig.reset()
+        rig.step(prompt, guarded=False)
+        for _ in range(4):
+            rig.step()
+    assert silent(rig)
+
+
+def test_reset_and_compiled_prefill(rig):
+    for prompt in (5, 3, 7):
+        rig.reset()
+        rig.step(prompt)
+        for _ in range(4):
+            rig.step()
+    assert silent(rig)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_reset_then_a_prompt_that_ends_where_the_last_sequence_did(layers):
+    rig = Rig.build(layers)
+    rig.step(4, guarded=False)
+    for _ in range(3):
+        rig.step()
+    rig.reset()
+    rig.step(7, guarded=False)  # the first compiled write continues the row, all bytes before it are new
+    rig.step()
+    rig.step()
+    assert silent(rig)
+    assert rig.session.stats().adopted > 0
+
+
+def test_same_under_inference_mode_where_tensors_have_no_version():
+    with torch.inference_mode():
+        rig = Rig.build(2)
+        rig.step(4, guarded=False)
+        for _ in range(3):
+            rig.step()
+        rig.reset()
+        rig.step(7, guarded=False)
+        rig.step()
+        rig.step()
+    assert silent(rig)
+
+
+def test_new_cache_in_an_old_graph(rig):
+    for _ in range(3):
+        rig.caches, rig.length = new_caches(), 0
+        rig.step(4, guarded=False)
+        rig.step()
+        rig.step()
+    assert silent(rig)
+    assert len(rig.session.plans) <= 2  # dynamic sizes may make a second
+
+
+def test_new_cache_at_the_address_of_the_old_one(rig):
+    addresses = set()
+    for _ in range(4):
+        rig.step(4)
+        rig.step()
+        rig.step()
+        addresses.add(rig.caches[0][0].data_ptr())
+        del rig.caches
+        rig.caches, rig.length = new_caches(), 0
+    assert silent(rig)
+
+
+def test_beams_reordered_in_place(rig):
+    rig.step(5)
+    for order in ([1, 0], [0, 0], [1, 1]):
+        rig.step()
+        for pair in rig.caches:
+            for tensor in pair:
+                tensor.copy_(tensor[order])
+        rig.step()
+    assert silent(rig)
+
+
+def test_beams_reordered_into_new_tensors(rig):
+    rig.step(5)
+    for order in ([1, 0], [0, 0]):
+        rig.step()
+        rig.caches = [tuple(t.index_select(0, torch.tensor(order)) for t in pair) for pair in rig.caches]
+        rig.step()
+    assert silent(rig)
+
+
+def test_cropped_and_continued(rig):
+    rig.step(8)
+    rig.step()
+    rig.step(at=4)
+    rig.step()
+    rig.step(3, at=2)
+    rig.step()
+    assert silent(rig)
+
+
+def test_cropped_by_zeroing_the_tail_outside(rig):
+    rig.step(8)
+    for pair in rig.caches:
+        for tensor in pair:
+            tensor[:, :, 5:] = 0
+    rig.step(at=5)
+    rig.step()
+    assert silent(rig)
+
+
+def test_rejected_drafts_are_overwritten(rig):
+    rig.step(5)
+    for accepted in (1, 3, 2):
+        start = rig.length
+        rig.step(4)
+        rig.length = start + accepted
+    assert silent(rig)
+
+
+def test_batch_of_different_lengths_with_left_padding(rig):
+    positions = torch.tensor([[1, 1, 0, 1, 2], [0, 1, 2, 3, 4]])  # as Hugging Face numbers padded tokens
+    rig.step(5, positions=positions)
+    for n in range(4):
+        rig.step(positions=torch.tensor([[3 + n], [5 + n]]))
+    assert silent(rig)
+
+
+def test_positions_that_repeat_in_right_padding(rig):
+    rig.step(5, positions=torch.tensor([[0, 1, 2, 2, 2], [0, 1, 2, 3, 4]]))
+    for n in range(3):
+        rig.step(positions=torch.tensor([[3 + n], [5 + n]]))
+    assert silent(rig)
+
+
+def test_two_caches_take_turns(rig):
+    caches = [new_caches(), new_caches()]
+    for cache in caches:
+        rig.caches, rig.length = cache, 0
+        rig.step(4)
+    for n in range(4):
+        for cache in caches:
+            rig.caches, rig.length = cache, 4 + n
+            rig.step()
+    assert silent(rig)
+
+
+def test_two_models_share_a_session():
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+    rigs = [Rig.build(backend=backend), Rig.build(3, backend=backend)]
+    for rig in rigs:
+        rig.step(4)
+    for _ in range(4):
+        for rig in rigs:
+            rig.step()
+    assert silent(rigs[0])
+
+
+def test_two_threads_with_caches_of_their_own():
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+    failures = []
+
+    def work():
+        try:
+            rig = Rig.build(backend=backend)
+            rig.step(4)
+            for _ in range(12):
+                rig.step()
+        except Exception as e:
+            failures.append(e)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert backend.session.violations() == []
+    assert backend.session.uncovered == []
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_graph_break_between_layers(at):
+    rig = Rig.build(3, break_at=at)
+    rig.step(4)
+    for _ in range(4):
+        rig.step()
+    assert silent(rig)
+    assert len(rig.session.registry.halves()) == 6
+    assert rig.session.stats().recorded == 6 * 2 * (4 + 4)
+
+
+def test_graph_break_between_write_and_attention():
+    def layer(k, v, kc, vc, pos):
+        kc.index_copy_(2, pos, k)
+        torch._dynamo.graph_break()
+        vc.index_copy_(2, pos, v)
+        torch._dynamo.graph_break()
+        return torch.nn.functional.scaled_dot_product_attention(k, kc, vc)
+
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+    run = torch.compile(layer, backend=backend)
+    kc, vc = torch.zeros(2, 2, 16, 8), torch.zeros(2, 2, 16, 8)
+    with torch.no_grad():
+        for n in range(5):
+            run(torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, 8), kc, vc, torch.tensor([n]))
+    assert backend.session.violations() == []
+    assert [[s.pool for s in p.sites] for p in backend.session.plans if p.sites] == [["kc"], ["vc"]]
+
+
+def test_recompiled_for_new_shapes():
+    rig = Rig.build(compile_options={"dynamic": False})
+    for n in (2, 3, 4, 1, 2, 3):
+        rig.step(n)
+    assert silent(rig)
+    assert len(rig.session.plans) == 4
+
+
+def test_dynamic_shapes():
+    rig = Rig.build(compile_options={"dynamic": True})
+    for n in (2, 3, 4, 1, 2, 3):
+        rig.step(n)
+    assert silent(rig)
+
+
+def test_exception_inside_a_forward_leaves_the_session_usable(rig):
+    rig.step(4)
+    with pytest.raises((IndexError, RuntimeError, kvcanary_fx.KVCacheViolation)):
+        rig.step(at=100)
+    rig.length = 4
+    rig.step()
+    rig.step()
+    assert [v.check for v in rig.session.violations()] == ["bounds"] * len(rig.session.violations())
+
+
+def test_training_mode_with_gradients():
+    rig = Rig.build()
+    ids, index = torch.zeros(2, 3, dtype=torch.int64), torch.arange(3)
+    plain = [tuple(t.clone() for t in pair) for pair in rig.caches]
+    loss = rig.guarded(ids, index.expand(2, 3), index, rig.caches).sum()
+    expected = rig.model(ids, index.expand(2, 3), index, plain).sum()
+    loss.backward()
+    assert torch.allclose(loss, expected)
+    assert rig.session.violations() == []
+
+
+@pytest.mark.parametrize("fraction", ["1/2", "1/3", "1/7"])
+def test_checking_a_fraction_of_the_slots(fraction):
+    rig = Rig.build(verify_fraction=fraction)
+    for prompt in (5, 6):
+        rig.reset()
+        rig.step(prompt, guarded=False)
+        for _ in range(9):
+            rig.step()
+    assert silent(rig)
+
+
+def test_overwritten_at_the_end_of_a_ring():
+    rig = Rig.build(slots=6)
+    rig.step(4)
+    for n in range(4, 20):
+        rig.step(at=n % 6, positions=torch.full((2, 1), n))
+    assert silent(rig)
+
+
+def test_padding_sent_to_slot_zero_of_a_pool_without_rows():
+    def write(pool, k, slot):
+        pool.index_copy_(0, slot, k)
+        return pool.sum()
+
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+    run = torch.compile(write, backend=backend)
+    pool = torch.zeros(12, 2, 8)
+    with torch.no_grad():
+        for n in range(1, 5):
+            run(pool, torch.randn(4, 2, 8), torch.tensor([0, n, 0, n + 6]))
+    assert backend.session.violations() == []
+
+
+def test_slot_rewritten_by_a_new_request_outside_the_graph():
+    def layer(pools, k, slot):
+        for i, pool in enumerate(pools):
+            pool[0][slot] = k + i
+            pool[1][slot] = k - i
+        return sum(p.sum() for p in pools)
+
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+    run = torch.compile(layer, backend=backend)
+    pools = [torch.zeros(2, 12, 2, 8) for _ in range(3)]
+    with torch.no_grad():
+        run(pools, torch.randn(3, 2, 8), torch.tensor([1, 2, 3]))
+        layer(pools, torch.randn(2, 2, 8), torch.tensor([2, 7]))
+        run(pools, torch.randn(1, 2, 8), torch.tensor([4]))
+    assert backend.session.violations() == []
+    assert backend.session.stats().adopted > 0
+
+
+@pytest.mark.parametrize("capacity", [3, 20, 50])
+def test_legal_rewrite_larger_than_the_ring(capacity):
+    rig = Rig.build(3, ring_capacity=capacity)
+    rig.step(4, guarded=False)
+    for _ in range(3):
+        rig.step()
+    rig.reset()
+    rig.step(7, guarded=False)
+    rig.step()
+    rig.step()
+    assert silent(rig)
+    assert rig.session.stats().violations == 0

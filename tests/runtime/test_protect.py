@@ -1,0 +1,172 @@
+"""protect: a module stays what it was, and runs guarded."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import kvcanary_fx
+from kvcanary_fx import KVCacheViolation, UnknownSettingError, protect, session_of
+
+
+class Plain(nn.Module):
+    """Attention over a cache in two buffers."""
+
+    def __init__(self, scale: float = 1.0):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.scale = scale
+        for name in ("k_cache", "v_cache"):
+            self.register_buffer(name, torch.zeros(1, 16, 8))
+
+    def forward(self, x, pos):
+        k = self.lin(x)
+        self.k_cache[:, pos] = k
+        self.v_cache[:, pos] = k * self.scale
+        return torch.softmax(x @ self.k_cache.transpose(1, 2), -1) @ self.v_cache
+
+
+@protect(inner="eager", dynamic=False)
+class Guarded(Plain):
+    pass
+
+
+@protect
+class GuardedBare(Plain):
+    pass
+
+
+class Child(Guarded):
+    def forward(self, x, pos):
+        return super().forward(x, pos) + 1
+
+
+def run(model, steps=3, start=0):
+    with torch.no_grad():
+        outs = [model(torch.full((1, 1, 8), 0.1 * (n + 1)), torch.tensor([n])) for n in range(start, start + steps)]
+    return torch.cat(outs)
+
+
+def corrupt(model):
+    model.k_cache.data[0, 1, 3] += 1
+
+
+@pytest.mark.parametrize("kind", [Guarded, Child])
+def test_class_decorator_guards_each_instance_on_its_own(kind):
+    first, second = kind(), kind()
+    run(first)
+    run(second)
+    assert session_of(first) is not session_of(second)
+    assert session_of(first).stats().recorded == 6
+    corrupt(first)
+    run(second, 1, 3)
+    with pytest.raises(KVCacheViolation):
+        run(first, 1, 3)
+
+
+def test_bare_decorator_uses_the_defaults():
+    model = GuardedBare()
+    run(model, 1)
+    assert session_of(model).config == kvcanary_fx.CanaryConfig()
+
+
+def test_instance_is_guarded_in_place_and_returned():
+    model = Plain()
+    assert protect(model, inner="eager") is model
+    run(model)
+    corrupt(model)
+    with pytest.raises(KVCacheViolation):
+        run(model, 1, 3)
+
+
+def test_same_output_state_dict_and_type():
+    torch.manual_seed(3)
+    plain = Plain()
+    guarded = Guarded()
+    guarded.load_state_dict(plain.state_dict())
+    assert list(guarded.state_dict()) == list(plain.state_dict())
+    assert torch.equal(run(guarded), run(plain))
+    assert isinstance(guarded, Plain)
+    assert type(guarded) is Guarded
+    assert guarded.__getstate__().keys() == plain.__getstate__().keys()
+    assert [n for n, _ in guarded.named_parameters()] == [n for n, _ in plain.named_parameters()]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_work_and_are_guarded_through_their_class(copied):
+    model = Guarded()
+    run(model)
+    twin = copied(model)
+    assert torch.equal(run(twin, 1, 3), run(model, 1, 3))
+    assert session_of(twin) is not session_of(model)
+    corrupt(twin)
+    with pytest.raises(KVCacheViolation):
+        run(twin, 1, 4)
+    run(model, 1, 4)
+
+
+def test_torch_save_of_a_protected_instance():
+    model = protect(Plain(), inner="eager")
+    run(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(run(loaded, 1, 3), run(model, 1, 3))
+    with pytest.raises(TypeError, match=r"Plain is not protected: call kvcanary_fx\.protect"):
+        session_of(loaded)
+
+
+def test_to_another_dtype_is_a_new_cache():
+    model = Guarded()
+    run(model)
+    model.to(torch.float64)
+    with torch.no_grad():
+        model(torch.randn(1, 1, 8, dtype=torch.float64), torch.tensor([3]))
+    assert session_of(model).violations() == []
+
+
+def test_hooks_run():
+    model, calls = Guarded(), []
+    model.register_forward_hook(lambda module, args, out: calls.append("after"))
+    model.register_forward_pre_hook(lambda module, args: calls.append("before"))
+    run(model, 2)
+    assert calls == ["before", "after"] * 2
+    assert session_of(model).stats().recorded == 4
+
+
+def test_instances_are_released():
+    import gc
+    import weakref
+
+    model = Guarded()
+    run(model)
+    gone = weakref.ref(model)
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
+
+
+def test_off_runs_the_module_as_it_is():
+    model = protect(Plain(), mode="off")
+    run(model)
+    assert session_of(model).plans == []
+
+
+def test_settings_are_checked_when_given():
+    with pytest.raises(UnknownSettingError, match=r"kvcanary\.mod"):
+        protect(Plain(), mod="log")
+    with pytest.raises(TypeError, match=r"protect takes an nn\.Module class or instance, not function"):
+        protect(run)
+
+
+def test_compile_options_are_passed_on():
+    model = protect(Plain(), inner="eager", fullgraph=True, dynamic=True)
+    run(model)
+    assert len(session_of(model).plans) == 1

@@ -1,0 +1,156 @@
+"""What a session reports, and how: errors, log lines, records, the callback, counts, the summary."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+from toys import Rig
+
+import kvcanary_fx
+from kvcanary_fx import CanaryConfig, KVCacheViolation
+
+LINE = re.compile(
+    r"kvcanary\.violation check=content phase=pre layer=layers\.1 half=V row=0 position=2 slot=2 step=3 token=\d+ "
+    r"request=- stored=0x[0-9a-f]+ found=0x[0-9a-f]+ detail=0 pool=caches\[1\]\[1\]$"
+)
+
+
+def struck(**settings) -> Rig:
+    """A rig with one flipped bit, before the step that finds it."""
+    rig = Rig.build(**settings)
+    rig.step(4)
+    rig.step()
+    rig.flip(1, 1, row=0, position=2)
+    return rig
+
+
+def test_error_tells_what_where_why_and_what_to_do():
+    with pytest.raises(KVCacheViolation) as caught:
+        struck().step()
+    text = str(caught.value)
+    assert re.search(
+        r"\[content\] the bytes of a slot changed since they were written \(digest 0x\w+, now 0x\w+\)", text
+    )
+    assert "where: layer layers.1, half V, row 0, position 2, token" in text
+    assert "slot 2 of caches[1][1], step 3" in text
+    assert "usually: " in text
+    assert "try: " in text
+    assert "session.forget" in text
+
+
+def test_log_mode_writes_one_line_and_does_not_raise(caplog):
+    rig = struck(mode="log")
+    with caplog.at_level(logging.WARNING, "kvcanary"):
+        rig.step()
+        rig.session.drain()
+    ours = [r for r in caplog.records if r.name == "kvcanary"]
+    assert [r.levelno for r in ours] == [logging.WARNING]
+    assert LINE.match(ours[0].getMessage()), ours[0].getMessage()
+
+
+def test_records_have_every_field():
+    rig = struck(mode="log")
+    rig.step()
+    (v,) = rig.session.violations()
+    assert (v.check, v.phase, v.layer, v.half, v.pool) == ("content", "pre", "layers.1", "V", "caches[1][1]")
+    assert (v.row, v.index, v.slot, v.position, v.step) == (0, 2, 2, 2, 3)
+    assert v.stored != v.found
+    assert 0 <= v.token < 50
+    assert LINE.match(v.line())
+
+
+@pytest.mark.parametrize("mode", ["raise", "log"])
+def test_callback_gets_each_violation(mode):
+    seen = []
+    rig = struck(mode=mode, on_violation=seen.append)
+    try:
+        rig.step()
+    except KVCacheViolation:
+        assert mode == "raise"
+    rig.session.drain()
+    assert [v.check for v in seen] == ["content"]
+
+
+def test_many_violations_are_counted_and_the_first_ones_explained():
+    rig = Rig.build(ring_capacity=5)
+    rig.step(10)
+    for position in range(10):
+        rig.flip(0, 0, position=position)
+    with pytest.raises(KVCacheViolation) as caught:
+        rig.step()
+    assert caught.value.total == 10
+    assert len(caught.value.violations) == 5
+    assert "... and 7 more" in str(caught.value)
+    assert rig.session.stats().violations == 10
+    rig.flip(0, 1)
+    with pytest.raises(KVCacheViolation) as again:
+        rig.step()
+    assert again.value.total == 1  # the ring was emptied
+
+
+def test_a_burst_in_log_mode_is_cut_with_the_rest_counted(caplog):
+    rig = Rig.build(slots=64, mode="log")
+    rig.step(60)
+    for position in range(60):
+        rig.flip(0, 0, position=position)
+        rig.flip(1, 1, position=position)
+    with caplog.at_level(logging.WARNING, "kvcanary"):
+        rig.step()
+        rig.session.drain()
+    messages = [r.getMessage() for r in caplog.records]
+    assert sum("kvcanary.violation " in m for m in messages) == 100
+    assert "kvcanary.violations and 20 more in this drain" in messages
+
+
+def test_stats_count_what_was_done():
+    rig = Rig.build(2, batch=2)
+    rig.step(4)
+    rig.step()
+    stats = rig.session.stats()
+    assert stats.steps == 2
+    assert stats.recorded == (4 + 1) * 2 * 2 * 2
+    assert stats.checked == 4 * 2 * 2 * 2
+    assert (stats.adopted, stats.violations) == (0, 0)
+
+
+def test_summary_names_what_is_guarded_and_what_is_off():
+    rig = Rig.build(checks=("content", "bounds"))
+    rig.step(4)
+    text = rig.session.summary()
+    assert "4 halves guarded" in text
+    assert re.search(r"guarded  layers\.1\.V +caches\[1\]\[1\], slots on axes \[0, 2\], index_copy_", text)
+    assert "off      operand: switched off by the setting 'checks'" in text
+    assert "mode raise, checks content, bounds" in text
+
+
+def test_summary_of_a_model_without_a_cache_says_so():
+    backend = kvcanary_fx.CanaryBackend(CanaryConfig(inner="eager"))
+    assert "nothing is guarded" in backend.session.summary()
+
+
+def test_check_raises_what_was_found_since_the_last_look():
+    rig = struck(mode="log")
+    rig.step()
+    with pytest.raises(KVCacheViolation):
+        rig.session.check()
+    rig.session.check()
+
+
+def test_shared_session_of_models_with_the_same_settings():
+    first = kvcanary_fx.session(CanaryConfig(mode="log"))
+    assert kvcanary_fx.session(CanaryConfig(mode="log", inner="eager")) is first
+    assert kvcanary_fx.session() is first
+    assert kvcanary_fx.session(CanaryConfig(mode="raise")) is not first
+    assert kvcanary_fx.sessions() == [first, kvcanary_fx.session(CanaryConfig(mode="raise"))]
+
+
+def test_shadows_of_dropped_caches_are_released():
+    rig = Rig.build()
+    for _ in range(5):
+        from toys import new_caches
+
+        rig.caches, rig.length = new_caches(), 0
+        rig.step(3)
+    assert len(rig.session.registry.halves()) == 4

@@ -1,0 +1,114 @@
+"""Threads: each with a cache of its own is fine, one cache in two forwards at once is not."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from toys import Rig
+
+import kvcanary_fx
+from kvcanary_fx import ConcurrentUseError, MissingContextError, has_forward_context
+
+
+def in_thread(work, name="other"):
+    """Run ``work`` in a thread and return what it raised."""
+    raised = []
+
+    def run():
+        try:
+            work()
+        except Exception as e:
+            raised.append(e)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+def test_one_cache_in_two_forwards_at_once():
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(gm, example_inputs):
+        def run(*args):
+            if threading.current_thread().name == "holder":
+                entered.set()
+                leave.wait(10)
+            return gm.forward(*args)
+
+        return run
+
+    rig = Rig.build(inner=slow)
+    rig.step(3)
+    holder = threading.Thread(target=lambda: rig.step(at=3), name="holder")
+    holder.start()
+    entered.wait(10)
+    error = in_thread(lambda: rig.step(at=3))
+    leave.set()
+    holder.join()
+    assert isinstance(error, ConcurrentUseError)
+    assert "thread 'other' entered a forward over the KV cache" in str(error)
+    assert "while thread 'holder' is inside one" in str(error)
+    rig.step(at=4)  # and afterwards it serves again
+
+
+def test_a_cache_may_change_hands_between_forwards():
+    rig = Rig.build()
+    rig.step(3)
+    assert in_thread(rig.step) is None
+    rig.flip()
+    assert isinstance(in_thread(rig.step), kvcanary_fx.KVCacheViolation)
+
+
+def test_a_context_belongs_to_its_thread():
+    seen = []
+
+    def inner(gm, example_inputs):
+        def run(*args):
+            seen.append(in_thread(kvcanary_fx.get_forward_context))
+            assert has_forward_context()
+            return gm.forward(*args)
+
+        return run
+
+    rig = Rig.build(inner=inner)
+    rig.step(2)
+    assert isinstance(seen[0], MissingContextError)
+    assert "no ForwardContext is published in thread 'other'" in str(seen[0])
+    assert not has_forward_context()
+
+
+def test_draft_inside_its_target_restores_the_context():
+    draft = Rig.build()
+    contexts = []
+
+    def inner(gm, example_inputs):
+        def run(*args):
+            outer = kvcanary_fx.get_forward_context()
+            draft.step()
+            contexts.append(kvcanary_fx.get_forward_context() is outer)
+            return gm.forward(*args)
+
+        return run
+
+    target = Rig.build(inner=inner)
+    target.step(2)
+    assert contexts == [True]
+    assert draft.session.stats().steps == 1
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_context_is_restored_after_an_exception(error):
+    def inner(gm, example_inputs):
+        def run(*args):
+            raise error
+
+        return run
+
+    rig = Rig.build(inner=inner)
+    with pytest.raises(error), torch.no_grad():
+        rig.step(2)
+    assert not has_forward_context()
+    assert all(s.user is None for s in rig.session.registry._storages.values())

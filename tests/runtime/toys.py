@@ -1,0 +1,118 @@
+"""A small decoder with a cache of [B, H, S, D] a layer, for tests of the runtime."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kvcanary_fx import CanaryBackend, CanaryConfig
+
+VOCAB, DIM, HEADS, HEAD_DIM = 50, 16, 2, 8
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(DIM, 3 * HEADS * HEAD_DIM, bias=False)
+        self.out = nn.Linear(HEADS * HEAD_DIM, DIM, bias=False)
+
+    def forward(self, x, cache, index, mask):
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)
+        cache[0].index_copy_(2, index, k)
+        cache[1].index_copy_(2, index, v)
+        y = F.scaled_dot_product_attention(q, cache[0], cache[1], attn_mask=mask)
+        return x + self.out(y.transpose(1, 2).flatten(-2))
+
+
+class Decoder(nn.Module):
+    """Logits of the last token; writes K and V of each token at ``index`` of every row."""
+
+    def __init__(self, layers: int = 2, break_at: int | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.places = nn.Embedding(64, DIM)
+        self.layers = nn.ModuleList([Layer() for _ in range(layers)])
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+        self.break_at = break_at
+
+    def forward(self, input_ids, position_ids, index, caches):
+        x = self.embed(input_ids) + self.places(position_ids)
+        length = caches[0][0].shape[2]
+        mask = torch.arange(length, device=x.device) <= index.unsqueeze(1)
+        for i, layer in enumerate(self.layers):
+            if i == self.break_at:
+                torch._dynamo.graph_break()
+            x = layer(x, caches[i], index, mask)
+        return self.head(x[:, -1])
+
+
+@dataclasses.dataclass
+class Rig:
+    """A model, its guarded and plain ways to run, and a cache to run it over."""
+
+    model: Decoder
+    backend: CanaryBackend
+    guarded: Any
+    caches: list[tuple[torch.Tensor, torch.Tensor]]
+    length: int = 0
+
+    @classmethod
+    def build(
+        cls,
+        layers: int = 2,
+        batch: int = 2,
+        slots: int = 24,
+        device: str = "cpu",
+        break_at: int | None = None,
+        compile_options: dict[str, Any] | None = None,
+        backend: CanaryBackend | None = None,
+        **settings: Any,
+    ) -> Rig:
+        torch.manual_seed(0)
+        model = Decoder(layers, break_at).to(device).eval()
+        settings = {"inner": "eager", **settings}
+        backend = backend or CanaryBackend(CanaryConfig(**settings))
+        guarded = torch.compile(model, backend=backend, **(compile_options or {}))
+        return cls(model, backend, guarded, new_caches(layers, batch, slots, device))
+
+    @property
+    def session(self):
+        return self.backend.session
+
+    def step(self, tokens: int = 1, guarded: bool = True, at: int | None = None, positions: Any = None) -> torch.Tensor:
+        """Run one forward; ``guarded=False`` is code outside the compiled graph."""
+        at = self.length if at is None else at
+        k = self.caches[0][0]
+        index = torch.arange(at, at + tokens, device=k.device)
+        ids = torch.randint(0, VOCAB, (k.shape[0], tokens), device=k.device)
+        positions = index.expand(k.shape[0], tokens) if positions is None else positions
+        run = self.guarded if guarded else self.model
+        with torch.no_grad():
+            logits = run(ids, positions, index, self.caches)
+        self.length = at + tokens
+        return logits
+
+    def reset(self) -> None:
+        """What ``cache.reset()`` does: zero in place and start over."""
+        for pair in self.caches:
+            for tensor in pair:
+                tensor.zero_()
+        self.length = 0
+
+    def flip(self, layer: int = 0, half: int = 0, row: int = 0, position: int = 1, by_op: bool = False) -> None:
+        """Flip one bit of one slot; unless ``by_op``, unseen by PyTorch's version counter."""
+        tensor = self.caches[layer][half]
+        tensor = tensor if by_op else tensor.data
+        tensor.view(torch.int32)[row, 0, position, 3] ^= 1 << 4
+
+    def found(self) -> list[tuple[str, str, str, int | None, int]]:
+        return [(v.check, v.layer, v.half, v.row, v.index) for v in self.session.violations()]
+
+
+def new_caches(layers: int = 2, batch: int = 2, slots: int = 24, device: str = "cpu"):
+    shape = (batch, HEADS, slots, HEAD_DIM)
+    return [(torch.zeros(shape, device=device), torch.zeros(shape, device=device)) for _ in range(layers)]
