@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 import kvcanary_fx
@@ -122,6 +123,98 @@ class Demo:
         return "MISSED"
 
 
+class CapturedDecode:
+    """The same model without generate: an eager prefill, then decode steps replayed from one CUDA graph."""
+
+    def __init__(self, arch: str, batch: int, prompt: int, new: int):
+        self.model = tiny.build(arch).to("cuda")
+        self.ids = torch.randint(1, self.model.config.vocab_size, (batch, prompt), device="cuda")
+        self.prompt, self.new = prompt, new
+        self.backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(mode="raise"))
+        self.compiled = torch.compile(self.model.forward, backend=self.backend, dynamic=False)
+        self.cache = StaticCache(config=self.model.config, max_cache_len=prompt + new)
+        self.token = torch.zeros(batch, 1, dtype=torch.int64, device="cuda")
+        self.positions = torch.zeros(batch, 1, dtype=torch.int64, device="cuda")
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits = torch.zeros(0)
+
+    @torch.no_grad()
+    def prefill(self, cache: StaticCache) -> torch.Tensor:
+        cache.reset()
+        out: torch.Tensor = self.model(self.ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+        return out
+
+    @torch.no_grad()
+    def expected(self, steps: int) -> list[list[int]]:
+        """Tokens of the plain model."""
+        cache = StaticCache(config=self.model.config, max_cache_len=self.prompt + self.new)
+        token, told = self.prefill(cache), []
+        for n in range(steps):
+            positions = torch.full_like(token, self.prompt + n)
+            token = self.model(token, position_ids=positions, past_key_values=cache).logits[:, -1:].argmax(-1)
+            told.append(token.flatten().tolist())
+        return told
+
+    def _forward(self) -> torch.Tensor:
+        out: torch.Tensor = self.compiled(self.token, position_ids=self.positions, past_key_values=self.cache).logits
+        return out
+
+    @torch.no_grad()
+    def capture(self) -> None:
+        """Warm up past any sliding window, so that the captured step is the one that repeats, and capture it."""
+        self.token.copy_(self.prefill(self.cache))
+        self.position = self.prompt
+        for _ in range(max(3, WINDOW + 1 - self.prompt)):
+            self.positions.fill_(self.position)
+            self.token.copy_(self._forward()[:, -1:].argmax(-1))
+            self.position += 1
+        torch.cuda.synchronize()
+        self.positions.fill_(self.position)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.logits = self._forward()
+
+    def replay(self) -> list[int]:
+        """One decode step from the graph, checked."""
+        assert self.graph is not None
+        self.positions.fill_(self.position)
+        self.position += 1
+        self.graph.replay()
+        self.backend.session.check()  # no Python of ours runs in a replay
+        self.token.copy_(self.logits[:, -1:].argmax(-1))
+        return self.token.flatten().tolist()
+
+
+#: The sliding window of the tiny models that have one.
+WINDOW = 8
+
+
+def run_captured(arch: str, batch: int, prompt: int, new: int) -> bool:
+    """Show the guarded model under manual capture: same tokens, flips found on replay."""
+    demo = CapturedDecode(arch, batch, prompt, new + 16)
+    demo.capture()
+    warm = demo.position - prompt
+    expected = demo.expected(warm + 4)[warm:]
+    got = [demo.replay() for _ in range(4)]
+    session, ok = demo.backend.session, True
+    print(f"{arch} manual capture: tokens equal {expected == got}, violations {session.stats().violations}")
+    for layer in range(len(demo.cache.layers)):
+        for i, half in enumerate("KV"):
+            slot = (3 * layer + i) % min(WINDOW, prompt)
+            flip = Flip(layer, half, (layer + i) % batch, slot, 0, out_of_band=True)
+            flip.strike(demo.cache)
+            try:
+                demo.replay()
+                verdict = "MISSED"
+            except kvcanary_fx.KVCacheViolation as e:
+                told = [(v.check, v.half, v.row, v.index) for v in e.violations]
+                found = told == [("content", half, flip.row, slot)] and f".{layer}." in e.violations[0].layer
+                verdict = "found" if found else f"WRONG PLACE {told}"
+            ok &= verdict == "found"
+            print(f"  bit flipped in layer {layer} {half} slot {slot} between replays: {verdict}", flush=True)
+    return ok and expected == got and session.stats().violations == 2 * len(demo.cache.layers)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="llama", choices=sorted(tiny.ARCHITECTURES))
@@ -131,22 +224,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=5, help="prompt length in tokens")
     parser.add_argument("--new", type=int, default=14, help="tokens to generate")
+    parser.add_argument("--capture", action="store_true", help="decode from a CUDA graph captured by hand (GPU)")
     args = parser.parse_args(argv)
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    if args.capture:
+        ok = run_captured(args.arch, args.batch, args.prompt, args.new)
+        print("ok" if ok else "FAILED")
+        return 0 if ok else 1
 
     demo = Demo(args.arch, args.inner, args.mode, args.device, args.batch, args.prompt, args.new)
     started = time.perf_counter()
     expected = demo.generate(demo.plain)
+    skips = counters["inductor"]["cudagraph_skips"]
     got = demo.generate(demo.guarded)
+    skips = counters["inductor"]["cudagraph_skips"] - skips
     stats = demo.backend.session.stats()
     plans = demo.backend.session.plans
     guarded = min(len(plan.sites) for plan in plans)
     print(
         f"{args.arch} {args.inner}: tokens equal {torch.equal(expected, got)}, violations {stats.violations}, "
         f"guarded {guarded} of {2 * demo.layers} halves in each of {len(plans)} graphs, "
-        f"{stats.checked} fingerprints checked, {time.perf_counter() - started:.1f} s"
+        f"{stats.checked} fingerprints checked, {skips} cudagraph skips, {time.perf_counter() - started:.1f} s"
     )
-    ok = torch.equal(expected, got) and stats.violations == 0 and guarded == 2 * demo.layers
+    ok = torch.equal(expected, got) and stats.violations == 0 and guarded == 2 * demo.layers and skips == 0
     for flip in demo.flips():
         verdict = demo.strike(flip)
         ok &= verdict == "found"

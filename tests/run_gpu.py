@@ -1,0 +1,96 @@
+"""Run everything that needs a GPU, and print a short table.
+
+    PYTHONPATH=. python tests/run_gpu.py [--logs DIR] [--only TEXT]
+
+The tests marked ``gpu``, the rest of the suite on this machine's torch, and the examples under Inductor,
+``mode="reduce-overhead"`` and manual capture.  Jobs run side by side; each job's output goes to a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ARCHITECTURES = ("llama", "qwen3", "gemma3", "mixtral", "deepseek_v3", "gpt2")
+
+
+@dataclass
+class Job:
+    """One process; it passes when it exits with 0."""
+
+    name: str
+    command: list[str]
+    seconds: float = 0.0
+    status: int = -1
+    last_line: str = ""
+
+    def run(self, logs: Path, timeout: float) -> Job:
+        started = time.perf_counter()
+        log = logs / f"{self.name.replace(' ', '_').replace('/', '_')}.log"
+        env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(logs / "cache" / log.stem))
+        with log.open("w") as out:
+            try:
+                self.status = subprocess.run(
+                    self.command, stdout=out, stderr=subprocess.STDOUT, timeout=timeout, env=env
+                ).returncode
+            except subprocess.TimeoutExpired:
+                self.status = 124
+        self.seconds = time.perf_counter() - started
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        self.last_line = lines[-1][:90] if lines else ""
+        print(
+            f"{'ok  ' if self.status == 0 else 'FAIL'} {self.seconds:6.1f} s  {self.name}: {self.last_line}", flush=True
+        )
+        return self
+
+
+def jobs() -> list[Job]:
+    python = sys.executable
+    pytest = [python, "-m", "pytest", "-p", "no:cacheprovider"]
+    parallel = ["-n", "6"] if importlib.util.find_spec("xdist") else []
+    made = [
+        Job("tests kernels", [*pytest, *parallel, "tests/kernels"]),
+        Job("tests passes", [*pytest, *parallel, "tests/passes"]),
+        Job("tests runtime", [*pytest, *parallel, "tests/runtime"]),
+        Job("tests models and examples", [*pytest, *parallel, "tests/models", "tests/examples", "tests/cli"]),
+    ]
+    for arch in ARCHITECTURES:
+        generate = [python, "examples/hf_generate.py", "--arch", arch, "--device", "cuda"]
+        made.append(Job(f"hf_generate {arch} reduce-overhead", [*generate, "--mode", "reduce-overhead"]))
+        made.append(Job(f"hf_generate {arch} aot_eager", [*generate, "--inner", "aot_eager"]))
+        made.append(Job(f"hf_generate {arch} manual capture", [*generate, "--capture"]))
+    plain = [python, "examples/plain_decoder.py", "--device", "cuda"]
+    made.append(Job("plain_decoder reduce-overhead", [*plain, "--mode", "reduce-overhead"]))
+    made.append(Job("plain_decoder manual capture", [*plain, "--capture"]))
+    for what in ("wrong slot", "stride", "-1", "of 24", "two tokens", "NaN"):
+        # a device-side assert ends the process's CUDA context, so each mistake gets a process
+        command = [python, "examples/misdirected_writes.py", "--device", "cuda", "--inner", "inductor", "--only", what]
+        made.append(Job(f"misdirected {what}", command))
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--logs", type=Path, default=Path("build/gpu-logs"), help="directory for the jobs' output")
+    parser.add_argument("--only", default="", help="run the jobs whose name contains this text")
+    parser.add_argument("--timeout", type=float, default=500, help="seconds for one job")
+    parser.add_argument("--workers", type=int, default=max(2, (os.cpu_count() or 2) // 3))
+    args = parser.parse_args()
+    args.logs.mkdir(parents=True, exist_ok=True)
+    chosen = [job for job in jobs() if args.only in job.name]
+    with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
+        done = list(pool.map(lambda job: job.run(args.logs, args.timeout), chosen))
+    failed = [job for job in done if job.status != 0]
+    print(f"\n{len(done) - len(failed)} of {len(done)} jobs passed" + "".join(f"\n  failed: {j.name}" for j in failed))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
