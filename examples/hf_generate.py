@@ -59,7 +59,7 @@ class Demo:
     """One model, its cache, and its two compiled ways to generate."""
 
     def __init__(self, arch: str, inner: str, mode: str | None, device: str, batch: int, prompt: int, new: int):
-        self.model = tiny.build(arch).to(device)
+        self.model = tiny.build(arch, device=device)
         self.backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(mode="raise", inner=inner))
         self.guarded = self._compile_config(self.backend, mode)
         self.plain = self._compile_config(inner, mode if inner == "inductor" else None)
@@ -127,11 +127,11 @@ class CapturedDecode:
     """The same model without generate: an eager prefill, then decode steps replayed from one CUDA graph."""
 
     def __init__(self, arch: str, batch: int, prompt: int, new: int):
-        self.model = tiny.build(arch).to("cuda")
+        self.model = tiny.build(arch, device="cuda")
         self.ids = torch.randint(1, self.model.config.vocab_size, (batch, prompt), device="cuda")
         self.prompt, self.new = prompt, new
         self.backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(mode="raise"))
-        self.compiled = torch.compile(self.model.forward, backend=self.backend, dynamic=False)
+        self.compiled = torch.compile(self.model.forward, backend=self.backend)
         self.cache = StaticCache(config=self.model.config, max_cache_len=prompt + new)
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device="cuda")
         self.positions = torch.zeros(batch, 1, dtype=torch.int64, device="cuda")
@@ -164,7 +164,7 @@ class CapturedDecode:
         """Warm up past any sliding window, so that the captured step is the one that repeats, and capture it."""
         self.token.copy_(self.prefill(self.cache))
         self.position = self.prompt
-        for _ in range(max(3, WINDOW + 1 - self.prompt)):
+        for _ in range(max(3, WINDOW + 4 - self.prompt)):
             self.positions.fill_(self.position)
             self.token.copy_(self._forward()[:, -1:].argmax(-1))
             self.position += 1

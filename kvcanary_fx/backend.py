@@ -11,7 +11,7 @@ from torch import fx
 
 from . import coverage, report
 from .config import CanaryConfig, resolve
-from .errors import AnalysisError
+from .errors import AnalysisError, CaptureError
 from .passes.graph_plan import GraphPlan
 from .passes.pipeline import passes, run_passes
 from .session import CanarySession
@@ -114,6 +114,8 @@ def compile_graph(
     """Rewrite a graph, compile it with the inner backend, and bracket its calls."""
     if config.mode == "off":
         return inner_compile(gm, example_inputs, config, mode, options)
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise CaptureError("this graph is not compiled yet")
     ordered = passes(chain="chain" in config.checks, rewrite=config.rewrite_writes)
     try:
         rewritten, plan = run_passes(gm, example_inputs, ordered, config.dump)

@@ -16,6 +16,7 @@ import torch
 from .config import CanaryConfig
 from .context import ForwardContext
 from .kernels.buffers import Check, Control, Count, Gate, IdentityBuffers, Site
+from .kernels.digest import coefficients
 from .passes.graph_plan import GraphPlan
 from .pools import PoolHalf, PoolRegistry, Storage
 
@@ -127,7 +128,9 @@ class GraphBinding:
         if self.plan.sites[number].opaque and half.buffers.baseline is None:
             half.buffers.baseline = torch.zeros(layout.slots, dtype=torch.int32, device=device)
         control = self._controls(device)
+        # all memory the ops keep is made here, never inside an op: that may run in a CUDA graph's own pool
         self._controls.reserve_stamps(device, layout.slots)
+        coefficients(layout.words, device)
         return Site(
             layout=layout,
             half=half.buffers,

@@ -94,12 +94,12 @@ class ConcurrentUseError(CanaryError):
 
 
 class CaptureError(CanaryError):
-    """A CUDA graph is being captured over a cache that has no shadow yet."""
+    """A CUDA graph is being captured over something that was not prepared."""
 
-    def __init__(self, pool: str):
+    def __init__(self, what: str):
         super().__init__(
-            f"a CUDA graph is being captured, and the KV cache {pool!r} has no shadow yet: memory allocated during "
-            "the capture would belong to the graph. Run one forward over this cache before capturing."
+            f"a CUDA graph is being captured, and {what}: memory allocated during the capture would belong to the "
+            "graph. Run the same forward once, over the same cache, before capturing."
         )
 
 

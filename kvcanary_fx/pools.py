@@ -143,7 +143,7 @@ class PoolRegistry:
         half = storage.halves.get(place)
         if half is None:
             if view.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise CaptureError(site.pool)
+                raise CaptureError(f"the KV cache {site.pool!r} has no shadow yet")
             with self._lock:
                 half = storage.halves[place] = self._make(view, place, site, number)
         return half

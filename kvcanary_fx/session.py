@@ -87,7 +87,11 @@ class CanarySession:
                 binding.calls_inside -= 1
         if not capturing:
             self._remember_versions(call, args)
-            self._after(binding)
+            try:
+                self._after(binding)
+            except RuntimeError as e:  # what ran on the device failed, and this is where it shows
+                self._after_failure(binding, e)
+                raise
         return out
 
     @contextlib.contextmanager

@@ -60,12 +60,13 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def build(architecture: str, layers: int | None = None, seed: int = 0) -> Any:
-    """A tiny random model in eval mode, float32, on the CPU.
+def build(architecture: str, layers: int | None = None, seed: int = 0, device: str = "cpu") -> Any:
+    """A tiny random model in eval mode, float32.
 
     Args:
         architecture: a key of :data:`ARCHITECTURES`.
         layers: number of layers, for architectures whose layers are all alike.
+        device: where the model goes; weights are drawn on the CPU, so they are the same everywhere.
 
     Raises:
         MissingExtraError: transformers is not installed.
@@ -80,4 +81,8 @@ def build(architecture: str, layers: int | None = None, seed: int = 0) -> Any:
         arguments = dict(arguments, num_hidden_layers=layers)
     torch.manual_seed(seed)
     config = getattr(transformers, config_class)(**arguments)
-    return getattr(transformers, model_class)(config).eval()
+    model = getattr(transformers, model_class)(config).eval()
+    if device != "cpu" and hasattr(config, "num_experts_per_tok"):
+        # the default sends the experts' offsets to the host, which no CUDA graph can do
+        model.set_experts_implementation("batched_mm")
+    return model.to(device)

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -266,6 +267,8 @@ def _replay_mode(mode: FakeTensorMode) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(torch.no_grad())
+        # as Dynamo does: on torch 2.11 the C++ decomposition of linear fails on symbolic sizes
+        stack.enter_context(enable_python_dispatcher())
         stack.enter_context(mock.patch.object(mode, "allow_non_fake_inputs", True))
         if env is not None:
             stack.enter_context(env.ignore_fresh_unbacked_symbols())

@@ -56,7 +56,7 @@ class _Demo:
     def __init__(self, inner: str, device: str, layers: int):
         from transformers import StaticCache
 
-        self.model = tiny.build("llama", layers).to(device)
+        self.model = tiny.build("llama", layers, device=device)
         self.backend = CanaryBackend(CanaryConfig(mode="raise", inner=inner))
         self.plain, self.guarded = self._compile_config(inner), self._compile_config(self.backend)
         self.ids = torch.randint(1, self.model.config.vocab_size, (1, PROMPT)).to(device)

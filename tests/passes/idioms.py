@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
-B, H, S, D, T = 2, 2, 16, 8, 2
+B, H, S, D, T = 2, 2, 16, 16, 2  # flex_attention on a GPU wants a D of 16 at least
 PAGES, PAGE = 8, 4
 SLOTS = PAGES * PAGE
 
@@ -85,7 +86,7 @@ def setitem_batch_slice(q, k, v, kc, vc, pos):
 
 
 def setitem_rows_and_positions(q, k, v, kc, vc, pos):
-    rows = torch.arange(B).unsqueeze(1)
+    rows = torch.arange(B, device=q.device).unsqueeze(1)
     kc[rows, :, pos.expand(B, T)] = k.transpose(1, 2)
     vc[rows, :, pos.expand(B, T)] = v.transpose(1, 2)
     return attend(q, kc, vc)
@@ -98,8 +99,8 @@ def index_copy(q, k, v, kc, vc, pos):
 
 
 def index_put(q, k, v, kc, vc, pos):
-    kc.transpose(1, 2).index_put_((torch.arange(B).unsqueeze(1), pos.unsqueeze(0)), k.transpose(1, 2))
-    vc.transpose(1, 2).index_put_((torch.arange(B).unsqueeze(1), pos.unsqueeze(0)), v.transpose(1, 2))
+    kc.transpose(1, 2).index_put_((torch.arange(B, device=q.device).unsqueeze(1), pos.unsqueeze(0)), k.transpose(1, 2))
+    vc.transpose(1, 2).index_put_((torch.arange(B, device=q.device).unsqueeze(1), pos.unsqueeze(0)), v.transpose(1, 2))
     return attend(q, kc, vc)
 
 
@@ -251,7 +252,7 @@ def moe_scatter(q, k, v, kc, vc, pos):
     vc.index_copy_(2, pos, v)
     out = attend(q, kc, vc)
     mixed = torch.zeros_like(out)
-    mixed.index_add_(2, torch.arange(T), out)
+    mixed.index_add_(2, torch.arange(T, device=q.device), out)
     mixed[:, :, 0] = out[:, :, 0]
     return mixed
 
@@ -320,7 +321,6 @@ IDIOMS = [
     Idiom(rolling, static_cache),
     Idiom(flex, static_cache),
     Idiom(in_checkpoint, static_cache, readable=False),
-    Idiom(in_cond, static_cache, readable=False),
     Idiom(in_subgraph, static_cache, readable=False),
     Idiom(halves, one_tensor(2, SLOTS, H, D)),
     Idiom(unbind, one_tensor(2, SLOTS, H, D)),
@@ -333,6 +333,9 @@ IDIOMS = [
     Idiom(hidden_custom_op, one_tensor(2, PAGES, PAGE, H, D), readable=False),
     Idiom(functionalised_custom_op, paged, readable=True),
 ]
+
+if TorchVersion(torch.__version__) >= "2.13":  # 2.11 refuses a branch that writes to its inputs
+    IDIOMS.append(Idiom(in_cond, static_cache, readable=False))
 
 NOT_KV = [
     Idiom(moe_scatter, static_cache),

@@ -91,7 +91,7 @@ def test_dynamic_sizes_of_the_cache_are_guarded():
     backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(inner="eager"))
     run = torch.compile(INDEX_COPY.run, backend=backend, dynamic=True)
     with torch.no_grad():
-        for batch, length in ((5, 16), (7, 20)):
+        for batch, length in ((5, 20), (7, 24)):
             q, k, v = (torch.randn(batch, H, T, D) for _ in range(3))
             kc, vc = torch.zeros(batch, H, length, D), torch.zeros(batch, H, length, D)
             for step in range(3):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
-from toys import VOCAB, Rig
+from toys import VOCAB, Rig, new_caches
 
 import kvcanary_fx
 from kvcanary_fx import CanaryBackend, CanaryConfig, CaptureError, KVCacheViolation
@@ -115,10 +116,33 @@ def test_manual_capture(inner):
     rig.session.check()
 
 
+def capture(run):
+    with torch.no_grad(), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        run()
+
+
 def test_capture_over_an_unseen_cache_is_refused():
     rig = static(Rig.build(device="cuda", inner="eager", compile_options={"dynamic": False}))
-    with pytest.raises(CaptureError, match="Run one forward over this cache before capturing"):
-        Captured(rig, warm_up=0)
+    captured = Captured(rig)
+    rig.caches = new_caches(device="cuda")
+    with pytest.raises(CaptureError, match="has no shadow yet"):
+        capture(captured.run)
+
+
+def test_capture_of_a_graph_that_is_not_compiled_is_refused():
+    def write(pool, k, slot):
+        pool.index_copy_(0, slot, k)
+        return pool.sum()
+
+    run = torch.compile(write, backend=CanaryBackend(CanaryConfig(inner="eager")))
+    inputs = (
+        torch.zeros(8, 2, 4, device="cuda"),
+        torch.ones(1, 2, 4, device="cuda"),
+        torch.zeros(1, device="cuda").long(),
+    )
+    torch.cuda.synchronize()
+    with pytest.raises(BackendCompilerFailed, match="this graph is not compiled yet"):
+        capture(lambda: run(*inputs))
 
 
 def test_new_prompt_between_replays_of_a_captured_graph():
