@@ -7,7 +7,7 @@ import difflib
 import os
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from .errors import InvalidSettingError, UnknownSettingError
 
@@ -33,7 +33,9 @@ class CanaryConfig:
         verify_fraction: share of the recorded slots whose bytes are checked each step, ``"1/N"``; each
             slot is checked within N steps.
         digest_bits: bits of content digest stored per slot, layer and half: 32 or 64.
-        rewrite_writes: replace KV writes by an op that writes in place, where Inductor would copy the pool.
+        rewrite_writes: replace KV writes by an op that writes in place, where Inductor would copy the pool:
+            True for every write, False for none; ``"auto"`` under Inductor for writes to a part of a tensor
+            (K and V, or all layers, in one), which it copies whole.
         lint: what to do when the compiled code allocates a buffer as large as a pool: ``"off"``,
             ``"warn"`` or ``"raise"``.
         ring_capacity: violations kept in detail between two reads of the ring.
@@ -49,7 +51,7 @@ class CanaryConfig:
     checks: tuple[str, ...] = ZERO_CONFIG_CHECKS
     verify_fraction: str = "1"
     digest_bits: int = 32
-    rewrite_writes: bool = False
+    rewrite_writes: bool | Literal["auto"] = "auto"
     lint: Literal["off", "warn", "raise"] = "off"
     ring_capacity: int = 65536
     dump: str | None = None
@@ -64,6 +66,13 @@ class CanaryConfig:
     def verify_every(self) -> int:
         """N of ``verify_fraction = 1/N``."""
         return Fraction(self.verify_fraction).denominator
+
+    @property
+    def rewrite(self) -> bool | Literal["parts"]:
+        """What the pass of that name is asked for."""
+        if self.rewrite_writes == "auto":
+            return "parts" if self.inner == "inductor" else False
+        return self.rewrite_writes
 
     @property
     def planes(self) -> int:
@@ -145,7 +154,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "verify_fraction": (_is_fraction, "'1' or '1/N' with a whole number N"),
     "digest_bits": (lambda v: v in (32, 64) and not isinstance(v, bool), "32 or 64"),
-    "rewrite_writes": (lambda v: isinstance(v, bool), "True or False"),
+    "rewrite_writes": (lambda v: isinstance(v, bool) or v == "auto", "True, False or 'auto'"),
     "lint": (lambda v: v in ("off", "warn", "raise"), "'off', 'warn' or 'raise'"),
     "ring_capacity": (_is_count, "a whole number above 0"),
     "dump": (lambda v: v is None or isinstance(v, str), "a directory's path, or None"),
@@ -187,8 +196,3 @@ def _require_known(name: str, shown: str, where: str, valid: list[str], member: 
     close = difflib.get_close_matches(shown, valid, n=1)
     hint = f"{where} (did you mean {close[0]!r}?)" if close else where
     raise UnknownSettingError(shown, hint, valid)
-
-
-def lookup_setting(config: CanaryConfig, name: str) -> Any:
-    """The value of a setting by name, for reports."""
-    return cast(Any, getattr(config, name))

@@ -34,7 +34,7 @@ def compile_with_inductor(
         compiled: Callable[..., Any] = wrapper(gm, list(inputs))  # type: ignore[no-untyped-call]
         return compiled
     compiled, sources = compile_and_read(gm, inputs, wrapper.config)
-    findings = [f for source in sources for f in pool_sized_buffers(source, plan.pool_bytes)]
+    findings = [str(f) for source in sources for f in pool_sized_buffers(source, plan.pool_bytes)]
     if findings and lint == "raise":
         raise LintError(findings)
     for finding in findings:

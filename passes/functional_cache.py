@@ -18,10 +18,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from .accesses import Accesses, storage_key
+from .accesses import FACTORIES, Accesses, storage_key
 from .graph_plan import GraphPlan
-from .names import source_name
-from .selection import function_name
+from .names import function_name, source_name
 
 
 def find_functional_caches(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: GraphPlan) -> fx.GraphModule:
@@ -44,12 +43,9 @@ def caches_born_inside(gm: fx.GraphModule, found: Accesses) -> list[fx.Node]:
         value = found.values.get(node)
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 3:
             maker = found.born.get(storage_key(value))
-            if maker is not None and function_name(maker) in _FACTORIES:
+            if maker is not None and function_name(maker) in FACTORIES:
                 born.append(maker)
     return born
-
-
-_FACTORIES = ("zeros", "empty", "full", "new_zeros", "new_empty", "zeros_like", "empty_like")
 
 
 def _is_cache(node: Any) -> bool:

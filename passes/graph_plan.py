@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
 from ..kernels.plan import WritePlan
@@ -15,8 +16,8 @@ from ..kernels.plan import WritePlan
 class ViewOf:
     """Recomputes a view of a pool from the graph's arguments.
 
-    It keeps a graph of its own with the nodes that made the view, because the inner backend edits the
-    one it is given.
+    It keeps calls, not nodes: the inner backend edits the graph it is given.  (A GraphModule per half would
+    do as well, and cost 10 ms of compile time each.)
     """
 
     def __init__(self, nodes: Sequence[fx.Node], result: fx.Node, index: tuple[Any, ...], places: dict[fx.Node, int]):
@@ -26,17 +27,31 @@ class ViewOf:
             index: a constant index applied to ``result``, or ().
             places: the graph argument of each placeholder.
         """
-        graph, mapping = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in sorted(nodes, key=lambda n: n.op != "placeholder"):
-            mapping[node] = graph.node_copy(node, mapping.__getitem__)
-        graph.output(mapping[result])
-        self._module = fx.GraphModule({}, graph)
-        self._arguments = [places[n] for n in nodes if n.op == "placeholder"]
-        self._index = index
+        self._inputs = [(n.name, places[n]) for n in nodes if n.op == "placeholder"]
+        self._calls: list[tuple[Any, ...]] = [
+            (n.name, n.op, n.target, *pytree.tree_map_only(fx.Node, lambda m: _Value(m.name), (n.args, n.kwargs)))
+            for n in nodes
+            if n.op != "placeholder"
+        ]
+        self._result, self._index = result.name, index
 
     def __call__(self, args: Sequence[Any]) -> torch.Tensor:
-        view: torch.Tensor = self._module(*[args[i] for i in self._arguments])
+        values: dict[str, Any] = {name: args[place] for name, place in self._inputs}
+        for name, op, target, *arguments in self._calls:
+            given, named = pytree.tree_map_only(_Value, lambda v: values[v.name], arguments)
+            if op == "call_method":
+                values[name] = getattr(given[0], target)(*given[1:], **named)
+            else:
+                values[name] = target(*given, **named)
+        view: torch.Tensor = values[self._result]
         return view[self._index] if self._index else view
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """Stands for the value of a node."""
+
+    name: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +65,7 @@ class SitePlan:
         view: from the graph's arguments to the view whose slots are guarded.
         slot_axes: axes of that view that number slots.
         paged: the first of two slot axes numbers pages, not sequences.
+        part: the half is a part of its input (K and V, or all layers, in one tensor).
         opaque: why the slots and operand of a write are unknown, or None.
         has_operand: what is written is compared with what was meant.
         verified: old bytes are checked; false where the graph overwrites them unseen.
@@ -65,6 +81,7 @@ class SitePlan:
     view: ViewOf
     slot_axes: tuple[int, ...]
     paged: bool
+    part: bool
     opaque: str | None
     has_operand: bool
     verified: bool

@@ -12,8 +12,8 @@ from torch import fx
 from ..kernels.layout import POOL_DTYPES
 from ..kernels.plan import Select, Selector, WritePlan
 from .accesses import Access, Accesses, Extent, extent_of
-from .names import has_kv_name, source_name
-from .selection import At, Full, Indexed, Part, Selection, Span, function_name
+from .names import function_name, has_kv_name, source_name
+from .selection import At, Full, Indexed, Part, Selection, Span
 from .writes import KVWrite, chosen_axes, read_write
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -34,8 +35,7 @@ from .functional_cache import caches_born_inside
 from .graph_plan import GraphPlan, SitePlan, ViewOf
 from .halves import Half, ReadableWrite, Region, Sum, ancestors, find_halves
 from .labels import name_halves
-from .names import layer_number, source_name
-from .selection import function_name
+from .names import function_name, layer_number, source_name
 from .token_inputs import TokenInputs, find_token_inputs
 
 STATE = "kvcanary_state"
@@ -213,6 +213,7 @@ class _Inserter:
             view=ViewOf(nodes, region.node, region.index, self.places),
             slot_axes=half.slot_axes,
             paged=half.paged,
+            part=not _is_whole(half, self.found),
             opaque=half.opaque[0].opaque if half.opaque else None,
             has_operand=any(r.write.value is not None for r in half.readable),
             verified=bool(half.opaque) or half.reads_old,
@@ -224,6 +225,13 @@ class _Inserter:
 def _nodes_in(extent: list[Any]) -> list[fx.Node]:
     flat = [x for e in extent for x in ((e.a, e.b) if isinstance(e, Sum) else (e,))]
     return [x for x in flat if isinstance(x, fx.Node)]
+
+
+def _is_whole(half: Half, found: Accesses) -> bool:
+    """Whether a half is all of its input, and not K, V or a layer in a larger tensor."""
+    whole = found.values[half.root].numel()
+    part = math.prod(half.shape)
+    return bool(isinstance(whole, int) and isinstance(part, int) and whole == part) or str(whole) == str(part)
 
 
 def _bytes_of(half: Half) -> int:

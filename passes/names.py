@@ -5,12 +5,23 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
 from torch import fx
 
 #: Parts of names that KV pools have.
 _HINTS = re.compile(r"cache|kv|key|value|pool|latent|past|(^|[._])[kv]c?($|[._\d\[])", re.IGNORECASE)
 _KEY = re.compile(r"key|(^|_)k(c|v?cache|pool|buf(fer)?)?($|_|\d)", re.IGNORECASE)
 _VALUE = re.compile(r"value|(^|_)v(c|cache|pool|buf(fer)?)?($|_|\d)", re.IGNORECASE)
+
+
+def function_name(node: fx.Node) -> str:
+    """The plain name of what a node calls: ``"index_copy_"`` for the method, the function and the aten op."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name).split("::")[-1]
+    if isinstance(target, str):
+        return target
+    return getattr(target, "__name__", str(target))
 
 
 def source_name(placeholder: fx.Node) -> str:

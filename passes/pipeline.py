@@ -15,7 +15,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
@@ -24,27 +24,28 @@ from .functional_cache import find_functional_caches
 from .graph_lint import check_canary_rules
 from .graph_plan import GraphPlan
 from .insert_canaries import insert_canaries
+from .names import function_name
 from .rewrite_writes import rewrite_writes
-from .selection import function_name
 
 log = logging.getLogger("kvcanary.passes")
 
 Pass = Callable[[fx.GraphModule, Sequence[Any], GraphPlan], fx.GraphModule]
 
 
-def passes(chain: bool = True, rewrite: bool = False) -> list[tuple[str, Pass]]:
+def passes(chain: bool = True, rewrite: bool | Literal["parts"] = False) -> list[tuple[str, Pass]]:
     """The passes in the order they run.
 
     Args:
         chain: insert the chain check where the graph shows token ids.
-        rewrite: replace KV writes by an op that writes in place.
+        rewrite: replace KV writes by an op that writes in place: all of them, or with ``"parts"`` those
+            to a part of an input.
     """
     ordered: list[tuple[str, Pass]] = [
         ("find_functional_caches", find_functional_caches),
         ("insert_canaries", functools.partial(insert_canaries, chain=chain)),
     ]
     if rewrite:
-        ordered.append(("rewrite_writes", rewrite_writes))
+        ordered.append(("rewrite_writes", functools.partial(rewrite_writes, parts_only=rewrite == "parts")))
     return ordered
 
 

@@ -26,16 +26,23 @@ from .graph_plan import GraphPlan
 from .insert_canaries import is_canary
 
 
-def rewrite_writes(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: GraphPlan) -> fx.GraphModule:
-    """Rewrite every readable write of ``gm`` that has an operand, in place.
+def rewrite_writes(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], plan: GraphPlan, parts_only: bool
+) -> fx.GraphModule:
+    """Rewrite readable writes of ``gm`` that have an operand, in place.
 
     Runs after ``insert_canaries``: the record op that follows a write names its slots and operand.
     Custom ops are left alone: they write in place already.
+
+    Args:
+        parts_only: only where a half is a part of its input, K and V or all layers in one tensor.  Inductor
+            copies the whole input there, and once more for each canary op that looks at it in between.
     """
     for record in [n for n in gm.graph.nodes if is_canary(n) and n.target is torch.ops.kvcanary.record.default]:
         view, value, index, extent, _, _, site, write = record.args
         node = plan.written_by.get(write)
-        if node is None or value is None or _is_custom(node):
+        skipped = parts_only and not plan.sites[site].part
+        if node is None or value is None or skipped or _is_custom(node):
             continue
         with gm.graph.inserting_before(node):
             arguments = (view, value, index, extent, site, write)

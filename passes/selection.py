@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .names import function_name
+
 
 @dataclasses.dataclass(frozen=True)
 class Full:
@@ -109,16 +111,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
         return bool(a.node.expr == b.node.expr)
     return False
-
-
-def function_name(node: fx.Node) -> str:
-    """The plain name of what a node calls: ``"index_copy_"`` for the method, the function and the aten op."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target._schema.name).split("::")[-1]
-    if isinstance(target, str):
-        return target
-    return getattr(target, "__name__", str(target))
 
 
 def selected_by(node: fx.Node, values: dict[fx.Node, Any]) -> tuple[fx.Node, Selection] | None:

@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 from .accesses import Accesses
-from .names import source_name
-from .selection import function_name
+from .names import function_name, source_name
 
 _TOKENS = re.compile(r"(input_ids|token_ids|input_tokens|tokens|idx|ids)$")
 _POSITIONS = re.compile(r"(position_ids|positions|input_pos|cache_position|pos)$")

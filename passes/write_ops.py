@@ -102,9 +102,9 @@ def _by_name(schema: Any, arguments: dict[str, Any], values: dict[fx.Node, Any])
     slots = next((n for n in SLOT_NAMES if _is_tensor(arguments.get(n), values)), None)
     if slots is None:
         return None
+    tokens = values[arguments[slots]].numel()
     written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     pools = [n for n in arguments if n in written and _is_tensor(arguments[n], values)]
-    tokens = values[arguments[slots]].numel()
     operands = [
         n
         for n in arguments
@@ -131,7 +131,7 @@ def _part(
         return None
     node, half = arguments[name], int(index.rstrip("]")) if index else None
     value, where = arguments.get(operand), arguments.get(slots)
-    if not _is_tensor(value, values) or not _is_tensor(where, values):
+    if value is None or not _is_tensor(value, values) or not _is_tensor(where, values):
         return WritePart(node, opaque="its call names no slots or no operand")
     shape = values[node].shape if half is None else values[node].shape[1:]
     axes = _leading_axes(shape, values[value].shape)

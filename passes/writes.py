@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from .accesses import Accesses
+from .names import function_name
 from .selection import (
     At,
     Full,
@@ -23,7 +24,6 @@ from .selection import (
     Selection,
     Span,
     Unreadable,
-    function_name,
     parse_index,
     selected_by,
 )

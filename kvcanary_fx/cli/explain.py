@@ -14,7 +14,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -29,14 +29,15 @@ from ..passes.pipeline import passes, run_passes
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", help="FILE.py:NAME")
     parser.add_argument("--no-graph", action="store_true", help="leave out the rewritten graphs")
-    parser.add_argument("--rewrite-writes", action="store_true", help="show the graph with KV writes replaced")
+    parser.add_argument("--rewrite-writes", action="store_true", help="show the graph with all KV writes replaced")
     parser.add_argument("--dynamic", action="store_true", help="compile with dynamic shapes")
 
 
 def run(args: argparse.Namespace) -> int:
     model, positional, keywords = load_target(args.target)
-    graphs = explain(model, positional, keywords, rewrite=args.rewrite_writes, dynamic=args.dynamic)
-    config = CanaryConfig(rewrite_writes=args.rewrite_writes)
+    rewrite = True if args.rewrite_writes else CanaryConfig().rewrite
+    graphs = explain(model, positional, keywords, rewrite=rewrite, dynamic=args.dynamic)
+    config = CanaryConfig()
     if not graphs:
         print("The call compiled no graph: it ran eagerly, so nothing can be guarded.")
         return 1
@@ -55,7 +56,7 @@ def explain(
     model: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    rewrite: bool = False,
+    rewrite: bool | Literal["parts"] = "parts",
     dynamic: bool | None = None,
 ) -> list[tuple[GraphPlan, fx.GraphModule]]:
     """The plan and the rewritten graph of every graph that one call compiles.

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from kvcanary_fx.passes.names import source_name
-from kvcanary_fx.passes.selection import function_name
+from kvcanary_fx.passes.names import function_name, source_name
 
 
 def render(gm: fx.GraphModule, keep: tuple[str, ...] = ()) -> str:

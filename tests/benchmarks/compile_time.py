@@ -1,0 +1,120 @@
+"""What the canary adds to compile time: a Llama of 8 layers, cold and warm caches, each in a fresh process.
+
+    python tests/benchmarks/compile_time.py [--repeats 3] [--write]
+
+A run compiles one decode step and times the first call.  Cold runs start with an empty cache directory;
+warm runs are a second process with the same directory.  Guarded and unguarded runs take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+LAYERS = 8
+
+
+def measure(variant: str, device: str) -> dict[str, Any]:
+    """One run, in this process: seconds of the first call, of our passes, and what the caches said."""
+    import time
+
+    import torch
+    import torch._inductor.compile_fx  # else the unguarded run imports it before its clock starts
+    from torch._dynamo.utils import counters
+    from transformers import StaticCache
+
+    import kvcanary_fx
+    from kvcanary_fx import tiny
+
+    model = tiny.build("llama", LAYERS, device=device)
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    cache.early_initialization(1, 2, 8, torch.float32, device)
+    backend = kvcanary_fx.CanaryBackend() if variant == "guarded" else "inductor"
+    run = torch.compile(model.forward, backend=backend)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    started = time.perf_counter()
+    with torch.no_grad():
+        run(token, past_key_values=cache)
+    seconds = time.perf_counter() - started
+    passes = sum(sum(p.seconds.values()) for p in backend.session.plans) if variant == "guarded" else 0.0
+    ops = backend.session.stats().recorded if variant == "guarded" else 0
+    hits = {
+        "fx": (counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]),
+        "aot": (
+            counters["aot_autograd"]["autograd_cache_hit"],
+            counters["aot_autograd"]["autograd_cache_miss"],
+        ),
+    }
+    return {"seconds": seconds, "passes": passes, "recorded": ops, "hits": hits}
+
+
+def in_new_process(variant: str, device: str, cache: str) -> dict[str, Any]:
+    env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=f"{cache}/triton")
+    command = [sys.executable, __file__, "--variant", variant, "--device", device]
+    out = subprocess.run(command, env=env, capture_output=True, text=True)
+    if out.returncode:
+        sys.exit(out.stderr)
+    found: dict[str, Any] = json.loads(out.stdout.strip().splitlines()[-1])
+    return found
+
+
+def _row(kind: str, plain: list[dict[str, Any]], guarded: list[dict[str, Any]]) -> list[str]:
+    a, b = (statistics.median(r["seconds"] for r in group) for group in (plain, guarded))
+    passes = statistics.median(r["passes"] for r in guarded)
+    (fx_hit, fx_miss), (aot_hit, aot_miss) = guarded[-1]["hits"]["fx"], guarded[-1]["hits"]["aot"]
+    seconds = [r["seconds"] for r in guarded]
+    return [
+        kind,
+        f"{a:.2f} s",
+        f"{b:.2f} s ({min(seconds):.2f} to {max(seconds):.2f})",
+        f"{100 * (b / a - 1):+.1f} %",
+        f"{passes * 1e3:.0f} ms",
+        f"FX {fx_hit} hit {fx_miss} miss, AOT {aot_hit} hit {aot_miss} miss",
+    ]
+
+
+def main() -> None:
+    import report
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--write", action="store_true", help="update the section in BENCHMARKS.md")
+    parser.add_argument("--variant", choices=("plain", "guarded"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.variant:
+        print(json.dumps(measure(args.variant, args.device)))
+        return
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for number in range(args.repeats):
+        for variant in ("plain", "guarded"):
+            with tempfile.TemporaryDirectory() as cache:
+                for kind in ("cold", "warm"):
+                    found = in_new_process(variant, args.device, cache)
+                    runs.setdefault((variant, kind), []).append(found)
+                    took = f"{found['seconds']:6.2f} s {found['hits']}"
+                    print(f"run {number + 1}: {variant:8s} {kind:5s} {took}", flush=True)
+    header = ["caches", "unguarded", "guarded (spread)", "difference", "of it our passes", "caches, guarded run"]
+    rows = [_row(kind, runs["plain", kind], runs["guarded", kind]) for kind in ("cold", "warm")]
+    text = (
+        f"## Compile time\n\n{report.environment(args.device)}. First call of a compiled decode step of a tiny Llama "
+        f"of {LAYERS} layers, Inductor, median of {args.repeats} runs in fresh processes, guarded and unguarded taking "
+        f"turns. Command: `python tests/benchmarks/compile_time.py --write`\n\n{report.table(header, rows)}"
+    )
+    print("\n" + text)
+    if args.write:
+        report.write_section(f"compile time {args.device}", text)
+
+
+if __name__ == "__main__":
+    main()

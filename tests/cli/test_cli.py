@@ -1,0 +1,108 @@
+"""The command line: demo, explain, and what it answers to mistakes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcanary_fx.__main__ import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_demo_shows_same_tokens_and_the_report(capsys):
+    assert main(["demo", "--inner", "eager", "--layers", "2", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "Same tokens: True" in out
+    assert "4 halves guarded" in out
+    assert "[content] the bytes of a slot changed" in out
+    assert "layer model.layers.1.self_attn, half K, row 0, position 3" in out
+
+
+def test_demo_without_transformers_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["demo", "--inner", "eager"]) == 2
+    assert "pip install 'kvcanary-fx[demo]'" in capsys.readouterr().err
+
+
+def test_explain_prints_writes_and_the_rewritten_graph(capsys):
+    assert main(["explain", f"{EXAMPLES}/plain_decoder.py:example"]) == 0
+    out = capsys.readouterr().out
+    assert "guarded  layers.2.V" in out
+    assert "torch.ops.kvcanary.verify.default(" in out
+    assert "1 graphs, 6 halves guarded" in out
+
+
+def test_explain_without_the_graph_and_with_rewritten_writes(capsys):
+    target = f"{EXAMPLES}/plain_decoder.py:example"
+    assert main(["explain", target, "--no-graph"]) == 0
+    assert "torch.ops" not in capsys.readouterr().out
+    assert main(["explain", target, "--rewrite-writes"]) == 0
+    assert "torch.ops.kvcanary.index_put_" in capsys.readouterr().out
+
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Grow(nn.Module):
+    def forward(self, keys, k):
+        keys = torch.cat([keys, k], dim=1)
+        return keys.sum(), keys
+
+grow = Grow()
+grow.example_inputs = {"keys": torch.zeros(1, 4, 8), "k": torch.zeros(1, 1, 8)}
+mlp = nn.Linear(3, 3)
+
+def stateless():
+    return mlp, (torch.zeros(2, 3),)
+
+def wrong():
+    return mlp
+
+def odd():
+    return mlp, 5
+"""
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def test_explain_says_why_nothing_is_guarded(source, capsys):
+    assert main(["explain", f"{source}:grow"]) == 1
+    out = capsys.readouterr().out
+    assert "cannot   keys: rebuilt by cat each step" in out
+    assert "StaticCache" in out
+    assert main(["explain", f"{source}:stateless"]) == 1
+    assert "writes no input" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("model.py", "it is not of the form FILE.py:NAME"),
+        ("nothing.py:x", "there is no file nothing.py"),
+        ("{}:missing", "the file defines no missing"),
+        ("{}:mlp", "mlp has no attribute example_inputs"),
+        ("{}:wrong", "wrong() did not return (model, inputs)"),
+        ("{}:odd", "its inputs are a int, not a tuple or a dict"),
+    ],
+)
+def test_explain_of_something_it_cannot_load(source, target, reason, capsys):
+    assert main(["explain", target.format(source)]) == 2
+    err = capsys.readouterr().err
+    assert reason in err
+    assert "Give FILE.py:NAME" in err
+
+
+def test_help_of_each_command(capsys):
+    for command in ("demo", "explain"):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        assert "usage: kvcanary" in capsys.readouterr().out

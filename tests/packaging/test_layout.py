@@ -1,0 +1,75 @@
+"""The layout of the repository, which several tools would break without a word."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvcanary_fx
+
+ROOT = Path(__file__).parents[2]
+checkout = pytest.mark.skipif(not (ROOT / "passes").is_dir(), reason="not a checkout")
+
+
+@checkout
+@pytest.mark.parametrize("name", ["passes", "kernels"])
+def test_no_top_level_package_shadows_another(name):
+    assert not (ROOT / name / "__init__.py").exists(), f"a package named {name} shadows the one on PyPI"
+
+
+@checkout
+@pytest.mark.parametrize("name", ["passes", "kernels"])
+def test_links_serve_the_checkout(name):
+    link = ROOT / "kvcanary_fx" / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("..") / name
+
+
+@checkout
+def test_links_are_tracked_as_links():
+    listed = subprocess.run(
+        ["git", "ls-files", "-s", "kvcanary_fx/passes", "kvcanary_fx/kernels"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == ["120000", "120000"]
+
+
+def test_submodules_are_importable_under_our_name_only():
+    program = (
+        "import kvcanary_fx.passes.pipeline, kvcanary_fx.kernels.ops, sys;"
+        "assert 'passes' not in sys.modules and 'kernels' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT if (ROOT / "passes").is_dir() else None)
+
+
+def test_importing_us_does_not_import_triton_or_transformers():
+    program = "import kvcanary_fx, sys; print([m for m in ('triton', 'transformers') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT)
+    assert "transformers" not in out.stdout
+
+
+def test_every_module_file_is_packaged():
+    """Run against an installed wheel this compares it with the tree the tests came from."""
+    package = Path(kvcanary_fx.__file__).parent
+    for folder in ("passes", "kernels"):
+        if (ROOT / folder).is_dir():
+            assert {p.name for p in (ROOT / folder).glob("*.py")} == {p.name for p in (package / folder).glob("*.py")}
+
+
+def test_version_is_said_once():
+    try:
+        assert importlib.metadata.version("kvcanary-fx") == kvcanary_fx.__version__
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package is not installed")
+
+
+@checkout
+def test_files_are_rooms_and_not_halls():
+    sources = [p for folder in ("kvcanary_fx", "passes", "kernels") for p in (ROOT / folder).rglob("*.py")]
+    long = {str(p.relative_to(ROOT)): n for p in sources if (n := len(p.read_text().splitlines())) > 400}
+    assert long == {}
