@@ -1,0 +1,55 @@
+# make demo   show the canary at work
+# make test   run the tests against the package installed as a user installs it
+# make lint   ruff and mypy
+# make wheel  build the wheel and run the tests against it, away from the checkout
+# make clean  remove what the other targets made
+
+PYTHON ?= python3
+# What pip may need besides its configuration.  A machine without an NVIDIA GPU has no use for torch's CUDA
+# build: where PyTorch's index of CPU wheels can be reached, and no wheels are configured, it is asked as well
+# (a version "2.13.0+cpu" wins over "2.13.0").
+PIP_ARGS ?= $(shell [ -n "$$PIP_FIND_LINKS" ] || command -v nvidia-smi >/dev/null || [ "$$(uname)" != Linux ] || \
+    ! curl -sfIo /dev/null -m 5 https://download.pytorch.org/whl/cpu/torch/ || \
+    echo --extra-index-url https://download.pytorch.org/whl/cpu)
+SOURCES := pyproject.toml $(wildcard kvcanary_fx/*.py kvcanary_fx/cli/*.py passes/*.py kernels/*.py)
+
+.PHONY: demo test lint wheel clean
+
+demo: .venv-demo/installed
+	.venv-demo/bin/kvcanary demo
+
+test: .venv-test/installed
+	.venv-test/bin/pytest
+
+lint: .venv-test/linters
+	.venv-test/bin/ruff check .
+	.venv-test/bin/ruff format --check .
+	.venv-test/bin/mypy
+
+# The tests move to a directory of their own: in the checkout, `import kvcanary_fx` could find the sources.
+wheel: .venv-test/linters
+	rm -rf build dist
+	.venv-test/bin/python -m build --wheel .
+	.venv-test/bin/pip install -q --force-reinstall --no-deps dist/*.whl
+	mkdir -p build/wheel-test
+	cp -r tests examples pyproject.toml build/wheel-test
+	cd build/wheel-test && ../../.venv-test/bin/pytest -m "not slow"
+
+clean:
+	rm -rf .venv-demo .venv-test build dist *.egg-info
+
+.venv-demo/installed: $(SOURCES)
+	@echo "Installing kvcanary-fx[demo] into .venv-demo: a minute or two the first time."
+	$(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/pip install -q $(PIP_ARGS) ".[demo]"
+	touch $@
+
+.venv-test/installed: $(SOURCES)
+	@echo "Installing kvcanary-fx[test] into .venv-test: a minute or two the first time."
+	$(PYTHON) -m venv .venv-test
+	.venv-test/bin/pip install -q $(PIP_ARGS) ".[test]"
+	touch $@
+
+.venv-test/linters: .venv-test/installed
+	.venv-test/bin/pip install -q $(PIP_ARGS) ".[dev]"
+	touch $@
