@@ -123,7 +123,7 @@ def compile_graph(
         # Not every exception may reach Dynamo: it takes some for a graph break, and runs on unguarded.
         owner.report_lost(AnalysisError(e), e)
         return inner_compile(gm, example_inputs, config, mode, options)
-    _announce(plan)
+    _announce(plan, owner)
     if not plan.guarded:
         owner.add_graph(plan)
         return inner_compile(gm, example_inputs, config, mode, options)
@@ -159,31 +159,29 @@ def inner_compile(
     return compiled
 
 
-def _announce(plan: GraphPlan) -> None:
-    """Say once per graph what cannot be guarded, and what to do about it."""
+def _announce(plan: GraphPlan, owner: CanarySession) -> None:
+    """Say what cannot be guarded, and what to do about it: once for each cache, and once for no cache at all."""
     if plan.functional:
-        report.log.warning(
-            "kvcanary.unguarded %s: the cache is rebuilt by cat each step (%s), so there is nothing to guard between "
-            "steps. Use a cache that is written in place: Hugging Face's StaticCache (generate(..., "
-            "cache_implementation='static')), or a preallocated tensor and index_copy_.",
-            plan.name,
-            _some(plan.functional),
+        owner.warn_once(
+            f"rebuilt {plan.functional}",
+            f"kvcanary.unguarded {plan.name}: the cache is rebuilt by cat each step ({_some(plan.functional)}), so "
+            "there is nothing to guard between steps. Use a cache that is written in place: Hugging Face's "
+            "StaticCache (generate(..., cache_implementation='static')), or a preallocated tensor and index_copy_.",
         )
     elif plan.born:
-        report.log.warning(
-            "kvcanary.unguarded %s: the cache is created inside this graph (%s), so this call is not guarded; later "
-            "ones are, if the cache is passed in. Allocate it before the first call: Hugging Face's "
-            "cache.early_initialization(...).",
-            plan.name,
-            _some(plan.born),
+        owner.warn_once(
+            f"born {plan.born}",
+            f"kvcanary.unguarded {plan.name}: the cache is created inside this graph ({_some(plan.born)}), so this "
+            "call is not guarded; later ones are, if the cache is passed in. Allocate it before the first call: "
+            "Hugging Face's cache.early_initialization(...).",
         )
     elif not plan.guarded:
-        report.log.warning(
-            "kvcanary.unguarded %s: no KV cache is written in this graph, nothing is guarded in it (%s). If the model "
-            "has a cache, pass it in as a preallocated tensor; `python -m kvcanary_fx explain` shows what each graph "
-            "writes.",
-            plan.name,
-            _some([f"{name}: {why}" for name, why in plan.unguarded], "; ") or "it writes none of its inputs",
+        why = _some([f"{name}: {why}" for name, why in plan.unguarded], "; ") or "it writes none of its inputs"
+        owner.warn_once(
+            "no cache",  # a model with graph breaks has many such graphs, and the summary lists them
+            f"kvcanary.unguarded {plan.name}: no KV cache is written in this graph, nothing is guarded in it ({why}). "
+            "If the model has a cache, pass it in as a preallocated tensor; `python -m kvcanary_fx explain` shows what "
+            "each graph writes.",
         )
 
 

@@ -103,15 +103,23 @@ def resolve(config: CanaryConfig | None, options: Mapping[str, Any] | None) -> t
         UnknownSettingError, InvalidSettingError: naming the setting and where it was given.
     """
     base = CanaryConfig.from_env() if config is None else config
-    ours, rest = {}, {}
-    for key, value in (options or {}).items():
-        if key.startswith(OPTION_PREFIX):
-            name = key.removeprefix(OPTION_PREFIX)
-            _require_known(name, key, "options", [OPTION_PREFIX + n for n in names()])
-            ours[name] = validate(name, value, "options")
-        else:
-            rest[key] = value
-    return dataclasses.replace(base, **ours), rest
+    given = dict(options or {})
+    ours = {key: given.pop(key) for key in list(given) if key.startswith(OPTION_PREFIX)}
+    return override(base, ours, "options", OPTION_PREFIX), given
+
+
+def override(base: CanaryConfig, settings: Mapping[str, Any], where: str, prefix: str = "") -> CanaryConfig:
+    """``base`` with ``settings``, whose keys are names of settings after ``prefix``.
+
+    Raises:
+        UnknownSettingError, InvalidSettingError: naming the setting and ``where`` it was given.
+    """
+    changed = {}
+    for key, value in settings.items():
+        name = key.removeprefix(prefix)
+        _require_known(name, key, where, [prefix + n for n in names()])
+        changed[name] = validate(name, value, where, shown=key)
+    return dataclasses.replace(base, **changed)
 
 
 def names() -> list[str]:
@@ -119,15 +127,18 @@ def names() -> list[str]:
     return [field.name for field in dataclasses.fields(CanaryConfig)]
 
 
-def validate(name: str, value: Any, where: str) -> Any:
+def validate(name: str, value: Any, where: str, shown: str | None = None) -> Any:
     """``value`` if setting ``name`` can have it.
+
+    Args:
+        shown: the name as the user gave it, for the error.
 
     Raises:
         InvalidSettingError: it cannot.
     """
     accepts, expected = _RULES[name]
     if not accepts(value):
-        raise InvalidSettingError(name, where, value, expected)
+        raise InvalidSettingError(shown or name, where, value, expected)
     return value
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .backend import CanaryBackend
-from .config import CanaryConfig, resolve
+from .config import CanaryConfig, override
 from .errors import UnguardedForwardError
 from .session import CanarySession
 
@@ -106,7 +106,7 @@ def protect(target: Any = None, **settings: Any) -> Any:
         print(kvcanary_fx.session_of(model).summary())
     """
     compile_options = _take_compile_options(settings)
-    config, _ = resolve(None, {f"kvcanary.{k}": v for k, v in settings.items()})
+    config = override(CanaryConfig.from_env(), settings, "protect()")
     if target is None:
         return functools.partial(_protect, config=config, compile_options=compile_options)
     return _protect(target, config, compile_options)

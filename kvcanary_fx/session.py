@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -45,6 +46,7 @@ class CanarySession:
         self._total = 0  # violations, those that the ring had no room for included
         self._told = self._told_total = 0  # of both, how many were raised
         self._adopted_slots = 0
+        self._warned: set[str] = set()
         self._pending: list[_Readback] = []
         self._lock = threading.RLock()
         self._inside = threading.local()
@@ -160,6 +162,11 @@ class CanarySession:
         if why not in self.uncovered:
             self.uncovered.append(why)
             report.log.warning("kvcanary.coverage %s", why)
+
+    def warn_once(self, key: str, message: str) -> None:
+        """Log ``message`` at WARNING the first time, and at INFO whenever ``key`` comes again."""
+        report.log.log(logging.INFO if key in self._warned else logging.WARNING, "%s", message)
+        self._warned.add(key)
 
     # ---- reports
 

@@ -71,7 +71,7 @@ def test_typo_in_the_environment_names_the_variable():
     ],
 )
 def test_value_that_a_setting_cannot_have(name, value):
-    with pytest.raises(InvalidSettingError, match=f"setting '{name}' in options is "):
+    with pytest.raises(InvalidSettingError, match=f"setting 'kvcanary.{name}' in options is "):
         resolve(None, {f"kvcanary.{name}": value})
     with pytest.raises(InvalidSettingError, match=f"setting '{name}' in CanaryConfig is "):
         CanaryConfig(**{name: value})

@@ -120,3 +120,39 @@ def test_a_pass_that_fails_is_an_error_in_raise_mode_and_a_warning_in_log_mode(m
         rig.step(2)
     assert "NotImplementedError: no such thing" in caplog.text
     assert rig.session.uncovered
+
+
+def unguarded(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "kvcanary.unguarded" in r.getMessage()]
+
+
+def test_model_without_a_cache_is_told_so_once(caplog):
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+
+    @torch.compile(backend=backend)
+    def two_graphs(x):
+        x = x * 2
+        torch._dynamo.graph_break()
+        return x + 1
+
+    with caplog.at_level(logging.WARNING, "kvcanary"):
+        two_graphs(torch.zeros(3))
+    (message,) = unguarded(caplog)
+    assert "no KV cache is written in this graph" in message
+    assert "python -m kvcanary_fx explain" in message
+    assert len(backend.session.plans) == 2
+    assert "nothing is guarded" in backend.session.summary()
+
+
+def test_cache_rebuilt_by_cat_is_named_once(caplog):
+    def attend(q, keys, k):
+        keys = torch.cat([keys, k], dim=2)
+        return (q @ keys.transpose(-1, -2)).softmax(-1), keys
+
+    compiled = torch.compile(attend, backend=CanaryBackend(CanaryConfig(inner="eager")), dynamic=False)
+    with caplog.at_level(logging.WARNING, "kvcanary"):
+        for length in (5, 6, 7):
+            compiled(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, length, 4), torch.zeros(1, 2, 1, 4))
+    (message,) = unguarded(caplog)
+    assert "the cache is rebuilt by cat each step (keys)" in message
+    assert "StaticCache" in message

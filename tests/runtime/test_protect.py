@@ -160,7 +160,7 @@ def test_off_runs_the_module_as_it_is():
 
 
 def test_settings_are_checked_when_given():
-    with pytest.raises(UnknownSettingError, match=r"kvcanary\.mod"):
+    with pytest.raises(UnknownSettingError, match=r"unknown setting 'mod' in protect\(\) \(did you mean 'mode'"):
         protect(Plain(), mod="log")
     with pytest.raises(TypeError, match=r"protect takes an nn\.Module class or instance, not function"):
         protect(run)
