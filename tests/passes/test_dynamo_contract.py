@@ -1,0 +1,169 @@
+"""The private torch APIs we lean on, one test each: a torch release that changes one fails here, by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
+from torch._guards import TracingContext
+
+from kvcanary_fx.passes.dynamo_contract import append_static_input, clone_graph_module, graph_name
+from kvcanary_fx.passes.names import source_name
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("k_cache", torch.zeros(4, 3))
+
+    def forward(self, k, slot):
+        self.k_cache[slot] = k
+        return self.k_cache.sum()
+
+
+ARGS = (torch.ones(2, 3), torch.tensor([0, 2]))
+
+
+def compiled_with(backend, module=None):
+    with torch.no_grad():
+        return torch.compile(module or Layer(), backend=backend)(*ARGS)
+
+
+def appended(gm, source=True, static=True):
+    """A clone of a Dynamo graph with one more input, which it adds to."""
+    clone = clone_graph_module(gm)
+    state = append_static_input(clone, "state", torch.zeros(1, dtype=torch.int32))
+    if not source:
+        del state._dynamo_source
+    if not static:
+        del state.meta["tensor_dict"]
+    with clone.graph.inserting_before(next(reversed(clone.graph.nodes))):
+        clone.graph.call_method("add_", (state, 1))
+    clone.recompile()
+    return clone
+
+
+def test_placeholders_have_sources_with_the_users_names():
+    seen = []
+
+    def backend(gm, example_inputs):
+        seen.extend(source_name(n) for n in gm.graph.find_nodes(op="placeholder"))
+        return gm.forward
+
+    compiled_with(backend)
+    assert sorted(seen) == ["k", "k_cache", "slot"]
+
+
+def test_dynamo_reads_its_own_graph_again_so_a_pass_edits_a_clone():
+    def editing_in_place(gm, example_inputs):
+        append_static_input(gm, "state", torch.zeros(1, dtype=torch.int32))
+        gm.recompile()
+        state = torch.zeros(1, dtype=torch.int32)
+        return lambda *args: gm.forward(*args, state)
+
+    with pytest.raises(InternalTorchDynamoError, match="grapharg"):
+        compiled_with(editing_in_place)
+    torch._dynamo.reset()
+
+    def editing_a_clone(gm, example_inputs):
+        clone = appended(gm)
+        state = torch.zeros(1, dtype=torch.int32)
+        return lambda *args: clone.forward(*args, state)
+
+    assert compiled_with(editing_a_clone) == 6
+
+
+def test_an_appended_input_needs_a_source_which_may_be_none():
+    from torch._dynamo.backends.debugging import aot_eager
+
+    def backend(source):
+        def compile_it(gm, example_inputs):
+            state = torch.zeros(1, dtype=torch.int32)
+            run = aot_eager(appended(gm, source=source), [*example_inputs, state])
+            return lambda *args: run(*args, state)
+
+        return compile_it
+
+    assert compiled_with(backend(source=True)) == 6
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed, match="_dynamo_source"):
+        compiled_with(backend(source=False))
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_an_appended_input_is_static_for_cuda_graphs_only_with_metadata_that_says_so(static):
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    seen = []
+
+    def inner(gm, example_inputs, **kwargs):
+        names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
+        seen.append((len(names), list(kwargs["static_input_idxs"])))
+        return compile_fx_inner(gm, example_inputs, **kwargs)
+
+    def backend(gm, example_inputs):
+        state = torch.zeros(1, dtype=torch.int32)
+        graph = appended(gm, static=static)
+        uncached = {"force_disable_caches": True}
+        run = compile_fx(graph, [*example_inputs, state], inner_compile=inner, config_patches=uncached)
+        return lambda *args: run(*args, state)
+
+    assert compiled_with(backend) == 6
+    count, indices = seen[0]
+    assert (count - 1 in indices) == static
+
+
+def test_a_clone_keeps_what_aot_autograd_looks_up():
+    checked = []
+
+    def backend(gm, example_inputs):
+        clone = clone_graph_module(gm)
+        assert clone._param_name_to_source is gm._param_name_to_source
+        assert clone.meta == gm.meta
+        for old, new in zip(gm.graph.nodes, clone.graph.nodes, strict=True):
+            assert old is not new
+            assert old.meta.keys() == new.meta.keys()
+            checked.append(new.op)
+        return gm.forward
+
+    compiled_with(backend)
+    assert "placeholder" in checked
+    assert "output" in checked
+
+
+def test_a_graph_says_where_it_comes_from():
+    names = []
+
+    def backend(gm, example_inputs):
+        names.append(graph_name(gm))
+        return gm.forward
+
+    compiled_with(backend)
+    assert names[0].startswith("graph 0/0 (forward, test_dynamo_contract.py:")
+
+
+def test_the_tracing_context_says_which_function_is_compiled():
+    seen = []
+
+    def backend(gm, example_inputs):
+        seen.append(TracingContext.get().traced_code[0].co_name)
+        return gm.forward
+
+    compiled_with(backend)
+    assert seen == ["forward"]
+
+
+def test_inductors_wrapper_checks_options_and_applies_modes():
+    wrapper = torch._TorchCompileInductorWrapper("max-autotune-no-cudagraphs", None, None)
+    assert wrapper.config["max_autotune"] is True
+    with pytest.raises(RuntimeError, match="Unexpected optimization option nonsense"):
+        torch._TorchCompileInductorWrapper(None, {"nonsense": 1}, None)
+
+
+def test_a_module_is_called_through_the_hook_that_compile_uses():
+    layer, calls = Layer(), []
+    layer._compiled_call_impl = lambda *args: calls.append(args)
+    layer(*ARGS)
+    assert calls == [ARGS]
+    assert "_compiled_call_impl" not in layer.__getstate__()
