@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import coverage, report
+from . import coverage
 from .config import CanaryConfig, resolve
 from .errors import AnalysisError, CaptureError
 from .passes.graph_plan import GraphPlan

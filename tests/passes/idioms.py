@@ -270,6 +270,25 @@ def output_buffer(q, k, v, out, pos):
     return q
 
 
+def computed_mask(q, k, v, kc, vc, pos, visible):
+    visible[:, :, pos] = torch.arange(S, device=q.device).le(pos.unsqueeze(1)).to(q.dtype)
+    kc.index_copy_(2, pos, k)
+    vc.index_copy_(2, pos, v)
+    return attend(q, kc, vc) + visible.sum()
+
+
+def running_mean(q, k, v, kc, vc, pos, mean):
+    mean[pos] = mean[pos] * 0.9 + k.mean(dim=(0, 1))
+    kc.index_copy_(2, pos, k)
+    vc.index_copy_(2, pos, v)
+    return attend(q, kc, vc) + mean.mean()
+
+
+def hidden_scratch(q, k, v, scratch, slot):
+    torch.ops.kvcanary_test.hidden_store(tokens_first(k), tokens_first(v), scratch, slot)
+    return q + scratch.sum()
+
+
 @dataclasses.dataclass(frozen=True)
 class Idiom:
     """One way to write a cache.
@@ -344,4 +363,7 @@ NOT_KV = [
         lambda: (*static_cache(), torch.zeros((), dtype=torch.int64), torch.full((B, 1, T, S), -1.0)),
     ),
     Idiom(output_buffer, lambda: (*_qkv(B), torch.zeros(B, H, S, D), torch.tensor([3, 4])), halves=0),
+    Idiom(computed_mask, lambda: (*static_cache(), torch.zeros(B, 1, S, S))),
+    Idiom(running_mean, lambda: (*static_cache(), torch.zeros(S, D))),
+    Idiom(hidden_scratch, one_tensor(2, PAGES, PAGE, H, D), halves=0),
 ]

@@ -111,5 +111,8 @@ def test_what_is_not_a_cache_is_named_with_the_reason(caplog):
         "counter": "its elements are int64: a counter, a mask or an index",
         "mask": "only constants are written to it: a mask or a buffer being cleared",
         "out": "nothing in the graph reads it: an output buffer",
+        "visible": "what is written to it comes from no floating-point input: a mask",
+        "mean": "it has two axes and no name of a cache: a running state",
+        "scratch": "an op that hides where it writes changed it, and its name is no cache's",
     }
     assert "no KV cache is written in this graph" in caplog.text

@@ -187,6 +187,20 @@ def test_lint_finds_an_op_without_its_state():
         check_canary_rules(rewritten, plan, "a pass")
 
 
+@pytest.mark.parametrize("moved", ["begin_default", "verify_default"])
+def test_lint_finds_a_begin_that_is_not_first_or_not_alone(moved):
+    gm, inputs = dynamo_graph(INDEX_COPY.run, *INDEX_COPY.make())
+    rewritten, plan = run_passes(gm, inputs, passes())
+    nodes = {n.name: n for n in rewritten.graph.nodes}
+    if moved == "begin_default":
+        nodes["record_default"].append(nodes["begin_default"])
+    else:
+        with rewritten.graph.inserting_after(nodes["verify_default"]):
+            rewritten.graph.node_copy(nodes["begin_default"])
+    with pytest.raises(BrokenGraphError, match="is out of order with its graph's begin"):
+        check_canary_rules(rewritten, plan, "a pass")
+
+
 def test_dump_writes_each_stage(tmp_path):
     gm, inputs = dynamo_graph(INDEX_COPY.run, *INDEX_COPY.make())
     run_passes(gm, inputs, passes(rewrite=True), dump=str(tmp_path))

@@ -252,3 +252,93 @@ def test_out_of_range_stops_before_the_write_on_the_cpu():
     with pytest.raises(kvcanary_fx.KVCacheViolation, match="index 24 is out of range"):
         rig.step(at=24)
     assert all(torch.equal(a, t) for a, t in zip(before, [t for pair in rig.caches for t in pair], strict=True))
+
+
+def pools(slots: int = 12):
+    return torch.zeros(slots, HEADS, HEAD_DIM), torch.zeros(slots, HEADS, HEAD_DIM)
+
+
+def paged_layer(inner: str, write=None, **settings):
+    """A compiled function that writes K and V of each token to its slot and reads them."""
+
+    def layer(k_pool, v_pool, k, v, slots):
+        if write is None:
+            k_pool[slots], v_pool[slots] = k, v
+        else:
+            write(k_pool, v_pool, k, v, slots)
+        return (k_pool * v_pool).sum()
+
+    backend = CanaryBackend(CanaryConfig(inner=inner, **settings))
+    return torch.compile(layer, backend=backend), backend.session
+
+
+@torch.library.custom_op("test_detection::store", mutates_args=("k_pool", "v_pool"))
+def store_one_too_far(
+    k_pool: torch.Tensor, v_pool: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+) -> None:
+    k_pool[slots] = k
+    v_pool[slots + 1] = v
+
+
+@store_one_too_far.register_fake
+def _(k_pool, v_pool, k, v, slots):
+    return None
+
+
+INNER = pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+
+
+@INNER
+def test_write_that_lands_in_another_slot(inner):
+    run, session = paged_layer(inner, store_one_too_far, mode="log")
+    tokens = torch.randn(2, 2, HEADS, HEAD_DIM)
+    with torch.no_grad():
+        run(*pools(), *tokens, torch.tensor([3, 7]))
+    assert [(v.check, v.half, v.slot, v.phase) for v in session.violations()] == [
+        ("operand", "V", 3, "post"),
+        ("operand", "V", 7, "post"),
+    ]
+
+
+@INNER
+def test_two_tokens_sent_to_one_slot(inner):
+    run, session = paged_layer(inner, mode="log")
+    tokens = torch.randn(2, 3, HEADS, HEAD_DIM)
+    with torch.no_grad():
+        run(*pools(), *tokens, torch.tensor([3, 7, 3]))
+    found = session.violations()
+    assert {(v.check, v.slot, v.detail) for v in found} == {("bounds", 3, 1)}
+    assert {v.half for v in found} == {"K", "V"}
+    assert "two tokens of one step were written to the same slot" in found[0].explain()
+
+
+@INNER
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_value_that_is_no_number_is_written(inner, bad, dtype):
+    run, session = paged_layer(inner, mode="log")
+    tokens = torch.randn(2, 3, HEADS, HEAD_DIM, dtype=dtype)
+    tokens[1, 2, 0, 5] = bad
+    with torch.no_grad():
+        run(*(p.to(dtype) for p in pools()), *tokens, torch.tensor([3, 7, 4]))
+    word = 5 * dtype.itemsize // 4
+    assert [(v.check, v.half, v.slot, v.detail) for v in session.violations()] == [("poison", "V", 4, word)]
+
+
+def test_layers_that_interleave_in_one_pool_and_are_compiled_one_by_one():
+    """[slots, layers, ...]: the layers' bytes alternate, so a graph for one must not drop the other's shadow."""
+
+    def layer(pool, number, k, slots):
+        pool[slots, number] = k
+        return pool[:, number].sum()
+
+    backend = CanaryBackend(CanaryConfig(inner="eager", mode="log"))
+    run = torch.compile(layer, backend=backend, dynamic=False)
+    pool = torch.zeros(12, 2, HEADS, HEAD_DIM)
+    with torch.no_grad():
+        for step in range(4):
+            for number in (0, 1):
+                run(pool, number, torch.randn(2, HEADS, HEAD_DIM), torch.tensor([2 * step, 2 * step + 1]))
+        pool.data.view(torch.int32)[3, 0, 1, 2] ^= 1
+        run(pool, 0, torch.randn(1, HEADS, HEAD_DIM), torch.tensor([9]))
+    assert [(v.check, v.slot) for v in backend.session.violations()] == [("content", 3)]

@@ -78,6 +78,54 @@ def test_reset_then_a_prompt_that_ends_where_the_last_sequence_did(layers):
     assert rig.session.stats().adopted > 0
 
 
+def test_padded_prompt_outside_that_ends_where_the_last_sequence_did(rig):
+    rig.step(4)
+    for _ in range(3):
+        rig.step()
+    rig.reset()
+    rig.step(7, guarded=False, positions=(torch.arange(7) - 2).clamp(min=0).expand(2, 7))
+    rig.step(positions=torch.full((2, 1), 5))
+    assert silent(rig)
+
+
+def test_prompt_that_shares_most_tokens_with_the_last_one():
+    """The first layer's K and V depend on the token alone: they stay, while all layers above change."""
+    rig = Rig.build(3)
+    tokens = torch.randint(0, 50, (2, 8))
+    for first, prompt in ((3, tokens[:, :7]), (4, tokens)):
+        prompt[:, 0] = first
+        index = torch.arange(prompt.shape[1])
+        with torch.no_grad():
+            rig.model(prompt, index.expand_as(prompt), index, rig.caches)
+        rig.length = prompt.shape[1]
+        rig.step()
+    assert silent(rig)
+    assert rig.session.stats().adopted > 0
+
+
+def test_two_graphs_that_see_one_cache_in_two_ways():
+    def by_head(cache, k, pos):
+        cache.index_copy_(2, pos, k)
+        return cache.sum()
+
+    def by_position(cache, k, pos):
+        turned = cache.transpose(1, 2)
+        turned[:, pos] = k.transpose(1, 2)
+        return cache.sum()
+
+    def flat(cache, k, pos):
+        cache.view(2, 2 * 16, 8)[:, pos] = k[:, 0]  # other slots: heads and positions as one axis
+        return cache.sum()
+
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+    runs = [torch.compile(f, backend=backend) for f in (by_head, by_position, flat)]
+    cache = torch.zeros(2, 2, 16, 8)
+    with torch.no_grad():
+        for n in range(12):
+            runs[n % 3](cache, torch.randn(2, 2, 1, 8), torch.tensor([n // 3]))
+    assert backend.session.violations() == []
+
+
 def test_same_under_inference_mode_where_tensors_have_no_version():
     with torch.inference_mode():
         rig = Rig.build(2)
@@ -170,8 +218,9 @@ def test_batch_of_different_lengths_with_left_padding(rig):
     assert silent(rig)
 
 
-def test_positions_that_repeat_in_right_padding(rig):
-    rig.step(5, positions=torch.tensor([[0, 1, 2, 2, 2], [0, 1, 2, 3, 4]]))
+@pytest.mark.parametrize("padding", [1, 2])  # Hugging Face fills with 1; repeating the last position is as common
+def test_positions_in_right_padding(rig, padding):
+    rig.step(5, positions=torch.tensor([[0, 1, 2, padding, padding], [0, 1, 2, 3, 4]]))
     for n in range(3):
         rig.step(positions=torch.tensor([[3 + n], [5 + n]]))
     assert silent(rig)
