@@ -73,3 +73,8 @@ def test_op_outside_a_forward_names_the_remedy():
             assert get_forward_context() is inner
             raise ValueError
         assert get_forward_context() is outer
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_ops_take_any_strides_so_inductor_need_not_copy_their_arguments(name):
+    assert torch.Tag.flexible_layout in getattr(torch.ops.kvcanary, name).default.tags

@@ -301,6 +301,15 @@ def test_write_that_lands_in_another_slot(inner):
 
 
 @INNER
+def test_index_that_wraps_stops_before_the_write_on_the_cpu(inner):
+    run, _ = paged_layer(inner)
+    pair = pools()
+    with torch.no_grad(), pytest.raises(KVCacheViolation, match="index -1 is out of range and wrapped to slot 11"):
+        run(*pair, *torch.randn(2, 2, HEADS, HEAD_DIM), torch.tensor([3, -1]))
+    assert all(not pool.any() for pool in pair)
+
+
+@INNER
 def test_two_tokens_sent_to_one_slot(inner):
     run, session = paged_layer(inner, mode="log")
     tokens = torch.randn(2, 3, HEADS, HEAD_DIM)
