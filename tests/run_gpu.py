@@ -3,7 +3,8 @@
     PYTHONPATH=. python tests/run_gpu.py [--logs DIR] [--only TEXT]
 
 The tests marked ``gpu``, the rest of the suite on this machine's torch, and the examples under Inductor,
-``mode="reduce-overhead"`` and manual capture.  Jobs run side by side; each job's output goes to a file.
+``mode="reduce-overhead"`` and manual capture, side by side; then the benchmarks, one at a time.  Each job's
+output goes to a file.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def jobs() -> list[Job]:
     parallel = ["-n", "6"] if importlib.util.find_spec("xdist") else []
     made = [
         Job("tests kernels", [*pytest, *parallel, "tests/kernels"]),
-        Job("tests passes", [*pytest, *parallel, "tests/passes"]),
+        Job("tests passes", [*pytest, *parallel, "tests/passes", "--ignore=tests/passes/test_code_lint.py"]),
+        Job("lint of every idiom", [*pytest, *parallel, "-rP", "tests/passes/test_code_lint.py"]),
         Job("tests runtime", [*pytest, *parallel, "tests/runtime"]),
         Job("tests models and examples", [*pytest, *parallel, "tests/models", "tests/examples", "tests/cli"]),
     ]
@@ -76,6 +78,11 @@ def jobs() -> list[Job]:
     return made
 
 
+def benchmarks() -> list[Job]:
+    """They update BENCHMARKS.md."""
+    return [Job("benchmark compile time", [sys.executable, "tests/benchmarks/compile_time.py", "--write"])]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--logs", type=Path, default=Path("build/gpu-logs"), help="directory for the jobs' output")
@@ -87,6 +94,7 @@ def main() -> int:
     chosen = [job for job in jobs() if args.only in job.name]
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
         done = list(pool.map(lambda job: job.run(args.logs, args.timeout), chosen))
+    done += [job.run(args.logs, args.timeout) for job in benchmarks() if args.only in job.name]
     failed = [job for job in done if job.status != 0]
     print(f"\n{len(done) - len(failed)} of {len(done)} jobs passed" + "".join(f"\n  failed: {j.name}" for j in failed))
     return 1 if failed else 0
