@@ -38,7 +38,7 @@ def appended(gm, source=True, static=True):
         del state._dynamo_source
     if not static:
         del state.meta["tensor_dict"]
-    with clone.graph.inserting_before(next(reversed(clone.graph.nodes))):
+    with clone.graph.inserting_before(next(iter(reversed(clone.graph.nodes)))):
         clone.graph.call_method("add_", (state, 1))
     clone.recompile()
     return clone

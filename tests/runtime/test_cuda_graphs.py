@@ -10,6 +10,7 @@ from toys import VOCAB, Rig, new_caches
 
 import kvcanary_fx
 from kvcanary_fx import CanaryBackend, CanaryConfig, CaptureError, KVCacheViolation
+from kvcanary_fx.kernels import triton_kernels
 from kvcanary_fx.kernels.buffers import Gate
 
 pytestmark = pytest.mark.gpu
@@ -227,3 +228,20 @@ def test_pools_on_two_devices():
         with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
             run(a, b, torch.randn(1, 2, 4, device="cuda:0"), torch.tensor([3], device="cuda:0"))
     assert [(v.pool, v.slot) for v in caught.value.violations] == [("b", 1)]
+
+
+def compiled_variants() -> dict[str, int]:
+    """How often each kernel was compiled in this process."""
+    kernels = {n: k for n, k in vars(triton_kernels).items() if n.endswith("_kernel")}
+    return {n: sum(len(cache[0]) for cache in k.device_caches.values()) for n, k in kernels.items()}
+
+
+def test_more_layers_compile_no_more_kernels():
+    counts = []
+    for layers in (2, 8):
+        rig = Rig.build(layers, device="cuda")
+        for tokens in (5, 1, 1):
+            rig.step(tokens)
+        counts.append(compiled_variants())
+    assert counts[0]["record_kernel"] >= 1
+    assert counts[1] == counts[0]
