@@ -7,9 +7,11 @@ All other memory is found through the ForwardContext.
 
 ``kvcanary::begin(state)``
     once per graph, first: counts the step.
-``kvcanary::verify(kv, index, extent, state, site, write)``
+``kvcanary::verify(kv, value, index, extent, state, site, write)``
     before the first access of a half: checks the content of recorded slots; with ``write >= 0`` also the
-    bounds of the write to come, whose index tensors and slice bounds are ``index`` and ``extent``.
+    bounds of the write to come, whose index tensors and slice bounds are ``index`` and ``extent``.  Its
+    operand ``value`` is not looked at: taking it makes Inductor store it once, before the write.  Otherwise
+    Inductor may compute it twice, in the write's kernel and for ``record``, and the last bits may differ.
 ``kvcanary::record(kv, value, index, extent, positions, state, site, write)``
     after a write: fingerprints the slots written and compares them with ``value``, the operand.
 ``kvcanary::observe(kv, state, site)`` and ``kvcanary::record_changed(kv, state, site)``
@@ -39,7 +41,9 @@ NAMESPACE = "kvcanary"
 
 SCHEMAS = {
     "begin": "(Tensor(a!) state) -> ()",
-    "verify": "(Tensor kv, Tensor[] index, SymInt[] extent, Tensor(a!) state, int site, int write) -> ()",
+    "verify": (
+        "(Tensor kv, Tensor? value, Tensor[] index, SymInt[] extent, Tensor(a!) state, int site, int write) -> ()"
+    ),
     "record": (
         "(Tensor kv, Tensor? value, Tensor[] index, SymInt[] extent, Tensor? positions, Tensor(a!) state, "
         "int site, int write) -> ()"
@@ -67,7 +71,13 @@ def _begin(state: torch.Tensor) -> None:
 
 
 def _verify(
-    kv: torch.Tensor, index: list[torch.Tensor], extent: list[int], state: torch.Tensor, site: int, write: int
+    kv: torch.Tensor,
+    value: torch.Tensor | None,
+    index: list[torch.Tensor],
+    extent: list[int],
+    state: torch.Tensor,
+    site: int,
+    write: int,
 ) -> None:
     context = get_forward_context()
     here, kernels = context.sites[site], kernels_for(kv.device)

@@ -80,7 +80,7 @@ def checks_off(plan: GraphPlan, config: CanaryConfig) -> list[tuple[str, str]]:
         if site.opaque is not None:
             off.append(("operand, bounds", f"{site.name}: {site.opaque}"))
         elif not site.has_operand:
-            off.append(("operand", f"{site.name}: its writes show no operand"))
+            off.append(("operand", f"{site.name}: its writes show no operand in the cache's dtype"))
         if not site.verified:
             off.append(("content", f"{site.name}: this graph overwrites all of it before it reads any"))
     return off

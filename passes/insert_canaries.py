@@ -8,7 +8,7 @@ Before::
 After (``state`` is a new input; one begin per graph, two ops per half)::
 
     begin = torch.ops.kvcanary.begin(state)
-    verify = torch.ops.kvcanary.verify(keys, [cache_position], [], state, 0, 0)
+    verify = torch.ops.kvcanary.verify(keys, k_embed, [cache_position], [], state, 0, 0)
     index_copy_: "f32[2, 2, 11, 8]" = keys.index_copy_(2, cache_position, k_embed)
     record = torch.ops.kvcanary.record(keys, k_embed, [cache_position], [], None, state, 0, 0)
     attn = scaled_dot_product_attention(q, keys, values)
@@ -37,6 +37,7 @@ from .halves import Half, ReadableWrite, Region, Sum, ancestors, find_halves
 from .labels import name_halves
 from .names import function_name, layer_number, source_name
 from .token_inputs import TokenInputs, find_token_inputs
+from .writes import KVWrite
 
 STATE = "kvcanary_state"
 
@@ -110,6 +111,8 @@ class _Inserter:
 
     def _guard(self, half: Half) -> None:
         site, state, first = len(self.plan.sites), self._state_for(half), half.first_access.node
+        for readable in half.readable:
+            self._match_dtype(readable.write, half.dtype)
         ahead = None if half.opaque else self._known_before(half, first)
         half.readable = [self._numbered(r, ahead) for r in half.readable]
         ahead = next((r for r in half.readable if r.plan.ahead), None)
@@ -119,8 +122,9 @@ class _Inserter:
                 self._call("observe", view, state, site)
             elif half.reads_old:
                 write = ahead.plan.write_id if ahead else -1
+                value = ahead.write.value if ahead and ahead.write.node is first else None
                 index, extent = self._operands(ahead) if ahead else ([], [])
-                self._call("verify", view, index, extent, state, site, write)
+                self._call("verify", view, value, index, extent, state, site, write)
             leads = ahead is not None and self._identify(site, half, ahead, state)
         for readable in half.readable:
             with self._after(readable.write.node):
@@ -130,6 +134,22 @@ class _Inserter:
                 self._call("record_changed", view, state, site)
         self.plan.sites.append(self._site_plan(half, leads))
         self.plan.pool_bytes.append(_bytes_of(half))
+
+    def _match_dtype(self, write: KVWrite, dtype: torch.dtype) -> None:
+        """Make the cast of a write's operand to the pool's dtype a node, which write and record share.
+
+        Seen under Inductor: a write of bf16 into fp8 is computed from the unrounded float32, so that the slot
+        differs from bf16 rounded to fp8.  A custom op may scale as it casts: its operand says nothing.
+        """
+        if write.value is None or self.found.values[write.value].dtype == dtype:
+            return
+        if write.flat is not None or write.value not in write.node.all_input_nodes:
+            write.value = None
+            return
+        with self.graph.inserting_before(write.node):
+            cast = self.graph.call_method("to", (write.value, dtype))
+        write.node.replace_input_with(write.value, cast)
+        write.value = cast
 
     def _known_before(self, half: Half, first: fx.Node) -> ReadableWrite | None:
         """The half's first write, if the graph has computed its slots before ``first``."""

@@ -31,7 +31,7 @@ def _arguments(scene) -> dict[str, tuple]:
     value = torch.zeros(1, *scene.site.layout.row_shape, dtype=scene.site.layout.dtype, device=device)
     return {
         "begin": (state,),
-        "verify": (scene.view, [slot], [], state, 0, 0),
+        "verify": (scene.view, value, [slot], [], state, 0, 0),
         "record": (scene.view, value, [slot], [], None, state, 0, 0),
         "observe": (scene.view, state, 0),
         "record_changed": (scene.view, state, 0),

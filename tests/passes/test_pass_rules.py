@@ -83,8 +83,22 @@ def test_dynamic_start_of_a_slice_becomes_an_argument():
     args = (torch.zeros(B, H, S, D), torch.randn(B, H, T, D), 3)
     rewritten, plan = graph_of(run, *args, dynamic=True)
     verify = next(n for n in rewritten.graph.nodes if is_canary(n) and "verify" in n.name)
-    assert [type(e).__name__ for e in verify.args[2]] == ["Node", "Node"]
+    assert [type(e).__name__ for e in verify.args[3]] == ["Node", "Node"]
     assert plan.sites[0].slot_axes == (0, 2)
+
+
+def test_cast_of_the_operand_is_a_node_that_write_and_record_share():
+    def write(cache, k, pos):
+        cache[:, :, 2:4] = k
+        return cache.sum()
+
+    gm, inputs = dynamo_graph(write, torch.zeros(2, 2, 8, 4, dtype=torch.bfloat16), torch.ones(2, 2, 2, 4), None)
+    rewritten, _ = run_passes(gm, inputs, passes())
+    nodes = {n.name: n for n in rewritten.graph.nodes}
+    cast = nodes["to"]
+    assert cast.args[1] is torch.bfloat16
+    assert nodes["setitem"].args[2] is cast
+    assert cast in [n.args[1] for n in rewritten.graph.nodes if is_canary(n) and "record" in n.name]
 
 
 def test_dynamic_sizes_of_the_cache_are_guarded():
@@ -182,7 +196,7 @@ def test_lint_finds_an_op_without_its_state():
     gm, inputs = dynamo_graph(INDEX_COPY.run, *INDEX_COPY.make())
     rewritten, plan = run_passes(gm, inputs, passes())
     node = next(n for n in rewritten.graph.nodes if n.name == "verify_default")
-    node.update_arg(3, node.args[0])
+    node.update_arg(4, node.args[0])
     with pytest.raises(BrokenGraphError, match="does not thread a state input"):
         check_canary_rules(rewritten, plan, "a pass")
 

@@ -400,3 +400,52 @@ def test_legal_rewrite_larger_than_the_ring(capacity):
     rig.step()
     assert silent(rig)
     assert rig.session.stats().violations == 0
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_write_that_casts_to_the_dtype_of_the_cache(dtype, inner):
+    """Inductor rounds once, from float32, where eager PyTorch rounds to bf16 first."""
+
+    def layer(cache, x, w, start):
+        cache[:, :, start : start + x.shape[2]] = (x * w).sin() * 1.37
+        return cache.float().sum()
+
+    backend = CanaryBackend(CanaryConfig(inner=inner, mode="log"))
+    run = torch.compile(layer, backend=backend)
+    cache = torch.zeros(2, 2, 64, 64, dtype=dtype)
+    with torch.no_grad():
+        for start in (0, 16, 32):
+            run(cache, *torch.randn(2, 2, 2, 16, 64, dtype=torch.bfloat16), start)
+    assert backend.session.violations() == []
+    assert all(site.has_operand for plan in backend.session.plans for site in plan.sites)
+
+
+@torch.library.custom_op("test_false_alarms::store_scaled", mutates_args=("k_pool",))
+def store_scaled(k: torch.Tensor, k_pool: torch.Tensor, slots: torch.Tensor, scale: float) -> None:
+    k_pool[slots] = (k / scale).to(k_pool.dtype)
+
+
+@store_scaled.register_fake
+def _(k, k_pool, slots, scale):
+    return None
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_custom_op_that_scales_as_it_casts(inner):
+    def layer(k_pool, k, slots):
+        torch.ops.test_false_alarms.store_scaled(k, k_pool, slots, 0.25)
+        return k_pool.float().sum()
+
+    backend = CanaryBackend(CanaryConfig(inner=inner, mode="log"))
+    run = torch.compile(layer, backend=backend)
+    pool = torch.zeros(12, 2, 8, dtype=torch.float8_e4m3fn)
+    with torch.no_grad():
+        for step in range(3):
+            run(pool, torch.randn(2, 2, 8, dtype=torch.bfloat16), torch.tensor([3 * step, 3 * step + 1]))
+    assert backend.session.violations() == []
+    assert "its writes show no operand in the cache's dtype" in backend.session.summary()
+    pool.data.view(torch.uint8)[4, 1, 2] ^= 1
+    with torch.no_grad():
+        run(pool, torch.randn(1, 2, 8, dtype=torch.bfloat16), torch.tensor([9]))
+    assert [(v.check, v.slot) for v in backend.session.violations()] == [("content", 4)]
