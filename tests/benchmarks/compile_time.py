@@ -106,11 +106,13 @@ def main() -> None:
                     print(f"run {number + 1}: {variant:8s} {kind:5s} {took}", flush=True)
     header = ["caches", "unguarded", "guarded (spread)", "difference", "of it our passes", "caches, guarded run"]
     rows = [_row(kind, runs["plain", kind], runs["guarded", kind]) for kind in ("cold", "warm")]
-    kernels = " The guarded run compiles the canary's four Triton kernels too, however many layers there are."
+    kernels = ""
+    if args.device == "cuda":
+        kernels = " The guarded run compiles the canary's four Triton kernels too, however many layers there are."
     text = (
         f"## Compile time\n\n{report.environment(args.device)}. First call of a compiled decode step of a tiny Llama "
         f"of {LAYERS} layers, Inductor, median of {args.repeats} runs in fresh processes, guarded and unguarded taking "
-        f"turns.{kernels if args.device == 'cuda' else ''} Command: `python tests/benchmarks/compile_time.py --write`\n\n"
+        f"turns.{kernels} Command: `python tests/benchmarks/compile_time.py --write`\n\n"
         f"{report.table(header, rows)}"
     )
     print("\n" + text)
