@@ -87,7 +87,7 @@ class Violation:
             place += f", position {self.position}"
         if self.token is not None:
             place += f", token {self.token}"
-        return f"{place}, slot {self.slot} of {self.pool}"
+        return f"{place}, slot {self.slot} of {self.pool}" if self.slot >= 0 else f"{place}, no slot of {self.pool}"
 
     def explain(self) -> str:
         """A short text for people: what failed, where, stored and found, the usual meaning, what to try."""

@@ -310,6 +310,13 @@ def test_index_that_wraps_stops_before_the_write_on_the_cpu(inner):
 
 
 @INNER
+def test_index_past_the_end_is_reported_as_no_slot(inner):
+    run, _ = paged_layer(inner)
+    with torch.no_grad(), pytest.raises(KVCacheViolation, match=r"index 12 is out of range\n.*, no slot of k_pool"):
+        run(*pools(), *torch.randn(2, 2, HEADS, HEAD_DIM), torch.tensor([3, 12]))
+
+
+@INNER
 def test_two_tokens_sent_to_one_slot(inner):
     run, session = paged_layer(inner, mode="log")
     tokens = torch.randn(2, 3, HEADS, HEAD_DIM)
