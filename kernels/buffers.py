@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import TYPE_CHECKING
 
 import torch
 
 from .layout import SlotLayout
+
+if TYPE_CHECKING:
+    from .slot_space import SlotSpace
 
 
 class Check(enum.IntFlag):
@@ -22,13 +26,20 @@ class Check(enum.IntFlag):
     BOUNDS = 4
     POISON = 8
     CHAIN = 16
+    INDEX = 32
+    OWNER = 64
+    NAMESPACE = 128
+    TOKEN = 256
+    DIGEST = 512
 
 
 class Phase(enum.IntEnum):
-    """Where a violation was found: before the layer's write or after it."""
+    """When a violation was found: before the write, after it, in a sweep, or when an engine handed slots around."""
 
     PRE = 0
     POST = 1
+    SWEEP = 2
+    LIFE = 3
 
 
 class Ring(enum.IntEnum):
@@ -44,6 +55,9 @@ class Ring(enum.IntEnum):
     STORED = 7
     FOUND = 8
     DETAIL = 9
+    REQUEST = 10  # hash of the request's id, 0 if unknown
+    POSITION = 11  # token position, UNKNOWN where nothing shows it
+    WHY = 12  # what exactly failed, a slot_space.Why; 0 where the check says it
 
 
 class Word(enum.IntEnum):
@@ -94,23 +108,25 @@ class Control:
     """What one device's kernels report into: a ring of violations and a few words beside it."""
 
     words: torch.Tensor  # int64 [len(Word)]
-    ring: torch.Tensor  # int64 [capacity, len(Ring)]
+    ring: torch.Tensor  # int64 [capacity + 1, len(Ring)]; the last row takes what has no room
     stamps: torch.Tensor  # int64 [2, slots]: who wrote a slot last, and which slots were written twice
     blackbox: torch.Tensor | None = None  # pinned int64 [len(Ring) + 1]: survives a device-side assert
 
     @classmethod
     def allocate(cls, capacity: int, device: torch.device) -> Control:
         box = torch.zeros(len(Ring) + 1, dtype=torch.int64, pin_memory=True) if device.type == "cuda" else None
+        if box is not None:
+            box[Ring.POSITION] = UNKNOWN
         return cls(
             words=torch.zeros(len(Word), dtype=torch.int64, device=device),
-            ring=torch.zeros(capacity, len(Ring), dtype=torch.int64, device=device),
+            ring=torch.zeros(capacity + 1, len(Ring), dtype=torch.int64, device=device),
             stamps=torch.full((2, 0), -1, dtype=torch.int64, device=device),
             blackbox=box,
         )
 
     @property
     def capacity(self) -> int:
-        return self.ring.shape[0]
+        return self.ring.shape[0] - 1
 
 
 @dataclasses.dataclass
@@ -172,3 +188,4 @@ class Site:
     checks: Check
     verify_every: int = 1  # each step checks the slots with (slot + step) % verify_every == 0
     lenient: bool = False  # something may rewrite the pool unseen between two calls (captured graphs)
+    space: SlotSpace | None = None  # of an engine's pool: which slots are about to be read

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .buffers import NOT_WRITTEN, Check, Count, Gate, IdentityBuffers, Phase, Ring, RowState, Site, Word
+from .buffers import NOT_WRITTEN, UNKNOWN, Check, Count, Gate, IdentityBuffers, Phase, Ring, RowState, Site, Word
 from .digest import ZERO_STANDS_FOR, as_int32, coefficients
 from .identity import identify_with
 from .layout import SlotLayout, poison_mask
@@ -92,6 +92,7 @@ def report(
     rows[:, Ring.STORED] = stored
     rows[:, Ring.FOUND] = found
     rows[:, Ring.DETAIL] = detail
+    rows[:, Ring.POSITION] = UNKNOWN
     head, drained = int(control.words[Word.HEAD]), int(control.words[Word.DRAINED])
     kept = max(0, min(n, control.capacity - (head - drained)))
     place = torch.arange(head, head + kept, device=rows.device) % control.capacity
@@ -150,13 +151,18 @@ def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None) -> None:
         first: int32 ``[rows]``, the lowest position about to be written in each row (``NOT_WRITTEN``:
             none).  A row whose next write does not continue the last one was changed by somebody else;
             where that is possible (lenient) its slots are adopted instead of reported.
+
+    In an engine's pool only the slots that attention is about to read are due, and nothing is adopted: the
+    engine says what it writes elsewhere.
     """
     digest = site.half.digest
     site.counters[Count.VERIFY_RUNS] += 1
-    now = bool(site.gate[Gate.LENIENT_NOW])
-    lenient = now or site.lenient
+    now = bool(site.gate[Gate.LENIENT_NOW]) and site.space is None
+    lenient = (now or site.lenient) and site.space is None
     shifted = _shifted_slots(site, first)
     due = digest[0] != 0
+    if site.space is not None:
+        due &= site.space.reads[:-1] == site.space.clock
     if site.verify_every > 1 and not now:
         slot = torch.arange(due.numel(), device=due.device)
         turn = (slot + site.gate[Gate.STEP]) % site.verify_every == 0

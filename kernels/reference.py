@@ -68,6 +68,9 @@ def _report(
         Ring.STORED: stored,
         Ring.FOUND: found,
         Ring.DETAIL: detail,
+        Ring.REQUEST: 0,
+        Ring.POSITION: UNKNOWN,
+        Ring.WHY: 0,
     }
     for column, value in values.items():
         ring[head % site.control.capacity, column] = value
@@ -102,11 +105,13 @@ def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int
 
 def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None) -> None:
     site.counters[Count.VERIFY_RUNS] += 1
-    now = bool(site.gate[Gate.LENIENT_NOW])
-    lenient = now or site.lenient
+    now = bool(site.gate[Gate.LENIENT_NOW]) and site.space is None
+    lenient = (now or site.lenient) and site.space is None
     for slot in range(site.layout.slots):
         stored = site.half.digest[:, slot].tolist()
         if stored[0] == 0 or not site.checks & Check.CONTENT:
+            continue
+        if site.space is not None and int(site.space.reads[slot]) != int(site.space.clock[0]):
             continue
         shifted = _is_shifted(site, slot, first)
         turn = (slot + int(site.gate[Gate.STEP])) % site.verify_every == 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .buffers import UNKNOWN
 from .digest import ZERO_STANDS_FOR, as_int32
 
 VERIFY, ADOPT, SNAPSHOT, CHANGED = 0, 1, 2, 3
@@ -34,7 +35,8 @@ _ADOPTED: tl.constexpr = tl.constexpr(4)
 _ROW_NEXT: tl.constexpr = tl.constexpr(0)
 _ROW_ORIGIN: tl.constexpr = tl.constexpr(1)
 _ROW_COLUMNS: tl.constexpr = tl.constexpr(3)
-_RING_COLUMNS: tl.constexpr = tl.constexpr(10)
+_RING_COLUMNS: tl.constexpr = tl.constexpr(13)
+_UNKNOWN: tl.constexpr = tl.constexpr(UNKNOWN)
 _CONTENT_BIT: tl.constexpr = tl.constexpr(1)
 _OPERAND_BIT: tl.constexpr = tl.constexpr(2)
 _POISON_BIT: tl.constexpr = tl.constexpr(8)
@@ -145,6 +147,9 @@ def _report(
     tl.store(at + 7, stored, mask=keep)
     tl.store(at + 8, found, mask=keep)
     tl.store(at + 9, detail, mask=keep)
+    tl.store(at + 10, tl.zeros_like(slot), mask=keep)
+    tl.store(at + 11, tl.zeros_like(slot) + _UNKNOWN, mask=keep)
+    tl.store(at + 12, tl.zeros_like(slot), mask=keep)
 
 
 @triton.jit
@@ -234,10 +239,11 @@ def scan_kernel(
     baseline_ptr,  # int32 [slots_total]
     coef_ptr,  # int32 [2, words_in_row]
     digest_ptr,  # int32 [PLANES, slots_total]
+    reads_ptr, clock_ptr,  # int32 [slots_total + 1], int32 [1]
     words_ptr, ring_ptr, capacity, rows_ptr,  # int32 [rows, _ROW_COLUMNS]
     slots_total, seed1, seed2, words_in_row, half, positions, every, slot_stride0, slot_stride1,
     units, n1, n2, n3, d0, d1, d2, d3,
-    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr, NOT_WRITTEN: tl.constexpr,
+    HAS_READS: tl.constexpr, HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr, NOT_WRITTEN: tl.constexpr,
     LENIENT: tl.constexpr, CONTENT: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr, ELEMENT: tl.constexpr,
     PLANES: tl.constexpr, POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
@@ -250,7 +256,8 @@ def scan_kernel(
         stored2 = tl.load(digest_ptr + slots_total + slot, mask=inside, other=0)
     row = slot // positions
     position = slot % positions
-    now = tl.load(gate_ptr + _LENIENT_NOW) != 0
+    # an engine says what else it writes: nothing in its pool is adopted
+    now = (tl.load(gate_ptr + _LENIENT_NOW) != 0) & (HAS_READS == 0)
     lenient = now | LENIENT
     shifted = inside & (slot < 0)
     below = shifted
@@ -261,6 +268,8 @@ def scan_kernel(
         shifted = coming & (first != after)
         below = coming & (position < first)
     recorded = inside & (stored1 != 0)
+    if HAS_READS:
+        recorded = recorded & (tl.load(reads_ptr + slot, mask=inside, other=0) == tl.load(clock_ptr))
     turn = (slot + tl.load(gate_ptr + _GATE_STEP)) % every == 0
     due = recorded & (now | turn | (lenient & shifted))
     if (MODE != _VERIFY) or (not CONTENT):

@@ -12,6 +12,7 @@ import torch
 from kvcanary_fx.kernels.buffers import NOT_WRITTEN, Check, Control, Count, Gate, HalfBuffers, IdentityBuffers, Site
 from kvcanary_fx.kernels.layout import FLOAT_DTYPES, POOL_DTYPES, SlotLayout
 from kvcanary_fx.kernels.plan import first_positions
+from kvcanary_fx.kernels.slot_space import SlotSpace
 
 ALL_CHECKS = Check.CONTENT | Check.OPERAND | Check.BOUNDS | Check.POISON | Check.CHAIN
 
@@ -52,6 +53,7 @@ class Scene:
             control=Control(control.words.to(device), control.ring.to(device), control.stamps.to(device)),
             gate=self.site.gate.to(device),
             counters=self.site.counters.to(device),
+            space=self.site.space.to(device) if self.site.space is not None else None,
         )
         moved = IdentityBuffers(identity.tokens.to(device), identity.positions.to(device), identity.chain.to(device))
         return Scene(site, view, moved, self.rng)
@@ -121,8 +123,14 @@ def random_scene(seed: int, capacity: int = 64, dtype: torch.dtype | None = None
     half.baseline = torch.zeros(layout.slots, dtype=torch.int32)
     control = Control.allocate(capacity, torch.device("cpu"))
     control.stamps = torch.full((2, layout.slots + rng.randint(0, 2)), -1, dtype=torch.int64)
+    space = None
+    if not layout.has_rows and rng.random() < 0.3:
+        space = SlotSpace.allocate(layout.slots, torch.device("cpu"), control, 5, ALL_CHECKS)
+        space.reads.copy_(torch.tensor([rng.randint(0, 1) for _ in range(layout.slots + 1)]))
+        space.clock.fill_(1)
     site = Site(
         layout=layout,
+        space=space,
         half=half,
         control=control,
         gate=torch.zeros(len(Gate), dtype=torch.int64),

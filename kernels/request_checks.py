@@ -1,0 +1,263 @@
+"""The identity checks of a forward: the slots a request is about to read, and those it is about to write.
+
+Vectorised torch without host syncs, so that the same code runs on the CPU, on a GPU and inside a CUDA graph.
+It walks the rows of the request table itself: there is no plan of what to verify that could overflow.
+
+Bit-equal to :mod:`.space_reference`, which says in plain loops what is checked.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .buffers import UNKNOWN, Check, Phase
+from .chain import SEED, mix_tensor
+from .findings import Findings
+from .slot_space import REFERENCE, Flag, RequestPlan, SlotSpace, SpaceCount, Why
+
+#: Positions of a row that are looked at together; bounds the scratch memory of a walk.
+CHUNK = 4096
+
+
+def namespace_seed(namespaces: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Where each request's chain starts, int64 ``[bs]``; namespace 0 is the default one.
+
+    Only the start is namespaced.  Every later link is the difference of two neighbours, so a prefix of
+    another namespace shows once, at its first slot, and a splice of two shows where they meet.
+    """
+    if namespaces is None:
+        return torch.full_like(like, SEED, dtype=torch.int64)
+    spaces = namespaces.to(torch.int64)
+    return torch.where(spaces == 0, SEED, SEED + mix_tensor(spaces, torch.full_like(spaces, -1)))
+
+
+def table_slots(plan: RequestPlan, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The slots that the request table gives, as they stand there, in this pool's index space.
+
+    Args:
+        requests, positions: int64, shapes that broadcast together.
+    """
+    rows = plan.rows.to(torch.int64).clamp(0, plan.table.shape[0] - 1)[requests]
+    pages = (positions // plan.page_size).clamp(0, plan.table.shape[1] - 1)
+    raw = plan.table[rows, pages].to(torch.int64) * plan.page_size + positions % plan.page_size
+    return mapped(raw, plan.slot_map)
+
+
+def mapped(slots: torch.Tensor, slot_map: torch.Tensor | None) -> torch.Tensor:
+    """Slots of the table's index space in this pool's; -1 where the map has no entry."""
+    if slot_map is None:
+        return slots
+    known = (slots >= 0) & (slots < slot_map.shape[0])
+    return torch.where(known, slot_map[slots.clamp(0, slot_map.shape[0] - 1)].to(torch.int64), -1)
+
+
+def walk(space: SlotSpace, plan: RequestPlan) -> None:
+    """Before a forward: is every slot that attention will read the one it should be?
+
+    Stamps the slots it found sound, so that the layers' content checks look at them.
+    """
+    space.clock.add_(1)
+    space.counters[SpaceCount.FORWARDS] += 1
+    if plan.rows.shape[0] == 0 or plan.table.numel() == 0:
+        return
+    _check_rows(space, plan)
+    stop = min(plan.columns, plan.width)
+    for start in range(0, stop, CHUNK):
+        _walk_columns(space, plan, start, min(start + CHUNK, stop))
+
+
+def _real_requests(plan: RequestPlan) -> torch.Tensor:
+    return torch.arange(plan.rows.shape[0], device=plan.rows.device) < plan.counts[0]
+
+
+def _row_exists(plan: RequestPlan) -> torch.Tensor:
+    return (plan.rows >= 0) & (plan.rows < plan.table.shape[0])
+
+
+def _check_rows(space: SlotSpace, plan: RequestPlan) -> None:
+    """The rows of the request table: do they exist, and are they wide enough?"""
+    lengths = plan.prefix_lens.to(torch.int64) + plan.extend_lens
+    findings = Findings(_real_requests(plan), space.checks)
+    findings.add(Check.BOUNDS, Why.NO_SUCH_ROW, ~_row_exists(plan), plan.table.shape[0], plan.rows.to(torch.int64))
+    findings.add(Check.BOUNDS, Why.ROW_TOO_NARROW, lengths > plan.width, plan.width, lengths)
+    findings.report(space.control, space.space_id, Phase.PRE, -1, request=plan.owners)
+
+
+def _walk_columns(space: SlotSpace, plan: RequestPlan, start: int, stop: int) -> None:
+    position = torch.arange(start, stop, device=plan.rows.device).unsqueeze(0)
+    prefix = plan.prefix_lens.to(torch.int64).unsqueeze(1)
+    first = (prefix - space.window + 1).clamp(min=0) if space.window is not None else torch.zeros_like(prefix)
+    live = (_real_requests(plan) & _row_exists(plan)).unsqueeze(1) & (position < prefix) & (position >= first)
+    requests = torch.arange(live.shape[0], device=live.device).unsqueeze(1)
+    slot = table_slots(plan, requests, position)
+    outside = (slot < 0) | (slot >= space.slots)
+    at = torch.where(outside, space.nowhere, slot)
+    findings = Findings(live, space.checks)
+    _check_place(findings, space, plan, slot, at, outside)
+    before = table_slots(plan, requests, (position - 1).clamp(min=0))
+    known = (before >= 0) & (before < space.slots) & (position > first)
+    _check_identity(findings, space, plan, at, torch.where(known, before, space.nowhere), position)
+    findings.report(
+        space.control,
+        space.space_id,
+        Phase.PRE,
+        slot,
+        position,
+        request=plan.owners.unsqueeze(1),
+        detail=torch.where(outside, -1, space.tokens[at]),
+    )
+    sound = live & ~outside & ((space.flags[at] & Flag.WRITTEN) != 0) & (space.flags[at] >= REFERENCE)
+    space.reads[torch.where(sound, at, space.nowhere)] = space.clock
+    space.counters[SpaceCount.CHECKED] += live.sum()
+
+
+def _check_place(
+    findings: Findings,
+    space: SlotSpace,
+    plan: RequestPlan,
+    slot: torch.Tensor,
+    at: torch.Tensor,
+    outside: torch.Tensor,
+) -> None:
+    """Is the slot one that this request may read, and does it hold a token?"""
+    flags, owner, request = space.flags[at], space.owners[at], plan.owners.unsqueeze(1)
+    reserved = (flags & Flag.RESERVED) != 0
+    findings.add(Check.BOUNDS, Why.OUT_OF_RANGE, outside, slot, -1)
+    findings.add(Check.BOUNDS, Why.RESERVED_SLOT, reserved & ~outside, slot, slot)
+    findings.stop(outside | reserved)
+    if space.owner_known:
+        free = flags < REFERENCE
+        foreign = (owner != 0) & (owner != request) & (flags < 2 * REFERENCE)
+        findings.add(Check.OWNER, Why.READ_AFTER_FREE, free, request, 0)
+        findings.add(Check.OWNER, Why.FOREIGN_READ, foreign & ~free, request, owner)
+    unwritten = (flags & Flag.WRITTEN) == 0
+    findings.add(Check.POISON, Why.NEVER_WRITTEN, unwritten, 0, 0)
+    findings.stop(unwritten | ((flags & Flag.NAMELESS) != 0))
+
+
+def _check_identity(
+    findings: Findings,
+    space: SlotSpace,
+    plan: RequestPlan,
+    at: torch.Tensor,
+    before: torch.Tensor,
+    position: torch.Tensor,
+) -> None:
+    """Does the slot hold the token that belongs at this position of this request?
+
+    Args:
+        before: the slot of the position before, or the entry that belongs to no slot.
+    """
+    token, stored = space.tokens[at].to(torch.int64), space.positions[at].to(torch.int64)
+    if plan.history is not None and plan.history_lens is not None:
+        place = position + space.token_offset
+        valid = place < plan.history_lens.to(torch.int64).unsqueeze(1).clamp(max=plan.history.shape[1])
+        place = place.expand(token.shape).clamp(max=max(plan.history.shape[1] - 1, 0))
+        expected = plan.history.gather(1, place).to(torch.int64) if plan.history.numel() else torch.zeros_like(token)
+        findings.add(Check.TOKEN, Why.WRONG_TOKEN, valid & (token != expected), expected, token)
+    misplaced = stored != position
+    findings.add(Check.CHAIN, Why.WRONG_POSITION, misplaced, position, stored)
+    link = mix_tensor(token, stored)
+    seeds = namespace_seed(plan.namespaces, plan.owners).unsqueeze(1)
+    start = seeds + link
+    begins = (position == 0) & ~misplaced
+    findings.add(Check.NAMESPACE, Why.OTHER_NAMESPACE, begins & (space.chain[at] != start), start, space.chain[at])
+    flags = space.flags[before]
+    comparable = (before != space.nowhere) & ((flags & Flag.WRITTEN) != 0) & ((flags & Flag.NAMELESS) == 0)
+    after = space.chain[before] + link
+    broken = comparable & (position > 0) & (space.chain[at] != after)
+    findings.add(Check.CHAIN, Why.WRONG_PREDECESSOR, broken, after, space.chain[at])
+
+
+def token_requests(plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(request, place, real)`` of each added token: its request's number, its place among the request's
+    added tokens, and whether it is real rather than padding.  int64, int64, bool ``[n]``."""
+    n, device = plan.slots.shape[0], plan.slots.device
+    lens = torch.where(_real_requests(plan), plan.extend_lens.to(torch.int64), 0)
+    ends = lens.cumsum(0)
+    token = torch.arange(n, device=device)
+    request = torch.searchsorted(ends, token, right=True).clamp(max=max(lens.shape[0] - 1, 0))
+    place = token - (ends - lens)[request]
+    return request, place, (token < plan.counts[1]) & (token < ends[-1])
+
+
+def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
+    """Before a forward: may its tokens go where they are planned to go?"""
+    if plan.slots.shape[0] == 0 or plan.rows.shape[0] == 0:
+        return
+    request, place, real = token_requests(plan)
+    position = plan.prefix_lens.to(torch.int64)[request] + place
+    slot = plan.slots.to(torch.int64)
+    outside = (slot < 0) | (slot >= space.slots)
+    at = torch.where(outside | ~real, space.nowhere, slot)
+    flags, owner, mine = space.flags[at], space.owners[at], plan.owners[request]
+    reserved = (flags & Flag.RESERVED) != 0
+    findings = Findings(real, space.checks)
+    findings.add(Check.BOUNDS, Why.OUT_OF_RANGE, outside, slot, -1)
+    findings.add(Check.BOUNDS, Why.RESERVED_SLOT, reserved & ~outside, slot, slot)
+    findings.stop(outside | reserved)
+    findings.add(Check.BOUNDS, Why.PLANNED_TWICE, repeats(at, space.nowhere), slot, slot)
+    if space.owner_known:
+        free, shared = flags < REFERENCE, flags >= 2 * REFERENCE
+        foreign = (owner != 0) & (owner != mine)
+        findings.add(Check.OWNER, Why.WRITE_AFTER_FREE, free, mine, 0)
+        findings.add(Check.OWNER, Why.WRITE_SHARED, shared, mine, owner)
+        findings.add(Check.OWNER, Why.OVERWRITE, foreign & ~free & ~shared, mine, owner)
+    if plan.table.numel():
+        there = table_slots(plan, request, position)
+        fits = (position < plan.width) & _row_exists(plan)[request]
+        findings.add(Check.INDEX, Why.TABLE_DIFFERS, fits & (there != slot), slot, there)
+    if plan.positions is not None:
+        given = plan.positions.to(torch.int64)
+        findings.add(Check.CHAIN, Why.WRONG_POSITION, given != position, position, given)
+    tokens = plan.tokens
+    findings.report(space.control, space.space_id, Phase.PRE, slot, position, request=mine, detail=tokens)
+
+
+def repeats(slots: torch.Tensor, nowhere: int) -> torch.Tensor:
+    """bool ``[n]``: slots that stood earlier in the list already."""
+    ordered, origin = torch.sort(slots, stable=True)
+    again = torch.zeros_like(ordered, dtype=torch.bool)
+    again[1:] = (ordered[1:] == ordered[:-1]) & (ordered[1:] != nowhere)
+    return torch.zeros_like(again).scatter(0, origin, again)
+
+
+def store(space: SlotSpace, plan: RequestPlan) -> None:
+    """After a forward: remember who is in the slots that it wrote."""
+    if plan.slots.shape[0] == 0 or plan.rows.shape[0] == 0:
+        return
+    request, place, real = token_requests(plan)
+    slot = plan.slots.to(torch.int64)
+    real = real & (slot >= 0) & (slot < space.slots)
+    at = torch.where(real, slot, space.nowhere)
+    real = real & ((space.flags[at] & Flag.RESERVED) == 0)
+    at = torch.where(real, at, space.nowhere)
+    prefix = plan.prefix_lens.to(torch.int64)
+    expected = prefix[request] + place
+    position = expected if plan.positions is None else plan.positions.to(torch.int64)
+    tokens = plan.tokens.to(torch.int64)
+    link = torch.where(real, mix_tensor(tokens, position), 0)
+    total = link.cumsum(0)
+    chain = _chain_before(space, plan, prefix)[request] + total - (total - link)[_first_token(plan)][request]
+    space.tokens[at] = tokens.to(torch.int32)
+    space.positions[at] = position.to(torch.int32)
+    space.chain[at] = chain
+    space.flags[at] = (space.flags[at] | int(Flag.WRITTEN)) & ~int(Flag.NAMELESS)
+    space.counters[SpaceCount.RECORDED] += real.sum()
+
+
+def _first_token(plan: RequestPlan) -> torch.Tensor:
+    """int64 ``[bs]``: the number of each request's first added token, within the padded list."""
+    lens = torch.where(_real_requests(plan), plan.extend_lens.to(torch.int64), 0)
+    return (lens.cumsum(0) - lens).clamp(max=plan.slots.shape[0] - 1)
+
+
+def _chain_before(space: SlotSpace, plan: RequestPlan, prefix: torch.Tensor) -> torch.Tensor:
+    """int64 ``[bs]``: the chain of the last slot of each request's prefix, its namespace's seed without one."""
+    seeds = namespace_seed(plan.namespaces, plan.owners)
+    if not plan.table.numel():
+        return seeds
+    request = torch.arange(prefix.shape[0], device=prefix.device)
+    last = table_slots(plan, request, (prefix - 1).clamp(min=0))
+    known = (prefix > 0) & (last >= 0) & (last < space.slots)
+    return torch.where(known, space.chain[torch.where(known, last, space.nowhere)], seeds)

@@ -1,0 +1,207 @@
+"""The shadow of a pool whose slots an engine hands out: who is in each slot, and who may be.
+
+One *slot space* per pool, shared by all its layers: 32 bytes a slot.  The functions that work on it are in
+:mod:`.request_checks` (each forward) and :mod:`.slot_life` (when the engine's allocator moves slots), the
+plain reference of both in :mod:`.space_reference`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import torch
+
+from .buffers import UNKNOWN, Check, Control
+
+
+class Flag(enum.IntFlag):
+    """Bits of :attr:`SlotSpace.flags`; the bits from :data:`REFERENCE` up count the references to the slot."""
+
+    WRITTEN = 1  # holds a token
+    RESERVED = 2  # takes the padding of a batch; no token may live there
+    NAMELESS = 4  # holds a token that nobody named: its identity is not checked
+
+
+#: One reference in the flags of a slot; a slot without any is free.
+REFERENCE = 256
+
+
+class Why(enum.IntEnum):
+    """What exactly failed, as stored in a violation's record; the text for people hangs on it."""
+
+    NONE = 0
+    OUT_OF_RANGE = 1
+    RESERVED_SLOT = 2
+    PLANNED_TWICE = 3
+    ROW_TOO_NARROW = 4
+    NO_SUCH_ROW = 5
+    READ_AFTER_FREE = 6
+    FOREIGN_READ = 7
+    WRITE_AFTER_FREE = 8
+    OVERWRITE = 9
+    WRITE_SHARED = 10
+    DOUBLE_FREE = 11
+    FOREIGN_FREE = 12
+    DOUBLE_ALLOCATE = 13
+    SHARE_AFTER_FREE = 14
+    NEVER_WRITTEN = 15
+    WRONG_POSITION = 16
+    WRONG_PREDECESSOR = 17
+    OTHER_NAMESPACE = 18
+    WRONG_TOKEN = 19
+    NOT_THE_PLANNED_SLOT = 20
+    TABLE_DIFFERS = 21
+    READ_DIFFERS = 22
+    LENGTH_DIFFERS = 23
+    DIGEST_DIFFERS = 24
+    STILL_IN_USE = 25
+
+
+class SpaceCount(enum.IntEnum):
+    """Columns of :attr:`SlotSpace.counters`, int64 each."""
+
+    FORWARDS = 0
+    CHECKED = 1  # slots whose identity was compared
+    RECORDED = 2  # slots whose identity was stored
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotSpace:
+    """The buffers of one pool's slots, and what the checks need to know besides.
+
+    The last entry of each buffer belongs to no slot: it takes what a masked write skips.
+
+    Attributes:
+        tokens, positions, chain: identity of the token in the slot.
+        owners: hash of the id of the request that allocated the slot; 0 for anybody's.
+        flags: :class:`Flag` bits and the reference count.
+        reads: number of the last forward in which attention reads the slot.
+        clock: number of the forward that is running.
+        space_id: stands where a half's number stands in a violation's record.
+        token_offset: the slot of position p holds the token of position p + token_offset (an EAGLE draft's: 1).
+        window: slots of a request that attention still reads, the newest ones; None for all.
+        owner_known: the engine reports allocations, so that free slots and owners are known.
+    """
+
+    tokens: torch.Tensor  # int32 [slots + 1]
+    positions: torch.Tensor  # int32 [slots + 1]
+    chain: torch.Tensor  # int64 [slots + 1]
+    owners: torch.Tensor  # int64 [slots + 1]
+    flags: torch.Tensor  # int32 [slots + 1]
+    reads: torch.Tensor  # int32 [slots + 1]
+    clock: torch.Tensor  # int32 [1]
+    counters: torch.Tensor  # int64 [len(SpaceCount)]
+    control: Control
+    space_id: int
+    checks: Check
+    token_offset: int = 0
+    window: int | None = None
+    owner_known: bool = True
+
+    @property
+    def slots(self) -> int:
+        return self.tokens.shape[0] - 1
+
+    @property
+    def nowhere(self) -> int:
+        """Index of the entry that belongs to no slot."""
+        return self.slots
+
+    @classmethod
+    def allocate(
+        cls,
+        slots: int,
+        device: torch.device,
+        control: Control,
+        space_id: int,
+        checks: Check,
+        *,
+        reserved: tuple[int, ...] = (0,),
+        token_offset: int = 0,
+        window: int | None = None,
+        owner_known: bool = True,
+    ) -> SlotSpace:
+        """A space in which nothing is written; without ``owner_known`` every slot counts as allocated."""
+
+        def full(value: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((slots + 1,), value, dtype=dtype, device=device)
+
+        space = cls(
+            tokens=full(-1, torch.int32),
+            positions=full(UNKNOWN, torch.int32),
+            chain=full(0, torch.int64),
+            owners=full(0, torch.int64),
+            flags=full(0 if owner_known else REFERENCE, torch.int32),
+            reads=full(0, torch.int32),
+            clock=torch.zeros(1, dtype=torch.int32, device=device),
+            counters=torch.zeros(len(SpaceCount), dtype=torch.int64, device=device),
+            control=control,
+            space_id=space_id,
+            checks=checks,
+            token_offset=token_offset,
+            window=window,
+            owner_known=owner_known,
+        )
+        for slot in reserved:
+            space.flags[slot] = Flag.RESERVED | REFERENCE
+        return space
+
+    def to(self, device: torch.device | str) -> SlotSpace:
+        """The same space with its buffers on another device; the ring stays where it is."""
+        buffers = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        moved = {k: v.to(device) for k, v in buffers.items() if isinstance(v, torch.Tensor)}
+        return dataclasses.replace(self, **moved)
+
+    def forget_identity(self) -> None:
+        """Forget who is in the slots, in place; who owns them stays known."""
+        self.tokens.fill_(-1)
+        self.positions.fill_(UNKNOWN)
+        self.chain.zero_()
+        self.reads.zero_()
+        self.flags &= ~(Flag.WRITTEN | Flag.NAMELESS)
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestPlan:
+    """What one forward is to read and write, in one pool, as tensors of the device.
+
+    A batch may be padded: ``counts`` says how many requests and tokens are real.
+
+    Attributes:
+        counts: int64 ``[2]``, real requests and real tokens.
+        rows: integer ``[bs]``, each request's row in ``table``.
+        prefix_lens: integer ``[bs]``, tokens that are in the pool already.
+        extend_lens: integer ``[bs]``, tokens that this forward adds.
+        tokens: integer ``[n]``, the ids of the added tokens, request after request.
+        slots: integer ``[n]``, where they go.
+        positions: integer ``[n]`` or None.
+        owners: int64 ``[bs]``, hashes of the requests' ids.
+        namespaces: int64 ``[bs]`` or None.
+        table: integer ``[requests, width]``, pages of each request (slots, with a page size of 1).
+        slot_map: integer ``[n]`` or None, from the slots in ``table`` to this pool's, -1 or 0 where there is none.
+        history: integer ``[bs, length]`` or None, the requests' own token ids.
+        history_lens: integer ``[bs]``, how many of them are valid.
+        columns: how many positions to look at, at least the longest prefix of the batch.
+    """
+
+    counts: torch.Tensor
+    rows: torch.Tensor
+    prefix_lens: torch.Tensor
+    extend_lens: torch.Tensor
+    tokens: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor | None
+    owners: torch.Tensor
+    namespaces: torch.Tensor | None
+    table: torch.Tensor
+    columns: int
+    page_size: int = 1
+    slot_map: torch.Tensor | None = None
+    history: torch.Tensor | None = None
+    history_lens: torch.Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Positions that a row of the table has room for."""
+        return self.table.shape[1] * self.page_size

@@ -1,0 +1,310 @@
+"""The checks of slot spaces in plain loops, one slot at a time: the definition that the vectorised code must equal.
+
+Used by tests only.  Each function does what the one of the same name in :mod:`.request_checks` or
+:mod:`.slot_life` documents.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .buffers import UNKNOWN, Check, Phase, Ring, Word
+from .chain import MASK64, SEED, mix
+from .slot_space import REFERENCE, Flag, RequestPlan, SlotSpace, SpaceCount, Why
+
+
+def _signed(x: int) -> int:
+    x &= MASK64
+    return x - (1 << 64) if x >> 63 else x
+
+
+def namespace_seed(namespace: int) -> int:
+    return SEED if namespace == 0 else _signed(SEED + mix(namespace, -1))
+
+
+class _Entry:
+    """The failures of one slot: the first decides what is told, all leave their bit."""
+
+    def __init__(self, space: SlotSpace):
+        self.space, self.bits, self.why, self.stored, self.found = space, 0, 0, 0, 0
+
+    def add(self, check: Check, why: Why, stored: int, found: int) -> None:
+        if not check & self.space.checks:
+            return
+        if self.bits == 0:
+            self.why, self.stored, self.found = int(why), stored, found
+        self.bits |= int(check)
+
+    def report(self, phase: Phase, slot: int, position: int, request: int, detail: int) -> None:
+        if not self.bits:
+            return
+        control = self.space.control
+        head, drained = int(control.words[Word.HEAD]), int(control.words[Word.DRAINED])
+        control.words[Word.HEAD] += 1
+        if head - drained >= control.capacity:
+            return
+        values = {
+            Ring.STEP: int(control.words[Word.STEP]),
+            Ring.HALF: self.space.space_id,
+            Ring.CHECK: self.bits,
+            Ring.PHASE: int(phase),
+            Ring.LENIENT: 0,
+            Ring.SLOT: slot,
+            Ring.ORIGIN: UNKNOWN,
+            Ring.STORED: self.stored,
+            Ring.FOUND: self.found,
+            Ring.DETAIL: detail,
+            Ring.REQUEST: request,
+            Ring.POSITION: position,
+            Ring.WHY: self.why,
+        }
+        for column, value in values.items():
+            control.ring[head % control.capacity, column] = value
+
+
+def _table_slot(plan: RequestPlan, request: int, position: int) -> int:
+    row = min(max(int(plan.rows[request]), 0), plan.table.shape[0] - 1)
+    page = min(max(position // plan.page_size, 0), plan.table.shape[1] - 1)
+    slot = int(plan.table[row, page]) * plan.page_size + position % plan.page_size
+    if plan.slot_map is None:
+        return slot
+    return int(plan.slot_map[slot]) if 0 <= slot < plan.slot_map.shape[0] else -1
+
+
+def _row_exists(plan: RequestPlan, request: int) -> bool:
+    return 0 <= int(plan.rows[request]) < plan.table.shape[0]
+
+
+def _namespace(plan: RequestPlan, request: int) -> int:
+    return 0 if plan.namespaces is None else int(plan.namespaces[request])
+
+
+def walk(space: SlotSpace, plan: RequestPlan) -> None:
+    space.clock.add_(1)
+    space.counters[SpaceCount.FORWARDS] += 1
+    if plan.rows.shape[0] == 0 or plan.table.numel() == 0:
+        return
+    for request in range(int(plan.counts[0])):
+        _check_row(space, plan, request)
+    for request in range(int(plan.counts[0])):
+        prefix = int(plan.prefix_lens[request])
+        first = 0 if space.window is None else max(prefix - space.window + 1, 0)
+        for position in range(first, min(prefix, plan.columns, plan.width)):
+            if _row_exists(plan, request):
+                _walk_slot(space, plan, request, position, first)
+
+
+def _check_row(space: SlotSpace, plan: RequestPlan, request: int) -> None:
+    entry, length = _Entry(space), int(plan.prefix_lens[request]) + int(plan.extend_lens[request])
+    if not _row_exists(plan, request):
+        entry.add(Check.BOUNDS, Why.NO_SUCH_ROW, plan.table.shape[0], int(plan.rows[request]))
+    if length > plan.width:
+        entry.add(Check.BOUNDS, Why.ROW_TOO_NARROW, plan.width, length)
+    entry.report(Phase.PRE, -1, UNKNOWN, int(plan.owners[request]), 0)
+
+
+def _walk_slot(space: SlotSpace, plan: RequestPlan, request: int, position: int, first: int) -> None:
+    space.counters[SpaceCount.CHECKED] += 1
+    entry, slot = _Entry(space), _table_slot(plan, request, position)
+    owner = int(plan.owners[request])
+    if not 0 <= slot < space.slots:
+        entry.add(Check.BOUNDS, Why.OUT_OF_RANGE, slot, -1)
+        entry.report(Phase.PRE, slot, position, owner, -1)
+        return
+    flags = int(space.flags[slot])
+    if flags & Flag.RESERVED:
+        entry.add(Check.BOUNDS, Why.RESERVED_SLOT, slot, slot)
+    else:
+        _check_reader(entry, space, slot, owner)
+        if flags & Flag.WRITTEN and not flags & Flag.NAMELESS:
+            _check_identity(entry, space, plan, request, position, slot, first)
+    entry.report(Phase.PRE, slot, position, owner, int(space.tokens[slot]))
+    if flags & Flag.WRITTEN and flags >= REFERENCE:
+        space.reads[slot] = space.clock[0]
+
+
+def _check_reader(entry: _Entry, space: SlotSpace, slot: int, request: int) -> None:
+    flags, owner = int(space.flags[slot]), int(space.owners[slot])
+    if space.owner_known:
+        if flags < REFERENCE:
+            entry.add(Check.OWNER, Why.READ_AFTER_FREE, request, 0)
+        elif owner not in (0, request) and flags < 2 * REFERENCE:
+            entry.add(Check.OWNER, Why.FOREIGN_READ, request, owner)
+    if not flags & Flag.WRITTEN:
+        entry.add(Check.POISON, Why.NEVER_WRITTEN, 0, 0)
+
+
+def _check_identity(
+    entry: _Entry, space: SlotSpace, plan: RequestPlan, request: int, position: int, slot: int, first: int
+) -> None:
+    token, stored, chain = int(space.tokens[slot]), int(space.positions[slot]), int(space.chain[slot])
+    if plan.history is not None and plan.history_lens is not None:
+        place = position + space.token_offset
+        if place < min(int(plan.history_lens[request]), plan.history.shape[1]):
+            expected = int(plan.history[request, place])
+            if token != expected:
+                entry.add(Check.TOKEN, Why.WRONG_TOKEN, expected, token)
+    if stored != position:
+        entry.add(Check.CHAIN, Why.WRONG_POSITION, position, stored)
+    start = _signed(namespace_seed(_namespace(plan, request)) + mix(token, stored))
+    if position == 0 and stored == position and chain != start:
+        entry.add(Check.NAMESPACE, Why.OTHER_NAMESPACE, start, chain)
+    before = _table_slot(plan, request, position - 1) if position > first else -1
+    if not 0 <= before < space.slots:
+        return
+    flags = int(space.flags[before])
+    if flags & Flag.WRITTEN and not flags & Flag.NAMELESS:
+        after = _signed(int(space.chain[before]) + mix(token, stored))
+        if chain != after:
+            entry.add(Check.CHAIN, Why.WRONG_PREDECESSOR, after, chain)
+
+
+def _tokens(plan: RequestPlan) -> list[tuple[int, int, int]]:
+    """``(number, request, place)`` of every real token."""
+    found = []
+    for request in range(int(plan.counts[0])):
+        found += [(request, place) for place in range(int(plan.extend_lens[request]))]
+    real = min(int(plan.counts[1]), plan.slots.shape[0])
+    return [(i, request, place) for i, (request, place) in enumerate(found[:real])]
+
+
+def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
+    seen: set[int] = set()
+    for i, request, place in _tokens(plan):
+        entry, slot = _Entry(space), int(plan.slots[i])
+        position, owner = int(plan.prefix_lens[request]) + place, int(plan.owners[request])
+        if not 0 <= slot < space.slots:
+            entry.add(Check.BOUNDS, Why.OUT_OF_RANGE, slot, -1)
+        elif int(space.flags[slot]) & Flag.RESERVED:
+            entry.add(Check.BOUNDS, Why.RESERVED_SLOT, slot, slot)
+        else:
+            if slot in seen:
+                entry.add(Check.BOUNDS, Why.PLANNED_TWICE, slot, slot)
+            seen.add(slot)
+            _check_writer(entry, space, slot, owner)
+            _check_against_plan(entry, plan, i, request, position)
+        entry.report(Phase.PRE, slot, position, owner, int(plan.tokens[i]))
+
+
+def _check_writer(entry: _Entry, space: SlotSpace, slot: int, request: int) -> None:
+    flags, owner = int(space.flags[slot]), int(space.owners[slot])
+    if not space.owner_known:
+        return
+    if flags < REFERENCE:
+        entry.add(Check.OWNER, Why.WRITE_AFTER_FREE, request, 0)
+    elif flags >= 2 * REFERENCE:
+        entry.add(Check.OWNER, Why.WRITE_SHARED, request, owner)
+    elif owner not in (0, request):
+        entry.add(Check.OWNER, Why.OVERWRITE, request, owner)
+
+
+def _check_against_plan(entry: _Entry, plan: RequestPlan, i: int, request: int, position: int) -> None:
+    if plan.table.numel() and position < plan.width and _row_exists(plan, request):
+        there = _table_slot(plan, request, position)
+        if there != int(plan.slots[i]):
+            entry.add(Check.INDEX, Why.TABLE_DIFFERS, int(plan.slots[i]), there)
+    if plan.positions is not None and int(plan.positions[i]) != position:
+        entry.add(Check.CHAIN, Why.WRONG_POSITION, position, int(plan.positions[i]))
+
+
+def store(space: SlotSpace, plan: RequestPlan) -> None:
+    chains = [_chain_before(space, plan, r) for r in range(int(plan.counts[0]))]
+    for i, request, place in _tokens(plan):
+        slot, token = int(plan.slots[i]), int(plan.tokens[i])
+        if not 0 <= slot < space.slots or int(space.flags[slot]) & Flag.RESERVED:
+            continue
+        position = int(plan.prefix_lens[request]) + place if plan.positions is None else int(plan.positions[i])
+        chains[request] = _signed(chains[request] + mix(token, position))
+        space.tokens[slot], space.positions[slot], space.chain[slot] = token, position, chains[request]
+        space.flags[slot] = (int(space.flags[slot]) | Flag.WRITTEN) & ~int(Flag.NAMELESS)
+        space.counters[SpaceCount.RECORDED] += 1
+
+
+def _chain_before(space: SlotSpace, plan: RequestPlan, request: int) -> int:
+    prefix = int(plan.prefix_lens[request])
+    last = _table_slot(plan, request, prefix - 1) if prefix > 0 and plan.table.numel() else -1
+    if 0 <= last < space.slots:
+        return int(space.chain[last])
+    return namespace_seed(_namespace(plan, request))
+
+
+def _named(space: SlotSpace, entry: _Entry, slot: int) -> bool:
+    """Whether an engine may name this slot."""
+    if not 0 <= slot < space.slots:
+        entry.add(Check.BOUNDS, Why.OUT_OF_RANGE, slot, -1)
+        return False
+    if int(space.flags[slot]) & Flag.RESERVED:
+        entry.add(Check.BOUNDS, Why.RESERVED_SLOT, slot, slot)
+        return False
+    return True
+
+
+def _tell(entry: _Entry, space: SlotSpace, slot: int, named: bool, owner: int) -> None:
+    position, token = (int(space.positions[slot]), int(space.tokens[slot])) if named else (UNKNOWN, -1)
+    entry.report(Phase.LIFE, slot, position, owner, token)
+
+
+def allocate(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+    before, taken = space.flags.tolist(), set()
+    entries = []
+    for slot in slots.tolist():
+        entry = _Entry(space)
+        named = _named(space, entry, slot)
+        if named and space.owner_known and (before[slot] >= REFERENCE or slot in taken):
+            entry.add(Check.OWNER, Why.DOUBLE_ALLOCATE, int(space.owners[slot]), owner)
+        taken.add(slot)
+        _tell(entry, space, slot, named, owner)
+        entries.append((slot, named))
+    for slot, named in entries:
+        if named:
+            space.flags[slot], space.owners[slot] = REFERENCE, owner
+            space.tokens[slot], space.positions[slot], space.chain[slot] = -1, UNKNOWN, 0
+
+
+def release(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+    before, dropped = space.flags.tolist(), set()
+    for slot in slots.tolist():
+        entry = _Entry(space)
+        named = _named(space, entry, slot)
+        if named:
+            holder, alone = int(space.owners[slot]), before[slot] < 2 * REFERENCE
+            if space.owner_known:
+                if before[slot] < REFERENCE or (slot in dropped and alone):
+                    entry.add(Check.OWNER, Why.DOUBLE_FREE, holder, owner)
+                elif alone and owner != 0 and holder not in (0, owner):
+                    entry.add(Check.OWNER, Why.FOREIGN_FREE, holder, owner)
+            dropped.add(slot)
+            flags = int(space.flags[slot])
+            left = max(flags // REFERENCE - 1, 0) * REFERENCE
+            space.flags[slot] = left + flags % REFERENCE if left else 0
+        _tell(entry, space, slot, named, owner)
+
+
+def share(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+    before = space.flags.tolist()
+    for slot in slots.tolist():
+        entry = _Entry(space)
+        named = _named(space, entry, slot)
+        if named:
+            if space.owner_known and before[slot] < REFERENCE:
+                entry.add(Check.OWNER, Why.SHARE_AFTER_FREE, owner, 0)
+            space.flags[slot] += REFERENCE
+        _tell(entry, space, slot, named, owner)
+
+
+def name(
+    space: SlotSpace,
+    slots: torch.Tensor,
+    tokens: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    chain: torch.Tensor | None,
+) -> None:
+    for i, slot in enumerate(slots.tolist()):
+        if not 0 <= slot < space.slots or int(space.flags[slot]) & Flag.RESERVED:
+            continue
+        flags = (int(space.flags[slot]) | Flag.WRITTEN) & ~int(Flag.NAMELESS)
+        if tokens is None or positions is None or chain is None:
+            space.flags[slot] = flags | Flag.NAMELESS
+            continue
+        space.tokens[slot], space.positions[slot], space.chain[slot] = tokens[i], positions[i], chain[i]
+        space.flags[slot] = flags

@@ -1,0 +1,208 @@
+"""Random lives of a slot space: an engine that mostly does the right thing, and now and then does not.
+
+    python tests/kernels/random_plans.py --plans 100000 [--device cuda]
+
+Each plan is one forward (walk, check_writes, store) between random allocations, with random corruption of the
+request table, of the plan and of the shadow.  Two implementations must leave the same bits behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import random
+import time
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvcanary_fx.kernels import request_checks, slot_life, space_reference
+from kvcanary_fx.kernels.buffers import Check, Control, Word
+from kvcanary_fx.kernels.slot_space import RequestPlan, SlotSpace
+
+ALL = Check.BOUNDS | Check.POISON | Check.CHAIN | Check.INDEX | Check.OWNER | Check.NAMESPACE | Check.TOKEN
+
+#: The vectorised code under one name, as the reference is.
+VECTORISED: Any = SimpleNamespace(
+    **{n: getattr(request_checks, n) for n in ("walk", "check_writes", "store")},
+    **{n: getattr(slot_life, n) for n in ("allocate", "release", "share", "name")},
+)
+OWNERS = (0, 11, 22, 33)
+
+
+def random_space(rng: random.Random) -> SlotSpace:
+    checks = ALL
+    for check in Check:
+        if rng.random() < 0.1:
+            checks &= ~check
+    slots = rng.choice([1, 5, 12, 40])
+    return SlotSpace.allocate(
+        slots,
+        torch.device("cpu"),
+        Control.allocate(rng.choice([3, 4096]), torch.device("cpu")),
+        7,
+        checks,
+        reserved=rng.choice([(), (0,), (0, 3) if slots > 3 else ()]),
+        token_offset=rng.choice([0, 0, 1]),
+        window=rng.choice([None, None, 1, 3]),
+        owner_known=rng.random() < 0.8,
+    )
+
+
+def random_plan(rng: random.Random, space: SlotSpace, unique: bool) -> RequestPlan:
+    """A forward over up to four requests; ``unique`` keeps its slots apart, as a scatter's order is not defined."""
+    size, width = rng.choice([1, 1, 2, 4]), rng.randint(1, 6)
+    requests, table_rows = rng.randint(0, 4), rng.randint(1, 5)
+    prefix = [rng.randint(0, width * size - 1 if rng.random() < 0.95 else width * size + 2) for _ in range(requests)]
+    extend = [rng.randint(0, 3) for _ in range(requests)]
+    tokens, padding = sum(extend), rng.choice([0, 0, 2])
+    odd = (lambda: rng.random() < 0.05) if rng.random() < 0.5 else (lambda: False)
+
+    def integers(n: int, low: int, high: int, wild: int = 0) -> torch.Tensor:
+        return torch.tensor([wild if odd() else rng.randint(low, high) for _ in range(n)], dtype=torch.int64)
+
+    table = integers(table_rows * width, 0, max((space.slots - 1) // size, 0), rng.choice([-1, 999]))
+    rows = integers(requests + padding, 0, table_rows - 1, rng.choice([-1, 99]))
+    slots = integers(tokens + padding, 0, space.slots - 1, rng.choice([-1, 999]))
+    if unique:
+        drawn = rng.sample(range(space.slots), min(space.slots, tokens))
+        slots = torch.tensor((drawn + [-1] * (tokens + padding))[: tokens + padding], dtype=torch.int64)
+    expected = [p + k for p, e in zip(prefix, extend, strict=True) for k in range(e)]
+    positions = torch.tensor([e + odd() for e in expected] + [0] * padding, dtype=torch.int64)
+    return RequestPlan(
+        counts=torch.tensor([requests, tokens]),
+        rows=rows.to(rng.choice([torch.int32, torch.int64])),
+        prefix_lens=torch.tensor(prefix + [0] * padding, dtype=torch.int32),
+        extend_lens=torch.tensor(extend + [1] * padding, dtype=torch.int32),
+        tokens=integers(tokens + padding, 0, 3),
+        slots=slots,
+        positions=positions if rng.random() < 0.8 else None,
+        owners=torch.tensor([rng.choice(OWNERS[1:]) for _ in range(requests + padding)], dtype=torch.int64),
+        namespaces=integers(requests + padding, 0, 1) if rng.random() < 0.5 else None,
+        table=table.view(table_rows, width).to(rng.choice([torch.int32, torch.int64])),
+        columns=max(prefix, default=0) + rng.randint(0, 3),
+        page_size=size,
+        slot_map=integers(space.slots, -1, space.slots - 1) if rng.random() < 0.2 else None,
+        history=integers((requests + padding) * 8, 0, 3).view(-1, 8) if rng.random() < 0.4 else None,
+        history_lens=integers(requests + padding, 0, 9),
+    )
+
+
+def make_it_true(rng: random.Random, space: SlotSpace, plan: RequestPlan) -> None:
+    """Let most of a plan's slots be what it says, so that the checks behind the first ones are reached."""
+    for request in range(int(plan.counts[0])):
+        chain = space_reference.namespace_seed(space_reference._namespace(plan, request))
+        for position in range(int(plan.prefix_lens[request])):
+            slot = space_reference._table_slot(plan, request, position)
+            if not 0 <= slot < space.slots or rng.random() < 0.05:
+                continue
+            token = rng.randint(0, 3)
+            chain = space_reference._signed(chain + space_reference.mix(token, position))
+            space.tokens[slot], space.positions[slot] = token, position
+            space.chain[slot] = chain + (rng.random() < 0.05)
+            space.owners[slot] = int(plan.owners[request]) if rng.random() < 0.9 else 0
+            space.flags[slot] = rng.choice([256, 257, 257, 257, 257, 513, 261, 1])
+
+
+def play(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, SlotSpace]], plans: int) -> int:
+    """Drive all implementations alike; raises AssertionError where they part.  How many plans ran."""
+    for number in range(plans):
+        for _ in range(rng.randint(0, 2)):
+            _random_life(rng, space, impls)
+        plan = random_plan(rng, space, unique=True)
+        if rng.random() < 0.7:
+            make_it_true(rng, space, plan)
+            for _, own in impls[1:]:
+                for buffer in ("tokens", "positions", "chain", "owners", "flags"):
+                    getattr(own, buffer).copy_(getattr(space, buffer))
+        writes = plan if rng.random() < 0.5 else random_plan(rng, space, unique=False)
+        for impl, own in impls:
+            device = own.tokens.device
+            impl.walk(own, moved(plan, device))
+            impl.check_writes(own, moved(writes, device))
+            impl.store(own, moved(plan, device))
+            own.control.words[Word.STEP] += 1
+        compare(impls, number)
+        for _, own in impls:
+            own.control.words[Word.DRAINED] = own.control.words[Word.HEAD]
+    return plans
+
+
+def _random_life(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, SlotSpace]]) -> None:
+    what = rng.choice(["allocate", "allocate", "release", "share", "name"])
+    some = [rng.randint(0, space.slots - 1) if rng.random() < 0.97 else -3 for _ in range(rng.randint(0, 4))]
+    if what == "name":
+        slots = torch.tensor(sorted(set(some)), dtype=torch.int64)
+        given: tuple[Any, ...] = (None, None, None)
+        if rng.random() < 0.5:
+            given = tuple(torch.tensor([rng.randint(0, 9) for _ in range(len(slots))]) for _ in range(3))
+    else:
+        slots, given = torch.tensor(some, dtype=torch.int64), (rng.choice(OWNERS),)
+    for impl, own in impls:
+        device = own.tokens.device
+        here = [g.to(device) if isinstance(g, torch.Tensor) else g for g in given]
+        getattr(impl, what)(own, slots.to(device), *here)
+
+
+def moved(plan: RequestPlan, device: torch.device) -> RequestPlan:
+    """The plan on a device."""
+    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    return RequestPlan(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in fields.items()})
+
+
+def state(space: SlotSpace) -> dict[str, Any]:
+    """Everything a check may change, violations in a fixed order."""
+    head, drained = (int(space.control.words[w]) for w in (Word.HEAD, Word.DRAINED))
+    kept = min(head - drained, space.control.capacity)
+    place = (torch.arange(drained, drained + kept) % space.control.capacity).to(space.tokens.device)
+    # which rows a full ring keeps depends on the order in which violations were found
+    ring = sorted(space.control.ring[place].tolist()) if kept == head - drained else kept
+    names = ("tokens", "positions", "chain", "owners", "flags", "reads")
+    return {
+        **{n: getattr(space, n)[:-1].tolist() for n in names},
+        "clock": space.clock.tolist(),
+        "counters": space.counters.tolist(),
+        "words": space.control.words.tolist(),
+        "ring": ring,
+    }
+
+
+def compare(impls: list[tuple[ModuleType, SlotSpace]], number: int) -> None:
+    expected = state(impls[0][1])
+    for _, own in impls[1:]:
+        got = state(own)
+        for key, value in expected.items():
+            assert got[key] == value, f"plan {number}: {key} is {got[key]}, the reference has {value}"
+
+
+def run_plans(seed: int, plans: int, device: str = "cpu") -> int:
+    """Both implementations over ``plans`` random plans; how many violations the reference found."""
+    rng = random.Random(seed)
+    space = random_space(rng)
+    other = copy.deepcopy(space)
+    if device != "cpu":
+        control = Control(*[getattr(other.control, n).to(device) for n in ("words", "ring", "stamps")])
+        other = dataclasses.replace(other.to(device), control=control)
+    play(rng, space, [(space_reference, space), (VECTORISED, other)], plans)
+    return int(space.control.words[Word.HEAD])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plans", type=int, default=100_000)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    started, done, found, shown = time.time(), 0, 0, 0.0
+    while done < args.plans:
+        found += run_plans(done, 10, args.device)
+        done += 10
+        if time.time() - shown > 5:
+            shown = time.time()
+            print(f"{done} of {args.plans} plans, {found} violations, bit-equal so far", flush=True)
+    print(f"{done} random plans on {args.device}, {found} violations: bit-equal, {time.time() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
