@@ -31,28 +31,44 @@ def rows_as_words(rows: torch.Tensor, layout: SlotLayout) -> torch.Tensor:
     return raw.view(torch.int32)
 
 
-def digest_words(words: torch.Tensor, site: Site) -> torch.Tensor:
+def digest_words(words: torch.Tensor, seeds: tuple[int, int], planes: int) -> torch.Tensor:
     """Digests of int32 ``[n, words]``, in stored form: int32 ``[planes, n]``."""
     c, d = coefficients(words.shape[1], words.device)
-    planes = site.half.digest.shape[0]
     out = torch.empty(planes, words.shape[0], dtype=torch.int32, device=words.device)
-    # mv of int32 wraps modulo 2**32, which is what the definition asks for
-    out[0] = torch.mv(words, c) + as_int32(site.seed1)
+    out[0] = _weighted(words, c) + as_int32(seeds[0])
     out[0][out[0] == 0] = as_int32(ZERO_STANDS_FOR)
     if planes == 2:
-        out[1] = torch.mv(words ^ ((words >> 16) & 0xFFFF), d) + as_int32(site.seed2)
+        out[1] = _weighted(words ^ ((words >> 16) & 0xFFFF), d) + as_int32(seeds[1])
     return out
 
 
-def digest_slots(site: Site, view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Digests of the rows of ``slots`` (int64 ``[n]``): int32 ``[planes, n]``."""
-    chunk = max(1, CHUNK_WORDS // max(1, site.layout.words))
+def _weighted(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``words @ weights`` modulo 2**32: int32 ``[n]``."""
+    if words.is_cuda:  # which has no integer mv
+        return (words * weights).sum(1, dtype=torch.int32)
+    return torch.mv(words, weights)
+
+
+def digest_rows(
+    layout: SlotLayout, view: torch.Tensor, slots: torch.Tensor, seeds: tuple[int, int], planes: int
+) -> torch.Tensor:
+    """Digests of the rows of ``slots`` (int64 ``[n]``): int32 ``[planes, n]``.  Works on any device."""
+    chunk = max(1, CHUNK_WORDS // max(1, layout.words))
     parts = [
-        digest_words(rows_as_words(site.layout.gather(view, some), site.layout), site) for some in slots.split(chunk)
+        digest_words(rows_as_words(layout.gather(view, some), layout), seeds, planes) for some in slots.split(chunk)
     ]
     if not parts:
-        return torch.empty(site.half.digest.shape[0], 0, dtype=torch.int32, device=view.device)
+        return torch.empty(planes, 0, dtype=torch.int32, device=view.device)
     return torch.cat(parts, dim=1)
+
+
+def digest_slots(site: Site, view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Digests of the rows of ``slots`` in the site's pool: int32 ``[planes, n]``."""
+    return digest_rows(site.layout, view, slots, _seeds(site), site.half.digest.shape[0])
+
+
+def _seeds(site: Site) -> tuple[int, int]:
+    return site.seed1, site.seed2
 
 
 def _packed(digests: torch.Tensor) -> torch.Tensor:
@@ -240,12 +256,13 @@ def record(
         slots = slots[live]
     layout = site.layout
     words = rows_as_words(layout.gather(view, slots), layout)
-    found = digest_words(words, site)
+    planes = site.half.digest.shape[0]
+    found = digest_words(words, _seeds(site), planes)
     update_rows(site, slots, last_position, moved)
     if site.checks & Check.POISON:
         _check_poison(site, slots, words)
     if values is not None and site.checks & Check.OPERAND:
-        expected = digest_words(rows_as_words(values, layout), site)
+        expected = digest_words(rows_as_words(values, layout), _seeds(site), planes)
         twice = site.control.stamps[1, slots] == _epoch(site, write_id)
         bad = (expected != found).any(0) & ~twice
         report(site, Phase.POST, Check.OPERAND, slots[bad], _packed(expected)[bad], _packed(found)[bad])

@@ -36,6 +36,7 @@ from .buffers import Check, Gate, Phase, Site
 from .identity import name_slots
 from .plan import Resolved, WritePlan, first_positions
 from .positions import last_of_rows, per_row
+from .request_checks import check_received
 
 NAMESPACE = "kvcanary"
 
@@ -116,6 +117,9 @@ def _record(
     resolved = plan.resolve(here.layout, index, extent, kv.device)
     if not plan.ahead:
         _check_bounds(context, here, plan, resolved, kernels, Phase.POST)
+    requests = context.requests.get(here.space.space_id) if here.space is not None else None
+    if here.space is not None and requests is not None:
+        check_received(here.space, requests, resolved.slots, here.half_id)
     rows = None
     if value is not None and here.checks & Check.OPERAND:
         rows = plan.rows(here.layout, value, resolved)

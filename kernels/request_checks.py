@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from .buffers import UNKNOWN, Check, Phase
+from .buffers import Check, Phase
 from .chain import SEED, mix_tensor
 from .findings import Findings
 from .slot_space import REFERENCE, Flag, RequestPlan, SlotSpace, SpaceCount, Why
@@ -261,3 +261,50 @@ def _chain_before(space: SlotSpace, plan: RequestPlan, prefix: torch.Tensor) -> 
     last = table_slots(plan, request, (prefix - 1).clamp(min=0))
     known = (prefix > 0) & (last >= 0) & (last < space.slots)
     return torch.where(known, space.chain[torch.where(known, last, space.nowhere)], seeds)
+
+
+def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, half_id: int) -> None:
+    """In a layer's write: are the slots it received the planned ones, in the order of the tokens?
+
+    Args:
+        received: int64 ``[m]``, slots as the write got them; what goes beyond the real tokens is padding.
+        half_id: the half that writes, for the report.
+    """
+    n = plan.slots.shape[0]
+    if n == 0 or plan.rows.shape[0] == 0 or not space.checks & Check.INDEX:
+        return
+    request, place, real = token_requests(plan)
+    missing = max(n - received.shape[0], 0)
+    got = torch.nn.functional.pad(received[:n], (0, missing), value=-1)
+    planned = plan.slots.to(torch.int64)
+    findings = Findings(real, space.checks)
+    findings.add(Check.INDEX, Why.NOT_THE_PLANNED_SLOT, got != planned, planned, got)
+    position = plan.prefix_lens.to(torch.int64)[request] + place
+    findings.report(space.control, half_id, Phase.POST, planned, position, plan.owners[request], plan.tokens)
+
+
+def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, lengths: torch.Tensor, size: int) -> None:
+    """Before attention: does the page table that its kernel gets say what the request table says?
+
+    Args:
+        pages: integer ``[bs, columns]``, pages of ``size`` slots in this pool's index space.
+        lengths: integer ``[bs]``, how many positions the kernel will read of each request.
+    """
+    if pages.numel() == 0 or plan.rows.shape[0] == 0 or not plan.table.numel():
+        return
+    requests = torch.arange(plan.rows.shape[0], device=pages.device).unsqueeze(1)
+    total = plan.prefix_lens.to(torch.int64) + plan.extend_lens
+    real = _real_requests(plan) & _row_exists(plan)
+    given = lengths.to(torch.int64)
+    whole = Findings(real, space.checks)
+    whole.add(Check.INDEX, Why.LENGTH_DIFFERS, given != total, total, given)
+    whole.report(space.control, space.space_id, Phase.PRE, -1, request=plan.owners)
+    position = torch.arange(pages.shape[1] * size, device=pages.device).unsqueeze(0)
+    got = pages.to(torch.int64)[:, position[0] // size] * size + position % size
+    slot = table_slots(plan, requests, position)
+    live = real.unsqueeze(1) & (position < torch.minimum(given, total).unsqueeze(1))
+    if space.window is not None:
+        live = live & (position > (total - 1 - space.window).unsqueeze(1))
+    each = Findings(live, space.checks)
+    each.add(Check.INDEX, Why.READ_DIFFERS, got != slot, slot, got)
+    each.report(space.control, space.space_id, Phase.PRE, slot, position.expand(live.shape), plan.owners.unsqueeze(1))

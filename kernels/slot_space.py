@@ -55,7 +55,6 @@ class Why(enum.IntEnum):
     READ_DIFFERS = 22
     LENGTH_DIFFERS = 23
     DIGEST_DIFFERS = 24
-    STILL_IN_USE = 25
 
 
 class SpaceCount(enum.IntEnum):
@@ -149,9 +148,12 @@ class SlotSpace:
 
     def to(self, device: torch.device | str) -> SlotSpace:
         """The same space with its buffers on another device; the ring stays where it is."""
-        buffers = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        moved = {k: v.to(device) for k, v in buffers.items() if isinstance(v, torch.Tensor)}
-        return dataclasses.replace(self, **moved)
+        moved = dataclasses.replace(self)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                object.__setattr__(moved, field.name, value.to(device))
+        return moved
 
     def forget_identity(self) -> None:
         """Forget who is in the slots, in place; who owns them stays known."""
@@ -159,7 +161,7 @@ class SlotSpace:
         self.positions.fill_(UNKNOWN)
         self.chain.zero_()
         self.reads.zero_()
-        self.flags &= ~(Flag.WRITTEN | Flag.NAMELESS)
+        self.flags.bitwise_and_(~int(Flag.WRITTEN | Flag.NAMELESS))
 
 
 @dataclasses.dataclass(frozen=True)

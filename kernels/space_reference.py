@@ -35,7 +35,9 @@ class _Entry:
             self.why, self.stored, self.found = int(why), stored, found
         self.bits |= int(check)
 
-    def report(self, phase: Phase, slot: int, position: int, request: int, detail: int) -> None:
+    def report(
+        self, phase: Phase, slot: int, position: int, request: int, detail: int, source: int | None = None
+    ) -> None:
         if not self.bits:
             return
         control = self.space.control
@@ -45,7 +47,7 @@ class _Entry:
             return
         values = {
             Ring.STEP: int(control.words[Word.STEP]),
-            Ring.HALF: self.space.space_id,
+            Ring.HALF: self.space.space_id if source is None else source,
             Ring.CHECK: self.bits,
             Ring.PHASE: int(phase),
             Ring.LENIENT: 0,
@@ -226,6 +228,36 @@ def _chain_before(space: SlotSpace, plan: RequestPlan, request: int) -> int:
     if 0 <= last < space.slots:
         return int(space.chain[last])
     return namespace_seed(_namespace(plan, request))
+
+
+def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, half_id: int) -> None:
+    for i, request, place in _tokens(plan):
+        entry = _Entry(space)
+        got, planned = int(received[i]) if i < received.shape[0] else -1, int(plan.slots[i])
+        if got != planned:
+            entry.add(Check.INDEX, Why.NOT_THE_PLANNED_SLOT, planned, got)
+        position, owner = int(plan.prefix_lens[request]) + place, int(plan.owners[request])
+        entry.report(Phase.POST, planned, position, owner, int(plan.tokens[i]), half_id)
+
+
+def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, lengths: torch.Tensor, size: int) -> None:
+    for request in range(int(plan.counts[0])):
+        if not _row_exists(plan, request) or not pages.numel() or not plan.table.numel():
+            continue
+        total, given = int(plan.prefix_lens[request]) + int(plan.extend_lens[request]), int(lengths[request])
+        owner = int(plan.owners[request])
+        if given != total:
+            entry = _Entry(space)
+            entry.add(Check.INDEX, Why.LENGTH_DIFFERS, total, given)
+            entry.report(Phase.PRE, -1, UNKNOWN, owner, 0)
+        first = 0 if space.window is None else max(total - space.window, 0)
+        for position in range(first, min(given, total, pages.shape[1] * size)):
+            slot = _table_slot(plan, request, position)
+            got = int(pages[request, position // size]) * size + position % size
+            if got != slot:
+                entry = _Entry(space)
+                entry.add(Check.INDEX, Why.READ_DIFFERS, slot, got)
+                entry.report(Phase.PRE, slot, position, owner, 0)
 
 
 def _named(space: SlotSpace, entry: _Entry, slot: int) -> bool:

@@ -243,8 +243,8 @@ def scan_kernel(
     words_ptr, ring_ptr, capacity, rows_ptr,  # int32 [rows, _ROW_COLUMNS]
     slots_total, seed1, seed2, words_in_row, half, positions, every, slot_stride0, slot_stride1,
     units, n1, n2, n3, d0, d1, d2, d3,
-    HAS_READS: tl.constexpr, HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr, NOT_WRITTEN: tl.constexpr,
-    LENIENT: tl.constexpr, CONTENT: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr, ELEMENT: tl.constexpr,
+    HAS_READS: tl.constexpr, HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr,
+    NOT_WRITTEN: tl.constexpr, LENIENT: tl.constexpr, CONTENT: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr, ELEMENT: tl.constexpr,
     PLANES: tl.constexpr, POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip

@@ -6,23 +6,31 @@
 from .backend import CanaryBackend, kvcanary_backend, session, sessions
 from .config import CanaryConfig
 from .context import ForwardContext, forward_context, get_forward_context, has_forward_context
+from .engine_pools import EnginePool, KVPool
+from .engine_session import Batch, EngineSession, forward, install_canary, step
 from .errors import (
     CanaryError,
     CaptureError,
     ConcurrentUseError,
     CoverageError,
+    EngineError,
     InvalidSettingError,
     KVCacheViolation,
     LintError,
     MissingContextError,
+    SessionStateError,
+    StepInputError,
     UnknownSettingError,
 )
 from .passes.write_ops import register_kv_write
 from .protect import protect, session_of
 from .session import CanarySession, Stats
+from .step_inputs import StepInputs, StepView
+from .transfer import ShadowSlice
 from .violations import Violation
 
 __all__ = [
+    "Batch",
     "CanaryBackend",
     "CanaryConfig",
     "CanaryError",
@@ -30,22 +38,34 @@ __all__ = [
     "CaptureError",
     "ConcurrentUseError",
     "CoverageError",
+    "EngineError",
+    "EnginePool",
+    "EngineSession",
     "ForwardContext",
     "InvalidSettingError",
     "KVCacheViolation",
+    "KVPool",
     "LintError",
     "MissingContextError",
+    "SessionStateError",
+    "ShadowSlice",
     "Stats",
+    "StepInputError",
+    "StepInputs",
+    "StepView",
     "UnknownSettingError",
     "Violation",
+    "forward",
     "forward_context",
     "get_forward_context",
     "has_forward_context",
+    "install_canary",
     "kvcanary_backend",
     "protect",
     "register_kv_write",
     "session",
     "session_of",
     "sessions",
+    "step",
 ]
 __version__ = "0.1.0"

@@ -80,9 +80,13 @@ class CanaryBackend:
         print(backend.session.summary())
     """
 
-    def __init__(self, config: CanaryConfig | None = None):
+    def __init__(self, config: CanaryConfig | None = None, owner: CanarySession | None = None):
+        """
+        Args:
+            owner: the session to use, such as an engine's; None makes one.
+        """
         self.config = config or CanaryConfig.from_env()
-        self.session = CanarySession(self.config)
+        self.session = owner or CanarySession(self.config)
 
     def __call__(
         self,

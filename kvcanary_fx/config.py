@@ -16,6 +16,10 @@ Mode = Literal["raise", "log", "off"]
 #: The checks that need no help from an engine.
 ZERO_CONFIG_CHECKS = ("content", "operand", "bounds", "poison", "chain")
 
+#: The checks that need to know what an engine knows: see :func:`kvcanary_fx.install_canary`.
+ENGINE_CHECKS = ("index", "owner", "namespace", "token", "digest", "sweep")
+CHECKS = ZERO_CONFIG_CHECKS + ENGINE_CHECKS
+
 OPTION_PREFIX = "kvcanary."
 ENV_PREFIX = "KVCANARY_"
 
@@ -29,7 +33,8 @@ class CanaryConfig:
             step it happens; ``"log"`` writes one WARNING line per violation and never blocks; ``"off"``
             hands the graph to the inner backend untouched.
         inner: the backend that compiles the rewritten graph: a name torch.compile knows, or a callable.
-        checks: the checks to run, of ``content operand bounds poison chain``.
+        checks: the checks to run, of ``content operand bounds poison chain``, and with an engine's session of
+            ``index owner namespace token digest sweep``.
         verify_fraction: share of the recorded slots whose bytes are checked each step, ``"1/N"``; each
             slot is checked within N steps.
         digest_bits: bits of content digest stored per slot, layer and half: 32 or 64.
@@ -48,7 +53,7 @@ class CanaryConfig:
 
     mode: Mode = "raise"
     inner: str | Callable[..., Any] = "inductor"
-    checks: tuple[str, ...] = ZERO_CONFIG_CHECKS
+    checks: tuple[str, ...] = CHECKS
     verify_fraction: str = "1"
     digest_bits: int = 32
     rewrite_writes: bool | Literal["auto"] = "auto"
@@ -160,8 +165,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mode": (lambda v: v in ("raise", "log", "off"), "'raise', 'log' or 'off'"),
     "inner": (lambda v: callable(v) or (isinstance(v, str) and bool(v)), "a backend's name or a callable"),
     "checks": (
-        lambda v: isinstance(v, tuple | list) and all(c in ZERO_CONFIG_CHECKS for c in v),
-        f"a tuple of names out of {', '.join(ZERO_CONFIG_CHECKS)}",
+        lambda v: isinstance(v, tuple | list) and all(c in CHECKS for c in v),
+        f"a tuple of names out of {', '.join(CHECKS)}",
     ),
     "verify_fraction": (_is_fraction, "'1' or '1/N' with a whole number N"),
     "digest_bits": (lambda v: v in (32, 64) and not isinstance(v, bool), "32 or 64"),

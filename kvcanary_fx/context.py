@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +21,7 @@ from .errors import MissingContextError
 if TYPE_CHECKING:
     from .kernels.buffers import Control, IdentityBuffers, Site
     from .kernels.plan import WritePlan
+    from .kernels.slot_space import RequestPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,7 @@ class ForwardContext:
         controls: the violation ring of each device in use.
         gates: the graph's own step counter, by device.
         abort: called on the CPU when an index is out of range, before the write runs; raises.
+        requests: what the forward of an engine is to read and write, by the number of the slot space.
     """
 
     sites: tuple[Site, ...]
@@ -42,6 +44,7 @@ class ForwardContext:
     controls: dict[torch.device, Control]
     gates: dict[torch.device, torch.Tensor]
     abort: Callable[[], None] | None = None
+    requests: Mapping[int, RequestPlan] = dataclasses.field(default_factory=dict)
 
 
 _CONTEXT: contextvars.ContextVar[ForwardContext | None] = contextvars.ContextVar("kvcanary_forward", default=None)

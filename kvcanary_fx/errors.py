@@ -154,3 +154,18 @@ class UnloadableTargetError(CanaryError):
             f"cannot load {target!r}: {reason}. Give FILE.py:NAME, where NAME is a function that returns "
             "(model, inputs), or a module or function with an attribute 'example_inputs'."
         )
+
+
+class EngineError(CanaryError, ValueError):
+    """An engine described its pools, or used a session, in a way that cannot be."""
+
+
+class SessionStateError(CanaryError, RuntimeError):
+    """A session was used out of order: a forward outside a step, a step after close, and the like."""
+
+
+class StepInputError(CanaryError, ValueError):
+    """The inputs of a step do not fit their slots, or a slot was declared wrongly."""
+
+    def __init__(self, problem: str, remedy: str):
+        super().__init__(f"{problem}. {remedy}.")

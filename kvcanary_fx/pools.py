@@ -17,6 +17,7 @@ from .errors import CaptureError, ConcurrentUseError
 from .kernels.buffers import HalfBuffers, IdentityBuffers
 from .kernels.digest import seeds
 from .kernels.layout import SlotLayout
+from .kernels.slot_space import SlotSpace
 from .passes.graph_plan import SitePlan
 from .violations import HalfInfo
 
@@ -35,6 +36,12 @@ class Place:
         """First byte and one past the last."""
         reach = sum((s - 1) * st for s, st in zip(self.layout.shape, self.strides, strict=True))
         return self.offset, self.offset + (reach + 1) * self.layout.dtype.itemsize
+
+    def same_slots(self, other: Place) -> bool:
+        """Whether both cut the same bytes into the same slots."""
+        mine, theirs = self.layout, other.layout
+        same = (mine.slots, mine.row_bytes, mine.dtype) == (theirs.slots, theirs.row_bytes, theirs.dtype)
+        return same and self.span() == other.span()
 
     def overlaps(self, other: Place) -> bool:
         """Whether a byte may belong to both.  Exact for views with the same strides, such as the layers of
@@ -78,6 +85,7 @@ class PoolHalf:
     layer_number: int
     address: int
     identity: IdentityBuffers | None = None
+    space: SlotSpace | None = None  # of an engine's pool
     peers: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
@@ -138,15 +146,37 @@ class PoolRegistry:
         Raises:
             CaptureError: it is new and a CUDA graph is being captured.
         """
-        layout = SlotLayout(tuple(view.shape), site.slot_axes, view.dtype, site.paged)
+        declared = any(h.space is not None for h in storage.halves.values())
+        layout = SlotLayout(tuple(view.shape), site.slot_axes, view.dtype, site.paged or declared)
         place = Place(int(view.storage_offset()) * view.element_size(), tuple(view.stride()), layout)
-        half = storage.halves.get(place)
+        half = storage.halves.get(place) or self._another_view(storage, place)
         if half is None:
             if view.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise CaptureError(f"the KV cache {site.pool!r} has no shadow yet")
             with self._lock:
                 half = storage.halves[place] = self._make(view, place, site, number)
         return half
+
+    def declare(self, view: torch.Tensor, half: PoolHalf) -> None:
+        """Register a half of an engine's pool, which is known before any graph."""
+        storage = self.storage_of(view)
+        with self._lock:
+            storage.halves[half.place] = half
+            self._by_id[half.id] = half
+
+    def new_id(self) -> int:
+        """A number that no half has."""
+        self._next_id += 1
+        return self._next_id - 1
+
+    def _another_view(self, storage: Storage, place: Place) -> PoolHalf | None:
+        """The half of an engine's pool that ``place`` is too, seen in another shape."""
+        for half in storage.halves.values():
+            if half.space is not None and half.place.same_slots(place):
+                alias = dataclasses.replace(half, place=place)
+                storage.halves[place] = alias
+                return alias
+        return None
 
     def _make(self, view: torch.Tensor, place: Place, site: SitePlan, number: int) -> PoolHalf:
         buffers = self._retired.pop((view.device, view.data_ptr(), place), None)
@@ -156,8 +186,7 @@ class PoolRegistry:
             buffers.reset()
         label = _HALF_NUMBERS.get(site.label, 2)
         twins = sum((h.info.layer, h.info.half) == (site.layer, site.label) for h in self._by_id.values())
-        half_id = self._next_id
-        self._next_id += 1
+        half_id = self.new_id()
         half = PoolHalf(
             id=half_id,
             info=HalfInfo(
@@ -183,7 +212,8 @@ class PoolRegistry:
         A graph that reads a cache differently writes it without updating the other's shadow.
         """
         kept = list(mine)
-        gone = [h for h in storage.halves.values() if h not in kept and any(h.place.overlaps(k.place) for k in kept)]
+        ids = {h.id for h in kept}
+        gone = [h for h in storage.halves.values() if h.id not in ids and any(h.place.overlaps(k.place) for k in kept)]
         for half in gone:
             self._forget(storage, half)
         return gone

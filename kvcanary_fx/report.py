@@ -19,7 +19,7 @@ log = logging.getLogger("kvcanary")
 #: Violations logged one by one; the rest of a burst is counted in one line.
 LINES_PER_DRAIN = 100
 
-_IMPORTANCE = ("bounds", "operand", "poison", "chain", "content")
+_IMPORTANCE = ("bounds", "index", "owner", "operand", "poison", "namespace", "token", "chain", "content", "digest")
 
 
 def by_importance(violations: Sequence[Violation]) -> list[Violation]:
@@ -42,17 +42,29 @@ def emit(violations: Sequence[Violation], config: CanaryConfig) -> None:
 def summarise(session: CanarySession) -> str:
     """The text of :meth:`CanarySession.summary`."""
     stats, plans = session.stats(), session.plans
+    on = [c for c in session.config.checks if c not in session.checks_without_inputs()]
     lines = [
-        f"kvcanary: mode {session.config.mode}, checks {', '.join(session.config.checks) or 'none'}, "
+        f"kvcanary: mode {session.config.mode}, checks {', '.join(on) or 'none'}, "
         f"bytes of 1/{session.config.verify_every} of the slots checked each step",
         f"  steps {stats.steps}, fingerprints checked {stats.checked}, recorded {stats.recorded}, "
         f"adopted {stats.adopted}, violations {stats.violations}",
     ]
+    for why, checks in _by_reason(session).items():
+        lines.append(f"  off {', '.join(checks)}: {why}")
     lines += [line for plan in plans for line in describe_plan(plan, session.config)]
     if not any(plan.guarded for plan in plans):
         lines.append("  nothing is guarded: no compiled graph writes a KV cache in place")
     lines += [f"  coverage lost: {why}" for why in session.uncovered]
     return "\n".join(lines)
+
+
+def _by_reason(session: CanarySession) -> dict[str, list[str]]:
+    """The configured checks of a session that lack what they need, by what that is."""
+    reasons: dict[str, list[str]] = {}
+    for check, why in session.checks_without_inputs().items():
+        if check in session.config.checks:
+            reasons.setdefault(why, []).append(check)
+    return reasons
 
 
 def describe_plan(plan: GraphPlan, config: CanaryConfig) -> list[str]:

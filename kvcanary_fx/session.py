@@ -14,8 +14,8 @@ import torch
 from . import report
 from .adoption import judge
 from .binding import BoundCall, Controls, GraphBinding
-from .config import CanaryConfig
-from .context import forward_context
+from .config import ENGINE_CHECKS, CanaryConfig
+from .context import ForwardContext, forward_context
 from .errors import CanaryError, KVCacheViolation, MissedChecksError
 from .kernels.buffers import UNKNOWN, Control, Count, Gate, Ring, Word
 from .passes.graph_plan import GraphPlan
@@ -75,7 +75,7 @@ class CanarySession:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         abort = self._abort if self.config.mode == "raise" and binding.plan.devices[0].type == "cpu" else None
         call = binding.bind(args, capturing, abort)
-        with self._inside_of(call), forward_context(call.context):
+        with self._inside_of(call), forward_context(self._context_of(call)):
             binding.calls_inside += 1
             self.calls += 1
             try:
@@ -95,6 +95,10 @@ class CanarySession:
                 self._after_failure(binding, e)
                 raise
         return out
+
+    def _context_of(self, call: BoundCall) -> ForwardContext:
+        """What the ops of a call look things up in."""
+        return call.context
 
     @contextlib.contextmanager
     def _inside_of(self, call: BoundCall) -> Iterator[None]:
@@ -178,7 +182,7 @@ class CanarySession:
         fresh: list[Violation] = []
         with self._lock:
             for control in self.controls.by_device.values():
-                rows, total = _take(control)
+                rows, total = take_rows(control)
                 verdict = judge(rows, self.registry, lost=total - len(rows))
                 self._adopted_slots += verdict.adopted_slots
                 self._total += total - verdict.adopted_fingerprints
@@ -273,6 +277,10 @@ class CanarySession:
             violations=self._total,
         )
 
+    def checks_without_inputs(self) -> dict[str, str]:
+        """The checks that cannot run in this session, each with what they lack."""
+        return dict.fromkeys(ENGINE_CHECKS, "only an engine knows what they need (kvcanary_fx.install_canary)")
+
     def summary(self) -> str:
         """What is protected, what is off and why, and the counts so far, as text."""
         return report.summarise(self)
@@ -335,7 +343,7 @@ class _Readback:
         return bool(steps > 0 and ran == steps * self.binding.plan.ops)
 
 
-def _take(control: Control) -> tuple[list[list[int]], int]:
+def take_rows(control: Control) -> tuple[list[list[int]], int]:
     """The rows in a ring and how many there were to be, marked as taken."""
     words = control.words.tolist()
     head, drained = words[Word.HEAD], words[Word.DRAINED]

@@ -6,6 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from .kernels.buffers import UNKNOWN, Check, Phase, Ring
+from .kernels.chain import MASK64
+from .kernels.slot_space import Why
+from .violation_texts import TEXTS, Text
+
+#: Stands for the layer of a violation that concerns a slot in all of them.
+ALL_LAYERS = "*"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +31,12 @@ class Violation:
     """One failed check.
 
     Attributes:
-        check: ``content``, ``operand``, ``bounds``, ``poison`` or ``chain``.
-        phase: ``pre`` (before the layer's write) or ``post``.
+        check: ``content``, ``operand``, ``bounds``, ``poison``, ``chain``, ``index``, ``owner``, ``namespace``,
+            ``token`` or ``digest``.
+        phase: ``pre`` (before the layer's write), ``post``, ``sweep``, or ``life`` (an engine handed slots around).
         step: number of the guarded graph call on this device.
-        layer, half, pool: ``model.layers.3.self_attn``, ``K``, ``past_key_values.layers[3].keys``.
+        layer, half, pool: ``model.layers.3.self_attn``, ``K``, ``past_key_values.layers[3].keys``; layer ``*``
+            where a slot of an engine's pool is wrong in all of them.
         row: batch row (or page) of the slot, None where the pool has none.
         index: index inside the row; the slot itself where the pool has no rows.
         slot: slot number in the whole pool, -1 where a write had no slot.
@@ -37,6 +45,8 @@ class Violation:
         detail: the word of the row that holds a NaN (poison), 1 for a slot written twice (bounds), the
             token (chain).
         request, token: the request and the token in the slot, where an engine told us; else None.
+        why: what exactly failed, such as ``READ_AFTER_FREE``; ``NONE`` where the check says it.
+        also: other checks that failed about the same slot at the same moment.
     """
 
     check: str
@@ -52,8 +62,10 @@ class Violation:
     stored: int
     found: int
     detail: int = 0
-    request: str | None = None
+    request: str | int | None = None
     token: int | None = None
+    why: str = Why.NONE.name
+    also: tuple[str, ...] = ()
 
     def line(self) -> str:
         """The record as one stable line of ``key=value`` pairs."""
@@ -71,16 +83,21 @@ class Violation:
             "stored": self._shown(self.stored),
             "found": self._shown(self.found),
             "detail": self.detail,
+            "why": None if self.why == Why.NONE.name else self.why.lower(),
+            "also": ",".join(self.also) or None,
             "pool": self.pool,
         }
         return "kvcanary.violation " + " ".join(f"{k}={'-' if v is None else v}" for k, v in shown.items())
 
     def _shown(self, value: int) -> str:
-        return f"{value & 0xFFFFFFFFFFFFFFFF:#x}" if self.check in ("content", "operand", "poison") else str(value)
+        hashed = self.check in ("content", "operand", "poison", "owner", "namespace", "digest")
+        return f"{value & MASK64:#x}" if hashed or self.why == Why.WRONG_PREDECESSOR.name else str(value)
 
     def where(self) -> str:
         """The place, in words."""
-        place = f"layer {self.layer}, half {self.half}"
+        place = "all layers" if self.layer == ALL_LAYERS else f"layer {self.layer}, half {self.half}"
+        if self.request is not None:
+            place += f", request {self.request}"
         if self.row is not None:
             place += f", row {self.row}"
         if self.position is not None:
@@ -91,8 +108,8 @@ class Violation:
 
     def explain(self) -> str:
         """A short text for people: what failed, where, stored and found, the usual meaning, what to try."""
-        what, meaning, remedy = _TEXTS[self._text_key()]
-        facts = what.format(
+        text = self._text()
+        facts = text.what.format(
             stored=self._shown(self.stored),
             found=self._shown(self.found),
             value=self.stored,
@@ -100,70 +117,64 @@ class Violation:
             detail=self.detail,
         )
         return (
-            f"[{self.check}] {facts}\n  where: {self.where()}, step {self.step}\n  usually: {meaning}\n  try: {remedy}"
+            f"[{self.check}] {facts}\n  where: {self.where()}, step {self.step}\n  usually: {text.meaning}\n"
+            f"  try: {text.remedy}"
         )
 
-    def _text_key(self) -> str:
+    def _text(self) -> Text:
+        if self.why != Why.NONE.name:
+            return TEXTS[self.why]
         if self.check != "bounds":
-            return self.check
+            return TEXTS[self.check]
         if self.detail == 1:
-            return "twice"
-        return "lost" if self.found < 0 else "wrapped"
+            return TEXTS["twice"]
+        return TEXTS["lost" if self.found < 0 else "wrapped"]
 
 
-_TEXTS = {
-    "content": (
-        "the bytes of a slot changed since they were written (digest {stored}, now {found})",
-        "something else wrote to the slot between two steps: a freed block still in use, a stray copy or off-load, "
-        "a kernel with a wrong stride, a flipped bit",
-        "what ran since the last step? If the write was legal, tell the canary: session.forget(cache)",
+#: The check that a reason belongs to, where the ring row has the bits of several.
+_CHECK_OF = {
+    Check.BOUNDS: (Why.OUT_OF_RANGE, Why.RESERVED_SLOT, Why.PLANNED_TWICE, Why.ROW_TOO_NARROW, Why.NO_SUCH_ROW),
+    Check.OWNER: (
+        Why.READ_AFTER_FREE, Why.FOREIGN_READ, Why.WRITE_AFTER_FREE, Why.OVERWRITE, Why.WRITE_SHARED, Why.DOUBLE_FREE,
+        Why.FOREIGN_FREE, Why.DOUBLE_ALLOCATE, Why.SHARE_AFTER_FREE,
     ),
-    "operand": (
-        "the slot read back is not what the write was given (operand {stored}, read back {found})",
-        "the write went to another slot, used a wrong stride, or changed the values on the way",
-        "compare the write kernel's index and stride arithmetic with the pool's real layout",
-    ),
-    "wrapped": (
-        "index {value} is out of range and wrapped to slot {hit}",
-        "a padding value used as an index: -1 counts from the end in Python",
-        "mask padded tokens before the write, or point them at a reserved slot",
-    ),
-    "lost": (
-        "index {value} is out of range",
-        "a sequence longer than the cache, or a stale or foreign slot table",
-        "check the cache's length and where the index comes from; on a GPU such a write faults or corrupts",
-    ),
-    "twice": (
-        "two tokens of one step were written to the same slot",
-        "a slot handed out twice, or padding that shares a real token's slot",
-        "check the allocator, and what slot padded tokens get",
-    ),
-    "poison": (
-        "NaN or Inf was written (word {detail} of the row is {found})",
-        "an overflow in the layer before, a fully masked row, or uninitialised memory in a padded token",
-        "look at the layer's input; clear the slot before it is read: 0 * NaN is NaN even under a mask",
-    ),
-    "chain": (
-        "the token's position is {found} where its predecessor's asks for {stored}",
-        "position ids and cache position ran apart: a position bumped twice, or built without the cache's offset",
-        "compare the model's position_ids with the slots it writes",
-    ),
-}
+    Check.POISON: (Why.NEVER_WRITTEN,),
+    Check.CHAIN: (Why.WRONG_POSITION, Why.WRONG_PREDECESSOR),
+    Check.NAMESPACE: (Why.OTHER_NAMESPACE,),
+    Check.TOKEN: (Why.WRONG_TOKEN,),
+    Check.INDEX: (Why.NOT_THE_PLANNED_SLOT, Why.TABLE_DIFFERS, Why.READ_DIFFERS, Why.LENGTH_DIFFERS),
+    Check.DIGEST: (Why.DIGEST_DIFFERS,),
+}  # fmt: skip
 
 
-def decode(row: Sequence[int], info: HalfInfo, token: int | None = None, position: int | None = None) -> Violation:
+def _primary(bits: int, why: Why) -> Check:
+    """The check whose failure a row tells about."""
+    found = next((check for check, reasons in _CHECK_OF.items() if why in reasons), None)
+    return Check(bits) if found is None else found
+
+
+def decode(
+    row: Sequence[int],
+    info: HalfInfo,
+    token: int | None = None,
+    position: int | None = None,
+    request: str | int | None = None,
+) -> Violation:
     """The record of one ring row.
 
     Args:
-        token, position: who is in the slot, where the shadow knows it.
+        token, position, request: who is in the slot, where the shadow knows it.
     """
-    slot, origin = row[Ring.SLOT], row[Ring.ORIGIN]
+    slot, origin, why = row[Ring.SLOT], row[Ring.ORIGIN], Why(row[Ring.WHY])
+    check = _primary(row[Ring.CHECK], why)
+    if row[Ring.POSITION] != UNKNOWN:
+        position = row[Ring.POSITION]
     in_row = info.rows is not None and slot >= 0
     index = slot % info.positions if in_row else slot
     if in_row and origin != UNKNOWN:
         position = origin + index
     return Violation(
-        check=(Check(row[Ring.CHECK]).name or "?").lower(),
+        check=(check.name or "?").lower(),
         phase=Phase(row[Ring.PHASE]).name.lower(),
         step=row[Ring.STEP],
         layer=info.layer,
@@ -177,4 +188,7 @@ def decode(row: Sequence[int], info: HalfInfo, token: int | None = None, positio
         found=row[Ring.FOUND],
         detail=row[Ring.DETAIL],
         token=token,
+        request=request,
+        why=why.name,
+        also=tuple((c.name or "?").lower() for c in Check if c & row[Ring.CHECK] & ~check),
     )

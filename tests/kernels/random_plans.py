@@ -26,7 +26,7 @@ ALL = Check.BOUNDS | Check.POISON | Check.CHAIN | Check.INDEX | Check.OWNER | Ch
 
 #: The vectorised code under one name, as the reference is.
 VECTORISED: Any = SimpleNamespace(
-    **{n: getattr(request_checks, n) for n in ("walk", "check_writes", "store")},
+    **{n: getattr(request_checks, n) for n in ("walk", "check_writes", "check_received", "check_reads", "store")},
     **{n: getattr(slot_life, n) for n in ("allocate", "release", "share", "name")},
 )
 OWNERS = (0, 11, 22, 33)
@@ -90,6 +90,18 @@ def random_plan(rng: random.Random, space: SlotSpace, unique: bool) -> RequestPl
     )
 
 
+def random_pages(rng: random.Random, plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """What an attention kernel may get: mostly the request table's own pages."""
+    lengths = (plan.prefix_lens + plan.extend_lens).clone()
+    rows = plan.rows.long().clamp(0, plan.table.shape[0] - 1)
+    pages = plan.table[rows].clone()[:, : rng.choice([None, None, 1])]
+    if pages.numel() and rng.random() < 0.3:
+        pages[rng.randrange(pages.shape[0]), rng.randrange(pages.shape[1])] += 1
+    if lengths.numel() and rng.random() < 0.3:
+        lengths[rng.randrange(lengths.shape[0])] += rng.choice([-1, 1])
+    return pages, lengths, plan.page_size
+
+
 def make_it_true(rng: random.Random, space: SlotSpace, plan: RequestPlan) -> None:
     """Let most of a plan's slots be what it says, so that the checks behind the first ones are reached."""
     for request in range(int(plan.counts[0])):
@@ -118,10 +130,14 @@ def play(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, Slo
                 for buffer in ("tokens", "positions", "chain", "owners", "flags"):
                     getattr(own, buffer).copy_(getattr(space, buffer))
         writes = plan if rng.random() < 0.5 else random_plan(rng, space, unique=False)
+        received = (writes.slots + (rng.random() < 0.2))[: rng.choice([None, -1])]
+        pages, lengths, size = random_pages(rng, plan)
         for impl, own in impls:
             device = own.tokens.device
             impl.walk(own, moved(plan, device))
             impl.check_writes(own, moved(writes, device))
+            impl.check_received(own, moved(writes, device), received.to(device), 9)
+            impl.check_reads(own, moved(plan, device), pages.to(device), lengths.to(device), size)
             impl.store(own, moved(plan, device))
             own.control.words[Word.STEP] += 1
         compare(impls, number)

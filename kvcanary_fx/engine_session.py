@@ -1,0 +1,462 @@
+"""The session of a serving engine: it knows the pools, the requests and the plan of each forward.
+
+::
+
+    canary = kvcanary_fx.install_canary(KVPool(layers=[(k, v), ...], request_table=req_to_token))
+    model = torch.compile(model, backend=canary.backend)
+    ...
+    with canary.step(batch):
+        with canary.forward():
+            logits = model(...)
+
+``install_canary`` returns None when the canary is off; :func:`step` and :func:`forward` take that None and cost
+nothing then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .backend import CanaryBackend
+from .binding import BoundCall
+from .config import CanaryConfig, override
+from .context import ForwardContext
+from .engine_pools import EnginePool, KVPool, Slots
+from .errors import EngineError, SessionStateError
+from .kernels import request_checks
+from .kernels.buffers import Ring
+from .kernels.slot_space import RequestPlan, SpaceCount
+from .pools import PoolHalf
+from .request_ids import RequestId, RequestIds
+from .session import CanarySession, take_rows
+from .step_inputs import StepInputs, StepView
+from .sweep import Sweep
+from .violations import Violation, decode
+
+#: One shared context that does nothing, so that a hook of a canary that is off costs nothing.
+OFF: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def install_canary(
+    *pools: KVPool,
+    config: CanaryConfig | None = None,
+    max_requests: int | None = None,
+    max_tokens: int | None = None,
+    sweep_every: int = 0,
+    **settings: Any,
+) -> EngineSession | None:
+    """Guard the pools of an engine.
+
+    Args:
+        pools: at least one; groups of layers with slot numbers of their own are pools of their own.
+        config: None stands for the environment's settings.
+        max_requests, max_tokens: sizes of the largest batch, where CUDA graphs are captured.
+        sweep_every: steps between two sweeps over all written slots, 0 for none.
+        settings: settings of :class:`CanaryConfig` that override ``config``.
+
+    Returns:
+        The session; None if the canary is off.
+
+    Raises:
+        EngineError: pools that cannot be, or share a name.
+        UnknownSettingError, InvalidSettingError: a setting that does not exist, or a value it cannot have.
+    """
+    resolved = override(config or CanaryConfig.from_env(), settings, "install_canary()")
+    if resolved.mode == "off":
+        return None
+    return EngineSession(pools, resolved, max_requests, max_tokens, sweep_every)
+
+
+def step(session: EngineSession | None, batch: Any = None) -> contextlib.AbstractContextManager[Any]:
+    """``session.step(batch)``, or nothing where the canary is off."""
+    return OFF if session is None else session.step(batch)
+
+
+def forward(session: EngineSession | None, index: int = 0, batch: Any = None) -> contextlib.AbstractContextManager[Any]:
+    """``session.forward(index, batch)``, or nothing where the canary is off."""
+    return OFF if session is None else session.forward(index, batch)
+
+
+@dataclasses.dataclass
+class Batch:
+    """One forward as an engine plans it; any object or mapping with these fields will do.
+
+    Attributes:
+        input_ids: integer ``[n]``, the tokens to add, request after request.
+        slots: integer ``[n]``, where they go.
+        request_rows: integer ``[bs]``, each request's row in the request table.
+        prefix_lens: integer ``[bs]``, tokens that are in the pool already.
+        extend_lens: integer ``[bs]``, tokens to add; None for one each.
+        positions: integer ``[n]`` or None.
+        request_ids: strings or ints, ``bs`` of them, or None.
+        namespaces: integer ``[bs]`` or None; 0 is the default namespace.
+        history: integer ``[bs, length]`` or None, the requests' own token ids, for the token check.
+        history_lens: integer ``[bs]``, how many of them are valid.
+    """
+
+    input_ids: Any
+    slots: Any
+    request_rows: Any
+    prefix_lens: Any
+    extend_lens: Any = None
+    positions: Any = None
+    request_ids: Sequence[RequestId] | None = None
+    namespaces: Any = None
+    history: Any = None
+    history_lens: Any = None
+
+
+class EngineSession(CanarySession):
+    """Guards the pools of an engine: bytes, identity and ownership of every slot.
+
+    Attributes:
+        pools: the pools by name.
+        inputs: the persistent buffers of a step's inputs, shared by captured and eager forwards.
+        backend: for ``torch.compile(model, backend=session.backend)``.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[KVPool],
+        config: CanaryConfig,
+        max_requests: int | None = None,
+        max_tokens: int | None = None,
+        sweep_every: int = 0,
+    ):
+        super().__init__(config)
+        if not pools:
+            raise EngineError("install_canary needs at least one KVPool")
+        names = [p.name for p in pools]
+        if len(set(names)) < len(names):
+            raise EngineError(f"two pools share a name: {names}. Give each KVPool a name of its own")
+        self.ids = RequestIds()
+        self.pools = {p.name: EnginePool(p, self.registry, self.controls, config, self.ids) for p in pools}
+        self._spaces = {p.space.space_id: p for p in self.pools.values()}
+        self.inputs = _step_inputs(pools, max_requests, max_tokens, self.ids)
+        self.backend = CanaryBackend(config, self)
+        self.steps = 0
+        self.sweep = Sweep(self, sweep_every)
+        self._ready = self._closed = False
+        self._step: StepView | None = None
+        self._forward: _Forward | None = None
+
+    @property
+    def pool(self) -> EnginePool:
+        """The only pool.
+
+        Raises:
+            EngineError: there are several; take one from ``pools``.
+        """
+        if len(self.pools) > 1:
+            raise EngineError(f"the session has the pools {list(self.pools)}: say which, session.pools[name]")
+        return next(iter(self.pools.values()))
+
+    def mark_ready(self) -> None:
+        """End the warm-up: what capture and dummy batches wrote and read is forgotten, checks count from here."""
+        self._require_open()
+        self.drain()
+        for pool in self.pools.values():
+            pool.space.forget_identity()
+            pool.digests.zero_()
+            pool.space.counters.zero_()
+        self._violations.clear()
+        self._total = self._told = self._told_total = 0
+        self._ready = True
+
+    def close(self) -> None:
+        """End the session: read what the devices still have; later steps are an error.
+
+        Raises:
+            SessionStateError: it is closed already, or a step is running.
+        """
+        self._require_open()
+        if self._step is not None:
+            raise SessionStateError("close() inside step(): leave the step first")
+        self.drain()
+        self._closed = True
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise SessionStateError("this session is closed: install_canary(...) makes a new one")
+
+    # ---- a step and its forwards
+
+    @contextlib.contextmanager
+    def step(self, batch: Any = None) -> Iterator[EngineSession]:
+        """One outer step of the engine: fills the step inputs; sweeps, drains and tells at the end.
+
+        Raises:
+            SessionStateError: a step is running already, or the session is closed.
+            StepInputError: the batch does not fit.
+            KVCacheViolation: mode ``raise``, and a check failed.
+        """
+        self._require_open()
+        if self._step is not None:
+            raise SessionStateError("step() inside step(): one step at a time; forwards of a draft go into forward(i)")
+        self._step = self._view_of(batch) if batch is not None else _EMPTY
+        try:
+            yield self
+            self.steps += 1
+            self.sweep.after_step()
+            self._look()
+        finally:
+            self._step = None
+
+    @contextlib.contextmanager
+    def forward(self, index: int = 0, batch: Any = None) -> Iterator[None]:
+        """One forward of the model: checks what it is about to read and write, remembers what it wrote.
+
+        Nested calls with the same index belong to the outermost one.
+
+        Args:
+            index: 0 is the target's; a draft that runs several forwards counts them.
+            batch: what this forward reads and writes, if it is not what the step was given.
+
+        Raises:
+            SessionStateError: no step is running, or another forward is.
+            KVCacheViolation: mode ``raise``, and a check failed.
+        """
+        if self._forward is not None:
+            self._forward.require(index)
+            yield
+            return
+        if self._step is None:
+            raise SessionStateError(f"forward({index}) outside step(): with session.step(batch): comes first")
+        view = self._step if batch is None else self._view_of(batch)
+        self._forward = _Forward(index, {} if view is _EMPTY else self._plans(view))
+        try:
+            self._before(self._forward)
+            yield
+            self._after_forward(self._forward)
+        finally:
+            self._forward = None
+
+    def _view_of(self, batch: Any) -> StepView:
+        self.inputs.fill_from(batch)
+        return self.inputs.view()
+
+    def _before(self, running: _Forward) -> None:
+        for number, plan in running.plans.items():
+            space = self._spaces[number].space
+            request_checks.walk(space, plan)
+            request_checks.check_writes(space, plan)
+        if all(p.declared.device.type != "cuda" for p in self.pools.values()):
+            self._look()  # free on the CPU, and the write has not happened yet
+
+    def _after_forward(self, running: _Forward) -> None:
+        for number, plan in running.plans.items():
+            request_checks.store(self._spaces[number].space, plan)
+        self._look()
+
+    def _look(self) -> None:
+        """In raise mode, raise what was found so far."""
+        if self.config.mode == "raise" and not _capturing():
+            self.drain()
+            self._raise_new()
+
+    def _plans(self, view: StepView) -> dict[int, RequestPlan]:
+        """What each pool is to be read and written at, by the number of its slot space."""
+        return {number: _plan_of(pool.declared, view, self.inputs) for number, pool in self._spaces.items()}
+
+    def check_reads(
+        self, pages: torch.Tensor, lengths: torch.Tensor, pool: str | None = None, page_size: int = 1
+    ) -> None:
+        """Compare the page table that the attention kernel gets with the request table.
+
+        Args:
+            pages: integer ``[bs, columns]``, pages of ``page_size`` slots.
+            lengths: integer ``[bs]``, positions that the kernel reads.
+
+        Raises:
+            SessionStateError: no forward is running.
+        """
+        if self._forward is None:
+            raise SessionStateError("check_reads() outside forward(): it compares with the plan of the running forward")
+        chosen = self.pool if pool is None else self.pools[pool]
+        plan = self._forward.plans.get(chosen.space.space_id)
+        if plan is not None:
+            request_checks.check_reads(chosen.space, plan, pages, lengths, page_size)
+
+    # ---- hooks of CanarySession
+
+    def _context_of(self, call: BoundCall) -> ForwardContext:
+        if self._forward is None:
+            if self._ready and any(half.space is not None for half in call.halves):
+                raise SessionStateError(
+                    "the model ran outside session.forward(): wrap each call, `with session.forward(): model(...)`, "
+                    "so that the canary knows what it reads and writes"
+                )
+            return call.context
+        return dataclasses.replace(call.context, requests=self._forward.plans)
+
+    def drain(self) -> list[Violation]:
+        """Read the rings of all devices; before :meth:`mark_ready`, what they hold is warm-up and dropped."""
+        if self._ready:
+            return super().drain()
+        for control in self.controls.by_device.values():
+            take_rows(control)
+        return []
+
+    def _decode(self, row: Sequence[int]) -> Violation:
+        pool = self._spaces.get(row[Ring.HALF])
+        half = self.registry.by_id(row[Ring.HALF])
+        if pool is None and (half is None or half.space is None):
+            return super()._decode(row)
+        request = self.ids.name(row[Ring.REQUEST])
+        if pool is not None:
+            token = row[Ring.DETAIL]
+            return decode(row, pool.info, token if token >= 0 else None, request=request)
+        assert half is not None
+        return self._decode_content(row, half, request)
+
+    def _decode_content(self, row: Sequence[int], half: PoolHalf, request: RequestId | None) -> Violation:
+        """The record of a row about a slot's bytes, with who is in the slot."""
+        space, slot = half.space, row[Ring.SLOT]
+        assert space is not None
+        if not 0 <= slot < space.slots:
+            return decode(row, half.info, request=request)
+        token, position = int(space.tokens[slot]), int(space.positions[slot])
+        planned = self._planned_at(space.space_id, slot)
+        if planned is not None:
+            token, position, owner = planned
+        else:
+            owner = int(space.owners[slot])
+        return decode(
+            row,
+            half.info,
+            token if token >= 0 else None,
+            position if position >= 0 else None,
+            request if request is not None else self.ids.name(owner),
+        )
+
+    def _planned_at(self, space_id: int, slot: int) -> tuple[int, int, int] | None:
+        """``(token, position, owner)`` that the running forward plans for a slot, if it writes it."""
+        plan = self._forward.plans.get(space_id) if self._forward is not None else None
+        if plan is None:
+            return None
+        hits = (plan.slots == slot).nonzero()
+        if not hits.numel():
+            return None
+        i = int(hits[0])
+        request, place, real = request_checks.token_requests(plan)
+        if not bool(real[i]):
+            return None
+        position = int(plan.prefix_lens[request[i]]) + int(place[i])
+        return int(plan.tokens[i]), position, int(plan.owners[request[i]])
+
+    def checks_without_inputs(self) -> dict[str, str]:
+        """The checks that cannot run in this session, each with what they lack."""
+        lacking = {}
+        if not any(p.declared.allocations for p in self.pools.values()):
+            lacking["owner"] = "no pool reports allocate and release (KVPool(allocations=False))"
+        if not self.sweep.every:
+            lacking["sweep"] = "no schedule (install_canary(sweep_every=N)); session.sweep.run() runs one"
+        return lacking
+
+    def identity_counts(self) -> Mapping[str, int]:
+        """Forwards, slots whose identity was checked, and slots whose identity was stored, over all pools."""
+        totals = sum(p.space.counters for p in self.pools.values()).tolist()  # type: ignore[union-attr]
+        return {c.name.lower(): totals[c] for c in SpaceCount}
+
+    # ---- digests
+
+    def digest(self, slots: Slots, pool: str | None = None, what: str = "identity") -> int:
+        """64 bits over slots, to be compared between ranks or the two ends of a transfer.
+
+        Args:
+            what: ``identity`` (tokens, positions, chain: equal on all ranks) or ``content`` (bytes: equal where
+                ranks hold copies of the same heads).
+        """
+        if what not in ("identity", "content"):
+            raise EngineError(f"digest(what={what!r}): it is 'identity' or 'content'")
+        shadow = (self.pool if pool is None else self.pools[pool]).export(slots)
+        return shadow.identity_digest() if what == "identity" else shadow.content_digest()
+
+    def compare_digests(
+        self, mine: int, theirs: int, request: RequestId | None = None, pool: str | None = None
+    ) -> bool:
+        """Report a violation of the digest check if two digests differ; whether they agree.
+
+        Raises:
+            KVCacheViolation: mode ``raise``, and they differ.
+        """
+        chosen = self.pool if pool is None else self.pools[pool]
+        self.sweep.report_digest(chosen, mine, theirs, self.ids.hash(request))
+        self._look()
+        return mine == theirs
+
+
+_EMPTY: Any = object()
+
+
+@dataclasses.dataclass
+class _Forward:
+    """The forward that is running."""
+
+    index: int
+    plans: dict[int, RequestPlan]
+
+    def require(self, index: int) -> None:
+        if index != self.index:
+            raise SessionStateError(
+                f"forward({index}) inside forward({self.index}): leave one before entering the next; a draft model "
+                "with pools of its own has a session of its own"
+            )
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _step_inputs(
+    pools: Sequence[KVPool], max_requests: int | None, max_tokens: int | None, ids: RequestIds
+) -> StepInputs:
+    """The registry of what the checks need of a batch."""
+    inputs = StepInputs(pools[0].device, max_requests=max_requests, max_tokens=max_tokens)
+    for name in ("request_rows", "prefix_lens", "extend_lens", "namespaces", "history_lens", "history"):
+        inputs.register(name, "batch", torch.int64)
+    for name in dict.fromkeys(["input_ids", "positions", *(p.slots_from for p in pools)]):
+        inputs.register(name, "tokens", torch.int64)
+
+    def owners(batch: Any, filled: StepInputs) -> torch.Tensor:
+        given = batch.get("request_ids") if isinstance(batch, Mapping) else getattr(batch, "request_ids", None)
+        hashes = ids.hashes(given) if given is not None else [0] * filled.num_requests
+        return torch.tensor(hashes, dtype=torch.int64)
+
+    inputs.register("owners", "batch", torch.int64, compute=owners)
+    return inputs
+
+
+def _plan_of(pool: KVPool, view: StepView, inputs: StepInputs) -> RequestPlan:
+    """One pool's plan of the forward, out of the step inputs."""
+    missing = [n for n in ("input_ids", "request_rows", "prefix_lens") if getattr(view, n) is None]
+    if missing:
+        raise EngineError(f"the batch has no {', '.join(missing)}: pool {pool.name!r} needs them (see Batch)")
+    slots = getattr(view, pool.slots_from)
+    if slots is None:
+        raise EngineError(f"the batch has no {pool.slots_from!r}, where pool {pool.name!r} takes its slots from")
+    extend = view.extend_lens if view.extend_lens is not None else torch.ones_like(view.prefix_lens)
+    if pool.slot_map is not None and pool.slots_from == "slots":
+        slots = request_checks.mapped(slots, pool.slot_map)
+    return RequestPlan(
+        counts=inputs.counts,
+        rows=view.request_rows,
+        prefix_lens=view.prefix_lens,
+        extend_lens=extend,
+        tokens=view.input_ids,
+        slots=slots,
+        positions=view.positions,
+        owners=view.owners,
+        namespaces=view.namespaces,
+        table=pool.request_table,
+        columns=pool.request_table.shape[1] * pool.table_page_size,
+        page_size=pool.table_page_size,
+        slot_map=pool.slot_map,
+        history=view.history if view.history_lens is not None else None,
+        history_lens=view.history_lens,
+    )

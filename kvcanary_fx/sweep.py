@@ -1,0 +1,111 @@
+"""The sweep: slots that nobody reads for a while are checked on a schedule, all of them or a slice at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .engine_pools import EnginePool, Slots, digest_of
+from .kernels.buffers import Check, Phase
+from .kernels.findings import Findings
+from .kernels.slot_space import REFERENCE, Flag, Why
+
+if TYPE_CHECKING:
+    from .engine_session import EngineSession
+
+
+class Sweep:
+    """Checks of idle slots.
+
+    Attributes:
+        every: steps between two sweeps, 0 for none.
+        budget: slots looked at in one sweep; the next one goes on from there.  None for all.
+        runs, checked: sweeps so far, and fingerprints they compared.
+    """
+
+    def __init__(self, session: EngineSession, every: int, budget: int | None = None):
+        self._session, self.every, self.budget = session, every, budget
+        self.runs = self.checked = 0
+        self._next: dict[str, int] = {}
+
+    def after_step(self) -> None:
+        """Run if the schedule says so."""
+        if self.every and self._session.steps % self.every == 0:
+            self.run()
+
+    def run(self, slots: Slots | None = None, pool: str | None = None) -> int:
+        """Check the bytes of slots, in every layer, and that they are not free.
+
+        Args:
+            slots: integer ``[n]``, such as the rows of a prefix cache; None: the written ones, within the budget.
+            pool: name of the pool; None for all.
+
+        Returns:
+            How many fingerprints were compared.
+        """
+        self.runs += 1
+        checked = 0
+        for engine_pool in self._session.pools.values():
+            if pool in (None, engine_pool.name):
+                chosen = self._due(engine_pool) if slots is None else engine_pool.slot_tensor(slots)
+                self._check_place(engine_pool, chosen)
+                checked += self._check_bytes(engine_pool, chosen)
+        self.checked += checked
+        return checked
+
+    def _due(self, pool: EnginePool) -> torch.Tensor:
+        """The next slice of the written slots."""
+        flags = pool.space.flags[:-1]
+        written = (((flags & int(Flag.WRITTEN)) != 0) & (flags >= REFERENCE)).nonzero().squeeze(1)
+        if self.budget is None or written.numel() <= self.budget:
+            return written
+        start = self._next.get(pool.name, 0)
+        ahead = torch.cat((written[written >= start], written[written < start]))[: self.budget]
+        self._next[pool.name] = int(ahead[-1]) + 1
+        return ahead
+
+    def _check_place(self, pool: EnginePool, slots: torch.Tensor) -> None:
+        """A slot that a prefix cache lists must exist and not be free."""
+        space = pool.space
+        outside = (slots < 0) | (slots >= space.slots)
+        at = torch.where(outside, space.nowhere, slots)
+        findings = Findings(torch.ones_like(outside), space.checks)
+        findings.add(Check.BOUNDS, Why.OUT_OF_RANGE, outside, slots, -1)
+        findings.stop(outside)
+        if space.owner_known:
+            findings.add(Check.OWNER, Why.READ_AFTER_FREE, space.flags[at] < REFERENCE, 0, 0)
+        findings.add(Check.POISON, Why.NEVER_WRITTEN, (space.flags[at] & int(Flag.WRITTEN)) == 0, 0, 0)
+        findings.report(
+            space.control, space.space_id, Phase.SWEEP, slots, space.positions[at], space.owners[at], space.tokens[at]
+        )
+
+    def _check_bytes(self, pool: EnginePool, slots: torch.Tensor) -> int:
+        """Compare the bytes of slots with their digests; a mismatch is reported once."""
+        if not pool.space.checks & Check.CONTENT:
+            return 0
+        slots = slots[(slots >= 0) & (slots < pool.space.slots)]
+        checked = 0
+        for half, view in zip(pool.halves, pool.views, strict=True):
+            stored, found = half.buffers.digest[:, slots], digest_of(half, view, slots)
+            recorded = stored[0] != 0
+            bad = (stored != found).any(0)
+            findings = Findings(recorded, pool.space.checks)
+            findings.add(Check.CONTENT, Why.NONE, bad, _packed(stored), _packed(found))
+            findings.report(pool.space.control, half.id, Phase.SWEEP, slots)
+            half.buffers.digest[:, slots] = torch.where(recorded & bad, found, stored)
+            checked += int(recorded.sum())
+        return checked
+
+    def report_digest(self, pool: EnginePool, mine: int, theirs: int, request: int) -> None:
+        """Report two digests that differ."""
+        space = pool.space
+        differs = torch.tensor([mine != theirs], device=space.flags.device)
+        findings = Findings(torch.ones_like(differs), space.checks)
+        findings.add(Check.DIGEST, Why.DIGEST_DIFFERS, differs, mine, theirs)
+        findings.report(space.control, space.space_id, Phase.LIFE, -1, request=request)
+
+
+def _packed(digests: torch.Tensor) -> torch.Tensor:
+    low = digests[0].to(torch.int64) & 0xFFFFFFFF
+    return low if digests.shape[0] == 1 else low | (digests[1].to(torch.int64) << 32)

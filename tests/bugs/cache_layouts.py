@@ -1,0 +1,1 @@
+"""Bugs of layouts, scales, ranks and hardware (I, J, K, L)."""

@@ -1,0 +1,1 @@
+"""Bugs of slot mappings and index spaces (B)."""

@@ -1,0 +1,1 @@
+"""Bugs of the life of slots: use after free, double free (C)."""

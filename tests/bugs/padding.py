@@ -1,0 +1,1 @@
+"""Bugs of padding, reserved slots and NaN (H)."""

@@ -1,0 +1,1 @@
+"""Bugs of prefix identity, of drafts and of windows (E, F, G)."""

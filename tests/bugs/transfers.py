@@ -1,0 +1,1 @@
+"""Bugs of transfers and off-load (D)."""
