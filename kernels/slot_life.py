@@ -47,6 +47,9 @@ def release(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
         findings.add(Check.OWNER, Why.DOUBLE_FREE, free, holder, owner)
         findings.add(Check.OWNER, Why.FOREIGN_FREE, stranger & ~free, holder, owner)
     _report(findings, space, slots, at, owner)
+    # once its owner has let go, a shared slot belongs to nobody in particular
+    leaves = (flags >= 2 * REFERENCE) & ((owner == 0) | (holder == owner))
+    space.owners[at] = torch.where(leaves, 0, holder)
     dropped = torch.zeros_like(space.flags).scatter_add(0, at, torch.full_like(at, REFERENCE, dtype=torch.int32))
     left = (space.flags // REFERENCE * REFERENCE - dropped).clamp(min=0)
     touched = dropped > 0

@@ -294,18 +294,20 @@ def allocate(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
 
 
 def release(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
-    before, dropped = space.flags.tolist(), set()
+    before, owners, dropped = space.flags.tolist(), space.owners.tolist(), set()
     for slot in slots.tolist():
         entry = _Entry(space)
         named = _named(space, entry, slot)
         if named:
-            holder, alone = int(space.owners[slot]), before[slot] < 2 * REFERENCE
+            holder, alone = owners[slot], before[slot] < 2 * REFERENCE
             if space.owner_known:
                 if before[slot] < REFERENCE or (slot in dropped and alone):
                     entry.add(Check.OWNER, Why.DOUBLE_FREE, holder, owner)
                 elif alone and owner != 0 and holder not in (0, owner):
                     entry.add(Check.OWNER, Why.FOREIGN_FREE, holder, owner)
             dropped.add(slot)
+            if not alone and owner in (0, holder):
+                space.owners[slot] = 0
             flags = int(space.flags[slot])
             left = max(flags // REFERENCE - 1, 0) * REFERENCE
             space.flags[slot] = left + flags % REFERENCE if left else 0

@@ -5,9 +5,17 @@
 
 from .backend import CanaryBackend, kvcanary_backend, session, sessions
 from .config import CanaryConfig
-from .context import ForwardContext, forward_context, get_forward_context, has_forward_context
+from .context import (
+    ForwardContext,
+    forward_context,
+    get_forward_context,
+    has_forward_context,
+    override_forward_context,
+)
+from .engine import forward, install_canary, step
+from .engine_plan import Batch
 from .engine_pools import EnginePool, KVPool
-from .engine_session import Batch, EngineSession, forward, install_canary, step
+from .engine_session import EngineSession
 from .errors import (
     CanaryError,
     CaptureError,
@@ -25,7 +33,8 @@ from .errors import (
 from .passes.write_ops import register_kv_write
 from .protect import protect, session_of
 from .session import CanarySession, Stats
-from .step_inputs import StepInputs, StepView
+from .step_inputs import StepInputs
+from .step_view import StepView
 from .transfer import ShadowSlice
 from .violations import Violation
 
@@ -61,6 +70,7 @@ __all__ = [
     "has_forward_context",
     "install_canary",
     "kvcanary_backend",
+    "override_forward_context",
     "protect",
     "register_kv_write",
     "session",

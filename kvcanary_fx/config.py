@@ -23,6 +23,9 @@ CHECKS = ZERO_CONFIG_CHECKS + ENGINE_CHECKS
 OPTION_PREFIX = "kvcanary."
 ENV_PREFIX = "KVCANARY_"
 
+#: Set to 1 to hand an eager step's own tensors to the checks instead of copying them to persistent buffers.
+NO_COPY_VARIABLE = "KVCANARY_EAGER_INPUT_NO_COPY"
+
 
 @dataclasses.dataclass(frozen=True)
 class CanaryConfig:
@@ -97,6 +100,18 @@ class CanaryConfig:
             InvalidSettingError: its value cannot be read.
         """
         return cls(**_from_env(os.environ if environ is None else environ))
+
+
+def eager_inputs_without_copy(environ: Mapping[str, str] | None = None) -> bool:
+    """What the variable of that name asks for.
+
+    Raises:
+        InvalidSettingError: it is neither true nor false.
+    """
+    text = (os.environ if environ is None else environ).get(NO_COPY_VARIABLE, "0")
+    if text.strip().lower() not in _BOOLEANS:
+        raise InvalidSettingError(NO_COPY_VARIABLE, "the environment", text, "1 or 0")
+    return _BOOLEANS[text.strip().lower()]
 
 
 def resolve(config: CanaryConfig | None, options: Mapping[str, Any] | None) -> tuple[CanaryConfig, dict[str, Any]]:
@@ -195,7 +210,7 @@ def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
     settable = {ENV_PREFIX + n.upper(): n for n in names() if n != "on_violation"}
     found = {}
     for variable, text in environ.items():
-        if variable.startswith(ENV_PREFIX):
+        if variable.startswith(ENV_PREFIX) and variable != NO_COPY_VARIABLE:
             _require_known(variable, variable, "the environment", list(settable), member=variable in settable)
             name = settable[variable]
             value = _parse(name, text)

@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -58,6 +58,18 @@ def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
         yield context
     finally:
         _CONTEXT.reset(token)
+
+
+@contextlib.contextmanager
+def override_forward_context(**fields: Any) -> Iterator[ForwardContext]:
+    """Change some fields of the context for an inner scope, such as the pools of a draft; the outer one stays.
+
+    Raises:
+        MissingContextError: no guarded forward is running here.
+        TypeError: a field that does not exist.
+    """
+    with forward_context(dataclasses.replace(get_forward_context(), **fields)) as inner:
+        yield inner
 
 
 def get_forward_context() -> ForwardContext:

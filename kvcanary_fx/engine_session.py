@@ -1,114 +1,43 @@
-"""The session of a serving engine: it knows the pools, the requests and the plan of each forward.
-
-::
-
-    canary = kvcanary_fx.install_canary(KVPool(layers=[(k, v), ...], request_table=req_to_token))
-    model = torch.compile(model, backend=canary.backend)
-    ...
-    with canary.step(batch):
-        with canary.forward():
-            logits = model(...)
-
-``install_canary`` returns None when the canary is off; :func:`step` and :func:`forward` take that None and cost
-nothing then.
-"""
+"""The session of a serving engine: its steps and forwards.  See :mod:`.engine` for how an engine connects."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from .backend import CanaryBackend
 from .binding import BoundCall
-from .config import CanaryConfig, override
+from .config import CanaryConfig
 from .context import ForwardContext
+from .engine_health import Health
+from .engine_plan import plan_of, step_inputs
 from .engine_pools import EnginePool, KVPool, Slots
+from .engine_stats import EngineStats, engine_stats
 from .errors import EngineError, SessionStateError
 from .kernels import request_checks
-from .kernels.buffers import Ring
-from .kernels.slot_space import RequestPlan, SpaceCount
+from .kernels.buffers import Ring, Word
+from .kernels.slot_space import RequestPlan
+from .polling import Poll
 from .pools import PoolHalf
 from .request_ids import RequestId, RequestIds
 from .session import CanarySession, take_rows
-from .step_inputs import StepInputs, StepView
+from .step_view import StepView
 from .sweep import Sweep
 from .violations import Violation, decode
 
-#: One shared context that does nothing, so that a hook of a canary that is off costs nothing.
-OFF: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What a session does every so many steps; 0 is never."""
 
-def install_canary(
-    *pools: KVPool,
-    config: CanaryConfig | None = None,
-    max_requests: int | None = None,
-    max_tokens: int | None = None,
-    sweep_every: int = 0,
-    **settings: Any,
-) -> EngineSession | None:
-    """Guard the pools of an engine.
-
-    Args:
-        pools: at least one; groups of layers with slot numbers of their own are pools of their own.
-        config: None stands for the environment's settings.
-        max_requests, max_tokens: sizes of the largest batch, where CUDA graphs are captured.
-        sweep_every: steps between two sweeps over all written slots, 0 for none.
-        settings: settings of :class:`CanaryConfig` that override ``config``.
-
-    Returns:
-        The session; None if the canary is off.
-
-    Raises:
-        EngineError: pools that cannot be, or share a name.
-        UnknownSettingError, InvalidSettingError: a setting that does not exist, or a value it cannot have.
-    """
-    resolved = override(config or CanaryConfig.from_env(), settings, "install_canary()")
-    if resolved.mode == "off":
-        return None
-    return EngineSession(pools, resolved, max_requests, max_tokens, sweep_every)
-
-
-def step(session: EngineSession | None, batch: Any = None) -> contextlib.AbstractContextManager[Any]:
-    """``session.step(batch)``, or nothing where the canary is off."""
-    return OFF if session is None else session.step(batch)
-
-
-def forward(session: EngineSession | None, index: int = 0, batch: Any = None) -> contextlib.AbstractContextManager[Any]:
-    """``session.forward(index, batch)``, or nothing where the canary is off."""
-    return OFF if session is None else session.forward(index, batch)
-
-
-@dataclasses.dataclass
-class Batch:
-    """One forward as an engine plans it; any object or mapping with these fields will do.
-
-    Attributes:
-        input_ids: integer ``[n]``, the tokens to add, request after request.
-        slots: integer ``[n]``, where they go.
-        request_rows: integer ``[bs]``, each request's row in the request table.
-        prefix_lens: integer ``[bs]``, tokens that are in the pool already.
-        extend_lens: integer ``[bs]``, tokens to add; None for one each.
-        positions: integer ``[n]`` or None.
-        request_ids: strings or ints, ``bs`` of them, or None.
-        namespaces: integer ``[bs]`` or None; 0 is the default namespace.
-        history: integer ``[bs, length]`` or None, the requests' own token ids, for the token check.
-        history_lens: integer ``[bs]``, how many of them are valid.
-    """
-
-    input_ids: Any
-    slots: Any
-    request_rows: Any
-    prefix_lens: Any
-    extend_lens: Any = None
-    positions: Any = None
-    request_ids: Sequence[RequestId] | None = None
-    namespaces: Any = None
-    history: Any = None
-    history_lens: Any = None
+    sweep: int = 0
+    health: int = 64
+    stats: int = 0
 
 
 class EngineSession(CanarySession):
@@ -126,7 +55,7 @@ class EngineSession(CanarySession):
         config: CanaryConfig,
         max_requests: int | None = None,
         max_tokens: int | None = None,
-        sweep_every: int = 0,
+        schedule: Schedule | None = None,
     ):
         super().__init__(config)
         if not pools:
@@ -137,12 +66,16 @@ class EngineSession(CanarySession):
         self.ids = RequestIds()
         self.pools = {p.name: EnginePool(p, self.registry, self.controls, config, self.ids) for p in pools}
         self._spaces = {p.space.space_id: p for p in self.pools.values()}
-        self.inputs = _step_inputs(pools, max_requests, max_tokens, self.ids)
+        self.inputs = step_inputs(pools, max_requests, max_tokens, self.ids)
         self.backend = CanaryBackend(config, self)
         self.steps = 0
-        self.sweep = Sweep(self, sweep_every)
+        self.schedule = schedule or Schedule()
+        self.sweep = Sweep(self, self.schedule.sweep)
+        self.health = Health(self)
+        self._poll = Poll(self.controls)
         self._ready = self._closed = False
         self._step: StepView | None = None
+        self._thread: threading.Thread | None = None  # that is in a step
         self._forward: _Forward | None = None
 
     @property
@@ -180,6 +113,16 @@ class EngineSession(CanarySession):
         self.drain()
         self._closed = True
 
+    def _require_no_step(self) -> None:
+        if self._thread is None:
+            return
+        if self._thread is not threading.current_thread():
+            raise SessionStateError(
+                f"thread {threading.current_thread().name!r} entered step() while thread {self._thread.name!r} is in "
+                "one. A session serves one thread at a time: give each engine a session of its own, or take turns"
+            )
+        raise SessionStateError("step() inside step(): one step at a time; the forwards of a draft go into forward(i)")
+
     def _require_open(self) -> None:
         if self._closed:
             raise SessionStateError("this session is closed: install_canary(...) makes a new one")
@@ -196,16 +139,19 @@ class EngineSession(CanarySession):
             KVCacheViolation: mode ``raise``, and a check failed.
         """
         self._require_open()
-        if self._step is not None:
-            raise SessionStateError("step() inside step(): one step at a time; forwards of a draft go into forward(i)")
-        self._step = self._view_of(batch) if batch is not None else _EMPTY
+        self._require_no_step()
+        self._thread = threading.current_thread()
         try:
+            self._step = self._view_of(batch) if batch is not None else _EMPTY
             yield self
             self.steps += 1
             self.sweep.after_step()
+            self.health.after_step()
             self._look()
+            if self.config.mode == "log" and self._poll.news():
+                self.drain()
         finally:
-            self._step = None
+            self._step = self._thread = None
 
     @contextlib.contextmanager
     def forward(self, index: int = 0, batch: Any = None) -> Iterator[None]:
@@ -221,11 +167,11 @@ class EngineSession(CanarySession):
             SessionStateError: no step is running, or another forward is.
             KVCacheViolation: mode ``raise``, and a check failed.
         """
-        if self._forward is not None:
+        if self._forward is not None and self._thread is threading.current_thread():
             self._forward.require(index)
             yield
             return
-        if self._step is None:
+        if self._step is None or self._thread is not threading.current_thread():
             raise SessionStateError(f"forward({index}) outside step(): with session.step(batch): comes first")
         view = self._step if batch is None else self._view_of(batch)
         self._forward = _Forward(index, {} if view is _EMPTY else self._plans(view))
@@ -233,6 +179,7 @@ class EngineSession(CanarySession):
             self._before(self._forward)
             yield
             self._after_forward(self._forward)
+            self.health.note(self._forward.plans)
         finally:
             self._forward = None
 
@@ -261,7 +208,7 @@ class EngineSession(CanarySession):
 
     def _plans(self, view: StepView) -> dict[int, RequestPlan]:
         """What each pool is to be read and written at, by the number of its slot space."""
-        return {number: _plan_of(pool.declared, view, self.inputs) for number, pool in self._spaces.items()}
+        return {number: plan_of(pool.declared, view, self.inputs) for number, pool in self._spaces.items()}
 
     def check_reads(
         self, pages: torch.Tensor, lengths: torch.Tensor, pool: str | None = None, page_size: int = 1
@@ -281,6 +228,16 @@ class EngineSession(CanarySession):
         plan = self._forward.plans.get(chosen.space.space_id)
         if plan is not None:
             request_checks.check_reads(chosen.space, plan, pages, lengths, page_size)
+
+    @property
+    def flag(self) -> torch.Tensor:
+        """int64 ``[2]`` on the device of the first pool: violations ever, violations read.
+
+        They differ while something waits to be read, so an engine can copy them along with the sampled tokens and
+        ask for :meth:`violations` only then.
+        """
+        words = self.controls(next(iter(self.pools.values())).declared.device).words
+        return words[Word.HEAD : Word.DRAINED + 1]
 
     # ---- hooks of CanarySession
 
@@ -358,10 +315,9 @@ class EngineSession(CanarySession):
             lacking["sweep"] = "no schedule (install_canary(sweep_every=N)); session.sweep.run() runs one"
         return lacking
 
-    def identity_counts(self) -> Mapping[str, int]:
-        """Forwards, slots whose identity was checked, and slots whose identity was stored, over all pools."""
-        totals = sum(p.space.counters for p in self.pools.values()).tolist()  # type: ignore[union-attr]
-        return {c.name.lower(): totals[c] for c in SpaceCount}
+    def stats(self) -> EngineStats:
+        """Counts since the session was ready; waits for the devices."""
+        return engine_stats(self, super().stats())
 
     # ---- digests
 
@@ -411,52 +367,3 @@ class _Forward:
 
 def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _step_inputs(
-    pools: Sequence[KVPool], max_requests: int | None, max_tokens: int | None, ids: RequestIds
-) -> StepInputs:
-    """The registry of what the checks need of a batch."""
-    inputs = StepInputs(pools[0].device, max_requests=max_requests, max_tokens=max_tokens)
-    for name in ("request_rows", "prefix_lens", "extend_lens", "namespaces", "history_lens", "history"):
-        inputs.register(name, "batch", torch.int64)
-    for name in dict.fromkeys(["input_ids", "positions", *(p.slots_from for p in pools)]):
-        inputs.register(name, "tokens", torch.int64)
-
-    def owners(batch: Any, filled: StepInputs) -> torch.Tensor:
-        given = batch.get("request_ids") if isinstance(batch, Mapping) else getattr(batch, "request_ids", None)
-        hashes = ids.hashes(given) if given is not None else [0] * filled.num_requests
-        return torch.tensor(hashes, dtype=torch.int64)
-
-    inputs.register("owners", "batch", torch.int64, compute=owners)
-    return inputs
-
-
-def _plan_of(pool: KVPool, view: StepView, inputs: StepInputs) -> RequestPlan:
-    """One pool's plan of the forward, out of the step inputs."""
-    missing = [n for n in ("input_ids", "request_rows", "prefix_lens") if getattr(view, n) is None]
-    if missing:
-        raise EngineError(f"the batch has no {', '.join(missing)}: pool {pool.name!r} needs them (see Batch)")
-    slots = getattr(view, pool.slots_from)
-    if slots is None:
-        raise EngineError(f"the batch has no {pool.slots_from!r}, where pool {pool.name!r} takes its slots from")
-    extend = view.extend_lens if view.extend_lens is not None else torch.ones_like(view.prefix_lens)
-    if pool.slot_map is not None and pool.slots_from == "slots":
-        slots = request_checks.mapped(slots, pool.slot_map)
-    return RequestPlan(
-        counts=inputs.counts,
-        rows=view.request_rows,
-        prefix_lens=view.prefix_lens,
-        extend_lens=extend,
-        tokens=view.input_ids,
-        slots=slots,
-        positions=view.positions,
-        owners=view.owners,
-        namespaces=view.namespaces,
-        table=pool.request_table,
-        columns=pool.request_table.shape[1] * pool.table_page_size,
-        page_size=pool.table_page_size,
-        slot_map=pool.slot_map,
-        history=view.history if view.history_lens is not None else None,
-        history_lens=view.history_lens,
-    )

@@ -71,6 +71,19 @@ class RecompileLimitError(CoverageError):
         )
 
 
+class UnrecordedLayersError(CoverageError):
+    """Layers of an engine's pool wrote slots, and nothing fingerprinted them."""
+
+    def __init__(self, layers: Sequence[str]):
+        named = ", ".join(layers[:4]) + (f" and {len(layers) - 4} more" if len(layers) > 4 else "")
+        super().__init__(
+            f"the last forward left no fingerprint in {named}. The model that writes these layers is not compiled with "
+            "session.backend, its graph came from a cache that was filled without the canary, or it writes other "
+            "tensors than those of the KVPool. session.summary() lists what is guarded; checks without 'content' "
+            "guard identity alone"
+        )
+
+
 class MissingContextError(CanaryError):
     """A canary op ran outside a guarded forward."""
 

@@ -15,31 +15,13 @@ What a batch does not have this step is None in the view, never what the step be
 from __future__ import annotations
 
 import dataclasses
-import enum
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 import torch
 
 from .errors import StepInputError
-
-
-class Axis(enum.Enum):
-    """What a slot has one entry for: a request of the batch, or a token of it."""
-
-    BATCH = "batch"
-    TOKENS = "tokens"
-
-    @property
-    def unit(self) -> str:
-        """What is counted along the axis, for messages."""
-        return "requests" if self is Axis.BATCH else "tokens"
-
-    @property
-    def setting(self) -> str:
-        """The argument of :class:`StepInputs` that reserves room along the axis."""
-        return f"max_{self.unit}"
+from .step_view import Axis, StepView
 
 
 @dataclasses.dataclass
@@ -213,7 +195,7 @@ class StepInputs:
         shown = {Axis.BATCH: padded_bs, Axis.TOKENS: padded_tokens}
         sizes = {axis: self._padded(axis, size) for axis, size in shown.items()}
         if self._frozen or any(sizes[axis] > self._real(axis) for axis in Axis):
-            self._settle_in_buffers(sizes)
+            self._move_in(sizes)
         values = {
             name: None if tensor is None else _head(tensor, sizes[self._slots[name].axis])
             for name, tensor in self._filled.items()
@@ -252,11 +234,11 @@ class StepInputs:
         slots = [slot for slot in self._slots.values() if slot.compute is None]
         sources = {slot.name: self._checked(slot, _lookup(batch, slot.name)) for slot in slots}
         for slot in slots:  # before anything is written: this may be refused
-            if sources[slot.name] is not None and not self._hands_through(slot, sources[slot.name]):
+            if sources[slot.name] is not None and not self._hands_through(sources[slot.name], slot):
                 self._reserve(slot.axis, self._real(slot.axis))
         for slot in slots:
             source = sources[slot.name]
-            if self._hands_through(slot, source):
+            if self._hands_through(source, slot):
                 self._filled[slot.name] = source
                 self._settle(slot, source)
             else:
@@ -271,12 +253,12 @@ class StepInputs:
                 self._reserve(slot.axis, self._real(slot.axis))
                 self._store(slot, tensor)
 
-    def _hands_through(self, slot: _Slot, source: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    def _hands_through(self, source: torch.Tensor | None, slot: _Slot) -> TypeGuard[torch.Tensor]:
         if source is None or not self._no_copy or self._frozen:
             return False
         return source.dtype == slot.dtype and source.device == self._device
 
-    def _settle_in_buffers(self, sizes: Mapping[Axis, int]) -> None:
+    def _move_in(self, sizes: Mapping[Axis, int]) -> None:
         """Make room for padded ``sizes``, and copy what was handed through."""
         for axis in {self._slots[name].axis for name, tensor in self._filled.items() if tensor is not None}:
             self._reserve(axis, sizes[axis])
@@ -358,124 +340,6 @@ class StepInputs:
         # fill_ takes its value along with the launch: no host memory that the next step could overwrite.
         self.counts[0].fill_(self.num_requests)
         self.counts[1].fill_(self.num_tokens)
-
-
-class StepView:
-    """One step's inputs, by attribute; made by :meth:`StepInputs.view`.
-
-    A slot is a tensor, [padded_bs or padded_tokens, ...], or None if the batch did not have it.  It lies in the
-    persistent buffers, so the next ``fill_from`` writes to it.  Any other attribute is the batch's, as it is there.
-
-    Attributes:
-        num_requests, num_tokens: real sizes.
-        padded_bs, padded_tokens: sizes of the tensors.
-    """
-
-    __slots__ = ("_axes", "_batch", "_lengths", "_values", "num_requests", "num_tokens", "padded_bs", "padded_tokens")
-
-    def __init__(
-        self,
-        batch: Any,
-        values: dict[str, torch.Tensor | None],
-        axes: dict[str, Axis],
-        real: tuple[int, int],
-        padded: tuple[int, int],
-        lengths: torch.Tensor | None,
-    ) -> None:
-        self._batch = batch
-        self._values = values
-        self._axes = axes
-        self._lengths = lengths  # [num_requests] tokens of each request, or None: one each
-        self.num_requests, self.num_tokens = real
-        self.padded_bs, self.padded_tokens = padded
-
-    def __getattr__(self, name: str) -> Any:
-        if name in StepView.__slots__ or name.startswith("__"):  # a copy that is not initialised yet
-            raise AttributeError(name)
-        if name in self._values:
-            return self._values[name]
-        if isinstance(self._batch, Mapping) and name in self._batch:
-            return self._batch[name]
-        try:
-            return getattr(self._batch, name)
-        except AttributeError:
-            raise AttributeError(f"{name!r} is neither a slot of this view nor an attribute of the batch") from None
-
-    def slice(self, start: int | None = None, stop: int | None = None) -> StepView:
-        """Requests ``start:stop``, counted as Python does, with their tokens; padding is left out.
-
-        The slots stay in the buffers.  Attributes that are not slots are carried whole.  Reads the lengths of
-        requests back from the device.
-
-        Raises:
-            StepInputError: the lengths of requests do not add up to the tokens.
-        """
-        first, last, _ = slice(start, stop).indices(self.num_requests)
-        last = max(first, last)
-        begin, end = 0, 0
-        if self._has_tokens():
-            ends = self._token_ends()
-            begin, end = ends[first], ends[last]
-        ranges = {Axis.BATCH: (first, last), Axis.TOKENS: (begin, end)}
-        return self._map(lambda axis, tensor: tensor[ranges[axis][0] : ranges[axis][1]], (last - first, end - begin))
-
-    def select(self, requests: torch.Tensor | Sequence[bool] | Sequence[int]) -> StepView:
-        """The chosen requests, in that order, with their tokens, as copies; padding is left out.
-
-        Args:
-            requests: [num_requests] bool, True for those to keep; or their numbers, negative ones from the end.
-
-        Raises:
-            StepInputError: a mask of another length, a number out of range, or lengths of requests that do not add
-                up to the tokens.
-        """
-        rows = self._rows(requests)
-        tokens = torch.empty(0, dtype=torch.int64, device="cpu")
-        if self._has_tokens():
-            ends = torch.tensor(self._token_ends(), device="cpu")
-            lengths = (ends[1:] - ends[:-1])[rows]
-            shift = ends[:-1][rows] - (lengths.cumsum(0) - lengths)  # from a token's new place to its old one
-            tokens = torch.arange(int(lengths.sum()), device="cpu") + shift.repeat_interleave(lengths)
-        chosen = {Axis.BATCH: rows, Axis.TOKENS: tokens}
-        return self._map(lambda axis, t: t.index_select(0, chosen[axis].to(t.device)), (len(rows), len(tokens)))
-
-    def _map(self, pick: Callable[[Axis, torch.Tensor], torch.Tensor], sizes: tuple[int, int]) -> StepView:
-        values = {n: None if tensor is None else pick(self._axes[n], tensor) for n, tensor in self._values.items()}
-        lengths = None if self._lengths is None else pick(Axis.BATCH, self._lengths)
-        return StepView(self._batch, values, self._axes, sizes, sizes, lengths)
-
-    def _has_tokens(self) -> bool:
-        return any(v is not None and self._axes[name] is Axis.TOKENS for name, v in self._values.items())
-
-    def _token_ends(self) -> list[int]:
-        """Where each request's tokens end, after a leading 0: num_requests + 1 places."""
-        lengths = [1] * self.num_requests if self._lengths is None else self._lengths.flatten().tolist()
-        ends = list(itertools.accumulate(lengths, initial=0))
-        if ends[-1] != self.num_tokens or len(ends) != self.num_requests + 1 or min(lengths, default=0) < 0:
-            told = "no slot says how many each has" if self._lengths is None else f"their lengths are {lengths[:8]}"
-            raise StepInputError(
-                f"cannot tell which of {self.num_tokens} tokens are of which of {self.num_requests} requests: {told}",
-                "Register a slot with the tokens of each request and name it as StepInputs' tokens_per_request",
-            )
-        return ends
-
-    def _rows(self, requests: torch.Tensor | Sequence[bool] | Sequence[int]) -> torch.Tensor:
-        """[k] int64 on the CPU: numbers of the chosen requests, none negative."""
-        empty = not isinstance(requests, torch.Tensor) and not len(requests)
-        chosen = torch.as_tensor(requests, dtype=torch.int64 if empty else None, device="cpu")
-        if chosen.dim() != 1 or chosen.is_floating_point():
-            raise StepInputError("requests are selected by something else", "Give [n] numbers or a [n] bool mask")
-        if chosen.dtype == torch.bool:
-            if len(chosen) != self.num_requests:
-                raise StepInputError(
-                    f"the mask has {len(chosen)} entries for {self.num_requests} requests",
-                    "Give one per real request: padding is not selected",
-                )
-            return chosen.nonzero().flatten()
-        wrong = chosen[(chosen < -self.num_requests) | (chosen >= self.num_requests)].tolist()
-        if wrong:
-            raise StepInputError(f"there is no request {wrong[0]} in {self.num_requests}", "Select those there are")
-        return chosen.to(torch.int64) % max(self.num_requests, 1)
 
 
 def _axis(axis: Axis | str) -> Axis:

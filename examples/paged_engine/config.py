@@ -1,0 +1,59 @@
+"""What an engine is made of: sizes, and the features that are on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Settings of an :class:`~engine.Engine`.
+
+    Attributes:
+        model: ``oracle`` or ``llama``.
+        page: slots of a page.
+        pages: pages of the pool; page 0 is reserved, it takes the padding of batches.
+        width: positions that a request can have.
+        max_running: requests that hold a row of the request table at once.
+        token_budget: tokens of one forward.
+        chunk: tokens of one request's prefill in one forward.
+        prefix_cache: keep the pages of prompts and finished requests for later ones.
+        offload: a retracted request's KV goes to the host and comes back; else it is computed again.
+        window: tokens that the layers of the sliding-window group see; None for no such group.
+        window_pages: pages of that group, which has an index space of its own.
+        draft: tokens that the draft proposes in each step, 0 for no draft.
+        fp8: K and V in float8 with a scale for each slot.
+        layers, window_layers: layers of the two groups.
+        seed: of the weights.
+        inner: the backend that compiles the model, guarded or not.
+    """
+
+    model: str = "oracle"
+    page: int = 4
+    pages: int = 64
+    width: int = 96
+    max_running: int = 8
+    token_budget: int = 32
+    chunk: int = 12
+    prefix_cache: bool = True
+    offload: bool = False
+    window: int | None = None
+    window_pages: int = 48
+    draft: int = 0
+    fp8: bool = False
+    layers: int = 2
+    window_layers: int = 1
+    seed: int = 0
+    inner: str = "eager"
+
+    @property
+    def columns(self) -> int:
+        """Pages in a row of the request table."""
+        return self.width // self.page
+
+    def padded(self, tokens: int) -> int:
+        """The size to which a batch of ``tokens`` is padded, so that few shapes are compiled."""
+        size = self.max_running
+        while size < tokens:
+            size *= 2
+        return size

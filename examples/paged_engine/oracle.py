@@ -1,0 +1,180 @@
+"""The token oracle: a model whose next token is a hash of the bytes it finds in the KV pool.
+
+K and V of a token say its id, its position and its namespace.  Any wrong byte in the context, of any layer,
+gives another hash and another token: the output is the ground truth about whether a fault mattered, and
+:func:`expected_tokens` says without any engine what it must be.
+"""
+
+from __future__ import annotations
+
+import torch
+from config import EngineConfig
+from kv_store import KV, seen, write
+from torch import nn
+from workload import BOS, VOCAB
+
+DIGITS = 8
+ROW = (1, DIGITS)
+
+#: Odd multipliers of the hash: of a position, of the state.
+BASE, MIX1, MIX2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+def encode(ids: torch.Tensor, positions: torch.Tensor, namespaces: torch.Tensor, salt: int) -> torch.Tensor:
+    """K or V of tokens, ``[..., DIGITS]`` in float32: digits 1 to 16, which float8 holds exactly.
+
+    Args:
+        salt: number of the layer and half, below 16.
+    """
+    parts = [ids >> s for s in (0, 4, 8)] + [positions >> s for s in (0, 4)] + [namespaces]
+    digits = torch.stack([p & 15 for p in parts] + [torch.full_like(ids, salt), ids ^ positions & 15], -1)
+    return ((digits & 15) + 1).float()
+
+
+def decode(k: torch.Tensor) -> torch.Tensor:
+    """The token ids in rows of K, ``[..., DIGITS]``; what is no row gives some number."""
+    digits = k[..., :3].nan_to_num(0.0).clamp(1, 16).to(torch.int64) - 1
+    return digits[..., 0] | digits[..., 1] << 4 | digits[..., 2] << 8
+
+
+def scales(ids: torch.Tensor) -> torch.Tensor:
+    """The scale of a token's row in float8, ``[..., 1]``: a power of two, so that digits stay exact."""
+    return (0.25 * 2.0 ** (ids % 4)).unsqueeze(-1)
+
+
+def weigh(rows: torch.Tensor, salt: int) -> torch.Tensor:
+    """A hash of the bytes of rows, ``[..., elements]`` -> int64 ``[...]``."""
+    words = rows.contiguous().view(torch.int32 if rows.dtype == torch.float32 else torch.uint8).to(torch.int64)
+    place = torch.arange(1, words.shape[-1] + 1, device=rows.device) + 64 * salt
+    return (words * ((place * MIX1 ^ place >> 7) | 1)).sum(-1)
+
+
+def powers(width: int) -> torch.Tensor:
+    """int64 ``[width]``: what each position counts."""
+    return torch.full((width,), BASE, dtype=torch.int64).cumprod(0)
+
+
+def next_token(state: torch.Tensor) -> torch.Tensor:
+    """The token that a state of the hash stands for."""
+    mixed = (state ^ (state >> 29)) * MIX2
+    return 2 + ((mixed ^ (mixed >> 32)) & 0x7FFFFFFF) % (VOCAB - 2)
+
+
+def written(
+    ids: torch.Tensor, positions: torch.Tensor, namespaces: torch.Tensor, number: int, fp8: bool
+) -> list[torch.Tensor]:
+    """What layer ``number`` stores for tokens: K, V and in float8 two scales, each ``[..., elements]``."""
+    kind = torch.float8_e4m3fn if fp8 else torch.float32
+    halves = [encode(ids, positions, namespaces, 2 * number + h).to(kind) for h in range(2)]
+    return halves + [scales(ids)] * 2 if fp8 else halves
+
+
+def weight(stored: list[torch.Tensor], number: int) -> torch.Tensor:
+    """What one layer's rows add to the hash, before their position counts."""
+    return torch.stack([weigh(t, 4 * number + i) for i, t in enumerate(stored)]).sum(0)
+
+
+class Oracle(nn.Module):
+    """The model; called like :class:`~llama.Llama`."""
+
+    def __init__(self, windows: list[list[int | None]], width: int):
+        super().__init__()
+        self.windows = windows
+        self.register_buffer("powers", powers(width))
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        namespaces: torch.Tensor,
+        request: torch.Tensor,
+        slots: list[torch.Tensor],
+        reads: list[torch.Tensor],
+        pools: list[KV],
+    ) -> torch.Tensor:
+        """int64 ``[n]``: the token that follows each token."""
+        state, number = torch.zeros_like(ids), 0
+        for group, windows in enumerate(self.windows):
+            table = reads[group][request]
+            for window, pool in zip(windows, pools[group], strict=True):
+                store(pool, slots[group], ids, positions, namespaces, number)
+                found = weight([t[table].flatten(2) for t in pool], number)  # [n, width]
+                state = state + (found * self.powers * seen(positions, table.shape[1], window)).sum(1)
+                number += 1
+        return next_token(state)
+
+
+def store(
+    pool: list[torch.Tensor],
+    slots: torch.Tensor,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    namespaces: torch.Tensor,
+    number: int,
+) -> None:
+    """Write the tokens' K and V of one layer."""
+    scale = scales(ids) if len(pool) > 2 else None
+    k, v = (encode(ids, positions, namespaces, 2 * number + h).unsqueeze(1) for h in range(2))
+    if scale is not None:
+        k, v = k * scale.unsqueeze(1), v * scale.unsqueeze(1)
+    write(pool, slots, k, v, scale)
+
+
+def states(
+    ids: torch.Tensor, namespaces: torch.Tensor, windows: list[list[int | None]], fp8: bool, mask_at: torch.Tensor
+) -> torch.Tensor:
+    """The hash, computed from the tokens themselves.
+
+    Args:
+        ids, namespaces: int64 ``[n, width]``, the tokens of each position.
+        mask_at: int64 ``[n]``, the position whose state is wanted.
+    """
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    state = torch.zeros_like(mask_at)
+    for number, window in enumerate(w for group in windows for w in group):
+        found = weight(written(ids, positions, namespaces, number, fp8), number)
+        state = state + (found * powers(ids.shape[1]) * seen(mask_at, ids.shape[1], window)).sum(1)
+    return state
+
+
+def expected_tokens(
+    prompt: list[int], count: int, namespace: int, windows: list[list[int | None]], config: EngineConfig
+) -> list[int]:
+    """What an engine must produce, computed without one."""
+    tokens = torch.tensor([prompt + [0] * count])
+    spaces = torch.full_like(tokens, namespace)
+    for at in range(len(prompt), len(prompt) + count):
+        tokens[0, at] = next_token(states(tokens, spaces, windows, config.fp8, torch.tensor([at - 1])))[0]
+    return tokens[0, len(prompt) :].tolist()
+
+
+class DraftOracle(nn.Module):
+    """A draft that guesses the oracle's next token from its own pool, and is wrong one time in four.
+
+    Its slot of position p holds token p + 1; every prompt's token 0 is BOS, so it knows the whole prefix.
+    """
+
+    def __init__(self, windows: list[list[int | None]], fp8: bool):
+        super().__init__()
+        self.windows, self.fp8 = windows, fp8
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        namespaces: torch.Tensor,
+        request: torch.Tensor,
+        slots: list[torch.Tensor],
+        reads: list[torch.Tensor],
+        pools: list[KV],
+    ) -> torch.Tensor:
+        """int64 ``[n]``: a guess of the token that follows each token; ``positions`` are those of the slots."""
+        (pool,) = pools[0]
+        store(pool, slots[0], ids, positions, namespaces, 7)
+        table = reads[0][request]
+        k = pool[0][table].flatten(2).float()
+        k = k * pool[2][table] / scales(decode(k)) if False else k
+        first = torch.full_like(ids, BOS).unsqueeze(1)
+        known = torch.cat((first, decode(k)[:, :-1]), 1)
+        state = states(known, namespaces.unsqueeze(1).expand_as(known), self.windows, self.fp8, positions + 1)
+        return next_token(state) + (state % 4 == 0)

@@ -1,0 +1,87 @@
+"""Requests: what is asked for, and how far it is; and a random workload."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offload import SavedKV
+
+BOS, VOCAB = 1, 997
+
+
+class State(enum.Enum):
+    WAITING = "waiting"
+    LOADING = "loading"  # holds pages; its KV is on the way from the host
+    RUNNING = "running"
+    SAVING = "saving"  # retracted; its KV is on the way to the host
+    SENT = "sent"  # prefilled here, handed to the decode instance
+    DONE = "done"
+    ABORTED = "aborted"
+
+
+@dataclasses.dataclass
+class Request:
+    """One request.
+
+    Attributes:
+        prompt: begins with :data:`BOS`.
+        new_tokens: how many tokens it wants.
+        namespace: its LoRA's number; KV of one namespace is useless to another.
+        abort_after: output tokens after which its client goes away, or None.
+        output: tokens so far.
+        pages: its pages, in order of position.
+        stored: positions whose KV is in the pool.
+        proposed: tokens that the draft proposes to follow.
+        saved: its KV on the host, while it is retracted.
+    """
+
+    id: str
+    prompt: list[int]
+    new_tokens: int
+    namespace: int = 0
+    abort_after: int | None = None
+    output: list[int] = dataclasses.field(default_factory=list)
+    state: State = State.WAITING
+    row: int = 0
+    pages: list[int] = dataclasses.field(default_factory=list)
+    stored: int = 0
+    proposed: list[int] = dataclasses.field(default_factory=list)
+    saved: SavedKV | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+    @property
+    def missing(self) -> int:
+        """Tokens that have no KV yet; 1 in decode."""
+        return len(self.prompt) + len(self.output) - self.stored
+
+    @property
+    def ended(self) -> bool:
+        return len(self.output) >= self.new_tokens
+
+    @property
+    def wants_abort(self) -> bool:
+        return self.abort_after is not None and len(self.output) >= self.abort_after
+
+
+def workload(count: int, seed: int, namespaces: int = 1, abort_share: float = 0.0) -> list[Request]:
+    """Random requests; many begin with one of a few system prompts, the same in every namespace."""
+    rng = random.Random(seed)
+
+    def words(low: int, high: int) -> list[int]:
+        return [rng.randrange(2, VOCAB) for _ in range(rng.randint(low, high))]
+
+    systems = [[BOS, *words(11, 24)] for _ in range(3)]
+    made = []
+    for i in range(count):
+        head = rng.choice(systems) if rng.random() < 0.7 else [BOS]
+        new = rng.randint(4, 20)
+        abort = rng.randrange(new) if rng.random() < abort_share else None
+        made.append(Request(f"r{i}", head + words(2, 20), new, rng.randrange(namespaces), abort))
+    return made

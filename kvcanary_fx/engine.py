@@ -1,0 +1,71 @@
+"""The session of a serving engine: it knows the pools, the requests and the plan of each forward.
+
+::
+
+    canary = kvcanary_fx.install_canary(KVPool(layers=[(k, v), ...], request_table=req_to_token))
+    model = torch.compile(model, backend=canary.backend)
+    ...
+    with canary.step(batch):
+        with canary.forward():
+            logits = model(...)
+
+``install_canary`` returns None when the canary is off; :func:`step` and :func:`forward` take that None and cost
+nothing then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from .config import CanaryConfig, override
+from .engine_pools import KVPool
+from .engine_session import EngineSession, Schedule
+
+#: One shared context that does nothing, so that a hook of a canary that is off costs nothing.
+OFF: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def install_canary(
+    *pools: KVPool,
+    config: CanaryConfig | None = None,
+    max_requests: int | None = None,
+    max_tokens: int | None = None,
+    sweep_every: int = 0,
+    health_every: int = 64,
+    stats_every: int = 0,
+    **settings: Any,
+) -> EngineSession | None:
+    """Guard the pools of an engine.
+
+    Args:
+        pools: at least one; groups of layers with slot numbers of their own are pools of their own.
+        config: None stands for the environment's settings.
+        max_requests, max_tokens: sizes of the largest batch, where CUDA graphs are captured.
+        sweep_every: steps between two sweeps over all written slots, 0 for none.
+        health_every: steps between two proofs that every layer's writes are recorded, 0 for none.
+        stats_every: steps between two log lines with the counts, 0 for none.
+        settings: settings of :class:`CanaryConfig` that override ``config``.
+
+    Returns:
+        The session; None if the canary is off.
+
+    Raises:
+        EngineError: pools that cannot be, or share a name.
+        UnknownSettingError, InvalidSettingError: a setting that does not exist, or a value it cannot have.
+    """
+    resolved = override(config or CanaryConfig.from_env(), settings, "install_canary()")
+    if resolved.mode == "off":
+        return None
+    schedule = Schedule(sweep_every, health_every, stats_every)
+    return EngineSession(pools, resolved, max_requests, max_tokens, schedule)
+
+
+def step(session: EngineSession | None, batch: Any = None) -> contextlib.AbstractContextManager[Any]:
+    """``session.step(batch)``, or nothing where the canary is off."""
+    return OFF if session is None else session.step(batch)
+
+
+def forward(session: EngineSession | None, index: int = 0, batch: Any = None) -> contextlib.AbstractContextManager[Any]:
+    """``session.forward(index, batch)``, or nothing where the canary is off."""
+    return OFF if session is None else session.forward(index, batch)

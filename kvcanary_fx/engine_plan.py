@@ -1,0 +1,112 @@
+"""What a batch looks like to the canary, and the plan of a forward that comes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .config import eager_inputs_without_copy
+from .engine_pools import KVPool
+from .errors import EngineError
+from .kernels import request_checks
+from .kernels.slot_space import RequestPlan
+from .request_ids import RequestId, RequestIds
+from .step_inputs import StepInputs
+from .step_view import StepView
+
+
+@dataclasses.dataclass
+class Batch:
+    """One forward as an engine plans it; any object or mapping with these fields will do.
+
+    Attributes:
+        input_ids: integer ``[n]``, the tokens to add, request after request.
+        slots: integer ``[n]``, where they go.
+        request_rows: integer ``[bs]``, each request's row in the request table.
+        prefix_lens: integer ``[bs]``, tokens that are in the pool already.
+        extend_lens: integer ``[bs]``, tokens to add; None for one each.
+        positions: integer ``[n]`` or None.
+        request_ids: strings or ints, ``bs`` of them, or None.
+        namespaces: integer ``[bs]`` or None; 0 is the default namespace.
+        history: integer ``[bs, length]`` or None, the requests' own token ids, for the token check.
+        history_lens: integer ``[bs]``, how many of them are valid.
+    """
+
+    input_ids: Any
+    slots: Any
+    request_rows: Any
+    prefix_lens: Any
+    extend_lens: Any = None
+    positions: Any = None
+    request_ids: Sequence[RequestId] | None = None
+    namespaces: Any = None
+    history: Any = None
+    history_lens: Any = None
+
+
+def step_inputs(
+    pools: Sequence[KVPool], max_requests: int | None, max_tokens: int | None, ids: RequestIds
+) -> StepInputs:
+    """The registry of what the checks need of a batch."""
+    inputs = StepInputs(
+        pools[0].device,
+        max_requests=max_requests,
+        max_tokens=max_tokens,
+        no_copy=eager_inputs_without_copy(),
+    )
+    for name in ("request_rows", "prefix_lens", "extend_lens", "namespaces", "history_lens"):
+        inputs.register(name, "batch", torch.int64)
+    for name in dict.fromkeys(["input_ids", "positions", *(p.slots_from for p in pools)]):
+        inputs.register(name, "tokens", torch.int64)
+
+    def owners(batch: Any, filled: StepInputs) -> torch.Tensor:
+        given = batch.get("request_ids") if isinstance(batch, Mapping) else getattr(batch, "request_ids", None)
+        hashes = ids.hashes(given) if given is not None else [0] * filled.num_requests
+        return torch.tensor(hashes, dtype=torch.int64)
+
+    inputs.register("owners", "batch", torch.int64, compute=owners)
+    return inputs
+
+
+def plan_of(pool: KVPool, view: StepView, inputs: StepInputs) -> RequestPlan:
+    """One pool's plan of the forward, out of the step inputs."""
+    missing = [n for n in ("input_ids", "request_rows", "prefix_lens") if getattr(view, n) is None]
+    if missing:
+        raise EngineError(f"the batch has no {', '.join(missing)}: pool {pool.name!r} needs them (see Batch)")
+    slots = getattr(view, pool.slots_from)
+    if slots is None:
+        raise EngineError(f"the batch has no {pool.slots_from!r}, where pool {pool.name!r} takes its slots from")
+    extend = view.extend_lens if view.extend_lens is not None else torch.ones_like(view.prefix_lens)
+    if pool.slot_map is not None and pool.slots_from == "slots":
+        slots = request_checks.mapped(slots, pool.slot_map)
+    return RequestPlan(
+        counts=inputs.counts,
+        rows=view.request_rows,
+        prefix_lens=view.prefix_lens,
+        extend_lens=extend,
+        tokens=view.input_ids,
+        slots=slots,
+        positions=view.positions,
+        owners=view.owners,
+        namespaces=view.namespaces,
+        table=pool.request_table,
+        columns=pool.request_table.shape[1] * pool.table_page_size,
+        page_size=pool.table_page_size,
+        slot_map=pool.slot_map,
+        history=_history(view),
+        history_lens=view.history_lens,
+    )
+
+
+def _history(view: StepView) -> torch.Tensor | None:
+    """The requests' own token ids, ``[bs, length]``: the batch's tensor as it is, since its length varies."""
+    history = getattr(view, "history", None)
+    if history is None or view.history_lens is None or not view.num_requests:
+        return None
+    given = torch.as_tensor(history, device=view.history_lens.device)
+    if given.dim() != 2 or given.shape[0] != view.history_lens.shape[0]:
+        raise EngineError(f"history is {list(given.shape)}; it must be [bs, length] for {view.num_requests} requests")
+    return given

@@ -1,0 +1,370 @@
+"""An engine's session: connecting, the life of slots, what is reported, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from toy import Toy
+
+import kvcanary_fx
+from kvcanary_fx import EngineError, KVCacheViolation, KVPool, SessionStateError, StepInputError
+from kvcanary_fx.errors import CoverageError
+
+
+def prefilled(**settings) -> Toy:
+    """A toy in which request A has three tokens stored, in slots 3, 4 and 5."""
+    toy = Toy(**settings)
+    toy.add("A", [5, 6, 7, 8, 9, 10, 11])
+    toy.run({"A": [3, 4, 5]})
+    return toy
+
+
+def told(toy: Toy) -> list[tuple[str, str, int, str | int | None]]:
+    return [(v.check, v.why, v.slot, v.request) for v in toy.found()]
+
+
+def flip(toy: Toy, layer: int, half: int, slot: int, word: int = 2) -> None:
+    toy.kv[layer][half].view(torch.int32)[slot, 0, word] ^= 1 << 7
+
+
+# ---- a legal life is silent
+
+
+def test_requests_that_share_a_prefix_end_and_reuse_slots_are_silent():
+    toy = prefilled()
+    toy.run({"A": [6]})
+    prompt = toy.requests["A"].tokens[:3] + [20, 21]
+    toy.pool.share([3, 4, 5], owner="B")
+    toy.add("B", prompt, prefix=[3, 4, 5])
+    toy.run({"A": [7], "B": [8]})
+    toy.done("A", shared=[3, 4, 5])
+    toy.pool.release([3, 4, 5], owner="A")
+    toy.run({"B": [9]})
+    toy.done("B")
+    toy.add("C", [1, 2, 3])
+    toy.run({"C": [3, 9, 6]})
+    assert toy.found() == []
+    stats = toy.session.stats()
+    assert (stats.engine_steps, stats.slots, stats.violations) == (5, 3, 0)
+    assert stats.slots_checked == 3 + 7 + 4
+
+
+@pytest.mark.parametrize(("layer", "half"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_flipped_bit_is_found_with_layer_half_request_position_and_token(layer, half):
+    toy = prefilled()
+    flip(toy, layer, half, 4)
+    toy.run({"A": [6]})
+    (v,) = toy.found()
+    assert (v.check, v.phase, v.layer, v.half) == ("content", "pre", f"layers.{layer}", "KV"[half])
+    assert (v.slot, v.position, v.token, v.request) == (4, 1, 6, "A")
+
+
+def test_bytes_that_nobody_is_about_to_read_are_the_sweeps_business():
+    toy = prefilled()
+    toy.add("B", [1, 2])
+    toy.run({"B": [9]})
+    flip(toy, 1, 1, 4)
+    toy.run({"B": [10]})
+    assert toy.found() == []
+    toy.session.sweep.run()
+    (v,) = toy.found()
+    assert (v.check, v.phase, v.layer, v.half, v.slot, v.request) == ("content", "sweep", "layers.1", "V", 4, "A")
+
+
+def test_sweep_in_slices_comes_round():
+    toy = prefilled()
+    toy.session.sweep.budget = 1
+    flip(toy, 0, 0, 5)
+    looked_at = [toy.session.sweep.run() for _ in range(3)]
+    assert looked_at == [4, 4, 4]  # fingerprints of one slot
+    assert [v.slot for v in toy.found()] == [5]
+
+
+def test_a_sweep_over_the_rows_of_a_prefix_cache_finds_a_freed_slot():
+    toy = prefilled()
+    toy.pool.release([4], owner="A")
+    toy.session.sweep.run([3, 4, 5])
+    assert told(toy)[0][:3] == ("owner", "READ_AFTER_FREE", 4)
+
+
+def test_verify_fraction_keeps_its_bound():
+    toy = prefilled(verify_fraction="1/4", width=20)
+    flip(toy, 1, 0, 4)
+    toy.requests["A"].tokens += [0] * 8
+    steps = 0
+    while not toy.found():
+        toy.run({"A": [6 + steps]})
+        steps += 1
+    assert steps <= 4
+
+
+# ---- owners
+
+
+@pytest.mark.parametrize(
+    ("act", "expected"),
+    [
+        (lambda p: p.release([4], owner="A") or p.release([4], owner="A"), ("owner", "DOUBLE_FREE", 4, "A")),
+        (lambda p: p.release([4, 4], owner="A"), ("owner", "DOUBLE_FREE", 4, "A")),
+        (lambda p: p.release([4], owner="B"), ("owner", "FOREIGN_FREE", 4, "B")),
+        (lambda p: p.allocate([4], owner="B"), ("owner", "DOUBLE_ALLOCATE", 4, "B")),
+        (lambda p: p.share([7], owner="B"), ("owner", "SHARE_AFTER_FREE", 7, "B")),
+        (lambda p: p.allocate([0], owner="B"), ("bounds", "RESERVED_SLOT", 0, "B")),
+        (lambda p: p.release([99], owner="B"), ("bounds", "OUT_OF_RANGE", 99, "B")),
+    ],
+)
+def test_what_an_allocator_may_not_do(act, expected):
+    toy = prefilled()
+    act(toy.pool)
+    assert told(toy) == [expected]
+    assert toy.found()[0].phase == "life"
+
+
+def test_an_engine_that_does_not_report_allocations_has_no_owner_check():
+    toy = Toy(pools=lambda toy: (KVPool(toy.kv, toy.table, allocations=False),))
+    toy.add("A", [5, 6, 7, 8])
+    toy.pool.allocate = lambda slots, owner: None
+    toy.run({"A": [3, 4, 5]})
+    toy.run({"A": [6]})
+    assert toy.found() == []
+    assert "off owner" in toy.session.summary()
+
+
+# ---- slots that are filled elsewhere
+
+
+def test_slots_filled_outside_are_adopted_and_then_guarded():
+    toy = prefilled()
+    toy.add("B", [1, 2, 3])
+    toy.take("B", [9, 10])
+    for pair in toy.kv:
+        for tensor in pair:
+            tensor[[9, 10]] = 3.0
+    toy.pool.adopt([9, 10], tokens=[1, 2], positions=[0, 1])
+    toy.requests["B"].stored = 2
+    toy.run({"B": [11]})
+    assert toy.found() == []
+    assert toy.session.stats().adopted == 2
+    flip(toy, 1, 0, 9)
+    toy.add("C", [1, 2, 3], prefix=[9, 10])
+    toy.pool.share([9, 10], owner="C")
+    toy.run({"C": [12]})
+    assert told(toy) == [("content", "NONE", 9, "B")]
+
+
+def test_a_shadow_that_travels_with_its_bytes_finds_what_was_lost():
+    here, there = prefilled(), Toy()
+    shadow = here.pool.export([3, 4, 5]).to("cpu")
+    there.add("A", here.requests["A"].tokens)
+    there.take("A", [9, 10, 11])
+    for (k, v), (k2, v2) in zip(here.kv, there.kv, strict=True):
+        k2[[9, 10, 11]], v2[[9, 10, 11]] = k[[3, 4, 5]], v[[3, 4, 5]]
+    there.kv[1][1][10] = 0
+    there.pool.import_(shadow, [9, 10, 11])
+    there.requests["A"].stored = 3
+    there.run({"A": [12]})
+    (v,) = there.found()
+    assert (v.check, v.layer, v.half, v.slot, v.position, v.request) == ("content", "layers.1", "V", 10, 1, "A")
+
+
+def test_forgotten_slots_may_be_rewritten():
+    toy = prefilled()
+    toy.pool.forget([4])
+    flip(toy, 0, 0, 4)
+    toy.run({"A": [6]})
+    assert toy.found() == []
+
+
+def test_ranks_that_hold_the_same_tokens_have_the_same_digest():
+    one, other = prefilled(), prefilled()
+    assert one.session.digest([3, 4, 5]) == other.session.digest([3, 4, 5])
+    other.kv[0][0].mul_(2)
+    other.pool.adopt([3])
+    assert one.session.digest([3, 4, 5], what="content") != other.session.digest([3, 4, 5], what="content")
+    mine, theirs = one.session.digest([3, 4]), one.session.digest([4, 3])
+    assert not one.session.compare_digests(mine, theirs, request="A")
+    assert [(v.check, v.request) for v in one.found()] == [("digest", "A")]
+
+
+# ---- steps, forwards, and what is refused
+
+
+def test_off_costs_nothing_and_installs_nothing():
+    toy = Toy()
+    canary = kvcanary_fx.install_canary(KVPool(toy.kv, toy.table), mode="off")
+    assert canary is None
+    assert kvcanary_fx.step(canary, object()) is kvcanary_fx.forward(canary)
+    with kvcanary_fx.step(canary), kvcanary_fx.forward(canary):
+        pass
+
+
+def test_raise_mode_stops_before_the_write_on_the_cpu():
+    toy = prefilled()
+    object.__setattr__(toy.session.config, "mode", "raise")
+    toy.pool.release([4], owner="A")
+    before = toy.kv[0][0].clone()
+    with pytest.raises(KVCacheViolation, match="about to read a slot that is free"):
+        toy.run({"A": [6]})
+    assert torch.equal(toy.kv[0][0], before)
+    with toy.session.step(toy.plan({})), toy.session.forward():
+        pass  # the session is usable, the violation was told once
+
+
+def test_a_forward_that_fails_leaves_the_session_usable():
+    toy = prefilled()
+    toy.take("A", [6])
+    batch = toy.plan({"A": [6]})
+    with pytest.raises(ZeroDivisionError), toy.session.step(batch), toy.session.forward():
+        raise ZeroDivisionError
+    toy.forward(batch)
+    toy.requests["A"].stored += 1
+    toy.run({"A": [7]})
+    assert toy.found() == []
+
+
+def test_messages_about_order():
+    toy = prefilled()
+    session = toy.session
+    with pytest.raises(SessionStateError, match=r"forward\(0\) outside step\(\)"), session.forward():
+        pass
+    with pytest.raises(SessionStateError, match=r"step\(\) inside step\(\)"), session.step(), session.step():
+        pass
+    with (
+        session.step(toy.plan({})),
+        session.forward(0),
+        pytest.raises(SessionStateError, match=r"forward\(1\) inside forward\(0\)"),
+        session.forward(1),
+    ):
+        pass
+    with pytest.raises(SessionStateError, match=r"ran outside session.forward"), torch.no_grad():
+        toy.model(toy.kv, torch.zeros(1, 4), torch.tensor([6]), torch.tensor([0]))
+    with pytest.raises(SessionStateError, match=r"close\(\) inside step\(\)"), session.step():
+        session.close()
+    session.close()
+    with pytest.raises(SessionStateError, match="closed: install_canary"):
+        session.close()
+    with pytest.raises(SessionStateError, match="closed"), session.step():
+        pass
+
+
+def test_nested_calls_of_one_forward_belong_to_the_outermost():
+    toy = prefilled()
+    toy.take("A", [6])
+    batch = toy.plan({"A": [6]})
+    with toy.session.step(batch), toy.session.forward():
+        toy_batch_in_the_middle = toy.session.forward()
+        with toy_batch_in_the_middle, torch.no_grad():
+            toy.model(toy.kv, torch.randn(1, 4), torch.tensor([6]), torch.tensor([0]))
+    assert toy.session.stats().forwards == 2
+
+
+def test_a_session_in_a_step_refuses_another_thread():
+    toy = prefilled()
+    errors: list[BaseException] = []
+
+    def intrude():
+        try:
+            with toy.session.step():
+                pass
+        except SessionStateError as e:
+            errors.append(e)
+
+    with toy.session.step():
+        other = threading.Thread(target=intrude, name="worker-7")
+        other.start()
+        other.join()
+    assert "'worker-7' entered step() while thread 'MainThread' is in one" in str(errors[0])
+
+
+def test_two_sessions_do_not_see_each_other():
+    one, other = prefilled(), prefilled()
+    flip(one, 0, 0, 4)
+    one.run({"A": [6]})
+    other.run({"A": [6]})
+    assert len(one.found()) == 1
+    assert other.found() == []
+
+
+def test_a_batch_beyond_what_a_captured_graph_has_room_for_names_the_setting():
+    toy = Toy()
+    session = kvcanary_fx.install_canary(KVPool(toy.kv, toy.table), mode="log", max_requests=1, max_tokens=2)
+    toy.session = session
+    toy.add("A", [5, 6, 7, 8])
+    session.inputs.fill_from(toy.plan({"A": [3, 4]}))
+    session.inputs.freeze()
+    with pytest.raises(StepInputError, match="max_tokens"), session.step(toy.plan({"A": [3, 4, 5]})):
+        pass
+
+
+def test_warm_up_is_forgotten():
+    toy = Toy()
+    session = kvcanary_fx.install_canary(KVPool(toy.kv, toy.table), mode="raise", inner="eager")
+    toy.session, toy.pool = session, session.pool
+    toy.model = torch.compile(lambda kv, x, s, r: kv[0][0].index_put_((s,), x.unsqueeze(1)), backend=session.backend)
+    toy.add("warm-up", [1, 2])
+    with torch.no_grad():
+        toy.forward(toy.plan({"warm-up": [3, 3]}))  # dummy slots, not even allocated
+    session.mark_ready()
+    assert session.violations() == []
+    assert session.stats().slots == 0
+
+
+def test_a_model_that_is_not_compiled_with_the_canary_is_noticed():
+    toy = prefilled()
+    toy.model = lambda *_: None
+    toy.run({"A": [6]})
+    object.__setattr__(toy.session.config, "mode", "raise")
+    with pytest.raises(CoverageError, match=r"no fingerprint in layers\.0 K, layers\.0 V"):
+        toy.session.health.check()
+
+
+def test_every_violation_reaches_the_callback_with_its_request():
+    seen = []
+    toy = prefilled(on_violation=seen.append)
+    flip(toy, 0, 1, 5)
+    toy.run({"A": [6]})
+    assert [(v.check, v.request) for v in seen] == [("content", "A")]
+
+
+def test_the_flag_says_that_something_waits_to_be_read():
+    toy = prefilled()
+    assert toy.session.flag.tolist() == [0, 0]
+    toy.pool.release([4, 4], owner="A")
+    head, read = toy.session.flag.tolist()
+    assert head > read
+    toy.found()
+    assert toy.session.flag.tolist() == [1, 1]
+
+
+def test_request_ids_are_strings_or_ints_and_kept_apart():
+    toy = Toy()
+    assert toy.session.ids.hash("7") != toy.session.ids.hash(7)
+    assert toy.session.ids.name(toy.session.ids.hash(7)) == 7
+    with pytest.raises(TypeError, match="a string or an int"):
+        toy.session.ids.hash(1.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda t: KVPool([], t.table), "has no layers"),
+        (lambda t: KVPool(t.kv, t.table.float()), r"must be integer \[requests, width\]"),
+        (lambda t: KVPool([(t.kv[0][0], t.kv[0][0][:3])], t.table), "different numbers of slots"),
+        (lambda t: KVPool(t.kv, t.table, reserved=(99,)), "reserved=.99. are not among them"),
+        (lambda t: KVPool([(t.table,)], t.table), "must be .slots, ...."),
+        (lambda t: KVPool(t.kv, t.table, layer_names=["x"]), "2 layers and 1 layer_names"),
+    ],
+)
+def test_pools_that_cannot_be(make, message):
+    with pytest.raises(EngineError, match=message):
+        make(Toy())
+
+
+def test_several_pools_must_be_named():
+    toy = Toy()
+    with pytest.raises(EngineError, match="share a name"):
+        kvcanary_fx.install_canary(KVPool(toy.kv, toy.table), KVPool(toy.kv, toy.table))
+    with pytest.raises(EngineError, match="at least one KVPool"):
+        kvcanary_fx.install_canary()
