@@ -30,6 +30,7 @@ from .errors import (
     StepInputError,
     UnknownSettingError,
 )
+from .passes.attention_ops import register_attention_op
 from .passes.write_ops import register_kv_write
 from .protect import protect, session_of
 from .session import CanarySession, Stats
@@ -72,6 +73,7 @@ __all__ = [
     "kvcanary_backend",
     "override_forward_context",
     "protect",
+    "register_attention_op",
     "register_kv_write",
     "session",
     "session_of",

@@ -20,6 +20,7 @@ from .errors import MissingContextError
 
 if TYPE_CHECKING:
     from .kernels.buffers import Control, IdentityBuffers, Site
+    from .kernels.layer_ops import LayerHalf
     from .kernels.plan import WritePlan
     from .kernels.slot_space import RequestPlan
 
@@ -36,6 +37,7 @@ class ForwardContext:
         gates: the graph's own step counter, by device.
         abort: called on the CPU when an index is out of range, before the write runs; raises.
         requests: what the forward of an engine is to read and write, by the number of the slot space.
+        layers: the tensors of an engine's layers, by the layer's name.
     """
 
     sites: tuple[Site, ...]
@@ -45,6 +47,7 @@ class ForwardContext:
     gates: dict[torch.device, torch.Tensor]
     abort: Callable[[], None] | None = None
     requests: Mapping[int, RequestPlan] = dataclasses.field(default_factory=dict)
+    layers: Mapping[str, tuple[LayerHalf, ...]] = dataclasses.field(default_factory=dict)
 
 
 _CONTEXT: contextvars.ContextVar[ForwardContext | None] = contextvars.ContextVar("kvcanary_forward", default=None)

@@ -10,9 +10,10 @@ import torch
 
 from .errors import EngineError
 from .kernels import slot_life
-from .kernels.buffers import HalfBuffers, RowState
+from .kernels.buffers import Count, HalfBuffers, RowState, Site
 from .kernels.chain import SEED
 from .kernels.digest import coefficients, seeds
+from .kernels.layer_ops import LayerHalf
 from .kernels.layout import POOL_DTYPES, SlotLayout
 from .kernels.slot_space import SlotSpace
 from .pools import Place, PoolHalf, PoolRegistry
@@ -139,11 +140,13 @@ class EnginePool:
             window=declared.window,
             owner_known=declared.allocations,
         )
+        controls.reserve_stamps(device, declared.slots)
         tensors = sum(len(layer) for layer in declared.layers)
         #: int32 ``[tensors, planes, slots]``, the digests of all halves in one block
         self.digests = torch.zeros(tensors, config.planes, declared.slots, dtype=torch.int32, device=device)
         self.halves: list[PoolHalf] = []
         self.views: list[torch.Tensor] = []
+        self.counters: list[torch.Tensor] = []  # int64 [len(Count)] each, of what opaque attention does
         self.live_slots = 0  # allocated and not released, as far as the host was told
         self.adopted = 0
         for number, layer in enumerate(declared.layers):
@@ -171,9 +174,36 @@ class EnginePool:
             space=self.space,
         )
         registry.declare(tensor, half)
+        # memory that the ops keep is made here, never inside an op: that may run in a CUDA graph's own pool
         coefficients(layout.words, tensor.device)
+        self.counters.append(torch.zeros(len(Count), dtype=torch.int64, device=tensor.device))
         self.halves.append(half)
         self.views.append(tensor)
+
+    def layer_halves(self, gate: torch.Tensor, verify_every: int) -> dict[str, tuple[LayerHalf, ...]]:
+        """The tensors of each layer, as the ops around opaque attention need them.
+
+        Args:
+            gate: int64 ``[len(Gate)]``, of the graph that the ops are in.
+        """
+        layers: dict[str, list[LayerHalf]] = {}
+        for half, view, counters in zip(self.halves, self.views, self.counters, strict=True):
+            site = Site(
+                layout=half.place.layout,
+                half=half.buffers,
+                control=self.space.control,
+                gate=gate,
+                counters=counters,
+                half_id=half.id,
+                seed1=half.seeds[0],
+                seed2=half.seeds[1],
+                checks=self.checks,
+                verify_every=verify_every,
+                space=self.space,
+            )
+            of_layer = layers.setdefault(half.info.layer, [])
+            of_layer.append(LayerHalf(site, view, len(of_layer)))
+        return {name: tuple(halves) for name, halves in layers.items()}
 
     # ---- the life of slots
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .engine_stats import EngineStats, engine_stats
 from .errors import EngineError, SessionStateError
 from .kernels import request_checks
 from .kernels.buffers import Ring, Word
+from .kernels.layer_ops import LayerHalf
 from .kernels.slot_space import RequestPlan
 from .polling import Poll
 from .pools import PoolHalf
@@ -49,6 +50,8 @@ class EngineSession(CanarySession):
         backend: for ``torch.compile(model, backend=session.backend)``.
     """
 
+    knows_layers = True
+
     def __init__(
         self,
         pools: Sequence[KVPool],
@@ -73,6 +76,7 @@ class EngineSession(CanarySession):
         self.sweep = Sweep(self, self.schedule.sweep)
         self.health = Health(self)
         self._poll = Poll(self.controls)
+        self._layers: dict[tuple[int, ...], dict[str, tuple[LayerHalf, ...]]] = {}  # by the gates of a graph
         self._ready = self._closed = False
         self._step: StepView | None = None
         self._thread: threading.Thread | None = None  # that is in a step
@@ -249,7 +253,21 @@ class EngineSession(CanarySession):
                     "so that the canary knows what it reads and writes"
                 )
             return call.context
-        return dataclasses.replace(call.context, requests=self._forward.plans)
+        return dataclasses.replace(
+            call.context, requests=self._forward.plans, layers=self._layers_of(call.context.gates)
+        )
+
+    def _layers_of(self, gates: Mapping[torch.device, torch.Tensor]) -> dict[str, tuple[LayerHalf, ...]]:
+        """The layers of all pools, for the ops of one graph."""
+        key = tuple(id(gate) for gate in gates.values())
+        known = self._layers.get(key)
+        if known is None:
+            known = self._layers[key] = {}
+            for pool in self.pools.values():
+                gate = gates.get(pool.declared.device)
+                if gate is not None:
+                    known.update(pool.layer_halves(gate, self.config.verify_every))
+        return known
 
     def drain(self) -> list[Violation]:
         """Read the rings of all devices; before :meth:`mark_ready`, what they hold is warm-up and dropped."""

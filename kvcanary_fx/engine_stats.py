@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from .kernels.buffers import Count
 from .kernels.slot_space import REFERENCE, Flag, SpaceCount
 from .session import Stats
 
@@ -46,8 +47,15 @@ def engine_stats(session: EngineSession, base: Stats) -> EngineStats:
     spaces = [pool.space for pool in session.pools.values()]
     held = [((s.flags[:-1] & int(Flag.WRITTEN)) != 0) & (s.flags[:-1] >= REFERENCE) for s in spaces]
     counts = [s.counters.tolist() for s in spaces]
+    opaque = [c.tolist() for pool in session.pools.values() for c in pool.counters]
+    base = dataclasses.replace(
+        base,
+        checked=base.checked + sum(c[Count.CHECKED] for c in opaque),
+        recorded=base.recorded + sum(c[Count.RECORDED] for c in opaque),
+        adopted=base.adopted + sum(pool.adopted for pool in session.pools.values()),
+    )
     return EngineStats(
-        **dataclasses.asdict(base) | {"adopted": base.adopted + sum(p.adopted for p in session.pools.values())},
+        **dataclasses.asdict(base),
         engine_steps=session.steps,
         forwards=sum(c[SpaceCount.FORWARDS] for c in counts),
         slots=sum(int(h.sum()) for h in held),

@@ -173,6 +173,17 @@ class EngineError(CanaryError, ValueError):
     """An engine described its pools, or used a session, in a way that cannot be."""
 
 
+class UnknownLayerError(CanaryError, LookupError):
+    """An opaque attention op names a layer that no pool has."""
+
+    def __init__(self, layer: str, known: Sequence[str]):
+        named = ", ".join(known[:6]) + (f" and {len(known) - 6} more" if len(known) > 6 else "")
+        super().__init__(
+            f"an attention op names the layer {layer!r}, and no KVPool has it. The layers are: {named}. Give the names "
+            "that the op uses as KVPool(layer_names=...)"
+        )
+
+
 class SessionStateError(CanaryError, RuntimeError):
     """A session was used out of order: a forward outside a step, a step after close, and the like."""
 

@@ -72,6 +72,8 @@ def describe_plan(plan: GraphPlan, config: CanaryConfig) -> list[str]:
     if not plan.guarded and not plan.unguarded and not plan.functional:
         return [f"  {plan.name}: writes no input"]
     lines = [f"  {plan.name}: {len(plan.sites)} halves guarded"]
+    for op in plan.attention:
+        lines.append(f"    guarded  {op.op} of layer {op.layer or '(an input of the graph)'}")
     for site in plan.sites:
         how = ", ".join(site.writes)
         lines.append(f"    guarded  {site.name:40s} {site.pool}, slots on axes {list(site.slot_axes)}, {how}")
@@ -86,7 +88,7 @@ def checks_off(plan: GraphPlan, config: CanaryConfig) -> list[tuple[str, str]]:
     if not plan.guarded:
         return []
     off = [(c, "switched off by the setting 'checks'") for c in ZERO_CONFIG_CHECKS if c not in config.checks]
-    if "chain" in config.checks and plan.chain_off is not None:
+    if plan.sites and "chain" in config.checks and plan.chain_off is not None:
         off.append(("chain", plan.chain_off))
     for site in plan.sites:
         if site.opaque is not None:

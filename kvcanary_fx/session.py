@@ -34,6 +34,9 @@ class CanarySession:
     with caches of its own.
     """
 
+    #: Whether layers can be found by their names, as opaque attention ops need it.
+    knows_layers = False
+
     def __init__(self, config: CanaryConfig | None = None):
         self.config = config or CanaryConfig.from_env()
         self.registry = PoolRegistry(self.config.planes)

@@ -5,6 +5,8 @@ Seen on torch 2.11 and 2.13:
 * Dynamo reads the placeholders' metadata of *its* graph again after the backend returned, so a pass
   edits a clone.
 * AOTAutograd wants ``_dynamo_source`` on every placeholder, also on one that we append, and takes None.
+* An object of a registered opaque type can be an input of a graph and an argument of an op, whose schema names the
+  type by a name of torch's own making.
 * An appended input counts as static for CUDA graphs only with ``tensor_dict`` metadata that says so.
 """
 
@@ -79,3 +81,19 @@ def _short(frame: str) -> str:
 def fake_values(nodes: Sequence[fx.Node]) -> list[Any]:
     """The example values that Dynamo left on nodes."""
     return [n.meta.get("example_value", n.meta.get("val")) for n in nodes]
+
+
+def opaque_type_name(value: Any) -> str:
+    """What a schema calls the opaque type of an object.
+
+    Raises:
+        TypeError: the object's type is not registered as opaque.
+    """
+    from torch._library.opaque_object import get_opaque_type_name, is_opaque_type
+
+    if not is_opaque_type(type(value)):
+        raise TypeError(
+            f"a layer's name is a string or an object of a registered opaque type, not {type(value).__name__}"
+        )
+    name: str = get_opaque_type_name(type(value))
+    return name

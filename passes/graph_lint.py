@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from .graph_plan import GraphPlan
-from .insert_canaries import STATE, is_canary
+from .state_inputs import STATE, is_canary
 
 
 class BrokenGraphError(AssertionError):

@@ -93,6 +93,21 @@ class SitePlan:
         return f"{self.layer}.{self.label}"
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionPlan:
+    """One opaque attention op under guard.
+
+    Attributes:
+        op: its qualified name.
+        layer: the layer's name, or None where it is an input of the graph.
+        has_operand: what is written is compared with what was meant.
+    """
+
+    op: str
+    layer: str | None
+    has_operand: bool
+
+
 @dataclasses.dataclass
 class GraphPlan:
     """Filled by the passes, in order.
@@ -101,6 +116,7 @@ class GraphPlan:
         name: where the graph comes from, ``graph 0/0 (forward, model.py:12)``.
         sites: guarded halves; the position is the site number in the graph's ops.
         writes: the plans of the readable writes; the position is the write number.
+        attention: opaque attention ops under guard.
         devices: devices that have a site, in the order of the ``state`` arguments appended to the graph.
         ops: canary ops that each call of the graph runs.
         unguarded: inputs that the graph writes and we do not guard, each with the reason.
@@ -116,6 +132,7 @@ class GraphPlan:
     name: str
     sites: list[SitePlan] = dataclasses.field(default_factory=list)
     writes: list[WritePlan] = dataclasses.field(default_factory=list)
+    attention: list[AttentionPlan] = dataclasses.field(default_factory=list)
     devices: list[torch.device] = dataclasses.field(default_factory=list)
     ops: int = 0
     unguarded: list[tuple[str, str]] = dataclasses.field(default_factory=list)
@@ -129,4 +146,4 @@ class GraphPlan:
 
     @property
     def guarded(self) -> bool:
-        return bool(self.sites)
+        return bool(self.sites or self.attention)

@@ -28,23 +28,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..kernels import ops as canary_ops
 from .accesses import Accesses, trace_accesses
-from .dynamo_contract import append_static_input
 from .functional_cache import caches_born_inside
 from .graph_plan import GraphPlan, SitePlan, ViewOf
 from .halves import Half, ReadableWrite, Region, Sum, ancestors, find_halves
 from .labels import name_halves
 from .names import function_name, layer_number, source_name
+from .state_inputs import is_canary, state_input
 from .token_inputs import TokenInputs, find_token_inputs
 from .writes import KVWrite
-
-STATE = "kvcanary_state"
-
-
-def is_canary(node: fx.Node) -> bool:
-    """Whether a node is one of our ops."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == canary_ops.NAMESPACE
 
 
 def insert_canaries(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: GraphPlan, chain: bool) -> fx.GraphModule:
@@ -77,7 +69,6 @@ class _Inserter:
         self.places = {n: i for i, n in enumerate(self.graph.find_nodes(op="placeholder"))}
         self.order = {n: i for i, n in enumerate(self.graph.nodes)}
         self.tokens = find_token_inputs(gm, found) if chain else TokenInputs(None, None, "it is switched off")
-        self.states: dict[torch.device, fx.Node] = {}
         self.tails: dict[fx.Node, fx.Node] = {}  # the last op inserted after a write
         self.led: set[tuple[Any, ...]] = set()  # slot spaces that have an identify op
 
@@ -95,16 +86,7 @@ class _Inserter:
         return self.tokens.missing or "no cache here keeps one sequence per row, so predecessors are unknown"
 
     def _state_for(self, half: Half) -> fx.Node:
-        device = self.found.values[half.root].device
-        if device not in self.states:
-            name = f"{STATE}_{len(self.states)}" if self.states else STATE
-            example = torch.zeros(1, dtype=torch.int32, device=device)
-            self.states[device] = state = append_static_input(self.gm, name, example)
-            self.plan.devices.append(device)
-            first = next(n for n in self.graph.nodes if n.op != "placeholder")
-            with self.graph.inserting_before(first):
-                self._call("begin", state)
-        return self.states[device]
+        return state_input(self.gm, self.plan, self.found.values[half.root].device)
 
     def _call(self, op: str, *args: Any) -> fx.Node:
         return self.graph.call_function(getattr(torch.ops.kvcanary, op).default, args)

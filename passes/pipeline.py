@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from torch import fx
 
+from .attention_ops import guard_attention_ops
 from .dynamo_contract import clone_graph_module, graph_name
 from .functional_cache import find_functional_caches
 from .graph_lint import check_canary_rules
@@ -32,18 +33,23 @@ log = logging.getLogger("kvcanary.passes")
 Pass = Callable[[fx.GraphModule, Sequence[Any], GraphPlan], fx.GraphModule]
 
 
-def passes(chain: bool = True, rewrite: bool | Literal["parts"] = False) -> list[tuple[str, Pass]]:
+def passes(
+    chain: bool = True, rewrite: bool | Literal["parts"] = False, attention: bool = False
+) -> list[tuple[str, Pass]]:
     """The passes in the order they run.
 
     Args:
         chain: insert the chain check where the graph shows token ids.
         rewrite: replace KV writes by an op that writes in place: all of them, or with ``"parts"`` those
             to a part of an input.
+        attention: guard opaque attention ops, whose layers an engine's session knows.
     """
     ordered: list[tuple[str, Pass]] = [
         ("find_functional_caches", find_functional_caches),
         ("insert_canaries", functools.partial(insert_canaries, chain=chain)),
     ]
+    if attention:
+        ordered.append(("guard_attention_ops", guard_attention_ops))
     if rewrite:
         ordered.append(("rewrite_writes", functools.partial(rewrite_writes, parts_only=rewrite == "parts")))
     return ordered

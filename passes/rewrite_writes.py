@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from .graph_plan import GraphPlan
-from .insert_canaries import is_canary
+from .state_inputs import is_canary
 
 
 def rewrite_writes(

@@ -68,7 +68,7 @@ def read_custom_op(node: fx.Node, values: dict[fx.Node, Any]) -> WriteSpec | Non
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         schema, arguments = _functionalised(node)
     else:
-        schema = _schema_of(node.target)
+        schema = schema_of(node.target)
         named = zip(schema.arguments, node.args, strict=False) if schema is not None else ()
         arguments = {**{a.name: v for a, v in named}, **node.kwargs}
     if schema is None or schema.name.split("::")[0] in ("aten", "prims", "kvcanary"):
@@ -84,7 +84,7 @@ def read_custom_op(node: fx.Node, values: dict[fx.Node, Any]) -> WriteSpec | Non
     return WriteSpec(tuple(parts)) if parts else None
 
 
-def _schema_of(target: Any) -> Any:
+def schema_of(target: Any) -> Any:
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
     return target._schema if isinstance(target, torch._ops.OpOverload) else None
@@ -94,7 +94,7 @@ def _functionalised(node: fx.Node) -> tuple[Any, dict[str, Any]]:
     """Schema and arguments of the op inside an ``auto_functionalized`` node."""
     if getattr(node.target, "_name", "") != "auto_functionalized" or not node.args:
         return None, {}
-    return _schema_of(node.args[0]), dict(node.kwargs)
+    return schema_of(node.args[0]), dict(node.kwargs)
 
 
 def _by_name(schema: Any, arguments: dict[str, Any], values: dict[fx.Node, Any]) -> RegisteredOp | None:

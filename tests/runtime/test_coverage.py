@@ -11,7 +11,7 @@ from toys import Rig
 
 import kvcanary_fx
 from kvcanary_fx import CanaryBackend, CanaryConfig, CoverageError
-from kvcanary_fx.passes.insert_canaries import is_canary
+from kvcanary_fx.passes.state_inputs import is_canary
 
 
 def dropping(kind: str):

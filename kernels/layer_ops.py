@@ -1,0 +1,130 @@
+"""The canary ops around opaque attention, which name a layer instead of taking its tensors.
+
+``kvcanary::verify_at(output!, state!, layer)``
+    checks the bytes of the slots that the forward reads, in every half of the layer.
+``kvcanary::record_at(output!, key, value, state!, layer)``
+    fingerprints the slots that the forward was planned to write, and compares them with ``key`` and ``value``.
+
+``output`` is neither read nor written.  Both ops claim to mutate it, because attention does: that is what keeps the
+three in order.  A layer's name is a string, or an object of an opaque type that the graph takes as an input; each
+opaque type gets ops of its own, because a schema names the type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..context import ForwardContext, get_forward_context
+from ..errors import UnknownLayerError
+from .buffers import Check, Gate, Site
+from .ops import NAMESPACE, kernels_for
+from .request_checks import token_requests
+from .slot_space import RequestPlan
+
+#: From an opaque layer object to the layer's name, by the attention op it belongs to.
+NAME_OF: dict[str, Callable[[Any], str]] = {}
+
+#: Number of the write in the stamps of slots written twice; the writes that a graph shows count from 0.
+_WRITE = 65535
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerHalf:
+    """One tensor of a layer, as the ops find it by the layer's name.
+
+    Attributes:
+        place: 0 for K, 1 for V, and so on.
+    """
+
+    site: Site
+    view: torch.Tensor
+    place: int
+
+
+def _verify(output: torch.Tensor, state: torch.Tensor, layer: str) -> None:
+    context = get_forward_context()
+    for half in _halves(context, layer):
+        kernels_for(state.device).verify(half.site, half.view, None)
+    context.gates[state.device][Gate.OPS] += 1
+
+
+def _record(
+    output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, state: torch.Tensor, layer: str
+) -> None:
+    context = get_forward_context()
+    for half in _halves(context, layer):
+        space = half.site.space
+        plan = context.requests.get(space.space_id) if space is not None else None
+        if plan is None or not plan.slots.numel():
+            continue
+        operand = (key, value)[half.place] if half.place < 2 else None
+        slots = torch.where(token_requests(plan)[2], plan.slots.to(torch.int64), -1)
+        slots = torch.where(slots < half.site.layout.slots, slots, -1)
+        rows = _rows(half, operand, plan)
+        kernels_for(state.device).record(half.site, half.view, slots, rows, _WRITE)
+    context.gates[state.device][Gate.OPS] += 1
+
+
+def _halves(context: ForwardContext, layer: str) -> tuple[LayerHalf, ...]:
+    """The tensors of a layer; none where no engine has declared pools."""
+    if not context.layers:
+        return ()
+    if layer not in context.layers:
+        raise UnknownLayerError(layer, list(context.layers))
+    return context.layers[layer]
+
+
+def _rows(half: LayerHalf, operand: torch.Tensor | None, plan: RequestPlan) -> torch.Tensor | None:
+    """The operand as the slots' rows, if it is one per planned token and of the pool's type."""
+    layout, n = half.site.layout, plan.slots.shape[0]
+    if operand is None or not half.site.checks & Check.OPERAND or operand.dtype != layout.dtype:
+        return None
+    if operand.shape[0] != n or operand.numel() * layout.dtype.itemsize != n * layout.row_bytes:
+        return None
+    return operand.reshape(n, *layout.row_shape)
+
+
+@functools.cache
+def ops_for(attention: str, kind: str) -> tuple[Any, Any]:
+    """``(verify_at, record_at)`` for an attention op whose layer argument has the schema type ``kind``."""
+    if kind == "str":
+        return torch.ops.kvcanary.verify_at.default, torch.ops.kvcanary.record_at.default
+    suffix = "_" + re.sub(r"\W+", "_", f"{attention}_{kind}")
+    _define(suffix, kind, lambda layer: NAME_OF[attention](layer))
+    ops = torch.ops.kvcanary
+    return getattr(ops, f"verify_at{suffix}").default, getattr(ops, f"record_at{suffix}").default
+
+
+def _define(suffix: str, kind: str, name_of: Callable[[Any], str]) -> None:
+    """Register the two ops for one type of layer name."""
+
+    def verify(output: torch.Tensor, state: torch.Tensor, layer: Any) -> None:
+        _verify(output, state, name_of(layer))
+
+    def record(
+        output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, state: torch.Tensor, layer: Any
+    ) -> None:
+        _record(output, key, value, state, name_of(layer))
+
+    for name, schema, body in (
+        ("verify_at", f"(Tensor(a!) output, Tensor(b!) state, {kind} layer) -> ()", verify),
+        (
+            "record_at",
+            f"(Tensor(a!) output, Tensor? key, Tensor? value, Tensor(b!) state, {kind} layer) -> ()",
+            record,
+        ),
+    ):
+        _LIBRARY.define(f"{name}{suffix}{schema}", tags=(torch.Tag.flexible_layout,))
+        for device in ("CPU", "CUDA"):
+            _LIBRARY.impl(f"{name}{suffix}", body, device)
+        torch.library.register_fake(f"{NAMESPACE}::{name}{suffix}", lambda *_: None, lib=_LIBRARY)
+
+
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_define("", "str", str)

@@ -1,0 +1,138 @@
+"""Engines whose attention is one opaque op: every layer is guarded by its name, whole or split at attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from opaque_engine import DIM, HEADS, METADATA, Model
+from torch.fx.passes.split_module import split_module
+
+import kvcanary_fx
+from kvcanary_fx import Batch, KVPool
+from kvcanary_fx.errors import UnknownLayerError
+
+LAYERS, SLOTS = 2, 16
+
+
+def split_at_attention(gm, example_inputs):
+    """What engines do: pieces around attention, each compiled by itself; attention and our ops run eagerly."""
+    piece, parts, inside = 0, {}, False
+    for node in gm.graph.nodes:
+        opaque = node.op == "call_function" and ("attention" in str(node.target) or "_at" in str(node.target))
+        if opaque != inside:
+            piece, inside = piece + 1, opaque
+        parts[node] = piece
+    return split_module(gm, None, lambda node: parts[node], keep_original_order=True)
+
+
+class Rig:
+    """A session over the opaque model, and one request, A."""
+
+    def __init__(self, inner="eager", hoisted=False, **settings):
+        self.kv = [tuple(torch.zeros(SLOTS, HEADS, DIM) for _ in range(2)) for _ in range(LAYERS)]
+        self.table = torch.zeros(3, 8, dtype=torch.int32)
+        names = [f"layers.{i}" for i in range(LAYERS)]
+        METADATA.pools = dict(zip(names, self.kv, strict=True))
+        METADATA.redirect = {}
+        self.session = kvcanary_fx.install_canary(
+            KVPool(self.kv, self.table, layer_names=names), inner=inner, mode="log", **settings
+        )
+        self.session.mark_ready()
+        self.plain = Model(LAYERS, hoisted)
+        self.model = torch.compile(self.plain, backend=self.session.backend, dynamic=True)
+        self.stored = 0
+
+    def step(self, slots):
+        self.session.pool.allocate(slots, owner="A")
+        start, end = self.stored, self.stored + len(slots)
+        self.table[1, start:end] = torch.tensor(slots, dtype=torch.int32)
+        METADATA.slots, METADATA.reads = torch.tensor(slots), self.table[1, :end].long()
+        batch = Batch(list(range(start, end)), slots, [1], [start], [len(slots)], request_ids=["A"])
+        x = torch.randn(len(slots), HEADS * DIM, generator=torch.Generator().manual_seed(start))
+        with self.session.step(batch), self.session.forward(), torch.no_grad():
+            out = self.model(x)
+        self.stored = end
+        return x, out
+
+
+@pytest.fixture(params=["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow), "split"])
+def inner(request):
+    return split_at_attention if request.param == "split" else request.param
+
+
+BUILDS = pytest.mark.parametrize("hoisted", [False, True], ids=["name is a constant", "name is an input"])
+
+
+@BUILDS
+def test_same_result_no_violation_and_every_layer_recorded(inner, hoisted):
+    rig = Rig(inner, hoisted)
+    for slots in ([3, 4, 5], [6], [7]):
+        x, out = rig.step(slots)
+        with torch.no_grad():
+            assert torch.allclose(rig.plain(x), out, atol=1e-5)
+    assert rig.session.violations() == []
+    stats = rig.session.stats()
+    assert (stats.recorded, stats.checked) == (5 * 2 * LAYERS, (3 + 4) * 2 * LAYERS)
+    rig.session.health.check()
+    assert rig.session.uncovered == []
+
+
+@BUILDS
+@pytest.mark.parametrize(("layer", "half"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_flipped_bit_is_found_in_the_next_step(inner, hoisted, layer, half):
+    rig = Rig(inner, hoisted)
+    rig.step([3, 4, 5])
+    rig.kv[layer][half].view(torch.int32)[4, 1, 2] ^= 1 << 9
+    rig.step([6])
+    (v,) = rig.session.violations()
+    assert (v.check, v.layer, v.half, v.slot, v.position, v.request) == (
+        "content", f"layers.{layer}", "KV"[half], 4, 1, "A",
+    )  # fmt: skip
+
+
+def test_write_that_goes_elsewhere_is_found_in_its_own_step(inner):
+    rig = Rig(inner)
+    rig.step([3, 4, 5])
+    METADATA.redirect = {"layers.1": torch.tensor([9])}
+    rig.step([6])
+    assert [(v.check, v.phase, v.layer, v.half, v.slot, v.request, v.position) for v in rig.session.violations()] == [
+        ("operand", "post", "layers.1", "K", 6, "A", 3),
+        ("operand", "post", "layers.1", "V", 6, "A", 3),
+    ]
+
+
+def test_layer_that_no_pool_has_is_named():
+    rig = Rig()
+    object.__setattr__(rig.session.pool.declared, "layer_names", ["layers.0", "other"])
+    rig.plain.layers[1].name = "elsewhere"
+    METADATA.pools["elsewhere"] = rig.kv[1]
+    with pytest.raises(
+        UnknownLayerError, match="'elsewhere', and no KVPool has it. The layers are: layers.0, layers.1"
+    ):
+        rig.step([3])
+
+
+def test_summary_lists_the_attention_ops():
+    rig = Rig()
+    rig.step([3])
+    assert "guarded  opaque_engine::attention of layer layers.1" in rig.session.summary()
+
+
+def test_pass_run_twice_inserts_nothing_new():
+    from kvcanary_fx.passes.pipeline import passes, run_passes
+
+    graphs = []
+
+    def capture(gm, example_inputs):
+        ordered = passes(attention=True)
+        once, plan = run_passes(gm, example_inputs, ordered)
+        twice, _ = run_passes(once, [*example_inputs, torch.zeros(1, dtype=torch.int32)], ordered)
+        graphs.append((once.code, twice.code, plan.ops))
+        return gm
+
+    METADATA.pools = {"layers.0": (torch.zeros(4, HEADS, DIM), torch.zeros(4, HEADS, DIM))}
+    METADATA.slots = METADATA.reads = torch.tensor([1])
+    torch.compile(Model(1, False), backend=capture)(torch.randn(1, HEADS * DIM))
+    ((once, twice, ops),) = graphs
+    assert once == twice
+    assert ops == 3
