@@ -13,6 +13,7 @@ from .digest import ZERO_STANDS_FOR, as_int32, coefficients
 from .identity import identify_with
 from .layout import SlotLayout, poison_mask
 from .row_state import update_rows
+from .slot_space import Flag
 
 #: Words digested at a time: bounds the scratch memory of a check at about 64 MiB.
 CHUNK_WORDS = 1 << 22
@@ -140,11 +141,16 @@ def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int
     report(site, phase, Check.BOUNDS, slots[outside], raw[outside], slots[outside])
     twice = torch.zeros_like(reached)
     twice[reached] = site.control.stamps[1, slots[reached]] == _epoch(site, write_id)
-    # Slot 0 of a pool without rows is where engines send the padding of a batch, all of it.
-    if not site.layout.has_rows:
-        twice &= slots != 0
-    offenders = slots[twice].unique()
+    offenders = slots[twice & ~takes_padding(site, slots)].unique()
     report(site, phase, Check.BOUNDS, offenders, offenders, offenders, detail=1)
+
+
+def takes_padding(site: Site, slots: torch.Tensor) -> torch.Tensor:
+    """bool ``[n]``: slots where an engine sends the padding of a batch, all of it; slot 0 of a pool without rows,
+    unless the engine said which."""
+    if site.space is not None:
+        return (slots >= 0) & ((site.space.flags[slots.clamp(min=0)] & int(Flag.RESERVED)) != 0)
+    return torch.zeros_like(slots, dtype=torch.bool) if site.layout.has_rows else slots == 0
 
 
 def _epoch(site: Site, write_id: int) -> torch.Tensor:
@@ -265,6 +271,8 @@ def record(
         expected = digest_words(rows_as_words(values, layout), _seeds(site), planes)
         twice = site.control.stamps[1, slots] == _epoch(site, write_id)
         bad = (expected != found).any(0) & ~twice
+        if site.space is not None:  # a store kernel may leave reserved slots alone
+            bad &= ~takes_padding(site, slots)
         report(site, Phase.POST, Check.OPERAND, slots[bad], _packed(expected)[bad], _packed(found)[bad])
     site.half.digest[:, slots] = found
 

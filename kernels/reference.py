@@ -23,6 +23,7 @@ from .buffers import (
 from .chain import MASK64, SEED, mix
 from .digest import MASK32, as_int32, digest_reference, stored_form
 from .layout import poison_mask
+from .slot_space import Flag
 
 
 def row_bytes(site: Site, view: torch.Tensor, slot: int) -> bytes:
@@ -87,6 +88,12 @@ def _epoch(site: Site, write_id: int) -> int:
     return int(site.control.words[Word.STEP]) * 65536 + write_id
 
 
+def _takes_padding(site: Site, slot: int) -> bool:
+    if site.space is not None:
+        return slot >= 0 and bool(int(site.space.flags[slot]) & Flag.RESERVED)
+    return slot == 0 and not site.layout.has_rows
+
+
 def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int, phase: Phase) -> None:
     seen: set[int] = set()
     told: set[int] = set()
@@ -97,7 +104,7 @@ def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int
         if slot in seen and slot not in told:
             told.add(slot)
             site.control.stamps[1, slot] = _epoch(site, write_id)
-            if report and (site.layout.has_rows or slot != 0):
+            if report and not _takes_padding(site, slot):
                 _report(site, phase, Check.BOUNDS, slot, slot, slot, detail=1)
         if slot >= 0:
             seen.add(slot)
@@ -168,7 +175,8 @@ def record(
         found = digest_of(site, data)
         _check_poison(site, slot, data)
         twice = int(site.control.stamps[1, slot]) == _epoch(site, write_id)
-        if values is not None and site.checks & Check.OPERAND and not twice:
+        spared = site.space is not None and _takes_padding(site, slot)
+        if values is not None and site.checks & Check.OPERAND and not twice and not spared:
             expected = digest_of(site, bytes(values[i].contiguous().view(torch.uint8).flatten().tolist()))
             if expected != found:
                 _report(site, Phase.POST, Check.OPERAND, slot, _packed(expected), _packed(found))

@@ -92,6 +92,8 @@ def _walk_columns(space: SlotSpace, plan: RequestPlan, start: int, stop: int) ->
     slot = table_slots(plan, requests, position)
     outside = (slot < 0) | (slot >= space.slots)
     at = torch.where(outside, space.nowhere, slot)
+    if plan.slot_map is not None:  # what it maps to a reserved slot has left the window
+        live = live & ((space.flags[at] & int(Flag.RESERVED)) == 0)
     findings = Findings(live, space.checks)
     _check_place(findings, space, plan, slot, at, outside)
     before = table_slots(plan, requests, (position - 1).clamp(min=0))
@@ -149,12 +151,8 @@ def _check_identity(
         before: the slot of the position before, or the entry that belongs to no slot.
     """
     token, stored = space.tokens[at].to(torch.int64), space.positions[at].to(torch.int64)
-    if plan.history is not None and plan.history_lens is not None:
-        place = position + space.token_offset
-        valid = place < plan.history_lens.to(torch.int64).unsqueeze(1).clamp(max=plan.history.shape[1])
-        place = place.expand(token.shape).clamp(max=max(plan.history.shape[1] - 1, 0))
-        expected = plan.history.gather(1, place).to(torch.int64) if plan.history.numel() else torch.zeros_like(token)
-        findings.add(Check.TOKEN, Why.WRONG_TOKEN, valid & (token != expected), expected, token)
+    requests = torch.arange(at.shape[0], device=at.device).unsqueeze(1)
+    _check_token(findings, space, plan, requests, position, token)
     misplaced = stored != position
     findings.add(Check.CHAIN, Why.WRONG_POSITION, misplaced, position, stored)
     link = mix_tensor(token, stored)
@@ -167,6 +165,23 @@ def _check_identity(
     after = space.chain[before] + link
     broken = comparable & (position > 0) & (space.chain[at] != after)
     findings.add(Check.CHAIN, Why.WRONG_PREDECESSOR, broken, after, space.chain[at])
+
+
+def _check_token(
+    findings: Findings,
+    space: SlotSpace,
+    plan: RequestPlan,
+    requests: torch.Tensor,
+    position: torch.Tensor,
+    token: torch.Tensor,
+) -> None:
+    """Is the token the one that the request's own history has at this position?"""
+    if plan.history is None or plan.history_lens is None or not plan.history.numel():
+        return
+    place = position + space.token_offset
+    valid = place < plan.history_lens.to(torch.int64)[requests].clamp(max=plan.history.shape[1])
+    expected = plan.history[requests, place.clamp(max=plan.history.shape[1] - 1)].to(torch.int64)
+    findings.add(Check.TOKEN, Why.WRONG_TOKEN, valid & (token != expected), expected, token)
 
 
 def token_requests(plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -210,7 +225,8 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     if plan.positions is not None:
         given = plan.positions.to(torch.int64)
         findings.add(Check.CHAIN, Why.WRONG_POSITION, given != position, position, given)
-    tokens = plan.tokens
+    tokens = plan.tokens.to(torch.int64)
+    _check_token(findings, space, plan, request, position, tokens)
     findings.report(space.control, space.space_id, Phase.PRE, slot, position, request=mine, detail=tokens)
 
 
@@ -287,9 +303,11 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
     """Before attention: does the page table that its kernel gets say what the request table says?
 
     Args:
-        pages: integer ``[bs, columns]``, pages of ``size`` slots in this pool's index space.
+        pages: integer ``[bs, columns]``, pages of ``size`` slots in this pool's index space; it may have more rows,
+            which are padding.
         lengths: integer ``[bs]``, how many positions the kernel will read of each request.
     """
+    pages, lengths = pages[: plan.rows.shape[0]], lengths[: plan.rows.shape[0]]
     if pages.numel() == 0 or plan.rows.shape[0] == 0 or not plan.table.numel():
         return
     requests = torch.arange(plan.rows.shape[0], device=pages.device).unsqueeze(1)

@@ -76,25 +76,33 @@ def share(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
 def name(
     space: SlotSpace,
     slots: torch.Tensor,
-    tokens: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    chain: torch.Tensor | None,
+    marks: torch.Tensor,
+    who: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    owner: int,
 ) -> None:
-    """Slots that were filled outside a forward hold a token now; nameless without ``tokens``.
+    """Slots were filled outside a forward.
 
     Args:
         slots: int64 ``[n]``.
-        tokens, positions, chain: integer ``[n]``, all three or none.
+        marks: int32 ``[n]``, the ``WRITTEN`` and ``NAMELESS`` bits that they have from now on.
+        who: tokens, positions and chain, integer ``[n]`` each; None leaves what is known.
+        owner: hash of the id of the request that they were filled for, 0 if that is not known.
     """
-    at = _checked(space, slots)[1]
-    flags = (space.flags[at] | int(Flag.WRITTEN)) & ~int(Flag.NAMELESS)
-    if tokens is None or positions is None or chain is None:
-        space.flags[at] = flags | int(Flag.NAMELESS)
-        return
-    space.tokens[at] = tokens.to(torch.int32)
-    space.positions[at] = positions.to(torch.int32)
-    space.chain[at] = chain.to(torch.int64)
-    space.flags[at] = flags
+    findings, at = _checked(space, slots)
+    if space.owner_known:
+        flags, holder = space.flags[at], space.owners[at]
+        free = flags < REFERENCE
+        foreign = (holder != 0) & (holder != owner) & (owner != 0)
+        findings.add(Check.OWNER, Why.WRITE_AFTER_FREE, free, owner, 0)
+        findings.add(Check.OWNER, Why.OVERWRITE, foreign & ~free, owner, holder)
+    _report(findings, space, slots, at, owner)
+    kept = space.flags[at] & ~int(Flag.WRITTEN | Flag.NAMELESS)
+    space.flags[at] = kept | marks
+    if who is not None:
+        tokens, positions, chain = who
+        space.tokens[at] = tokens.to(torch.int32)
+        space.positions[at] = positions.to(torch.int32)
+        space.chain[at] = chain.to(torch.int64)
 
 
 def _report(findings: Findings, space: SlotSpace, slots: torch.Tensor, at: torch.Tensor, owner: int) -> None:

@@ -106,8 +106,10 @@ def _check_row(space: SlotSpace, plan: RequestPlan, request: int) -> None:
 
 
 def _walk_slot(space: SlotSpace, plan: RequestPlan, request: int, position: int, first: int) -> None:
-    space.counters[SpaceCount.CHECKED] += 1
     entry, slot = _Entry(space), _table_slot(plan, request, position)
+    if plan.slot_map is not None and 0 <= slot < space.slots and int(space.flags[slot]) & Flag.RESERVED:
+        return
+    space.counters[SpaceCount.CHECKED] += 1
     owner = int(plan.owners[request])
     if not 0 <= slot < space.slots:
         entry.add(Check.BOUNDS, Why.OUT_OF_RANGE, slot, -1)
@@ -140,12 +142,7 @@ def _check_identity(
     entry: _Entry, space: SlotSpace, plan: RequestPlan, request: int, position: int, slot: int, first: int
 ) -> None:
     token, stored, chain = int(space.tokens[slot]), int(space.positions[slot]), int(space.chain[slot])
-    if plan.history is not None and plan.history_lens is not None:
-        place = position + space.token_offset
-        if place < min(int(plan.history_lens[request]), plan.history.shape[1]):
-            expected = int(plan.history[request, place])
-            if token != expected:
-                entry.add(Check.TOKEN, Why.WRONG_TOKEN, expected, token)
+    _check_token(entry, space, plan, request, position, token)
     if stored != position:
         entry.add(Check.CHAIN, Why.WRONG_POSITION, position, stored)
     start = _signed(namespace_seed(_namespace(plan, request)) + mix(token, stored))
@@ -159,6 +156,16 @@ def _check_identity(
         after = _signed(int(space.chain[before]) + mix(token, stored))
         if chain != after:
             entry.add(Check.CHAIN, Why.WRONG_PREDECESSOR, after, chain)
+
+
+def _check_token(entry: _Entry, space: SlotSpace, plan: RequestPlan, request: int, position: int, token: int) -> None:
+    if plan.history is None or plan.history_lens is None:
+        return
+    place = position + space.token_offset
+    if place < min(int(plan.history_lens[request]), plan.history.shape[1]):
+        expected = int(plan.history[request, place])
+        if token != expected:
+            entry.add(Check.TOKEN, Why.WRONG_TOKEN, expected, token)
 
 
 def _tokens(plan: RequestPlan) -> list[tuple[int, int, int]]:
@@ -185,6 +192,7 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
             seen.add(slot)
             _check_writer(entry, space, slot, owner)
             _check_against_plan(entry, plan, i, request, position)
+            _check_token(entry, space, plan, request, position, int(plan.tokens[i]))
         entry.report(Phase.PRE, slot, position, owner, int(plan.tokens[i]))
 
 
@@ -329,16 +337,21 @@ def share(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
 def name(
     space: SlotSpace,
     slots: torch.Tensor,
-    tokens: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    chain: torch.Tensor | None,
+    marks: torch.Tensor,
+    who: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    owner: int,
 ) -> None:
     for i, slot in enumerate(slots.tolist()):
-        if not 0 <= slot < space.slots or int(space.flags[slot]) & Flag.RESERVED:
-            continue
-        flags = (int(space.flags[slot]) | Flag.WRITTEN) & ~int(Flag.NAMELESS)
-        if tokens is None or positions is None or chain is None:
-            space.flags[slot] = flags | Flag.NAMELESS
-            continue
-        space.tokens[slot], space.positions[slot], space.chain[slot] = tokens[i], positions[i], chain[i]
-        space.flags[slot] = flags
+        entry = _Entry(space)
+        named = _named(space, entry, slot)
+        if named and space.owner_known:
+            holder = int(space.owners[slot])
+            if int(space.flags[slot]) < REFERENCE:
+                entry.add(Check.OWNER, Why.WRITE_AFTER_FREE, owner, 0)
+            elif owner != 0 and holder not in (0, owner):
+                entry.add(Check.OWNER, Why.OVERWRITE, owner, holder)
+        _tell(entry, space, slot, named, owner)
+        if named:
+            space.flags[slot] = (int(space.flags[slot]) & ~int(Flag.WRITTEN | Flag.NAMELESS)) | int(marks[i])
+            if who is not None:
+                space.tokens[slot], space.positions[slot], space.chain[slot] = (t[i] for t in who)

@@ -42,6 +42,7 @@ _OPERAND_BIT: tl.constexpr = tl.constexpr(2)
 _POISON_BIT: tl.constexpr = tl.constexpr(8)
 _ZERO_STANDS_FOR: tl.constexpr = tl.constexpr(as_int32(ZERO_STANDS_FOR))
 _NO_POISON: tl.constexpr = tl.constexpr(2**62)
+_RESERVED: tl.constexpr = tl.constexpr(2)
 
 
 #: Arguments that differ between the sites and steps of one model.  Triton compiles a kernel anew for a value of
@@ -186,11 +187,12 @@ def report_kernel(
 def plan_kernel(
     slot_ptr, raw_ptr, n,  # int64 [n] each
     stamp_ptr, stamp_count,  # int64 [2, stamp_count]
+    flags_ptr,  # int32 [slots + 1], of an engine's pool
     write_id,
     box_ptr,  # int64 [ring columns + 1] in host memory
     words_ptr, ring_ptr, capacity, rows_ptr, half, positions, phase,
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, CHECK: tl.constexpr, REPORT: tl.constexpr,
-    HAS_BOX: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BOX: tl.constexpr, HAS_SPACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < n
@@ -210,7 +212,9 @@ def plan_kernel(
             tl.zeros_like(slot), HAS_ROWS,
         )  # fmt: skip
         first = twice & (told != epoch)
-        if not HAS_ROWS:
+        if HAS_SPACE:
+            first = first & ((tl.load(flags_ptr + at, mask=reached, other=0) & _RESERVED) == 0)
+        elif not HAS_ROWS:
             first = first & (slot != 0)
         _report(
             words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, CHECK, 0, first, slot, slot, slot,
@@ -327,14 +331,15 @@ def record_kernel(
     slot_ptr, n,  # int64 [n]
     counters_ptr,  # int64 [len(Count)]
     stamp_ptr, stamp_count, write_id,  # int64 [2, stamp_count]
+    flags_ptr,  # int32 [slots + 1], of an engine's pool
     coef_ptr,  # int32 [2, words_in_row]
     digest_ptr,  # int32 [PLANES, slots_total]
     words_ptr, ring_ptr, capacity, rows_ptr,
     slots_total, seed1, seed2, words_in_row, half, positions, slot_stride0, slot_stride1, token_stride,
     units, n1, n2, n3, d0, d1, d2, d3,
     v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
-    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_VALUE: tl.constexpr, UNIT: tl.constexpr,
-    OPERAND_UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_VALUE: tl.constexpr, HAS_SPACE: tl.constexpr,
+    UNIT: tl.constexpr, OPERAND_UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr,
     POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -365,6 +370,8 @@ def record_kernel(
         epoch = tl.load(words_ptr + _STEP) * 65536 + write_id
         twice = tl.load(stamp_ptr + stamp_count + at, mask=live, other=0) == epoch
         bad = live & (twice == 0)
+        if HAS_SPACE:  # a store kernel may leave reserved slots alone
+            bad = bad & ((tl.load(flags_ptr + at, mask=live, other=0) & _RESERVED) == 0)
         bad = bad & ((v1 != h1) | (v2 != h2)) if PLANES == 2 else bad & (v1 != h1)
         _report(
             words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _OPERAND_BIT, 0, bad, slot,

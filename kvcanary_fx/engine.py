@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from . import doctor
 from .config import CanaryConfig, override
 from .engine_pools import KVPool
 from .engine_session import EngineSession, Schedule
@@ -34,6 +35,7 @@ def install_canary(
     sweep_every: int = 0,
     health_every: int = 64,
     stats_every: int = 0,
+    self_test: bool = False,
     **settings: Any,
 ) -> EngineSession | None:
     """Guard the pools of an engine.
@@ -45,6 +47,8 @@ def install_canary(
         sweep_every: steps between two sweeps over all written slots, 0 for none.
         health_every: steps between two proofs that every layer's writes are recorded, 0 for none.
         stats_every: steps between two log lines with the counts, 0 for none.
+        self_test: plant one fault per check on scratch pools of the same layout first, and refuse to start where
+            one is not reported.  Takes some seconds.
         settings: settings of :class:`CanaryConfig` that override ``config``.
 
     Returns:
@@ -52,11 +56,14 @@ def install_canary(
 
     Raises:
         EngineError: pools that cannot be, or share a name.
+        SelfTestError: ``self_test``, and a check does not work here.
         UnknownSettingError, InvalidSettingError: a setting that does not exist, or a value it cannot have.
     """
     resolved = override(config or CanaryConfig.from_env(), settings, "install_canary()")
     if resolved.mode == "off":
         return None
+    if self_test:
+        doctor.require_health(pools, resolved)
     schedule = Schedule(sweep_every, health_every, stats_every)
     return EngineSession(pools, resolved, max_requests, max_tokens, schedule)
 

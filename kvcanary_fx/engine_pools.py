@@ -15,7 +15,7 @@ from .kernels.chain import SEED
 from .kernels.digest import coefficients, seeds
 from .kernels.layer_ops import LayerHalf
 from .kernels.layout import POOL_DTYPES, SlotLayout
-from .kernels.slot_space import SlotSpace
+from .kernels.slot_space import Flag, SlotSpace
 from .pools import Place, PoolHalf, PoolRegistry
 from .request_ids import RequestId, RequestIds
 from .transfer import ShadowSlice
@@ -42,6 +42,7 @@ class KVPool:
             ``table_page_size=1``) of its positions.  Read on the device in each forward; never copied.
         name: for reports.
         layer_names: names of the layers for reports, by default ``layers.0``, ``layers.1``, ...
+        half_names: names of a layer's tensors for reports, by default ``K``, ``V``, ``K scale``, ``V scale``.
         paged: whether the tensors have two slot axes.
         table_page_size: slots of one entry of the request table.
         slot_map: integer, from the index space of the table to this pool's, for a sliding window with slots
@@ -57,6 +58,7 @@ class KVPool:
     request_table: torch.Tensor
     name: str = "kv"
     layer_names: Sequence[str] | None = None
+    half_names: Sequence[str] = HALF_LABELS
     paged: bool = False
     table_page_size: int = 1
     slot_map: torch.Tensor | None = None
@@ -157,7 +159,7 @@ class EnginePool:
         declared = self.declared
         layout = SlotLayout(tuple(tensor.shape), (0, 1) if declared.paged else (0,), tensor.dtype, paged=declared.paged)
         names, half_id = declared.layer_names, registry.new_id()
-        label = HALF_LABELS[place] if place < len(HALF_LABELS) else f"part {place}"
+        label = declared.half_names[place] if place < len(declared.half_names) else f"part {place}"
         half = PoolHalf(
             id=half_id,
             info=HalfInfo(
@@ -241,10 +243,12 @@ class EnginePool:
         tokens: torch.Tensor | Sequence[int] | None = None,
         positions: torch.Tensor | Sequence[int] | None = None,
         namespace: int = 0,
+        owner: RequestId | None = None,
     ) -> None:
         """The slots were filled by something that is not guarded: take their bytes as they are.
 
         Args:
+            owner: id of the request that they were filled for, if known: filling another's is a violation.
             tokens, positions: who is in the slots, if known; they must be one request's, in order, from
                 position 0.  Without them, the identity of these slots is not checked.
             namespace: of the request.
@@ -254,14 +258,15 @@ class EnginePool:
         """
         given = self.slot_tensor(slots)
         who = self._identity(given, tokens, positions, namespace)
-        slot_life.name(self.space, given, *who)
+        marks = Flag.WRITTEN if who is not None else Flag.WRITTEN | Flag.NAMELESS
+        self._name(given, marks, who, owner)
         self._fingerprint(given)
         self.adopted += given.numel()
 
     def forget(self, slots: Slots) -> None:
         """Something is going to rewrite the slots: forget their bytes and who is in them."""
         given = self.slot_tensor(slots)
-        slot_life.name(self.space, given, None, None, None)
+        self._name(given, Flag.WRITTEN | Flag.NAMELESS, None, None)
         self._forget_content(given)
 
     def export(self, slots: Slots) -> ShadowSlice:
@@ -269,8 +274,11 @@ class EnginePool:
         given = self.slot_tensor(slots)
         return ShadowSlice.take(self.space, self.digests, given)
 
-    def import_(self, shadow: ShadowSlice, slots: Slots) -> None:
+    def import_(self, shadow: ShadowSlice, slots: Slots, owner: RequestId | None = None) -> None:
         """The slots received the bytes of exported ones: the next reader checks that all of them arrived.
+
+        Args:
+            owner: id of the request that they were loaded for, if known: loading over another's is a violation.
 
         Raises:
             EngineError: the shadow is of another number of slots, layers or digest bits.
@@ -278,8 +286,10 @@ class EnginePool:
         given = self.slot_tensor(slots)
         shadow = shadow.to(given.device)
         shadow.require(given.numel(), self.digests, self.name)
-        slot_life.name(self.space, given, shadow.tokens, shadow.positions, shadow.chain)
-        self.digests[:, :, given] = shadow.digests
+        who = (shadow.tokens, shadow.positions, shadow.chain)
+        slot_life.name(self.space, given, shadow.marks, who, self._ids.hash(owner))
+        inside = (given >= 0) & (given < self.space.slots)
+        self.digests[:, :, given[inside]] = shadow.digests[:, :, inside]
 
     def slot_tensor(self, slots: Slots) -> torch.Tensor:
         """Slots as int64 ``[n]`` on the pool's device.
@@ -294,18 +304,28 @@ class EnginePool:
 
     # ---- helpers
 
+    def _name(
+        self,
+        slots: torch.Tensor,
+        marks: Flag,
+        who: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+        owner: RequestId | None,
+    ) -> None:
+        each = torch.full_like(slots, int(marks), dtype=torch.int32)
+        slot_life.name(self.space, slots, each, who, self._ids.hash(owner))
+
     def _identity(
         self,
         slots: torch.Tensor,
         tokens: torch.Tensor | Sequence[int] | None,
         positions: torch.Tensor | Sequence[int] | None,
         namespace: int,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         from .kernels.chain import mix_tensor
         from .kernels.request_checks import namespace_seed
 
         if tokens is None and positions is None:
-            return None, None, None
+            return None
         if tokens is None or positions is None:
             raise EngineError("adopt takes tokens and positions together, or neither")
         who, where = (torch.as_tensor(t, dtype=torch.int64, device=slots.device) for t in (tokens, positions))
@@ -316,11 +336,15 @@ class EnginePool:
         return who, where, start + mix_tensor(who, where).cumsum(0)
 
     def _forget_content(self, slots: torch.Tensor) -> None:
-        inside = slots[(slots >= 0) & (slots < self.space.slots)] if not slots.is_cuda else slots
-        self.digests[:, :, inside] = 0
+        self.digests[:, :, self._inside(slots)] = 0
+
+    def _inside(self, slots: torch.Tensor) -> torch.Tensor:
+        """The slots that exist; the others were reported."""
+        return slots[(slots >= 0) & (slots < self.space.slots)]
 
     def _fingerprint(self, slots: torch.Tensor) -> None:
         """Digest the bytes of the slots as they are, in every layer."""
+        slots = self._inside(slots)
         for half, view in zip(self.halves, self.views, strict=True):
             half.buffers.digest[:, slots] = digest_of(half, view, slots)
 

@@ -50,8 +50,6 @@ class EngineSession(CanarySession):
         backend: for ``torch.compile(model, backend=session.backend)``.
     """
 
-    knows_layers = True
-
     def __init__(
         self,
         pools: Sequence[KVPool],
@@ -66,7 +64,13 @@ class EngineSession(CanarySession):
         names = [p.name for p in pools]
         if len(set(names)) < len(names):
             raise EngineError(f"two pools share a name: {names}. Give each KVPool a name of its own")
+        if len({p.token_offset for p in pools}) > 1:
+            raise EngineError(
+                "the pools have different token_offset: a draft's forwards are not the target's, so a draft pool goes "
+                "into a session of its own, install_canary(KVPool(..., token_offset=1))"
+            )
         self.ids = RequestIds()
+        self.is_pool = self._is_pool
         self.pools = {p.name: EnginePool(p, self.registry, self.controls, config, self.ids) for p in pools}
         self._spaces = {p.space.space_id: p for p in self.pools.values()}
         self.inputs = step_inputs(pools, max_requests, max_tokens, self.ids)
@@ -81,6 +85,9 @@ class EngineSession(CanarySession):
         self._step: StepView | None = None
         self._thread: threading.Thread | None = None  # that is in a step
         self._forward: _Forward | None = None
+
+    def _is_pool(self, tensor: Any) -> bool:
+        return isinstance(tensor, torch.Tensor) and self.registry.known(tensor) is not None
 
     @property
     def pool(self) -> EnginePool:

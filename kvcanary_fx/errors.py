@@ -184,6 +184,20 @@ class UnknownLayerError(CanaryError, LookupError):
         )
 
 
+class SelfTestError(CanaryError, RuntimeError):
+    """A check stayed silent about a planted fault, or spoke without one."""
+
+    def __init__(self, failed: Sequence[tuple[str, str, Sequence[str]]]):
+        lines = [
+            f"- {check}: planted {fault}, reported {', '.join(told) or 'nothing'}" for check, fault, told in failed
+        ]
+        super().__init__(
+            "the canary's own checks do not work here, so it will not pretend to guard:\n"
+            + "\n".join(lines)
+            + "\n`python -m kvcanary_fx doctor` shows each check; please report this with your torch version"
+        )
+
+
 class SessionStateError(CanaryError, RuntimeError):
     """A session was used out of order: a forward outside a step, a step after close, and the like."""
 

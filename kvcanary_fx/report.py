@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .config import ZERO_CONFIG_CHECKS, CanaryConfig
@@ -20,6 +21,20 @@ log = logging.getLogger("kvcanary")
 LINES_PER_DRAIN = 100
 
 _IMPORTANCE = ("bounds", "index", "owner", "operand", "poison", "namespace", "token", "chain", "content", "digest")
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """Keep the logger quiet: these violations are planted."""
+
+    def drop(record: logging.LogRecord) -> bool:
+        return False
+
+    log.addFilter(drop)
+    try:
+        yield
+    finally:
+        log.removeFilter(drop)
 
 
 def by_importance(violations: Sequence[Violation]) -> list[Violation]:

@@ -34,8 +34,8 @@ class CanarySession:
     with caches of its own.
     """
 
-    #: Whether layers can be found by their names, as opaque attention ops need it.
-    knows_layers = False
+    #: Whether an input of a graph is a pool, in a session that knows its pools beforehand.
+    is_pool: Callable[[Any], bool] | None = None
 
     def __init__(self, config: CanaryConfig | None = None):
         self.config = config or CanaryConfig.from_env()

@@ -8,7 +8,9 @@ import torch
 
 from .engine_pools import EnginePool, Slots, digest_of
 from .kernels.buffers import Check, Phase
+from .kernels.cpu import poisoned_words, rows_as_words
 from .kernels.findings import Findings
+from .kernels.layout import FLOAT_DTYPES
 from .kernels.slot_space import REFERENCE, Flag, Why
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class Sweep:
                 chosen = self._due(engine_pool) if slots is None else engine_pool.slot_tensor(slots)
                 self._check_place(engine_pool, chosen)
                 checked += self._check_bytes(engine_pool, chosen)
+                self._check_reserved(engine_pool)
         self.checked += checked
         return checked
 
@@ -75,7 +78,8 @@ class Sweep:
         findings.stop(outside)
         if space.owner_known:
             findings.add(Check.OWNER, Why.READ_AFTER_FREE, space.flags[at] < REFERENCE, 0, 0)
-        findings.add(Check.POISON, Why.NEVER_WRITTEN, (space.flags[at] & int(Flag.WRITTEN)) == 0, 0, 0)
+        needed = int(Flag.WRITTEN | Flag.RESERVED)
+        findings.add(Check.POISON, Why.NEVER_WRITTEN, (space.flags[at] & needed) == 0, 0, 0)
         findings.report(
             space.control, space.space_id, Phase.SWEEP, slots, space.positions[at], space.owners[at], space.tokens[at]
         )
@@ -96,6 +100,21 @@ class Sweep:
             half.buffers.digest[:, slots] = torch.where(recorded & bad, found, stored)
             checked += int(recorded.sum())
         return checked
+
+    def _check_reserved(self, pool: EnginePool) -> None:
+        """A reserved slot takes padding, and is read by masked tiles: a NaN there poisons them, as 0 * NaN is NaN."""
+        slots = pool.slot_tensor(pool.declared.reserved)
+        for half, view in zip(pool.halves, pool.views, strict=True):
+            layout = half.place.layout
+            if not slots.numel() or layout.dtype not in FLOAT_DTYPES:
+                continue
+            words = rows_as_words(layout.gather(view, slots), layout)
+            bad = poisoned_words(words, layout)
+            at = bad.to(torch.int8).argmax(1)
+            found = words.gather(1, at.unsqueeze(1)).squeeze(1).to(torch.int64) & 0xFFFFFFFF
+            findings = Findings(torch.ones_like(slots, dtype=torch.bool), pool.space.checks)
+            findings.add(Check.POISON, Why.NONE, bad.any(1), 0, found)
+            findings.report(pool.space.control, half.id, Phase.SWEEP, slots, detail=at)
 
     def report_digest(self, pool: EnginePool, mine: int, theirs: int, request: int) -> None:
         """Report two digests that differ."""

@@ -8,7 +8,7 @@ import torch
 
 from .errors import EngineError
 from .kernels.chain import mix_tensor
-from .kernels.slot_space import SlotSpace
+from .kernels.slot_space import Flag, SlotSpace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,18 +18,21 @@ class ShadowSlice:
     Attributes:
         tokens, positions: int32 ``[n]``.
         chain: int64 ``[n]``.
+        marks: int32 ``[n]``, which slots hold a token, and which of those nobody named.
         digests: int32 ``[tensors, planes, n]``; 0 where nothing was recorded.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     chain: torch.Tensor
+    marks: torch.Tensor
     digests: torch.Tensor
 
     @classmethod
     def take(cls, space: SlotSpace, digests: torch.Tensor, slots: torch.Tensor) -> ShadowSlice:
         """A copy of what is known about ``slots`` (int64 ``[n]``)."""
-        return cls(space.tokens[slots], space.positions[slots], space.chain[slots], digests[:, :, slots])
+        marks = space.flags[slots] & int(Flag.WRITTEN | Flag.NAMELESS)
+        return cls(space.tokens[slots], space.positions[slots], space.chain[slots], marks, digests[:, :, slots])
 
     def to(self, device: torch.device | str) -> ShadowSlice:
         """The same on another device, such as the host that holds the bytes meanwhile."""
@@ -40,7 +43,9 @@ class ShadowSlice:
 
     def __getitem__(self, which: slice | torch.Tensor) -> ShadowSlice:
         """Part of the slots, such as one page."""
-        return ShadowSlice(self.tokens[which], self.positions[which], self.chain[which], self.digests[:, :, which])
+        return ShadowSlice(
+            self.tokens[which], self.positions[which], self.chain[which], self.marks[which], self.digests[:, :, which]
+        )
 
     def require(self, slots: int, digests: torch.Tensor, pool: str) -> None:
         """Check that the slice fits into a pool.

@@ -81,7 +81,8 @@ def _guard(gm: fx.GraphModule, node: fx.Node, plan: GraphPlan, example_of: Calla
     known, schema = _REGISTERED[name], schema_of(node.target)
     assert schema is not None
     given = {a.name: v for a, v in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
-    output, layer = given[known.output], given[known.layer]
+    output: Any = given[known.output]
+    layer: Any = given[known.layer]
     kind = "str" if isinstance(layer, str) else opaque_type_name(example_of(layer))
     state = state_input(gm, plan, _device_of(output))
     verify, record = layer_ops.ops_for(name, kind)

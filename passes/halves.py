@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -299,8 +299,14 @@ def _rolled_axis(value: fx.Node, ndim: int) -> int | None:
     return None
 
 
-def find_halves(found: Accesses) -> tuple[list[Half], list[Rejected]]:
-    """Every half that the graph writes, and every written input that is not a KV cache, with the reason."""
+def find_halves(
+    found: Accesses, declared: Callable[[fx.Node], bool] = lambda _: False
+) -> tuple[list[Half], list[Rejected]]:
+    """Every half that the graph writes, and every written input that is not a KV cache, with the reason.
+
+    Args:
+        declared: whether an input is known to be a KV pool, however it is used.
+    """
     builder = _Builder(found)
     halves: list[Half] = []
     rejected: list[Rejected] = []
@@ -308,7 +314,7 @@ def find_halves(found: Accesses) -> tuple[list[Half], list[Rejected]]:
         why = _not_a_pool(root, found)
         if why is None:
             made = builder.halves_of(root)
-            why = _not_kv(made, root, found)
+            why = None if declared(root) else _not_kv(made, root, found)
             if why is None:
                 halves += made
         if why is not None:

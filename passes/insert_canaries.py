@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,18 +39,26 @@ from .token_inputs import TokenInputs, find_token_inputs
 from .writes import KVWrite
 
 
-def insert_canaries(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: GraphPlan, chain: bool) -> fx.GraphModule:
+def insert_canaries(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    plan: GraphPlan,
+    chain: bool,
+    is_pool: Callable[[Any], bool] = lambda _: False,
+) -> fx.GraphModule:
     """Guard every KV write of ``gm``, in place, and fill ``plan``.
 
     A graph that has canaries already is left alone.
 
     Args:
         chain: insert the chain check where the graph shows token ids.
+        is_pool: whether an example input is known to be a KV pool.
     """
     if any(is_canary(n) for n in gm.graph.nodes):
         return gm
     found = trace_accesses(gm, example_inputs)
-    halves, rejected = find_halves(found)
+    places = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    halves, rejected = find_halves(found, lambda root: is_pool(example_inputs[places[root]]))
     name_halves(halves, found)
     plan.unguarded = [(source_name(r.root), r.why) for r in rejected]
     plan.born = [n.name for n in caches_born_inside(gm, found)]

@@ -34,7 +34,9 @@ Pass = Callable[[fx.GraphModule, Sequence[Any], GraphPlan], fx.GraphModule]
 
 
 def passes(
-    chain: bool = True, rewrite: bool | Literal["parts"] = False, attention: bool = False
+    chain: bool = True,
+    rewrite: bool | Literal["parts"] = False,
+    is_pool: Callable[[Any], bool] | None = None,
 ) -> list[tuple[str, Pass]]:
     """The passes in the order they run.
 
@@ -42,13 +44,14 @@ def passes(
         chain: insert the chain check where the graph shows token ids.
         rewrite: replace KV writes by an op that writes in place: all of them, or with ``"parts"`` those
             to a part of an input.
-        attention: guard opaque attention ops, whose layers an engine's session knows.
+        is_pool: of an engine's session, which knows its pools: says whether an input of a graph is one.  Opaque
+            attention ops are guarded then, too.
     """
     ordered: list[tuple[str, Pass]] = [
         ("find_functional_caches", find_functional_caches),
-        ("insert_canaries", functools.partial(insert_canaries, chain=chain)),
+        ("insert_canaries", functools.partial(insert_canaries, chain=chain, is_pool=is_pool or (lambda _: False))),
     ]
-    if attention:
+    if is_pool is not None:
         ordered.append(("guard_attention_ops", guard_attention_ops))
     if rewrite:
         ordered.append(("rewrite_writes", functools.partial(rewrite_writes, parts_only=rewrite == "parts")))

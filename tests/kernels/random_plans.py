@@ -99,6 +99,8 @@ def random_pages(rng: random.Random, plan: RequestPlan) -> tuple[torch.Tensor, t
         pages[rng.randrange(pages.shape[0]), rng.randrange(pages.shape[1])] += 1
     if lengths.numel() and rng.random() < 0.3:
         lengths[rng.randrange(lengths.shape[0])] += rng.choice([-1, 1])
+    if pages.numel() and rng.random() < 0.3:
+        pages, lengths = torch.cat((pages, pages[:1] + 1)), torch.cat((lengths, lengths[:1]))
     return pages, lengths, plan.page_size
 
 
@@ -151,14 +153,14 @@ def _random_life(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleT
     some = [rng.randint(0, space.slots - 1) if rng.random() < 0.97 else -3 for _ in range(rng.randint(0, 4))]
     if what == "name":
         slots = torch.tensor(sorted(set(some)), dtype=torch.int64)
-        given: tuple[Any, ...] = (None, None, None)
-        if rng.random() < 0.5:
-            given = tuple(torch.tensor([rng.randint(0, 9) for _ in range(len(slots))]) for _ in range(3))
+        who = tuple(torch.tensor([rng.randint(0, 9) for _ in slots]) for _ in range(3))
+        marks = torch.tensor([rng.choice([0, 1, 5]) for _ in slots], dtype=torch.int32)
+        given: tuple[Any, ...] = (marks, rng.choice([None, who]), rng.choice(OWNERS))
     else:
         slots, given = torch.tensor(some, dtype=torch.int64), (rng.choice(OWNERS),)
     for impl, own in impls:
         device = own.tokens.device
-        here = [g.to(device) if isinstance(g, torch.Tensor) else g for g in given]
+        here = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), given)  # noqa: B023
         getattr(impl, what)(own, slots.to(device), *here)
 
 

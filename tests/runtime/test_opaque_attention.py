@@ -107,7 +107,7 @@ def test_layer_that_no_pool_has_is_named():
     rig.plain.layers[1].name = "elsewhere"
     METADATA.pools["elsewhere"] = rig.kv[1]
     with pytest.raises(
-        UnknownLayerError, match="'elsewhere', and no KVPool has it. The layers are: layers.0, layers.1"
+        UnknownLayerError, match=r"'elsewhere', and no KVPool has it. The layers are: layers.0, layers.1"
     ):
         rig.step([3])
 
@@ -124,7 +124,7 @@ def test_pass_run_twice_inserts_nothing_new():
     graphs = []
 
     def capture(gm, example_inputs):
-        ordered = passes(attention=True)
+        ordered = passes(is_pool=lambda _: False)
         once, plan = run_passes(gm, example_inputs, ordered)
         twice, _ = run_passes(once, [*example_inputs, torch.zeros(1, dtype=torch.int32)], ordered)
         graphs.append((once.code, twice.code, plan.ops))
