@@ -34,7 +34,15 @@ def test_readme_code_runs(capsys):
     assert "2 halves guarded" in out
     assert "kvcanary.violation check=content" in out
     assert "half=V row=0 position=0 slot=0" in out
+    assert "[owner] attention is about to read a slot that is free" in out
+    assert "request request-7, position 1, token 1, slot 6 of kv, step 1" in out
     assert kvcanary_fx.session_of(names["model"]).stats().violations == 1
+
+
+def test_lines_by_which_the_example_engine_connects_are_its_own():
+    block = (ROOT / "README.md").read_text().split("<!-- paged_engine -->\n```python\n")[1].split("```")[0]
+    code = "\n".join(p.read_text() for p in sorted((ROOT / "examples/paged_engine").glob("*.py")))
+    assert [line for line in block.splitlines() if line.strip() and line.strip() not in code] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -50,12 +58,12 @@ def test_every_setting_is_documented_with_its_default():
     for name, shown in rows.items():
         value = getattr(defaults, name)
         expected = f'"{value}"' if isinstance(value, str) else str(value)
-        assert shown == ("all five" if name == "checks" else f"`{expected}`")
+        assert shown == ("all" if name == "checks" else f"`{expected}`")
 
 
 def test_every_check_is_documented():
     titles = re.findall(r"^## (\w+)$", (ROOT / "docs/checks.md").read_text(), re.MULTILINE)
-    assert tuple(titles) == config.ZERO_CONFIG_CHECKS
+    assert tuple(titles) == config.CHECKS
 
 
 def test_every_error_a_user_can_meet_is_documented():
