@@ -55,18 +55,20 @@ class Toy:
         pools: Sequence[KVPool] | None = None,
         dtype: torch.dtype = torch.float32,
         history: bool = True,
+        device: str = "cpu",
+        inner: str = "eager",
         **settings: Any,
     ):
         self.kv = [
-            (torch.zeros(slots, HEADS, DIM, dtype=dtype), torch.zeros(slots, HEADS, DIM, dtype=dtype))
+            tuple(torch.zeros(slots, HEADS, DIM, dtype=dtype, device=device) for _ in range(2))
             for _ in range(LAYERS)
         ]
-        self.table = torch.zeros(rows, width, dtype=torch.int32)
+        self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.requests: dict[str, Request] = {}
         self.free_rows = list(range(1, rows))
         self.history = history
         declared = pools(self) if callable(pools) else (KVPool(self.kv, self.table),)
-        session = kvcanary_fx.install_canary(*declared, inner="eager", mode="log", **settings)
+        session = kvcanary_fx.install_canary(*declared, inner=inner, mode="log", **settings)
         assert session is not None
         session.mark_ready()
         self.session = session
@@ -84,7 +86,8 @@ class Toy:
     def take(self, name: str, slots: Sequence[int]) -> None:
         """The allocator hands slots to a request; they go to the end of its row."""
         request = self.requests[name]
-        self.pool.allocate(slots, owner=name)
+        if self.pool.declared.allocations:
+            self.pool.allocate(slots, owner=name)
         end = request.stored
         self.table[request.row, end : end + len(slots)] = torch.tensor(list(slots), dtype=torch.int32)
 
@@ -94,7 +97,7 @@ class Toy:
         tokens, positions = [], []
         for request, slots in zip(requests, work.values(), strict=True):
             places = range(request.stored, request.stored + len(slots))
-            tokens += [request.tokens[p] for p in places]
+            tokens += [request.tokens[p + self.pool.declared.token_offset] for p in places]
             positions += list(places)
         length = max((len(r.tokens) for r in requests), default=0)
         history = [r.tokens + [0] * (length - len(r.tokens)) for r in requests]
@@ -114,9 +117,10 @@ class Toy:
     def forward(self, batch: Batch, slots: Sequence[int] | None = None, reads: Sequence[int] | None = None) -> None:
         """Run the model over a plan; ``slots`` and ``reads`` are what the kernels really get."""
         x = torch.stack([embed(t, p) for t, p in zip(batch.input_ids, batch.positions, strict=True)])
-        where = torch.tensor(list(batch.slots if slots is None else slots))
+        device = self.table.device
+        where = torch.tensor(list(batch.slots if slots is None else slots), device=device)
         with self.session.step(batch), self.session.forward(), torch.no_grad():
-            self.model(self.kv, x.to(self.kv[0][0].dtype), where, torch.tensor(list(reads or [0])))
+            self.model(self.kv, x.to(self.kv[0][0]), where, torch.tensor(list(reads or [0]), device=device))
 
     def run(self, work: dict[str, Sequence[int]], **changes: Any) -> None:
         """Allocate, plan and run: the legal way for tokens into the pool."""

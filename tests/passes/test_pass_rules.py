@@ -15,8 +15,9 @@ import kvcanary_fx
 from kvcanary_fx.passes.functional_cache import find_functional_caches
 from kvcanary_fx.passes.graph_lint import BrokenGraphError, check_canary_rules
 from kvcanary_fx.passes.graph_plan import GraphPlan
-from kvcanary_fx.passes.insert_canaries import insert_canaries, is_canary
+from kvcanary_fx.passes.insert_canaries import insert_canaries
 from kvcanary_fx.passes.pipeline import passes, run_passes
+from kvcanary_fx.passes.state_inputs import is_canary
 
 INDEX_COPY = next(i for i in IDIOMS if i.name == "index_copy")
 

@@ -1,0 +1,133 @@
+"""An engine's session on a GPU: eager, and with the model replayed from a CUDA graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from opaque_engine import DIM, HEADS, METADATA, Model
+from toy import Toy
+
+import kvcanary_fx
+from kvcanary_fx import Batch, KVPool
+
+pytestmark = pytest.mark.gpu
+
+
+def prefilled(**settings) -> Toy:
+    toy = Toy(device="cuda", **settings)
+    toy.add("A", [5, 6, 7, 8, 9, 10, 11])
+    toy.run({"A": [3, 4, 5]})
+    return toy
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_a_legal_life_is_silent(inner):
+    toy = prefilled(inner=inner)
+    toy.run({"A": [6]})
+    toy.add("B", [1, 2, 3])
+    toy.run({"A": [7], "B": [8]})
+    toy.done("A")
+    toy.run({"B": [9]})
+    assert toy.found() == []
+    assert toy.session.stats().slots_checked == 3 + 4 + 1
+
+
+@pytest.mark.parametrize(("layer", "half"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_flipped_bit_is_found(layer, half):
+    toy = prefilled()
+    toy.kv[layer][half].view(torch.int32)[4, 0, 2] ^= 1 << 7
+    toy.run({"A": [6]})
+    (v,) = toy.found()
+    assert (v.check, v.layer, v.half, v.slot, v.position, v.token, v.request) == (
+        "content", f"layers.{layer}", "KV"[half], 4, 1, 6, "A",
+    )  # fmt: skip
+
+
+def test_identity_and_ownership():
+    toy = prefilled()
+    toy.pool.release([4], owner="A")
+    toy.run({"A": [6]})
+    assert {(v.check, v.why, v.slot, v.request) for v in toy.found()} == {("owner", "READ_AFTER_FREE", 4, "A")}
+    toy = prefilled()
+    toy.take("A", [6])
+    toy.forward(toy.plan({"A": [6]}), slots=[9])
+    assert {(v.check, v.why, v.slot) for v in toy.found()} == {("index", "NOT_THE_PLANNED_SLOT", 6)}
+    toy = prefilled()
+    toy.run({"A": [6]}, positions=[7])
+    assert {(v.check, v.why) for v in toy.found()} == {("chain", "WRONG_POSITION")}
+
+
+def test_log_mode_tells_without_being_asked_within_two_steps():
+    seen = []
+    toy = prefilled(on_violation=seen.append)
+    toy.pool.release([4], owner="A")
+    for slot in (6, 7, 8):
+        toy.run({"A": [slot]})
+        torch.cuda.synchronize()
+    assert any(v.why == "READ_AFTER_FREE" for v in seen)
+
+
+class Captured:
+    """The opaque model in a CUDA graph, one token of one request a step."""
+
+    def __init__(self, hoisted: bool, inside: bool):
+        self.kv = [tuple(torch.zeros(32, HEADS, DIM, device="cuda") for _ in range(2)) for _ in range(2)]
+        self.table = torch.zeros(3, 16, dtype=torch.int32, device="cuda")
+        names = ["layers.0", "layers.1"]
+        METADATA.pools, METADATA.redirect = dict(zip(names, self.kv, strict=True)), {}
+        self.session = kvcanary_fx.install_canary(
+            KVPool(self.kv, self.table, layer_names=names), inner="inductor", mode="log", max_requests=1, max_tokens=1
+        )
+        self.model = torch.compile(Model(2, hoisted).cuda(), backend=self.session.backend)
+        self.x = torch.randn(1, HEADS * DIM, device="cuda")
+        METADATA.slots = torch.tensor([1], device="cuda")
+        METADATA.reads = torch.zeros(16, dtype=torch.int64, device="cuda")
+        self.inside, self.stored = inside, 0
+        self.session.pool.allocate([1], owner="warm-up")
+        batch = Batch([0], [1], [0], [0], [1], request_ids=["warm-up"])
+        for _ in range(3):
+            with self.session.step(batch), self.session.forward(), torch.no_grad():
+                self.model(self.x)
+        self.session.inputs.freeze()
+        self.graph = torch.cuda.CUDAGraph()
+        with self.session.step(batch), torch.no_grad():
+            if inside:
+                with torch.cuda.graph(self.graph), self.session.forward():
+                    self.model(self.x)
+            else:
+                with self.session.forward(), torch.cuda.graph(self.graph):
+                    self.model(self.x)
+        self.session.pool.release([1], owner="warm-up")
+        torch.cuda.synchronize()
+        self.session.mark_ready()
+
+    def step(self, slot: int) -> None:
+        self.session.pool.allocate([slot], owner="A")
+        self.table[1, self.stored] = slot
+        METADATA.slots.fill_(slot)
+        METADATA.reads.copy_(self.table[1])
+        with self.session.step(Batch([self.stored], [slot], [1], [self.stored], [1], request_ids=["A"])):
+            if self.inside:
+                self.graph.replay()
+            else:
+                with self.session.forward():
+                    self.graph.replay()
+        self.stored += 1
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["checks before the replay", "checks captured too"])
+@pytest.mark.parametrize("hoisted", [False, True], ids=["name is a constant", "name is an input"])
+def test_flip_is_found_on_replay_at_its_request_and_position(hoisted, inside):
+    rig = Captured(hoisted, inside)
+    for slot in (3, 4, 5):
+        rig.step(slot)
+    assert rig.session.violations() == []
+    assert rig.session.stats().recorded >= 12
+    rig.kv[1][0].view(torch.int32)[4, 1, 2] ^= 1 << 9
+    rig.step(6)
+    assert [(v.check, v.layer, v.half, v.slot, v.position, v.request) for v in rig.session.violations()] == [
+        ("content", "layers.1", "K", 4, 1, "A")
+    ]
+    rig.session.pool.release([5], owner="A")
+    rig.step(7)
+    assert {(v.check, v.why, v.slot) for v in rig.session.violations()[1:]} == {("owner", "READ_AFTER_FREE", 5)}
