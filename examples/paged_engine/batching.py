@@ -33,8 +33,8 @@ class Plan:
         reads: for each group int64 ``[max_running, width]``, the slot of each position; made by :meth:`tensors`.
     """
 
-    def __init__(self, work: list[Work], memory: Memory, token_offset: int = 0):
-        self.work, self.memory, self.token_offset = work, memory, token_offset
+    def __init__(self, work: list[Work], memory: Memory):
+        self.work, self.memory = work, memory
         self.input_ids = [t for w in work for t in w.tokens]
         self.positions = [p for w in work for p in range(w.start, w.stop)]
         self.slots = [s for w in work for s in memory.slots(w.request, w.start, w.stop)]

@@ -46,6 +46,13 @@ class EngineConfig:
     seed: int = 0
     inner: str = "eager"
 
+    def __post_init__(self) -> None:
+        if self.pages <= self.columns:
+            raise ValueError(f"pages={self.pages}: the longest request needs {self.columns}, and page 0 is reserved")
+        needed = -(-((self.window or 0) + self.token_budget) // self.page) + 2
+        if self.window and self.window_pages <= needed:
+            raise ValueError(f"window_pages={self.window_pages}: one request alone can need {needed}, besides page 0")
+
     @property
     def columns(self) -> int:
         """Pages in a row of the request table."""

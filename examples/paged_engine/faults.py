@@ -29,6 +29,9 @@ class Faults:
     def after_forward(self, engine: Engine, plan: Plan) -> None:
         """The model wrote its K and V; the tokens are not accepted yet."""
 
+    def before_draft(self, engine: Engine, plan: Plan) -> None:
+        """The target's tokens are accepted; the draft has not caught up yet."""
+
     def on_reads(self, engine: Engine, plan: Plan) -> None:
         """The block tables for attention are built (``plan.reads``), the model has not got them yet."""
 

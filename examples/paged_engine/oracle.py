@@ -20,15 +20,22 @@ ROW = (1, DIGITS)
 BASE, MIX1, MIX2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
-def encode(ids: torch.Tensor, positions: torch.Tensor, namespaces: torch.Tensor, salt: int) -> torch.Tensor:
-    """K or V of tokens, ``[..., DIGITS]`` in float32: digits 1 to 16, which float8 holds exactly.
+def digits() -> torch.Tensor:
+    """The embedding: float32 ``[16]``, numbers that float8 holds exactly."""
+    return torch.arange(1.0, 17.0)
+
+
+def encode(
+    ids: torch.Tensor, positions: torch.Tensor, namespaces: torch.Tensor, salt: int, embedding: torch.Tensor
+) -> torch.Tensor:
+    """K or V of tokens, ``[..., DIGITS]``.
 
     Args:
         salt: number of the layer and half, below 16.
+        embedding: float32 ``[16]``.
     """
-    parts = [ids >> s for s in (0, 4, 8)] + [positions >> s for s in (0, 4)] + [namespaces]
-    digits = torch.stack([p & 15 for p in parts] + [torch.full_like(ids, salt), ids ^ positions & 15], -1)
-    return ((digits & 15) + 1).float()
+    parts = [ids, ids >> 4, ids >> 8, positions, positions >> 4, namespaces, torch.full_like(ids, salt)]
+    return embedding[torch.stack([*parts, ids ^ positions], -1) & 15]
 
 
 def decode(k: torch.Tensor) -> torch.Tensor:
@@ -65,7 +72,7 @@ def written(
 ) -> list[torch.Tensor]:
     """What layer ``number`` stores for tokens: K, V and in float8 two scales, each ``[..., elements]``."""
     kind = torch.float8_e4m3fn if fp8 else torch.float32
-    halves = [encode(ids, positions, namespaces, 2 * number + h).to(kind) for h in range(2)]
+    halves = [encode(ids, positions, namespaces, 2 * number + h, digits()).to(kind) for h in range(2)]
     return halves + [scales(ids)] * 2 if fp8 else halves
 
 
@@ -81,6 +88,7 @@ class Oracle(nn.Module):
         super().__init__()
         self.windows = windows
         self.register_buffer("powers", powers(width))
+        self.register_buffer("digits", digits())
 
     def forward(
         self,
@@ -97,7 +105,7 @@ class Oracle(nn.Module):
         for group, windows in enumerate(self.windows):
             table = reads[group][request]
             for window, pool in zip(windows, pools[group], strict=True):
-                store(pool, slots[group], ids, positions, namespaces, number)
+                store(pool, slots[group], ids, positions, namespaces, number, self.digits)
                 found = weight([t[table].flatten(2) for t in pool], number)  # [n, width]
                 state = state + (found * self.powers * seen(positions, table.shape[1], window)).sum(1)
                 number += 1
@@ -111,10 +119,11 @@ def store(
     positions: torch.Tensor,
     namespaces: torch.Tensor,
     number: int,
+    embedding: torch.Tensor,
 ) -> None:
     """Write the tokens' K and V of one layer."""
     scale = scales(ids) if len(pool) > 2 else None
-    k, v = (encode(ids, positions, namespaces, 2 * number + h).unsqueeze(1) for h in range(2))
+    k, v = (encode(ids, positions, namespaces, 2 * number + h, embedding).unsqueeze(1) for h in range(2))
     if scale is not None:
         k, v = k * scale.unsqueeze(1), v * scale.unsqueeze(1)
     write(pool, slots, k, v, scale)
@@ -157,6 +166,7 @@ class DraftOracle(nn.Module):
     def __init__(self, windows: list[list[int | None]], fp8: bool):
         super().__init__()
         self.windows, self.fp8 = windows, fp8
+        self.register_buffer("digits", digits())
 
     def forward(
         self,
@@ -170,11 +180,11 @@ class DraftOracle(nn.Module):
     ) -> torch.Tensor:
         """int64 ``[n]``: a guess of the token that follows each token; ``positions`` are those of the slots."""
         (pool,) = pools[0]
-        store(pool, slots[0], ids, positions, namespaces, 7)
+        store(pool, slots[0], ids, positions, namespaces, 7, self.digits)
         table = reads[0][request]
         k = pool[0][table].flatten(2).float()
-        k = k * pool[2][table] / scales(decode(k)) if False else k
         first = torch.full_like(ids, BOS).unsqueeze(1)
         known = torch.cat((first, decode(k)[:, :-1]), 1)
         state = states(known, namespaces.unsqueeze(1).expand_as(known), self.windows, self.fp8, positions + 1)
-        return next_token(state) + (state % 4 == 0)
+        guess = next_token(state)
+        return guess + (guess % 4 == 0)

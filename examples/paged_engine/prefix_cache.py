@@ -33,17 +33,12 @@ class Node:
 
 
 class PrefixCache:
-    """Pages by what they hold.
-
-    Attributes:
-        hits: positions that were found for requests.
-    """
+    """Pages by what they hold."""
 
     def __init__(self, memory: Memory):
         self.memory, self.page = memory, memory.page
         self.roots: dict[int, Node] = {}
         self.clock = itertools.count(1)
-        self.hits = 0
 
     def match(self, namespace: int, keys: Keys) -> list[int]:
         """The pages of the longest known head of ``keys``, whole pages only."""

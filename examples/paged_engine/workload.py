@@ -31,6 +31,7 @@ class Request:
         prompt: begins with :data:`BOS`.
         new_tokens: how many tokens it wants.
         namespace: its LoRA's number; KV of one namespace is useless to another.
+        arrival: step of its arrival.
         abort_after: output tokens after which its client goes away, or None.
         output: tokens so far.
         pages: its pages, in order of position.
@@ -43,6 +44,7 @@ class Request:
     prompt: list[int]
     new_tokens: int
     namespace: int = 0
+    arrival: int = 0
     abort_after: int | None = None
     output: list[int] = dataclasses.field(default_factory=list)
     state: State = State.WAITING
@@ -83,5 +85,5 @@ def workload(count: int, seed: int, namespaces: int = 1, abort_share: float = 0.
         head = rng.choice(systems) if rng.random() < 0.7 else [BOS]
         new = rng.randint(4, 20)
         abort = rng.randrange(new) if rng.random() < abort_share else None
-        made.append(Request(f"r{i}", head + words(2, 20), new, rng.randrange(namespaces), abort))
+        made.append(Request(f"r{i}", head + words(2, 20), new, rng.randrange(namespaces), i // 2, abort))
     return made

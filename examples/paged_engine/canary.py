@@ -1,0 +1,45 @@
+"""How this engine describes its pools to the canary.  Everything else is in the lines marked ``# canary``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from config import EngineConfig
+from kv_store import Group
+from memory import Memory
+
+import kvcanary_fx
+from kvcanary_fx import KVPool
+
+
+def install(config: EngineConfig, groups: list[Group], memory: Memory, **settings: Any) -> Any:
+    """The target's session (:class:`kvcanary_fx.EngineSession`); None with ``mode="off"``."""
+    common: dict[str, Any] = dict(table_page_size=config.page, reserved=tuple(range(config.page)))
+    pools = [KVPool(groups[0].layers, memory.table, name="kv", **common)]
+    for group in groups[1:]:
+        window: dict[str, Any] = dict(slot_map=memory.slot_map, window=group.window)
+        pools.append(KVPool(group.layers, memory.table, name=group.name, **window, **common))
+    session = kvcanary_fx.install_canary(*pools, inner=config.inner, **settings)
+    if session is not None:
+        memory.full.watchers.append(session.pools["kv"])
+        if memory.window:
+            memory.window.watchers.append(session.pools["window"])
+        session.mark_ready()
+    return session
+
+
+def install_draft(config: EngineConfig, group: Group, memory: Memory, **settings: Any) -> Any:
+    """The draft's session: same slots and request table, but each slot holds the token after its position."""
+    pool = KVPool(
+        group.layers,
+        memory.table,
+        name=group.name,
+        table_page_size=config.page,
+        reserved=tuple(range(config.page)),
+        token_offset=1,
+    )
+    session = kvcanary_fx.install_canary(pool, inner=config.inner, **settings)
+    if session is not None:
+        memory.full.watchers.append(session.pool)
+        session.mark_ready()
+    return session
