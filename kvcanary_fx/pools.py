@@ -67,7 +67,7 @@ def _reachable(distance: int, dims: list[tuple[int, int, int]]) -> bool:
     return any(-theirs < k < mine and _reachable(distance - k * stride, rest) for k in (near, near + 1))
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class PoolHalf:
     """One half of one layer in one cache, and its shadow.
 
@@ -89,7 +89,7 @@ class PoolHalf:
     peers: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Storage:
     """One storage with halves in it."""
 

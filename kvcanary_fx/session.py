@@ -312,7 +312,7 @@ class Stats:
     violations: int
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)  # compared by identity: tensors have no truth value
 class _Readback:
     """The few words that say whether a call went well, on their way to the host."""
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch._library.opaque_object import register_opaque_type
+from torch._opaque_base import OpaqueBase
 
 from kvcanary_fx import register_attention_op
 
 HEADS, DIM = 2, 4
 
 
-class LayerName:
+class LayerName(OpaqueBase):  # which torch 2.11 asks of value types, too
     """A layer's name that is no string: hoisted, it is an input of the graph, so that layers share their code."""
 
     def __init__(self, value: str):
