@@ -60,8 +60,7 @@ class Toy:
         **settings: Any,
     ):
         self.kv = [
-            tuple(torch.zeros(slots, HEADS, DIM, dtype=dtype, device=device) for _ in range(2))
-            for _ in range(LAYERS)
+            tuple(torch.zeros(slots, HEADS, DIM, dtype=dtype, device=device) for _ in range(2)) for _ in range(LAYERS)
         ]
         self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.requests: dict[str, Request] = {}

@@ -1,0 +1,138 @@
+"""Would the tests notice a broken check?  Negate each comparison in the checks, one at a time, and run their tests.
+
+    python tests/mutate.py [--only TEXT] [--jobs N]
+
+Each mutant is made in a copy of the checkout and tested with the tests named below.  Prints the survivors, and how
+many mutants were killed; exits with 1 below 95 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import concurrent.futures
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+SPACES = ["tests/kernels/test_slot_spaces.py"]
+SITES = ["tests/kernels/test_bit_equality.py", "-k", "cpu"]
+ENGINE = ["tests/runtime/test_engine_session.py", "tests/runtime/test_opaque_attention.py", "-m", "not slow"]
+RUNTIME = ["tests/runtime/test_detection.py", "tests/runtime/test_false_alarms.py", "tests/runtime/test_session.py"]
+
+#: The files with checks in them, and the tests that must notice.
+TARGETS = {
+    "kernels/request_checks.py": SPACES,
+    "kernels/slot_life.py": SPACES,
+    "kernels/findings.py": SPACES,
+    "kernels/cpu.py": SITES,
+    "kernels/identity.py": SITES,
+    "kernels/row_state.py": SITES,
+    "kernels/layer_ops.py": ENGINE,
+    "kvcanary_fx/sweep.py": ENGINE,
+    "kvcanary_fx/engine_health.py": ENGINE,
+    "kvcanary_fx/adoption.py": RUNTIME,
+}
+
+_NEGATED: dict[type[ast.cmpop], str] = {
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.Lt: ">=",
+    ast.GtE: "<",
+    ast.Gt: "<=",
+    ast.LtE: ">",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+    ast.In: "not in",
+    ast.NotIn: "in",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A file with one comparison negated."""
+
+    file: str
+    line: int
+    shown: str
+    source: str
+
+
+def mutants_of(file: str) -> list[Mutant]:
+    """One mutant per comparison, except those that only guard types."""
+    source = (ROOT / file).read_text()
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Compare) or len(node.ops) != 1:
+            continue
+        left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
+        shown = f"{left} {_NEGATED[type(node.ops[0])]} {right}"
+        lines = source.splitlines(keepends=True)
+        start = sum(len(x) for x in lines[: node.lineno - 1]) + node.col_offset
+        end = sum(len(x) for x in lines[: node.end_lineno - 1]) + node.end_col_offset
+        found.append(Mutant(file, node.lineno, shown, f"{source[:start]}({shown}){source[end:]}"))
+    return found
+
+
+class Runner:
+    """Runs mutants, each worker in a copy of the checkout of its own."""
+
+    def __init__(self, scratch: Path):
+        self._scratch, self._local, self._count = scratch, threading.local(), 0
+        self._lock = threading.Lock()
+
+    def survives(self, mutant: Mutant) -> bool:
+        home = self._home()
+        target = home / mutant.file
+        original = target.read_text()
+        target.write_text(mutant.source)
+        env = dict(os.environ, PYTHONPATH=str(home), KVCANARY_TEST_SEEDS="300")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TARGETS[mutant.file]]
+        try:
+            run = subprocess.run(command, cwd=home, env=env, capture_output=True, timeout=900, check=False)
+            return run.returncode == 0
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            target.write_text(original)
+
+    def _home(self) -> Path:
+        if not hasattr(self._local, "home"):
+            with self._lock:
+                self._count += 1
+                self._local.home = self._scratch / str(self._count)
+            ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+            shutil.copytree(ROOT, self._local.home, symlinks=True, ignore=ignored)
+        home: Path = self._local.home
+        return home
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="files whose name contains this")
+    parser.add_argument("--jobs", type=int, default=2)
+    args = parser.parse_args()
+    mutants = [m for file in TARGETS if args.only in file for m in mutants_of(file)]
+    survivors = []
+    with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        runner = Runner(Path(scratch))
+        for number, (mutant, alive) in enumerate(zip(mutants, pool.map(runner.survives, mutants), strict=True), 1):
+            if alive:
+                survivors.append(mutant)
+                print(f"\rsurvived: {mutant.file}:{mutant.line}: {mutant.shown}", flush=True)
+            print(f"\r{number} of {len(mutants)} mutants, {len(survivors)} survived", end="", file=sys.stderr, flush=True)
+    killed = len(mutants) - len(survivors)
+    share = killed / max(len(mutants), 1)
+    print(f"\n{killed} of {len(mutants)} mutants killed, {share:.1%}")
+    return 0 if share >= 0.95 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
