@@ -182,6 +182,16 @@ class EnginePool:
         self.halves.append(half)
         self.views.append(tensor)
 
+    def describe(self) -> str:
+        """The pool in one line."""
+        declared = self.declared
+        also = [f"window {declared.window}"] if declared.window is not None else []
+        also += [f"token offset {declared.token_offset}"] if declared.token_offset else []
+        also += [] if declared.allocations else ["allocations not reported, so owner is off"]
+        shown = "".join(f", {what}" for what in also)
+        layers, tensors = len(declared.layers), len(self.halves)
+        return f"pool {self.name}: {declared.slots} slots, {layers} layers, {tensors} tensors{shown}"
+
     def layer_halves(self, gate: torch.Tensor, verify_every: int) -> dict[str, tuple[LayerHalf, ...]]:
         """The tensors of each layer, as the ops around opaque attention need them.
 

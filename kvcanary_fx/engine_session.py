@@ -344,6 +344,12 @@ class EngineSession(CanarySession):
         """Counts since the session was ready; waits for the devices."""
         return engine_stats(self, super().stats())
 
+    def summary(self) -> str:
+        """What is protected, what is off and why, and the counts so far, as text."""
+        pools = "".join(f"\n  {pool.describe()}" for pool in self.pools.values())
+        first, _, rest = super().summary().partition("\n")
+        return f"{first}{pools}\n{rest}"
+
     # ---- digests
 
     def digest(self, slots: Slots, pool: str | None = None, what: str = "identity") -> int:

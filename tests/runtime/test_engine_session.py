@@ -132,6 +132,14 @@ def test_an_engine_that_does_not_report_allocations_has_no_owner_check():
     assert "off owner" in toy.session.summary()
 
 
+def test_summary_names_pools_and_what_is_off():
+    text = prefilled(checks=("content", "bounds", "token")).session.summary()
+    assert "checks content, bounds, token" in text
+    assert "pool kv: 24 slots, 2 layers, 4 tensors" in text
+    toy = Toy(pools=lambda toy: (KVPool(toy.kv, toy.table, allocations=False, window=4),))
+    assert "4 tensors, window 4, allocations not reported, so owner is off" in toy.session.summary()
+
+
 # ---- slots that are filled elsewhere
 
 
