@@ -127,7 +127,8 @@ def main() -> int:
             if alive:
                 survivors.append(mutant)
                 print(f"\rsurvived: {mutant.file}:{mutant.line}: {mutant.shown}", flush=True)
-            print(f"\r{number} of {len(mutants)} mutants, {len(survivors)} survived", end="", file=sys.stderr, flush=True)
+            told = f"\r{number} of {len(mutants)} mutants, {len(survivors)} survived"
+            print(told, end="", file=sys.stderr, flush=True)
     killed = len(mutants) - len(survivors)
     share = killed / max(len(mutants), 1)
     print(f"\n{killed} of {len(mutants)} mutants killed, {share:.1%}")

@@ -53,8 +53,8 @@ def main() -> None:
         for name, runs in (("no hooks", taken["none"]), ("hooks, canary off", taken["off"]))
     ]
     text = (
-        f"## Hooks of an engine with the canary off\n\n{report.environment('cpu')}. One `step` and one `forward` around "
-        f"an empty function, median of {REPEATS} runs of {STEPS:,} steps, taking turns. Command: "
+        f"## Hooks of an engine with the canary off\n\n{report.environment('cpu')}. One `step` and one `forward` "
+        f"around an empty function, median of {REPEATS} runs of {STEPS:,} steps, taking turns. Command: "
         f"`python tests/benchmarks/hooks_off.py --write`\n\n{report.table(['engine', 'time a step', 'spread'], rows)}"
     )
     print(text)
