@@ -62,6 +62,9 @@ def jobs() -> list[Job]:
         Job("lint of every idiom", [*pytest, *parallel, "-rP", "tests/passes/test_code_lint.py"]),
         Job("tests runtime", [*pytest, *parallel, "tests/runtime"]),
         Job("tests models and examples", [*pytest, *parallel, "tests/models", "tests/examples", "tests/cli"]),
+        Job("tests bugs", [*pytest, *parallel, "tests/bugs"]),
+        Job("doctor", [python, "-m", "kvcanary_fx", "doctor"]),
+        Job("random plans", [python, "tests/kernels/random_plans.py", "--plans", "10000", "--device", "cuda"]),
     ]
     for arch in ARCHITECTURES:
         generate = [python, "examples/hf_generate.py", "--arch", arch, "--device", "cuda"]
