@@ -80,7 +80,7 @@ def _check_rows(space: SlotSpace, plan: RequestPlan) -> None:
     findings = Findings(_real_requests(plan), space.checks)
     findings.add(Check.BOUNDS, Why.NO_SUCH_ROW, ~_row_exists(plan), plan.table.shape[0], plan.rows.to(torch.int64))
     findings.add(Check.BOUNDS, Why.ROW_TOO_NARROW, lengths > plan.width, plan.width, lengths)
-    findings.report(space.control, space.space_id, Phase.PRE, -1, request=plan.owners)
+    findings.report(space.control, space.space_id, Phase.PRE, -1, request=plan.owners, detail=-1)
 
 
 def _walk_columns(space: SlotSpace, plan: RequestPlan, start: int, stop: int) -> None:
@@ -308,16 +308,20 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
         lengths: integer ``[bs]``, how many positions the kernel will read of each request.
     """
     pages, lengths = pages[: plan.rows.shape[0]], lengths[: plan.rows.shape[0]]
-    if pages.numel() == 0 or plan.rows.shape[0] == 0 or not plan.table.numel():
+    if plan.rows.shape[0] == 0 or not plan.table.numel():
         return
     requests = torch.arange(plan.rows.shape[0], device=pages.device).unsqueeze(1)
     total = plan.prefix_lens.to(torch.int64) + plan.extend_lens
     real = _real_requests(plan) & _row_exists(plan)
     given = lengths.to(torch.int64)
     whole = Findings(real, space.checks)
+    room = pages.shape[1] * size
+    whole.add(Check.BOUNDS, Why.ROW_TOO_NARROW, given > room, room, given)
     whole.add(Check.INDEX, Why.LENGTH_DIFFERS, given != total, total, given)
-    whole.report(space.control, space.space_id, Phase.PRE, -1, request=plan.owners)
-    position = torch.arange(pages.shape[1] * size, device=pages.device).unsqueeze(0)
+    whole.report(space.control, space.space_id, Phase.PRE, -1, request=plan.owners, detail=-1)
+    if room == 0:
+        return
+    position = torch.arange(room, device=pages.device).unsqueeze(0)
     got = pages.to(torch.int64)[:, position[0] // size] * size + position % size
     slot = table_slots(plan, requests, position)
     live = real.unsqueeze(1) & (position < torch.minimum(given, total).unsqueeze(1))
@@ -325,4 +329,5 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
         live = live & (position > (total - 1 - space.window).unsqueeze(1))
     each = Findings(live, space.checks)
     each.add(Check.INDEX, Why.READ_DIFFERS, got != slot, slot, got)
-    each.report(space.control, space.space_id, Phase.PRE, slot, position.expand(live.shape), plan.owners.unsqueeze(1))
+    request = plan.owners.unsqueeze(1)
+    each.report(space.control, space.space_id, Phase.PRE, slot, position.expand(live.shape), request, detail=-1)

@@ -56,6 +56,7 @@ def release(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
     touched[space.nowhere] = False
     kept = torch.where(left > 0, space.flags % REFERENCE, 0)
     space.flags.copy_(torch.where(touched, left + kept, space.flags))
+    space.owners.copy_(torch.where(touched & (left == 0), 0, space.owners))
 
 
 def share(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:

@@ -102,7 +102,7 @@ def _check_row(space: SlotSpace, plan: RequestPlan, request: int) -> None:
         entry.add(Check.BOUNDS, Why.NO_SUCH_ROW, plan.table.shape[0], int(plan.rows[request]))
     if length > plan.width:
         entry.add(Check.BOUNDS, Why.ROW_TOO_NARROW, plan.width, length)
-    entry.report(Phase.PRE, -1, UNKNOWN, int(plan.owners[request]), 0)
+    entry.report(Phase.PRE, -1, UNKNOWN, int(plan.owners[request]), -1)
 
 
 def _walk_slot(space: SlotSpace, plan: RequestPlan, request: int, position: int, first: int) -> None:
@@ -250,22 +250,24 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
 
 def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, lengths: torch.Tensor, size: int) -> None:
     for request in range(int(plan.counts[0])):
-        if not _row_exists(plan, request) or not pages.numel() or not plan.table.numel():
+        if not _row_exists(plan, request) or not plan.table.numel():
             continue
         total, given = int(plan.prefix_lens[request]) + int(plan.extend_lens[request]), int(lengths[request])
         owner = int(plan.owners[request])
+        entry, room = _Entry(space), pages.shape[1] * size
+        if given > room:
+            entry.add(Check.BOUNDS, Why.ROW_TOO_NARROW, room, given)
         if given != total:
-            entry = _Entry(space)
             entry.add(Check.INDEX, Why.LENGTH_DIFFERS, total, given)
-            entry.report(Phase.PRE, -1, UNKNOWN, owner, 0)
+        entry.report(Phase.PRE, -1, UNKNOWN, owner, -1)
         first = 0 if space.window is None else max(total - space.window, 0)
-        for position in range(first, min(given, total, pages.shape[1] * size)):
+        for position in range(first, min(given, total, room)):
             slot = _table_slot(plan, request, position)
             got = int(pages[request, position // size]) * size + position % size
             if got != slot:
                 entry = _Entry(space)
                 entry.add(Check.INDEX, Why.READ_DIFFERS, slot, got)
-                entry.report(Phase.PRE, slot, position, owner, 0)
+                entry.report(Phase.PRE, slot, position, owner, -1)
 
 
 def _named(space: SlotSpace, entry: _Entry, slot: int) -> bool:
@@ -319,6 +321,8 @@ def release(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
             flags = int(space.flags[slot])
             left = max(flags // REFERENCE - 1, 0) * REFERENCE
             space.flags[slot] = left + flags % REFERENCE if left else 0
+            if not left:
+                space.owners[slot] = 0
         _tell(entry, space, slot, named, owner)
 
 

@@ -232,12 +232,18 @@ class EngineSession(CanarySession):
 
         Raises:
             SessionStateError: no forward is running.
+            EngineError: fewer rows than the forward has requests.
         """
         if self._forward is None:
             raise SessionStateError("check_reads() outside forward(): it compares with the plan of the running forward")
         chosen = self.pool if pool is None else self.pools[pool]
         plan = self._forward.plans.get(chosen.space.space_id)
         if plan is not None:
+            if pages.dim() != 2 or pages.shape[0] < plan.rows.shape[0] or lengths.shape[0] < plan.rows.shape[0]:
+                raise EngineError(
+                    f"check_reads got pages {list(pages.shape)} and lengths {list(lengths.shape)} for a forward of "
+                    f"{plan.rows.shape[0]} requests: pages are [bs, columns], lengths [bs]"
+                )
             request_checks.check_reads(chosen.space, plan, pages, lengths, page_size)
 
     @property

@@ -122,7 +122,7 @@ class Sweep:
         differs = torch.tensor([mine != theirs], device=space.flags.device)
         findings = Findings(torch.ones_like(differs), space.checks)
         findings.add(Check.DIGEST, Why.DIGEST_DIFFERS, differs, mine, theirs)
-        findings.report(space.control, space.space_id, Phase.LIFE, -1, request=request)
+        findings.report(space.control, space.space_id, Phase.LIFE, -1, request=request, detail=-1)
 
 
 def _packed(digests: torch.Tensor) -> torch.Tensor:

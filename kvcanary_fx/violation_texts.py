@@ -72,7 +72,7 @@ _BY_REASON = {
         "check the allocator, and what is freed while a batch is being put together",
     ),
     Why.ROW_TOO_NARROW: Text(
-        "the request needs {found} positions, its row of the request table has {stored}",
+        "{found} positions are needed, the row of the request table, or of the kernel's page table, has {stored}",
         "a row sized without the speculative or per-page reserve: what does not fit lands in the next row",
         "size the request table for prefix, extend and every reserve, rounded up to pages",
     ),

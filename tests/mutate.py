@@ -33,7 +33,7 @@ TARGETS = {
     "kernels/slot_life.py": SPACES,
     "kernels/findings.py": SPACES,
     "kernels/cpu.py": SITES,
-    "kernels/identity.py": SITES,
+    "kernels/identity.py": RUNTIME,
     "kernels/row_state.py": SITES,
     "kernels/layer_ops.py": ENGINE,
     "kvcanary_fx/sweep.py": ENGINE,

@@ -370,6 +370,26 @@ def test_pools_that_cannot_be(make, message):
         make(Toy())
 
 
+def test_page_table_of_the_kernel_is_compared_with_the_request_table():
+    toy = prefilled()
+    toy.take("A", [6])
+
+    def told_by(pages, lengths):
+        with toy.session.step(toy.plan({"A": [6]})), toy.session.forward():
+            toy.session.check_reads(torch.tensor(pages), torch.tensor(lengths))
+        fresh = toy.found()[len(seen) :]
+        seen.extend(fresh)
+        return [(v.check, v.why, v.slot) for v in fresh]
+
+    seen: list = []
+    assert told_by([[3, 4, 5, 6], [0, 0, 0, 0]], [4, 9]) == []  # the second row is padding
+    assert told_by([[3, 9, 5, 6]], [4]) == [("index", "READ_DIFFERS", 4)]
+    assert told_by([[3, 4, 5, 6]], [3]) == [("index", "LENGTH_DIFFERS", -1)]
+    assert told_by([[3, 4]], [4]) == [("bounds", "ROW_TOO_NARROW", -1)]
+    with pytest.raises(EngineError, match=r"pages are \[bs, columns\]"):
+        told_by([3, 4], [4])
+
+
 def test_several_pools_must_be_named():
     toy = Toy()
     with pytest.raises(EngineError, match="share a name"):

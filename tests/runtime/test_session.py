@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 
 import pytest
 from toys import Rig
@@ -154,3 +155,16 @@ def test_shadows_of_dropped_caches_are_released():
         rig.caches, rig.length = new_caches(), 0
         rig.step(3)
     assert len(rig.session.registry.halves()) == 4
+
+
+def test_log_mode_goes_on_while_several_read_backs_are_on_their_way(monkeypatch):
+    rig = struck(mode="log")
+    arrived = iter([False] * 6 + [True] * 100)
+    readback = sys.modules["kvcanary_fx.session"]._Readback  # the package's attribute of that name is a function
+    monkeypatch.setattr(readback, "arrived", lambda self: next(arrived))
+    for _ in range(3):
+        rig.step()
+    assert len(rig.session._pending) == 3
+    rig.step()
+    assert rig.session._pending == []
+    assert [v.check for v in rig.session.violations()] == ["content"]
