@@ -36,11 +36,17 @@ def digest_words(words: torch.Tensor, seeds: tuple[int, int], planes: int) -> to
     """Digests of int32 ``[n, words]``, in stored form: int32 ``[planes, n]``."""
     c, d = coefficients(words.shape[1], words.device)
     out = torch.empty(planes, words.shape[0], dtype=torch.int32, device=words.device)
-    out[0] = _weighted(words, c) + as_int32(seeds[0])
+    out[0] = _mixed_sum(words, c, d) + as_int32(seeds[0])
     out[0][out[0] == 0] = as_int32(ZERO_STANDS_FOR)
     if planes == 2:
-        out[1] = _weighted(words ^ ((words >> 16) & 0xFFFF), d) + as_int32(seeds[1])
+        out[1] = _mixed_sum(words, d, c) + as_int32(seeds[1])
     return out
+
+
+def _mixed_sum(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``sum(mixed(w_i, a_i, b_i))`` of each row, int32 ``[n]``; see :mod:`.digest`."""
+    u = (words ^ ((words >> 16) & 0xFFFF)) * a
+    return _weighted(u ^ ((u >> 15) & 0x1FFFF), b)
 
 
 def _weighted(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

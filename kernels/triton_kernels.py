@@ -90,6 +90,13 @@ def _poisoned(w, word, MASK: tl.constexpr, BITS: tl.constexpr, ELEMENT: tl.const
 
 
 @triton.jit
+def _mixed(w, a, b):
+    """The bijection of :func:`.digest.mixed`; shifts of int32 are arithmetic, so what they bring in is masked."""
+    u = (w ^ ((w >> 16) & 0xFFFF)) * a
+    return (u ^ ((u >> 15) & 0x1FFFF)) * b
+
+
+@triton.jit
 def _digest(
     base, start, live, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
     UNIT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
@@ -102,11 +109,11 @@ def _digest(
     for w0 in range(0, words_in_row, BLOCK_WORDS):
         word = w0 + tl.arange(0, BLOCK_WORDS)
         w = _load_words(base, start, live, word, units, n1, n2, n3, d0, d1, d2, d3, words_in_row, UNIT)
-        c = tl.load(coef_ptr + word, mask=word < words_in_row, other=0)
-        sum1 += tl.sum((w * c[None, :]).to(tl.int64), axis=1)
+        c = tl.load(coef_ptr + word, mask=word < words_in_row, other=0)[None, :]
+        d = tl.load(coef_ptr + words_in_row + word, mask=word < words_in_row, other=0)[None, :]
+        sum1 += tl.sum(_mixed(w, c, d).to(tl.int64), axis=1)
         if PLANES == 2:
-            d = tl.load(coef_ptr + words_in_row + word, mask=word < words_in_row, other=0)
-            sum2 += tl.sum(((w ^ ((w >> 16) & 0xFFFF)) * d[None, :]).to(tl.int64), axis=1)
+            sum2 += tl.sum(_mixed(w, d, c).to(tl.int64), axis=1)
         if POISON_MASK != 0:
             bad = _poisoned(w, word, POISON_MASK, POISON_BITS, ELEMENT) & (word < words_in_row)[None, :]
             key = (word.to(tl.int64) << 32)[None, :] | (w.to(tl.int64) & 0xFFFFFFFF)

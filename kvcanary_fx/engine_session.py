@@ -17,6 +17,7 @@ from .context import ForwardContext
 from .engine_health import Health
 from .engine_plan import plan_of, step_inputs
 from .engine_pools import EnginePool, KVPool, Slots
+from .engine_reports import decode_content
 from .engine_stats import EngineStats, engine_stats
 from .errors import EngineError, SessionStateError
 from .kernels import request_checks
@@ -24,7 +25,6 @@ from .kernels.buffers import Ring, Word
 from .kernels.layer_ops import LayerHalf
 from .kernels.slot_space import RequestPlan
 from .polling import Poll
-from .pools import PoolHalf
 from .request_ids import RequestId, RequestIds
 from .session import CanarySession, take_rows
 from .step_view import StepView
@@ -291,51 +291,15 @@ class EngineSession(CanarySession):
         return []
 
     def _decode(self, row: Sequence[int]) -> Violation:
-        pool = self._spaces.get(row[Ring.HALF])
-        half = self.registry.by_id(row[Ring.HALF])
-        if pool is None and (half is None or half.space is None):
-            return super()._decode(row)
-        request = self.ids.name(row[Ring.REQUEST])
+        pool, half = self._spaces.get(row[Ring.HALF]), self.registry.by_id(row[Ring.HALF])
         if pool is not None:
             token = row[Ring.DETAIL]
+            request = self.ids.name(row[Ring.REQUEST])
             return decode(row, pool.info, token if token >= 0 else None, request=request)
-        assert half is not None
-        return self._decode_content(row, half, request)
-
-    def _decode_content(self, row: Sequence[int], half: PoolHalf, request: RequestId | None) -> Violation:
-        """The record of a row about a slot's bytes, with who is in the slot."""
-        space, slot = half.space, row[Ring.SLOT]
-        assert space is not None
-        if not 0 <= slot < space.slots:
-            return decode(row, half.info, request=request)
-        token, position = int(space.tokens[slot]), int(space.positions[slot])
-        planned = self._planned_at(space.space_id, slot)
-        if planned is not None:
-            token, position, owner = planned
-        else:
-            owner = int(space.owners[slot])
-        return decode(
-            row,
-            half.info,
-            token if token >= 0 else None,
-            position if position >= 0 else None,
-            request if request is not None else self.ids.name(owner),
-        )
-
-    def _planned_at(self, space_id: int, slot: int) -> tuple[int, int, int] | None:
-        """``(token, position, owner)`` that the running forward plans for a slot, if it writes it."""
-        plan = self._forward.plans.get(space_id) if self._forward is not None else None
-        if plan is None:
-            return None
-        hits = (plan.slots == slot).nonzero()
-        if not hits.numel():
-            return None
-        i = int(hits[0])
-        request, place, real = request_checks.token_requests(plan)
-        if not bool(real[i]):
-            return None
-        position = int(plan.prefix_lens[request[i]]) + int(place[i])
-        return int(plan.tokens[i]), position, int(plan.owners[request[i]])
+        if half is None or half.space is None:
+            return super()._decode(row)
+        plan = self._forward.plans.get(half.space.space_id) if self._forward is not None else None
+        return decode_content(row, half.info, half.space, plan, self.ids)
 
     def checks_without_inputs(self) -> dict[str, str]:
         """The checks that cannot run in this session, each with what they lack."""

@@ -1,6 +1,6 @@
 """What the hooks of an engine cost where the canary is off: time per step, next to an engine without hooks.
 
-    python tests/benchmarks/hooks_off.py [--write]
+python tests/benchmarks/hooks_off.py [--write]
 """
 
 from __future__ import annotations

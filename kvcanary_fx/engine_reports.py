@@ -1,0 +1,50 @@
+"""The record of a violation about a slot's bytes in an engine's pool: whose slot it is, and what is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .kernels import request_checks
+from .kernels.buffers import Ring
+from .kernels.slot_space import RequestPlan, SlotSpace
+from .request_ids import RequestIds
+from .violations import HalfInfo, Violation, decode
+
+
+def decode_content(
+    row: Sequence[int], info: HalfInfo, space: SlotSpace, plan: RequestPlan | None, ids: RequestIds
+) -> Violation:
+    """The record of a ring row that a layer's op wrote.
+
+    Args:
+        plan: of the forward that is running, which says more than the shadow about a slot that it writes; None
+            outside one.
+    """
+    slot, request = row[Ring.SLOT], ids.name(row[Ring.REQUEST])
+    if not 0 <= slot < space.slots:
+        return decode(row, info, request=request)
+    token, position, owner = _planned(plan, slot) or (
+        int(space.tokens[slot]),
+        int(space.positions[slot]),
+        int(space.owners[slot]),
+    )
+    return decode(
+        row,
+        info,
+        token if token >= 0 else None,
+        position if position >= 0 else None,
+        request if request is not None else ids.name(owner),
+    )
+
+
+def _planned(plan: RequestPlan | None, slot: int) -> tuple[int, int, int] | None:
+    """``(token, position, owner)`` that a forward plans for a slot, if it writes it."""
+    hits = (plan.slots == slot).nonzero() if plan is not None else ()
+    if plan is None or not len(hits):
+        return None
+    i = int(hits[0])
+    request, place, real = request_checks.token_requests(plan)
+    if not bool(real[i]):
+        return None
+    position = int(plan.prefix_lens[request[i]]) + int(place[i])
+    return int(plan.tokens[i]), position, int(plan.owners[request[i]])
