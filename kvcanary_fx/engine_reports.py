@@ -39,8 +39,10 @@ def decode_content(
 
 def _planned(plan: RequestPlan | None, slot: int) -> tuple[int, int, int] | None:
     """``(token, position, owner)`` that a forward plans for a slot, if it writes it."""
-    hits = (plan.slots == slot).nonzero() if plan is not None else ()
-    if plan is None or not len(hits):
+    if plan is None:
+        return None
+    hits = (plan.slots == slot).nonzero()
+    if not len(hits):
         return None
     i = int(hits[0])
     request, place, real = request_checks.token_requests(plan)
