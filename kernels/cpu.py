@@ -78,7 +78,7 @@ def _seeds(site: Site) -> tuple[int, int]:
     return site.seed1, site.seed2
 
 
-def _packed(digests: torch.Tensor) -> torch.Tensor:
+def packed(digests: torch.Tensor) -> torch.Tensor:
     """int32 ``[planes, n]`` as one int64 each: h1 in the low half, h2 (if kept) in the high one."""
     low = digests[0].to(torch.int64) & 0xFFFFFFFF
     return low if digests.shape[0] == 1 else low | (digests[1].to(torch.int64) << 32)
@@ -208,8 +208,8 @@ def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None) -> None:
         Phase.PRE,
         Check.CONTENT,
         slots[blamed],
-        _packed(stored)[blamed],
-        _packed(found)[blamed],
+        packed(stored)[blamed],
+        packed(found)[blamed],
         lenient=lenient,
     )
     digest[:, slots[bad]] = found[:, bad]
@@ -279,7 +279,7 @@ def record(
         bad = (expected != found).any(0) & ~twice
         if site.space is not None:  # a store kernel may leave reserved slots alone
             bad &= ~takes_padding(site, slots)
-        report(site, Phase.POST, Check.OPERAND, slots[bad], _packed(expected)[bad], _packed(found)[bad])
+        report(site, Phase.POST, Check.OPERAND, slots[bad], packed(expected)[bad], packed(found)[bad])
     site.half.digest[:, slots] = found
 
 

@@ -190,6 +190,10 @@ def _foreign_history(scratch: Scratch) -> None:
     scratch.forward([4], history=torch.arange(SLOTS).flip(0).unsqueeze(0))
 
 
+def _compare_ranks_that_differ(scratch: Scratch) -> None:
+    scratch.session.compare_digests(1, 2)
+
+
 #: For each check what is planted, how, and the check whose name the report must have.
 FAULTS: dict[str, tuple[str, Callable[[Scratch], None], str]] = {
     "content": ("a flipped bit in a stored slot", _flip_and_read, "content"),
@@ -201,7 +205,7 @@ FAULTS: dict[str, tuple[str, Callable[[Scratch], None], str]] = {
     "owner": ("a slot released while its request reads it", _free_early, "owner"),
     "namespace": ("a prefix of another namespace", lambda s: s.forward([4], namespaces=[7]), "namespace"),
     "token": ("a history that is not what is stored", _foreign_history, "token"),
-    "digest": ("two digests that differ", lambda s: _void(s.session.compare_digests(1, 2)), "digest"),
+    "digest": ("two digests that differ", _compare_ranks_that_differ, "digest"),
     "sweep": ("a flipped bit in an idle slot", _flip_and_sweep, "content"),
 }
 
@@ -240,7 +244,3 @@ def require_health(pools: Sequence[KVPool], config: CanaryConfig) -> None:
     failed = [f for pool in pools for f in examine(pool, config) if not f.ok]
     if failed:
         raise SelfTestError([(f.check, f.fault, f.told) for f in failed])
-
-
-def _void(_: object) -> None:
-    return None

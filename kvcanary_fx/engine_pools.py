@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .binding import Controls, check_mask
 from .errors import EngineError
 from .kernels import slot_life
 from .kernels.buffers import Count, HalfBuffers, RowState, Site
-from .kernels.chain import SEED
+from .kernels.chain import SEED, mix_tensor
+from .kernels.cpu import digest_rows
 from .kernels.digest import coefficients, seeds
 from .kernels.layer_ops import LayerHalf
 from .kernels.layout import POOL_DTYPES, SlotLayout
+from .kernels.request_checks import namespace_seed
 from .kernels.slot_space import Flag, SlotSpace
 from .pools import Place, PoolHalf, PoolRegistry
 from .request_ids import RequestId, RequestIds
@@ -22,7 +25,6 @@ from .transfer import ShadowSlice
 from .violations import ALL_LAYERS, HalfInfo
 
 if TYPE_CHECKING:
-    from .binding import Controls
     from .config import CanaryConfig
 
 #: Labels of a layer's tensors, in the order in which they are given.
@@ -123,8 +125,6 @@ class EnginePool:
     def __init__(
         self, declared: KVPool, registry: PoolRegistry, controls: Controls, config: CanaryConfig, ids: RequestIds
     ):
-        from .binding import check_mask
-
         self.declared, self._ids, self._planes = declared, ids, config.planes
         self.name = declared.name
         self.checks = check_mask(config)
@@ -331,9 +331,6 @@ class EnginePool:
         positions: torch.Tensor | Sequence[int] | None,
         namespace: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        from .kernels.chain import mix_tensor
-        from .kernels.request_checks import namespace_seed
-
         if tokens is None and positions is None:
             return None
         if tokens is None or positions is None:
@@ -361,6 +358,4 @@ class EnginePool:
 
 def digest_of(half: PoolHalf, view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Digests of the bytes of slots (int64 ``[n]``), int32 ``[planes, n]``, on any device."""
-    from .kernels.cpu import digest_rows
-
     return digest_rows(half.place.layout, view, slots, half.seeds, half.buffers.digest.shape[0])

@@ -8,7 +8,7 @@ import torch
 
 from .engine_pools import EnginePool, Slots, digest_of
 from .kernels.buffers import Check, Phase
-from .kernels.cpu import poisoned_words, rows_as_words
+from .kernels.cpu import packed, poisoned_words, rows_as_words
 from .kernels.findings import Findings
 from .kernels.layout import FLOAT_DTYPES
 from .kernels.slot_space import REFERENCE, Flag, Why
@@ -95,7 +95,7 @@ class Sweep:
             recorded = stored[0] != 0
             bad = (stored != found).any(0)
             findings = Findings(recorded, pool.space.checks)
-            findings.add(Check.CONTENT, Why.NONE, bad, _packed(stored), _packed(found))
+            findings.add(Check.CONTENT, Why.NONE, bad, packed(stored), packed(found))
             findings.report(pool.space.control, half.id, Phase.SWEEP, slots)
             half.buffers.digest[:, slots] = torch.where(recorded & bad, found, stored)
             checked += int(recorded.sum())
@@ -123,8 +123,3 @@ class Sweep:
         findings = Findings(torch.ones_like(differs), space.checks)
         findings.add(Check.DIGEST, Why.DIGEST_DIFFERS, differs, mine, theirs)
         findings.report(space.control, space.space_id, Phase.LIFE, -1, request=request, detail=-1)
-
-
-def _packed(digests: torch.Tensor) -> torch.Tensor:
-    low = digests[0].to(torch.int64) & 0xFFFFFFFF
-    return low if digests.shape[0] == 1 else low | (digests[1].to(torch.int64) << 32)

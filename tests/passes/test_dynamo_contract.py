@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 from torch._guards import TracingContext
 
-from kvcanary_fx.passes.dynamo_contract import append_static_input, clone_graph_module, graph_name
+from kvcanary_fx.passes.dynamo_contract import append_static_input, clone_graph_module, graph_name, opaque_type_name
 from kvcanary_fx.passes.names import source_name
 
 
@@ -167,3 +167,16 @@ def test_a_module_is_called_through_the_hook_that_compile_uses():
     layer(*ARGS)
     assert calls == [ARGS]
     assert "_compiled_call_impl" not in layer.__getstate__()
+
+
+def test_a_schema_takes_an_opaque_type_by_its_registered_name():
+    from opaque_engine import LayerName
+
+    library = torch.library.Library("test_dynamo_contract", "FRAGMENT")
+    library.define(f"named(Tensor x, {opaque_type_name(LayerName('a'))} layer) -> ()")
+    seen = []
+    library.impl("named", lambda x, layer: seen.append(layer.value), "CPU")
+    torch.ops.test_dynamo_contract.named(torch.zeros(1), LayerName("layers.3"))
+    assert seen == ["layers.3"]
+    with pytest.raises(TypeError, match="a string or an object of a registered opaque type, not int"):
+        opaque_type_name(3)
