@@ -20,6 +20,11 @@ def _as_int64(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
 
 
+def mix_constants() -> tuple[int, int, int]:
+    """The factors of :func:`mix` as signed 64-bit integers, for kernels."""
+    return _as_int64(_A), _as_int64(_B), _as_int64(_C)
+
+
 def mix(token: int, position: int, namespace: int = 0) -> int:
     """64 bits from who is in a slot: SplitMix64 (Steele, Lea and Flood, 2014) over the three numbers."""
     x = (token * _A + position * _B + namespace * _C) & MASK64

@@ -25,7 +25,7 @@ BLOCK_SLOTS = 8
 MAX_BLOCK_WORDS = 256
 
 
-def _on(tensor: torch.Tensor) -> Any:
+def on_device(tensor: torch.Tensor) -> Any:
     """Triton launches on the current device, which need not be the tensor's."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
@@ -71,7 +71,7 @@ def _digest_args(site: Site) -> dict[str, Any]:
 
 def begin(control_words: torch.Tensor, gate: torch.Tensor) -> None:
     """Start one call of a guarded graph."""
-    with _on(gate):
+    with on_device(gate):
         tk.begin_kernel[(1,)](control_words, gate)
 
 
@@ -80,14 +80,14 @@ def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int
     n = slots.shape[0]
     if n == 0:
         return
-    with _on(slots):
+    with on_device(slots):
         tk.plan_kernel[(triton.cdiv(n, 128),)](
             slots.contiguous(),
             raw.contiguous(),
             n,
             site.control.stamps,
             site.control.stamps.shape[1],
-            site.space.flags if site.space is not None else site.half.rows,
+            site.space.block if site.space is not None else site.half.rows,
             write_id,
             site.control.blackbox if site.control.blackbox is not None else site.control.words,
             phase=int(phase),
@@ -109,14 +109,14 @@ def _scan(site: Site, view: torch.Tensor, first: torch.Tensor | None, mode: int)
     mask, bits = poison_mask(layout.dtype) if site.checks & Check.POISON else (0, 1)
     has_first = first is not None and layout.has_rows
     baseline = site.half.baseline if site.half.baseline is not None else site.half.digest
-    with _on(view):
+    with on_device(view):
         tk.scan_kernel[(triton.cdiv(layout.slots, BLOCK_SLOTS),)](
             geometry.base,
             site.gate,
             site.counters,
             first if first is not None and has_first else site.half.rows,
             baseline,
-            reads_ptr=site.space.reads if site.space is not None else site.half.rows,
+            block_ptr=site.space.block if site.space is not None else site.half.rows,
             clock_ptr=site.space.clock if site.space is not None else site.half.rows,
             HAS_READS=site.space is not None,
             slot_stride0=geometry.slot_strides[0],
@@ -172,7 +172,7 @@ def record(
     geometry = geometry_of(view, layout.slot_axes)
     operand = geometry if values is None or n == 0 else geometry_of(values, (0,))
     mask, bits = poison_mask(layout.dtype) if site.checks & Check.POISON else (0, 1)
-    with _on(view):
+    with on_device(view):
         tk.record_kernel[(max(1, triton.cdiv(n, BLOCK_SLOTS)),)](
             geometry.base,
             operand.base,
@@ -182,7 +182,7 @@ def record(
             site.control.stamps,
             site.control.stamps.shape[1],
             write_id,
-            site.space.flags if site.space is not None else site.half.rows,
+            site.space.block if site.space is not None else site.half.rows,
             slot_stride0=geometry.slot_strides[0],
             slot_stride1=geometry.slot_strides[1],
             token_stride=operand.slot_strides[1],
@@ -219,7 +219,7 @@ def _report(
 ) -> None:
     """Append a ring row for every ``mask``ed entry of the int64 vectors."""
     n = slots.shape[0]
-    with _on(slots):
+    with on_device(slots):
         tk.report_kernel[(triton.cdiv(n, 128),)](
             mask.contiguous(),
             slots.contiguous(),

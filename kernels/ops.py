@@ -31,12 +31,11 @@ from types import ModuleType
 import torch
 
 from ..context import ForwardContext, get_forward_context
-from . import cpu
+from . import cpu, request_checks
 from .buffers import Check, Gate, Phase, Site
 from .identity import name_slots
 from .plan import Resolved, WritePlan, first_positions
 from .positions import last_of_rows, per_row
-from .request_checks import check_received
 
 NAMESPACE = "kvcanary"
 
@@ -62,6 +61,11 @@ SCHEMAS = {
 def kernels_for(device: torch.device) -> ModuleType:
     """The implementation of the checks for a device; Triton is imported only when a GPU needs it."""
     return importlib.import_module(".gpu", __package__) if device.type == "cuda" else cpu
+
+
+def request_kernels_for(device: torch.device) -> ModuleType:
+    """The implementation of the identity checks for a device."""
+    return importlib.import_module(".gpu_requests", __package__) if device.type == "cuda" else request_checks
 
 
 def _begin(state: torch.Tensor) -> None:
@@ -119,7 +123,7 @@ def _record(
         _check_bounds(context, here, plan, resolved, kernels, Phase.POST)
     requests = context.requests.get(here.space.space_id) if here.space is not None else None
     if here.space is not None and requests is not None:
-        check_received(here.space, requests, resolved.slots, here.half_id)
+        request_kernels_for(kv.device).check_received(here.space, requests, resolved.slots, here.half_id)
     rows = None
     if value is not None and here.checks & Check.OPERAND:
         rows = plan.rows(here.layout, value, resolved)

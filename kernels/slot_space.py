@@ -65,30 +65,46 @@ class SpaceCount(enum.IntEnum):
     RECORDED = 2  # slots whose identity was stored
 
 
+class Column(enum.IntEnum):
+    """Columns of :attr:`SlotSpace.block`, int32 each; the last two are halves of int64 and begin at an even one."""
+
+    TOKEN = 0
+    POSITION = 1
+    FLAGS = 2
+    READS = 3
+    CHAIN = 4
+    OWNER = 6
+
+
+#: 32-bit columns of a slot's entry: one 32-byte sector of a GPU's memory.
+COLUMNS = 8
+
+
 @dataclasses.dataclass(frozen=True)
 class SlotSpace:
     """The buffers of one pool's slots, and what the checks need to know besides.
 
+    A check wants everything about a slot at once, and slots are scattered over the pool: what is known of a slot
+    therefore lies side by side in ``block``, and the other buffers are its columns.
+
     The last entry of each buffer belongs to no slot: it takes what a masked write skips.
 
     Attributes:
-        tokens, positions, chain: identity of the token in the slot.
-        owners: hash of the id of the request that allocated the slot; 0 for anybody's.
-        flags: :class:`Flag` bits and the reference count.
-        reads: number of the last forward in which attention reads the slot.
+        block: int32 ``[slots + 1, COLUMNS]``.
+        planned: int64 ``[slots + 1]``, which token was planned for the slot first; for the kernels alone.
         clock: number of the forward that is running.
         space_id: stands where a half's number stands in a violation's record.
         token_offset: the slot of position p holds the token of position p + token_offset (an EAGLE draft's: 1).
         window: slots of a request that attention still reads, the newest ones; None for all.
         owner_known: the engine reports allocations, so that free slots and owners are known.
+        tokens, positions, chain: identity of the token in the slot.
+        owners: hash of the id of the request that allocated the slot; 0 for anybody's.
+        flags: :class:`Flag` bits and the reference count.
+        reads: number of the last forward in which attention reads the slot.
     """
 
-    tokens: torch.Tensor  # int32 [slots + 1]
-    positions: torch.Tensor  # int32 [slots + 1]
-    chain: torch.Tensor  # int64 [slots + 1]
-    owners: torch.Tensor  # int64 [slots + 1]
-    flags: torch.Tensor  # int32 [slots + 1]
-    reads: torch.Tensor  # int32 [slots + 1]
+    block: torch.Tensor
+    planned: torch.Tensor
     clock: torch.Tensor  # int32 [1]
     counters: torch.Tensor  # int64 [len(SpaceCount)]
     control: Control
@@ -97,10 +113,29 @@ class SlotSpace:
     token_offset: int = 0
     window: int | None = None
     owner_known: bool = True
+    tokens: torch.Tensor = dataclasses.field(init=False)  # int32 [slots + 1]
+    positions: torch.Tensor = dataclasses.field(init=False)  # int32 [slots + 1]
+    chain: torch.Tensor = dataclasses.field(init=False)  # int64 [slots + 1]
+    owners: torch.Tensor = dataclasses.field(init=False)  # int64 [slots + 1]
+    flags: torch.Tensor = dataclasses.field(init=False)  # int32 [slots + 1]
+    reads: torch.Tensor = dataclasses.field(init=False)  # int32 [slots + 1]
+
+    def __post_init__(self) -> None:
+        wide = self.block.view(torch.int64)
+        columns = dict(
+            tokens=self.block[:, Column.TOKEN],
+            positions=self.block[:, Column.POSITION],
+            flags=self.block[:, Column.FLAGS],
+            reads=self.block[:, Column.READS],
+            chain=wide[:, Column.CHAIN // 2],
+            owners=wide[:, Column.OWNER // 2],
+        )
+        for name, column in columns.items():
+            object.__setattr__(self, name, column)
 
     @property
     def slots(self) -> int:
-        return self.tokens.shape[0] - 1
+        return self.block.shape[0] - 1
 
     @property
     def nowhere(self) -> int:
@@ -122,17 +157,9 @@ class SlotSpace:
         owner_known: bool = True,
     ) -> SlotSpace:
         """A space in which nothing is written; without ``owner_known`` every slot counts as allocated."""
-
-        def full(value: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.full((slots + 1,), value, dtype=dtype, device=device)
-
         space = cls(
-            tokens=full(-1, torch.int32),
-            positions=full(UNKNOWN, torch.int32),
-            chain=full(0, torch.int64),
-            owners=full(0, torch.int64),
-            flags=full(0 if owner_known else REFERENCE, torch.int32),
-            reads=full(0, torch.int32),
+            block=torch.zeros(slots + 1, COLUMNS, dtype=torch.int32, device=device),
+            planned=torch.zeros(slots + 1, dtype=torch.int64, device=device),
             clock=torch.zeros(1, dtype=torch.int32, device=device),
             counters=torch.zeros(len(SpaceCount), dtype=torch.int64, device=device),
             control=control,
@@ -142,18 +169,17 @@ class SlotSpace:
             window=window,
             owner_known=owner_known,
         )
+        space.tokens.fill_(-1)
+        space.positions.fill_(UNKNOWN)
+        space.flags.fill_(0 if owner_known else REFERENCE)
         for slot in reserved:
             space.flags[slot] = Flag.RESERVED | REFERENCE
         return space
 
     def to(self, device: torch.device | str) -> SlotSpace:
         """The same space with its buffers on another device; the ring stays where it is."""
-        moved = dataclasses.replace(self)
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, torch.Tensor):
-                object.__setattr__(moved, field.name, value.to(device))
-        return moved
+        buffers = ("block", "planned", "clock", "counters")
+        return dataclasses.replace(self, **{name: getattr(self, name).to(device) for name in buffers})
 
     def forget_identity(self) -> None:
         """Forget who is in the slots, in place; who owns them stays known."""
@@ -185,6 +211,7 @@ class RequestPlan:
         history: integer ``[bs, length]`` or None, the requests' own token ids.
         history_lens: integer ``[bs]``, how many of them are valid.
         columns: how many positions to look at, at least the longest prefix of the batch.
+        ends: int64 ``[bs]``, where each request's added tokens end; the kernels work it out once and keep it here.
     """
 
     counts: torch.Tensor
@@ -202,6 +229,7 @@ class RequestPlan:
     slot_map: torch.Tensor | None = None
     history: torch.Tensor | None = None
     history_lens: torch.Tensor | None = None
+    ends: torch.Tensor | None = None
 
     @property
     def width(self) -> int:

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from .buffers import UNKNOWN
 from .digest import ZERO_STANDS_FOR, as_int32
+from .slot_space import COLUMNS, Column
 
 VERIFY, ADOPT, SNAPSHOT, CHANGED = 0, 1, 2, 3
 
@@ -43,6 +44,9 @@ _POISON_BIT: tl.constexpr = tl.constexpr(8)
 _ZERO_STANDS_FOR: tl.constexpr = tl.constexpr(as_int32(ZERO_STANDS_FOR))
 _NO_POISON: tl.constexpr = tl.constexpr(2**62)
 _RESERVED: tl.constexpr = tl.constexpr(2)
+_SPACE_COLUMNS: tl.constexpr = tl.constexpr(COLUMNS)
+_FLAGS: tl.constexpr = tl.constexpr(int(Column.FLAGS))
+_READS: tl.constexpr = tl.constexpr(int(Column.READS))
 
 
 #: Arguments that differ between the sites and steps of one model.  Triton compiles a kernel anew for a value of
@@ -194,7 +198,7 @@ def report_kernel(
 def plan_kernel(
     slot_ptr, raw_ptr, n,  # int64 [n] each
     stamp_ptr, stamp_count,  # int64 [2, stamp_count]
-    flags_ptr,  # int32 [slots + 1], of an engine's pool
+    block_ptr,  # int32 [slots + 1, 8], of an engine's pool
     write_id,
     box_ptr,  # int64 [ring columns + 1] in host memory
     words_ptr, ring_ptr, capacity, rows_ptr, half, positions, phase,
@@ -220,7 +224,9 @@ def plan_kernel(
         )  # fmt: skip
         first = twice & (told != epoch)
         if HAS_SPACE:
-            first = first & ((tl.load(flags_ptr + at, mask=reached, other=0) & _RESERVED) == 0)
+            first = first & (
+                (tl.load(block_ptr + at * _SPACE_COLUMNS + _FLAGS, mask=reached, other=0) & _RESERVED) == 0
+            )
         elif not HAS_ROWS:
             first = first & (slot != 0)
         _report(
@@ -250,7 +256,7 @@ def scan_kernel(
     baseline_ptr,  # int32 [slots_total]
     coef_ptr,  # int32 [2, words_in_row]
     digest_ptr,  # int32 [PLANES, slots_total]
-    reads_ptr, clock_ptr,  # int32 [slots_total + 1], int32 [1]
+    block_ptr, clock_ptr,  # int32 [slots_total + 1, 8], int32 [1]
     words_ptr, ring_ptr, capacity, rows_ptr,  # int32 [rows, _ROW_COLUMNS]
     slots_total, seed1, seed2, words_in_row, half, positions, every, slot_stride0, slot_stride1,
     units, n1, n2, n3, d0, d1, d2, d3,
@@ -280,7 +286,9 @@ def scan_kernel(
         below = coming & (position < first)
     recorded = inside & (stored1 != 0)
     if HAS_READS:
-        recorded = recorded & (tl.load(reads_ptr + slot, mask=inside, other=0) == tl.load(clock_ptr))
+        recorded = recorded & (
+            tl.load(block_ptr + slot * _SPACE_COLUMNS + _READS, mask=inside, other=0) == tl.load(clock_ptr)
+        )
     turn = (slot + tl.load(gate_ptr + _GATE_STEP)) % every == 0
     due = recorded & (now | turn | (lenient & shifted))
     if (MODE != _VERIFY) or (not CONTENT):
@@ -338,7 +346,7 @@ def record_kernel(
     slot_ptr, n,  # int64 [n]
     counters_ptr,  # int64 [len(Count)]
     stamp_ptr, stamp_count, write_id,  # int64 [2, stamp_count]
-    flags_ptr,  # int32 [slots + 1], of an engine's pool
+    block_ptr,  # int32 [slots + 1, 8], of an engine's pool
     coef_ptr,  # int32 [2, words_in_row]
     digest_ptr,  # int32 [PLANES, slots_total]
     words_ptr, ring_ptr, capacity, rows_ptr,
@@ -378,7 +386,7 @@ def record_kernel(
         twice = tl.load(stamp_ptr + stamp_count + at, mask=live, other=0) == epoch
         bad = live & (twice == 0)
         if HAS_SPACE:  # a store kernel may leave reserved slots alone
-            bad = bad & ((tl.load(flags_ptr + at, mask=live, other=0) & _RESERVED) == 0)
+            bad = bad & ((tl.load(block_ptr + at * _SPACE_COLUMNS + _FLAGS, mask=live, other=0) & _RESERVED) == 0)
         bad = bad & ((v1 != h1) | (v2 != h2)) if PLANES == 2 else bad & (v1 != h1)
         _report(
             words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _OPERAND_BIT, 0, bad, slot,

@@ -20,9 +20,9 @@ from .engine_pools import EnginePool, KVPool, Slots
 from .engine_reports import decode_content
 from .engine_stats import EngineStats, engine_stats
 from .errors import EngineError, SessionStateError
-from .kernels import request_checks
 from .kernels.buffers import Ring, Word
 from .kernels.layer_ops import LayerHalf
+from .kernels.ops import request_kernels_for
 from .kernels.slot_space import RequestPlan
 from .polling import Poll
 from .request_ids import RequestId, RequestIds
@@ -201,14 +201,16 @@ class EngineSession(CanarySession):
     def _before(self, running: _Forward) -> None:
         for number, plan in running.plans.items():
             space = self._spaces[number].space
-            request_checks.walk(space, plan)
-            request_checks.check_writes(space, plan)
+            kernels = request_kernels_for(space.block.device)
+            kernels.walk(space, plan)
+            kernels.check_writes(space, plan)
         if all(p.declared.device.type != "cuda" for p in self.pools.values()):
             self._look()  # free on the CPU, and the write has not happened yet
 
     def _after_forward(self, running: _Forward) -> None:
         for number, plan in running.plans.items():
-            request_checks.store(self._spaces[number].space, plan)
+            space = self._spaces[number].space
+            request_kernels_for(space.block.device).store(space, plan)
         self._look()
 
     def _look(self) -> None:
@@ -244,7 +246,8 @@ class EngineSession(CanarySession):
                     f"check_reads got pages {list(pages.shape)} and lengths {list(lengths.shape)} for a forward of "
                     f"{plan.rows.shape[0]} requests: pages are [bs, columns], lengths [bs]"
                 )
-            request_checks.check_reads(chosen.space, plan, pages, lengths, page_size)
+            kernels = request_kernels_for(chosen.space.block.device)
+            kernels.check_reads(chosen.space, plan, pages, lengths, page_size)
 
     @property
     def flag(self) -> torch.Tensor:

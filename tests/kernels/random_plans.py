@@ -1,6 +1,6 @@
 """Random lives of a slot space: an engine that mostly does the right thing, and now and then does not.
 
-    python tests/kernels/random_plans.py --plans 100000 [--device cuda]
+    python tests/kernels/random_plans.py --plans 100000 [--device cuda --kernels triton]
 
 Each plan is one forward (walk, check_writes, store) between random allocations, with random corruption of the
 request table, of the plan and of the shadow.  Two implementations must leave the same bits behind.
@@ -18,16 +18,27 @@ from typing import Any
 
 import torch
 
-from kvcanary_fx.kernels import request_checks, slot_life, space_reference
+from kvcanary_fx.kernels import gpu_requests, request_checks, slot_life, space_reference
 from kvcanary_fx.kernels.buffers import Check, Control, Word
 from kvcanary_fx.kernels.slot_space import RequestPlan, SlotSpace
 
 ALL = Check.BOUNDS | Check.POISON | Check.CHAIN | Check.INDEX | Check.OWNER | Check.NAMESPACE | Check.TOKEN
 
-#: The vectorised code under one name, as the reference is.
-VECTORISED: Any = SimpleNamespace(
-    **{n: getattr(request_checks, n) for n in ("walk", "check_writes", "check_received", "check_reads", "store")},
-    **{n: getattr(slot_life, n) for n in ("allocate", "release", "share", "name")},
+
+def _together(checks: ModuleType) -> Any:
+    """An implementation under one name, as the reference is."""
+    return SimpleNamespace(
+        **{n: getattr(checks, n) for n in ("walk", "check_writes", "check_received", "check_reads", "store")},
+        **{n: getattr(slot_life, n) for n in ("allocate", "release", "share", "name")},
+    )
+
+
+#: The vectorised code, and the Triton kernels (interpreted where there is no GPU).
+IMPLEMENTATIONS = {"torch": _together(request_checks), "triton": _together(gpu_requests)}
+#: Sizes of blocks, for :func:`use_blocks`: those that engines get, and small ones.
+BLOCKS = (
+    (gpu_requests.BLOCK_POSITIONS, gpu_requests.BLOCK_TOKENS, gpu_requests.BLOCK_REQUESTS, gpu_requests.BLOCK_SUMS),
+    (2, 2, 2, 2),
 )
 OWNERS = (0, 11, 22, 33)
 
@@ -53,7 +64,7 @@ def random_space(rng: random.Random) -> SlotSpace:
 
 def random_plan(rng: random.Random, space: SlotSpace, unique: bool) -> RequestPlan:
     """A forward over up to four requests; ``unique`` keeps its slots apart, as a scatter's order is not defined."""
-    size, width = rng.choice([1, 1, 2, 4]), rng.randint(1, 6)
+    size, width = rng.choice([1, 1, 4]), rng.randint(1, 6)
     requests, table_rows = rng.randint(0, 4), rng.randint(1, 5)
     prefix = [rng.randint(0, width * size - 1 if rng.random() < 0.95 else width * size + 2) for _ in range(requests)]
     extend = [rng.randint(0, 3) for _ in range(requests)]
@@ -71,17 +82,18 @@ def random_plan(rng: random.Random, space: SlotSpace, unique: bool) -> RequestPl
         slots = torch.tensor((drawn + [-1] * (tokens + padding))[: tokens + padding], dtype=torch.int64)
     expected = [p + k for p, e in zip(prefix, extend, strict=True) for k in range(e)]
     positions = torch.tensor([e + odd() for e in expected] + [0] * padding, dtype=torch.int64)
+    integer = rng.choice([torch.int32, torch.int64])
     return RequestPlan(
         counts=torch.tensor([requests, tokens]),
-        rows=rows.to(rng.choice([torch.int32, torch.int64])),
+        rows=rows.to(integer),
         prefix_lens=torch.tensor(prefix + [0] * padding, dtype=torch.int32),
         extend_lens=torch.tensor(extend + [1] * padding, dtype=torch.int32),
-        tokens=integers(tokens + padding, 0, 3),
+        tokens=integers(2 * (tokens + padding), 0, 3)[::2] if rng.random() < 0.2 else integers(tokens + padding, 0, 3),
         slots=slots,
         positions=positions if rng.random() < 0.8 else None,
         owners=torch.tensor([rng.choice(OWNERS[1:]) for _ in range(requests + padding)], dtype=torch.int64),
         namespaces=integers(requests + padding, 0, 1) if rng.random() < 0.5 else None,
-        table=table.view(table_rows, width).to(rng.choice([torch.int32, torch.int64])),
+        table=table.view(table_rows, width).to(integer),
         columns=max(prefix, default=0) + rng.randint(0, 3),
         page_size=size,
         slot_map=integers(space.slots, -1, space.slots - 1) if rng.random() < 0.2 else None,
@@ -195,15 +207,23 @@ def compare(impls: list[tuple[ModuleType, SlotSpace]], number: int) -> None:
             assert got[key] == value, f"plan {number}: {key} is {got[key]}, the reference has {value}"
 
 
-def run_plans(seed: int, plans: int, device: str = "cpu") -> int:
-    """Both implementations over ``plans`` random plans; how many violations the reference found."""
+def use_blocks(positions: int, tokens: int, requests: int, sums: int) -> None:
+    """Let the kernels work in blocks of these sizes; small ones show what happens between blocks."""
+    gpu_requests.BLOCK_POSITIONS, gpu_requests.BLOCK_TOKENS = positions, tokens
+    gpu_requests.BLOCK_REQUESTS, gpu_requests.BLOCK_SUMS = requests, sums
+
+
+def run_plans(seed: int, plans: int, device: str = "cpu", kernels: str = "torch") -> int:
+    """The reference and one of :data:`IMPLEMENTATIONS` over random plans; how many violations the reference found."""
     rng = random.Random(seed)
+    if kernels == "triton":
+        use_blocks(*BLOCKS[seed // 10 % 2])
     space = random_space(rng)
     other = copy.deepcopy(space)
     if device != "cpu":
         control = Control(*[getattr(other.control, n).to(device) for n in ("words", "ring", "stamps")])
         other = dataclasses.replace(other.to(device), control=control)
-    play(rng, space, [(space_reference, space), (VECTORISED, other)], plans)
+    play(rng, space, [(space_reference, space), (IMPLEMENTATIONS[kernels], other)], plans)
     return int(space.control.words[Word.HEAD])
 
 
@@ -211,15 +231,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plans", type=int, default=100_000)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--kernels", choices=IMPLEMENTATIONS, default="torch")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first plans, to share the work")
     args = parser.parse_args()
     started, done, found, shown = time.time(), 0, 0, 0.0
     while done < args.plans:
-        found += run_plans(done, 10, args.device)
+        found += run_plans(args.first + done, 10, args.device, args.kernels)
         done += 10
         if time.time() - shown > 5:
             shown = time.time()
             print(f"{done} of {args.plans} plans, {found} violations, bit-equal so far", flush=True)
-    print(f"{done} random plans on {args.device}, {found} violations: bit-equal, {time.time() - started:.0f} s")
+    what, seconds = f"{done} random plans on {args.device} ({args.kernels})", time.time() - started
+    print(f"{what}, {found} violations: bit-equal, {seconds:.0f} s")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
+from types import ModuleType
 
 import pytest
-from random_plans import run_plans
+import torch
+from random_plans import ALL, run_plans, use_blocks
+from random_plans import BLOCKS as BLOCK_SIZES
+
+from kvcanary_fx.kernels import gpu_requests, request_checks
+from kvcanary_fx.kernels.buffers import Control, Word
+from kvcanary_fx.kernels.slot_space import RequestPlan, SlotSpace
 
 SEEDS = int(os.environ.get("KVCANARY_TEST_SEEDS", "300"))
 BLOCKS = 5
@@ -20,7 +29,68 @@ def test_vectorised_checks_equal_the_reference(block):
     assert sum(run_plans(seed, plans=5) for seed in _seeds(block)) > 0
 
 
-@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
 @pytest.mark.parametrize("block", range(BLOCKS))
-def test_checks_on_the_gpu_equal_the_reference(block):
-    assert sum(run_plans(seed, plans=5, device="cuda") for seed in _seeds(block)) > 0
+def test_interpreted_triton_checks_equal_the_reference(block):
+    assert sum(run_plans(seed, plans=5, kernels="triton") for seed in _seeds(block)[::10]) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_checks_on_the_gpu_equal_the_reference(block, kernels):
+    assert sum(run_plans(seed, plans=5, device="cuda", kernels=kernels) for seed in _seeds(block)) > 0
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 1000, pytest.param(262_144, marks=pytest.mark.gpu)])
+def test_chain_of_a_long_prefill_is_the_sum_over_all_blocks(device, tokens):
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("the interpreter stands in for a missing GPU")
+    lens = [tokens // 3, 0, tokens - tokens // 3]
+    expected, got = (prefilled(tokens, lens, device, kernels) for kernels in (request_checks, gpu_requests))
+    for name in ("tokens", "positions", "chain", "flags"):
+        assert torch.equal(getattr(expected, name)[:-1], getattr(got, name)[:-1])
+    assert expected.counters.tolist() == got.counters.tolist() == [2, tokens, tokens]
+    assert int(got.control.words[Word.HEAD]) == 0
+
+
+def prefilled(tokens: int, lens: list[int], device: str, kernels: ModuleType) -> SlotSpace:
+    """A space after a forward that wrote whole prompts, scattered, and one that read them."""
+    use_blocks(*BLOCK_SIZES[0])
+    made = torch.Generator().manual_seed(tokens)
+    slots = torch.randperm(tokens, generator=made).to(device) + 1
+    ids = torch.randint(50_000, (tokens,), generator=made).to(device)
+    control = Control.allocate(64, torch.device(device))
+    space = SlotSpace.allocate(tokens + 1, torch.device(device), control, 7, ALL, owner_known=False)
+    table = torch.nn.utils.rnn.pad_sequence(list(slots.split(lens)), batch_first=True)
+
+    def plan(prefix: list[int], extend: list[int], n: int) -> RequestPlan:
+        here = dict(device=device)
+        return RequestPlan(
+            counts=torch.tensor([3, n], **here),
+            rows=torch.arange(3, **here),
+            prefix_lens=torch.tensor(prefix, **here),
+            extend_lens=torch.tensor(extend, **here),
+            tokens=ids[:n],
+            slots=slots[:n],
+            positions=None,
+            owners=torch.tensor([5, 6, 7], **here),
+            namespaces=torch.tensor([0, 1, 2], **here),
+            table=table,
+            columns=table.shape[1],
+        )
+
+    for forward in (plan([0, 0, 0], lens, tokens), plan(lens, [0, 0, 0], 0)):
+        kernels.walk(space, forward)
+        kernels.check_writes(space, forward)
+        kernels.store(space, forward)
+    return space
+
+
+def test_buffers_of_a_space_are_columns_of_its_block_wherever_it_goes():
+    space = SlotSpace.allocate(4, torch.device("cpu"), Control.allocate(4, torch.device("cpu")), 7, ALL)
+    for value, each in enumerate((space, copy.deepcopy(space), space.to("cpu"), dataclasses.replace(space)), 5):
+        before = each.block.clone()
+        for name in ("tokens", "positions", "chain", "owners", "flags", "reads"):
+            getattr(each, name)[2] = value
+        assert (each.block != before).sum(1).tolist() == [0, 0, 6, 0, 0], value

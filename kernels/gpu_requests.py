@@ -1,0 +1,244 @@
+"""The identity checks on a GPU: launches of the kernels.  Bit-equal to :mod:`.space_reference`.
+
+Grids are fixed by shapes, lengths are read from device memory and nothing waits for the device, so every function
+may run while a CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from . import triton_reads, triton_writes
+from .buffers import Check
+from .gpu import on_device
+from .slot_space import RequestPlan, SlotSpace
+
+#: Positions, tokens, requests and sums of earlier blocks that a program looks at together.
+BLOCK_POSITIONS = 256
+BLOCK_TOKENS = 256
+BLOCK_REQUESTS = 256
+BLOCK_SUMS = 256
+
+#: Stands for "no window".
+_ENDLESS = 2**31 - 1
+
+
+def _wide(space: SlotSpace) -> dict[str, Any]:
+    return dict(wide_ptr=space.block.view(torch.int64), slots=space.slots)
+
+
+def _ring_args(space: SlotSpace, source: int) -> dict[str, Any]:
+    control = space.control
+    checks = space.checks if space.owner_known else space.checks & ~Check.OWNER
+    return dict(
+        words_ptr=control.words, ring_ptr=control.ring, capacity=control.capacity, source=source, checks=int(checks)
+    )
+
+
+def _table_args(plan: RequestPlan) -> dict[str, Any]:
+    table, slot_map = plan.table, plan.slot_map
+    return dict(
+        table_ptr=table,
+        row_stride=table.stride(0),
+        page_stride=table.stride(1),
+        table_rows=table.shape[0],
+        columns=table.shape[1],
+        map_ptr=slot_map.contiguous() if slot_map is not None else table,
+        map_size=slot_map.shape[0] if slot_map is not None else 0,
+        PAGE=plan.page_size,
+        HAS_MAP=slot_map is not None,
+    )
+
+
+def _history_args(space: SlotSpace, plan: RequestPlan) -> dict[str, Any]:
+    history, lens = plan.history, plan.history_lens
+    known = history is not None and lens is not None and history.numel() > 0
+    if history is None or lens is None or not known:
+        history, lens = plan.owners.unsqueeze(1), plan.owners
+    return dict(
+        history_ptr=history,
+        history_stride=history.stride(0),
+        history_step=history.stride(1),
+        history_width=history.shape[1],
+        history_lens_ptr=lens.contiguous(),
+        offset=space.token_offset,
+        HAS_HISTORY=known,
+    )
+
+
+def _request_args(plan: RequestPlan) -> dict[str, Any]:
+    return dict(
+        counts_ptr=plan.counts,
+        row_ptr=plan.rows.contiguous(),
+        prefix_ptr=plan.prefix_lens.contiguous(),
+        owner_ptr=plan.owners.contiguous(),
+    )
+
+
+def _position_args(plan: RequestPlan) -> dict[str, Any]:
+    positions = plan.positions if plan.positions is not None else plan.tokens
+    return dict(position_ptr=positions.contiguous(), HAS_POSITIONS=plan.positions is not None)
+
+
+def _space_args(plan: RequestPlan) -> dict[str, Any]:
+    spaces = plan.namespaces if plan.namespaces is not None else plan.owners
+    return dict(spaces_ptr=spaces.contiguous(), HAS_SPACES=plan.namespaces is not None)
+
+
+def _keep_ends(plan: RequestPlan) -> torch.Tensor:
+    """Memory for ``plan.ends``, kept with the plan: all kernels of a forward need them."""
+    ends = torch.empty(plan.rows.shape[0], dtype=torch.int64, device=plan.slots.device)
+    object.__setattr__(plan, "ends", ends)
+    return ends
+
+
+def _token_args(plan: RequestPlan) -> dict[str, Any]:
+    """What tells each added token's request."""
+    bs, extend = plan.rows.shape[0], plan.extend_lens.contiguous()
+    if plan.ends is None:
+        triton_writes.ends_kernel[(1,)](plan.counts, bs, extend, _keep_ends(plan), BLOCK=BLOCK_REQUESTS)
+    return dict(
+        bs=bs,
+        steps=bs.bit_length(),
+        ends_ptr=plan.ends,
+        token_ptr=plan.tokens.contiguous(),
+        slot_ptr=plan.slots.contiguous(),
+        n=plan.slots.shape[0],
+        BLOCK=BLOCK_TOKENS,
+    )
+
+
+def walk(space: SlotSpace, plan: RequestPlan) -> None:
+    """Before a forward: is every slot that attention will read the one it should be?  See :mod:`.request_checks`."""
+    bs, known = plan.rows.shape[0], plan.rows.shape[0] > 0 and plan.table.numel() > 0
+    ring, request = _ring_args(space, space.space_id), _request_args(plan)
+    with on_device(space.block):
+        triton_reads.open_kernel[(max(1, triton.cdiv(bs, BLOCK_REQUESTS)),)](
+            space.clock,
+            space.counters,
+            bs=bs,
+            extend_ptr=plan.extend_lens.contiguous(),
+            ends_ptr=_keep_ends(plan),
+            table_rows=plan.table.shape[0],
+            width=plan.width,
+            BLOCK=BLOCK_REQUESTS,
+            **request,
+            **(ring if known else ring | dict(checks=0)),
+        )
+        stop = min(plan.columns, plan.width)
+        if not known or stop <= 0:
+            return
+        triton_reads.walk_kernel[(triton.cdiv(stop, BLOCK_POSITIONS), bs)](
+            space.block,
+            clock_ptr=space.clock,
+            counters_ptr=space.counters,
+            stop=stop,
+            window=space.window if space.window is not None else _ENDLESS,
+            BLOCK=BLOCK_POSITIONS,
+            **request,
+            **_space_args(plan),
+            **_wide(space),
+            **_table_args(plan),
+            **_history_args(space, plan),
+            **ring,
+        )
+
+
+def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
+    """Before a forward, after :func:`walk`: may its tokens go where they are planned to go?"""
+    n = plan.slots.shape[0]
+    if n == 0 or plan.rows.shape[0] == 0:
+        return
+    grid = (triton.cdiv(n, BLOCK_TOKENS),)
+    stamps = dict(planned_ptr=space.planned, clock_ptr=space.clock)
+    with on_device(space.block):
+        tokens = _token_args(plan)
+        if grid[0] > 1:
+            stamped = {k: v for k, v in tokens.items() if k != "token_ptr"}
+            triton_writes.stamp_kernel[grid](slots=space.slots, counts_ptr=plan.counts, **stamps, **stamped)
+        triton_writes.writes_kernel[grid](
+            STAMPED=grid[0] > 1,
+            HAS_TABLE=plan.table.numel() > 0,
+            **stamps,
+            **tokens,
+            **_request_args(plan),
+            **_position_args(plan),
+            **_wide(space),
+            **_table_args(plan),
+            **_history_args(space, plan),
+            **_ring_args(space, space.space_id),
+        )
+
+
+def store(space: SlotSpace, plan: RequestPlan) -> None:
+    """After a forward: remember who is in the slots that it wrote."""
+    n, bs = plan.slots.shape[0], plan.rows.shape[0]
+    if n == 0 or bs == 0:
+        return
+    blocks, device = triton.cdiv(max(n, bs), BLOCK_TOKENS), space.block.device
+    links, sums, before = (torch.empty(k, dtype=torch.int64, device=device) for k in (n, blocks, bs))
+    request = _request_args(plan)
+    del request["owner_ptr"]
+    with on_device(space.block):
+        common = dict(
+            links_ptr=links,
+            sums_ptr=sums,
+            before_ptr=before,
+            **_token_args(plan),
+            **_position_args(plan),
+            **_wide(space),
+        )
+        triton_writes.links_kernel[(blocks,)](
+            space.block,
+            HAS_TABLE=plan.table.numel() > 0,
+            **request,
+            **common,
+            **_space_args(plan),
+            **_table_args(plan),
+        )
+        del request["row_ptr"]
+        triton_writes.store_kernel[(triton.cdiv(n, BLOCK_TOKENS),)](
+            space.block, counters_ptr=space.counters, SUM_BLOCK=BLOCK_SUMS, **request, **common
+        )
+
+
+def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, half_id: int) -> None:
+    """In a layer's write: are the slots it received the planned ones?  See :mod:`.request_checks`."""
+    n = plan.slots.shape[0]
+    if n == 0 or plan.rows.shape[0] == 0 or not space.checks & Check.INDEX:
+        return
+    request = _request_args(plan)
+    del request["row_ptr"]
+    with on_device(space.block):
+        triton_writes.received_kernel[(triton.cdiv(n, BLOCK_TOKENS),)](
+            received_ptr=received.contiguous(),
+            received_count=received.shape[0],
+            **request,
+            **_token_args(plan),
+            **_ring_args(space, half_id),
+        )
+
+
+def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, lengths: torch.Tensor, size: int) -> None:
+    """Before attention: does the page table that its kernel gets say what the request table says?"""
+    bs, room = plan.rows.shape[0], pages.shape[1] * size
+    if bs == 0 or not plan.table.numel():
+        return
+    with on_device(space.block):
+        triton_reads.reads_kernel[(max(1, triton.cdiv(room, BLOCK_POSITIONS)), bs)](
+            extend_ptr=plan.extend_lens.contiguous(),
+            pages_ptr=pages,
+            pages_stride=pages.stride(0),
+            pages_step=pages.stride(1),
+            lengths_ptr=lengths.contiguous(),
+            room=room,
+            window=space.window if space.window is not None else _ENDLESS,
+            SIZE=size,
+            BLOCK=BLOCK_POSITIONS,
+            **_request_args(plan),
+            **_table_args(plan),
+            **_ring_args(space, space.space_id),
+        )

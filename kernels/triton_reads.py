@@ -1,0 +1,231 @@
+"""Triton kernels of what a forward reads: one lane per position of each request, one launch for the whole batch.
+
+What is checked is said in :mod:`.space_reference`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_identity import (
+    BOUNDS,
+    CHAIN,
+    CHAIN_BIT,
+    CHECKED,
+    COLUMNS,
+    FLAGS,
+    FOREIGN_READ,
+    FORWARDS,
+    INDEX,
+    LENGTH_DIFFERS,
+    NAMELESS,
+    NAMESPACE,
+    NEVER_WRITTEN,
+    NO_SUCH_ROW,
+    OTHER_NAMESPACE,
+    OUT_OF_RANGE,
+    OWNER_BIT,
+    PER_STEP,
+    POISON,
+    PRE,
+    READ_AFTER_FREE,
+    READ_DIFFERS,
+    READS,
+    REFERENCE,
+    RESERVED,
+    RESERVED_SLOT,
+    ROW_TOO_NARROW,
+    TOKEN_BIT,
+    UNKNOWN,
+    WIDE,
+    WRITTEN,
+    WRONG_POSITION,
+    WRONG_PREDECESSOR,
+    WRONG_TOKEN,
+    entry_of,
+    expected_token,
+    find_ends,
+    mix,
+    namespace_seed,
+    note,
+    table_slot,
+    tell,
+)
+
+
+@triton.jit(do_not_specialize=PER_STEP)
+def open_kernel(
+    clock_ptr, counters_ptr,  # int32 [1], int64 [len(SpaceCount)]
+    counts_ptr, bs, row_ptr, prefix_ptr, extend_ptr, owner_ptr, ends_ptr,  # integer [bs] each
+    table_rows, width,
+    words_ptr, ring_ptr, capacity, source, checks,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A forward begins: count it, and look at the rows of the request table that it names."""
+    if tl.program_id(0) == 0:
+        find_ends(counts_ptr, extend_ptr, ends_ptr, bs, BLOCK)
+        tl.store(clock_ptr, tl.load(clock_ptr) + 1)
+        tl.store(counters_ptr + FORWARDS, tl.load(counters_ptr + FORWARDS) + 1)
+    if (BOUNDS & checks) != 0:
+        request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        live = (request < bs) & (request < tl.load(counts_ptr))
+        row = tl.load(row_ptr + request, mask=live, other=0).to(tl.int64)
+        length = tl.load(prefix_ptr + request, mask=live, other=0).to(tl.int64)
+        length += tl.load(extend_ptr + request, mask=live, other=0).to(tl.int64)
+        zero = tl.zeros_like(request)
+        bits, why, stored, found = zero, zero, zero, zero
+        bits, why, stored, found = note(
+            bits, why, stored, found, live, (row < 0) | (row >= table_rows), zero + table_rows, row,
+            checks, BOUNDS, NO_SUCH_ROW,
+        )  # fmt: skip
+        bits, why, stored, found = note(
+            bits, why, stored, found, live, length > width, zero + width, length, checks, BOUNDS, ROW_TOO_NARROW
+        )
+        owner = tl.load(owner_ptr + request, mask=live, other=0)
+        tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, -1, UNKNOWN, owner, -1, PRE)
+
+
+@triton.jit(do_not_specialize=PER_STEP)
+def walk_kernel(
+    block_ptr, wide_ptr, clock_ptr, counters_ptr,  # int32 [slots + 1, 8], the same as int64, int32 [1], int64
+    slots, counts_ptr, row_ptr, prefix_ptr, owner_ptr, spaces_ptr,  # integer [bs] each
+    table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
+    history_ptr, history_stride, history_step, history_width, history_lens_ptr,
+    stop, window, offset,
+    words_ptr, ring_ptr, capacity, source, checks,
+    PAGE: tl.constexpr, HAS_SPACES: tl.constexpr, HAS_MAP: tl.constexpr, HAS_HISTORY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Before a forward: is every slot that attention will read the one it should be?"""
+    request = tl.program_id(1).to(tl.int64)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    prefix = tl.load(prefix_ptr + request).to(tl.int64)
+    row = tl.load(row_ptr + request).to(tl.int64)
+    first = tl.maximum(prefix - window + 1, 0)
+    exists = (request < tl.load(counts_ptr)) & (row >= 0) & (row < table_rows)
+    if exists & (begin < prefix) & (begin + BLOCK > first):
+        owner = tl.load(owner_ptr + request)
+        position = begin + tl.arange(0, BLOCK)
+        live = (position >= first) & (position < prefix) & (position < stop)
+        slot = table_slot(
+            table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, live,
+            PAGE, HAS_MAP,
+        )  # fmt: skip
+        outside = (slot < 0) | (slot >= slots)
+        at = tl.where(outside, slots, slot)
+        token, where, flags, chain, holder = entry_of(wide_ptr, at, live)
+        if HAS_MAP:  # what it maps to a reserved slot has left the window
+            live = live & ((flags & RESERVED) == 0)
+        tl.atomic_add(counters_ptr + CHECKED, tl.sum(live.to(tl.int64), axis=0))
+
+        reserved = (flags & RESERVED) != 0
+        there = live & (outside == 0) & (reserved == 0)
+        free = flags < REFERENCE
+        foreign = (holder != 0) & (holder != owner) & (flags < 2 * REFERENCE) & (free == 0)
+        written = (flags & WRITTEN) != 0
+        named = there & written & ((flags & NAMELESS) == 0)
+        zero = tl.zeros_like(position)
+        expected, wrong = token, named & (slots < 0)
+        if HAS_HISTORY:
+            valid, expected = expected_token(
+                history_ptr, history_stride, history_step, history_width, history_lens_ptr, request + zero, position,
+                offset, named,
+            )  # fmt: skip
+            wrong = valid & (token != expected)
+        misplaced = where != position
+        link = mix(token, where)
+        start = namespace_seed(spaces_ptr, request + zero, named, HAS_SPACES) + link
+        strange = (position == 0) & (misplaced == 0) & (chain != start)
+        follows = named & (position > first)
+        before = table_slot(
+            table_ptr, row, row_stride, page_stride, table_rows, columns, position - 1, map_ptr, map_size, follows,
+            PAGE, HAS_MAP,
+        )  # fmt: skip
+        known = follows & (before >= 0) & (before < slots)
+        before = tl.where(known, before, slots)
+        marks = tl.load(block_ptr + before * COLUMNS + FLAGS, mask=known, other=0)
+        after = tl.load(wide_ptr + before * WIDE + CHAIN, mask=known, other=0) + link
+        comparable = known & ((marks & WRITTEN) != 0) & ((marks & NAMELESS) == 0)
+        broken = comparable & (chain != after)
+        suspect = live & (outside | reserved | (there & (free | foreign | (written == 0))))
+        suspect = suspect | (named & (wrong | misplaced | strange | broken))
+        if tl.max(suspect.to(tl.int32), axis=0) != 0:  # what is wrong is worked out only where something is
+            bits, why, stored, found = zero, zero, zero, zero
+            bits, why, stored, found = note(
+                bits, why, stored, found, live, outside, slot, zero - 1, checks, BOUNDS, OUT_OF_RANGE
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, live, reserved & (outside == 0), slot, slot, checks, BOUNDS, RESERVED_SLOT
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, there, free, zero + owner, zero, checks, OWNER_BIT, READ_AFTER_FREE
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, there, foreign, zero + owner, holder, checks, OWNER_BIT, FOREIGN_READ
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, there, written == 0, zero, zero, checks, POISON, NEVER_WRITTEN
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, named, wrong, expected, token, checks, TOKEN_BIT, WRONG_TOKEN
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, named, misplaced, position, where, checks, CHAIN_BIT, WRONG_POSITION
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, named, strange, start, chain, checks, NAMESPACE, OTHER_NAMESPACE
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, named, broken, after, chain, checks, CHAIN_BIT, WRONG_PREDECESSOR
+            )
+            detail = tl.where(outside, -1, token)
+            tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, owner, detail, PRE)
+        sound = live & (outside == 0) & written & (flags >= REFERENCE)
+        tl.store(block_ptr + at * COLUMNS + READS, tl.load(clock_ptr), mask=sound)
+
+
+@triton.jit(do_not_specialize=PER_STEP)
+def reads_kernel(
+    counts_ptr, row_ptr, prefix_ptr, extend_ptr, owner_ptr,
+    table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
+    pages_ptr, pages_stride, pages_step, lengths_ptr, room, window,  # integer [bs, room // SIZE], integer [bs]
+    words_ptr, ring_ptr, capacity, source, checks,
+    PAGE: tl.constexpr, SIZE: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Before attention: does the page table that its kernel gets say what the request table says?"""
+    request = tl.program_id(1).to(tl.int64)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    row = tl.load(row_ptr + request).to(tl.int64)
+    if (request < tl.load(counts_ptr)) & (row >= 0) & (row < table_rows):
+        owner = tl.load(owner_ptr + request)
+        given = tl.load(lengths_ptr + request).to(tl.int64)
+        total = tl.load(prefix_ptr + request).to(tl.int64) + tl.load(extend_ptr + request).to(tl.int64)
+        position = begin + tl.arange(0, BLOCK)
+        zero = tl.zeros_like(position)
+        if begin == 0:
+            once = position == 0
+            bits, why, stored, found = zero, zero, zero, zero
+            bits, why, stored, found = note(
+                bits, why, stored, found, once, given > room + zero, zero + room, zero + given,
+                checks, BOUNDS, ROW_TOO_NARROW,
+            )  # fmt: skip
+            bits, why, stored, found = note(
+                bits, why, stored, found, once, given + zero != total, zero + total, zero + given,
+                checks, INDEX, LENGTH_DIFFERS,
+            )  # fmt: skip
+            tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, -1, UNKNOWN, owner, -1, PRE)
+        live = (position < tl.minimum(tl.minimum(given, total), room)) & (position > total - 1 - window)
+        page = tl.load(
+            pages_ptr + request * pages_stride + position // SIZE * pages_step, mask=live, other=0
+        ).to(tl.int64)  # fmt: skip
+        got = page * SIZE + position % SIZE
+        slot = table_slot(
+            table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, live,
+            PAGE, HAS_MAP,
+        )  # fmt: skip
+        bits, why, stored, found = zero, zero, zero, zero
+        bits, why, stored, found = note(
+            bits, why, stored, found, live, got != slot, slot, got, checks, INDEX, READ_DIFFERS
+        )
+        tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, owner, -1, PRE)

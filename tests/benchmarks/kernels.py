@@ -1,0 +1,128 @@
+"""Time of the checks' kernels inside a CUDA graph, on one GPU.
+
+    python tests/benchmarks/kernels.py [--write]
+
+Each number is the median of replays of a graph that holds the call many times over, divided by that number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import report
+import torch
+
+from kvcanary_fx.kernels import gpu_requests
+from kvcanary_fx.kernels.buffers import Check, Control
+from kvcanary_fx.kernels.slot_space import RequestPlan, SlotSpace
+
+DEVICE = torch.device("cuda")
+CHECKS = Check.BOUNDS | Check.POISON | Check.CHAIN | Check.INDEX | Check.OWNER | Check.NAMESPACE | Check.TOKEN
+REPLAYS, CALLS = 30, 20
+
+
+def microseconds(call: Callable[[], None]) -> tuple[float, float]:
+    """``(median, spread)`` of one call in a graph, in microseconds."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    times = []
+    for _ in range(REPLAYS + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / CALLS)
+    times = sorted(times[3:])
+    return statistics.median(times), times[-1] - times[0]
+
+
+class Scene:
+    """Requests with scattered slots, in a pool twice their size."""
+
+    def __init__(self, requests: int, length: int, extend: int):
+        self.requests, self.extend = requests, extend
+        slots = 2 * requests * (length + extend)
+        made = torch.Generator(DEVICE).manual_seed(0)
+        owned = torch.randperm(slots, generator=made, device=DEVICE)[: requests * (length + extend)] + 1
+        control = Control.allocate(4096, DEVICE)
+        self.space = SlotSpace.allocate(slots + 1, DEVICE, control, 1, CHECKS, owner_known=False)
+        self.table = owned.view(requests, length + extend).to(torch.int32)
+        self.history = torch.randint(100_000, self.table.shape, generator=made, device=DEVICE)
+        if length:
+            gpu_requests.store(self.space, self.plan(0, length))
+        self.now = self.plan(length, extend)
+
+    def plan(self, prefix: int, extend: int) -> RequestPlan:
+        def each(value: int) -> torch.Tensor:
+            return torch.full((self.requests,), value, device=DEVICE)
+
+        added = slice(prefix, prefix + extend)
+        return RequestPlan(
+            counts=torch.tensor([self.requests, self.requests * extend], device=DEVICE),
+            rows=torch.arange(self.requests, device=DEVICE),
+            prefix_lens=each(prefix),
+            extend_lens=each(extend),
+            tokens=self.history[:, added].reshape(-1),
+            slots=self.table[:, added].reshape(-1).long(),
+            positions=None,
+            owners=each(0),
+            namespaces=None,
+            table=self.table,
+            columns=self.table.shape[1],
+            history=self.history,
+            history_lens=each(self.table.shape[1]),
+        )
+
+    def walk(self) -> None:
+        gpu_requests.walk(self.space, self.now)
+
+    def before(self) -> None:
+        gpu_requests.walk(self.space, self.now)
+        gpu_requests.check_writes(self.space, self.now)
+
+    def store(self) -> None:
+        gpu_requests.store(self.space, self.now)
+
+
+def identity_rows() -> list[list[str]]:
+    """The identity checks, for batches of different shapes."""
+    rows = []
+    for requests, length, extend in ((1, 4096, 1), (64, 4096, 1), (256, 4096, 1), (64, 32768, 1), (1, 0, 4096),
+                                     (1, 0, 131072), (64, 0, 4096)):  # fmt: skip
+        scene = Scene(requests, length, extend)
+        cells = [f"{requests} x {length} + {extend}"]
+        for call in (scene.walk, scene.before, scene.store):
+            median, spread = microseconds(call)
+            cells.append(f"{median:.1f} us (+-{spread / 2:.1f})")
+        found = int(scene.space.control.words[0])
+        rows.append([*cells, str(found)])
+        print("  ".join(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="update the section in BENCHMARKS.md")
+    args = parser.parse_args()
+    header = ["requests x stored + added", "walk", "walk and check_writes", "store", "violations"]
+    text = (
+        f"## Identity checks\n\n{report.environment('cuda')}. All checks on, slots scattered one by one, in a CUDA "
+        f"graph of {CALLS} calls, median of {REPLAYS} replays. Command: `python tests/benchmarks/kernels.py --write`"
+        f"\n\n{report.table(header, identity_rows())}"
+    )
+    print("\n" + text)
+    if args.write:
+        report.write_section("identity cuda", text)
+
+
+if __name__ == "__main__":
+    main()
