@@ -17,7 +17,8 @@ class Geometry:
     Attributes:
         base: a tensor of the unit's integer type that starts where the view starts.
         slot_strides: strides of the (one or two) slot dimensions; a missing one is 0.
-        sizes, strides: the row's dimensions, merged, padded at the front to MAX_ROW_DIMS with (1, 0).
+        sizes, strides: the row's dimensions, merged, padded at the end to MAX_ROW_DIMS with (1, 0): of a row that is
+            dense, Triton then sees that it is.
         unit: bytes of one load: 4 where rows allow it, else the element size.
     """
 
@@ -64,8 +65,8 @@ def geometry_of(view: torch.Tensor, slot_axes: tuple[int, ...]) -> Geometry:
     return Geometry(
         base=_reinterpreted(view, unit),
         slot_strides=(slots[0], slots[1]) if len(slots) == 2 else (0, slots[0]),
-        sizes=(1,) * pad + tuple(n for n, _ in dims),
-        strides=(0,) * pad + tuple(s for _, s in dims),
+        sizes=tuple(n for n, _ in dims) + (1,) * pad,
+        strides=tuple(s for _, s in dims) + (0,) * pad,
         unit=unit,
     )
 

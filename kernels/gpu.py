@@ -7,31 +7,36 @@ nothing waits for the device, so every function here may run while a CUDA graph 
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
 import triton
 
 from . import triton_kernels as tk
-from .buffers import NOT_WRITTEN, Check, IdentityBuffers, Phase, Site
+from .buffers import NOT_WRITTEN, Check, Count, IdentityBuffers, Phase, Site
 from .digest import coefficients
 from .geometry import Geometry, geometry_of
 from .identity import identify_with
 from .layout import poison_mask
 from .row_state import update_rows
+from .slot_space import SlotSpace
+from .triton_listed import verify_listed_kernel
 
 #: Slots a program digests at a time, and words of a row it loads at once.
 BLOCK_SLOTS = 8
 MAX_BLOCK_WORDS = 256
 
+#: The same for the check of listed slots, in programs of one warp, and how many of these each of a GPU's processors
+#: gets: of 90 combinations the fastest for 64 requests of 4,096 tokens on an H200 (136 us, the others up to 453 us).
+LISTED_SLOTS = 8
+LISTED_WORDS = 128
+PROGRAMS_PER_PROCESSOR = 16
+
 
 def on_device(tensor: torch.Tensor) -> Any:
     """Triton launches on the current device, which need not be the tensor's."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
-
-
-def _block_words(words: int) -> int:
-    return min(MAX_BLOCK_WORDS, 1 << max(words - 1, 0).bit_length())
 
 
 def _row_args(geometry: Geometry) -> dict[str, int]:
@@ -54,7 +59,7 @@ def _common(site: Site) -> dict[str, Any]:
     )
 
 
-def _digest_args(site: Site) -> dict[str, Any]:
+def _digest_args(site: Site, slots: int = BLOCK_SLOTS, most_words: int = MAX_BLOCK_WORDS) -> dict[str, Any]:
     words = site.layout.words
     return dict(
         coef_ptr=coefficients(words, site.half.digest.device),
@@ -64,8 +69,8 @@ def _digest_args(site: Site) -> dict[str, Any]:
         seed2=tk.as_signed(site.seed2),
         words_in_row=words,
         PLANES=site.half.digest.shape[0],
-        BLOCK=BLOCK_SLOTS,
-        BLOCK_WORDS=_block_words(words),
+        BLOCK=slots,
+        BLOCK_WORDS=min(most_words, triton.next_power_of_2(words)),
     )
 
 
@@ -116,13 +121,10 @@ def _scan(site: Site, view: torch.Tensor, first: torch.Tensor | None, mode: int)
             site.counters,
             first if first is not None and has_first else site.half.rows,
             baseline,
-            block_ptr=site.space.block if site.space is not None else site.half.rows,
-            clock_ptr=site.space.clock if site.space is not None else site.half.rows,
-            HAS_READS=site.space is not None,
             slot_stride0=geometry.slot_strides[0],
             slot_stride1=geometry.slot_strides[1],
             every=site.verify_every,
-            LENIENT=site.lenient and site.space is None,
+            LENIENT=site.lenient,
             CONTENT=bool(site.checks & Check.CONTENT),
             HAS_FIRST=has_first,
             NOT_WRITTEN=NOT_WRITTEN,
@@ -139,7 +141,42 @@ def _scan(site: Site, view: torch.Tensor, first: torch.Tensor | None, mode: int)
 
 def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None) -> None:
     """Content: compare every due slot with its digest.  See :func:`.cpu.verify`."""
-    _scan(site, view, first, tk.VERIFY)
+    if site.space is None:
+        _scan(site, view, first, tk.VERIFY)
+    elif site.layout.slots:
+        _verify_listed(site, view, site.space)
+
+
+def _verify_listed(site: Site, view: torch.Tensor, space: SlotSpace) -> None:
+    """The slots that the walk of this forward found sound; an engine says what else it writes, nothing is adopted."""
+    geometry = geometry_of(view, site.layout.slot_axes)
+    if not site.checks & Check.CONTENT:
+        site.counters[Count.VERIFY_RUNS] += 1
+        return
+    with on_device(view):
+        verify_listed_kernel[(min(triton.cdiv(site.layout.slots, LISTED_SLOTS), _programs(view.device)),)](
+            geometry.base,
+            site.gate,
+            site.counters,
+            listed_ptr=space.listed,
+            count_ptr=space.listed_count,
+            slot_stride0=geometry.slot_strides[0],
+            slot_stride1=geometry.slot_strides[1],
+            every=site.verify_every,
+            UNIT=geometry.unit,
+            num_warps=1,
+            **_row_args(geometry),
+            **_digest_args(site, LISTED_SLOTS, LISTED_WORDS),
+            **_common(site),
+        )
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    """Programs that keep a device busy; few in the interpreter, where they take turns."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_PROCESSOR
 
 
 def adopt(site: Site, view: torch.Tensor, first: torch.Tensor) -> None:

@@ -119,6 +119,7 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
         triton_reads.open_kernel[(max(1, triton.cdiv(bs, BLOCK_REQUESTS)),)](
             space.clock,
             space.counters,
+            space.listed_count,
             bs=bs,
             extend_ptr=plan.extend_lens.contiguous(),
             ends_ptr=_keep_ends(plan),
@@ -135,6 +136,8 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
             space.block,
             clock_ptr=space.clock,
             counters_ptr=space.counters,
+            listed_ptr=space.listed,
+            listed_count_ptr=space.listed_count,
             stop=stop,
             window=space.window if space.window is not None else _ENDLESS,
             BLOCK=BLOCK_POSITIONS,

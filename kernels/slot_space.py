@@ -92,6 +92,8 @@ class SlotSpace:
     Attributes:
         block: int32 ``[slots + 1, COLUMNS]``.
         planned: int64 ``[slots + 1]``, which token was planned for the slot first; for the kernels alone.
+        listed: int32 ``[slots]``, the slots whose ``reads`` is ``clock``, in any order; for the kernels alone.
+        listed_count: int32 ``[1]``, how many they are.
         clock: number of the forward that is running.
         space_id: stands where a half's number stands in a violation's record.
         token_offset: the slot of position p holds the token of position p + token_offset (an EAGLE draft's: 1).
@@ -105,6 +107,8 @@ class SlotSpace:
 
     block: torch.Tensor
     planned: torch.Tensor
+    listed: torch.Tensor
+    listed_count: torch.Tensor
     clock: torch.Tensor  # int32 [1]
     counters: torch.Tensor  # int64 [len(SpaceCount)]
     control: Control
@@ -160,6 +164,8 @@ class SlotSpace:
         space = cls(
             block=torch.zeros(slots + 1, COLUMNS, dtype=torch.int32, device=device),
             planned=torch.zeros(slots + 1, dtype=torch.int64, device=device),
+            listed=torch.zeros(slots, dtype=torch.int32, device=device),
+            listed_count=torch.zeros(1, dtype=torch.int32, device=device),
             clock=torch.zeros(1, dtype=torch.int32, device=device),
             counters=torch.zeros(len(SpaceCount), dtype=torch.int64, device=device),
             control=control,
@@ -171,6 +177,7 @@ class SlotSpace:
         )
         space.tokens.fill_(-1)
         space.positions.fill_(UNKNOWN)
+        space.reads.fill_(-1)
         space.flags.fill_(0 if owner_known else REFERENCE)
         for slot in reserved:
             space.flags[slot] = Flag.RESERVED | REFERENCE
@@ -178,7 +185,7 @@ class SlotSpace:
 
     def to(self, device: torch.device | str) -> SlotSpace:
         """The same space with its buffers on another device; the ring stays where it is."""
-        buffers = ("block", "planned", "clock", "counters")
+        buffers = ("block", "planned", "listed", "listed_count", "clock", "counters")
         return dataclasses.replace(self, **{name: getattr(self, name).to(device) for name in buffers})
 
     def forget_identity(self) -> None:
@@ -186,7 +193,8 @@ class SlotSpace:
         self.tokens.fill_(-1)
         self.positions.fill_(UNKNOWN)
         self.chain.zero_()
-        self.reads.zero_()
+        self.reads.fill_(-1)
+        self.listed_count.zero_()
         self.flags.bitwise_and_(~int(Flag.WRITTEN | Flag.NAMELESS))
 
 

@@ -46,7 +46,6 @@ _NO_POISON: tl.constexpr = tl.constexpr(2**62)
 _RESERVED: tl.constexpr = tl.constexpr(2)
 _SPACE_COLUMNS: tl.constexpr = tl.constexpr(COLUMNS)
 _FLAGS: tl.constexpr = tl.constexpr(int(Column.FLAGS))
-_READS: tl.constexpr = tl.constexpr(int(Column.READS))
 
 
 #: Arguments that differ between the sites and steps of one model.  Triton compiles a kernel anew for a value of
@@ -101,34 +100,34 @@ def _mixed(w, a, b):
 
 
 @triton.jit
-def _digest(
+def digest_of_rows(
     base, start, live, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
     UNIT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
     POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
     """``(h1, h2, poison)`` of rows [BLOCK]: int32 digests, and the lowest poisoned word << 32 | its bits."""
-    sum1 = tl.zeros([BLOCK], tl.int64)
-    sum2 = tl.zeros([BLOCK], tl.int64)
+    sum1 = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)
+    sum2 = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)
     poison = tl.full([BLOCK], _NO_POISON, tl.int64)
     for w0 in range(0, words_in_row, BLOCK_WORDS):
         word = w0 + tl.arange(0, BLOCK_WORDS)
         w = _load_words(base, start, live, word, units, n1, n2, n3, d0, d1, d2, d3, words_in_row, UNIT)
         c = tl.load(coef_ptr + word, mask=word < words_in_row, other=0)[None, :]
         d = tl.load(coef_ptr + words_in_row + word, mask=word < words_in_row, other=0)[None, :]
-        sum1 += tl.sum(_mixed(w, c, d).to(tl.int64), axis=1)
+        sum1 += _mixed(w, c, d)
         if PLANES == 2:
-            sum2 += tl.sum(_mixed(w, d, c).to(tl.int64), axis=1)
+            sum2 += _mixed(w, d, c)
         if POISON_MASK != 0:
             bad = _poisoned(w, word, POISON_MASK, POISON_BITS, ELEMENT) & (word < words_in_row)[None, :]
             key = (word.to(tl.int64) << 32)[None, :] | (w.to(tl.int64) & 0xFFFFFFFF)
             poison = tl.minimum(poison, tl.min(tl.where(bad, key, _NO_POISON), axis=1))
-    h1 = (sum1 + seed1).to(tl.int32)
+    h1 = (tl.sum(sum1.to(tl.int64), axis=1) + seed1).to(tl.int32)
     h1 = tl.where(h1 == 0, _ZERO_STANDS_FOR, h1)
-    return h1, (sum2 + seed2).to(tl.int32), poison
+    return h1, (tl.sum(sum2.to(tl.int64), axis=1) + seed2).to(tl.int32), poison
 
 
 @triton.jit
-def _packed(h1, h2, PLANES: tl.constexpr):
+def packed(h1, h2, PLANES: tl.constexpr):
     low = h1.to(tl.int64) & 0xFFFFFFFF
     if PLANES == 2:
         low |= h2.to(tl.int64) << 32
@@ -136,7 +135,7 @@ def _packed(h1, h2, PLANES: tl.constexpr):
 
 
 @triton.jit
-def _report(
+def report(
     words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, check, lenient, mask, slot, stored, found,
     detail, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -188,7 +187,7 @@ def report_kernel(
     stored = tl.load(stored_ptr + i, mask=live, other=0)
     found = tl.load(found_ptr + i, mask=live, other=0)
     detail = tl.load(detail_ptr + i, mask=live, other=0)
-    _report(
+    report(
         words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, check, 0, mask, slot, stored, found, detail,
         HAS_ROWS,
     )  # fmt: skip
@@ -218,7 +217,7 @@ def plan_kernel(
     told = tl.atomic_xchg(stamp_ptr + stamp_count + at, epoch, mask=twice)
     if REPORT:
         outside = live & (raw != slot)
-        _report(
+        report(
             words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, CHECK, 0, outside, slot, raw, slot,
             tl.zeros_like(slot), HAS_ROWS,
         )  # fmt: skip
@@ -229,7 +228,7 @@ def plan_kernel(
             )
         elif not HAS_ROWS:
             first = first & (slot != 0)
-        _report(
+        report(
             words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, CHECK, 0, first, slot, slot, slot,
             tl.full(slot.shape, 1, tl.int64), HAS_ROWS,
         )  # fmt: skip
@@ -256,11 +255,10 @@ def scan_kernel(
     baseline_ptr,  # int32 [slots_total]
     coef_ptr,  # int32 [2, words_in_row]
     digest_ptr,  # int32 [PLANES, slots_total]
-    block_ptr, clock_ptr,  # int32 [slots_total + 1, 8], int32 [1]
     words_ptr, ring_ptr, capacity, rows_ptr,  # int32 [rows, _ROW_COLUMNS]
     slots_total, seed1, seed2, words_in_row, half, positions, every, slot_stride0, slot_stride1,
     units, n1, n2, n3, d0, d1, d2, d3,
-    HAS_READS: tl.constexpr, HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr,
     NOT_WRITTEN: tl.constexpr, LENIENT: tl.constexpr, CONTENT: tl.constexpr, MODE: tl.constexpr,
     UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr, POISON_MASK: tl.constexpr,
     POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
@@ -273,8 +271,7 @@ def scan_kernel(
         stored2 = tl.load(digest_ptr + slots_total + slot, mask=inside, other=0)
     row = slot // positions
     position = slot % positions
-    # an engine says what else it writes: nothing in its pool is adopted
-    now = (tl.load(gate_ptr + _LENIENT_NOW) != 0) & (HAS_READS == 0)
+    now = tl.load(gate_ptr + _LENIENT_NOW) != 0
     lenient = now | LENIENT
     shifted = inside & (slot < 0)
     below = shifted
@@ -285,10 +282,6 @@ def scan_kernel(
         shifted = coming & (first != after)
         below = coming & (position < first)
     recorded = inside & (stored1 != 0)
-    if HAS_READS:
-        recorded = recorded & (
-            tl.load(block_ptr + slot * _SPACE_COLUMNS + _READS, mask=inside, other=0) == tl.load(clock_ptr)
-        )
     turn = (slot + tl.load(gate_ptr + _GATE_STEP)) % every == 0
     due = recorded & (now | turn | (lenient & shifted))
     if (MODE != _VERIFY) or (not CONTENT):
@@ -307,7 +300,7 @@ def scan_kernel(
             start = row * slot_stride0 + position * slot_stride1
         else:
             start = slot * slot_stride1
-        h1, h2, poison = _digest(
+        h1, h2, poison = digest_of_rows(
             base, start, work, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
             UNIT, PLANES, BLOCK, BLOCK_WORDS, POISON_MASK if MODE == _CHANGED else 0, POISON_BITS, ELEMENT,
         )  # fmt: skip
@@ -320,7 +313,7 @@ def scan_kernel(
                 tl.store(digest_ptr + slots_total + slot, h2, mask=changed)
             tl.atomic_add(counters_ptr + _RECORDED, tl.sum(changed.to(tl.int64), axis=0))
             if POISON_MASK != 0:
-                _report(
+                report(
                     words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _POISON_BIT, 0,
                     changed & (poison != _NO_POISON), slot, tl.zeros_like(slot), poison & 0xFFFFFFFF, poison >> 32,
                     HAS_ROWS,
@@ -328,9 +321,9 @@ def scan_kernel(
         else:
             bad = due & ((h1 != stored1) | (h2 != stored2)) if PLANES == 2 else due & (h1 != stored1)
             taken = bad & lenient & shifted
-            _report(
+            report(
                 words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 0, _CONTENT_BIT, lenient.to(tl.int64),
-                bad & (taken == 0), slot, _packed(stored1, stored2, PLANES), _packed(h1, h2, PLANES),
+                bad & (taken == 0), slot, packed(stored1, stored2, PLANES), packed(h1, h2, PLANES),
                 tl.zeros_like(slot), HAS_ROWS,
             )  # fmt: skip
             tl.store(digest_ptr + slot, h1, mask=bad | adopted)
@@ -365,7 +358,7 @@ def record_kernel(
         start = (at // positions) * slot_stride0 + (at % positions) * slot_stride1
     else:
         start = at * slot_stride1
-    h1, h2, poison = _digest(
+    h1, h2, poison = digest_of_rows(
         base, start, live, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
         UNIT, PLANES, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
     )  # fmt: skip
@@ -373,12 +366,12 @@ def record_kernel(
         tl.atomic_add(counters_ptr + _RECORD_RUNS, tl.full([], 1, tl.int64))
     tl.atomic_add(counters_ptr + _RECORDED, tl.sum(live.to(tl.int64), axis=0))
     if POISON_MASK != 0:
-        _report(
+        report(
             words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _POISON_BIT, 0,
             live & (poison != _NO_POISON), slot, tl.zeros_like(slot), poison & 0xFFFFFFFF, poison >> 32, HAS_ROWS,
         )  # fmt: skip
     if HAS_VALUE:
-        v1, v2, _ = _digest(
+        v1, v2, _ = digest_of_rows(
             value_base, i * token_stride, live, coef_ptr, seed1, seed2, words_in_row, v_units, v_n1, v_n2, v_n3,
             v_d0, v_d1, v_d2, v_d3, OPERAND_UNIT, PLANES, BLOCK, BLOCK_WORDS, 0, 1, ELEMENT,
         )  # fmt: skip
@@ -388,9 +381,9 @@ def record_kernel(
         if HAS_SPACE:  # a store kernel may leave reserved slots alone
             bad = bad & ((tl.load(block_ptr + at * _SPACE_COLUMNS + _FLAGS, mask=live, other=0) & _RESERVED) == 0)
         bad = bad & ((v1 != h1) | (v2 != h2)) if PLANES == 2 else bad & (v1 != h1)
-        _report(
+        report(
             words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _OPERAND_BIT, 0, bad, slot,
-            _packed(v1, v2, PLANES), _packed(h1, h2, PLANES), tl.zeros_like(slot), HAS_ROWS,
+            packed(v1, v2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), HAS_ROWS,
         )  # fmt: skip
     tl.store(digest_ptr + at, h1, mask=live)
     if PLANES == 2:

@@ -56,7 +56,7 @@ from .triton_identity import (
 
 @triton.jit(do_not_specialize=PER_STEP)
 def open_kernel(
-    clock_ptr, counters_ptr,  # int32 [1], int64 [len(SpaceCount)]
+    clock_ptr, counters_ptr, listed_count_ptr,  # int32 [1], int64 [len(SpaceCount)], int32 [1]
     counts_ptr, bs, row_ptr, prefix_ptr, extend_ptr, owner_ptr, ends_ptr,  # integer [bs] each
     table_rows, width,
     words_ptr, ring_ptr, capacity, source, checks,
@@ -66,6 +66,7 @@ def open_kernel(
     if tl.program_id(0) == 0:
         find_ends(counts_ptr, extend_ptr, ends_ptr, bs, BLOCK)
         tl.store(clock_ptr, tl.load(clock_ptr) + 1)
+        tl.store(listed_count_ptr, tl.zeros([], tl.int32))
         tl.store(counters_ptr + FORWARDS, tl.load(counters_ptr + FORWARDS) + 1)
     if (BOUNDS & checks) != 0:
         request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -89,6 +90,7 @@ def open_kernel(
 @triton.jit(do_not_specialize=PER_STEP)
 def walk_kernel(
     block_ptr, wide_ptr, clock_ptr, counters_ptr,  # int32 [slots + 1, 8], the same as int64, int32 [1], int64
+    listed_ptr, listed_count_ptr,  # int32 [slots], int32 [1]
     slots, counts_ptr, row_ptr, prefix_ptr, owner_ptr, spaces_ptr,  # integer [bs] each
     table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
     history_ptr, history_stride, history_step, history_width, history_lens_ptr,
@@ -181,8 +183,15 @@ def walk_kernel(
             )
             detail = tl.where(outside, -1, token)
             tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, owner, detail, PRE)
+        # the slots found sound are listed once, however many requests share them, for the layers' content checks
         sound = live & (outside == 0) & written & (flags >= REFERENCE)
-        tl.store(block_ptr + at * COLUMNS + READS, tl.load(clock_ptr), mask=sound)
+        clock = tl.load(clock_ptr)
+        read = tl.atomic_xchg(block_ptr + at * COLUMNS + READS, tl.zeros_like(flags) + clock, mask=sound)
+        fresh = (sound & (read != clock)).to(tl.int32)
+        count = tl.sum(fresh, axis=0)
+        if count > 0:
+            place = tl.atomic_add(listed_count_ptr, count) + tl.cumsum(fresh, axis=0) - 1
+            tl.store(listed_ptr + place, at.to(tl.int32), mask=fresh != 0)
 
 
 @triton.jit(do_not_specialize=PER_STEP)

@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 SPACES = ["tests/kernels/test_slot_spaces.py"]
+INTERPRETED = ["tests/kernels/test_slot_spaces.py", "-k", "interpreted or chain_of"]
 SITES = ["tests/kernels/test_bit_equality.py", "-k", "cpu"]
 ENGINE = ["tests/runtime/test_engine_session.py", "tests/runtime/test_opaque_attention.py", "-m", "not slow"]
 RUNTIME = ["tests/runtime/test_detection.py", "tests/runtime/test_false_alarms.py", "tests/runtime/test_session.py"]
@@ -30,9 +31,13 @@ RUNTIME = ["tests/runtime/test_detection.py", "tests/runtime/test_false_alarms.p
 #: The files with checks in them, and the tests that must notice.
 TARGETS = {
     "kernels/request_checks.py": SPACES,
+    "kernels/triton_reads.py": INTERPRETED,
+    "kernels/triton_writes.py": INTERPRETED,
+    "kernels/triton_identity.py": INTERPRETED,
     "kernels/slot_life.py": SPACES,
     "kernels/findings.py": SPACES,
     "kernels/cpu.py": SITES,
+    "kernels/triton_kernels.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted"],
     "kernels/identity.py": RUNTIME,
     "kernels/row_state.py": SITES,
     "kernels/layer_ops.py": ENGINE,
@@ -96,7 +101,7 @@ class Runner:
         env = dict(os.environ, PYTHONPATH=str(home), KVCANARY_TEST_SEEDS="300")
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TARGETS[mutant.file]]
         try:
-            run = subprocess.run(command, cwd=home, env=env, capture_output=True, timeout=900, check=False)
+            run = subprocess.run(command, cwd=home, env=env, capture_output=True, timeout=300, check=False)
             return run.returncode == 0
         except subprocess.TimeoutExpired:
             return False

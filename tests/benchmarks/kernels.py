@@ -8,18 +8,21 @@ Each number is the median of replays of a graph that holds the call many times o
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 from collections.abc import Callable
 
 import report
 import torch
 
-from kvcanary_fx.kernels import gpu_requests
-from kvcanary_fx.kernels.buffers import Check, Control
+from kvcanary_fx.kernels import gpu, gpu_requests
+from kvcanary_fx.kernels.buffers import Check, Control, Count, Gate, HalfBuffers, Site
+from kvcanary_fx.kernels.layout import SlotLayout
 from kvcanary_fx.kernels.slot_space import RequestPlan, SlotSpace
 
 DEVICE = torch.device("cuda")
 CHECKS = Check.BOUNDS | Check.POISON | Check.CHAIN | Check.INDEX | Check.OWNER | Check.NAMESPACE | Check.TOKEN
+CONTENT = Check.CONTENT | Check.OPERAND | Check.POISON
 REPLAYS, CALLS = 30, 20
 
 
@@ -54,6 +57,7 @@ class Scene:
         made = torch.Generator(DEVICE).manual_seed(0)
         owned = torch.randperm(slots, generator=made, device=DEVICE)[: requests * (length + extend)] + 1
         control = Control.allocate(4096, DEVICE)
+        control.stamps = torch.full((2, slots + 1), -1, device=DEVICE)
         self.space = SlotSpace.allocate(slots + 1, DEVICE, control, 1, CHECKS, owner_known=False)
         self.table = owned.view(requests, length + extend).to(torch.int32)
         self.history = torch.randint(100_000, self.table.shape, generator=made, device=DEVICE)
@@ -71,7 +75,7 @@ class Scene:
             rows=torch.arange(self.requests, device=DEVICE),
             prefix_lens=each(prefix),
             extend_lens=each(extend),
-            tokens=self.history[:, added].reshape(-1),
+            tokens=self.history[:, added].flatten().contiguous(),
             slots=self.table[:, added].reshape(-1).long(),
             positions=None,
             owners=each(0),
@@ -91,6 +95,44 @@ class Scene:
 
     def store(self) -> None:
         gpu_requests.store(self.space, self.now)
+
+
+def copy_speed() -> float:
+    """Bytes per second that a device copy reads and writes, in TB/s."""
+    source = torch.zeros(2**29, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / microseconds(lambda: target.copy_(source))[0] / 1e6
+
+
+def content_rows(copied: float) -> list[list[str]]:
+    """The content check of one layer's K, and its record, at 2,048 bytes a slot."""
+    rows = []
+    for requests, length, extend in ((1, 4096, 1), (64, 4096, 1), (256, 4096, 1), (64, 0, 4096)):
+        scene = Scene(requests, length, extend)
+        view = torch.randn(scene.space.slots, 8, 128, device=DEVICE).bfloat16()
+        layout = SlotLayout(tuple(view.shape), (0,), view.dtype)
+        half = HalfBuffers.allocate(layout, 1, DEVICE)
+        gate, counters = (torch.zeros(n, dtype=torch.int64, device=DEVICE) for n in (len(Gate), len(Count)))
+        site = Site(layout, half, scene.space.control, gate, counters, 9, 3, 5, CONTENT, space=scene.space)
+        scene.walk()
+        every = scene.table[:, :length].reshape(-1).long()
+        if length:
+            gpu.record(site, view, every, None, 0)
+        added = scene.now.slots
+        values = view[added]
+        cells = [f"{requests} x {length} + {extend}"]
+        nbytes = every.numel() * layout.row_bytes
+        verify, spread = microseconds(lambda: gpu.verify(site, view, None))  # noqa: B023
+        speed = nbytes / verify / 1e6
+        share = f"{speed:.2f} TB/s, {100 * speed / copied:.0f} % of a copy" if length else "nothing stored"
+        cells.append(f"{verify:.1f} us (+-{spread / 2:.1f}), {share}")
+        sampled = dataclasses.replace(site, verify_every=64)
+        cells.append(f"{microseconds(lambda: gpu.verify(sampled, view, None))[0]:.1f} us")  # noqa: B023
+        record, spread = microseconds(lambda: gpu.record(site, view, added, values, 1))  # noqa: B023
+        cells.append(f"{record:.1f} us (+-{spread / 2:.1f})")
+        rows.append([*cells, str(int(scene.space.control.words[0]))])
+        print("  ".join(rows[-1]), flush=True)
+    return rows
 
 
 def identity_rows() -> list[list[str]]:
@@ -114,13 +156,22 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="update the section in BENCHMARKS.md")
     args = parser.parse_args()
     header = ["requests x stored + added", "walk", "walk and check_writes", "store", "violations"]
+    copied = copy_speed()
+    columns = ["requests x stored + added", "content check", "of 1/64", "record with operand", "violations"]
+    content = (
+        f"## Content checks\n\n{report.environment('cuda')}. One layer's K, 2,048 bytes a slot, slots scattered one by "
+        f"one, 32-bit digests, in a CUDA graph of {CALLS} calls, median of {REPLAYS} replays. A device copy of 2 GiB "
+        f"reads and writes {copied:.2f} TB/s. Command: `python tests/benchmarks/kernels.py --write`\n\n"
+        f"{report.table(columns, content_rows(copied))}"
+    )
     text = (
         f"## Identity checks\n\n{report.environment('cuda')}. All checks on, slots scattered one by one, in a CUDA "
         f"graph of {CALLS} calls, median of {REPLAYS} replays. Command: `python tests/benchmarks/kernels.py --write`"
         f"\n\n{report.table(header, identity_rows())}"
     )
-    print("\n" + text)
+    print("\n" + content + "\n\n" + text)
     if args.write:
+        report.write_section("content cuda", content)
         report.write_section("identity cuda", text)
 
 

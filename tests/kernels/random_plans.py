@@ -154,6 +154,9 @@ def play(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, Slo
             impl.check_reads(own, moved(plan, device), pages.to(device), lengths.to(device), size)
             impl.store(own, moved(plan, device))
             own.control.words[Word.STEP] += 1
+            if impl is IMPLEMENTATIONS["triton"]:
+                listed = sorted(own.listed[: int(own.listed_count)].tolist())
+                assert listed == (own.reads[:-1] == own.clock).nonzero().flatten().tolist(), f"plan {number}"
         compare(impls, number)
         for _, own in impls:
             own.control.words[Word.DRAINED] = own.control.words[Word.HEAD]

@@ -128,6 +128,8 @@ def random_scene(seed: int, capacity: int = 64, dtype: torch.dtype | None = None
         space = SlotSpace.allocate(layout.slots, torch.device("cpu"), control, 5, ALL_CHECKS)
         space.reads.copy_(torch.tensor([rng.randint(0, 1) for _ in range(layout.slots + 1)]))
         space.clock.fill_(1)
+        read = space.reads[:-1].nonzero().flatten()
+        space.listed[: read.numel()], space.listed_count[0] = read, read.numel()
     site = Site(
         layout=layout,
         space=space,
