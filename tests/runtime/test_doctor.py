@@ -34,7 +34,7 @@ def test_every_check_reports_its_fault(dtype, paged):
     ("module", "function", "checks"),
     [
         (cpu, "verify", {"content"}),
-        (request_checks, "walk", {"bounds", "owner", "namespace"}),
+        (request_checks, "walk", {"bounds", "content", "owner", "namespace"}),
         (request_checks, "check_writes", {"chain"}),
     ],
 )
