@@ -98,7 +98,8 @@ class Runner:
         target = home / mutant.file
         original = target.read_text()
         target.write_text(mutant.source)
-        env = dict(os.environ, PYTHONPATH=str(home), KVCANARY_TEST_SEEDS="300")
+        path = os.pathsep.join([str(home), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = dict(os.environ, PYTHONPATH=path, KVCANARY_TEST_SEEDS="300")
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TARGETS[mutant.file]]
         try:
             run = subprocess.run(command, cwd=home, env=env, capture_output=True, timeout=300, check=False)

@@ -64,7 +64,7 @@ def jobs() -> list[Job]:
         Job("tests models and examples", [*pytest, *parallel, "tests/models", "tests/examples", "tests/cli"]),
         Job("tests bugs", [*pytest, *parallel, "tests/bugs"]),
         Job("doctor", [python, "-m", "kvcanary_fx", "doctor"]),
-        Job("random plans", [python, "tests/kernels/random_plans.py", "--plans", "3000", "--device", "cuda"]),
+        Job("random plans", [python, "tests/kernels/random_plans.py", "--plans", "1500", "--device", "cuda", "--kernels", "triton"]),
     ]
     for arch in ARCHITECTURES:
         generate = [python, "examples/hf_generate.py", "--arch", arch, "--device", "cuda"]
@@ -83,7 +83,10 @@ def jobs() -> list[Job]:
 
 def benchmarks() -> list[Job]:
     """They update BENCHMARKS.md."""
-    return [Job("benchmark compile time", [sys.executable, "tests/benchmarks/compile_time.py", "--write"])]
+    return [
+        Job("benchmark kernels", [sys.executable, "tests/benchmarks/kernels.py", "--write"]),
+        Job("benchmark compile time", [sys.executable, "tests/benchmarks/compile_time.py", "--write"]),
+    ]
 
 
 def main() -> int:
