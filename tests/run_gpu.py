@@ -56,6 +56,7 @@ def jobs() -> list[Job]:
     python = sys.executable
     pytest = [python, "-m", "pytest", "-p", "no:cacheprovider"]
     parallel = ["-n", "6"] if importlib.util.find_spec("xdist") else []
+    plans = [python, "tests/kernels/random_plans.py", "--device", "cuda", "--kernels", "triton"]
     made = [
         Job("tests kernels", [*pytest, *parallel, "tests/kernels"]),
         Job("tests passes", [*pytest, *parallel, "tests/passes", "--ignore=tests/passes/test_code_lint.py"]),
@@ -64,7 +65,7 @@ def jobs() -> list[Job]:
         Job("tests models and examples", [*pytest, *parallel, "tests/models", "tests/examples", "tests/cli"]),
         Job("tests bugs", [*pytest, *parallel, "tests/bugs"]),
         Job("doctor", [python, "-m", "kvcanary_fx", "doctor"]),
-        Job("random plans", [python, "tests/kernels/random_plans.py", "--plans", "1500", "--device", "cuda", "--kernels", "triton"]),
+        Job("random plans", [*plans, "--plans", "1500"]),
     ]
     for arch in ARCHITECTURES:
         generate = [python, "examples/hf_generate.py", "--arch", arch, "--device", "cuda"]
