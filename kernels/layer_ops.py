@@ -81,11 +81,12 @@ def _halves(context: ForwardContext, layer: str) -> tuple[LayerHalf, ...]:
 
 
 def _rows(half: LayerHalf, operand: torch.Tensor | None, plan: RequestPlan) -> torch.Tensor | None:
-    """The operand as the slots' rows, if it is one per planned token and of the pool's type."""
+    """The operand as the slots' rows, if it has one per planned token and is of the pool's type."""
     layout, n = half.site.layout, plan.slots.shape[0]
     if operand is None or not half.site.checks & Check.OPERAND or operand.dtype != layout.dtype:
         return None
-    if operand.shape[0] != n or operand.numel() * layout.dtype.itemsize != n * layout.row_bytes:
+    operand = operand[:n]  # a batch is padded at its end
+    if operand.numel() * layout.dtype.itemsize != n * layout.row_bytes:
         return None
     return operand.reshape(n, *layout.row_shape)
 

@@ -28,7 +28,7 @@ class PageAllocator:
         taken = [self.free.pop() for _ in range(count)]
         for page in taken:
             self.refs[page] = 1
-        for pool in self.watchers:
+        for pool in self._told(taken):
             pool.allocate(self.slots(taken), owner=owner)  # canary
         return taken
 
@@ -36,12 +36,12 @@ class PageAllocator:
         """One more reference to each page."""
         for page in pages:
             self.refs[page] += 1
-        for pool in self.watchers:
+        for pool in self._told(pages):
             pool.share(self.slots(pages), owner=owner)  # canary
 
     def drop(self, pages: list[int], owner: str | None) -> list[int]:
         """One reference less to each page; those that became free."""
-        for pool in self.watchers:
+        for pool in self._told(pages):
             pool.release(self.slots(pages), owner=owner)  # canary
         freed = []
         for page in pages:
@@ -51,7 +51,11 @@ class PageAllocator:
                 freed.append(page)
         return freed
 
+    def _told(self, pages: list[int]) -> list[Any]:
+        """Who is told about ``pages``; nobody if there are none."""
+        return self.watchers if pages else []
+
     def slots(self, pages: Iterable[int]) -> torch.Tensor:
-        """The slots of pages, int64 ``[len(pages) * page_size]``."""
+        """The slots of pages, int64 ``[len(pages) * page_size]`` on the host."""
         first = torch.tensor(list(pages), dtype=torch.int64).view(-1, 1) * self.page_size
         return (first + torch.arange(self.page_size)).flatten()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 
 import torch
 from config import EngineConfig
 from memory import Memory
+from tensors import upload
 from workload import Request
 
 
@@ -45,31 +48,30 @@ class Plan:
         self.namespaces = [w.request.namespace for w in work]
         self.reads: list[torch.Tensor] = []
 
-    @property
+    @functools.cached_property
     def history(self) -> torch.Tensor:
         """int64 ``[bs, longest]``, what the requests themselves say their tokens are; only the canary asks."""
-        tokens = [torch.tensor(w.request.tokens) for w in self.work]
-        return torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+        return self.memory.history.of(self.work)
 
     @property
     def history_lens(self) -> list[int]:
-        return [len(w.request.tokens) for w in self.work]
+        return [w.request.length for w in self.work]
 
-    @property
+    @functools.cached_property
     def lengths(self) -> torch.Tensor:
         """int64 ``[bs]``, positions that attention reads."""
-        return torch.tensor([w.stop for w in self.work])
+        return upload([w.stop for w in self.work], self.memory.config.device)
 
     @property
     def ends(self) -> list[int]:
         """``[bs]``, where each request's tokens end."""
-        return torch.tensor(self.extend_lens).cumsum(0).tolist()
+        return list(itertools.accumulate(self.extend_lens))
 
     def build_reads(self, config: EngineConfig) -> None:
         """The block tables of the groups, from the request table; padding requests read row 0."""
-        rows = torch.tensor(self.request_rows + [0] * (config.max_running - len(self.work)))
+        rows = upload(self.request_rows + [0] * (config.max_running - len(self.work)), config.device)
         pages = self.memory.table[rows].to(torch.int64)
-        full = (pages.unsqueeze(2) * config.page + torch.arange(config.page)).flatten(1)
+        full = (pages.unsqueeze(2) * config.page + torch.arange(config.page, device=config.device)).flatten(1)
         self.reads = [full, self.memory.slot_map[full]] if config.window else [full]
 
     def tensors(self, config: EngineConfig) -> Inputs:
@@ -79,7 +81,7 @@ class Plan:
         spaces = [w.request.namespace for w in self.work for _ in w.tokens]
 
         def pad(values: list[int], value: int = 0) -> torch.Tensor:
-            return torch.tensor(values + [value] * (size - len(values)))
+            return upload(values + [value] * (size - len(values)), config.device)
 
         slots = pad(self.slots)
         return Inputs(

@@ -15,10 +15,11 @@ from kvcanary_fx import KVPool
 def install(config: EngineConfig, groups: list[Group], memory: Memory, **settings: Any) -> Any:
     """The target's session (:class:`kvcanary_fx.EngineSession`); None with ``mode="off"``."""
     common: dict[str, Any] = dict(table_page_size=config.page, reserved=tuple(range(config.page)))
+    common["layer_names"] = groups[0].names
     pools = [KVPool(groups[0].layers, memory.table, name="kv", **common)]
     for group in groups[1:]:
-        window: dict[str, Any] = dict(slot_map=memory.slot_map, window=group.window)
-        pools.append(KVPool(group.layers, memory.table, name=group.name, **window, **common))
+        window: dict[str, Any] = dict(slot_map=memory.slot_map, window=group.window, layer_names=group.names)
+        pools.append(KVPool(group.layers, memory.table, name=group.name, **common | window))
     session = kvcanary_fx.install_canary(*pools, inner=config.inner, **settings)
     if session is not None:
         memory.full.watchers.append(session.pools["kv"])
@@ -34,6 +35,7 @@ def install_draft(config: EngineConfig, group: Group, memory: Memory, **settings
         group.layers,
         memory.table,
         name=group.name,
+        layer_names=group.names,
         table_page_size=config.page,
         reserved=tuple(range(config.page)),
         token_offset=1,

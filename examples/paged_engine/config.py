@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+#: How attention finds its KV.
+BUILDS = ("visible", "opaque", "opaque_hoisted")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +30,10 @@ class EngineConfig:
         layers, window_layers: layers of the two groups.
         seed: of the weights.
         inner: the backend that compiles the model, guarded or not.
+        device: where the model and the KV are.
+        build: how the llama's attention finds its KV: ``visible``, its tensors are inputs of the graph; ``opaque``, one
+            op looks them up by the layer's name, a string in the graph; ``opaque_hoisted``, the name is an input.
+        split: the graph is cut at attention, and the pieces between are compiled one by one.
     """
 
     model: str = "oracle"
@@ -44,9 +52,16 @@ class EngineConfig:
     layers: int = 2
     window_layers: int = 1
     seed: int = 0
-    inner: str = "eager"
+    inner: Any = "eager"
+    device: str = "cpu"
+    build: str = "visible"
+    split: bool = False
 
     def __post_init__(self) -> None:
+        if self.build not in BUILDS or (self.build != "visible" and self.model != "llama"):
+            raise ValueError(
+                f"build={self.build!r}, model={self.model!r}: builds are {BUILDS}; the oracle has the first"
+            )
         if self.pages <= self.columns:
             raise ValueError(f"pages={self.pages}: the longest request needs {self.columns}, and page 0 is reserved")
         needed = -(-((self.window or 0) + self.token_budget) // self.page) + 2

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import canary
-import torch
 from batching import Plan, Work
 from config import EngineConfig
 from memory import Memory
-from models import make_draft, make_draft_group
+from models import CompiledModel, make_draft, make_draft_group
+from tensors import upload
 from workload import Request, State
 
 import kvcanary_fx
@@ -33,12 +33,12 @@ class Draft:
         self.session = canary.install_draft(config, self.group, memory, **settings)  # canary
         self.pool = self.session.pool if self.session is not None else None  # canary
         backend = self.session.backend if self.session is not None else config.inner  # canary
-        self.model = torch.compile(make_draft(config), backend=backend, dynamic=True)
+        self.model = CompiledModel(make_draft(config, self.group), config, [self.group], backend)
         self.proposed = 0
 
     def run(self, plan: Plan) -> None:
         """Catch up with what the target accepted in ``plan``, then propose."""
-        work = [Work(w.request, w.start, w.request.tokens[w.start + 1 : w.request.stored + 1]) for w in plan.work]
+        work = [Work(w.request, w.start, w.request.tail(w.start + 1)[: w.request.stored - w.start]) for w in plan.work]
         with kvcanary_fx.step(self.session):  # canary
             guesses = self._forward(0, work)
             decoding = [(w.request, g) for w, g in zip(work, guesses, strict=True) if self._wants(w.request)]
@@ -68,5 +68,5 @@ class Draft:
         plan = Plan(work, self.memory)
         plan.build_reads(self.config)
         with kvcanary_fx.forward(self.session, index, plan):  # canary
-            out = self.model(*plan.tensors(self.config).args(), [self.group.layers])
-        return out[torch.tensor(plan.ends) - 1].tolist()
+            out = self.model(plan.tensors(self.config))
+        return out[upload(plan.ends, self.config.device) - 1].tolist()

@@ -15,10 +15,11 @@ from config import EngineConfig
 from draft import Draft
 from faults import Faults
 from memory import Memory
-from models import make_groups, make_model
+from models import CompiledModel, make_groups, make_model
 from offload import HostPool, SavedKV, Store
 from prefix_cache import Keys, PrefixCache
 from scheduler import Scheduler
+from split import piecewise
 from workload import Request, State
 
 import kvcanary_fx
@@ -36,20 +37,24 @@ class Engine:
     Attributes:
         session: the canary's session, None with the canary off.
         sent: requests whose prefill is done, with their KV, for a decode instance.
+        steps, tokens: steps, and tokens that were accepted; ``accepted`` of those the draft had proposed.
+        padding: tokens that filled batches up.
+        evictions: pages that the prefix cache gave up.
     """
 
     def __init__(self, config: EngineConfig, faults: Faults | None = None, prefill_only: bool = False, **settings: Any):
+        config = piecewise(config)
         self.config, self.faults, self.prefill_only = config, faults or Faults(), prefill_only
         self.memory, self.groups = Memory(config), make_groups(config)
         self.session = canary.install(config, self.groups, self.memory, **settings)  # canary
         backend = self.session.backend if self.session is not None else config.inner  # canary
-        self.model = torch.compile(make_model(config), backend=backend, dynamic=True)
+        self.model = CompiledModel(make_model(config, self.groups), config, self.groups, backend)
         self.draft = Draft(config, self.memory, settings) if config.draft else None
         self.cache = PrefixCache(self.memory) if config.prefix_cache else None
-        self.host = HostPool(self._stores())
+        self.host = HostPool(self._stores(), config.device)
         self.scheduler = Scheduler(self)
         self.sent: list[tuple[Request, SavedKV]] = []
-        self.steps = self.tokens = self.accepted = 0
+        self.steps = self.tokens = self.accepted = self.padding = self.evictions = 0
 
     @property
     def busy(self) -> bool:
@@ -96,7 +101,8 @@ class Engine:
             for group, reads in zip(self.groups, plan.reads, strict=True):
                 if self.session is not None:
                     self.session.check_reads(reads[: len(plan.work)], plan.lengths, pool=group.name)  # canary
-            out = self.model(*plan.tensors(self.config).args(), [g.layers for g in self.groups])
+            out = self.model(plan.tensors(self.config))
+        self.padding += len(out) - len(plan.input_ids)
         self.faults.after_forward(self, plan)
         return out[: len(plan.input_ids)].tolist()
 
@@ -104,10 +110,10 @@ class Engine:
         """Append what the model says, as far as it confirms the proposed tokens."""
         for work, end in zip(plan.work, plan.ends, strict=True):
             request = work.request
-            proposed = max(0, work.stop - len(request.tokens))
+            proposed = max(0, work.stop - request.length)
             known = len(work.tokens) - proposed
             request.stored += known
-            if request.stored < len(request.tokens):
+            if request.stored < request.length:
                 continue  # in the middle of its prefill
             said = tokens[end - proposed - 1 : end]
             accepted = 0
@@ -146,7 +152,7 @@ class Engine:
         """Start a request behind the longest prefix that is there; one token at least is left to compute."""
         if self.cache is None:
             return
-        keys = self.keys(request)[: len(request.tokens) - 1]
+        keys = self.keys(request)[: request.length - 1]
         pages = self.memory.usable(self.cache.match(request.namespace, keys))
         pages = self.faults.on_match(self, request, pages)
         self.memory.adopt(request, pages)
@@ -165,6 +171,7 @@ class Engine:
 
     def _evict(self) -> bool:
         pages = self.cache.evict() if self.cache else []
+        self.evictions += len(pages)
         self.memory.drop(self.faults.on_evict(pages), None)
         return bool(pages)
 
@@ -206,11 +213,11 @@ class Engine:
         memory, pools = self.memory, self.session.pools if self.session is not None else {}  # canary
 
         def full(request: Request, length: int) -> tuple[int, torch.Tensor]:
-            return 0, torch.tensor(memory.slots(request, 0, length), dtype=torch.int64)
+            return 0, memory.slot_tensor(request, 0, length)
 
         def window(request: Request, length: int) -> tuple[int, torch.Tensor]:
             start = memory.live_from(length)
-            return start, memory.slot_map[torch.tensor(memory.slots(request, start, length), dtype=torch.int64)]
+            return start, memory.slot_map[memory.slot_tensor(request, start, length)]
 
         found = [Store(g, window if g.window else full, pools.get(g.name)) for g in self.groups]
         return found + [Store(self.draft.group, full, self.draft.pool)] if self.draft else found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from config import EngineConfig
 
 #: Largest number that the float8 type holds.
 FP8_MAX = 448.0
@@ -19,23 +20,28 @@ class Group:
     Attributes:
         name: as the canary's pool is called.
         layers: for each layer K and V, ``[slots, heads, dim]``; in float8 two scales ``[slots, 1]`` follow.
+        names: what each layer is called, in reports and by opaque attention; no two layers share one.
         window: tokens that attention sees, None for all.
     """
 
     name: str
     layers: KV
+    names: list[str]
     window: int | None = None
 
 
-def make_group(name: str, layers: int, slots: int, row: tuple[int, int], fp8: bool, window: int | None = None) -> Group:
+def make_group(
+    name: str, layers: int, slots: int, row: tuple[int, int], config: EngineConfig, window: int | None = None
+) -> Group:
     """Zeroed KV tensors; ``row`` is ``(heads, dim)``."""
+    kind = torch.float8_e4m3fn if config.fp8 else torch.float32
 
     def tensors() -> list[torch.Tensor]:
-        kind = torch.float8_e4m3fn if fp8 else torch.float32
-        scales = [torch.zeros(slots, 1) for _ in range(2)] if fp8 else []
-        return [torch.zeros(slots, *row, dtype=kind) for _ in range(2)] + scales
+        scales = [torch.zeros(slots, 1, device=config.device) for _ in range(2)] if config.fp8 else []
+        return [torch.zeros(slots, *row, dtype=kind, device=config.device) for _ in range(2)] + scales
 
-    return Group(name, [tensors() for _ in range(layers)], window)
+    prefix = "" if name == "kv" else f"{name}."
+    return Group(name, [tensors() for _ in range(layers)], [f"{prefix}layers.{i}" for i in range(layers)], window)
 
 
 def write(

@@ -1,10 +1,13 @@
-"""A tiny random Llama in plain PyTorch: packed tokens, K and V in paged pools that are inputs of the graph."""
+"""A tiny random Llama in plain PyTorch over packed tokens.  How its attention finds K and V is up to the build."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from kv_store import KV, read, seen, write
+from attention import Place
+from kv_store import KV
 from torch import nn
 from workload import VOCAB
 
@@ -15,43 +18,36 @@ ROW = (KV_HEADS, HEAD_DIM)
 def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of ``[n, heads, HEAD_DIM]``."""
     half = HEAD_DIM // 2
-    angle = positions.unsqueeze(1) * 10000.0 ** (-torch.arange(half) / half)
+    angle = positions.unsqueeze(1) * 10000.0 ** (-torch.arange(half, device=x.device) / half)
     cos, sin = angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
 
 class Layer(nn.Module):
-    """Grouped-query attention over a paged pool, and a gated MLP."""
+    """Grouped-query attention over a paged pool, and a gated MLP.
 
-    def __init__(self) -> None:
+    Args:
+        attention: called with q, k, v, ``[n, heads, HEAD_DIM]``, and where they go; gives ``[n, HEADS, HEAD_DIM]``.
+    """
+
+    def __init__(self, attention: nn.Module) -> None:
         super().__init__()
+        self.attention = attention
         self.q, self.o = nn.Linear(DIM, HEADS * HEAD_DIM, bias=False), nn.Linear(HEADS * HEAD_DIM, DIM, bias=False)
         self.kv = nn.Linear(DIM, 2 * KV_HEADS * HEAD_DIM, bias=False)
-        self.lora = nn.Embedding(NAMESPACES, DIM)  # what a namespace adds before K and V
+        self.lora = nn.Parameter(torch.randn(NAMESPACES, DIM))  # what a namespace adds before K and V
         self.up, self.down = nn.Linear(DIM, 4 * DIM, bias=False), nn.Linear(2 * DIM, DIM, bias=False)
         self.norms = nn.ModuleList([nn.RMSNorm(DIM) for _ in range(2)])
 
     def forward(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        namespaces: torch.Tensor,
-        slots: torch.Tensor,
-        reads: torch.Tensor,
-        mask: torch.Tensor,
-        pool: list[torch.Tensor],
+        self, x: torch.Tensor, positions: torch.Tensor, namespaces: torch.Tensor, place: Place | None
     ) -> torch.Tensor:
-        """``x``: ``[n, DIM]``; ``reads`` and ``mask``: ``[n, width]``, of each token."""
+        """``x``: ``[n, DIM]``."""
         h = self.norms[0](x)
         q = rotate(self.q(h).unflatten(-1, (HEADS, HEAD_DIM)), positions)
-        k, v = self.kv(h + self.lora(namespaces)).unflatten(-1, (2, KV_HEADS, HEAD_DIM)).unbind(1)
-        write(pool, slots, rotate(k, positions), v)
-        keys, values = (t.transpose(1, 2) for t in read(pool, reads))  # [n, KV_HEADS, width, HEAD_DIM]
-        attended = F.scaled_dot_product_attention(
-            q.unsqueeze(2), keys, values, attn_mask=mask[:, None, None], enable_gqa=True
-        )
-        x = x + self.o(attended.flatten(1))
+        k, v = self.kv(h + F.embedding(namespaces, self.lora)).unflatten(-1, (2, KV_HEADS, HEAD_DIM)).unbind(1)
+        x = x + self.o(self.attention(q, rotate(k, positions), v, place).flatten(1))
         gate, up = self.up(self.norms[1](x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
@@ -60,32 +56,39 @@ class Llama(nn.Module):
     """The decoder.  Layers of the last group come last.
 
     Args:
-        windows: for each layer of each group the tokens it sees, None for all.
+        attentions: for each layer of each group its attention.
     """
 
-    def __init__(self, windows: list[list[int | None]], seed: int):
+    def __init__(self, attentions: list[list[nn.Module]], seed: int):
         super().__init__()
         torch.manual_seed(seed)
-        self.windows = windows
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleList([Layer() for group in windows for _ in group])
+        self.sizes = [len(group) for group in attentions]
+        self.embed = nn.Parameter(torch.randn(VOCAB, DIM))
+        self.layers = nn.ModuleList([Layer(attention) for group in attentions for attention in group])
         self.norm, self.head = nn.RMSNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
 
-    def forward(
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, namespaces: torch.Tensor, *kv: Any) -> torch.Tensor:
+        """int64 ``[n]``: the token that follows each token.
+
+        Args:
+            kv: what :meth:`_places` takes where attention sees its KV, nothing where it finds it by itself.
+        """
+        x, places = F.embedding(ids, self.embed), self._places(positions, *kv) if kv else [None] * len(self.layers)
+        for layer, place in zip(self.layers, places, strict=True):
+            x = layer(x, positions, namespaces, place)
+        return self.head(self.norm(x)).argmax(-1)
+
+    def _places(
         self,
-        ids: torch.Tensor,
         positions: torch.Tensor,
-        namespaces: torch.Tensor,
         request: torch.Tensor,
         slots: list[torch.Tensor],
         reads: list[torch.Tensor],
         pools: list[KV],
-    ) -> torch.Tensor:
-        """int64 ``[n]``: the token that follows each token."""
-        x, layers = self.embed(ids), iter(self.layers)
-        for group, windows in enumerate(self.windows):
-            table = reads[group][request]
-            for window, pool in zip(windows, pools[group], strict=True):
-                mask = seen(positions, table.shape[1], window)
-                x = next(layers)(x, positions, namespaces, slots[group], table, mask, pool)
-        return self.head(self.norm(x)).argmax(-1)
+    ) -> list[Place | None]:
+        """Where each layer's K and V are."""
+        return [
+            Place(layer, slots[group], reads[group][request], positions)
+            for group, pool in enumerate(pools)
+            for layer in pool
+        ]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path[:0] = [p for p in (str(Path(__file__).parent),) if p not in sys.path]
 
-from config import EngineConfig  # noqa: E402
+from config import BUILDS, EngineConfig  # noqa: E402
 from serving import Served, serve  # noqa: E402
 from workload import workload  # noqa: E402
 
@@ -26,7 +26,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--model", choices=("oracle", "llama"), default="oracle")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--inner", default="eager", help="backend that compiles the model: eager, aot_eager, inductor")
+    parser.add_argument("--build", choices=BUILDS, default="visible", help="how the llama's attention finds its KV")
     parser.add_argument("--canary", choices=("raise", "log", "off"), default="raise")
     parser.add_argument("--verify-fraction", default="1", help="share of the read slots whose bytes are checked")
     parser.add_argument("--sweep-every", type=int, default=10, help="steps between two sweeps of idle slots, 0: none")
@@ -40,6 +42,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         ("offload", True, "the KV of retracted requests goes to the host and back"),
         ("transfer", True, "prefill on one instance, decode on another"),
         ("fp8", False, "K and V in float8 with scales"),
+        ("split", False, "cut the graph at attention, and compile the pieces one by one"),
     ):
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=on, help=what)
     return parser.parse_args(argv)
@@ -57,10 +60,19 @@ def run(args: argparse.Namespace, mode: str) -> Served:
         fp8=args.fp8,
         seed=args.seed,
         inner=args.inner,
+        device=args.device,
+        build=args.build,
+        split=args.split,
     )
     requests = workload(args.requests, args.seed, args.namespaces, args.abort_share)
     settings = dict(mode=mode, sweep_every=args.sweep_every, verify_fraction=args.verify_fraction)
-    return serve(requests, config, args.transfer, tell=lambda text: print(text, flush=True), **settings)
+    return serve(requests, config, args.transfer, watch=tell, **settings)
+
+
+def tell(step: int, served: Served) -> None:
+    if step % 50 == 0:
+        waiting, running = (sum(len(getattr(e.scheduler, q)) for e in served.engines) for q in ("waiting", "running"))
+        print(f"step {step}: {running} requests running, {waiting} waiting", flush=True)
 
 
 def agrees(args: argparse.Namespace, served: Served) -> bool:
@@ -72,32 +84,13 @@ def agrees(args: argparse.Namespace, served: Served) -> bool:
     return [r.output for r in plain.requests] == [r.output for r in served.requests]
 
 
-def table(served: Served) -> list[tuple[str, object]]:
-    stats = [s.stats() for s in served.sessions]
-    return [
-        ("requests", len(served.requests)),
-        ("tokens", sum(len(r.output) for r in served.requests)),
-        ("steps", served.total(lambda e: e.steps)),
-        ("prefix hits (positions)", served.total(lambda e: e.scheduler.hits)),
-        ("retracts", served.total(lambda e: e.scheduler.retracts)),
-        ("aborts", served.total(lambda e: e.scheduler.aborts)),
-        ("off-loads, load-backs", served.total(lambda e: e.host.saves)),
-        ("transfers", served.transfers),
-        ("drafted, accepted", f"{served.total(lambda e: e.draft.proposed if e.draft else 0)}, "
-                              f"{served.total(lambda e: e.accepted)}"),
-        ("slots checked: identity", sum(s.slots_checked for s in stats)),
-        ("slots checked: bytes", sum(s.checked for s in stats)),
-        ("violations", sum(s.violations for s in stats)),
-    ]  # fmt: skip
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     start = time.perf_counter()
     served = run(args, args.canary)
     seconds = time.perf_counter() - start
     equal = agrees(args, served)
-    for name, value in [*table(served), ("seconds", f"{seconds:.1f}")]:
+    for name, value in [*served.counts().items(), ("seconds", f"{seconds:.1f}")]:
         print(f"{name:26} {value}")
     what = "the oracle's" if args.model == "oracle" else "those without the canary"
     print(f"{f'outputs equal {what}':26} {equal}")

@@ -1,16 +1,16 @@
-"""Host off-load: the KV of a request leaves the pool and comes back, copied by a worker, with its shadow.
+"""Host off-load: the KV of a request leaves the pool and comes back, copied beside the forwards, with its shadow.
 
-The worker stands for a second stream.  What it reads or writes must stay allocated until :meth:`HostPool.join`.
+What a copy reads or writes must stay allocated until :meth:`HostPool.join`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+from copies import Ticket, make_copier
 from kv_store import Group
 
 
@@ -20,7 +20,7 @@ class Part:
 
     Attributes:
         start: the first position of the part; a sliding-window group keeps only the last ones.
-        rows: the bytes, uint8 ``[positions, row_bytes]`` for each tensor of each layer.
+        rows: the bytes, uint8 ``[positions, row_bytes]`` on the host for each tensor of each layer.
         shadow: who is in the slots and what their bytes must be (:class:`kvcanary_fx.ShadowSlice`), or None.
     """
 
@@ -51,80 +51,87 @@ class Store:
     pool: Any = None
 
 
-def gather(group: Group, slots: torch.Tensor) -> list[torch.Tensor]:
-    """The bytes of slots, uint8 ``[n, row_bytes]`` for each tensor."""
-    return [_bytes_of(t)[slots] for layer in group.layers for t in layer]
+def bytes_of(group: Group) -> list[torch.Tensor]:
+    """The tensors of a group as bytes, uint8 ``[slots, row_bytes]``."""
+    return [t.flatten(1).view(torch.uint8) for layer in group.layers for t in layer]
 
 
-def scatter(group: Group, slots: torch.Tensor, rows: list[torch.Tensor]) -> None:
-    """Put back what :func:`gather` took."""
-    for tensor, saved in zip((t for layer in group.layers for t in layer), rows, strict=True):
-        _bytes_of(tensor)[slots] = saved
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.flatten(1).view(torch.uint8)
+def host_rows(group: Group, count: int, pinned: bool) -> list[torch.Tensor]:
+    """Host memory for ``count`` slots of each tensor."""
+    shapes = [(count, t.shape[1]) for t in bytes_of(group)]
+    return [torch.empty(shape, dtype=torch.uint8, pin_memory=pinned) for shape in shapes]
 
 
 class HostPool:
-    """Copies on the worker, in order.
+    """Copies in order, of what the forwards before have written.
 
     Attributes:
         saves, loads: requests copied so far.
     """
 
-    def __init__(self, stores: list[Store]):
-        self.stores = stores
-        self.worker = ThreadPoolExecutor(1)
-        self.pending: list[tuple[Future[Any], Callable[[Any], None]]] = []
+    def __init__(self, stores: list[Store], device: str):
+        self.stores, self.device = stores, device
+        self.copier = make_copier(device)
+        self.pending: list[tuple[Ticket, Callable[[], None]]] = []
         self.saves = self.loads = 0
 
     def save(self, request: Any, done: Callable[[SavedKV], None]) -> None:
         """Start to copy a request's KV to the host; ``done`` runs in :meth:`join`."""
         saved = SavedKV(request.stored, {})
-        jobs = []
+        jobs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         for store in self.stores:
             start, slots = store.locate(request, request.stored)
             shadow = store.pool.export(slots) if store.pool is not None else None  # canary
-            part = saved.parts[store.group.name] = Part(start, [], shadow)
-            jobs.append((store.group, slots, part))
+            rows = host_rows(store.group, len(slots), self.copier.pinned)
+            saved.parts[store.group.name] = Part(start, rows, shadow)
+            jobs += [(tensor, slots, to) for tensor, to in zip(bytes_of(store.group), rows, strict=True)]
 
-        def copy() -> SavedKV:
-            for group, slots, part in jobs:
-                part.rows = gather(group, slots)
-            return saved
+        def copy() -> None:
+            for tensor, slots, to in jobs:
+                to.copy_(tensor[slots], non_blocking=True)
 
         self.saves += 1
-        self.pending.append((self.worker.submit(copy), done))
+        self.pending.append((self.copier.start(copy), lambda: done(saved)))
 
     def load(self, request: Any, done: Callable[[], None], lost: bool = False) -> None:
         """Start to bring a request's saved KV back; in :meth:`join` it goes to its slots, then ``done`` runs.
 
-        The worker copies to a staging buffer, not into the pool: a forward that runs meanwhile may hold a copy
-        of the pool and write all of it back, as graphs compiled with ``aot_eager`` do.
+        The copy goes to a staging buffer, not into the pool: a forward that runs meanwhile may hold a copy of the
+        pool and write all of it back, as graphs compiled with ``aot_eager`` do.
         """
         saved: SavedKV = request.saved
         targets = [(s, s.locate(request, saved.length)[1], saved.parts[s.group.name]) for s in self.stores]
+        staged = [[torch.empty_like(rows, device=self.device) for rows in part.rows] for _, _, part in targets]
 
-        def copy() -> list[list[torch.Tensor]]:
-            return [[rows.clone() for rows in part.rows] for _, _, part in targets]
+        def copy() -> None:
+            for (_, _, part), buffers in zip(targets, staged, strict=True):
+                for rows, buffer in zip(part.rows, buffers, strict=True):
+                    buffer.copy_(rows, non_blocking=True)
 
-        def arrive(staged: list[list[torch.Tensor]]) -> None:
-            for (store, slots, part), rows in zip(targets, staged, strict=True):
-                if not lost:
-                    scatter(store.group, slots, rows)
+        def arrive() -> None:
+            for (store, slots, part), buffers in zip(targets, staged, strict=True):
+                for tensor, rows in zip(bytes_of(store.group), buffers, strict=True):
+                    if not lost:
+                        tensor[slots] = rows
                 if store.pool is not None:
                     store.pool.import_(part.shadow, slots)  # canary
             done()
 
         self.loads += 1
-        self.pending.append((self.worker.submit(copy), arrive))
+        self.pending.append((self.copier.start(copy), arrive))
 
     def join(self) -> None:
         """Wait for the copies: from here on the pool may be read, and what was saved may be freed."""
         pending, self.pending = self.pending, []
-        for future, done in pending:
-            done(future.result())
+        for ticket, done in pending:
+            ticket.wait()
+            done()
+
+    def forget(self) -> None:
+        """Let the copies end, and nothing follow from them."""
+        pending, self.pending = self.pending, []
+        for ticket, _ in pending:
+            ticket.wait()
 
     def close(self) -> None:
-        self.worker.shutdown()
+        self.copier.close()

@@ -2,14 +2,13 @@
 
 K and V of a token say its id, its position and its namespace.  Any wrong byte in the context, of any layer,
 gives another hash and another token: the output is the ground truth about whether a fault mattered, and
-:func:`expected_tokens` says without any engine what it must be.
+:mod:`expected` says without any engine what it must be.
 """
 
 from __future__ import annotations
 
 import torch
-from config import EngineConfig
-from kv_store import KV, seen, write
+from kv_store import KV, write
 from torch import nn
 from workload import BOS, VOCAB
 
@@ -46,7 +45,7 @@ def decode(k: torch.Tensor) -> torch.Tensor:
 
 def scales(ids: torch.Tensor) -> torch.Tensor:
     """The scale of a token's row in float8, ``[..., 1]``: a power of two, so that digits stay exact."""
-    return (0.25 * 2.0 ** (ids % 4)).unsqueeze(-1)
+    return (0.25 * (torch.ones_like(ids) << (ids & 3))).unsqueeze(-1)
 
 
 def weigh(rows: torch.Tensor, salt: int) -> torch.Tensor:
@@ -56,9 +55,9 @@ def weigh(rows: torch.Tensor, salt: int) -> torch.Tensor:
     return (words * ((place * MIX1 ^ place >> 7) | 1)).sum(-1)
 
 
-def powers(width: int) -> torch.Tensor:
+def powers(width: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """int64 ``[width]``: what each position counts."""
-    return torch.full((width,), BASE, dtype=torch.int64).cumprod(0)
+    return torch.full((width,), BASE, dtype=torch.int64, device=device).cumprod(0)
 
 
 def next_token(state: torch.Tensor) -> torch.Tensor:
@@ -71,8 +70,8 @@ def written(
     ids: torch.Tensor, positions: torch.Tensor, namespaces: torch.Tensor, number: int, fp8: bool
 ) -> list[torch.Tensor]:
     """What layer ``number`` stores for tokens: K, V and in float8 two scales, each ``[..., elements]``."""
-    kind = torch.float8_e4m3fn if fp8 else torch.float32
-    halves = [encode(ids, positions, namespaces, 2 * number + h, digits()).to(kind) for h in range(2)]
+    kind, embedding = torch.float8_e4m3fn if fp8 else torch.float32, digits().to(ids.device)
+    halves = [encode(ids, positions, namespaces, 2 * number + h, embedding).to(kind) for h in range(2)]
     return halves + [scales(ids)] * 2 if fp8 else halves
 
 
@@ -103,11 +102,10 @@ class Oracle(nn.Module):
         """int64 ``[n]``: the token that follows each token."""
         state, number = torch.zeros_like(ids), 0
         for group, windows in enumerate(self.windows):
-            table = reads[group][request]
             for window, pool in zip(windows, pools[group], strict=True):
                 store(pool, slots[group], ids, positions, namespaces, number, self.digits)
-                found = weight([t[table].flatten(2) for t in pool], number)  # [n, width]
-                state = state + (found * self.powers * seen(positions, table.shape[1], window)).sum(1)
+                found = weight([t[reads[group]].flatten(2) for t in pool], number)  # [bs, width]
+                state = state + sum_seen(found * self.powers, request, positions, window)
                 number += 1
         return next_token(state)
 
@@ -129,32 +127,34 @@ def store(
     write(pool, slots, k, v, scale)
 
 
-def states(
-    ids: torch.Tensor, namespaces: torch.Tensor, windows: list[list[int | None]], fp8: bool, mask_at: torch.Tensor
-) -> torch.Tensor:
-    """The hash, computed from the tokens themselves.
+def sum_seen(weights: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, window: int | None) -> torch.Tensor:
+    """For tokens at ``positions`` of ``rows`` the sum of ``weights`` over what they see, modulo 2**64: int64 ``[n]``.
 
     Args:
-        ids, namespaces: int64 ``[n, width]``, the tokens of each position.
-        mask_at: int64 ``[n]``, the position whose state is wanted.
+        weights: int64 ``[bs, width]``; what lies behind a token's position does not count.
+        rows, positions: int64 ``[n]``.
     """
-    positions = torch.arange(ids.shape[1]).expand_as(ids)
-    state = torch.zeros_like(mask_at)
+    upto = weights.cumsum(1)
+    total = upto[rows, positions]
+    if window is None:
+        return total
+    gone = positions - window
+    return total - torch.where(gone >= 0, upto[rows, gone.clamp(min=0)], 0)
+
+
+def weights_of(
+    ids: torch.Tensor, positions: torch.Tensor, namespaces: torch.Tensor, windows: list[list[int | None]], fp8: bool
+) -> dict[int | None, torch.Tensor]:
+    """What tokens add to the hash, from the tokens themselves, before their position counts.
+
+    Returns:
+        for each size of window int64, shaped like ``ids``: the sum over the layers with that window.
+    """
+    found: dict[int | None, torch.Tensor] = {}
     for number, window in enumerate(w for group in windows for w in group):
-        found = weight(written(ids, positions, namespaces, number, fp8), number)
-        state = state + (found * powers(ids.shape[1]) * seen(mask_at, ids.shape[1], window)).sum(1)
-    return state
-
-
-def expected_tokens(
-    prompt: list[int], count: int, namespace: int, windows: list[list[int | None]], config: EngineConfig
-) -> list[int]:
-    """What an engine must produce, computed without one."""
-    tokens = torch.tensor([prompt + [0] * count])
-    spaces = torch.full_like(tokens, namespace)
-    for at in range(len(prompt), len(prompt) + count):
-        tokens[0, at] = next_token(states(tokens, spaces, windows, config.fp8, torch.tensor([at - 1])))[0]
-    return tokens[0, len(prompt) :].tolist()
+        added = weight(written(ids, positions, namespaces, number, fp8), number)
+        found[window] = found[window] + added if window in found else added
+    return found
 
 
 class DraftOracle(nn.Module):
@@ -163,9 +163,10 @@ class DraftOracle(nn.Module):
     Its slot of position p holds token p + 1; every prompt's token 0 is BOS, so it knows the whole prefix.
     """
 
-    def __init__(self, windows: list[list[int | None]], fp8: bool):
+    def __init__(self, windows: list[list[int | None]], fp8: bool, width: int):
         super().__init__()
         self.windows, self.fp8 = windows, fp8
+        self.register_buffer("powers", powers(width))
         self.register_buffer("digits", digits())
 
     def forward(
@@ -181,10 +182,14 @@ class DraftOracle(nn.Module):
         """int64 ``[n]``: a guess of the token that follows each token; ``positions`` are those of the slots."""
         (pool,) = pools[0]
         store(pool, slots[0], ids, positions, namespaces, 7, self.digits)
-        table = reads[0][request]
-        k = pool[0][table].flatten(2).float()
-        first = torch.full_like(ids, BOS).unsqueeze(1)
-        known = torch.cat((first, decode(k)[:, :-1]), 1)
-        state = states(known, namespaces.unsqueeze(1).expand_as(known), self.windows, self.fp8, positions + 1)
+        behind = decode(pool[0][reads[0]].flatten(2).float())  # [bs, width], the token after each position
+        known = torch.cat((torch.full_like(behind[:, :1], BOS), behind[:, :-1]), 1)
+        spaces = torch.zeros_like(known[:, 0]).scatter_reduce(0, request, namespaces, "amax")  # padding has 0
+        place = torch.arange(known.shape[1], device=ids.device).expand_as(known)
+        state = torch.zeros_like(ids)
+        weights = weights_of(known, place, spaces.unsqueeze(1).expand_as(known), self.windows, self.fp8)
+        for window, found in weights.items():
+            last = (positions + 1).clamp(max=known.shape[1] - 1)
+            state = state + sum_seen(found * self.powers, request, last, window)
         guess = next_token(state)
         return guess + (guess % 4 == 0)

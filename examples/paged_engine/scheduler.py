@@ -20,13 +20,14 @@ class Scheduler:
         running: requests with a row, oldest first.
         retracts, aborts: how often that happened.
         hits: positions that the prefix cache had for requests.
+        chunks: parts of prefills that did not end them.
     """
 
     def __init__(self, engine: Engine):
         self.engine, self.config, self.memory = engine, engine.config, engine.memory
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.retracts = self.aborts = self.hits = 0
+        self.retracts = self.aborts = self.hits = self.chunks = 0
 
     @property
     def busy(self) -> bool:
@@ -43,6 +44,7 @@ class Scheduler:
                 budget -= len(made.tokens)
                 work.append(made)
         work = [w for w in work if w.request.state is State.RUNNING]  # some may have been retracted for others
+        self.chunks += sum(w.stop < w.request.length for w in work)
         return Plan(work, self.memory) if work else None
 
     def _work_of(self, request: Request, budget: int) -> Work | None:
@@ -52,7 +54,7 @@ class Scheduler:
         start, size = request.stored, min(budget, self.config.chunk)
         if request.missing > 1:
             request.proposed = []
-        tokens = (request.tokens[start:] + request.proposed)[:size]
+        tokens = (request.tail(start) + request.proposed)[:size]
         return Work(request, start, tokens)
 
     def _room_for(self, work: Work) -> bool:
@@ -77,26 +79,29 @@ class Scheduler:
             request.row = self.memory.rows.pop()
             self.running.append(request)
             if request.saved is not None:
-                request.stored = length = request.saved.length
+                request.stored = request.saved.length
             else:
                 self.engine.use_prefix_cache(request)
-                length = min(len(request.tokens), request.stored + self.config.chunk)
-            if not self._spare(request, length):
+            if not self._spare():
                 self.put_back(request)
                 return
             request.state = State.RUNNING
             if request.saved is None:
                 self.hits += request.stored
             else:
-                self.memory.grow(request, length)
+                self.memory.grow(request, request.stored)
                 request.state = State.LOADING
                 self.engine.load(request)
 
-    def _spare(self, request: Request, length: int) -> bool:
-        """Whether a request can come in without somebody having to leave for it soon."""
-        others = len(self.running) - 1
-        need = self.memory.missing(request, length)
-        return self.engine.make_room((need[0] + others, need[1] + others if self.memory.window else 0))
+    def _spare(self) -> bool:
+        """Whether everybody who is in, the last to come included, has room for a step; else two could take turns
+        in coming in and having to leave, and nobody would ever run."""
+        full = window = 0
+        for request in self.running:
+            stop = min(request.length + self.config.draft, request.stored + self.config.chunk)
+            need = self.memory.missing(request, stop)
+            full, window = full + max(1, need[0]), window + max(1, need[1])
+        return self.engine.make_room((full, window if self.memory.window else 0))
 
     def retract(self, request: Request) -> None:
         """Take a request out of the batch; it goes on later, where it was or from its prefix."""

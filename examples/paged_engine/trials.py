@@ -53,10 +53,12 @@ class Lab:
     """Engines that serve run after run; only those of one kind are kept, as Dynamo keeps few graphs of a model.
 
     Args:
+        device: where the engines run.
         settings: of the canary.
     """
 
-    def __init__(self, **settings: Any):
+    def __init__(self, device: str = "cpu", **settings: Any):
+        self.device = device
         self.settings = dict(mode="log", health_every=0, on_violation=self._hear) | settings
         self.heard: list[tuple[int, Violation]] = []
         self.step = 0
@@ -98,7 +100,7 @@ class Lab:
             torch._dynamo.reset()
             first = {"prefill_only": True} if plant.engines == "transfer" else {}
             each = [{}] if plant.engines == "one" else [first, {}]
-            self._engines = [Engine(lab_config(plant.features), **more, **self.settings) for more in each]
+            self._engines = [Engine(lab_config(self.device, plant.features), **more, **self.settings) for more in each]
             self._kind = kind
         return self._engines
 
@@ -137,8 +139,8 @@ class Lab:
             engine.session.drain()
 
 
-def lab_config(features: dict[str, Any]) -> EngineConfig:
-    sizes = dict(pages=PAGES, width=24, max_running=4, token_budget=96, chunk=24)
+def lab_config(device: str, features: dict[str, Any]) -> EngineConfig:
+    sizes = dict(device=device, pages=PAGES, width=24, max_running=4, token_budget=96, chunk=24)
     return EngineConfig(inner=perturb.FaultyWrites(), **sizes, **features)
 
 
@@ -147,8 +149,8 @@ def reset(engine: Engine, pages: int, caching: bool) -> None:
     memory, scheduler = engine.memory, engine.scheduler
     for pool in engine.session.pools.values():
         flags = pool.space.flags[:-1]
-        refs = (flags // REFERENCE).index_fill(0, torch.tensor(pool.declared.reserved), 0)
-        pool.release(torch.arange(refs.numel()).repeat_interleave(refs))
+        refs = (flags // REFERENCE).index_fill(0, pool.slot_tensor(pool.declared.reserved), 0)
+        pool.release(torch.arange(refs.numel(), device=refs.device).repeat_interleave(refs))
     engine.session.mark_ready()
     for tensor in (t for group in engine.groups for layer in group.layers for t in layer):
         tensor.zero_()
@@ -158,7 +160,7 @@ def reset(engine: Engine, pages: int, caching: bool) -> None:
     memory.rows[:] = range(engine.config.max_running, 0, -1)
     scheduler.waiting.clear()
     scheduler.running.clear()
-    engine.host.pending.clear()
+    engine.host.forget()
     engine.sent.clear()
     engine.cache = PrefixCache(memory) if caching else None
     engine.config.inner.armed = None

@@ -59,9 +59,18 @@ class Request:
         return self.prompt + self.output
 
     @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def tail(self, start: int) -> list[int]:
+        """The tokens from ``start`` on, without a copy of those before."""
+        split = len(self.prompt)
+        return self.prompt[start:] + self.output if start < split else self.output[start - split :]
+
+    @property
     def missing(self) -> int:
         """Tokens that have no KV yet; 1 in decode."""
-        return len(self.prompt) + len(self.output) - self.stored
+        return self.length - self.stored
 
     @property
     def ended(self) -> bool:
@@ -72,18 +81,38 @@ class Request:
         return self.abort_after is not None and len(self.output) >= self.abort_after
 
 
-def workload(count: int, seed: int, namespaces: int = 1, abort_share: float = 0.0) -> list[Request]:
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """How long random requests are.
+
+    Attributes:
+        system, own: fewest and most tokens of a system prompt, and of what a request adds to it.
+        new: fewest and most tokens that a request wants.
+        arrivals: requests that arrive in each step.
+    """
+
+    system: tuple[int, int] = (11, 24)
+    own: tuple[int, int] = (2, 20)
+    new: tuple[int, int] = (4, 20)
+    arrivals: int = 2
+
+
+def workload(
+    count: int, seed: int, namespaces: int = 1, abort_share: float = 0.0, lengths: Lengths | None = None
+) -> list[Request]:
     """Random requests; many begin with one of a few system prompts, the same in every namespace."""
-    rng = random.Random(seed)
+    rng, lengths = random.Random(seed), lengths or Lengths()
 
     def words(low: int, high: int) -> list[int]:
         return [rng.randrange(2, VOCAB) for _ in range(rng.randint(low, high))]
 
-    systems = [[BOS, *words(11, 24)] for _ in range(3)]
+    systems = [[BOS, *words(*lengths.system)] for _ in range(3)]
     made = []
     for i in range(count):
         head = rng.choice(systems) if rng.random() < 0.7 else [BOS]
-        new = rng.randint(4, 20)
+        new = rng.randint(*lengths.new)
         abort = rng.randrange(new) if rng.random() < abort_share else None
-        made.append(Request(f"r{i}", head + words(2, 20), new, rng.randrange(namespaces), i // 2, abort))
+        made.append(
+            Request(f"r{i}", head + words(*lengths.own), new, rng.randrange(namespaces), i // lengths.arrivals, abort)
+        )
     return made

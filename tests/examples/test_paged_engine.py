@@ -224,6 +224,22 @@ def test_a_fault_is_reported_at_its_request(fault, check, why):
         assert (found[0].layer, found[0].half, found[0].position) == ("layers.1", "V", 5)
 
 
+@pytest.mark.gpu
+def test_everything_on_a_gpu():
+    on = dataclasses.replace(EVERYTHING, device="cuda")
+    run = served(on, count=8, transfer=True, sweep_every=5)
+    assert run.wrong() == []
+    assert run.violations() == []
+    require_no_leak(run)
+    assert run.counts()["off-loads"] > 0
+    faults = FlipByte()
+    run = planted(faults, dataclasses.replace(on, fp8=False))
+    found = run.violations()[0]
+    assert (found.check, found.layer, found.half, found.position) == ("content", "layers.1", "V", 5)
+    assert found.request == faults.victim.id
+    assert run.wrong() == [faults.victim.id]
+
+
 def test_a_flipped_byte_changes_the_output_of_its_request_only():
     faults = FlipByte()
     assert planted(faults).wrong() == [faults.victim.id]

@@ -42,13 +42,13 @@ class Rig:
         self.model = torch.compile(self.plain, backend=self.session.backend, dynamic=True)
         self.stored = 0
 
-    def step(self, slots):
+    def step(self, slots, padding=0):
         self.session.pool.allocate(slots, owner="A")
         start, end = self.stored, self.stored + len(slots)
         self.table[1, start:end] = torch.tensor(slots, dtype=torch.int32)
-        METADATA.slots, METADATA.reads = torch.tensor(slots), self.table[1, :end].long()
+        METADATA.slots, METADATA.reads = torch.tensor(slots + [0] * padding), self.table[1, :end].long()
         batch = Batch(list(range(start, end)), slots, [1], [start], [len(slots)], request_ids=["A"])
-        x = torch.randn(len(slots), HEADS * DIM, generator=torch.Generator().manual_seed(start))
+        x = torch.randn(len(slots) + padding, HEADS * DIM, generator=torch.Generator().manual_seed(start))
         with self.session.step(batch), self.session.forward(), torch.no_grad():
             out = self.model(x)
         self.stored = end
@@ -90,11 +90,13 @@ def test_flipped_bit_is_found_in_the_next_step(inner, hoisted, layer, half):
     )  # fmt: skip
 
 
-def test_write_that_goes_elsewhere_is_found_in_its_own_step(inner):
+@pytest.mark.parametrize("padding", [0, 2])
+def test_write_that_goes_elsewhere_is_found_in_its_own_step(inner, padding):
     rig = Rig(inner)
-    rig.step([3, 4, 5])
-    METADATA.redirect = {"layers.1": torch.tensor([9])}
-    rig.step([6])
+    rig.step([3, 4, 5], padding)
+    assert rig.session.violations() == []
+    METADATA.redirect = {"layers.1": torch.tensor([9] + [0] * padding)}
+    rig.step([6], padding)
     assert [(v.check, v.phase, v.layer, v.half, v.slot, v.request, v.position) for v in rig.session.violations()] == [
         ("operand", "post", "layers.1", "K", 6, "A", 3),
         ("operand", "post", "layers.1", "V", 6, "A", 3),
