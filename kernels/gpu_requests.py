@@ -88,22 +88,21 @@ def _space_args(plan: RequestPlan) -> dict[str, Any]:
     return dict(spaces_ptr=spaces.contiguous(), HAS_SPACES=plan.namespaces is not None)
 
 
-def _keep_ends(plan: RequestPlan) -> torch.Tensor:
-    """Memory for ``plan.ends``, kept with the plan: all kernels of a forward need them."""
-    ends = torch.empty(plan.rows.shape[0], dtype=torch.int64, device=plan.slots.device)
-    object.__setattr__(plan, "ends", ends)
-    return ends
+def _int64(like: torch.Tensor) -> torch.Tensor:
+    """Memory for as many int64 as ``like`` has elements."""
+    return torch.empty(like.shape[0], dtype=torch.int64, device=like.device)
 
 
 def _token_args(plan: RequestPlan) -> dict[str, Any]:
     """What tells each added token's request."""
-    bs, extend = plan.rows.shape[0], plan.extend_lens.contiguous()
-    if plan.ends is None:
-        triton_writes.ends_kernel[(1,)](plan.counts, bs, extend, _keep_ends(plan), BLOCK=BLOCK_REQUESTS)
+    bs, ends = plan.rows.shape[0], plan.ends
+    if ends is None:
+        ends = _int64(plan.rows)
+        triton_writes.ends_kernel[(1,)](plan.counts, bs, plan.extend_lens.contiguous(), ends, BLOCK=BLOCK_REQUESTS)
     return dict(
         bs=bs,
         steps=bs.bit_length(),
-        ends_ptr=plan.ends,
+        ends_ptr=ends,
         token_ptr=plan.tokens.contiguous(),
         slot_ptr=plan.slots.contiguous(),
         n=plan.slots.shape[0],
@@ -122,7 +121,7 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
             space.listed_count,
             bs=bs,
             extend_ptr=plan.extend_lens.contiguous(),
-            ends_ptr=_keep_ends(plan),
+            ends_ptr=plan.keep("ends", _int64(plan.rows)),
             table_rows=plan.table.shape[0],
             width=plan.width,
             BLOCK=BLOCK_REQUESTS,
@@ -163,6 +162,7 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
             stamped = {k: v for k, v in tokens.items() if k != "token_ptr"}
             triton_writes.stamp_kernel[grid](slots=space.slots, counts_ptr=plan.counts, **stamps, **stamped)
         triton_writes.writes_kernel[grid](
+            real_ptr=plan.keep("real_slots", _int64(plan.slots)),
             STAMPED=grid[0] > 1,
             HAS_TABLE=plan.table.numel() > 0,
             **stamps,

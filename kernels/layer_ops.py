@@ -24,7 +24,6 @@ from ..context import ForwardContext, get_forward_context
 from ..errors import UnknownLayerError
 from .buffers import Check, Gate, Site
 from .ops import NAMESPACE, kernels_for
-from .request_checks import token_requests
 from .slot_space import RequestPlan
 
 #: From an opaque layer object to the layer's name, by the attention op it belongs to.
@@ -61,13 +60,11 @@ def _record(
     for half in _halves(context, layer):
         space = half.site.space
         plan = context.requests.get(space.space_id) if space is not None else None
-        if plan is None or not plan.slots.numel():
+        if plan is None or plan.real_slots is None:
             continue
         operand = (key, value)[half.place] if half.place < 2 else None
-        slots = torch.where(token_requests(plan)[2], plan.slots.to(torch.int64), -1)
-        slots = torch.where(slots < half.site.layout.slots, slots, -1)
         rows = _rows(half, operand, plan)
-        kernels_for(state.device).record(half.site, half.view, slots, rows, _WRITE)
+        kernels_for(state.device).record(half.site, half.view, plan.real_slots, rows, _WRITE)
     context.gates[state.device][Gate.OPS] += 1
 
 

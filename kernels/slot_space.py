@@ -219,7 +219,9 @@ class RequestPlan:
         history: integer ``[bs, length]`` or None, the requests' own token ids.
         history_lens: integer ``[bs]``, how many of them are valid.
         columns: how many positions to look at, at least the longest prefix of the batch.
-        ends: int64 ``[bs]``, where each request's added tokens end; the kernels work it out once and keep it here.
+        ends: int64 ``[bs]``, where each request's added tokens end; kept by the kernels of ``walk``.
+        real_slots: int64 ``[n]``, ``slots`` with -1 for padding and for what is outside of the pool; kept by
+            ``check_writes`` for the layers.
     """
 
     counts: torch.Tensor
@@ -238,6 +240,15 @@ class RequestPlan:
     history: torch.Tensor | None = None
     history_lens: torch.Tensor | None = None
     ends: torch.Tensor | None = None
+    real_slots: torch.Tensor | None = None
+
+    def keep(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Keep what later checks of the same forward need, too.
+
+        Never from inside of an op: what it allocates may belong to a CUDA graph.
+        """
+        object.__setattr__(self, name, value)
+        return value
 
     @property
     def width(self) -> int:

@@ -84,7 +84,7 @@ def stamp_kernel(
 def writes_kernel(
     wide_ptr, planned_ptr, clock_ptr, slots,
     counts_ptr, bs, steps, ends_ptr, row_ptr, prefix_ptr, owner_ptr,
-    token_ptr, slot_ptr, position_ptr, n,  # integer [n] each
+    token_ptr, slot_ptr, position_ptr, real_ptr, n,  # integer [n] each
     table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
     history_ptr, history_stride, history_step, history_width, history_lens_ptr, offset,
     words_ptr, ring_ptr, capacity, source, checks,
@@ -102,6 +102,7 @@ def writes_kernel(
     owner = tl.load(owner_ptr + request, mask=real, other=0)
     token = tl.load(token_ptr + i, mask=real, other=0).to(tl.int64)
     outside = (slot < 0) | (slot >= slots)
+    tl.store(real_ptr + i, tl.where(real & (outside == 0), slot, -1), mask=i < n)
     at = tl.where(outside, slots, slot)
     _, _, flags, _, holder = entry_of(wide_ptr, at, real)
     reserved = (flags & RESERVED) != 0

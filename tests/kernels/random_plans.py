@@ -148,12 +148,15 @@ def play(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, Slo
         pages, lengths, size = random_pages(rng, plan)
         for impl, own in impls:
             device = own.tokens.device
-            impl.walk(own, moved(plan, device))
-            impl.check_writes(own, moved(writes, device))
-            impl.check_received(own, moved(writes, device), received.to(device), 9)
-            impl.check_reads(own, moved(plan, device), pages.to(device), lengths.to(device), size)
-            impl.store(own, moved(plan, device))
+            here, there = moved(plan, device), moved(writes, device)
+            impl.walk(own, here)
+            impl.check_writes(own, there)
+            impl.check_received(own, there, received.to(device), 9)
+            impl.check_reads(own, here, pages.to(device), lengths.to(device), size)
+            impl.store(own, here)
             own.control.words[Word.STEP] += 1
+            if impl is not space_reference:
+                compare_real_slots(own, there)
             if impl is IMPLEMENTATIONS["triton"]:
                 listed = sorted(own.listed[: int(own.listed_count)].tolist())
                 assert listed == (own.reads[:-1] == own.clock).nonzero().flatten().tolist(), f"plan {number}"
@@ -185,19 +188,30 @@ def moved(plan: RequestPlan, device: torch.device) -> RequestPlan:
     return RequestPlan(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in fields.items()})
 
 
+def compare_real_slots(space: SlotSpace, plan: RequestPlan) -> None:
+    """What the layers take their slots from is the plan's slots, without padding and what is outside."""
+    if plan.slots.shape[0] and plan.rows.shape[0]:
+        real = {i for i, _, _ in space_reference._tokens(plan)}
+        expected = [s if i in real and 0 <= s < space.slots else -1 for i, s in enumerate(plan.slots.tolist())]
+        assert plan.real_slots is not None
+        assert plan.real_slots.tolist() == expected
+
+
 def state(space: SlotSpace) -> dict[str, Any]:
     """Everything a check may change, violations in a fixed order."""
-    head, drained = (int(space.control.words[w]) for w in (Word.HEAD, Word.DRAINED))
-    kept = min(head - drained, space.control.capacity)
-    place = (torch.arange(drained, drained + kept) % space.control.capacity).to(space.tokens.device)
+    ring, words = space.control.ring.cpu(), space.control.words.cpu()
+    control, space = dataclasses.replace(space.control, ring=ring, words=words), space.to("cpu")
+    head, drained = (int(control.words[w]) for w in (Word.HEAD, Word.DRAINED))
+    kept = min(head - drained, control.capacity)
+    place = torch.arange(drained, drained + kept) % control.capacity
     # which rows a full ring keeps depends on the order in which violations were found
-    ring = sorted(space.control.ring[place].tolist()) if kept == head - drained else kept
+    ring = sorted(control.ring[place].tolist()) if kept == head - drained else kept
     names = ("tokens", "positions", "chain", "owners", "flags", "reads")
     return {
         **{n: getattr(space, n)[:-1].tolist() for n in names},
         "clock": space.clock.tolist(),
         "counters": space.counters.tolist(),
-        "words": space.control.words.tolist(),
+        "words": control.words.tolist(),
         "ring": ring,
     }
 
