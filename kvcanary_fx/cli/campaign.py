@@ -129,17 +129,20 @@ def run(args: argparse.Namespace) -> int:
         raise EngineError(f"--per-class {args.per_class}: give 1 or more injections")
     trials = _load(args.lab)
     lab = trials.Lab(verify_fraction=args.verify_fraction)
-    tallies = [Tally(n, trials.PLANTS[n].by_bytes and args.verify_fraction != "1") for n in names]
+    tallies: list[Tally] = []
+    print(f"{'class':15s}" + "".join(f"{h:>10s}" for h in (*_HEADINGS, "per s")), flush=True)
     try:
         with muted(), _one_thread():
-            for tally in tallies:
-                _campaign(lab, tally, args.per_class, args.seed)
+            for name in names:
+                tallies.append(Tally(name, trials.PLANTS[name].by_bytes and args.verify_fraction != "1"))
+                _campaign(lab, tallies[-1], args.per_class, args.seed)
+                print(_row(tallies[-1]), flush=True)
+                if args.json is not None:  # class by class: what is done is kept if the rest is interrupted
+                    args.json.write_text(json.dumps(_record(args, tallies), indent=2) + "\n")
     finally:
         lab.close()
-    for line in _table(tallies):
+    for line in _summary(tallies):
         print(line)
-    if args.json is not None:
-        args.json.write_text(json.dumps(_record(args, tallies), indent=2) + "\n")
     return int(any(t.failed for t in tallies))
 
 
@@ -205,11 +208,12 @@ def _progress(text: str) -> None:
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _table(tallies: Sequence[Tally]) -> Iterator[str]:
-    yield f"{'class':15s}" + "".join(f"{h:>10s}" for h in (*_HEADINGS, "per s"))
-    for tally in tallies:
-        counts = "".join(f"{getattr(tally, h):10d}" for h in _HEADINGS)
-        yield f"{tally.name + ' ~' * tally.sampled:15s}{counts}{tally.rate:10.1f}"
+def _row(tally: Tally) -> str:
+    counts = "".join(f"{getattr(tally, h):10d}" for h in _HEADINGS)
+    return f"{tally.name + ' ~' * tally.sampled:15s}{counts}{tally.rate:10.1f}"
+
+
+def _summary(tallies: Sequence[Tally]) -> Iterator[str]:
     sums = "".join(f"{sum(getattr(t, h) for t in tallies):10d}" for h in _HEADINGS)
     seconds = sum(t.seconds for t in tallies)
     yield f"{'all':15s}{sums}{sum(t.injected for t in tallies) / seconds:10.1f}"

@@ -28,6 +28,20 @@ def test_table_and_json(capsys, tmp_path):
         assert counts["missed"] == counts["alarms"] == 0
 
 
+def test_an_interrupted_campaign_keeps_the_classes_that_are_done(monkeypatch, tmp_path, capsys):
+    def two_then_interrupt(lab, tally, wanted, seed):
+        if tally.name == "scale":
+            raise KeyboardInterrupt
+        tally.injected = wanted
+
+    monkeypatch.setattr(campaign, "_campaign", two_then_interrupt)
+    path = tmp_path / "counts.json"
+    with pytest.raises(KeyboardInterrupt):
+        main(["campaign", "--per-class", "3", "--classes", "operand,nan,scale", "--json", str(path)])
+    assert [c["name"] for c in json.loads(path.read_text())["classes"]] == ["operand", "nan"]
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]] == [["operand", "3"], ["nan", "3"]]
+
+
 def test_without_a_laboratory_the_error_names_the_remedy(tmp_path, capsys):
     assert main(["campaign", "--lab", str(tmp_path)]) == 2
     err = capsys.readouterr().err
