@@ -305,7 +305,7 @@ class StepInputs:
             raise StepInputError(
                 f"the buffers of axis {axis.value!r} have room for {old} {axis.unit}, {needed} are needed, and a CUDA "
                 "graph was captured over them, so they cannot move",
-                f"Create StepInputs with {axis.setting}={needed} or more",
+                f"Give install_canary, or StepInputs, {axis.setting}={needed} or more",
             )
         self._capacity[axis] = 1 << (max(needed, self._reserved[axis], 1) - 1).bit_length()
         for slot in self._slots.values():

@@ -213,10 +213,10 @@ def test_frozen_buffers_refuse_to_grow():
     before = pointers(inputs.view())
     inputs.freeze()
     assert inputs.frozen
-    too_many = "axis 'batch' have room for 2 requests, 3 are needed, .* with max_requests=3 or more"
+    too_many = "axis 'batch' have room for 2 requests, 3 are needed, .* max_requests=3 or more"
     with pytest.raises(StepInputError, match=too_many):
         inputs.fill_from(make_batch(1, 1, 1))
-    with pytest.raises(StepInputError, match=r"room for 4 tokens, 5 are needed, .* with max_tokens=5 or more"):
+    with pytest.raises(StepInputError, match=r"room for 4 tokens, 5 are needed, .* max_tokens=5 or more"):
         inputs.fill_from(make_batch(2, 3))
     inputs.fill_from(make_batch(2, 2))
     with pytest.raises(StepInputError, match=too_many):
