@@ -88,16 +88,11 @@ def _space_args(plan: RequestPlan) -> dict[str, Any]:
     return dict(spaces_ptr=spaces.contiguous(), HAS_SPACES=plan.namespaces is not None)
 
 
-def _int64(like: torch.Tensor) -> torch.Tensor:
-    """Memory for as many int64 as ``like`` has elements."""
-    return torch.empty(like.shape[0], dtype=torch.int64, device=like.device)
-
-
 def _token_args(plan: RequestPlan) -> dict[str, Any]:
     """What tells each added token's request."""
     bs, ends = plan.rows.shape[0], plan.ends
     if ends is None:
-        ends = _int64(plan.rows)
+        ends = torch.empty(bs, dtype=torch.int64, device=plan.slots.device)
         triton_writes.ends_kernel[(1,)](plan.counts, bs, plan.extend_lens.contiguous(), ends, BLOCK=BLOCK_REQUESTS)
     return dict(
         bs=bs,
@@ -121,7 +116,7 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
             space.listed_count,
             bs=bs,
             extend_ptr=plan.extend_lens.contiguous(),
-            ends_ptr=plan.keep("ends", _int64(plan.rows)),
+            ends_ptr=plan.memory_for("ends", bs),
             table_rows=plan.table.shape[0],
             width=plan.width,
             BLOCK=BLOCK_REQUESTS,
@@ -162,7 +157,7 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
             stamped = {k: v for k, v in tokens.items() if k != "token_ptr"}
             triton_writes.stamp_kernel[grid](slots=space.slots, counts_ptr=plan.counts, **stamps, **stamped)
         triton_writes.writes_kernel[grid](
-            real_ptr=plan.keep("real_slots", _int64(plan.slots)),
+            real_ptr=plan.memory_for("real_slots", n),
             STAMPED=grid[0] > 1,
             HAS_TABLE=plan.table.numel() > 0,
             **stamps,

@@ -197,14 +197,14 @@ def token_requests(plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
-    """Before a forward: may its tokens go where they are planned to go?  Keeps ``plan.real_slots``."""
+    """Before a forward: may its tokens go where they are planned to go?  Writes ``plan.real_slots``."""
     if plan.slots.shape[0] == 0 or plan.rows.shape[0] == 0:
         return
     request, place, real = token_requests(plan)
     position = plan.prefix_lens.to(torch.int64)[request] + place
     slot = plan.slots.to(torch.int64)
     outside = (slot < 0) | (slot >= space.slots)
-    plan.keep("real_slots", torch.where(real & ~outside, slot, -1))
+    plan.memory_for("real_slots", slot.shape[0]).copy_(torch.where(real & ~outside, slot, -1))
     at = torch.where(outside | ~real, space.nowhere, slot)
     flags, owner, mine = space.flags[at], space.owners[at], plan.owners[request]
     reserved = (flags & Flag.RESERVED) != 0

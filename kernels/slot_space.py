@@ -219,9 +219,9 @@ class RequestPlan:
         history: integer ``[bs, length]`` or None, the requests' own token ids.
         history_lens: integer ``[bs]``, how many of them are valid.
         columns: how many positions to look at, at least the longest prefix of the batch.
-        ends: int64 ``[bs]``, where each request's added tokens end; kept by the kernels of ``walk``.
-        real_slots: int64 ``[n]``, ``slots`` with -1 for padding and for what is outside of the pool; kept by
-            ``check_writes`` for the layers.
+        ends: int64 ``[bs]``, where each request's added tokens end; written by the kernels of ``walk``.
+        real_slots: int64 ``[n]``, ``slots`` with -1 for padding and for what is outside of the pool; written by
+            ``check_writes``, for the layers.  A session gives both persistent memory: captured graphs read them.
     """
 
     counts: torch.Tensor
@@ -242,13 +242,15 @@ class RequestPlan:
     ends: torch.Tensor | None = None
     real_slots: torch.Tensor | None = None
 
-    def keep(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Keep what later checks of the same forward need, too.
+    def memory_for(self, name: str, entries: int) -> torch.Tensor:
+        """The memory of ``ends`` or ``real_slots``; made here for a plan that came without.
 
         Never from inside of an op: what it allocates may belong to a CUDA graph.
         """
-        object.__setattr__(self, name, value)
-        return value
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, torch.empty(entries, dtype=torch.int64, device=self.slots.device))
+        memory: torch.Tensor = getattr(self, name)
+        return memory
 
     @property
     def width(self) -> int:

@@ -175,14 +175,17 @@ def token_request(i, n, counts_ptr, ends_ptr, bs, steps):
         ends_ptr: int64 ``[bs]``, where each request's tokens end, as :func:`find_ends` leaves it.
         steps: halvings until one of ``bs`` requests is left.
     """
-    real = (i < n) & (i < tl.load(counts_ptr + 1)) & (i < tl.load(ends_ptr + bs - 1))
+    # a captured launch has a larger bs than the step: only the ends of real requests are known
+    requests = tl.minimum(tl.load(counts_ptr), bs)
+    total = tl.load(ends_ptr + tl.maximum(requests - 1, 0), mask=requests > 0, other=0)
+    real = (i < n) & (i < tl.load(counts_ptr + 1)) & (i < total)
     # a decode batch has one token each: the first guess is right
-    request, guess = i, real & (i < bs)
+    request, guess = i, real & (i < requests)
     begin = tl.load(ends_ptr + i - 1, mask=guess & (i > 0), other=0)
     right = guess & (begin <= i) & (i < tl.load(ends_ptr + i, mask=guess, other=0))
     if tl.min((right | (real == 0)).to(tl.int32), axis=0) == 0:
         request = tl.zeros_like(i)
-        last = request + bs
+        last = request + requests
         for _ in range(steps):
             middle = (request + last) // 2
             open_ = real & (request < last)

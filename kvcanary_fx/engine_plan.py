@@ -15,7 +15,7 @@ from .kernels import request_checks
 from .kernels.slot_space import RequestPlan
 from .request_ids import RequestId, RequestIds
 from .step_inputs import StepInputs
-from .step_view import StepView
+from .step_view import Axis, StepView
 
 
 @dataclasses.dataclass
@@ -68,11 +68,26 @@ def step_inputs(
         return torch.tensor(hashes, dtype=torch.int64)
 
     inputs.register("owners", "batch", torch.int64, compute=owners)
+    # memory that the checks of a forward fill, at addresses that captured graphs can keep
+    inputs.register("request_ends", "batch", torch.int64, compute=lambda _, filled: _unknown(filled, Axis.BATCH))
+    for place in range(len(pools)):
+        name = real_slots_name(place)
+        inputs.register(name, "tokens", torch.int64, pad=-1, compute=lambda _, filled: _unknown(filled, Axis.TOKENS))
     return inputs
 
 
-def plan_of(pool: KVPool, view: StepView, inputs: StepInputs) -> RequestPlan:
-    """One pool's plan of the forward, out of the step inputs."""
+def real_slots_name(place: int) -> str:
+    """Where the step inputs keep the real slots of the pool that was given in this place."""
+    return f"real_slots_{place}"
+
+
+def _unknown(filled: StepInputs, axis: Axis) -> torch.Tensor:
+    size = filled.num_requests if axis is Axis.BATCH else filled.num_tokens
+    return torch.full((size,), -1, dtype=torch.int64, device=filled.counts.device)
+
+
+def plan_of(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> RequestPlan:
+    """The plan of the forward for the pool that was given in this place, out of the step inputs."""
     missing = [n for n in ("input_ids", "request_rows", "prefix_lens") if getattr(view, n) is None]
     if missing:
         raise EngineError(f"the batch has no {', '.join(missing)}: pool {pool.name!r} needs them (see Batch)")
@@ -98,6 +113,8 @@ def plan_of(pool: KVPool, view: StepView, inputs: StepInputs) -> RequestPlan:
         slot_map=pool.slot_map,
         history=_history(view),
         history_lens=view.history_lens,
+        ends=view.request_ends,
+        real_slots=getattr(view, real_slots_name(place)),
     )
 
 

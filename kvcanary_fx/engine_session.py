@@ -221,7 +221,10 @@ class EngineSession(CanarySession):
 
     def _plans(self, view: StepView) -> dict[int, RequestPlan]:
         """What each pool is to be read and written at, by the number of its slot space."""
-        return {number: plan_of(pool.declared, view, self.inputs) for number, pool in self._spaces.items()}
+        return {
+            number: plan_of(pool.declared, place, view, self.inputs)
+            for place, (number, pool) in enumerate(self._spaces.items())
+        }
 
     def check_reads(
         self, pages: torch.Tensor, lengths: torch.Tensor, pool: str | None = None, page_size: int = 1

@@ -306,6 +306,34 @@ def test_a_batch_beyond_what_a_captured_graph_has_room_for_names_the_setting():
         pass
 
 
+def test_what_a_captured_graph_reads_of_a_step_stays_where_it_is():
+    toy = Toy()
+    session = toy.session = kvcanary_fx.install_canary(
+        KVPool(toy.kv, toy.table), mode="log", max_requests=4, max_tokens=8
+    )
+    toy.pool = session.pool
+    seen = []
+
+    def look(work):
+        for name, slots in work.items():
+            toy.take(name, slots)
+        with session.step(toy.plan(work)), session.forward():
+            (plan,) = session._forward.plans.values()
+            tensors = {n: t for n, t in vars(plan).items() if isinstance(t, torch.Tensor)}
+            seen.append({n: t.data_ptr() for n, t in tensors.items() if n != "history"})  # which is the batch's own
+            return plan.real_slots.tolist()
+
+    toy.add("A", [5, 6, 7, 8])
+    toy.add("B", [1, 2, 3])
+    assert look({"A": [3, 4, 5]}) == [3, 4, 5]
+    session.inputs.freeze()
+    kept = [torch.zeros(n, dtype=torch.int64) for n in (1, 3, 4)]  # what is freed must not come back by luck
+    assert look({"A": [6], "B": [7, 8, 9]}) == [6, 7, 8, 9]
+    assert len(kept) == 3
+    assert seen[0] == seen[1]
+    assert {"ends", "real_slots", "slots", "tokens"} <= set(seen[0])
+
+
 def test_warm_up_is_forgotten():
     toy = Toy()
     session = kvcanary_fx.install_canary(KVPool(toy.kv, toy.table), mode="raise", inner="eager")
