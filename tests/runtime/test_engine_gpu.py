@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from opaque_engine import DIM, HEADS, METADATA, Model
-from toy import Toy
+from toy import DIM as TOY_DIM
+from toy import Toy, embed
 
 import kvcanary_fx
 from kvcanary_fx import Batch, KVPool
@@ -131,3 +132,72 @@ def test_flip_is_found_on_replay_at_its_request_and_position(hoisted, inside):
     rig.session.pool.release([5], owner="A")
     rig.step(7)
     assert {(v.check, v.why, v.slot) for v in rig.session.violations()[1:]} == {("owner", "READ_AFTER_FREE", 5)}
+
+
+class CapturedWrites:
+    """The toy's layers, whose writes the graph shows, captured for two requests of one token each."""
+
+    def __init__(self, inside: bool):
+        self.toy = toy = Toy(device="cuda", inner="inductor", max_requests=2, max_tokens=2)
+        self.x = torch.zeros(2, TOY_DIM, device="cuda")
+        self.slots, self.reads = (torch.tensor(ids, device="cuda") for ids in ([1, 2], [0]))
+        self.inside = inside
+        for name, slot in (("warm", 1), ("up", 2)):
+            toy.add(name, [0, 0])
+            toy.take(name, [slot])
+        batch = toy.plan({"warm": [1], "up": [2]}, history=None, history_lens=None)
+        for _ in range(3):
+            with toy.session.step(batch), toy.session.forward(), torch.no_grad():
+                self.call()
+        toy.session.inputs.freeze()
+        self.graph = torch.cuda.CUDAGraph()
+        with toy.session.step(batch), torch.no_grad():
+            if inside:
+                with torch.cuda.graph(self.graph), toy.session.forward():
+                    self.call()
+            else:
+                with toy.session.forward(), torch.cuda.graph(self.graph):
+                    self.call()
+        for name in ("warm", "up"):
+            toy.requests[name].stored = 1
+            toy.done(name)
+        torch.cuda.synchronize()
+        toy.session.mark_ready()
+
+    def call(self) -> None:
+        self.toy.model(self.toy.kv, self.x, self.slots, self.reads)
+
+    def run(self, work: dict[str, list[int]], sent_to: list[int] | None = None) -> None:
+        """A replay; a batch of one request is padded with a token for slot 0."""
+        toy = self.toy
+        for name, slots in work.items():
+            toy.take(name, slots)
+        batch = toy.plan(work, history=None, history_lens=None)
+        slots = list(sent_to or batch.slots)
+        x = torch.stack([embed(t, p) for t, p in zip(batch.input_ids, batch.positions, strict=True)])
+        self.x.zero_()[: len(x)] = x
+        self.slots.copy_(torch.tensor(slots + [0] * (2 - len(slots))))
+        with toy.session.step(batch):
+            if self.inside:
+                self.graph.replay()
+            else:
+                with toy.session.forward():
+                    self.graph.replay()
+        for name in work:
+            toy.requests[name].stored += 1
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["checks before the replay", "checks captured too"])
+def test_replayed_writes_are_compared_with_the_plan_of_their_own_step(inside):
+    """Seen: a replay took where the tokens of each request end from the memory of the forward that was captured."""
+    rig = CapturedWrites(inside)
+    rig.toy.add("A", [5, 6, 7, 8])
+    rig.toy.add("B", [1, 2, 3, 4])
+    rig.run({"A": [3], "B": [4]})
+    rig.run({"B": [6]})
+    rig.run({"A": [7], "B": [8]})
+    assert rig.toy.found() == []
+    assert rig.toy.session.stats().recorded >= 5 * 4
+    rig.run({"A": [9], "B": [10]}, sent_to=[9, 11])
+    found = {(v.check, v.why, v.slot, v.request) for v in rig.toy.found()}
+    assert found == {("index", "NOT_THE_PLANNED_SLOT", 10, "B")}
