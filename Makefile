@@ -19,7 +19,7 @@ demo: .venv-demo/installed
 	.venv-demo/bin/kvcanary demo
 
 test: .venv-test/installed
-	.venv-test/bin/pytest
+	OMP_NUM_THREADS=1 .venv-test/bin/pytest -n auto
 
 lint: .venv-test/linters
 	.venv-test/bin/ruff check .
@@ -33,7 +33,7 @@ wheel: .venv-test/linters
 	.venv-test/bin/pip install -q --force-reinstall --no-deps dist/*.whl
 	mkdir -p build/wheel-test
 	cp -r tests examples pyproject.toml build/wheel-test
-	cd build/wheel-test && ../../.venv-test/bin/pytest -m "not slow"
+	cd build/wheel-test && OMP_NUM_THREADS=1 ../../.venv-test/bin/pytest -n auto -m "not slow"
 
 clean:
 	rm -rf .venv-demo .venv-test build dist *.egg-info

@@ -7,6 +7,7 @@ nothing waits for the device, so every function here may run while a CUDA graph 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import triton
 
 from . import triton_kernels as tk
+from . import triton_records as records
 from .buffers import NOT_WRITTEN, Check, Count, IdentityBuffers, Phase, Site
 from .digest import coefficients
 from .geometry import Geometry, geometry_of
@@ -169,6 +171,29 @@ def _verify_listed(site: Site, view: torch.Tensor, space: SlotSpace) -> None:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What one program does at a time: slots, words of a row, by so many warps."""
+
+    slots: int
+    words: int
+    warps: int
+
+
+#: For the slots that a forward writes, few of them and many.
+FEW_SLOTS, FEW = 2048, Tile(2, 512, 4)
+MANY = Tile(8, 128, 1)
+
+
+def _record_tile(n: int) -> Tile:
+    return FEW if n <= FEW_SLOTS else MANY
+
+
+def _strided_grid(n: int, slots: int, device: torch.device) -> int:
+    """Programs that share ``n`` slots, each taking so many at a time; at least one."""
+    return max(1, min(-(-n // slots), _programs(device)))
+
+
 @functools.cache
 def _programs(device: torch.device) -> int:
     """Programs that keep a device busy; few in the interpreter, where they take turns."""
@@ -200,17 +225,29 @@ def record(
     write_id: int,
     last_position: torch.Tensor | None = None,
     moved: int | None = None,
+    value_digests: torch.Tensor | None = None,
 ) -> None:
-    """Fingerprint the slots just written.  See :func:`.cpu.record`."""
+    """Fingerprint the slots just written.  See :func:`.cpu.record`.
+
+    Args:
+        value_digests: int32 ``[n, planes]`` in the place of ``values``, see :func:`digest_operand`.
+    """
     layout, n = site.layout, slots.shape[0]
     update_rows(site, slots, last_position, moved)
     geometry = geometry_of(view, layout.slot_axes)
     operand = geometry if values is None or n == 0 else geometry_of(values, (0,))
     mask, bits = poison_mask(layout.dtype) if site.checks & Check.POISON else (0, 1)
+    compared = records.NO_OPERAND
+    if site.checks & Check.OPERAND and value_digests is not None:
+        compared = records.DIGESTS
+    elif site.checks & Check.OPERAND and values is not None:
+        compared = records.ROWS
+    tile = _record_tile(n)
     with on_device(view):
-        tk.record_kernel[(max(1, triton.cdiv(n, BLOCK_SLOTS)),)](
+        records.record_kernel[(_strided_grid(n, tile.slots, view.device),)](
             geometry.base,
             operand.base,
+            value_digests if value_digests is not None else site.half.digest,
             slots.contiguous(),
             n,
             site.counters,
@@ -221,7 +258,8 @@ def record(
             slot_stride0=geometry.slot_strides[0],
             slot_stride1=geometry.slot_strides[1],
             token_stride=operand.slot_strides[1],
-            HAS_VALUE=values is not None and bool(site.checks & Check.OPERAND),
+            taken_stride=value_digests.stride(0) if value_digests is not None else 0,
+            OPERAND=compared,
             HAS_SPACE=site.space is not None,
             UNIT=geometry.unit,
             OPERAND_UNIT=operand.unit,
@@ -230,8 +268,38 @@ def record(
             POISON_BITS=bits,
             **_row_args(geometry),
             **{f"v_{k}": v for k, v in _row_args(operand).items()},
-            **_digest_args(site),
+            **_digest_args(site, tile.slots, tile.words),
             **_common(site),
+            num_warps=tile.warps,
+        )
+
+
+def digest_operand(site: Site, values: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """Keep the digests of what a write is given, for a :func:`record` that comes when its memory is used again.
+
+    Args:
+        values: ``[n, *row_shape]`` in the pool's dtype.
+        slots: int64 ``[n]``; what goes to -1 is skipped.
+        out: int32 ``[n, planes]``; planes lie side by side.
+    """
+    n = slots.shape[0]
+    if n == 0:
+        return
+    geometry, tile = geometry_of(values, (0,)), _record_tile(n)
+    args = _digest_args(site, tile.slots, tile.words)
+    del args["digest_ptr"], args["slots_total"]
+    with on_device(values):
+        records.operand_kernel[(_strided_grid(n, tile.slots, values.device),)](
+            geometry.base,
+            slots.contiguous(),
+            n,
+            out,
+            out.stride(0),
+            token_stride=geometry.slot_strides[1],
+            UNIT=geometry.unit,
+            **_row_args(geometry),
+            **args,
+            num_warps=tile.warps,
         )
 
 

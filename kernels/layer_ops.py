@@ -1,9 +1,12 @@
 """The canary ops around opaque attention, which name a layer instead of taking its tensors.
 
-``kvcanary::verify_at(output!, state!, layer)``
+``kvcanary::verify_at(output!, key, value, state!, layer)``
     checks the bytes of the slots that the forward reads, in every half of the layer.
 ``kvcanary::record_at(output!, key, value, state!, layer)``
     fingerprints the slots that the forward was planned to write, and compares them with ``key`` and ``value``.
+
+On a GPU both leave their work to a :class:`~.side_stream.SideStream`, if the context has one.  ``verify_at`` then takes
+the digests of ``key`` and ``value``, while attention runs, and ``record_at`` compares with these.
 
 ``output`` is neither read nor written.  Both ops claim to mutate it, because attention does: that is what keeps the
 three in order.  A layer's name is a string, or an object of an opaque type that the graph takes as an input; each
@@ -12,6 +15,7 @@ opaque type gets ops of its own, because a schema names the type.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -22,8 +26,9 @@ import torch
 
 from ..context import ForwardContext, get_forward_context
 from ..errors import UnknownLayerError
-from .buffers import Check, Gate, Site
-from .ops import NAMESPACE, kernels_for
+from .buffers import Check, Site
+from .ops import NAMESPACE, count_op, kernels_for
+from .side_stream import SideStream
 from .slot_space import RequestPlan
 
 #: From an opaque layer object to the layer's name, by the attention op it belongs to.
@@ -46,26 +51,60 @@ class LayerHalf:
     place: int
 
 
-def _verify(output: torch.Tensor, state: torch.Tensor, layer: str) -> None:
+def _verify(key: torch.Tensor | None, value: torch.Tensor | None, state: torch.Tensor, layer: str) -> None:
     context = get_forward_context()
-    for half in _halves(context, layer):
-        kernels_for(state.device).verify(half.site, half.view, None)
-    context.gates[state.device][Gate.OPS] += 1
+    halves, side = _halves(context, layer), context.sides.get(state.device)
+    with side.fork() if side is not None else contextlib.nullcontext():
+        if side is not None:
+            _digest_operands(context, halves, (key, value), side)
+        for half in halves:
+            kernels_for(state.device).verify(half.site, half.view, None)
+        count_op(context.gates[state.device])
 
 
-def _record(
-    output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, state: torch.Tensor, layer: str
+def _digest_operands(
+    context: ForwardContext,
+    halves: tuple[LayerHalf, ...],
+    operands: tuple[torch.Tensor | None, torch.Tensor | None],
+    side: SideStream,
 ) -> None:
-    context = get_forward_context()
-    for half in _halves(context, layer):
-        space = half.site.space
-        plan = context.requests.get(space.space_id) if space is not None else None
-        if plan is None or plan.real_slots is None:
+    """Keep digests of what the layer is given to write: its memory is the model's to use again after attention."""
+    for half in halves:
+        plan = _plan_of(context, half)
+        rows = _rows(half, operands, plan) if plan is not None else None
+        if plan is None or plan.real_slots is None or rows is None:
             continue
-        operand = (key, value)[half.place] if half.place < 2 else None
-        rows = _rows(half, operand, plan)
-        kernels_for(state.device).record(half.site, half.view, plan.real_slots, rows, _WRITE)
-    context.gates[state.device][Gate.OPS] += 1
+        kernels_for(side.device).digest_operand(half.site, rows, plan.real_slots, _digests(half, plan))
+    side.note_operands()
+
+
+def _record(key: torch.Tensor | None, value: torch.Tensor | None, state: torch.Tensor, layer: str) -> None:
+    context = get_forward_context()
+    side = context.sides.get(state.device)
+    if side is not None:
+        side.operands_read()
+    with side.fork() if side is not None else contextlib.nullcontext():
+        for half in _halves(context, layer):
+            plan = _plan_of(context, half)
+            if plan is None or plan.real_slots is None:
+                continue
+            rows = _rows(half, (key, value), plan)
+            taken = {} if side is None or rows is None else {"value_digests": _digests(half, plan)}
+            values = rows if side is None else None
+            kernels_for(state.device).record(half.site, half.view, plan.real_slots, values, _WRITE, **taken)
+        count_op(context.gates[state.device])
+
+
+def _plan_of(context: ForwardContext, half: LayerHalf) -> RequestPlan | None:
+    space = half.site.space
+    return context.requests.get(space.space_id) if space is not None else None
+
+
+def _digests(half: LayerHalf, plan: RequestPlan) -> torch.Tensor:
+    """Where the digests of the operand of K, or of V, stand between the two ops of a layer: int32 ``[n, planes]``."""
+    planes = half.site.half.digest.shape[0]
+    assert plan.operand_digests is not None  # sessions that have a side stream give every plan this memory
+    return plan.operand_digests[:, half.place * planes : (half.place + 1) * planes]
 
 
 def _halves(context: ForwardContext, layer: str) -> tuple[LayerHalf, ...]:
@@ -77,9 +116,12 @@ def _halves(context: ForwardContext, layer: str) -> tuple[LayerHalf, ...]:
     return context.layers[layer]
 
 
-def _rows(half: LayerHalf, operand: torch.Tensor | None, plan: RequestPlan) -> torch.Tensor | None:
+def _rows(
+    half: LayerHalf, operands: tuple[torch.Tensor | None, torch.Tensor | None], plan: RequestPlan
+) -> torch.Tensor | None:
     """The operand as the slots' rows, if it has one per planned token and is of the pool's type."""
     layout, n = half.site.layout, plan.slots.shape[0]
+    operand = operands[half.place] if half.place < len(operands) else None
     if operand is None or not half.site.checks & Check.OPERAND or operand.dtype != layout.dtype:
         return None
     operand = operand[:n]  # a batch is padded at its end
@@ -102,22 +144,19 @@ def ops_for(attention: str, kind: str) -> tuple[Any, Any]:
 def _define(suffix: str, kind: str, name_of: Callable[[Any], str]) -> None:
     """Register the two ops for one type of layer name."""
 
-    def verify(output: torch.Tensor, state: torch.Tensor, layer: Any) -> None:
-        _verify(output, state, name_of(layer))
+    schema = f"(Tensor(a!) output, Tensor? key, Tensor? value, Tensor(b!) state, {kind} layer) -> ()"
+    for name, check in (("verify_at", _verify), ("record_at", _record)):
 
-    def record(
-        output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, state: torch.Tensor, layer: Any
-    ) -> None:
-        _record(output, key, value, state, name_of(layer))
+        def body(
+            output: torch.Tensor,
+            key: torch.Tensor | None,
+            value: torch.Tensor | None,
+            state: torch.Tensor,
+            layer: Any,
+            check: Callable[..., None] = check,
+        ) -> None:
+            check(key, value, state, name_of(layer))
 
-    for name, schema, body in (
-        ("verify_at", f"(Tensor(a!) output, Tensor(b!) state, {kind} layer) -> ()", verify),
-        (
-            "record_at",
-            f"(Tensor(a!) output, Tensor? key, Tensor? value, Tensor(b!) state, {kind} layer) -> ()",
-            record,
-        ),
-    ):
         _LIBRARY.define(f"{name}{suffix}{schema}", tags=(torch.Tag.flexible_layout,))
         for device in ("CPU", "CUDA"):
             _LIBRARY.impl(f"{name}{suffix}", body, device)

@@ -226,7 +226,9 @@ class RequestPlan:
         columns: how many positions to look at, at least the longest prefix of the batch.
         ends: int64 ``[bs]``, where each request's added tokens end; written by the kernels of ``walk``.
         real_slots: int64 ``[n]``, ``slots`` with -1 for padding and for what is outside of the pool; written by
-            ``check_writes``, for the layers.  A session gives both persistent memory: captured graphs read them.
+            ``check_writes``, for the layers.
+        operand_digests: int32 ``[n, places * planes]`` or None, of what a layer is given to write, between its two
+            ops.  A session gives all three persistent memory: captured graphs read them.
     """
 
     counts: torch.Tensor
@@ -246,6 +248,7 @@ class RequestPlan:
     history_lens: torch.Tensor | None = None
     ends: torch.Tensor | None = None
     real_slots: torch.Tensor | None = None
+    operand_digests: torch.Tensor | None = None
 
     def memory_for(self, name: str, entries: int) -> torch.Tensor:
         """The memory of ``ends`` or ``real_slots``; made here for a plan that came without.

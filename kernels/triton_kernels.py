@@ -39,7 +39,6 @@ _ROW_COLUMNS: tl.constexpr = tl.constexpr(3)
 _RING_COLUMNS: tl.constexpr = tl.constexpr(13)
 _UNKNOWN: tl.constexpr = tl.constexpr(UNKNOWN)
 _CONTENT_BIT: tl.constexpr = tl.constexpr(1)
-_OPERAND_BIT: tl.constexpr = tl.constexpr(2)
 _POISON_BIT: tl.constexpr = tl.constexpr(8)
 _ZERO_STANDS_FOR: tl.constexpr = tl.constexpr(as_int32(ZERO_STANDS_FOR))
 _NO_POISON: tl.constexpr = tl.constexpr(2**62)
@@ -331,60 +330,3 @@ def scan_kernel(
                 tl.store(digest_ptr + slots_total + slot, h2, mask=bad | adopted)
             tl.atomic_add(counters_ptr + _CHECKED, tl.sum(due.to(tl.int64), axis=0))
             tl.atomic_add(counters_ptr + _ADOPTED, tl.sum((taken | adopted).to(tl.int64), axis=0))
-
-
-@triton.jit(do_not_specialize=PER_SITE)
-def record_kernel(
-    base, value_base,  # first units of the pool's view and of the operand
-    slot_ptr, n,  # int64 [n]
-    counters_ptr,  # int64 [len(Count)]
-    stamp_ptr, stamp_count, write_id,  # int64 [2, stamp_count]
-    block_ptr,  # int32 [slots + 1, 8], of an engine's pool
-    coef_ptr,  # int32 [2, words_in_row]
-    digest_ptr,  # int32 [PLANES, slots_total]
-    words_ptr, ring_ptr, capacity, rows_ptr,
-    slots_total, seed1, seed2, words_in_row, half, positions, slot_stride0, slot_stride1, token_stride,
-    units, n1, n2, n3, d0, d1, d2, d3,
-    v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
-    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_VALUE: tl.constexpr, HAS_SPACE: tl.constexpr,
-    UNIT: tl.constexpr, OPERAND_UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr,
-    POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slot_ptr + i, mask=i < n, other=-1)
-    live = slot >= 0
-    at = tl.maximum(slot, 0)
-    if TWO_AXES:
-        start = (at // positions) * slot_stride0 + (at % positions) * slot_stride1
-    else:
-        start = at * slot_stride1
-    h1, h2, poison = digest_of_rows(
-        base, start, live, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
-        UNIT, PLANES, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
-    )  # fmt: skip
-    if tl.program_id(0) == 0:
-        tl.atomic_add(counters_ptr + _RECORD_RUNS, tl.full([], 1, tl.int64))
-    tl.atomic_add(counters_ptr + _RECORDED, tl.sum(live.to(tl.int64), axis=0))
-    if POISON_MASK != 0:
-        report(
-            words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _POISON_BIT, 0,
-            live & (poison != _NO_POISON), slot, tl.zeros_like(slot), poison & 0xFFFFFFFF, poison >> 32, HAS_ROWS,
-        )  # fmt: skip
-    if HAS_VALUE:
-        v1, v2, _ = digest_of_rows(
-            value_base, i * token_stride, live, coef_ptr, seed1, seed2, words_in_row, v_units, v_n1, v_n2, v_n3,
-            v_d0, v_d1, v_d2, v_d3, OPERAND_UNIT, PLANES, BLOCK, BLOCK_WORDS, 0, 1, ELEMENT,
-        )  # fmt: skip
-        epoch = tl.load(words_ptr + _STEP) * 65536 + write_id
-        twice = tl.load(stamp_ptr + stamp_count + at, mask=live, other=0) == epoch
-        bad = live & (twice == 0)
-        if HAS_SPACE:  # a store kernel may leave reserved slots alone
-            bad = bad & ((tl.load(block_ptr + at * _SPACE_COLUMNS + _FLAGS, mask=live, other=0) & _RESERVED) == 0)
-        bad = bad & ((v1 != h1) | (v2 != h2)) if PLANES == 2 else bad & (v1 != h1)
-        report(
-            words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _OPERAND_BIT, 0, bad, slot,
-            packed(v1, v2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), HAS_ROWS,
-        )  # fmt: skip
-    tl.store(digest_ptr + at, h1, mask=live)
-    if PLANES == 2:
-        tl.store(digest_ptr + slots_total + at, h2, mask=live)

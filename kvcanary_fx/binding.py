@@ -31,6 +31,7 @@ class BoundCall:
     context: ForwardContext
     halves: tuple[PoolHalf, ...]
     storages: tuple[tuple[Storage, int, str], ...]  # each with the argument it came from and a pool's name
+    opaque: bool  # the graph has attention that finds an engine's pools by itself
 
 
 class GraphBinding:
@@ -104,8 +105,9 @@ class GraphBinding:
             controls={d: self._controls(d) for d in self.plan.devices},
             gates=self.gates,
             abort=abort,
+            joins=self.plan.joins,
         )
-        return BoundCall(context, tuple(halves), tuple(storages.values()))
+        return BoundCall(context, tuple(halves), tuple(storages.values()), bool(self.plan.attention))
 
     def _group(self, halves: list[PoolHalf]) -> dict[int, IdentityBuffers]:
         """Tell halves of one slot space about each other; the identity buffers of the sites that lead one."""

@@ -41,6 +41,9 @@ class CanaryConfig:
         verify_fraction: share of the recorded slots whose bytes are checked each step, ``"1/N"``; each
             slot is checked within N steps.
         digest_bits: bits of content digest stored per slot, layer and half: 32 or 64.
+        placement: where the checks of an engine's opaque attention run on a GPU: ``"side"``, on a stream of their own
+            beside the model's, or ``"inline"``, in the model's own.  Inline is for engines that capture a graph in
+            pieces with our ops in them: a piece cannot end while a check runs beside it.  Elsewhere checks run inline.
         rewrite_writes: replace KV writes by an op that writes in place, where Inductor would copy the pool:
             True for every write, False for none; ``"auto"`` under Inductor for writes to a part of a tensor
             (K and V, or all layers, in one), which it copies whole.
@@ -59,6 +62,7 @@ class CanaryConfig:
     checks: tuple[str, ...] = CHECKS
     verify_fraction: str = "1"
     digest_bits: int = 32
+    placement: Literal["side", "inline"] = "side"
     rewrite_writes: bool | Literal["auto"] = "auto"
     lint: Literal["off", "warn", "raise"] = "off"
     ring_capacity: int = 65536
@@ -89,7 +93,15 @@ class CanaryConfig:
 
     def runtime_key(self) -> tuple[object, ...]:
         """What two compiled models must agree on to share a session."""
-        return (self.mode, self.checks, self.verify_every, self.digest_bits, self.ring_capacity, self.on_violation)
+        return (
+            self.mode,
+            self.checks,
+            self.verify_every,
+            self.digest_bits,
+            self.placement,
+            self.ring_capacity,
+            self.on_violation,
+        )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> CanaryConfig:
@@ -185,6 +197,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "verify_fraction": (_is_fraction, "'1' or '1/N' with a whole number N"),
     "digest_bits": (lambda v: v in (32, 64) and not isinstance(v, bool), "32 or 64"),
+    "placement": (lambda v: v in ("side", "inline"), "'side' or 'inline'"),
     "rewrite_writes": (lambda v: isinstance(v, bool) or v == "auto", "True, False or 'auto'"),
     "lint": (lambda v: v in ("off", "warn", "raise"), "'off', 'warn' or 'raise'"),
     "ring_capacity": (_is_count, "a whole number above 0"),

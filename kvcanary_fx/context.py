@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .kernels.buffers import Control, IdentityBuffers, Site
     from .kernels.layer_ops import LayerHalf
     from .kernels.plan import WritePlan
+    from .kernels.side_stream import SideStream
     from .kernels.slot_space import RequestPlan
 
 
@@ -38,6 +39,9 @@ class ForwardContext:
         abort: called on the CPU when an index is out of range, before the write runs; raises.
         requests: what the forward of an engine is to read and write, by the number of the slot space.
         layers: the tensors of an engine's layers, by the layer's name.
+        joins: the graph ends with a join, so that its ops may leave work on another stream.
+        sides: of a graph that joins, the stream on which the checks of layers run, by device; in the model's own
+            stream where there is none.
     """
 
     sites: tuple[Site, ...]
@@ -48,6 +52,8 @@ class ForwardContext:
     abort: Callable[[], None] | None = None
     requests: Mapping[int, RequestPlan] = dataclasses.field(default_factory=dict)
     layers: Mapping[str, tuple[LayerHalf, ...]] = dataclasses.field(default_factory=dict)
+    joins: bool = False
+    sides: Mapping[torch.device, SideStream] = dataclasses.field(default_factory=dict)
 
 
 _CONTEXT: contextvars.ContextVar[ForwardContext | None] = contextvars.ContextVar("kvcanary_forward", default=None)

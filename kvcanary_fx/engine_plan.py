@@ -48,9 +48,13 @@ class Batch:
 
 
 def step_inputs(
-    pools: Sequence[KVPool], max_requests: int | None, max_tokens: int | None, ids: RequestIds
+    pools: Sequence[KVPool], max_requests: int | None, max_tokens: int | None, ids: RequestIds, operand_words: int = 0
 ) -> StepInputs:
-    """The registry of what the checks need of a batch."""
+    """The registry of what the checks need of a batch.
+
+    Args:
+        operand_words: digest words of what one layer is given to write, of each token, if they are kept at all.
+    """
     inputs = StepInputs(
         pools[0].device,
         max_requests=max_requests,
@@ -73,6 +77,13 @@ def step_inputs(
     for place in range(len(pools)):
         name = real_slots_name(place)
         inputs.register(name, "tokens", torch.int64, pad=-1, compute=lambda _, filled: _unknown(filled, Axis.TOKENS))
+    if operand_words:
+
+        def digests(_: Any, filled: StepInputs) -> torch.Tensor:
+            shape, device = (filled.num_tokens, operand_words), filled.counts.device
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        inputs.register("operand_digests", "tokens", torch.int32, compute=digests)
     return inputs
 
 
@@ -115,6 +126,7 @@ def plan_of(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> Req
         history_lens=view.history_lens,
         ends=view.request_ends,
         real_slots=getattr(view, real_slots_name(place)),
+        operand_digests=getattr(view, "operand_digests", None),
     )
 
 

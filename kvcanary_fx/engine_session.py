@@ -23,6 +23,7 @@ from .errors import EngineError, SessionStateError
 from .kernels.buffers import Ring, Word
 from .kernels.layer_ops import LayerHalf
 from .kernels.ops import request_kernels_for
+from .kernels.side_stream import SideStream, capturing
 from .kernels.slot_space import RequestPlan
 from .polling import Poll
 from .request_ids import RequestId, RequestIds
@@ -73,7 +74,10 @@ class EngineSession(CanarySession):
         self.is_pool = self._is_pool
         self.pools = {p.name: EnginePool(p, self.registry, self.controls, config, self.ids) for p in pools}
         self._spaces = {p.space.space_id: p for p in self.pools.values()}
-        self.inputs = step_inputs(pools, max_requests, max_tokens, self.ids)
+        devices = dict.fromkeys(p.device for p in pools if p.device.type == "cuda" and config.placement == "side")
+        self._sides = {device: SideStream(device) for device in devices}
+        operands = config.planes * max(len(layer) for p in pools for layer in p.layers) if self._sides else 0
+        self.inputs = step_inputs(pools, max_requests, max_tokens, self.ids, operands)
         self.backend = CanaryBackend(config, self)
         self.steps = 0
         self.schedule = schedule or Schedule()
@@ -189,10 +193,18 @@ class EngineSession(CanarySession):
         try:
             self._before(self._forward)
             yield
+            self._join()
             self._after_forward(self._forward)
             self.health.note(self._forward.plans)
+        except BaseException:
+            self._join()
+            raise
         finally:
             self._forward = None
+
+    def _join(self) -> None:
+        for side in self._sides.values():
+            side.join()
 
     def _view_of(self, batch: Any) -> StepView:
         self.inputs.step = self.steps
@@ -216,7 +228,7 @@ class EngineSession(CanarySession):
 
     def _look(self) -> None:
         """In raise mode, raise what was found so far."""
-        if self.config.mode == "raise" and not _capturing():
+        if self.config.mode == "raise" and not capturing():
             self.drain()
             self._raise_new()
 
@@ -267,15 +279,29 @@ class EngineSession(CanarySession):
 
     def _context_of(self, call: BoundCall) -> ForwardContext:
         if self._forward is None:
-            if self._ready and any(half.space is not None for half in call.halves):
-                raise SessionStateError(
-                    "the model ran outside session.forward(): wrap each call, `with session.forward(): model(...)`, "
-                    "so that the canary knows what it reads and writes"
-                )
+            self._require_forward(call)
             return call.context
         return dataclasses.replace(
-            call.context, requests=self._forward.plans, layers=self._layers_of(call.context.gates)
+            call.context,
+            requests=self._forward.plans,
+            layers=self._layers_of(call.context.gates),
+            sides=self._sides if call.context.joins else {},
         )
+
+    def _require_forward(self, call: BoundCall) -> None:
+        """Refuse a call of a guarded graph that no forward is around."""
+        if not call.opaque and all(half.space is None for half in call.halves):
+            return
+        if capturing():
+            raise SessionStateError(
+                "a CUDA graph is being captured outside session.forward(): its checks would look at nothing, and "
+                "report clean for ever. Capture in `with session.step(batch), session.forward():`"
+            )
+        if self._ready:
+            raise SessionStateError(
+                "the model ran outside session.forward(): wrap each call, `with session.forward(): model(...)`, "
+                "so that the canary knows what it reads and writes"
+            )
 
     def _layers_of(self, gates: Mapping[torch.device, torch.Tensor]) -> dict[str, tuple[LayerHalf, ...]]:
         """The layers of all pools, for the ops of one graph."""
@@ -371,7 +397,3 @@ class _Forward:
                 f"forward({index}) inside forward({self.index}): leave one before entering the next; a draft model "
                 "with pools of its own has a session of its own"
             )
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -118,7 +118,8 @@ class GraphPlan:
         writes: the plans of the readable writes; the position is the write number.
         attention: opaque attention ops under guard.
         devices: devices that have a site, in the order of the ``state`` arguments appended to the graph.
-        ops: canary ops that each call of the graph runs.
+        ops: canary ops that each call of the graph runs, joins aside.
+        joins: the graph ends with a join, see :mod:`.join_side_streams`.
         unguarded: inputs that the graph writes and we do not guard, each with the reason.
         functional: caches that are rebuilt by ``cat`` instead of written in place.
         born: caches that the graph itself creates, so that they are no input of it.
@@ -135,6 +136,7 @@ class GraphPlan:
     attention: list[AttentionPlan] = dataclasses.field(default_factory=list)
     devices: list[torch.device] = dataclasses.field(default_factory=list)
     ops: int = 0
+    joins: bool = False
     unguarded: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     functional: list[str] = dataclasses.field(default_factory=list)
     born: list[str] = dataclasses.field(default_factory=list)

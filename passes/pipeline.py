@@ -25,6 +25,7 @@ from .functional_cache import find_functional_caches
 from .graph_lint import check_canary_rules
 from .graph_plan import GraphPlan
 from .insert_canaries import insert_canaries
+from .join_side_streams import join_side_streams
 from .names import function_name
 from .rewrite_writes import rewrite_writes
 
@@ -37,6 +38,7 @@ def passes(
     chain: bool = True,
     rewrite: bool | Literal["parts"] = False,
     is_pool: Callable[[Any], bool] | None = None,
+    side: bool = False,
 ) -> list[tuple[str, Pass]]:
     """The passes in the order they run.
 
@@ -46,6 +48,7 @@ def passes(
             to a part of an input.
         is_pool: of an engine's session, which knows its pools: says whether an input of a graph is one.  Opaque
             attention ops are guarded then, too.
+        side: the checks of opaque attention may run on a stream beside the model's.
     """
     ordered: list[tuple[str, Pass]] = [
         ("find_functional_caches", find_functional_caches),
@@ -53,6 +56,8 @@ def passes(
     ]
     if is_pool is not None:
         ordered.append(("guard_attention_ops", guard_attention_ops))
+        if side:
+            ordered.append(("join_side_streams", join_side_streams))
     if rewrite:
         ordered.append(("rewrite_writes", functools.partial(rewrite_writes, parts_only=rewrite == "parts")))
     return ordered

@@ -215,7 +215,10 @@ def write(scene: Scene, step: Step) -> None:
 
 
 def play(kernels: ModuleType, scene: Scene, step: Step) -> None:
-    """One step of a guarded graph, with ``kernels`` doing the checks."""
+    """One step of a guarded graph, with ``kernels`` doing the checks.
+
+    Kernels that can keep the digests of the operand do so in every second step, and lose the operand.
+    """
     site, view = scene.site, scene.view
     first = site.layout.slots_first(view)
     for slot, bit in step.flips:
@@ -237,4 +240,10 @@ def play(kernels: ModuleType, scene: Scene, step: Step) -> None:
     if site.layout.has_rows and rows and len(set(rows)) == len(rows):  # a batch has one entry per row
         kernels.identify(site, scene.identity, step.slots.unsqueeze(1), step.tokens, step.positions)
     write(scene, step)
-    kernels.record(site, view, step.slots, step.values if step.use_values else None, 3, step.last_position, step.moved)
+    values, taken = step.values if step.use_values else None, {}
+    if values is not None and hasattr(kernels, "digest_operand") and scene.rng.random() < 0.5:
+        room = torch.full((step.slots.shape[0], site.half.digest.shape[0] + 1), 7, dtype=torch.int32)
+        taken = {"value_digests": room.to(view.device)[:, 1:]}
+        kernels.digest_operand(site, values, step.slots, taken["value_digests"])
+        values = None
+    kernels.record(site, view, step.slots, values, 3, step.last_position, step.moved, **taken)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from scenes import ALL_CHECKS, play, random_scene, random_step, to_device
 
-from kvcanary_fx.kernels import buffers, cpu, gpu, reference, triton_kernels
+from kvcanary_fx.kernels import buffers, cpu, gpu, reference, triton_kernels, triton_records
 from kvcanary_fx.kernels.buffers import Count, Gate, HalfBuffers, Ring, RowState, Word
 from kvcanary_fx.kernels.layout import SlotLayout
 
@@ -78,11 +78,11 @@ def test_constants_of_the_kernels_are_those_of_the_buffers():
         "_ROW_COLUMNS": len(RowState),
         "_RING_COLUMNS": len(Ring),
         "_CONTENT_BIT": buffers.Check.CONTENT,
-        "_OPERAND_BIT": buffers.Check.OPERAND,
         "_POISON_BIT": buffers.Check.POISON,
     }
     for name, value in pairs.items():
         assert getattr(triton_kernels, name).value == int(value), name
+    assert triton_records._OPERAND_BIT.value == buffers.Check.OPERAND
 
 
 #: Each implementation with the device it runs on here; the interpreter runs the GPU kernels on the CPU.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from expecttest import TestCase
 from idioms import IDIOMS, NOT_KV
+from opaque_engine import Model
 from render import render
 
 from kvcanary_fx.passes.pipeline import passes, run_passes
@@ -29,6 +30,21 @@ def golden(name: str, rewrite: bool = False, keep: tuple[str, ...] = ()) -> str:
 
     with torch.no_grad():
         torch.compile(BY_NAME[name].run, backend=backend, fullgraph=True)(*BY_NAME[name].make())
+    return "\n".join(texts)
+
+
+def opaque(hoisted: bool) -> str:
+    """The rewritten graph of one layer whose attention is an opaque op; twice over, which changes nothing more."""
+    texts = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        for _ in range(2):
+            gm, _ = run_passes(gm, example_inputs, passes(is_pool=lambda _: False, side=True))
+        texts.append(render(gm))
+        return lambda *args: (args[0],)  # nothing runs: there is no pool
+
+    with torch.no_grad():
+        torch.compile(Model(1, hoisted), backend=backend, fullgraph=True)(torch.randn(2, 8))
     return "\n".join(texts)
 
 
@@ -654,4 +670,48 @@ getitem_13 = getitem(pool, (1, 1))
 transpose_5 = transpose(getitem_13, 0, 1)
 unsqueeze_1 = unsqueeze(transpose_5, 0)
 scaled_dot_product_attention = scaled_dot_product_attention(q, unsqueeze, unsqueeze_1)""",
+        )
+
+    def test_opaque_attention_named_by_a_string(self):
+        self.assertExpectedInline(
+            opaque(hoisted=False),
+            """\
+begin_default = canary.begin(state)
+linear = linear(x, layers.0.qkv.weight, layers.0.qkv.bias)
+view = view(linear, -1, 3, 2, 4)
+unbind = unbind(view, 1)
+q = getitem(unbind, 0)
+k = getitem(unbind, 1)
+v = getitem(unbind, 2)
+output = empty_like(q)
+contiguous = contiguous(q)
+contiguous_1 = contiguous(k)
+contiguous_2 = contiguous(v)
+verify_at_default = canary.verify_at(output, contiguous_1, contiguous_2, state, layers.0)
+attention = attention(contiguous, contiguous_1, contiguous_2, output, layers.0)
+record_at_default = canary.record_at(output, contiguous_1, contiguous_2, state, layers.0)
+flatten = flatten(output, 1)
+x = add(x, flatten)""",
+        )
+
+    def test_opaque_attention_named_by_an_input(self):
+        self.assertExpectedInline(
+            opaque(hoisted=True),
+            """\
+begin_default = canary.begin(state)
+linear = linear(x, layers.0.qkv.weight, layers.0.qkv.bias)
+view = view(linear, -1, 3, 2, 4)
+unbind = unbind(view, 1)
+q = getitem(unbind, 0)
+k = getitem(unbind, 1)
+v = getitem(unbind, 2)
+output = empty_like(q)
+contiguous = contiguous(q)
+contiguous_1 = contiguous(k)
+contiguous_2 = contiguous(v)
+verify_at_opaque_engine_attention_hoisted_opaque_engine_layer_name_default = canary.verify_at_opaque_engine_attention_hoisted_opaque_engine_LayerName(output, contiguous_1, contiguous_2, state, layers.0.name)
+attention_hoisted = attention_hoisted(contiguous, contiguous_1, contiguous_2, output, layers.0.name)
+record_at_opaque_engine_attention_hoisted_opaque_engine_layer_name_default = canary.record_at_opaque_engine_attention_hoisted_opaque_engine_LayerName(output, contiguous_1, contiguous_2, state, layers.0.name)
+flatten = flatten(output, 1)
+x = add(x, flatten)""",
         )

@@ -10,7 +10,7 @@ from toys import VOCAB, Rig, new_caches
 
 import kvcanary_fx
 from kvcanary_fx import CanaryBackend, CanaryConfig, CaptureError, KVCacheViolation
-from kvcanary_fx.kernels import triton_kernels
+from kvcanary_fx.kernels import triton_kernels, triton_records
 from kvcanary_fx.kernels.buffers import Gate
 
 pytestmark = pytest.mark.gpu
@@ -232,7 +232,8 @@ def test_pools_on_two_devices():
 
 def compiled_variants() -> dict[str, int]:
     """How often each kernel was compiled in this process."""
-    kernels = {n: k for n, k in vars(triton_kernels).items() if n.endswith("_kernel")}
+    modules = vars(triton_kernels) | vars(triton_records)
+    kernels = {n: k for n, k in modules.items() if n.endswith("_kernel")}
     return {n: sum(len(cache[0]) for cache in k.device_caches.values()) for n, k in kernels.items()}
 
 

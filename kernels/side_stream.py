@@ -1,0 +1,63 @@
+"""A stream beside the model's own, on which the checks of an engine's layers run while the model goes on.
+
+A small launch in the model's stream costs its latency in every layer; beside it, the same launch costs nothing that
+could be measured.  Three things have to hold, in an eager forward as in a captured one:
+
+* The checks of a layer start after what they look at: :meth:`SideStream.fork` waits for the model's stream.
+* The model may use the memory of K and V again once attention is done.  Their digests are taken while attention runs,
+  and the model's stream waits for these, :meth:`SideStream.operands_read`, and for nothing else.
+* A CUDA graph cannot end while work forked in it is running: the last op of a graph joins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+class SideStream:
+    """One device's stream for checks, of one session.
+
+    Attributes:
+        stream: the stream.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._operands = torch.cuda.Event()
+        self._forked: set[bool] = set()  # what is not joined: forked inside of a capture, outside of one
+
+    @contextlib.contextmanager
+    def fork(self) -> Iterator[None]:
+        """Launch on the side stream, after all that the model's stream was given so far."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._forked.add(capturing())
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def note_operands(self) -> None:
+        """What was launched so far reads K and V."""
+        self._operands = torch.cuda.Event()
+        self._operands.record(self.stream)
+
+    def operands_read(self) -> None:
+        """Let the model's stream wait until K and V were read."""
+        torch.cuda.current_stream(self.device).wait_event(self._operands)
+
+    def join(self) -> None:
+        """Let the model's stream wait for all checks that were forked from it.
+
+        What was forked outside of a capture cannot be joined inside of one: the end of the forward does it.
+        """
+        now = capturing()
+        if now in self._forked:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        self._forked -= {now} if now else {True, False}
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured in this thread's stream."""
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

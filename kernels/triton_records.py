@@ -1,0 +1,126 @@
+"""Triton kernels of what a forward writes: fingerprints of the slots, and of what the write was given."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_kernels import (
+    _FLAGS,
+    _NO_POISON,
+    _POISON_BIT,
+    _RECORD_RUNS,
+    _RECORDED,
+    _RESERVED,
+    _SPACE_COLUMNS,
+    _STEP,
+    PER_SITE,
+    digest_of_rows,
+    packed,
+    report,
+)
+
+#: What a record compares the slots with: nothing, the operand's rows, or digests of them taken before.
+NO_OPERAND, ROWS, DIGESTS = 0, 1, 2
+
+_NO_OPERAND: tl.constexpr = tl.constexpr(NO_OPERAND)
+_ROWS: tl.constexpr = tl.constexpr(ROWS)
+_OPERAND_BIT: tl.constexpr = tl.constexpr(2)
+
+
+@triton.jit(do_not_specialize=PER_SITE)
+def record_kernel(
+    base, value_base,  # first units of the pool's view and of the operand
+    taken_ptr,  # int32 [n, PLANES], digests of the operand
+    slot_ptr, n,  # int64 [n]
+    counters_ptr,  # int64 [len(Count)]
+    stamp_ptr, stamp_count, write_id,  # int64 [2, stamp_count]
+    block_ptr,  # int32 [slots + 1, 8], of an engine's pool
+    coef_ptr,  # int32 [2, words_in_row]
+    digest_ptr,  # int32 [PLANES, slots_total]
+    words_ptr, ring_ptr, capacity, rows_ptr,
+    slots_total, seed1, seed2, words_in_row, half, positions, slot_stride0, slot_stride1, token_stride, taken_stride,
+    units, n1, n2, n3, d0, d1, d2, d3,
+    v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, OPERAND: tl.constexpr, HAS_SPACE: tl.constexpr,
+    UNIT: tl.constexpr, OPERAND_UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr,
+    POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    """A bounded number of programs goes through the slots: with one each, their atomic adds took turns."""
+    if tl.program_id(0) == 0:
+        tl.atomic_add(counters_ptr + _RECORD_RUNS, tl.full([], 1, tl.int64))
+    recorded = tl.full([], 0, tl.int64)
+    for i0 in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        i = i0 + tl.arange(0, BLOCK).to(tl.int64)
+        slot = tl.load(slot_ptr + i, mask=i < n, other=-1)
+        live = slot >= 0
+        at = tl.maximum(slot, 0)
+        if TWO_AXES:
+            start = (at // positions) * slot_stride0 + (at % positions) * slot_stride1
+        else:
+            start = at * slot_stride1
+        h1, h2, poison = digest_of_rows(
+            base, start, live, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+            UNIT, PLANES, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
+        )  # fmt: skip
+        recorded += tl.sum(live.to(tl.int64), axis=0)
+        if POISON_MASK != 0:
+            poisoned = live & (poison != _NO_POISON)
+            if tl.max(poisoned.to(tl.int32), axis=0) != 0:
+                report(
+                    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _POISON_BIT, 0, poisoned, slot,
+                    tl.zeros_like(slot), poison & 0xFFFFFFFF, poison >> 32, HAS_ROWS,
+                )  # fmt: skip
+        if OPERAND != _NO_OPERAND:
+            if OPERAND == _ROWS:
+                v1, v2, _ = digest_of_rows(
+                    value_base, i * token_stride, live, coef_ptr, seed1, seed2, words_in_row, v_units, v_n1, v_n2, v_n3,
+                    v_d0, v_d1, v_d2, v_d3, OPERAND_UNIT, PLANES, BLOCK, BLOCK_WORDS, 0, 1, ELEMENT,
+                )  # fmt: skip
+            else:
+                v1 = tl.load(taken_ptr + i * taken_stride, mask=live, other=0)
+                v2 = h2
+                if PLANES == 2:
+                    v2 = tl.load(taken_ptr + i * taken_stride + 1, mask=live, other=0)
+            bad = live & (v1 != h1)
+            if PLANES == 2:
+                bad = live & ((v1 != h1) | (v2 != h2))
+            if tl.max(bad.to(tl.int32), axis=0) != 0:
+                epoch = tl.load(words_ptr + _STEP) * 65536 + write_id
+                twice = tl.load(stamp_ptr + stamp_count + at, mask=bad, other=0) == epoch
+                bad = bad & (twice == 0)
+                if HAS_SPACE:  # a store kernel may leave reserved slots alone
+                    flags = tl.load(block_ptr + at * _SPACE_COLUMNS + _FLAGS, mask=bad, other=0)
+                    bad = bad & ((flags & _RESERVED) == 0)
+                report(
+                    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _OPERAND_BIT, 0, bad, slot,
+                    packed(v1, v2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), HAS_ROWS,
+                )  # fmt: skip
+        tl.store(digest_ptr + at, h1, mask=live)
+        if PLANES == 2:
+            tl.store(digest_ptr + slots_total + at, h2, mask=live)
+    if recorded > 0:
+        tl.atomic_add(counters_ptr + _RECORDED, recorded)
+
+
+@triton.jit(do_not_specialize=PER_SITE)
+def operand_kernel(
+    base,  # first unit of the operand
+    slot_ptr, n,  # int64 [n]
+    out_ptr, out_stride,  # int32 [n, PLANES]
+    coef_ptr,  # int32 [2, words_in_row]
+    seed1, seed2, words_in_row, token_stride,
+    units, n1, n2, n3, d0, d1, d2, d3,
+    UNIT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Digests of what a write is given."""
+    for i0 in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        i = i0 + tl.arange(0, BLOCK).to(tl.int64)
+        live = tl.load(slot_ptr + i, mask=i < n, other=-1) >= 0
+        h1, h2, _ = digest_of_rows(
+            base, i * token_stride, live, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+            UNIT, PLANES, BLOCK, BLOCK_WORDS, 0, 1, UNIT,
+        )  # fmt: skip
+        tl.store(out_ptr + i * out_stride, h1, mask=live)
+        if PLANES == 2:
+            tl.store(out_ptr + i * out_stride + 1, h2, mask=live)
