@@ -80,7 +80,7 @@ class Step:
     """
 
     pools: dict[str, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
-    slots: torch.Tensor | None = None
+    slots: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     requests: int = 0
     length: int = 0
     first: int = 0

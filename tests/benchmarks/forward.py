@@ -47,6 +47,7 @@ class Row:
     case: str
     mode: str
     configuration: str
+    placement: str | None
     median: float
     low: float
     high: float
@@ -57,15 +58,15 @@ class Row:
     problems: list[str] = dataclasses.field(default_factory=list)
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        return (self.case, self.mode, self.configuration)
+    def key(self) -> tuple[str, ...]:
+        return (self.case, self.mode, self.configuration, *([self.placement] if self.placement else []))
 
     def cells(self) -> list[str]:
         counts = self.counts or {}
         found = [f"{counts[name]:,.0f}" if counts else "" for name in ("identities", "digests", "recorded")]
         return [
             self.case if self.mode == "manual" else f"{self.case}, {self.mode}",
-            self.configuration,
+            ", ".join(self.key[2:]),
             f"{self.median:.3f} ms ({self.low:.3f} to {self.high:.3f})",
             "" if self.overhead is None else f"{self.overhead:+.2f} %",
             *found,
@@ -97,7 +98,7 @@ def milliseconds(run: Callable[[], Any], device: torch.device, calls: int) -> fl
         run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / calls
+    return float(start.elapsed_time(end)) / calls
 
 
 def take_turns(runners: dict[str, Runner], device: torch.device, rounds: int, seconds: float) -> dict[str, list[float]]:
@@ -111,13 +112,16 @@ def take_turns(runners: dict[str, Runner], device: torch.device, rounds: int, se
     return taken
 
 
-def rows_of(runners: dict[str, Runner], mode: str, taken: dict[str, list[float]]) -> Iterator[Row]:
+def rows_of(
+    runners: dict[str, Runner], mode: str, placement: str | None, taken: dict[str, list[float]]
+) -> Iterator[Row]:
     plain = statistics.median(taken["off"]) if "off" in taken else None
     for name, runner in runners.items():
         times, case = sorted(taken[name]), runner.scene.case
         median = statistics.median(times)
         edge = len(times) // 10
-        row = Row(case.name, mode, name, median, times[edge], times[-1 - edge], rounds=len(times))
+        row = Row(case.name, mode, name, None, median, times[edge], times[-1 - edge], rounds=len(times))
+        row.placement = placement if runner.session is not None else None
         row.build_seconds = runner.seconds
         if plain is not None and name != "off":
             row.overhead = 100 * (median / plain - 1)
@@ -139,7 +143,7 @@ def measure(case: Case, model: Model, mode: str, args: argparse.Namespace) -> li
         runners[name] = Runner(scene, model, settings, mode)
         print(f"{case.name}, {mode}: {name} built in {runners[name].seconds:.1f} s{held(device)}", flush=True)
     taken = take_turns(runners, device, args.rounds, args.seconds)
-    return list(rows_of(runners, mode, taken))
+    return list(rows_of(runners, mode, args.placement, taken))
 
 
 def held(device: torch.device) -> str:
@@ -148,7 +152,7 @@ def held(device: torch.device) -> str:
 
 def let_go(device: torch.device) -> None:
     """Drop what a case compiled and captured, and with it its pool, before the next pool is allocated."""
-    STEP.pools, STEP.slots = {}, None
+    STEP.pools = {}
     torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
@@ -160,17 +164,16 @@ class Results:
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.environment = args, report.environment(args.device)
-        self.rows: dict[tuple[str, str, str], Row] = {}
+        self.rows: dict[tuple[str, ...], Row] = {}
         if args.json and args.json.exists():
             old = json.loads(args.json.read_text())
-            if (old["environment"], old["placement"]) == (self.environment, args.placement):
+            if old["environment"] == self.environment:
                 self.add([Row(**row) for row in old["rows"]])
 
     def add(self, rows: list[Row]) -> None:
         self.rows.update({row.key: row for row in rows})
         if self.args.json:
-            kept = [dataclasses.asdict(row) for row in self.rows.values()]
-            made = {"environment": self.environment, "placement": self.args.placement, "rows": kept}
+            made = {"environment": self.environment, "rows": [dataclasses.asdict(row) for row in self.rows.values()]}
             self.args.json.write_text(json.dumps(made, indent=1))
         if self.args.write:
             report.write_section(f"forward {self.args.device}", self.text())
@@ -178,7 +181,7 @@ class Results:
     def text(self) -> str:
         rows = list(self.rows.values())
         rounds = sorted({row.rounds for row in rows})
-        placement = f' --placement "{self.args.placement}"' if self.args.placement else ""
+        placement = f" --placement {self.args.placement}" if self.args.placement else ""
         modes = ", or ".join(HOW[mode] for mode in dict.fromkeys(row.mode for row in rows))
         return (
             f"## A whole forward\n\n{self.environment}. 8B-shaped GQA model (32 layers, 8 KV heads of 128) and "
@@ -202,7 +205,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--configs", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS))
     parser.add_argument("--modes", nargs="+", choices=MODES, help="default: manual on a GPU, eager on a CPU")
-    parser.add_argument("--placement", choices=("inline", "side", "auto"), help="where the checks run; default: unset")
+    parser.add_argument("--placement", help="the setting of that name: inline, side, ...; default: the canary's own")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=15, help="about how long the rounds of a forward may take")
     parser.add_argument("--json", type=Path, help="results as they come; rows there, of the same day and machine, stay")

@@ -145,7 +145,7 @@ class Scene:
     def session(self, **settings: Any) -> Any:
         """A session that knows the prefixes: who is in their slots, and what bytes."""
         pool = KVPool(self.pools, self.table, layer_names=self.case.shape.layer_names)
-        sizes = dict(max_requests=self.case.requests, max_tokens=self.case.tokens)
+        sizes: dict[str, Any] = dict(max_requests=self.case.requests, max_tokens=self.case.tokens)
         made = kvcanary_fx.install_canary(pool, mode="log", health_every=0, **sizes, **settings)
         assert made is not None
         made.mark_ready()
@@ -183,7 +183,7 @@ class Runner:
         self.scene, self.settings = scene, settings
         self.session = None if settings is None else scene.session(inner=inner, **settings)
         backend: Any = inner if self.session is None else self.session.backend
-        options = {"triton.cudagraphs": True} if mode == "reduce-overhead" else None
+        options: Any = {"triton.cudagraphs": True} if mode == "reduce-overhead" else None
         self._compiled = torch.compile(model, backend=backend, dynamic=False, fullgraph=True, options=options)
         for _ in range(3):  # compiles, warms up, and lets Inductor capture its graph
             self._call()
@@ -210,9 +210,9 @@ class Runner:
             self.session.inputs.freeze()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with kvcanary_fx.step(self.session, self.scene.batch), torch.no_grad():
-            with torch.cuda.graph(graph), kvcanary_fx.forward(self.session):
-                self._compiled(self.scene.batch.input_ids, self.scene.last)
+        step, forward = kvcanary_fx.step(self.session, self.scene.batch), kvcanary_fx.forward(self.session)
+        with step, torch.no_grad(), torch.cuda.graph(graph), forward:
+            self._compiled(self.scene.batch.input_ids, self.scene.last)
         return graph
 
     def _read(self) -> Any:
