@@ -186,6 +186,6 @@ class Site:
     seed1: int
     seed2: int
     checks: Check
-    verify_every: int = 1  # each step checks the slots with (slot + step) % verify_every == 0
+    verify_every: int = 1  # each step checks the slots with (slot + step) % verify_every == 0; no engine's pool
     lenient: bool = False  # something may rewrite the pool unseen between two calls (captured graphs)
     space: SlotSpace | None = None  # of an engine's pool: which slots are about to be read

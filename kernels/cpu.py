@@ -180,7 +180,7 @@ def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None) -> None:
             none).  A row whose next write does not continue the last one was changed by somebody else;
             where that is possible (lenient) its slots are adopted instead of reported.
 
-    In an engine's pool only the slots that attention is about to read are due, and nothing is adopted: the
+    In an engine's pool the slots are due that the walk of this forward stamped, and nothing is adopted: the
     engine says what it writes elsewhere.
     """
     digest = site.half.digest
@@ -191,7 +191,7 @@ def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None) -> None:
     due = digest[0] != 0
     if site.space is not None:
         due &= site.space.reads[:-1] == site.space.clock
-    if site.verify_every > 1 and not now:
+    elif site.verify_every > 1 and not now:
         slot = torch.arange(due.numel(), device=due.device)
         turn = (slot + site.gate[Gate.STEP]) % site.verify_every == 0
         due &= turn | shifted if lenient else turn

@@ -148,7 +148,7 @@ def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None) -> None:
 
 
 def _verify_listed(site: Site, view: torch.Tensor, space: SlotSpace) -> None:
-    """The slots that the walk of this forward found sound; an engine says what else it writes, nothing is adopted."""
+    """The slots that the walk of this forward listed; an engine says what else it writes, nothing is adopted."""
     geometry = geometry_of(view, site.layout.slot_axes)
     if not site.checks & Check.CONTENT:
         site.counters[Count.VERIFY_RUNS] += 1
@@ -156,13 +156,11 @@ def _verify_listed(site: Site, view: torch.Tensor, space: SlotSpace) -> None:
     with on_device(view):
         verify_listed_kernel[(min(triton.cdiv(site.layout.slots, LISTED_SLOTS), _programs(view.device)),)](
             geometry.base,
-            site.gate,
             site.counters,
             listed_ptr=space.listed,
             count_ptr=space.listed_count,
             slot_stride0=geometry.slot_strides[0],
             slot_stride1=geometry.slot_strides[1],
-            every=site.verify_every,
             UNIT=geometry.unit,
             num_warps=1,
             **_row_args(geometry),

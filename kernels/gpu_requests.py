@@ -134,6 +134,7 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
             listed_count_ptr=space.listed_count,
             stop=stop,
             window=space.window if space.window is not None else _ENDLESS,
+            every=space.verify_every,
             BLOCK=BLOCK_POSITIONS,
             **request,
             **_space_args(plan),

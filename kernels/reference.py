@@ -121,7 +121,7 @@ def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None) -> None:
         if site.space is not None and int(site.space.reads[slot]) != int(site.space.clock[0]):
             continue
         shifted = _is_shifted(site, slot, first)
-        turn = (slot + int(site.gate[Gate.STEP])) % site.verify_every == 0
+        turn = site.space is not None or (slot + int(site.gate[Gate.STEP])) % site.verify_every == 0
         if not (now or turn or (lenient and shifted)):
             continue
         site.counters[Count.CHECKED] += 1

@@ -54,7 +54,7 @@ def mapped(slots: torch.Tensor, slot_map: torch.Tensor | None) -> torch.Tensor:
 def walk(space: SlotSpace, plan: RequestPlan) -> None:
     """Before a forward: is every slot that attention will read the one it should be?
 
-    Stamps the slots it found sound, so that the layers' content checks look at them.
+    Stamps the slots it found sound and whose turn it is, so that the layers' content checks look at them.
     """
     space.clock.add_(1)
     space.counters[SpaceCount.FORWARDS] += 1
@@ -109,7 +109,8 @@ def _walk_columns(space: SlotSpace, plan: RequestPlan, start: int, stop: int) ->
         detail=torch.where(outside, -1, space.tokens[at]),
     )
     sound = live & ~outside & ((space.flags[at] & Flag.WRITTEN) != 0) & (space.flags[at] >= REFERENCE)
-    space.reads[torch.where(sound, at, space.nowhere)] = space.clock
+    due = sound & ((at + plan.counts[2]) % space.verify_every == 0)
+    space.reads[torch.where(due, at, space.nowhere)] = space.clock
     space.counters[SpaceCount.CHECKED] += live.sum()
 
 

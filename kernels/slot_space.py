@@ -98,11 +98,13 @@ class SlotSpace:
         space_id: stands where a half's number stands in a violation's record.
         token_offset: the slot of position p holds the token of position p + token_offset (an EAGLE draft's: 1).
         window: slots of a request that attention still reads, the newest ones; None for all.
+        verify_every: a step checks the bytes of the slots with ``(slot + step) % verify_every == 0``, where the step
+            is the engine's, so that each slot's turn comes within as many steps, whichever graph runs them.
         owner_known: the engine reports allocations, so that free slots and owners are known.
         tokens, positions, chain: identity of the token in the slot.
         owners: hash of the id of the request that allocated the slot; 0 for anybody's.
         flags: :class:`Flag` bits and the reference count.
-        reads: number of the last forward in which attention reads the slot.
+        reads: number of the last forward in which attention reads the slot and its bytes are to be checked.
     """
 
     block: torch.Tensor
@@ -117,6 +119,7 @@ class SlotSpace:
     token_offset: int = 0
     window: int | None = None
     owner_known: bool = True
+    verify_every: int = 1
     tokens: torch.Tensor = dataclasses.field(init=False)  # int32 [slots + 1]
     positions: torch.Tensor = dataclasses.field(init=False)  # int32 [slots + 1]
     chain: torch.Tensor = dataclasses.field(init=False)  # int64 [slots + 1]
@@ -159,6 +162,7 @@ class SlotSpace:
         token_offset: int = 0,
         window: int | None = None,
         owner_known: bool = True,
+        verify_every: int = 1,
     ) -> SlotSpace:
         """A space in which nothing is written; without ``owner_known`` every slot counts as allocated."""
         space = cls(
@@ -174,6 +178,7 @@ class SlotSpace:
             token_offset=token_offset,
             window=window,
             owner_known=owner_known,
+            verify_every=verify_every,
         )
         space.tokens.fill_(-1)
         space.positions.fill_(UNKNOWN)
@@ -205,7 +210,7 @@ class RequestPlan:
     A batch may be padded: ``counts`` says how many requests and tokens are real.
 
     Attributes:
-        counts: int64 ``[2]``, real requests and real tokens.
+        counts: int64 ``[3]``, real requests, real tokens, and the number of the engine's step.
         rows: integer ``[bs]``, each request's row in ``table``.
         prefix_lens: integer ``[bs]``, tokens that are in the pool already.
         extend_lens: integer ``[bs]``, tokens that this forward adds.

@@ -123,7 +123,8 @@ def _walk_slot(space: SlotSpace, plan: RequestPlan, request: int, position: int,
         if flags & Flag.WRITTEN and not flags & Flag.NAMELESS:
             _check_identity(entry, space, plan, request, position, slot, first)
     entry.report(Phase.PRE, slot, position, owner, int(space.tokens[slot]))
-    if flags & Flag.WRITTEN and flags >= REFERENCE:
+    turn = (slot + int(plan.counts[2])) % space.verify_every == 0
+    if flags & Flag.WRITTEN and flags >= REFERENCE and turn:
         space.reads[slot] = space.clock[0]
 
 

@@ -76,7 +76,7 @@ RING: tl.constexpr = tl.constexpr(len(Ring))
 PER_STEP = [
     "bs", "n", "steps", "stop", "slots", "map_size", "history_width", "history_stride", "history_step", "table_rows",
     "row_stride", "page_stride", "columns", "received_count", "room", "pages_stride", "pages_step", "window", "offset",
-    "capacity", "source", "checks", "width",
+    "capacity", "source", "checks", "width", "every",
 ]  # fmt: skip
 
 

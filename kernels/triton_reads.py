@@ -94,7 +94,7 @@ def walk_kernel(
     slots, counts_ptr, row_ptr, prefix_ptr, owner_ptr, spaces_ptr,  # integer [bs] each
     table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
     history_ptr, history_stride, history_step, history_width, history_lens_ptr,
-    stop, window, offset,
+    stop, window, offset, every,
     words_ptr, ring_ptr, capacity, source, checks,
     PAGE: tl.constexpr, HAS_SPACES: tl.constexpr, HAS_MAP: tl.constexpr, HAS_HISTORY: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -184,10 +184,11 @@ def walk_kernel(
             detail = tl.where(outside, -1, token)
             tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, owner, detail, PRE)
         # the slots found sound are listed once, however many requests share them, for the layers' content checks
-        sound = live & (outside == 0) & written & (flags >= REFERENCE)
+        turn = (tl.load(counts_ptr + 2) % every).to(tl.int32)
+        due = live & (outside == 0) & written & (flags >= REFERENCE) & ((at.to(tl.int32) + turn) % every == 0)
         clock = tl.load(clock_ptr)
-        read = tl.atomic_xchg(block_ptr + at * COLUMNS + READS, tl.zeros_like(flags) + clock, mask=sound)
-        fresh = (sound & (read != clock)).to(tl.int32)
+        read = tl.atomic_xchg(block_ptr + at * COLUMNS + READS, tl.zeros_like(flags) + clock, mask=due)
+        fresh = (due & (read != clock)).to(tl.int32)
         count = tl.sum(fresh, axis=0)
         if count > 0:
             place = tl.atomic_add(listed_count_ptr, count) + tl.cumsum(fresh, axis=0) - 1

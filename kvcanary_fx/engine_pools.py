@@ -141,6 +141,7 @@ class EnginePool:
             token_offset=declared.token_offset,
             window=declared.window,
             owner_known=declared.allocations,
+            verify_every=config.verify_every,
         )
         controls.reserve_stamps(device, declared.slots)
         tensors = sum(len(layer) for layer in declared.layers)
@@ -192,7 +193,7 @@ class EnginePool:
         layers, tensors = len(declared.layers), len(self.halves)
         return f"pool {self.name}: {declared.slots} slots, {layers} layers, {tensors} tensors{shown}"
 
-    def layer_halves(self, gate: torch.Tensor, verify_every: int) -> dict[str, tuple[LayerHalf, ...]]:
+    def layer_halves(self, gate: torch.Tensor) -> dict[str, tuple[LayerHalf, ...]]:
         """The tensors of each layer, as the ops around opaque attention need them.
 
         Args:
@@ -210,7 +211,6 @@ class EnginePool:
                 seed1=half.seeds[0],
                 seed2=half.seeds[1],
                 checks=self.checks,
-                verify_every=verify_every,
                 space=self.space,
             )
             of_layer = layers.setdefault(half.info.layer, [])

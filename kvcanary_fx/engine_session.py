@@ -195,6 +195,7 @@ class EngineSession(CanarySession):
             self._forward = None
 
     def _view_of(self, batch: Any) -> StepView:
+        self.inputs.step = self.steps
         self.inputs.fill_from(batch)
         return self.inputs.view()
 
@@ -285,7 +286,7 @@ class EngineSession(CanarySession):
             for pool in self.pools.values():
                 gate = gates.get(pool.declared.device)
                 if gate is not None:
-                    known.update(pool.layer_halves(gate, self.config.verify_every))
+                    known.update(pool.layer_halves(gate))
         return known
 
     def drain(self) -> list[Violation]:

@@ -52,8 +52,9 @@ class StepInputs:
             token slots follow when its requests are sliced.  None, or None in a step: one token per request.
 
     Attributes:
-        counts: [2] int64 on ``device``, the real number of requests and of tokens; updated in place, so that a
-            captured kernel knows how much of its padded input is real.
+        counts: [3] int64 on ``device``, the real number of requests and of tokens, and ``step``; updated in place,
+            so that a captured kernel knows how much of its padded input is real, and which step it is in.
+        step: number of the step, the engine's to set.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class StepInputs:
         self._sizes: dict[Axis, tuple[str, int]] = {}
         # Tensors born in inference mode could not be written outside of it.
         with torch.inference_mode(False):
-            self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+            self.counts = torch.zeros(3, dtype=torch.int64, device=device)
+        self.step = 0
         self._device = self.counts.device  # "cuda" has become "cuda:0" here
 
     @property
@@ -340,6 +342,7 @@ class StepInputs:
         # fill_ takes its value along with the launch: no host memory that the next step could overwrite.
         self.counts[0].fill_(self.num_requests)
         self.counts[1].fill_(self.num_tokens)
+        self.counts[2].fill_(self.step)
 
 
 def _axis(axis: Axis | str) -> Axis:

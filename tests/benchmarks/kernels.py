@@ -71,7 +71,7 @@ class Scene:
 
         added = slice(prefix, prefix + extend)
         return RequestPlan(
-            counts=torch.tensor([self.requests, self.requests * extend], device=DEVICE),
+            counts=torch.tensor([self.requests, self.requests * extend, 0], device=DEVICE),
             rows=torch.arange(self.requests, device=DEVICE),
             prefix_lens=each(prefix),
             extend_lens=each(extend),

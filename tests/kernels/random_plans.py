@@ -59,6 +59,7 @@ def random_space(rng: random.Random) -> SlotSpace:
         token_offset=rng.choice([0, 0, 1]),
         window=rng.choice([None, None, 1, 3]),
         owner_known=rng.random() < 0.8,
+        verify_every=rng.choice([1, 1, 2, 3]),
     )
 
 
@@ -84,7 +85,7 @@ def random_plan(rng: random.Random, space: SlotSpace, unique: bool) -> RequestPl
     positions = torch.tensor([e + odd() for e in expected] + [0] * padding, dtype=torch.int64)
     integer = rng.choice([torch.int32, torch.int64])
     return RequestPlan(
-        counts=torch.tensor([requests, tokens]),
+        counts=torch.tensor([requests, tokens, rng.randint(0, 5)]),
         rows=rows.to(integer),
         prefix_lens=torch.tensor(prefix + [0] * padding, dtype=torch.int32),
         extend_lens=torch.tensor(extend + [1] * padding, dtype=torch.int32),

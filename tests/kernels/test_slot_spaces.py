@@ -67,7 +67,7 @@ def prefilled(tokens: int, lens: list[int], device: str, kernels: ModuleType) ->
     def plan(prefix: list[int], extend: list[int], n: int) -> RequestPlan:
         here = dict(device=device)
         return RequestPlan(
-            counts=torch.tensor([3, n], **here),
+            counts=torch.tensor([3, n, 0], **here),
             rows=torch.arange(3, **here),
             prefix_lens=torch.tensor(prefix, **here),
             extend_lens=torch.tensor(extend, **here),

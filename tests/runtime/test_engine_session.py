@@ -89,6 +89,24 @@ def test_a_sweep_over_the_rows_of_a_prefix_cache_finds_a_freed_slot():
     assert told(toy)[0][:3] == ("owner", "READ_AFTER_FREE", 4)
 
 
+def test_verify_fraction_counts_steps_of_the_engine_whatever_runs_in_them():
+    """Seen: with two calls of a graph in each step, half of the slots never had their turn at 1/2."""
+    for slot in (3, 4):
+        toy = prefilled(verify_fraction="1/2", width=20)
+        toy.add("B", [1] * 8)
+        toy.run({"B": [20]})
+        toy.take("A", [6])
+        toy.take("B", [21])
+        first, second = toy.plan({"A": [6]}), toy.plan({"B": [21]})
+        flip(toy, 0, 0, slot)
+        for _ in range(2):
+            with toy.session.step(first), torch.no_grad():
+                for i, batch in enumerate((first, second)):
+                    with toy.session.forward(i, batch):
+                        toy.model(toy.kv, torch.zeros(1, 4), torch.tensor(batch.slots), torch.tensor([0]))
+        assert [(v.check, v.slot) for v in toy.found()] == [("content", slot)]
+
+
 def test_verify_fraction_keeps_its_bound():
     toy = prefilled(verify_fraction="1/4", width=20)
     flip(toy, 1, 0, 4)

@@ -64,9 +64,10 @@ def test_addresses_stay_from_step_to_step():
     inputs = make(max_requests=4, max_tokens=8)
     inputs.fill_from(make_batch(2, 1))
     first, counts = inputs.view(), inputs.counts.data_ptr()
+    inputs.step = 9
     inputs.fill_from(make_batch(1, 1, 5, base=500))
     assert pointers(inputs.view()) == pointers(inputs.view(4, 8)) == pointers(first)
-    assert (inputs.counts.data_ptr(), inputs.counts.tolist()) == (counts, [3, 7])
+    assert (inputs.counts.data_ptr(), inputs.counts.tolist()) == (counts, [3, 7, 9])
     assert inputs.counts.dtype == torch.int64
     assert first.rows.tolist() == [500, 501]
 
@@ -89,7 +90,7 @@ def test_padding_holds_pad_and_not_the_step_before():
     assert view.positions[2:].eq(0).all()
     assert view.ends.tolist() == [1, 2, 0, 0]
     assert (view.num_requests, view.num_tokens, view.padded_bs, view.padded_tokens) == (2, 2, 4, 8)
-    assert inputs.counts.tolist() == [2, 2]
+    assert inputs.counts.tolist() == [2, 2, 0]
 
 
 def test_what_the_batch_lacks_is_none_and_a_captured_graph_reads_padding():
@@ -117,7 +118,7 @@ def test_computed_slot_alone_on_its_axis_gives_the_size():
     inputs.register("twice", "tokens", torch.int64, compute=lambda batch, inputs: inputs.view().rows.repeat(2))
     inputs.fill_from({"rows": [4, 5]})
     assert inputs.view().twice.tolist() == [4, 5, 4, 5]
-    assert inputs.counts.tolist() == [2, 4]
+    assert inputs.counts.tolist() == [2, 4, 0]
 
 
 def test_computed_slot_registered_off_is_kept_out_of_views():
@@ -159,7 +160,7 @@ def test_empty_batch():
     for _ in range(2):
         inputs.fill_from(make_batch())
         view = inputs.view(padded_bs=2, padded_tokens=3)
-        assert (view.num_requests, view.num_tokens, inputs.counts.tolist()) == (0, 0, [0, 0])
+        assert (view.num_requests, view.num_tokens, inputs.counts.tolist()) == (0, 0, [0, 0, 0])
         assert (view.rows.tolist(), view.ids.tolist(), view.positions.shape) == ([-1, -1], [9, 9, 9], (3, 3))
         assert inputs.view().slice().rows.shape == inputs.view().select([]).rows.shape == (0,)
         inputs.fill_from(make_batch(2, 1))
@@ -539,4 +540,4 @@ def test_a_captured_graph_reads_each_steps_inputs():
         graph.replay()
         real = [] if rows is None else (rows * 2).tolist()
         assert out.tolist() == real + [-2] * (4 - len(real))
-        assert counts.tolist() == [len(real), 0]
+        assert counts.tolist() == [len(real), 0, 0]
