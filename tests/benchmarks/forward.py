@@ -108,6 +108,7 @@ def take_turns(runners: dict[str, Runner], device: torch.device, rounds: int, se
     taken: dict[str, list[float]] = {name: [] for name in runners}
     for number in range(rounds):  # every second one backwards, so that nobody always follows the same one
         for name in list(runners)[:: 1 if number % 2 == 0 else -1]:
+            runners[name].next_turn()
             taken[name].append(milliseconds(runners[name].run, device, 2))
     return taken
 
@@ -189,7 +190,8 @@ class Results:
             "`64 x 4096`: 64 requests, one token added to 4,095 stored. Configurations take "
             f"turns, median of {' or '.join(map(str, rounds))} rounds of two forwards. `identity`: all checks but "
             "content and operand; `recorded`: all but content; `content 1/64` and `content`: all, with that share of "
-            "the stored bytes compared in each forward. Counts are those of the sessions, for each forward, and are "
+            "the stored bytes compared in each forward. With a captured graph the time is that of its replay, without what "
+            "an engine copies to its inputs before. Counts are those of the sessions, for each forward, and are "
             "compared with what the batch makes them. Command: "
             f"`python tests/benchmarks/forward.py{placement} --write`\n\n"
             f"{report.table(HEADER, [row.cells() for row in rows])}"

@@ -215,6 +215,11 @@ class Runner:
             self._compiled(self.scene.batch.input_ids, self.scene.last)
         return graph
 
+    def next_turn(self) -> None:
+        """What the step of an engine does to a captured forward's ``verify_fraction``: other slots are due."""
+        if self.session is not None:
+            self.session.inputs.counts[2].add_(1)
+
     def _read(self) -> Any:
         return None if self.session is None else self.session.stats()
 
