@@ -176,7 +176,7 @@ class Results:
         if self.args.json:
             made = {"environment": self.environment, "rows": [dataclasses.asdict(row) for row in self.rows.values()]}
             self.args.json.write_text(json.dumps(made, indent=1))
-        if self.args.write:
+        if self.args.write and self.rows:
             report.write_section(f"forward {self.args.device}", self.text())
 
     def text(self) -> str:
@@ -190,8 +190,8 @@ class Results:
             "`64 x 4096`: 64 requests, one token added to 4,095 stored. Configurations take "
             f"turns, median of {' or '.join(map(str, rounds))} rounds of two forwards. `identity`: all checks but "
             "content and operand; `recorded`: all but content; `content 1/64` and `content`: all, with that share of "
-            "the stored bytes compared in each forward. With a captured graph the time is that of its replay, without what "
-            "an engine copies to its inputs before. Counts are those of the sessions, for each forward, and are "
+            "the stored bytes compared in each forward. With a captured graph the time is that of its replay, without "
+            "what an engine copies to its inputs before. Counts are those of the sessions, for each forward, and are "
             "compared with what the batch makes them. Command: "
             f"`python tests/benchmarks/forward.py{placement} --write`\n\n"
             f"{report.table(HEADER, [row.cells() for row in rows])}"
