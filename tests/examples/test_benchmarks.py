@@ -1,0 +1,112 @@
+"""The benchmarks of whole forwards, as a user runs them, but tiny and on a CPU: they measure what they say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import decode_models
+import forward
+import forward_scene
+import shadow_memory
+import svg_plot
+
+# not for the other tests: transformers would take benchmarks/kernels.py for the package of that name
+BENCHMARKS = Path(sys.path.pop())
+
+
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def table(out: str) -> list[list[str]]:
+    """The cells of the rows of the table, without its header."""
+    lines = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line] for line in lines[2:]]
+
+
+def test_tiny_forwards_have_all_configurations_and_no_violations(tmp_path):
+    results = tmp_path / "rows.json"
+    done = run("forward.py", "--tiny", "--device", "cpu", "--rounds", "1", "--json", str(results))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(results.read_text())["rows"]
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    assert cases == ["tiny gqa decode 2 x 192", "tiny gqa prefill 32 tokens", "tiny mla decode 2 x 192"]
+    assert [row["configuration"] for row in rows] == len(cases) * list(forward_scene.CONFIGURATIONS)
+    assert [row["problems"] for row in rows] == [[]] * len(rows)
+    counts = {(row["case"], row["configuration"]): row["counts"] for row in rows}
+    assert counts[cases[0], "content"] == {
+        "identities": 2 * 191, "digests": 2 * 191 * 4, "recorded": 2 * 4, "violations": 0,
+    }  # fmt: skip
+    assert 2 * 4 * 2 <= counts[cases[0], "content 1/64"]["digests"] <= 2 * 4 * 3
+    assert counts[cases[1], "identity"]["recorded"] == 32 * 4
+    assert counts[cases[0], "off"] is None
+    assert [line[1] for line in table(done.stdout)] == [row["configuration"] for row in rows]
+
+
+def test_changed_bytes_of_a_prefix_and_a_forward_without_one_are_problems():
+    case = forward_scene.Case(decode_models.TINY_MLA, 2, 128, 1)
+    scene = forward_scene.Scene(case, torch.device("cpu"))
+    settings = forward_scene.CONFIGURATIONS["content"]
+    runner = forward_scene.Runner(scene, decode_models.Model(case.shape, "cpu"), settings, "eager")
+    runner.run()
+    assert runner.counts().problems(case, settings) == []
+    scene.pools[1][0].view(torch.int16)[forward_scene.FIRST + 5, 0, 3] ^= 1
+    scene.batch.prefix_lens[1] = 0
+    runner.run()
+    problems = runner.counts().problems(case, settings)
+    assert [p.split()[1] for p in problems] == ["violations", "identities", "digests"]
+    assert {v.check for v in runner.session.violations()} >= {"content"}
+
+
+def test_shadow_of_small_pools_is_what_the_formula_says(capsys):
+    shadow_memory.main(["--device", "cpu", "--slots", "256"])
+    rows = table(capsys.readouterr().out)
+    assert [row[1] for row in rows] == ["32", "64", "32", "64"]
+    for row in rows:
+        measured, expected = (float(cell.split()[0]) for cell in row[3:5])
+        assert measured == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--help"], "usage:"),
+        (["--tiny", "--write"], "--tiny is no measurement"),
+        (["--only", "gqa decode 7"], "--only leaves none of: gqa decode 1, gqa decode 64"),
+        (["--device", "cpu", "--modes", "manual"], "CUDA graphs need a GPU"),
+    ],
+)
+def test_arguments_of_forward(arguments, told, capsys):
+    with pytest.raises(SystemExit):
+        forward.parse(arguments)
+    assert told in "".join(capsys.readouterr())
+
+
+def test_only_picks_forwards_by_words():
+    args = forward.parse(["--only", "mla 64", "prefill"])
+    assert [case.name for case in args.cases] == [
+        "gqa prefill 2048 tokens", "gqa prefill 8192 tokens", "mla decode 64 x 4096",
+    ]  # fmt: skip
+
+
+def test_plot_has_every_line_and_mark():
+    drawn = svg_plot.plot("t", "x", "y", {"a": [(1, 1), (10, 100)], "b": [(1, 2), (10, 3)]})
+    assert drawn.count("<circle") == 4
+    assert ">a</text>" in drawn
+    assert ">100</text>" in drawn
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["manual", "reduce-overhead", "eager"])
+def test_tiny_forwards_on_a_gpu(mode):
+    done = run("forward.py", "--tiny", "--device", "cuda", "--rounds", "2", "--modes", mode)
+    assert done.returncode == 0, done.stdout + done.stderr
