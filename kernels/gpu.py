@@ -181,7 +181,7 @@ class Tile:
 
 
 #: For the slots that a forward writes, few of them and many.
-FEW_SLOTS, FEW = 2048, Tile(2, 512, 4)
+FEW_SLOTS, FEW = 2048, Tile(1, 512, 4)
 MANY = Tile(8, 128, 1)
 
 

@@ -17,7 +17,7 @@ from .gpu import on_device
 from .slot_space import RequestPlan, SlotSpace
 
 #: Positions, tokens, requests and sums of earlier blocks that a program looks at together.
-BLOCK_POSITIONS = 256
+BLOCK_POSITIONS = 128
 BLOCK_TOKENS = 256
 BLOCK_REQUESTS = 256
 BLOCK_SUMS = 256

@@ -104,10 +104,10 @@ def digest_of_rows(
     UNIT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
     POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
-    """``(h1, h2, poison)`` of rows [BLOCK]: int32 digests, and the lowest poisoned word << 32 | its bits."""
+    """``(h1, h2, poisoned)`` of rows [BLOCK]: int32 digests, and whether a row holds a NaN or an Inf."""
     sum1 = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)
     sum2 = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)
-    poison = tl.full([BLOCK], _NO_POISON, tl.int64)
+    hits = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)
     for w0 in range(0, words_in_row, BLOCK_WORDS):
         word = w0 + tl.arange(0, BLOCK_WORDS)
         w = _load_words(base, start, live, word, units, n1, n2, n3, d0, d1, d2, d3, words_in_row, UNIT)
@@ -117,12 +117,36 @@ def digest_of_rows(
         if PLANES == 2:
             sum2 += _mixed(w, d, c)
         if POISON_MASK != 0:
-            bad = _poisoned(w, word, POISON_MASK, POISON_BITS, ELEMENT) & (word < words_in_row)[None, :]
-            key = (word.to(tl.int64) << 32)[None, :] | (w.to(tl.int64) & 0xFFFFFFFF)
-            poison = tl.minimum(poison, tl.min(tl.where(bad, key, _NO_POISON), axis=1))
+            hits |= (_poisoned(w, word, POISON_MASK, POISON_BITS, ELEMENT) & (word < words_in_row)[None, :]).to(
+                tl.int32
+            )
+    poisoned = live & (live == 0)
+    if POISON_MASK != 0:
+        poisoned = live & (tl.max(hits, axis=1) != 0)
     h1 = (tl.sum(sum1.to(tl.int64), axis=1) + seed1).to(tl.int32)
     h1 = tl.where(h1 == 0, _ZERO_STANDS_FOR, h1)
-    return h1, (tl.sum(sum2.to(tl.int64), axis=1) + seed2).to(tl.int32), poison
+    return h1, (tl.sum(sum2.to(tl.int64), axis=1) + seed2).to(tl.int32), poisoned
+
+
+@triton.jit
+def first_poison(
+    base, start, live, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, ELEMENT: tl.constexpr,
+):  # fmt: skip
+    """The lowest poisoned word << 32 | its bits, of rows [BLOCK] that have one.
+
+    Looked for only where :func:`digest_of_rows` saw one: to keep it along with the digest made the record of a prefill
+    1.8 times as long (247 against 134 us for 262,144 slots, H200).
+    """
+    poison = tl.full([BLOCK], _NO_POISON, tl.int64)
+    for w0 in range(0, words_in_row, BLOCK_WORDS):
+        word = w0 + tl.arange(0, BLOCK_WORDS)
+        w = _load_words(base, start, live, word, units, n1, n2, n3, d0, d1, d2, d3, words_in_row, UNIT)
+        bad = _poisoned(w, word, POISON_MASK, POISON_BITS, ELEMENT) & (word < words_in_row)[None, :]
+        key = (word.to(tl.int64) << 32)[None, :] | (w.to(tl.int64) & 0xFFFFFFFF)
+        poison = tl.minimum(poison, tl.min(tl.where(bad, key, _NO_POISON), axis=1))
+    return poison
 
 
 @triton.jit
@@ -299,7 +323,7 @@ def scan_kernel(
             start = row * slot_stride0 + position * slot_stride1
         else:
             start = slot * slot_stride1
-        h1, h2, poison = digest_of_rows(
+        h1, h2, poisoned = digest_of_rows(
             base, start, work, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
             UNIT, PLANES, BLOCK, BLOCK_WORDS, POISON_MASK if MODE == _CHANGED else 0, POISON_BITS, ELEMENT,
         )  # fmt: skip
@@ -311,11 +335,15 @@ def scan_kernel(
             if PLANES == 2:
                 tl.store(digest_ptr + slots_total + slot, h2, mask=changed)
             tl.atomic_add(counters_ptr + _RECORDED, tl.sum(changed.to(tl.int64), axis=0))
-            if POISON_MASK != 0:
+            poisoned = poisoned & changed
+            if tl.max(poisoned.to(tl.int32), axis=0) != 0:
+                poison = first_poison(
+                    base, start, poisoned, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+                    UNIT, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
+                )  # fmt: skip
                 report(
-                    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _POISON_BIT, 0,
-                    changed & (poison != _NO_POISON), slot, tl.zeros_like(slot), poison & 0xFFFFFFFF, poison >> 32,
-                    HAS_ROWS,
+                    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _POISON_BIT, 0, poisoned, slot,
+                    tl.zeros_like(slot), poison & 0xFFFFFFFF, poison >> 32, HAS_ROWS,
                 )  # fmt: skip
         else:
             bad = due & ((h1 != stored1) | (h2 != stored2)) if PLANES == 2 else due & (h1 != stored1)

@@ -87,6 +87,27 @@ def open_kernel(
         tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, -1, UNKNOWN, owner, -1, PRE)
 
 
+@triton.jit
+def is_named(block_ptr, slots, slot, mask):
+    """Whether slots of the request table hold tokens with names."""
+    known = mask & (slot >= 0) & (slot < slots)
+    flags = tl.load(block_ptr + tl.where(known, slot, slots) * COLUMNS + FLAGS, mask=known, other=0)
+    return known & ((flags & WRITTEN) != 0) & ((flags & NAMELESS) == 0)
+
+
+@triton.jit
+def chain_before(
+    block_ptr, wide_ptr, slots, table_ptr, row, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
+    position, mask, otherwise, PAGE: tl.constexpr, HAS_MAP: tl.constexpr,
+):  # fmt: skip
+    """The chain in the slot of one position, or ``otherwise`` where that position cannot be compared with."""
+    slot = table_slot(
+        table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, mask, PAGE, HAS_MAP
+    )
+    known = is_named(block_ptr, slots, slot, mask)
+    return tl.where(known, tl.load(wide_ptr + tl.where(known, slot, slots) * WIDE + CHAIN), otherwise)
+
+
 @triton.jit(do_not_specialize=PER_STEP)
 def walk_kernel(
     block_ptr, wide_ptr, clock_ptr, counters_ptr,  # int32 [slots + 1, 8], the same as int64, int32 [1], int64
@@ -139,20 +160,25 @@ def walk_kernel(
         link = mix(token, where)
         start = namespace_seed(spaces_ptr, request + zero, named, HAS_SPACES) + link
         strange = (position == 0) & (misplaced == 0) & (chain != start)
-        follows = named & (position > first)
-        before = table_slot(
-            table_ptr, row, row_stride, page_stride, table_rows, columns, position - 1, map_ptr, map_size, follows,
-            PAGE, HAS_MAP,
+        # A chain is a sum of links.  Where all slots have names, each follows its predecessor if the sums over the
+        # block agree, and no predecessor but the block's own has to be looked up.
+        enters = tl.maximum(begin, first)
+        entered = tl.sum(tl.where(position == enters, chain - link, 0), axis=0)
+        base = chain_before(
+            block_ptr, wide_ptr, slots, table_ptr, row, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
+            enters - 1, enters > first, entered, PAGE, HAS_MAP,
         )  # fmt: skip
-        known = follows & (before >= 0) & (before < slots)
-        before = tl.where(known, before, slots)
-        marks = tl.load(block_ptr + before * COLUMNS + FLAGS, mask=known, other=0)
-        after = tl.load(wide_ptr + before * WIDE + CHAIN, mask=known, other=0) + link
-        comparable = known & ((marks & WRITTEN) != 0) & ((marks & NAMELESS) == 0)
-        broken = comparable & (chain != after)
-        suspect = live & (outside | reserved | (there & (free | foreign | (written == 0))))
-        suspect = suspect | (named & (wrong | misplaced | strange | broken))
-        if tl.max(suspect.to(tl.int32), axis=0) != 0:  # what is wrong is worked out only where something is
+        torn = chain != base + tl.cumsum(tl.where(live, link, 0), axis=0)
+        suspect = live & ((named == 0) | free | foreign | wrong | misplaced | strange | torn)
+        if tl.max(suspect.to(tl.int32), axis=0) != 0:  # what is wrong is worked out only where something may be
+            follows = named & (position > first)
+            before = table_slot(
+                table_ptr, row, row_stride, page_stride, table_rows, columns, position - 1, map_ptr, map_size, follows,
+                PAGE, HAS_MAP,
+            )  # fmt: skip
+            comparable = follows & is_named(block_ptr, slots, before, follows)
+            after = tl.load(wide_ptr + tl.where(comparable, before, slots) * WIDE + CHAIN) + link
+            broken = comparable & (chain != after)
             bits, why, stored, found = zero, zero, zero, zero
             bits, why, stored, found = note(
                 bits, why, stored, found, live, outside, slot, zero - 1, checks, BOUNDS, OUT_OF_RANGE

@@ -7,7 +7,6 @@ import triton.language as tl
 
 from .triton_kernels import (
     _FLAGS,
-    _NO_POISON,
     _POISON_BIT,
     _RECORD_RUNS,
     _RECORDED,
@@ -16,6 +15,7 @@ from .triton_kernels import (
     _STEP,
     PER_SITE,
     digest_of_rows,
+    first_poison,
     packed,
     report,
 )
@@ -59,14 +59,17 @@ def record_kernel(
             start = (at // positions) * slot_stride0 + (at % positions) * slot_stride1
         else:
             start = at * slot_stride1
-        h1, h2, poison = digest_of_rows(
+        h1, h2, poisoned = digest_of_rows(
             base, start, live, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
             UNIT, PLANES, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
         )  # fmt: skip
         recorded += tl.sum(live.to(tl.int64), axis=0)
         if POISON_MASK != 0:
-            poisoned = live & (poison != _NO_POISON)
             if tl.max(poisoned.to(tl.int32), axis=0) != 0:
+                poison = first_poison(
+                    base, start, poisoned, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+                    UNIT, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
+                )  # fmt: skip
                 report(
                     words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _POISON_BIT, 0, poisoned, slot,
                     tl.zeros_like(slot), poison & 0xFFFFFFFF, poison >> 32, HAS_ROWS,

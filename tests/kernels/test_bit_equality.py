@@ -16,6 +16,7 @@ from scenes import ALL_CHECKS, play, random_scene, random_step, to_device
 from kvcanary_fx.kernels import buffers, cpu, gpu, reference, triton_kernels, triton_records
 from kvcanary_fx.kernels.buffers import Count, Gate, HalfBuffers, Ring, RowState, Word
 from kvcanary_fx.kernels.layout import SlotLayout
+from kvcanary_fx.kernels.slot_space import SlotSpace
 
 SEEDS = int(os.environ.get("KVCANARY_TEST_SEEDS", "300"))
 BLOCKS = 10
@@ -100,6 +101,38 @@ def test_empty_batch_changes_nothing_but_the_run_counter(kernels, device):
     after = scene.state()
     assert after.pop("counters")[Count.RECORD_RUNS] == before.pop("counters")[Count.RECORD_RUNS] + 1
     assert after == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
+@pytest.mark.parametrize("planes", [1, 2])
+def test_programs_that_take_many_turns_digest_as_the_cpu_does(few, planes, monkeypatch):
+    """Scenes are small: there each program has one turn."""
+    slots = 50_000
+    view = torch.randn(slots, 3, 40, device="cuda").bfloat16()
+    layout = SlotLayout(tuple(view.shape), (0,), view.dtype)
+    control = buffers.Control.allocate(64, view.device)
+    control.stamps = torch.full((2, slots), -1, device="cuda")
+    gate, counters = (torch.zeros(len(kind), dtype=torch.int64, device="cuda") for kind in (Gate, Count))
+    half = HalfBuffers.allocate(layout, planes, view.device)
+    space = SlotSpace.allocate(slots, view.device, control, 5, ALL_CHECKS)
+    site = buffers.Site(layout, half, control, gate, counters, 1, 3, 5, ALL_CHECKS, space=space)
+    order = torch.randperm(slots, device="cuda")
+    if few:
+        monkeypatch.setattr(gpu, "FEW_SLOTS", slots)
+    taken = torch.zeros(slots, planes, dtype=torch.int32, device="cuda")
+    gpu.digest_operand(site, view[order], order, taken)
+    expected = cpu.digest_rows(layout, view, torch.arange(slots, device="cuda"), (3, 5), planes)
+    assert torch.equal(taken.t(), expected[:, order])
+    for given in ({"values": view[order]}, {"values": None, "value_digests": taken}, {"values": None}):
+        half.digest.zero_()
+        gpu.record(site, view, order, write_id=0, **given)
+        assert torch.equal(half.digest, expected)
+    space.listed.copy_(order)
+    space.listed_count.fill_(slots)
+    gpu.verify(site, view, None)
+    assert counters[Count.CHECKED] == slots
+    assert control.words[Word.HEAD] == 0
 
 
 @pytest.mark.parametrize(("kernels", "device"), IMPLEMENTATIONS)
