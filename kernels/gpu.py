@@ -180,9 +180,10 @@ class Tile:
     warps: int
 
 
-#: For the slots that a forward writes, few of them and many.
+#: For the slots that a forward writes, few of them and many: of 14 tiles the fastest for 64 slots of 2,048 bytes
+#: (2.6 us, the others up to 5) and for 262,144 (176 us, up to 350) on an H200.
 FEW_SLOTS, FEW = 2048, Tile(1, 512, 4)
-MANY = Tile(8, 128, 1)
+MANY = Tile(8, 64, 1)
 
 
 def _record_tile(n: int) -> Tile:

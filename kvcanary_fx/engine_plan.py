@@ -15,7 +15,7 @@ from .kernels import request_checks
 from .kernels.slot_space import RequestPlan
 from .request_ids import RequestId, RequestIds
 from .step_inputs import StepInputs
-from .step_view import Axis, StepView
+from .step_view import StepView
 
 
 @dataclasses.dataclass
@@ -73,28 +73,17 @@ def step_inputs(
 
     inputs.register("owners", "batch", torch.int64, compute=owners)
     # memory that the checks of a forward fill, at addresses that captured graphs can keep
-    inputs.register("request_ends", "batch", torch.int64, compute=lambda _, filled: _unknown(filled, Axis.BATCH))
+    inputs.register_memory("request_ends", "batch", torch.int64)
     for place in range(len(pools)):
-        name = real_slots_name(place)
-        inputs.register(name, "tokens", torch.int64, pad=-1, compute=lambda _, filled: _unknown(filled, Axis.TOKENS))
+        inputs.register_memory(real_slots_name(place), "tokens", torch.int64, pad=-1)
     if operand_words:
-
-        def digests(_: Any, filled: StepInputs) -> torch.Tensor:
-            shape, device = (filled.num_tokens, operand_words), filled.counts.device
-            return torch.empty(shape, dtype=torch.int32, device=device)
-
-        inputs.register("operand_digests", "tokens", torch.int32, compute=digests)
+        inputs.register_memory("operand_digests", "tokens", torch.int32, trailing=(operand_words,))
     return inputs
 
 
 def real_slots_name(place: int) -> str:
     """Where the step inputs keep the real slots of the pool that was given in this place."""
     return f"real_slots_{place}"
-
-
-def _unknown(filled: StepInputs, axis: Axis) -> torch.Tensor:
-    size = filled.num_requests if axis is Axis.BATCH else filled.num_tokens
-    return torch.full((size,), -1, dtype=torch.int64, device=filled.counts.device)
 
 
 def plan_of(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> RequestPlan:

@@ -14,28 +14,14 @@ What a batch does not have this step is None in the view, never what the step be
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 import torch
 
 from .errors import StepInputError
+from .step_slot import StepSlot, as_tensor, require_pad, shape_text
 from .step_view import Axis, StepView
-
-
-@dataclasses.dataclass
-class _Slot:
-    """One registered input.  ``trailing`` is known from the first fill; ``buffer`` is [capacity, *trailing]."""
-
-    name: str
-    axis: Axis
-    dtype: torch.dtype
-    pad: int | float
-    compute: Callable[[Any, StepInputs], torch.Tensor] | None
-    exposed: bool
-    trailing: tuple[int, ...] | None = None
-    buffer: torch.Tensor | None = None
 
 
 class StepInputs:
@@ -72,7 +58,7 @@ class StepInputs:
                 raise StepInputError(f"{axis.setting} is {size}", "Give a whole number above 0, or None")
         self._no_copy = no_copy
         self._lengths_name = tokens_per_request
-        self._slots: dict[str, _Slot] = {}
+        self._slots: dict[str, StepSlot] = {}
         self._capacity = {Axis.BATCH: 0, Axis.TOKENS: 0}
         self._frozen = False
         self._batch: Any = None
@@ -84,6 +70,7 @@ class StepInputs:
         with torch.inference_mode(False):
             self.counts = torch.zeros(3, dtype=torch.int64, device=device)
         self.step = 0
+        self._written = (0, 0, 0)  # what ``counts`` holds
         self._device = self.counts.device  # "cuda" has become "cuda:0" here
 
     @property
@@ -152,8 +139,21 @@ class StepInputs:
                 f"slot {name!r} is tokens_per_request, but not whole numbers along axis 'batch'",
                 "Register it so, or name another slot as tokens_per_request",
             )
-        _require_pad(name, pad, dtype)
-        self._slots[name] = _Slot(name, axis, dtype, pad, compute, exposed)
+        require_pad(name, pad, dtype)
+        self._slots[name] = StepSlot(name, axis, dtype, pad, compute, exposed)
+
+    def register_memory(
+        self, name: str, axis: Axis | str, dtype: torch.dtype, *, pad: int | float = 0, trailing: tuple[int, ...] = ()
+    ) -> None:
+        """Add a slot [n, *trailing] that nothing is copied to: memory for kernels, whose graphs keep its address.
+
+        Each step its first n entries are whatever they are, and the rest is padding.
+
+        Raises:
+            StepInputError: as :meth:`register` does.
+        """
+        self.register(name, axis, dtype, pad=pad)
+        self._slots[name].memory = trailing
 
     def freeze(self) -> None:
         """Refuse from here on what would move a buffer: a CUDA graph is captured over them, or about to be."""
@@ -233,7 +233,7 @@ class StepInputs:
         return size
 
     def _fill_plain(self, batch: Any) -> None:
-        slots = [slot for slot in self._slots.values() if slot.compute is None]
+        slots = [slot for slot in self._slots.values() if slot.compute is None and slot.memory is None]
         sources = {slot.name: self._checked(slot, _lookup(batch, slot.name)) for slot in slots}
         for slot in slots:  # before anything is written: this may be refused
             if sources[slot.name] is not None and not self._hands_through(sources[slot.name], slot):
@@ -248,14 +248,18 @@ class StepInputs:
 
     def _fill_computed(self, batch: Any) -> None:
         for slot in self._slots.values():
-            if slot.compute is not None:
+            if slot.memory is not None:
+                self._reserve(slot.axis, self._real(slot.axis))
+                self._filled[slot.name] = slot.make_buffer(self._capacity[slot.axis], slot.memory, self._device)
+                slot.pad_from(self._real(slot.axis))
+            elif slot.compute is not None:
                 tensor = self._checked(slot, slot.compute(batch, self))
                 if tensor is None:
                     raise StepInputError(f"slot {slot.name!r} was computed as None", "Return a tensor at each step")
                 self._reserve(slot.axis, self._real(slot.axis))
                 self._store(slot, tensor)
 
-    def _hands_through(self, source: torch.Tensor | None, slot: _Slot) -> TypeGuard[torch.Tensor]:
+    def _hands_through(self, source: torch.Tensor | None, slot: StepSlot) -> TypeGuard[torch.Tensor]:
         if source is None or not self._no_copy or self._frozen:
             return False
         return source.dtype == slot.dtype and source.device == self._device
@@ -269,18 +273,18 @@ class StepInputs:
                 if tensor is not None and tensor is not self._slots[name].buffer:
                     self._store(self._slots[name], tensor)
 
-    def _checked(self, slot: _Slot, source: Any) -> torch.Tensor | None:
+    def _checked(self, slot: StepSlot, source: Any) -> torch.Tensor | None:
         """``source`` as a tensor that fits ``slot`` and agrees with the other slots of its axis."""
         if source is None:
             return None
-        tensor = _as_tensor(slot, source)
+        tensor = as_tensor(slot, source)
         if tensor.dim() == 0:
             raise StepInputError(f"slot {slot.name!r} was given a single value", f"Give one per {slot.axis.unit[:-1]}")
         trailing = tuple(tensor.shape[1:])
         if slot.trailing is not None and trailing != slot.trailing:
             raise StepInputError(
-                f"slot {slot.name!r} has shape {_shape(slot.trailing)} since its first fill, and was given "
-                f"{_shape(trailing)}",
+                f"slot {slot.name!r} has shape {shape_text(slot.trailing)} since its first fill, and was given "
+                f"{shape_text(trailing)}",
                 "Keep what follows the first dimension the same at each step, or register another slot",
             )
         first, size = self._sizes.setdefault(slot.axis, (slot.name, len(tensor)))
@@ -316,33 +320,31 @@ class StepInputs:
                 if self._filled.get(slot.name) is moved:
                     self._store(slot, moved[: self._real(axis)])
 
-    def _store(self, slot: _Slot, source: torch.Tensor | None) -> None:
+    def _store(self, slot: StepSlot, source: torch.Tensor | None) -> None:
         """Write ``source`` to the head of the slot's buffer and padding to all that follows."""
         if source is None:  # a captured graph still reads the buffer
             self._filled[slot.name] = None
-            if slot.buffer is not None:
-                slot.buffer.fill_(slot.pad)
+            slot.pad_from(0)
             return
-        shape = (self._capacity[slot.axis], *source.shape[1:])
-        if slot.buffer is None or slot.buffer.shape != shape:
-            with torch.inference_mode(False):
-                slot.buffer = torch.empty(shape, dtype=slot.dtype, device=self._device)
+        buffer = slot.make_buffer(self._capacity[slot.axis], tuple(source.shape[1:]), self._device)
         # Not waiting for a copy to the CPU would let it be read before it is there.
-        slot.buffer[: len(source)].copy_(source, non_blocking=self._device.type != "cpu")
-        slot.buffer[len(source) :].fill_(slot.pad)
+        buffer[: len(source)].copy_(source, non_blocking=self._device.type != "cpu")
+        slot.pad_from(len(source))
         self._filled[slot.name] = slot.buffer
         self._settle(slot, source)
 
-    def _settle(self, slot: _Slot, tensor: torch.Tensor) -> None:
+    def _settle(self, slot: StepSlot, tensor: torch.Tensor) -> None:
         """Hold the slot to its trailing shape; an empty list does not tell it, but a captured graph relies on it."""
         if len(tensor) or self._frozen:
             slot.trailing = tuple(tensor.shape[1:])
 
     def _write_counts(self) -> None:
         # fill_ takes its value along with the launch: no host memory that the next step could overwrite.
-        self.counts[0].fill_(self.num_requests)
-        self.counts[1].fill_(self.num_tokens)
-        self.counts[2].fill_(self.step)
+        now = (self.num_requests, self.num_tokens, self.step)
+        for place, (count, written) in enumerate(zip(now, self._written, strict=True)):
+            if count != written:
+                self.counts[place].fill_(count)
+        self._written = now
 
 
 def _axis(axis: Axis | str) -> Axis:
@@ -356,44 +358,5 @@ def _head(tensor: torch.Tensor, size: int) -> torch.Tensor:
     return tensor if len(tensor) == size else tensor[:size]
 
 
-def _shape(trailing: tuple[int, ...]) -> str:
-    return f"[{', '.join(['n', *map(str, trailing)])}]"
-
-
 def _lookup(batch: Any, name: str) -> Any:
     return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
-
-
-def _require_pad(name: str, pad: int | float, dtype: torch.dtype) -> None:
-    if dtype.is_floating_point:
-        return
-    try:
-        fits = torch.tensor(pad, dtype=dtype, device="cpu").item() == pad
-    except (TypeError, ValueError, RuntimeError):
-        fits = False
-    if not fits:
-        raise StepInputError(f"slot {name!r} holds {dtype}, and its pad {pad!r} is none", "Give a pad of that type")
-
-
-def _as_tensor(slot: _Slot, source: Any) -> torch.Tensor:
-    """``source`` itself if it is a tensor, else its numbers on the CPU, with the slot's dtype."""
-    tensor: torch.Tensor = source
-    try:
-        if not isinstance(source, torch.Tensor):
-            if hasattr(source, "__len__") and not len(source):
-                return torch.empty((0, *(slot.trailing or ())), dtype=slot.dtype, device="cpu")
-            tensor = torch.tensor(source, device="cpu")
-        castable: bool = torch.can_cast(tensor.dtype, slot.dtype)
-        if castable and tensor is not source and tensor.dtype != slot.dtype:
-            tensor = torch.tensor(source, dtype=slot.dtype, device="cpu")  # from the numbers: finds what overflows
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise StepInputError(
-            f"slot {slot.name!r} holds {slot.dtype} and cannot be made from a {type(source).__name__} ({error})",
-            "Give a tensor, or a sequence of numbers in range",
-        ) from error
-    if not castable:
-        raise StepInputError(
-            f"slot {slot.name!r} holds {slot.dtype} and was given {tensor.dtype}, which does not convert to it",
-            "Convert it in the batch, or register the slot with that dtype",
-        )
-    return tensor

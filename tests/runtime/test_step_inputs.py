@@ -541,3 +541,25 @@ def test_a_captured_graph_reads_each_steps_inputs():
         real = [] if rows is None else (rows * 2).tolist()
         assert out.tolist() == real + [-2] * (4 - len(real))
         assert counts.tolist() == [len(real), 0, 0]
+
+
+def test_memory_of_kernels_keeps_its_address_and_its_padding():
+    inputs = make(max_requests=4, max_tokens=8)
+    inputs.register_memory("scratch", "batch", torch.int32, pad=-1, trailing=(2,))
+    inputs.fill_from(make_batch(1, 1, 1))
+    first = inputs.view().scratch
+    assert first.shape == (3, 2)
+    first.fill_(7)
+    inputs.fill_from(make_batch(1))
+    padded = inputs.view(padded_bs=4).scratch
+    assert padded.data_ptr() == first.data_ptr()
+    assert padded.tolist() == [[7, 7], [-1, -1], [-1, -1], [-1, -1]]
+
+
+def test_padding_of_an_earlier_longer_step_is_restored():
+    inputs = make(max_requests=4, max_tokens=8)
+    inputs.fill_from(make_batch(1, 1, 1, base=500))
+    for _ in range(2):
+        inputs.fill_from(make_batch(1, base=500))
+        assert inputs.view(padded_bs=4).rows.tolist()[1:] == inputs.view(padded_bs=4).rows.tolist()[1:2] * 3
+        assert inputs.view(padded_bs=4).rows.tolist()[0] == 500
