@@ -28,6 +28,10 @@ class Geometry:
     strides: tuple[int, ...]
     unit: int
 
+    def alike(self, other: Geometry) -> bool:
+        """Whether one kernel launch can take both: they differ in where they start, if at all."""
+        return dataclasses.replace(self, base=other.base) == other
+
     @property
     def units(self) -> int:
         """Loads in one row."""

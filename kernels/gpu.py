@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -231,7 +232,7 @@ def record(
     """Fingerprint the slots just written.  See :func:`.cpu.record`.
 
     Args:
-        value_digests: int32 ``[n, planes]`` in the place of ``values``, see :func:`digest_operand`.
+        value_digests: int32 ``[n, planes]`` in the place of ``values``, see :func:`digest_operands`.
     """
     layout, n = site.layout, slots.shape[0]
     update_rows(site, slots, last_position, moved)
@@ -275,30 +276,51 @@ def record(
         )
 
 
-def digest_operand(site: Site, values: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """Keep the digests of what a write is given, for a :func:`record` that comes when its memory is used again.
+def digest_operands(
+    sites: Sequence[Site], values: Sequence[torch.Tensor], slots: torch.Tensor, outs: Sequence[torch.Tensor]
+) -> None:
+    """Keep the digests of what the halves of a layer are given to write: one launch for two halves of one shape.
 
     Args:
-        values: ``[n, *row_shape]`` in the pool's dtype.
+        values: ``[n, *row_shape]`` each, in the dtype of the half's pool.
         slots: int64 ``[n]``; what goes to -1 is skipped.
-        out: int32 ``[n, planes]``; planes lie side by side.
+        outs: int32 ``[n, planes]`` each; planes lie side by side.
     """
-    n = slots.shape[0]
-    if n == 0:
+    if slots.shape[0] == 0:
         return
-    geometry, tile = geometry_of(values, (0,)), _record_tile(n)
-    args = _digest_args(site, tile.slots, tile.words)
+    geometries = [geometry_of(v, (0,)) for v in values]
+    pairs = len(sites) == 2 and geometries[0].alike(geometries[1]) and outs[0].stride() == outs[1].stride()
+    for first in range(0, len(sites), 2 if pairs else 1):
+        last = first + 1 if pairs else first
+        _digest_pair(sites, geometries, slots, outs, (first, last))
+
+
+def _digest_pair(
+    sites: Sequence[Site],
+    geometries: Sequence[Geometry],
+    slots: torch.Tensor,
+    outs: Sequence[torch.Tensor],
+    pair: tuple[int, int],
+) -> None:
+    """One launch; a pair of twice the same number is one half."""
+    (a, b), n = pair, slots.shape[0]
+    tile = _record_tile(n)
+    args = _digest_args(sites[a], tile.slots, tile.words)
     del args["digest_ptr"], args["slots_total"]
-    with on_device(values):
-        records.operand_kernel[(_strided_grid(n, tile.slots, values.device),)](
-            geometry.base,
+    with on_device(slots):
+        records.operand_kernel[(_strided_grid(n, tile.slots, slots.device), 1 if a == b else 2)](
+            geometries[a].base,
+            geometries[b].base,
             slots.contiguous(),
             n,
-            out,
-            out.stride(0),
-            token_stride=geometry.slot_strides[1],
-            UNIT=geometry.unit,
-            **_row_args(geometry),
+            outs[a],
+            outs[b],
+            outs[a].stride(0),
+            other_seed1=tk.as_signed(sites[b].seed1),
+            other_seed2=tk.as_signed(sites[b].seed2),
+            token_stride=geometries[a].slot_strides[1],
+            UNIT=geometries[a].unit,
+            **_row_args(geometries[a]),
             **args,
             num_warps=tile.warps,
         )

@@ -6,7 +6,7 @@
     fingerprints the slots that the forward was planned to write, and compares them with ``key`` and ``value``.
 
 On a GPU both leave their work to a :class:`~.side_stream.SideStream`, if the context has one.  ``verify_at`` then takes
-the digests of ``key`` and ``value``, while attention runs, and ``record_at`` compares with these.
+the digests of ``key`` and ``value`` in the model's own stream, and ``record_at`` compares with these.
 
 ``output`` is neither read nor written.  Both ops claim to mutate it, because attention does: that is what keeps the
 three in order.  A layer's name is a string, or an object of an opaque type that the graph takes as an input; each
@@ -28,7 +28,6 @@ from ..context import ForwardContext, get_forward_context
 from ..errors import UnknownLayerError
 from .buffers import Check, Site
 from .ops import NAMESPACE, count_op, kernels_for
-from .side_stream import SideStream
 from .slot_space import RequestPlan
 
 #: From an opaque layer object to the layer's name, by the attention op it belongs to.
@@ -44,45 +43,45 @@ class LayerHalf:
 
     Attributes:
         place: 0 for K, 1 for V, and so on.
+        number: of the tensor among all of its pool.
     """
 
     site: Site
     view: torch.Tensor
     place: int
+    number: int
 
 
 def _verify(key: torch.Tensor | None, value: torch.Tensor | None, state: torch.Tensor, layer: str) -> None:
     context = get_forward_context()
     halves, side = _halves(context, layer), context.sides.get(state.device)
+    if side is not None:
+        _digest_operands(context, halves, (key, value))
     with side.fork() if side is not None else contextlib.nullcontext():
-        if side is not None:
-            _digest_operands(context, halves, (key, value), side)
         for half in halves:
             kernels_for(state.device).verify(half.site, half.view, None)
         count_op(context.gates[state.device])
 
 
 def _digest_operands(
-    context: ForwardContext,
-    halves: tuple[LayerHalf, ...],
-    operands: tuple[torch.Tensor | None, torch.Tensor | None],
-    side: SideStream,
+    context: ForwardContext, halves: tuple[LayerHalf, ...], operands: tuple[torch.Tensor | None, torch.Tensor | None]
 ) -> None:
-    """Keep digests of what the layer is given to write: its memory is the model's to use again after attention."""
+    """Keep digests of what the layer is given to write, for a record that comes when its memory is used again."""
+    given = []
     for half in halves:
         plan = _plan_of(context, half)
         rows = _rows(half, operands, plan) if plan is not None else None
-        if plan is None or plan.real_slots is None or rows is None:
-            continue
-        kernels_for(side.device).digest_operand(half.site, rows, plan.real_slots, _digests(half, plan))
-    side.note_operands()
+        if plan is not None and plan.real_slots is not None and rows is not None:
+            given.append((half, rows, plan))
+    if given:
+        sites, values = [half.site for half, _, _ in given], [rows for _, rows, _ in given]
+        outs, slots = [_digests(half, plan) for half, _, plan in given], given[0][2].real_slots
+        kernels_for(values[0].device).digest_operands(sites, values, slots, outs)
 
 
 def _record(key: torch.Tensor | None, value: torch.Tensor | None, state: torch.Tensor, layer: str) -> None:
     context = get_forward_context()
     side = context.sides.get(state.device)
-    if side is not None:
-        side.operands_read()
     with side.fork() if side is not None else contextlib.nullcontext():
         for half in _halves(context, layer):
             plan = _plan_of(context, half)
@@ -101,10 +100,10 @@ def _plan_of(context: ForwardContext, half: LayerHalf) -> RequestPlan | None:
 
 
 def _digests(half: LayerHalf, plan: RequestPlan) -> torch.Tensor:
-    """Where the digests of the operand of K, or of V, stand between the two ops of a layer: int32 ``[n, planes]``."""
+    """Where the digests of a half's operand stand between the two ops of a layer: int32 ``[n, planes]``."""
     planes = half.site.half.digest.shape[0]
     assert plan.operand_digests is not None  # sessions that have a side stream give every plan this memory
-    return plan.operand_digests[:, half.place * planes : (half.place + 1) * planes]
+    return plan.operand_digests[:, half.number * planes : (half.number + 1) * planes]
 
 
 def _halves(context: ForwardContext, layer: str) -> tuple[LayerHalf, ...]:

@@ -227,8 +227,8 @@ class RequestPlan:
         ends: int64 ``[bs]``, where each request's added tokens end; written by the kernels of ``walk``.
         real_slots: int64 ``[n]``, ``slots`` with -1 for padding and for what is outside of the pool; written by
             ``check_writes``, for the layers.
-        operand_digests: int32 ``[n, places * planes]`` or None, of what a layer is given to write, between its two
-            ops.  A session gives all three persistent memory: captured graphs read them.
+        operand_digests: int32 ``[n, tensors * planes]`` or None, of what the layers are given to write, between the
+            two ops of each.  A session gives all three persistent memory: captured graphs read them.
     """
 
     counts: torch.Tensor

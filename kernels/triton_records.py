@@ -108,15 +108,20 @@ def record_kernel(
 
 @triton.jit(do_not_specialize=PER_SITE)
 def operand_kernel(
-    base,  # first unit of the operand
+    base, other_base,  # first units of the operands of two halves
     slot_ptr, n,  # int64 [n]
-    out_ptr, out_stride,  # int32 [n, PLANES]
+    out_ptr, other_out_ptr, out_stride,  # int32 [n, PLANES] each
     coef_ptr,  # int32 [2, words_in_row]
-    seed1, seed2, words_in_row, token_stride,
+    seed1, seed2, other_seed1, other_seed2, words_in_row, token_stride,
     units, n1, n2, n3, d0, d1, d2, d3,
     UNIT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Digests of what a write is given."""
+    """Digests of what writes are given; the second axis of the grid takes the other half."""
+    other = tl.program_id(1) == 1
+    base = tl.where(other, other_base, base)
+    out_ptr = tl.where(other, other_out_ptr, out_ptr)
+    seed1 = tl.where(other, other_seed1, seed1)
+    seed2 = tl.where(other, other_seed2, seed2)
     for i0 in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         i = i0 + tl.arange(0, BLOCK).to(tl.int64)
         live = tl.load(slot_ptr + i, mask=i < n, other=-1) >= 0

@@ -53,7 +53,7 @@ def step_inputs(
     """The registry of what the checks need of a batch.
 
     Args:
-        operand_words: digest words of what one layer is given to write, of each token, if they are kept at all.
+        operand_words: digest words of what the layers of a pool are given to write, of each token, if they are kept.
     """
     inputs = StepInputs(
         pools[0].device,
@@ -75,15 +75,20 @@ def step_inputs(
     # memory that the checks of a forward fill, at addresses that captured graphs can keep
     inputs.register_memory("request_ends", "batch", torch.int64)
     for place in range(len(pools)):
-        inputs.register_memory(real_slots_name(place), "tokens", torch.int64, pad=-1)
-    if operand_words:
-        inputs.register_memory("operand_digests", "tokens", torch.int32, trailing=(operand_words,))
+        inputs.register_memory(_real_slots(place), "tokens", torch.int64, pad=-1)
+        if operand_words:
+            inputs.register_memory(_operand_digests(place), "tokens", torch.int32, trailing=(operand_words,))
     return inputs
 
 
-def real_slots_name(place: int) -> str:
+def _real_slots(place: int) -> str:
     """Where the step inputs keep the real slots of the pool that was given in this place."""
     return f"real_slots_{place}"
+
+
+def _operand_digests(place: int) -> str:
+    """Where they keep what its layers are given to write."""
+    return f"operand_digests_{place}"
 
 
 def plan_of(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> RequestPlan:
@@ -114,8 +119,8 @@ def plan_of(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> Req
         history=_history(view),
         history_lens=view.history_lens,
         ends=view.request_ends,
-        real_slots=getattr(view, real_slots_name(place)),
-        operand_digests=getattr(view, "operand_digests", None),
+        real_slots=getattr(view, _real_slots(place)),
+        operand_digests=getattr(view, _operand_digests(place), None),
     )
 
 

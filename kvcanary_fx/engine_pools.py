@@ -200,13 +200,13 @@ class EnginePool:
             gate: int64 ``[len(Gate)]``, of the graph that the ops are in.
         """
         layers: dict[str, list[LayerHalf]] = {}
-        for half, view, counters in zip(self.halves, self.views, self.counters, strict=True):
+        for number, (half, view) in enumerate(zip(self.halves, self.views, strict=True)):
             site = Site(
                 layout=half.place.layout,
                 half=half.buffers,
                 control=self.space.control,
                 gate=gate,
-                counters=counters,
+                counters=self.counters[number],
                 half_id=half.id,
                 seed1=half.seeds[0],
                 seed2=half.seeds[1],
@@ -214,7 +214,7 @@ class EnginePool:
                 space=self.space,
             )
             of_layer = layers.setdefault(half.info.layer, [])
-            of_layer.append(LayerHalf(site, view, len(of_layer)))
+            of_layer.append(LayerHalf(site, view, len(of_layer), number))
         return {name: tuple(halves) for name, halves in layers.items()}
 
     # ---- the life of slots

@@ -20,10 +20,11 @@ from .engine_pools import EnginePool, KVPool, Slots
 from .engine_reports import decode_content
 from .engine_stats import EngineStats, engine_stats
 from .errors import EngineError, SessionStateError
+from .kernels import side_stream
 from .kernels.buffers import Ring, Word
 from .kernels.layer_ops import LayerHalf
 from .kernels.ops import request_kernels_for
-from .kernels.side_stream import SideStream, capturing
+from .kernels.side_stream import capturing
 from .kernels.slot_space import RequestPlan
 from .polling import Poll
 from .request_ids import RequestId, RequestIds
@@ -74,9 +75,9 @@ class EngineSession(CanarySession):
         self.is_pool = self._is_pool
         self.pools = {p.name: EnginePool(p, self.registry, self.controls, config, self.ids) for p in pools}
         self._spaces = {p.space.space_id: p for p in self.pools.values()}
-        devices = dict.fromkeys(p.device for p in pools if p.device.type == "cuda" and config.placement == "side")
-        self._sides = {device: SideStream(device) for device in devices}
-        operands = config.planes * max(len(layer) for p in pools for layer in p.layers) if self._sides else 0
+        devices = dict.fromkeys(p.device for p in pools if side_stream.can_fork(p.device))
+        self._sides = {d: side_stream.SideStream(d) for d in devices} if config.placement == "side" else {}
+        operands = config.planes * max(len(p.halves) for p in self.pools.values()) if self._sides else 0
         self.inputs = step_inputs(pools, max_requests, max_tokens, self.ids, operands)
         self.backend = CanaryBackend(config, self)
         self.steps = 0

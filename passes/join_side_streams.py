@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..kernels import side_stream
 from .graph_plan import GraphPlan
 from .state_inputs import state_input
 
 
 def join_side_streams(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: GraphPlan) -> fx.GraphModule:
-    """Join at the end of a graph with opaque attention on a GPU, in place."""
-    devices = [device for device in plan.devices if device.type == "cuda"]
+    """Join at the end of a graph with opaque attention on a device that has streams, in place."""
+    devices = [device for device in plan.devices if side_stream.can_fork(device)]
     if not plan.attention or plan.joins or not devices or any(_cuts(node) for node in gm.graph.nodes):
         return gm
     for device in devices:

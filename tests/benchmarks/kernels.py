@@ -145,7 +145,7 @@ def content_rows(copied: float) -> list[list[str]]:
         for call in (
             lambda: gpu.record(site, view, added, None, 1),  # noqa: B023
             lambda: gpu.record(site, view, added, values, 1),  # noqa: B023
-            lambda: gpu.digest_operand(site, values, added, taken),  # noqa: B023
+            lambda: gpu.digest_operands([site] * 2, [values] * 2, added, [taken] * 2),  # noqa: B023
         ):
             median, spread = microseconds(call)
             cells.append(f"{median:.1f} us (+-{spread / 2:.1f})")
@@ -177,7 +177,7 @@ def main() -> None:
     header = ["requests x stored + added", "walk", "walk and check_writes", "store", "violations"]
     copied = copy_speed()
     columns = ["requests x stored + added", "content check", "of 1/64", "record", "with operand"]
-    columns += ["digest of the operand", "violations"]
+    columns += ["digests of two operands", "violations"]
     content = (
         f"## Content checks\n\n{report.environment('cuda')}. One layer's K, 2,048 bytes a slot, slots scattered one by "
         f"one, 32-bit digests, in a CUDA graph of {CALLS} calls, median of {REPLAYS} replays. A device copy of 2 GiB "

@@ -241,9 +241,9 @@ def play(kernels: ModuleType, scene: Scene, step: Step) -> None:
         kernels.identify(site, scene.identity, step.slots.unsqueeze(1), step.tokens, step.positions)
     write(scene, step)
     values, taken = step.values if step.use_values else None, {}
-    if values is not None and hasattr(kernels, "digest_operand") and scene.rng.random() < 0.5:
+    if values is not None and hasattr(kernels, "digest_operands") and scene.rng.random() < 0.5:
         room = torch.full((step.slots.shape[0], site.half.digest.shape[0] + 1), 7, dtype=torch.int32)
         taken = {"value_digests": room.to(view.device)[:, 1:]}
-        kernels.digest_operand(site, values, step.slots, taken["value_digests"])
+        kernels.digest_operands([site], [values], step.slots, [taken["value_digests"]])
         values = None
     kernels.record(site, view, step.slots, values, 3, step.last_position, step.moved, **taken)

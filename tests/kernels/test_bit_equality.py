@@ -121,7 +121,7 @@ def test_programs_that_take_many_turns_digest_as_the_cpu_does(few, planes, monke
     if few:
         monkeypatch.setattr(gpu, "FEW_SLOTS", slots)
     taken = torch.zeros(slots, planes, dtype=torch.int32, device="cuda")
-    gpu.digest_operand(site, view[order], order, taken)
+    gpu.digest_operands([site], [view[order]], order, [taken])
     expected = cpu.digest_rows(layout, view, torch.arange(slots, device="cuda"), (3, 5), planes)
     assert torch.equal(taken.t(), expected[:, order])
     for given in ({"values": view[order]}, {"values": None, "value_digests": taken}, {"values": None}):
@@ -133,6 +133,31 @@ def test_programs_that_take_many_turns_digest_as_the_cpu_does(few, planes, monke
     gpu.verify(site, view, None)
     assert counters[Count.CHECKED] == slots
     assert control.words[Word.HEAD] == 0
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("planes", [1, 2])
+def test_operands_of_two_halves_keep_apart(alike, planes):
+    device = IMPLEMENTATIONS[1][1]
+    layout = SlotLayout((9, 2, 8), (0,), torch.float32)
+    control = buffers.Control.allocate(4, torch.device(device))
+    gate, counters = (torch.zeros(len(kind), dtype=torch.int64, device=device) for kind in (Gate, Count))
+    halves = [HalfBuffers.allocate(layout, planes, torch.device(device)) for _ in range(2)]
+    seeds = [(3, 5), (7, 11)]
+    sites = [
+        buffers.Site(layout, half, control, gate, counters, i, *seeds[i], ALL_CHECKS) for i, half in enumerate(halves)
+    ]
+    packed = torch.randn(5, 2, 2, 8, device=device)
+    values = [packed[:, 0], packed[:, 1] if alike else packed[:, 1].clone()]
+    slots = torch.tensor([4, -1, 0, 2, 8], device=device)
+    taken = torch.full((5, 2 * planes + 1), 7, dtype=torch.int32, device=device)
+    outs = [taken[:, i * planes : (i + 1) * planes] for i in range(2)]
+    gpu.digest_operands(sites, values, slots, outs)
+    for value, seed, out in zip(values, seeds, outs, strict=True):
+        expected = cpu.digest_rows(layout, value, torch.arange(5, device=device), seed, planes).t()
+        assert torch.equal(out[slots >= 0], expected[slots >= 0])
+    assert (taken[:, -1] == 7).all()
+    assert (taken[slots < 0] == 7).all()
 
 
 @pytest.mark.parametrize(("kernels", "device"), IMPLEMENTATIONS)

@@ -58,7 +58,7 @@ class Metadata:
 METADATA = Metadata()
 
 
-def attention(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, layer: Any) -> None:
+def attend(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, layer: Any) -> None:
     name = layer.value if isinstance(layer, LayerName) else layer
     k_pool, v_pool = METADATA.pools[name]
     slots = METADATA.redirect.get(name, METADATA.slots)
@@ -66,6 +66,10 @@ def attention(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: t
     k, v = k_pool[METADATA.reads], v_pool[METADATA.reads]
     weights = torch.einsum("qhd,khd->hqk", q, k).softmax(-1)
     output.copy_(torch.einsum("hqk,khd->qhd", weights, v))
+
+
+def attention(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, layer: Any) -> None:
+    attend(q, key, value, output, layer)
 
 
 _LIBRARY = torch.library.Library("opaque_engine", "FRAGMENT")

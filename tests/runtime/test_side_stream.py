@@ -1,0 +1,98 @@
+"""Checks beside the model, as far as a machine without a GPU shows them: the GPU's kernels interpreted, and a stream
+that runs at once.  What streams do is in test_engine_graphs.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import opaque_engine
+import pytest
+import torch
+from opaque_engine import METADATA
+from test_opaque_attention import LAYERS, Rig
+
+from kvcanary_fx import engine_session
+from kvcanary_fx.kernels import gpu, gpu_requests, layer_ops, side_stream
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
+
+
+class AtOnce:
+    """In the place of a stream: remembers what happened to it."""
+
+    made: list[AtOnce] = []
+
+    def __init__(self, device: torch.device):
+        self.happened: list[str] = []
+        self.made.append(self)
+
+    @contextlib.contextmanager
+    def fork(self):
+        self.happened.append("fork")
+        yield
+
+    def join(self) -> None:
+        self.happened.append("join")
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    AtOnce.made = []
+    monkeypatch.setattr(side_stream, "can_fork", lambda device: True)
+    monkeypatch.setattr(side_stream, "SideStream", AtOnce)
+    monkeypatch.setattr(layer_ops, "kernels_for", lambda device: gpu)
+    monkeypatch.setattr(engine_session, "request_kernels_for", lambda device: gpu_requests)
+
+
+def told(rig: Rig) -> list[tuple]:
+    return [(v.check, v.layer, v.half, v.slot, v.request) for v in rig.session.violations()]
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bits", [32, 64])
+def test_a_legal_life_is_silent_and_every_fault_is_found(beside, inner, bits):
+    rig = Rig(inner, digest_bits=bits)
+    rig.step([3, 4, 5])
+    rig.step([6], padding=2)
+    assert told(rig) == []
+    stats = rig.session.stats()
+    assert (stats.recorded, stats.checked) == (4 * 2 * LAYERS, 3 * 2 * LAYERS)
+    METADATA.redirect = {"layers.1": torch.tensor([9])}
+    rig.kv[0][1].view(torch.int32)[4, 1, 2] ^= 1 << 9
+    rig.step([7])
+    assert told(rig) == [
+        ("content", "layers.0", "V", 4, "A"),
+        ("operand", "layers.1", "K", 7, "A"),
+        ("operand", "layers.1", "V", 7, "A"),
+    ]
+
+
+def test_each_layer_forks_twice_and_the_graph_and_the_forward_join(beside):
+    rig = Rig()
+    rig.step([3, 4, 5])
+    (stream,) = AtOnce.made
+    assert stream.happened == ["fork", "fork"] * LAYERS + ["join", "join"]
+
+
+def test_inline_has_no_stream(beside):
+    rig = Rig(placement="inline")
+    rig.step([3])
+    assert AtOnce.made == []
+    assert told(rig) == []
+
+
+@pytest.mark.parametrize(("placement", "found"), [("side", []), ("inline", ["operand"] * 4)])
+def test_operands_were_read_before_the_model_uses_their_memory_again(beside, monkeypatch, placement, found):
+    """Inline, what attention is given is compared after it: that the memory changed shows there."""
+    attention = opaque_engine.attend
+
+    def forgetful(q, key, value, output, layer):
+        attention(q, key, value, output, layer)
+        key.fill_(7)
+        value.fill_(7)
+
+    monkeypatch.setattr(opaque_engine, "attend", forgetful)
+    rig = Rig(placement=placement)
+    rig.step([3])
+    assert [v.check for v in rig.session.violations()] == found
