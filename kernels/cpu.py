@@ -12,6 +12,8 @@ from .buffers import NOT_WRITTEN, UNKNOWN, Check, Count, Gate, IdentityBuffers, 
 from .digest import ZERO_STANDS_FOR, as_int32, coefficients
 from .identity import identify_with
 from .layout import SlotLayout, poison_mask
+from .plan import Resolved, WritePlan
+from .plan import first_positions as first_positions
 from .row_state import update_rows
 from .slot_space import Flag
 
@@ -129,6 +131,13 @@ def begin(control_words: torch.Tensor, gate: torch.Tensor) -> None:
     gate[Gate.STEP] += 1
     gate[Gate.LENIENT_NOW] = gate[Gate.LENIENT_NEXT]
     gate[Gate.LENIENT_NEXT] = 0
+
+
+def resolve(
+    plan: WritePlan, layout: SlotLayout, index: list[torch.Tensor], extent: list[int], device: torch.device
+) -> Resolved:
+    """The slots of this step's write."""
+    return plan.resolve(layout, index, extent, device)
 
 
 def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int, phase: Phase) -> None:

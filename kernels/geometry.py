@@ -1,8 +1,10 @@
-"""A strided view as the kernels address it: slot strides, row dimensions, and the width of one load."""
+"""A strided view as the kernels address it: slot strides, row dimensions, the width of one load, and its device."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -102,3 +104,8 @@ def _reinterpreted(view: torch.Tensor, unit: int) -> torch.Tensor:
     storage, start = view.untyped_storage(), view.storage_offset() * view.element_size()
     base = torch.empty(0, dtype=_INTEGER[unit], device=view.device)
     return base.set_(storage, start // unit, (1,), (1,))
+
+
+def on_device(tensor: torch.Tensor) -> Any:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

@@ -6,7 +6,6 @@ nothing waits for the device, so every function here may run while a CUDA graph 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -19,10 +18,12 @@ from . import triton_kernels as tk
 from . import triton_records as records
 from .buffers import NOT_WRITTEN, Check, Count, IdentityBuffers, Phase, Site
 from .digest import coefficients
-from .geometry import Geometry, geometry_of
+from .geometry import Geometry, geometry_of, on_device
+from .gpu_plans import first_positions as first_positions
+from .gpu_plans import resolve as resolve
+from .gpu_plans import update_rows
 from .identity import identify_with
 from .layout import poison_mask
-from .row_state import update_rows
 from .slot_space import SlotSpace
 from .triton_listed import verify_listed_kernel
 
@@ -35,11 +36,6 @@ MAX_BLOCK_WORDS = 256
 LISTED_SLOTS = 8
 LISTED_WORDS = 128
 PROGRAMS_PER_PROCESSOR = 16
-
-
-def on_device(tensor: torch.Tensor) -> Any:
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def _row_args(geometry: Geometry) -> dict[str, int]:
@@ -235,7 +231,7 @@ def record(
         value_digests: int32 ``[n, planes]`` in the place of ``values``, see :func:`digest_operands`.
     """
     layout, n = site.layout, slots.shape[0]
-    update_rows(site, slots, last_position, moved)
+    update_rows(layout, site.half.rows, slots, last_position, moved)
     geometry = geometry_of(view, layout.slot_axes)
     operand = geometry if values is None or n == 0 else geometry_of(values, (0,))
     mask, bits = poison_mask(layout.dtype) if site.checks & Check.POISON else (0, 1)

@@ -13,7 +13,7 @@ import triton
 
 from . import triton_reads, triton_writes
 from .buffers import Check
-from .gpu import on_device
+from .geometry import on_device
 from .slot_space import RequestPlan, SlotSpace
 
 #: Positions, tokens, requests and sums of earlier blocks that a program looks at together.

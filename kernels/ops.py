@@ -36,7 +36,7 @@ from ..context import ForwardContext, get_forward_context
 from . import cpu, request_checks
 from .buffers import Check, Gate, Phase, Site
 from .identity import name_slots
-from .plan import Resolved, WritePlan, first_positions
+from .plan import Resolved, WritePlan
 from .positions import last_of_rows, per_row
 
 NAMESPACE = "kvcanary"
@@ -92,9 +92,9 @@ def _verify(
     first = None
     if write >= 0:
         plan = context.plans[write]
-        resolved = plan.resolve(here.layout, index, extent, kv.device)
+        resolved = kernels.resolve(plan, here.layout, index, extent, kv.device)
         _check_bounds(context, here, plan, resolved, kernels, Phase.PRE)
-        first = None if plan.covers_all else first_positions(here.layout, resolved.slots)
+        first = None if plan.covers_all else kernels.first_positions(here.layout, resolved.slots)
     kernels.verify(here, kv, first)
     count_op(here.gate)
 
@@ -121,7 +121,7 @@ def _record(
 ) -> None:
     context = get_forward_context()
     here, plan, kernels = context.sites[site], context.plans[write], kernels_for(kv.device)
-    resolved = plan.resolve(here.layout, index, extent, kv.device)
+    resolved = kernels.resolve(plan, here.layout, index, extent, kv.device)
     if not plan.ahead:
         _check_bounds(context, here, plan, resolved, kernels, Phase.POST)
     requests = context.requests.get(here.space.space_id) if here.space is not None else None
@@ -164,10 +164,10 @@ def _identify(
 ) -> None:
     context = get_forward_context()
     here, plan = context.sites[site], context.plans[write]
-    slots = plan.resolve(here.layout, index, extent, tokens.device).slots
+    kernels = kernels_for(tokens.device)
+    slots = kernels.resolve(plan, here.layout, index, extent, tokens.device).slots
     identity = context.identities.get(site)
     if identity is not None and tokens.numel() == slots.numel():
-        kernels = kernels_for(tokens.device)
         if here.layout.has_rows and tokens.dim() == 2:
             given = per_row(positions, *tokens.shape)
             slots = slots.view(tokens.shape)

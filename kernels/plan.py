@@ -48,6 +48,29 @@ class Resolved:
 
 
 @dataclasses.dataclass(frozen=True)
+class AxisIndex:
+    """What a write chooses along one slot axis: an index tensor, or the numbers from ``start`` on.
+
+    Attributes:
+        tensor: integer, shaped to broadcast over the write's result (row axes of size 1), or None.
+        start, count: ``count`` numbers, along dimension ``dim`` of the result.
+        shape: of the indices, in the result.
+    """
+
+    tensor: torch.Tensor | None
+    start: int
+    count: int
+    dim: int
+    shape: tuple[int, ...]
+
+    def values(self, device: torch.device) -> torch.Tensor:
+        """The indices, int64 of this shape."""
+        if self.tensor is not None:
+            return self.tensor.to(torch.int64)
+        return torch.arange(self.start, self.start + self.count, device=device).reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
 class WritePlan:
     """One write, as read in the graph.
 
@@ -82,10 +105,7 @@ class WritePlan:
         if self.selectors[0].kind is Select.FLAT:
             given = index[0].to(torch.int64).reshape(-1)
             return self._bounded(given, given, layout.slots, tuple(index[0].shape))
-        per_axis = [
-            self._along(selector, axis, layout, index, extent, device)
-            for selector, axis in zip(self.selectors, layout.slot_axes, strict=True)
-        ]
+        per_axis = [axis.values(device) for axis in self.axes(layout, index, extent)]
         shape = torch.broadcast_shapes(*(t.shape for t in per_axis))
         slot = torch.zeros((), dtype=torch.int64, device=device)
         raw = torch.zeros((), dtype=torch.int64, device=device)
@@ -110,34 +130,34 @@ class WritePlan:
             raw = torch.where(given == -1, slot, raw)
         return Resolved(slot, raw, grid)
 
+    def axes(self, layout: SlotLayout, index: list[torch.Tensor], extent: list[int]) -> list[AxisIndex]:
+        """What the write chooses along each slot axis; not for a ``FLAT`` one."""
+        return [
+            self._along(selector, axis, layout, index, extent)
+            for selector, axis in zip(self.selectors, layout.slot_axes, strict=True)
+        ]
+
     def _along(
-        self,
-        selector: Selector,
-        axis: int,
-        layout: SlotLayout,
-        index: list[torch.Tensor],
-        extent: list[int],
-        device: torch.device,
-    ) -> torch.Tensor:
-        """Indices along one slot axis, shaped to broadcast over the write's result (row axes of size 1)."""
+        self, selector: Selector, axis: int, layout: SlotLayout, index: list[torch.Tensor], extent: list[int]
+    ) -> AxisIndex:
         ndim, lead, tensor_dims = self._result_axes(layout, index)
-        if selector.kind is Select.TENSOR:
-            given = index[selector.operand].to(torch.int64)
-            trailing = ndim - lead - tensor_dims
-            return given.reshape((1,) * lead + (1,) * (tensor_dims - given.dim()) + given.shape + (1,) * trailing)
-        if selector.kind is Select.GRID:
-            given = index[selector.operand].to(torch.int64)
-            for row_axis in layout.row_axes:
-                given = given.narrow(row_axis, 0, 1)
-            return given
+        if selector.kind in (Select.TENSOR, Select.GRID):
+            given = index[selector.operand]
+            if selector.kind is Select.TENSOR:
+                before, after = lead + tensor_dims - given.dim(), ndim - lead - tensor_dims
+                given = given.reshape((1,) * before + given.shape + (1,) * after)
+            else:
+                for row_axis in layout.row_axes:
+                    given = given.narrow(row_axis, 0, 1)
+            return AxisIndex(given, 0, 0, 0, tuple(given.shape))
         if selector.kind is Select.INT:
-            return torch.full((1,) * ndim, extent[selector.operand], dtype=torch.int64, device=device)
+            return AxisIndex(None, extent[selector.operand], 1, 0, (1,) * ndim)
         size = layout.shape[axis]
         start, stop = 0, size
         if selector.kind is Select.RANGE:
             start, stop, _ = slice(extent[selector.operand], extent[selector.operand + 1]).indices(size)
-        run = torch.arange(start, max(start, stop), device=device)
-        return run.reshape([-1 if dim == self._dim_of(axis, layout, lead, tensor_dims) else 1 for dim in range(ndim)])
+        dim, count = self._dim_of(axis, layout, lead, tensor_dims), max(start, stop) - start
+        return AxisIndex(None, start, count, dim, tuple(count if d == dim else 1 for d in range(ndim)))
 
     def _result_axes(self, layout: SlotLayout, index: list[torch.Tensor]) -> tuple[int, int, int]:
         """``(rank, where the advanced dims start, how many)`` of the result of indexing the view.

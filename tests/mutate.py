@@ -38,6 +38,12 @@ TARGETS = {
     "kernels/findings.py": SPACES,
     "kernels/cpu.py": SITES,
     "kernels/triton_kernels.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted"],
+    "kernels/triton_plans.py": [
+        "tests/kernels/test_plan.py",
+        "tests/kernels/test_bit_equality.py",
+        "-k",
+        "interpreted",
+    ],
     "kernels/triton_records.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted"],
     "kernels/identity.py": [*RUNTIME, "tests/kernels/test_names.py"],
     "kernels/row_state.py": SITES,

@@ -7,18 +7,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcanary_fx.kernels import cpu, gpu
 from kvcanary_fx.kernels.layout import SlotLayout
-from kvcanary_fx.kernels.plan import Select, Selector, WritePlan, first_positions
+from kvcanary_fx.kernels.plan import Resolved, Select, Selector, WritePlan
 from kvcanary_fx.kernels.positions import last_of_rows, per_row
 
 ALL, INT, RANGE, TENSOR, FLAT, GRID = (Select.ALL, Select.INT, Select.RANGE, Select.TENSOR, Select.FLAT, Select.GRID)
+
+
+#: Where the kernels run here; without a GPU they are interpreted.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolve(plan: WritePlan, layout: SlotLayout, index: list[torch.Tensor], extent: list[int]) -> Resolved:
+    """What the CPU and the kernels both say."""
+    expected = plan.resolve(layout, index, extent, torch.device("cpu"))
+    got = gpu.resolve(plan, layout, [i.to(DEVICE) for i in index], extent, DEVICE)
+    assert (got.slots.tolist(), got.raw.tolist()) == (expected.slots.tolist(), expected.raw.tolist())
+    assert got.grid == expected.grid
+    return expected
 
 
 def _check(layout: SlotLayout, plan: WritePlan, index, extent, torch_index, value):
     """Write with PyTorch and by the plan; both pools must be equal."""
     by_torch, by_plan = torch.zeros(layout.shape), torch.zeros(layout.shape)
     by_torch[torch_index] = value
-    resolved = plan.resolve(layout, index, extent, torch.device("cpu"))
+    resolved = resolve(plan, layout, index, extent)
     rows = plan.rows(layout, value, resolved)
     first = layout.slots_first(by_plan)
     for slot, row in zip(resolved.slots.tolist(), rows, strict=True):
@@ -69,7 +83,7 @@ def test_slots_and_rows_are_what_indexing_writes(case):
     if INT in kinds and TENSOR in kinds:
         return  # the passes make the integer part of the region
     target = torch.zeros(layout.shape)[python]
-    resolved = plan.resolve(layout, index, extent, torch.device("cpu"))
+    resolved = resolve(plan, layout, index, extent)
     if len(set(resolved.slots.tolist())) != resolved.slots.numel():
         return  # PyTorch does not say which of two writes to one place wins
     _check(layout, plan, index, extent, python, torch.randn(target.shape))
@@ -78,7 +92,7 @@ def test_slots_and_rows_are_what_indexing_writes(case):
 def test_negative_index_wraps_and_is_told():
     plan = WritePlan((Selector(TENSOR, 0),), 0)
     layout = SlotLayout((5, 2), (0,), torch.float32)
-    resolved = plan.resolve(layout, [torch.tensor([0, -1, 5, -6])], [], torch.device("cpu"))
+    resolved = resolve(plan, layout, [torch.tensor([0, -1, 5, -6])], [])
     assert resolved.slots.tolist() == [0, 4, -1, -1]
     assert resolved.raw.tolist() == [0, -1, 5, -6]
 
@@ -86,15 +100,40 @@ def test_negative_index_wraps_and_is_told():
 def test_index_copy_does_not_wrap():
     plan = WritePlan((Selector(TENSOR, 0),), 0, wraps=False)
     layout = SlotLayout((5, 2), (0,), torch.float32)
-    assert plan.resolve(layout, [torch.tensor([-1])], [], torch.device("cpu")).slots.tolist() == [-1]
+    assert resolve(plan, layout, [torch.tensor([-1])], []).slots.tolist() == [-1]
 
 
 def test_slot_mapping_minus_one_means_not_stored():
     plan = WritePlan((Selector(FLAT, 0),), 0, skips=True)
     layout = SlotLayout((2, 3, 4), (0, 1), torch.float32, paged=True)
-    resolved = plan.resolve(layout, [torch.tensor([5, -1, 6])], [], torch.device("cpu"))
+    resolved = resolve(plan, layout, [torch.tensor([5, -1, 6])], [])
     assert resolved.slots.tolist() == [5, -1, -1]
     assert resolved.raw.tolist() == [5, -1, 6]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_more_tokens_than_a_program_takes_and_wild_ones(dtype):
+    layout = SlotLayout((3, 2, 700, 4), (0, 2), torch.float32)
+    index = torch.randint(-800, 800, (600,), dtype=dtype)
+    for wraps in (True, False):
+        plan = WritePlan((Selector(ALL), Selector(TENSOR, 0)), 0, wraps=wraps)
+        resolved = resolve(plan, layout, [index], [])
+        first = cpu.first_positions(layout, resolved.slots)
+        assert gpu.first_positions(layout, resolved.slots.to(DEVICE)).tolist() == first.tolist()
+        strided = resolve(plan, layout, [index.repeat_interleave(2)[::2]], [])
+        assert torch.equal(strided.slots, resolved.slots)
+
+
+def test_pages_and_offsets_of_two_index_tensors():
+    layout = SlotLayout((5, 8, 2, 4), (0, 1), torch.float32, paged=True)
+    pages, offsets = torch.tensor([[0], [4], [9]]), torch.tensor([[7, -1], [0, 3], [1, 8]])
+    resolve(WritePlan((Selector(TENSOR, 0), Selector(TENSOR, 1)), 0), layout, [pages, offsets], [])
+
+
+def test_no_token_at_all():
+    layout = SlotLayout((3, 5, 2), (0, 1), torch.float32)
+    plan = WritePlan((Selector(ALL), Selector(RANGE, 0)), 0)
+    assert resolve(plan, layout, [], [2, 2]).slots.tolist() == []
 
 
 def test_scatter_with_an_index_per_row():
@@ -104,16 +143,18 @@ def test_scatter_with_an_index_per_row():
     value = torch.randn(2, 3, 2, 4)
     by_torch, by_plan = torch.zeros(layout.shape), torch.zeros(layout.shape)
     by_torch.scatter_(2, index, value)
-    resolved = plan.resolve(layout, [index], [], torch.device("cpu"))
+    resolved = resolve(plan, layout, [index], [])
     by_plan.permute(0, 2, 1, 3)[resolved.slots // 5, resolved.slots % 5] = plan.rows(layout, value, resolved)
     assert torch.equal(by_torch, by_plan)
 
 
 def test_first_positions_of_each_row():
     layout = SlotLayout((3, 4, 2), (0, 1), torch.float32)
-    first = first_positions(layout, torch.tensor([6, 5, -1, 8]))
-    assert first.tolist() == [2**31 - 1, 1, 0]
-    assert first_positions(SlotLayout((12, 2), (0,), torch.float32), torch.tensor([1])) is None
+    for kernels, device in ((cpu, "cpu"), (gpu, DEVICE)):
+        first = kernels.first_positions(layout, torch.tensor([6, 5, -1, 8], device=device))
+        assert first.tolist() == [2**31 - 1, 1, 0]
+        none = SlotLayout((12, 2), (0,), torch.float32)
+        assert kernels.first_positions(none, torch.tensor([1], device=device)) is None
 
 
 @pytest.mark.parametrize(
