@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from .buffers import NOT_WRITTEN, UNKNOWN, Check, Count, Gate, IdentityBuffers, Phase, Ring, RowState, Site, Word
+from .counting import count_op
 from .digest import ZERO_STANDS_FOR, as_int32, coefficients
 from .identity import identify_with
 from .layout import SlotLayout, poison_mask
@@ -131,6 +132,7 @@ def begin(control_words: torch.Tensor, gate: torch.Tensor) -> None:
     gate[Gate.STEP] += 1
     gate[Gate.LENIENT_NOW] = gate[Gate.LENIENT_NEXT]
     gate[Gate.LENIENT_NEXT] = 0
+    count_op(gate)
 
 
 def resolve(
@@ -178,7 +180,7 @@ def _mark_duplicates(site: Site, slots: torch.Tensor, write_id: int) -> None:
     site.control.stamps[1, unique[counts > 1]] = _epoch(site, write_id)
 
 
-def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None) -> None:
+def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int = 0) -> None:
     """Content: compare every due slot with its digest, and keep what was found.
 
     A mismatch is reported once, because the digest found replaces the one stored.
@@ -189,11 +191,14 @@ def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None) -> None:
             none).  A row whose next write does not continue the last one was changed by somebody else;
             where that is possible (lenient) its slots are adopted instead of reported.
 
+        ops: how many ops to count as run, see :mod:`.counting`.
+
     In an engine's pool the slots are due that the walk of this forward stamped, and nothing is adopted: the
     engine says what it writes elsewhere.
     """
     digest = site.half.digest
     site.counters[Count.VERIFY_RUNS] += 1
+    count_op(site.gate, ops)
     now = bool(site.gate[Gate.LENIENT_NOW]) and site.space is None
     lenient = (now or site.lenient) and site.space is None
     shifted = _shifted_slots(site, first)
@@ -258,6 +263,7 @@ def record(
     write_id: int,
     last_position: torch.Tensor | None = None,
     moved: int | None = None,
+    ops: int = 0,
 ) -> None:
     """Fingerprint the slots just written; compare them with the operand; look for NaN and Inf.
 
@@ -268,9 +274,11 @@ def record(
         last_position: int64 ``[rows]``, the token position of the last token of each row, if known.
         moved: None for a write at chosen slots; for a write of all slots (a window that rolls), the tokens
             it took in, 0 if unknown.
+        ops: how many ops to count as run, see :mod:`.counting`.
     """
     live = slots >= 0
     site.counters[Count.RECORD_RUNS] += 1
+    count_op(site.gate, ops)
     site.counters[Count.RECORDED] += live.sum()
     if not bool(live.all()):
         values = None if values is None else values[live]

@@ -17,6 +17,7 @@ import triton
 from . import triton_kernels as tk
 from . import triton_records as records
 from .buffers import NOT_WRITTEN, Check, Count, IdentityBuffers, Phase, Site
+from .counting import count_op
 from .digest import coefficients
 from .geometry import Geometry, geometry_of, on_device
 from .gpu_plans import first_positions as first_positions
@@ -104,10 +105,11 @@ def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int
         )
 
 
-def _scan(site: Site, view: torch.Tensor, first: torch.Tensor | None, mode: int) -> None:
+def _scan(site: Site, view: torch.Tensor, first: torch.Tensor | None, mode: int, ops: int = 0) -> None:
     """One pass over all slots of the half."""
     layout = site.layout
     if layout.slots == 0:
+        count_op(site.gate, ops)
         return
     geometry = geometry_of(view, layout.slot_axes)
     mask, bits = poison_mask(layout.dtype) if site.checks & Check.POISON else (0, 1)
@@ -123,6 +125,7 @@ def _scan(site: Site, view: torch.Tensor, first: torch.Tensor | None, mode: int)
             slot_stride0=geometry.slot_strides[0],
             slot_stride1=geometry.slot_strides[1],
             every=site.verify_every,
+            ops=ops,
             LENIENT=site.lenient,
             CONTENT=bool(site.checks & Check.CONTENT),
             HAS_FIRST=has_first,
@@ -138,26 +141,29 @@ def _scan(site: Site, view: torch.Tensor, first: torch.Tensor | None, mode: int)
         )
 
 
-def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None) -> None:
+def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int = 0) -> None:
     """Content: compare every due slot with its digest.  See :func:`.cpu.verify`."""
     if site.space is None:
-        _scan(site, view, first, tk.VERIFY)
-    elif site.layout.slots:
-        _verify_listed(site, view, site.space)
+        _scan(site, view, first, tk.VERIFY, ops)
+    else:
+        _verify_listed(site, view, site.space, ops)
 
 
-def _verify_listed(site: Site, view: torch.Tensor, space: SlotSpace) -> None:
+def _verify_listed(site: Site, view: torch.Tensor, space: SlotSpace, ops: int) -> None:
     """The slots that the walk of this forward listed; an engine says what else it writes, nothing is adopted."""
-    geometry = geometry_of(view, site.layout.slot_axes)
-    if not site.checks & Check.CONTENT:
-        site.counters[Count.VERIFY_RUNS] += 1
+    if not site.checks & Check.CONTENT or not site.layout.slots:
+        site.counters[Count.VERIFY_RUNS : Count.VERIFY_RUNS + 1].add_(1)
+        count_op(site.gate, ops)
         return
+    geometry = geometry_of(view, site.layout.slot_axes)
     with on_device(view):
         verify_listed_kernel[(min(triton.cdiv(site.layout.slots, LISTED_SLOTS), _programs(view.device)),)](
             geometry.base,
+            site.gate,
             site.counters,
             listed_ptr=space.listed,
             count_ptr=space.listed_count,
+            ops=ops,
             slot_stride0=geometry.slot_strides[0],
             slot_stride1=geometry.slot_strides[1],
             UNIT=geometry.unit,
@@ -224,6 +230,7 @@ def record(
     last_position: torch.Tensor | None = None,
     moved: int | None = None,
     value_digests: torch.Tensor | None = None,
+    ops: int = 0,
 ) -> None:
     """Fingerprint the slots just written.  See :func:`.cpu.record`.
 
@@ -248,6 +255,8 @@ def record(
             value_digests if value_digests is not None else site.half.digest,
             slots.contiguous(),
             n,
+            site.gate,
+            ops,
             site.counters,
             site.control.stamps,
             site.control.stamps.shape[1],

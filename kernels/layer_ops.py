@@ -27,7 +27,8 @@ import torch
 from ..context import ForwardContext, get_forward_context
 from ..errors import UnknownLayerError
 from .buffers import Check, Site
-from .ops import NAMESPACE, count_op, kernels_for
+from .counting import count_op
+from .ops import NAMESPACE, kernels_for
 from .slot_space import RequestPlan
 
 #: From an opaque layer object to the layer's name, by the attention op it belongs to.

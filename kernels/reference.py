@@ -21,6 +21,7 @@ from .buffers import (
     Word,
 )
 from .chain import MASK64, SEED, mix
+from .counting import count_op
 from .digest import MASK32, as_int32, digest_reference, stored_form
 from .layout import poison_mask
 from .slot_space import Flag
@@ -82,6 +83,7 @@ def begin(control_words: torch.Tensor, gate: torch.Tensor) -> None:
     gate[Gate.STEP] += 1
     gate[Gate.LENIENT_NOW] = int(gate[Gate.LENIENT_NEXT])
     gate[Gate.LENIENT_NEXT] = 0
+    count_op(gate)
 
 
 def _epoch(site: Site, write_id: int) -> int:
@@ -110,8 +112,9 @@ def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int
             seen.add(slot)
 
 
-def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None) -> None:
+def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int = 0) -> None:
     site.counters[Count.VERIFY_RUNS] += 1
+    count_op(site.gate, ops)
     now = bool(site.gate[Gate.LENIENT_NOW]) and site.space is None
     lenient = (now or site.lenient) and site.space is None
     for slot in range(site.layout.slots):
@@ -164,8 +167,10 @@ def record(
     write_id: int,
     last_position: torch.Tensor | None = None,
     moved: int | None = None,
+    ops: int = 0,
 ) -> None:
     site.counters[Count.RECORD_RUNS] += 1
+    count_op(site.gate, ops)
     _update_rows(site, slots.tolist(), last_position, moved)
     for i, slot in enumerate(slots.tolist()):
         if slot < 0:

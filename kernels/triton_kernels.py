@@ -28,6 +28,7 @@ _BOXED: tl.constexpr = tl.constexpr(3)
 _GATE_STEP: tl.constexpr = tl.constexpr(0)
 _LENIENT_NEXT: tl.constexpr = tl.constexpr(1)
 _LENIENT_NOW: tl.constexpr = tl.constexpr(2)
+_GATE_OPS: tl.constexpr = tl.constexpr(3)
 _VERIFY_RUNS: tl.constexpr = tl.constexpr(0)
 _RECORD_RUNS: tl.constexpr = tl.constexpr(1)
 _CHECKED: tl.constexpr = tl.constexpr(2)
@@ -49,7 +50,7 @@ _FLAGS: tl.constexpr = tl.constexpr(int(Column.FLAGS))
 
 #: Arguments that differ between the sites and steps of one model.  Triton compiles a kernel anew for a value of
 #: 1 and for a multiple of 16: without this list a decode step of 8 layers compiled 16 kernels instead of 4.
-PER_SITE = ["n", "half", "seed1", "seed2", "other_seed1", "other_seed2", "write_id"]
+PER_SITE = ["n", "half", "seed1", "seed2", "other_seed1", "other_seed2", "write_id", "ops"]
 
 
 def as_signed(x: int) -> int:
@@ -195,6 +196,7 @@ def begin_kernel(
     tl.store(gate_ptr + _GATE_STEP, tl.load(gate_ptr + _GATE_STEP) + 1)
     tl.store(gate_ptr + _LENIENT_NOW, tl.load(gate_ptr + _LENIENT_NEXT))
     tl.store(gate_ptr + _LENIENT_NEXT, tl.zeros([], tl.int64))
+    tl.store(gate_ptr + _GATE_OPS, tl.load(gate_ptr + _GATE_OPS) + 1)
 
 
 @triton.jit(do_not_specialize=PER_SITE)
@@ -279,7 +281,7 @@ def scan_kernel(
     coef_ptr,  # int32 [2, words_in_row]
     digest_ptr,  # int32 [PLANES, slots_total]
     words_ptr, ring_ptr, capacity, rows_ptr,  # int32 [rows, _ROW_COLUMNS]
-    slots_total, seed1, seed2, words_in_row, half, positions, every, slot_stride0, slot_stride1,
+    slots_total, seed1, seed2, words_in_row, half, positions, every, ops, slot_stride0, slot_stride1,
     units, n1, n2, n3, d0, d1, d2, d3,
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr,
     NOT_WRITTEN: tl.constexpr, LENIENT: tl.constexpr, CONTENT: tl.constexpr, MODE: tl.constexpr,
@@ -316,6 +318,7 @@ def scan_kernel(
     if tl.program_id(0) == 0:
         if MODE == _VERIFY:
             tl.atomic_add(counters_ptr + _VERIFY_RUNS, tl.full([], 1, tl.int64))
+            tl.atomic_add(gate_ptr + _GATE_OPS, tl.full([], 0, tl.int64) + ops)
         if MODE == _CHANGED:
             tl.atomic_add(counters_ptr + _RECORD_RUNS, tl.full([], 1, tl.int64))
     if tl.sum(work.to(tl.int32), axis=0) > 0:

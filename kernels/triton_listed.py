@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_kernels import PER_SITE, digest_of_rows, packed, report
+from .triton_kernels import _GATE_OPS, PER_SITE, digest_of_rows, packed, report
 
 _CONTENT_BIT: tl.constexpr = tl.constexpr(1)
 _VERIFY_RUNS: tl.constexpr = tl.constexpr(0)
@@ -15,12 +15,13 @@ _CHECKED: tl.constexpr = tl.constexpr(2)
 @triton.jit(do_not_specialize=PER_SITE)
 def verify_listed_kernel(
     base,  # the view's first unit
+    gate_ptr,  # int64 [len(Gate)]
     counters_ptr,  # int64 [len(Count)]
     listed_ptr, count_ptr,  # int32 [slots_total], int32 [1]
     coef_ptr,  # int32 [2, words_in_row]
     digest_ptr,  # int32 [PLANES, slots_total]
     words_ptr, ring_ptr, capacity, rows_ptr,
-    slots_total, seed1, seed2, words_in_row, half, positions, slot_stride0, slot_stride1,
+    slots_total, seed1, seed2, words_in_row, half, positions, ops, slot_stride0, slot_stride1,
     units, n1, n2, n3, d0, d1, d2, d3,
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
@@ -28,6 +29,7 @@ def verify_listed_kernel(
     """A fixed number of programs goes through the list, whatever its length: the launch can be captured."""
     if tl.program_id(0) == 0:
         tl.atomic_add(counters_ptr + _VERIFY_RUNS, tl.full([], 1, tl.int64))
+        tl.atomic_add(gate_ptr + _GATE_OPS, tl.full([], 0, tl.int64) + ops)
     count = tl.load(count_ptr)
     checked = tl.full([], 0, tl.int64)
     for i0 in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from .triton_kernels import (
     _FLAGS,
+    _GATE_OPS,
     _POISON_BIT,
     _RECORD_RUNS,
     _RECORDED,
@@ -33,6 +34,7 @@ def record_kernel(
     base, value_base,  # first units of the pool's view and of the operand
     taken_ptr,  # int32 [n, PLANES], digests of the operand
     slot_ptr, n,  # int64 [n]
+    gate_ptr, ops,  # int64 [len(Gate)]
     counters_ptr,  # int64 [len(Count)]
     stamp_ptr, stamp_count, write_id,  # int64 [2, stamp_count]
     block_ptr,  # int32 [slots + 1, 8], of an engine's pool
@@ -49,6 +51,7 @@ def record_kernel(
     """A bounded number of programs goes through the slots: with one each, their atomic adds took turns."""
     if tl.program_id(0) == 0:
         tl.atomic_add(counters_ptr + _RECORD_RUNS, tl.full([], 1, tl.int64))
+        tl.atomic_add(gate_ptr + _GATE_OPS, tl.full([], 0, tl.int64) + ops)
     recorded = tl.full([], 0, tl.int64)
     for i0 in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         i = i0 + tl.arange(0, BLOCK).to(tl.int64)

@@ -235,7 +235,7 @@ def play(kernels: ModuleType, scene: Scene, step: Step) -> None:
         kernels.record_changed(site, view)
         return
     kernels.check_plan(site, step.slots, step.raw, 3, 0)
-    kernels.verify(site, view, step.first)
+    kernels.verify(site, view, step.first, ops=2)
     rows = (step.slots // site.layout.positions).tolist()
     if site.layout.has_rows and rows and len(set(rows)) == len(rows):  # a batch has one entry per row
         kernels.identify(site, scene.identity, step.slots.unsqueeze(1), step.tokens, step.positions)
@@ -246,4 +246,4 @@ def play(kernels: ModuleType, scene: Scene, step: Step) -> None:
         taken = {"value_digests": room.to(view.device)[:, 1:]}
         kernels.digest_operands([site], [values], step.slots, [taken["value_digests"]])
         values = None
-    kernels.record(site, view, step.slots, values, 3, step.last_position, step.moved, **taken)
+    kernels.record(site, view, step.slots, values, 3, step.last_position, step.moved, ops=3, **taken)

@@ -69,6 +69,7 @@ def test_constants_of_the_kernels_are_those_of_the_buffers():
         "_GATE_STEP": Gate.STEP,
         "_LENIENT_NEXT": Gate.LENIENT_NEXT,
         "_LENIENT_NOW": Gate.LENIENT_NOW,
+        "_GATE_OPS": Gate.OPS,
         "_VERIFY_RUNS": Count.VERIFY_RUNS,
         "_RECORD_RUNS": Count.RECORD_RUNS,
         "_CHECKED": Count.CHECKED,
