@@ -8,7 +8,9 @@ pattern of what changed can:
 * A token's K and V depend on every token before it, in every layer but the first.  A legal rewrite of a
   slot therefore changes both halves of every layer above the first, while a flipped bit, a wrong stride or
   a bad copy hits one half or one layer.
-* In a cache with rows, what follows a rewritten slot in its row was computed from it and changes too.
+* In a cache with rows, what follows a rewritten slot in its row was computed from it and changes too.  This is
+  not asked of a cache that no guarded graph writes: who does may write single slots.
+* A running state (a slot for each sequence) depends on all tokens: it changes in all of a layer's states at once.
 
 Mismatches that show this pattern, in a step where something else did write to the pool (or may have:
 inference tensors have no version counter, a captured graph runs without us), are adopted and counted.
@@ -73,7 +75,9 @@ def _judge_group(rows: list[Row], lead: PoolHalf, cut: int | None, verdict: Verd
     for row in rows:
         by_slot[row[Ring.SLOT]].append(row)
     lowest = min(lead.peers.values())
-    required = {h for h, layer in lead.peers.items() if layer > lowest} or set(lead.peers)
+    required = {h for h, layer in lead.peers.items() if layer > lowest}
+    if not required or (len(required) == 1 and lead.kind == "state"):
+        required = set(lead.peers)  # one state says nothing alone, and even the lowest layer's has seen every token
     if cut is not None:
         required &= {row[Ring.HALF] for row in rows} - {cut}
     rewritten = {slot for slot, hits in by_slot.items() if required <= {row[Ring.HALF] for row in hits}}
@@ -90,7 +94,7 @@ def _judge_group(rows: list[Row], lead: PoolHalf, cut: int | None, verdict: Verd
 def _closed_upwards(slots: set[int], lead: PoolHalf) -> set[int]:
     """Those of ``slots`` after which, in their row, everything older than the last write changed too."""
     layout = lead.place.layout
-    if not layout.has_rows:
+    if not layout.has_rows or lead.kind == "read":
         return slots
     state = lead.buffers.rows.tolist()
     by_row: dict[int, set[int]] = defaultdict(set)
