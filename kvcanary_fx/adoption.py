@@ -14,7 +14,7 @@ pattern of what changed can:
 
 Mismatches that show this pattern, in a step where something else did write to the pool (or may have:
 inference tensors have no version counter, a captured graph runs without us), are adopted and counted.
-All others are violations.
+So is one of a slot that was reported: it was put right.  All others are violations.
 """
 
 from __future__ import annotations
@@ -57,14 +57,33 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, lost: int = 0) -> Verdict
     for members in groups.values():
         lead = registry.by_id(members[0][Ring.HALF])
         assert lead is not None
-        _judge_group(members, lead, cut if cut in lead.peers else None, verdict)
+        _judge_group(members, lead, cut if cut in lead.peers else None, verdict, registry)
     if cut is not None and rows[-1][Ring.LENIENT]:
         verdict.adopted_fingerprints += lost  # more of the same rewrite
     verdict.violations.sort(key=lambda r: r[Ring.STEP])
+    for row in verdict.violations:
+        half = registry.by_id(row[Ring.HALF])
+        if half is not None and row[Ring.CHECK] == Check.CONTENT:
+            half.reported.add(row[Ring.SLOT])
     return verdict
 
 
-def _judge_group(rows: list[Row], lead: PoolHalf, cut: int | None, verdict: Verdict) -> None:
+def _settle(row: Row, registry: PoolRegistry, verdict: Verdict) -> None:
+    """Adopt a change of a slot that was reported before: somebody put it right.  Any other is a violation.
+
+    Seen with cross-attention: after a report the same prompt was encoded again, into the same bytes but for the slot
+    whose corrupted bytes had been fingerprinted when they were reported.
+    """
+    half = registry.by_id(row[Ring.HALF])
+    if half is None or row[Ring.SLOT] not in half.reported:
+        verdict.violations.append(row)
+        return
+    half.reported.discard(row[Ring.SLOT])
+    verdict.adopted_slots += 1
+    verdict.adopted_fingerprints += 1
+
+
+def _judge_group(rows: list[Row], lead: PoolHalf, cut: int | None, verdict: Verdict, registry: PoolRegistry) -> None:
     """Sort the rows of one step and one slot space.
 
     Args:
@@ -88,7 +107,8 @@ def _judge_group(rows: list[Row], lead: PoolHalf, cut: int | None, verdict: Verd
             verdict.adopted_slots += 1
             verdict.adopted_fingerprints += len(hits)
         else:
-            verdict.violations.extend(hits)
+            for row in hits:
+                _settle(row, registry, verdict)
 
 
 def _closed_upwards(slots: set[int], lead: PoolHalf) -> set[int]:

@@ -2,10 +2,13 @@
 
 Before and after, in a decode step of a Mamba layer (``ssm``: ``[B, heads, dim, N]``)::
 
-    verify = torch.ops.kvcanary.verify(ssm, new, [], [1], state, 0, 0)
     new = ssm * decay + update
     copy_ = ssm.copy_(new)
-    record = torch.ops.kvcanary.record(ssm, new, [], [1], None, state, 0, 0)
+
+    verify = torch.ops.kvcanary.verify(ssm, None, [], [], state, 0, 0)
+    new = ssm * decay + update
+    copy_ = ssm.copy_(new)
+    record = torch.ops.kvcanary.record(ssm, new, [], [], None, state, 0, 0)
 
 No axis of such a tensor counts tokens.  A slot is what one sequence has: one index of the first axis.
 """
