@@ -1,9 +1,13 @@
-"""One Hugging Face model with a cache of its own, generating with and without guard: what the family tests share."""
+"""One Hugging Face model with a cache of its own, generating with and without guard: what the family tests share.
+
+``python tests/models/families.py`` prints the table of docs/huggingface.md.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -113,3 +117,43 @@ class Family:
         axes = self.half_of(tensor).place.layout.slot_axes
         label = {"indexer": "K"}.get(flip.half, flip.half.removeprefix("cross "))
         return (label, flip.at[0], flip.at[axes[1]]) if len(axes) == 2 else (label, None, flip.at[0])
+
+    def row(self) -> str:
+        """This family's line of the table in docs/huggingface.md, from what the session guarded."""
+        writes: dict[str, dict[str, None]] = {}
+        for layer, half, tensor in self.held():
+            info = self.half_of(tensor).info
+            sites = [
+                s for plan in self.session.plans for s in plan.sites if (s.layer, s.label) == (info.layer, info.half)
+            ]
+            ways = {", ".join(f"`{w}`" for w in s.writes) or "only read" for s in sites}
+            writes.setdefault(half, {}).update(dict.fromkeys(sorted(ways)))
+        by_way: dict[str, list[str]] = {}
+        for half, ways in writes.items():
+            by_way.setdefault(" or ".join(ways), []).append(half)
+        cells = "; ".join(f"{', '.join(halves)}: {way}" for way, halves in by_way.items())
+        return f"| `{type(self.model).__name__}` | {self._layers()} | {cells} |"
+
+    def _layers(self) -> str:
+        """The kinds of cache layers, as transformers calls them."""
+        own = getattr(self.cache, "self_attention_cache", self.cache)
+        names = [type(layer).__name__ for layer in own.layers]
+        text = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+        return f"{text}, twice" if own is not self.cache else text
+
+
+def table(archs: Sequence[str]) -> str:
+    """The table of docs/huggingface.md: every family generates once, and tells what was guarded."""
+    lines = ["| model | layers of its static cache | guarded, and how the graph writes it |", "|---|---|---|"]
+    for arch in archs:
+        torch._dynamo.reset()
+        family = Family(arch)
+        family.guarded(family.prompts[0])
+        lines.append(family.row())
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    from test_families import HOLDS
+
+    print(table(list(HOLDS)))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 from families import Family, Flip
 
 import kvcanary_fx
+
+DOCS = Path(__file__).parents[2] / "docs" / "huggingface.md"
 
 #: What each cache holds, by layer: everything of it must be guarded, and nothing else.
 HOLDS = {
@@ -72,7 +75,41 @@ def check_family(family: Family) -> None:
 
 @pytest.mark.parametrize("arch", HOLDS)
 def test_guarded(arch):
-    check_family(Family(arch))
+    family = Family(arch)
+    check_family(family)
+    assert family.row() in DOCS.read_text()
+
+
+def test_one_layer_of_states_may_be_reset():
+    """Both states of the only layer change together; a flip of one of them is still found."""
+    family = Family("jamba")
+    for prompt in (*family.prompts, *family.prompts):
+        family.guarded(prompt)
+    assert family.session.violations() == []
+    assert family.session.stats().adopted >= 3 * 2 * 2  # resets, states, sequences
+
+
+@pytest.mark.parametrize("arch", ["mamba2", "t5"])
+def test_the_same_under_inference_mode(arch):
+    """Inference tensors do not count who wrote to them."""
+    family = Family(arch)
+    with torch.inference_mode():
+        for prompt in family.prompts:
+            family.guarded(prompt)
+        assert family.session.violations() == []
+        for flip in family.flips():
+            found_at(family, flip)
+
+
+@pytest.mark.parametrize("arch", ["jamba", "t5"])
+def test_beam_search(arch):
+    """Beams are reordered between steps by index_select, into new tensors."""
+    family = Family(arch)
+    config = dict(num_beams=2, max_new_tokens=6, do_sample=False, pad_token_id=0, cache_implementation="static")
+    for prompt in family.prompts:
+        guarded = family.model.generate(prompt, compile_config=family.compiled, **config)
+        assert torch.equal(guarded, family.model.generate(prompt, disable_compile=True, **config))
+    assert family.session.violations() == []
 
 
 @pytest.mark.parametrize("arch", ["mamba2", "jamba", "t5", "gemma3n"])
