@@ -121,7 +121,7 @@ class Family:
     def row(self) -> str:
         """This family's line of the table in docs/huggingface.md, from what the session guarded."""
         writes: dict[str, dict[str, None]] = {}
-        for layer, half, tensor in self.held():
+        for _, half, tensor in self.held():
             info = self.half_of(tensor).info
             sites = [
                 s for plan in self.session.plans for s in plan.sites if (s.layer, s.label) == (info.layer, info.half)
