@@ -3,8 +3,9 @@
     python examples/hf_generate.py --arch llama --inner inductor
 
 The model is tiny and random, so no download is needed.  Three things are shown: the guarded model
-generates the same tokens with no violation, K and V of every layer are guarded, and a single flipped bit
-in any layer and half, planted between two decode steps, is found in the very next step at the right place.
+generates the same tokens with no violation, everything in its cache is guarded (K and V of every layer, states,
+indexers, cross-attention), and a single flipped bit in any layer and half, planted between two decode steps, is found
+in the very next step at the right place.
 """
 
 from __future__ import annotations
@@ -29,23 +30,39 @@ class Flip:
     """One bit to flip: in which tensor of the cache, where, and after which decode step."""
 
     layer: int
-    half: str  # "K" or "V"
+    half: str  # as tiny.cache_tensors calls it: "K", "state", "cross V"
     row: int
     slot: int
     after_step: int
     out_of_band: bool  # bypass PyTorch's version counter, as a flipped bit in memory does
 
-    def strike(self, cache: StaticCache) -> None:
-        tensor = getattr(cache.layers[self.layer], "keys" if self.half == "K" else "values")
+    @property
+    def in_state(self) -> bool:
+        """Whether it strikes a running state, where a slot is a sequence and not a token."""
+        return self.half.startswith(("conv", "state"))
+
+    def strike(self, cache: Any) -> None:
+        tensor = next(t for layer, half, t in tiny.cache_tensors(cache) if (layer, half) == (self.layer, self.half))
         tensor = tensor.data if self.out_of_band else tensor
         words = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-        words[self.row, 0, self.slot, -1] ^= 1
+        place = [size - 1 for size in words.shape]
+        place[0] = self.row
+        if not self.in_state:
+            place[-2] = self.slot
+        words[tuple(place)] ^= 1
+
+    def told(self, position: int) -> tuple[Any, ...]:
+        """``(half, row, index, position)`` as the report must have them."""
+        if self.in_state:
+            return self.half, None, self.row, None
+        label = "K" if self.half == "indexer" else self.half.removeprefix("cross ")
+        return label, self.row, self.slot, None if self.half.startswith("cross") else position
 
 
 class BetweenSteps(StoppingCriteria):
     """Never stops; flips a bit once, between two steps of generate."""
 
-    def __init__(self, flip: Flip, cache: StaticCache):
+    def __init__(self, flip: Flip, cache: Any):
         self.flip, self.cache, self.steps = flip, cache, 0
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -63,10 +80,11 @@ class Demo:
         self.backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(mode="raise", inner=inner))
         self.guarded = self._compile_config(self.backend, mode)
         self.plain = self._compile_config(inner, mode if inner == "inductor" else None)
-        self.ids = torch.randint(1, self.model.config.vocab_size, (batch, prompt)).to(device)
-        self.new = new
-        self.cache = StaticCache(config=self.model.config, max_cache_len=prompt + new)
-        self.layers = len(self.cache.layers)
+        self.ids = tiny.prompt(self.model, batch, prompt)
+        self.prompt, self.new = prompt, new
+        self.encoder = getattr(self.model.config, "max_source_positions", prompt)
+        self.cache = tiny.static_cache(self.model, prompt + new, self.encoder)
+        self.cache_name = "cache_params" if arch.startswith("mamba") else "past_key_values"
 
     @staticmethod
     def _compile_config(backend: Any, mode: str | None) -> CompileConfig:
@@ -80,7 +98,7 @@ class Demo:
         self.model.__dict__.pop("_last_compile_config", None)
         out: torch.Tensor = self.model.generate(
             self.ids,
-            past_key_values=self.cache,
+            **{self.cache_name: self.cache},
             max_new_tokens=self.new,
             do_sample=False,
             eos_token_id=None,
@@ -91,21 +109,20 @@ class Demo:
         return out
 
     def flips(self) -> list[Flip]:
-        """One flip in each layer and half, at a slot that holds a token by then."""
+        """One flip in everything that the cache holds, at a slot that holds a token by then."""
         flips = []
-        for layer in range(self.layers):
-            for i, half in enumerate("KV"):
-                slots = self.cache.layers[layer].keys.shape[2]
-                after = self.new - 3 - (layer + i) % 2
-                slot = min(slots - 2, self.ids.shape[1] - 1 + layer)
-                flips.append(Flip(layer, half, (layer + i) % self.ids.shape[0], slot, after, bool((layer + i) % 2)))
+        for i, (layer, half, tensor) in enumerate(tiny.cache_tensors(self.cache)):
+            slots = self.encoder if half.startswith("cross") else tensor.shape[-2]
+            slot = max(0, min(slots - 2, self.prompt - 1 + layer))
+            flips.append(Flip(layer, half, i % self.ids.shape[0], slot, self.new - 3 - i % 2, bool(i % 2)))
         return flips
 
     def position_of(self, flip: Flip) -> int:
         """The token position that the struck slot holds when the flip happens."""
-        written = self.ids.shape[1] + flip.after_step - 1
-        window = self.cache.layers[flip.layer].keys.shape[2]
-        return flip.slot + max(0, written - window)
+        held = {(layer, half): t for layer, half, t in tiny.cache_tensors(self.cache)}
+        prompt = 1 if self.model.config.is_encoder_decoder else self.prompt
+        written = prompt + flip.after_step - 1
+        return flip.slot + max(0, written - held[flip.layer, flip.half].shape[-2])
 
     def strike(self, flip: Flip) -> str:
         """Flip one bit and say what the canary said: ``"found"``, or what went wrong."""
@@ -115,8 +132,8 @@ class Demo:
         except kvcanary_fx.KVCacheViolation as e:
             v = e.violations[0]
             steps = self.backend.session.stats().steps - before
-            told = (e.total, v.check, v.half, v.row, v.index, v.position, steps)
-            true = (1, "content", flip.half, flip.row, flip.slot, self.position_of(flip), flip.after_step)
+            told = (e.total, v.check, (v.half, v.row, v.index, v.position), steps)
+            true = (1, "content", flip.told(self.position_of(flip)), flip.after_step)
             if told == true and f".{flip.layer}." in v.layer:
                 return "found"
             return f"WRONG PLACE {told} in {v.layer}, expected {true}"
@@ -217,7 +234,7 @@ def run_captured(arch: str, batch: int, prompt: int, new: int) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", default="llama", choices=sorted(tiny.ARCHITECTURES))
+    parser.add_argument("--arch", default="llama", choices=sorted({**tiny.ARCHITECTURES, **tiny.OTHERS}))
     parser.add_argument("--inner", default="inductor", help="backend that compiles the guarded graph")
     parser.add_argument("--mode", default=None, help="torch.compile mode, e.g. reduce-overhead")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -240,18 +257,22 @@ def main(argv: list[str] | None = None) -> int:
     skips = counters["inductor"]["cudagraph_skips"] - skips
     stats = demo.backend.session.stats()
     plans = demo.backend.session.plans
-    guarded = min(len(plan.sites) for plan in plans)
+    guarded, held = min(len(plan.sites) for plan in plans), len(tiny.cache_tensors(demo.cache))
     print(
         f"{args.arch} {args.inner}: tokens equal {torch.equal(expected, got)}, violations {stats.violations}, "
-        f"guarded {guarded} of {2 * demo.layers} halves in each of {len(plans)} graphs, "
+        f"guarded {guarded} of {held} halves in each of {len(plans)} graphs, "
         f"{stats.checked} fingerprints checked, {skips} cudagraph skips, {time.perf_counter() - started:.1f} s"
     )
-    ok = torch.equal(expected, got) and stats.violations == 0 and guarded == 2 * demo.layers and skips == 0
+    ok = torch.equal(expected, got) and stats.violations == 0 and guarded == held and skips == 0
     for flip in demo.flips():
         verdict = demo.strike(flip)
         ok &= verdict == "found"
         how = "out of band" if flip.out_of_band else "by an op"
-        print(f"  bit flipped {how:11s} in layer {flip.layer} {flip.half} slot {flip.slot}: {verdict}", flush=True)
+        print(
+            f"  bit flipped {how:11s} in layer {flip.layer} {flip.half} "
+            f"{f'row {flip.row}' if flip.in_state else f'slot {flip.slot}'}: {verdict}",
+            flush=True,
+        )
     print("ok" if ok else "FAILED")
     return 0 if ok else 1
 

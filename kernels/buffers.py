@@ -149,6 +149,10 @@ class HalfBuffers:
     def reset(self) -> None:
         """Forget everything recorded, in place."""
         self.digest.zero_()
+        self.forget_rows()
+
+    def forget_rows(self) -> None:
+        """Forget how far each row was written, in place."""
         self.rows.zero_()
         self.rows[:, RowState.ORIGIN] = UNKNOWN
 
@@ -189,3 +193,4 @@ class Site:
     verify_every: int = 1  # each step checks the slots with (slot + step) % verify_every == 0; no engine's pool
     lenient: bool = False  # something may rewrite the pool unseen between two calls (captured graphs)
     space: SlotSpace | None = None  # of an engine's pool: which slots are about to be read
+    watched: bool = False  # no graph writes the half: what it holds when first seen is what it should hold

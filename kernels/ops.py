@@ -16,6 +16,9 @@ All other memory is found through the ForwardContext.
     after a write: fingerprints the slots written and compares them with ``value``, the operand.
 ``kvcanary::observe(kv, state, site)`` and ``kvcanary::record_changed(kv, state, site)``
     around a write that cannot be read in the graph: fingerprint what changed in between.
+``kvcanary::watch(kv, state, site)``
+    before the first read of a half that the graph does not write: checks the content of recorded slots.  Where no
+    graph writes the half, slots seen for the first time are fingerprinted as they are.
 ``kvcanary::identify(tokens, positions, index, extent, state, site, write)``
     stores who is in each slot, and checks that positions continue.
 ``kvcanary::join(state)``
@@ -34,7 +37,7 @@ import torch
 
 from ..context import ForwardContext, get_forward_context
 from . import cpu, request_checks
-from .buffers import Check, Phase, Site
+from .buffers import Check, Phase, RowState, Site
 from .counting import count_op
 from .identity import name_slots
 from .plan import Resolved, WritePlan
@@ -53,6 +56,7 @@ SCHEMAS = {
     ),
     "observe": "(Tensor kv, Tensor(a!) state, int site) -> ()",
     "record_changed": "(Tensor kv, Tensor(a!) state, int site) -> ()",
+    "watch": "(Tensor kv, Tensor(a!) state, int site) -> ()",
     "identify": (
         "(Tensor tokens, Tensor? positions, Tensor[] index, SymInt[] extent, Tensor(a!) state, int site, "
         "int write) -> ()"
@@ -150,6 +154,17 @@ def _record_changed(kv: torch.Tensor, state: torch.Tensor, site: int) -> None:
     count_op(here.gate)
 
 
+def _watch(kv: torch.Tensor, state: torch.Tensor, site: int) -> None:
+    here, kernels = get_forward_context().sites[site], kernels_for(kv.device)
+    first = None
+    if here.watched and here.layout.has_rows:
+        # every slot is old: a row ends after its last slot, and the write to come "continues" there
+        rows, positions = here.half.rows, here.layout.positions
+        rows[:, RowState.NEXT].fill_(positions)
+        first = torch.full((here.layout.rows,), positions, dtype=torch.int32, device=kv.device)
+    kernels.verify(here, kv, first, ops=1)
+
+
 def _identify(
     tokens: torch.Tensor,
     positions: torch.Tensor | None,
@@ -202,6 +217,7 @@ _BODIES: dict[str, Callable[..., None]] = {
     "record": _record,
     "observe": _observe,
     "record_changed": _record_changed,
+    "watch": _watch,
     "identify": _identify,
     "index_put_": _index_put_,
 }

@@ -8,11 +8,13 @@ pattern of what changed can:
 * A token's K and V depend on every token before it, in every layer but the first.  A legal rewrite of a
   slot therefore changes both halves of every layer above the first, while a flipped bit, a wrong stride or
   a bad copy hits one half or one layer.
-* In a cache with rows, what follows a rewritten slot in its row was computed from it and changes too.
+* In a cache with rows, what follows a rewritten slot in its row was computed from it and changes too.  This is
+  not asked of a cache that no guarded graph writes: who does may write single slots.
+* A running state (a slot for each sequence) depends on all tokens: it changes in all of a layer's states at once.
 
 Mismatches that show this pattern, in a step where something else did write to the pool (or may have:
 inference tensors have no version counter, a captured graph runs without us), are adopted and counted.
-All others are violations.
+So is one of a slot that was reported: it was put right.  All others are violations.
 """
 
 from __future__ import annotations
@@ -55,14 +57,33 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, lost: int = 0) -> Verdict
     for members in groups.values():
         lead = registry.by_id(members[0][Ring.HALF])
         assert lead is not None
-        _judge_group(members, lead, cut if cut in lead.peers else None, verdict)
+        _judge_group(members, lead, cut if cut in lead.peers else None, verdict, registry)
     if cut is not None and rows[-1][Ring.LENIENT]:
         verdict.adopted_fingerprints += lost  # more of the same rewrite
     verdict.violations.sort(key=lambda r: r[Ring.STEP])
+    for row in verdict.violations:
+        half = registry.by_id(row[Ring.HALF])
+        if half is not None and row[Ring.CHECK] == Check.CONTENT:
+            half.reported.add(row[Ring.SLOT])
     return verdict
 
 
-def _judge_group(rows: list[Row], lead: PoolHalf, cut: int | None, verdict: Verdict) -> None:
+def _settle(row: Row, registry: PoolRegistry, verdict: Verdict) -> None:
+    """Adopt a change of a slot that was reported before: somebody put it right.  Any other is a violation.
+
+    Seen with cross-attention: after a report the same prompt was encoded again, into the same bytes but for the slot
+    whose corrupted bytes had been fingerprinted when they were reported.
+    """
+    half = registry.by_id(row[Ring.HALF])
+    if half is None or row[Ring.SLOT] not in half.reported:
+        verdict.violations.append(row)
+        return
+    half.reported.discard(row[Ring.SLOT])
+    verdict.adopted_slots += 1
+    verdict.adopted_fingerprints += 1
+
+
+def _judge_group(rows: list[Row], lead: PoolHalf, cut: int | None, verdict: Verdict, registry: PoolRegistry) -> None:
     """Sort the rows of one step and one slot space.
 
     Args:
@@ -73,7 +94,9 @@ def _judge_group(rows: list[Row], lead: PoolHalf, cut: int | None, verdict: Verd
     for row in rows:
         by_slot[row[Ring.SLOT]].append(row)
     lowest = min(lead.peers.values())
-    required = {h for h, layer in lead.peers.items() if layer > lowest} or set(lead.peers)
+    required = {h for h, layer in lead.peers.items() if layer > lowest}
+    if not required or (len(required) == 1 and lead.kind == "state"):
+        required = set(lead.peers)  # one state says nothing alone, and even the lowest layer's has seen every token
     if cut is not None:
         required &= {row[Ring.HALF] for row in rows} - {cut}
     rewritten = {slot for slot, hits in by_slot.items() if required <= {row[Ring.HALF] for row in hits}}
@@ -84,13 +107,14 @@ def _judge_group(rows: list[Row], lead: PoolHalf, cut: int | None, verdict: Verd
             verdict.adopted_slots += 1
             verdict.adopted_fingerprints += len(hits)
         else:
-            verdict.violations.extend(hits)
+            for row in hits:
+                _settle(row, registry, verdict)
 
 
 def _closed_upwards(slots: set[int], lead: PoolHalf) -> set[int]:
     """Those of ``slots`` after which, in their row, everything older than the last write changed too."""
     layout = lead.place.layout
-    if not layout.has_rows:
+    if not layout.has_rows or lead.kind == "read":
         return slots
     state = lead.buffers.rows.tolist()
     by_row: dict[int, set[int]] = defaultdict(set)

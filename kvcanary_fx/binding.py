@@ -57,7 +57,7 @@ class GraphBinding:
             counts = counters.tolist()
             if site.verified and counts[Count.VERIFY_RUNS] < steps:
                 missing.append(f"verify {site.name}")
-            if counts[Count.RECORD_RUNS] < steps:
+            if site.kind != "read" and counts[Count.RECORD_RUNS] < steps:
                 missing.append(f"record {site.name}")
         return missing or ["identify"]
 
@@ -146,6 +146,7 @@ class GraphBinding:
             verify_every=self._config.verify_every,
             lenient=capturing and half.space is None,
             space=half.space,
+            watched=half.kind == "read",
         )
 
 
@@ -188,7 +189,7 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _space(half: PoolHalf) -> tuple[Any, ...]:
     """The slot space of a half: halves of one space number their slots alike."""
     layout = half.place.layout
-    return (half.buffers.digest.device, layout.slots, layout.positions)
+    return (half.buffers.digest.device, layout.slots, layout.positions, half.kind)
 
 
 def _layer_numbers(plan: GraphPlan) -> list[int]:

@@ -18,7 +18,7 @@ from .kernels.buffers import HalfBuffers, IdentityBuffers
 from .kernels.digest import seeds
 from .kernels.layout import SlotLayout
 from .kernels.slot_space import SlotSpace
-from .passes.graph_plan import SitePlan
+from .passes.graph_plan import Kind, SitePlan
 from .violations import HalfInfo
 
 _HALF_NUMBERS = {"K": 0, "V": 1}
@@ -74,6 +74,8 @@ class PoolHalf:
     Attributes:
         layer_number: what orders layers; 0 is the layer whose K and V depend on the token alone.
         address: data pointer of the half.
+        reported: slots whose bytes were found wrong, and not put right since.
+        kind: what it holds; ``"read"`` while no graph of the session writes it.
         peers: ids of the halves of the same slot space, this one included, with their layer numbers.
     """
 
@@ -84,9 +86,11 @@ class PoolHalf:
     seeds: tuple[int, int]
     layer_number: int
     address: int
+    kind: Kind = "kv"
     identity: IdentityBuffers | None = None
     space: SlotSpace | None = None  # of an engine's pool
     peers: dict[int, int] = dataclasses.field(default_factory=dict)
+    reported: set[int] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(eq=False)
@@ -155,7 +159,24 @@ class PoolRegistry:
                 raise CaptureError(f"the KV cache {site.pool!r} has no shadow yet")
             with self._lock:
                 half = storage.halves[place] = self._make(view, place, site, number)
+        elif half.kind == "read" and site.kind != "read":
+            self._gains_writer(half, site)
         return half
+
+    def slot_axes_of(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
+        """The slot axes of the half that ``tensor`` is, all of it; None if no graph records it as one."""
+        storage = self.known(tensor)
+        for place in storage.halves if storage is not None else ():
+            offset = int(tensor.storage_offset()) * tensor.element_size()
+            if (place.offset, place.strides, place.layout.shape) == (offset, tensor.stride(), tuple(tensor.shape)):
+                return None if place.layout.paged else place.layout.slot_axes
+        return None
+
+    def _gains_writer(self, half: PoolHalf, site: SitePlan) -> None:
+        """A graph writes what others only read so far: from here on it knows how far each row goes."""
+        half.kind, half.peers = site.kind, {}
+        half.buffers.forget_rows()
+        self.generation += 1
 
     def declare(self, view: torch.Tensor, half: PoolHalf) -> None:
         """Register a half of an engine's pool, which is known before any graph."""
@@ -202,6 +223,7 @@ class PoolRegistry:
             seeds=seeds(number, label),
             layer_number=number,
             address=view.data_ptr(),
+            kind=site.kind,
         )
         self._by_id[half.id] = half
         return half

@@ -90,7 +90,8 @@ def describe_plan(plan: GraphPlan, config: CanaryConfig) -> list[str]:
     for op in plan.attention:
         lines.append(f"    guarded  {op.op} of layer {op.layer or '(an input of the graph)'}")
     for site in plan.sites:
-        how = ", ".join(site.writes)
+        how = ", ".join(site.writes) or "only read here"
+        how = f"a state for each sequence, {how}" if site.kind == "state" else how
         lines.append(f"    guarded  {site.name:40s} {site.pool}, slots on axes {list(site.slot_axes)}, {how}")
     lines += [f"    not      {name}: {why}" for name, why in plan.unguarded]
     lines += [f"    cannot   {name}: rebuilt by cat each step" for name in plan.functional]
@@ -108,6 +109,8 @@ def checks_off(plan: GraphPlan, config: CanaryConfig) -> list[tuple[str, str]]:
     for site in plan.sites:
         if site.opaque is not None:
             off.append(("operand, bounds", f"{site.name}: {site.opaque}"))
+        elif site.kind == "read":
+            off.append(("operand, bounds, poison", f"{site.name}: this graph only reads it"))
         elif not site.has_operand:
             off.append(("operand", f"{site.name}: its writes show no operand in the cache's dtype"))
         if not site.verified:

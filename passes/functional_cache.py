@@ -11,6 +11,7 @@ Before and after (nothing changes)::
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,11 +29,17 @@ def find_functional_caches(gm: fx.GraphModule, example_inputs: Sequence[Any], pl
     output = next(iter(reversed(gm.graph.nodes)))
     returned = {n for n in pytree.tree_leaves(output.args) if isinstance(n, fx.Node)}
     for node in gm.graph.nodes:
-        if function_name(node) in ("cat", "concat", "concatenate") and node in returned:
+        if function_name(node) in ("cat", "concat", "concatenate") and _is_kept(node, returned):
             parts = node.args[0] if node.args else node.kwargs.get("tensors")
             grown = [p for p in parts if _is_cache(p)] if isinstance(parts, list | tuple) else []
             plan.functional += [source_name(p) for p in grown[:1]]
     return gm
+
+
+def _is_kept(node: fx.Node, returned: set[fx.Node]) -> bool:
+    """Whether the graph returns a node or a part of it, as a sliding window's last tokens."""
+    parts = [user for user in node.users if user.target is operator.getitem]
+    return node in returned or any(part in returned for part in parts)
 
 
 def caches_born_inside(gm: fx.GraphModule, found: Accesses) -> list[fx.Node]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
 from ..kernels.plan import WritePlan
+
+#: What a half holds: tokens that the graph writes, one running state per sequence, or tokens that it only reads.
+Kind = Literal["kv", "state", "read"]
 
 
 class ViewOf:
@@ -71,6 +74,7 @@ class SitePlan:
         verified: old bytes are checked; false where the graph overwrites them unseen.
         leads: this site stores who is in each slot, for all halves of its slot space.
         writes: how each write looks in the graph, ``index_copy_``.
+        kind: what the half holds.
     """
 
     layer: str
@@ -87,6 +91,7 @@ class SitePlan:
     verified: bool
     leads: bool
     writes: tuple[str, ...]
+    kind: Kind = "kv"
 
     @property
     def name(self) -> str:

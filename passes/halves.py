@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ from torch import fx
 from ..kernels.layout import POOL_DTYPES
 from ..kernels.plan import Select, Selector, WritePlan
 from .accesses import Access, Accesses, Extent, extent_of
-from .names import function_name, has_kv_name, source_name
+from .graph_plan import Kind
+from .names import function_name, has_kv_name, source_name, state_named
 from .selection import At, Full, Indexed, Part, Selection, Span
+from .states import ancestors, is_running_state, rolled_axis
 from .writes import KVWrite, chosen_axes, read_write
 
 
@@ -55,6 +57,7 @@ class Half:
     readable: list[ReadableWrite]
     opaque: list[KVWrite]
     accesses: list[Access]
+    kind: Kind = "kv"
     layer: str = ""
     label: str = ""
     pool: str = ""
@@ -76,17 +79,6 @@ class Half:
 
 def _depends_on_pool(write: KVWrite, root: fx.Node) -> bool:
     return write.value is None or root in ancestors(write.value)
-
-
-def ancestors(node: fx.Node) -> Iterator[fx.Node]:
-    """Every node that ``node`` is computed from, itself first."""
-    seen, stack = {node}, [node]
-    while stack:
-        current = stack.pop()
-        yield current
-        fresh = [n for n in current.all_input_nodes if n not in seen]
-        seen.update(fresh)
-        stack.extend(fresh)
 
 
 @dataclasses.dataclass
@@ -121,7 +113,8 @@ class _Builder:
     ) -> Half:
         region = group[0][1]
         view = region.of(self.found.values[region.node])
-        slot_axes = _slot_axes(group, view)
+        state = is_running_state(root, [write for write, _, _ in group], self.found)
+        slot_axes = (0,) if state else _slot_axes(group, view)
         half = Half(
             root=root,
             region=region,
@@ -133,6 +126,7 @@ class _Builder:
             readable=[],
             opaque=[],
             accesses=[],
+            kind="state" if state else "kv",
         )
         half.accesses = [a for a in accesses if a.extent.overlaps(half.extent)]
         for write, _, selection in group:
@@ -278,25 +272,10 @@ def _guess_axes(group: list[tuple[KVWrite, Region, Selection | None]], view: tor
     if any(write.opaque is not None for write, _, _ in group):
         return (0, 1) if view.dim() >= 4 else (0,)
     for write, _, _ in group:
-        axis = None if write.value is None else _rolled_axis(write.value, view.dim())
+        axis = None if write.value is None else rolled_axis(write.value, view.dim())
         if axis:
             return (0, axis)
     return (0, view.dim() - 2) if view.dim() >= 3 else (0,)
-
-
-def _rolled_axis(value: fx.Node, ndim: int) -> int | None:
-    """The axis of the nearest ``roll`` or ``cat`` that ``value`` comes from."""
-    frontier = [value]
-    for _ in range(6):
-        for node in frontier:
-            name = function_name(node)
-            if node.op in ("call_function", "call_method") and name in ("roll", "cat", "concat"):
-                place = 2 if name == "roll" else 1
-                axis = node.args[place] if len(node.args) > place else node.kwargs.get("dims", node.kwargs.get("dim"))
-                axis = axis[0] if isinstance(axis, tuple | list) and axis else axis
-                return axis % ndim if isinstance(axis, int) else None
-        frontier = [n for node in frontier for n in node.all_input_nodes if n.op != "placeholder"]
-    return None
 
 
 def find_halves(
@@ -337,7 +316,7 @@ def _not_kv(halves: list[Half], root: fx.Node, found: Accesses) -> str | None:
     """Why a written input is not a KV cache by the way it is used; None if it is one."""
     readable = [r.write for h in halves for r in h.readable]
     opaque = [w for h in halves for w in h.opaque]
-    named = has_kv_name(source_name(root))
+    named = has_kv_name(source_name(root)) or state_named(source_name(root)) is not None
     if all(w.fill for w in readable + opaque):
         return "only constants are written to it: a mask or a buffer being cleared"
     if opaque:

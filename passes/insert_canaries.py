@@ -13,6 +13,8 @@ After (``state`` is a new input; one begin per graph, two ops per half)::
     record = torch.ops.kvcanary.record(keys, k_embed, [cache_position], [], None, state, 0, 0)
     attn = scaled_dot_product_attention(q, keys, values)
 
+A cache that the graph only reads, such as an encoder's for cross-attention, gets one op, ``watch(keys, state, 4)``.
+
 The ops return nothing and survive dead-code elimination because they mutate ``state``.
 """
 
@@ -31,10 +33,12 @@ from torch import fx
 from .accesses import Accesses, trace_accesses
 from .functional_cache import caches_born_inside
 from .graph_plan import GraphPlan, SitePlan, ViewOf
-from .halves import Half, ReadableWrite, Region, Sum, ancestors, find_halves
+from .halves import Half, ReadableWrite, Region, Sum, find_halves
 from .labels import name_halves
 from .names import function_name, layer_number, source_name
+from .only_read import Recorded, find_only_read
 from .state_inputs import is_canary, state_input
+from .states import ancestors
 from .token_inputs import TokenInputs, find_token_inputs
 from .writes import KVWrite
 
@@ -45,6 +49,7 @@ def insert_canaries(
     plan: GraphPlan,
     chain: bool,
     is_pool: Callable[[Any], bool] = lambda _: False,
+    recorded: Recorded | None = None,
 ) -> fx.GraphModule:
     """Guard every KV write of ``gm``, in place, and fill ``plan``.
 
@@ -53,12 +58,16 @@ def insert_canaries(
     Args:
         chain: insert the chain check where the graph shows token ids.
         is_pool: whether an example input is known to be a KV pool.
+        recorded: the slot axes of an example input that another graph of the session writes; None to leave alone
+            what this graph only reads.
     """
     if any(is_canary(n) for n in gm.graph.nodes):
         return gm
     found = trace_accesses(gm, example_inputs)
     places = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
     halves, rejected = find_halves(found, lambda root: is_pool(example_inputs[places[root]]))
+    if recorded is not None:
+        halves += find_only_read(found, lambda root: example_inputs[places[root]], recorded, plan.functional)
     name_halves(halves, found)
     plan.unguarded = [(source_name(r.root), r.why) for r in rejected]
     plan.born = [n.name for n in caches_born_inside(gm, found)]
@@ -108,7 +117,9 @@ class _Inserter:
         ahead = next((r for r in half.readable if r.plan.ahead), None)
         with self.graph.inserting_before(first):
             view = self._view(half.region, first)
-            if half.opaque:
+            if half.kind == "read":
+                self._call("watch", view, state, site)
+            elif half.opaque:
                 self._call("observe", view, state, site)
             elif half.reads_old:
                 write = ahead.plan.write_id if ahead else -1
@@ -229,6 +240,7 @@ class _Inserter:
             verified=bool(half.opaque) or half.reads_old,
             leads=leads,
             writes=tuple(dict.fromkeys(function_name(n) for n in half.nodes_written)),
+            kind=half.kind,
         )
 
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from .accesses import Accesses
 from .halves import Half
-from .names import half_named, module_path, source_name
+from .names import half_named, module_path, source_name, state_named
 
 
 def name_halves(halves: list[Half], found: Accesses) -> None:
@@ -21,13 +21,30 @@ def name_halves(halves: list[Half], found: Accesses) -> None:
     """
     for half in halves:
         half.pool = _pool_name(half)
-        half.layer = module_path(half.nodes_written[0]) if half.nodes_written else ""
+        nodes = half.nodes_written or [half.first_access.node]
+        half.layer = module_path(nodes[0])
+    states, halves = [h for h in halves if h.kind == "state"], [h for h in halves if h.kind != "state"]
+    _label_states(states)
     sizes = Counter(h.layer for h in halves)
     loose = [h for h in halves if not h.layer or sizes[h.layer] > 2]
     _pair(loose, found)
     for layer in dict.fromkeys(h.layer for h in halves):
         members = [h for h in halves if h.layer == layer and not h.label]
         _label(members)
+
+
+def _label_states(halves: list[Half]) -> None:
+    """Running states by what they are called; numbered where a layer has several of a kind."""
+    for half in halves:
+        half.layer = half.layer or half.pool
+        half.label = state_named(half.pool) or "state"
+    kinds = Counter((h.layer, h.label) for h in halves)
+    taken: Counter[tuple[str, str]] = Counter()
+    for half in halves:
+        kind = (half.layer, half.label)
+        if kinds[kind] > 1:
+            half.label += str(taken[kind])
+            taken[kind] += 1
 
 
 def _pool_name(half: Half) -> str:

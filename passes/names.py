@@ -13,6 +13,9 @@ _HINTS = re.compile(r"cache|kv|key|value|pool|latent|past|(^|[._])[kv]c?($|[._\d
 _KEY = re.compile(r"key|(^|_)k(c|v?cache|pool|buf(fer)?)?($|_|\d)", re.IGNORECASE)
 _VALUE = re.compile(r"value|(^|_)v(c|cache|pool|buf(fer)?)?($|_|\d)", re.IGNORECASE)
 
+#: What recurrent and convolution states are called.
+_STATE = re.compile(r"(^|_)(conv|recurrent|ssm|rnn|lru|wkv)(_|\d|$)", re.IGNORECASE)
+
 
 def function_name(node: fx.Node) -> str:
     """The plain name of what a node calls: ``"index_copy_"`` for the method, the function and the aten op."""
@@ -59,6 +62,14 @@ def layer_number(path: str) -> int | None:
 def has_kv_name(name: str) -> bool:
     """Whether an input is called like a KV cache."""
     return _HINTS.search(name) is not None
+
+
+def state_named(pool: str) -> str | None:
+    """``"conv"`` or ``"state"`` if the last part of the pool's name says that it is a running state."""
+    last = re.sub(r"\[\d+\]", "", pool.split(".")[-1])
+    if _STATE.search(last) is None:
+        return None
+    return "conv" if "conv" in last.lower() else "state"
 
 
 def half_named(pool: str) -> str | None:

@@ -27,6 +27,7 @@ from .graph_plan import GraphPlan
 from .insert_canaries import insert_canaries
 from .join_side_streams import join_side_streams
 from .names import function_name
+from .only_read import Recorded
 from .rewrite_writes import rewrite_writes
 
 log = logging.getLogger("kvcanary.passes")
@@ -39,6 +40,7 @@ def passes(
     rewrite: bool | Literal["parts"] = False,
     is_pool: Callable[[Any], bool] | None = None,
     side: bool = False,
+    recorded: Recorded | None = None,
 ) -> list[tuple[str, Pass]]:
     """The passes in the order they run.
 
@@ -49,10 +51,17 @@ def passes(
         is_pool: of an engine's session, which knows its pools: says whether an input of a graph is one.  Opaque
             attention ops are guarded then, too.
         side: the checks of opaque attention may run on a stream beside the model's.
+        recorded: guard also what a graph only reads; gives the slot axes of inputs that another graph writes.
     """
+    insert = functools.partial(
+        insert_canaries,
+        chain=chain,
+        is_pool=is_pool or (lambda _: False),
+        recorded=recorded if is_pool is None else None,
+    )
     ordered: list[tuple[str, Pass]] = [
         ("find_functional_caches", find_functional_caches),
-        ("insert_canaries", functools.partial(insert_canaries, chain=chain, is_pool=is_pool or (lambda _: False))),
+        ("insert_canaries", insert),
     ]
     if is_pool is not None:
         ordered.append(("guard_attention_ops", guard_attention_ops))

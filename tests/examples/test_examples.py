@@ -11,6 +11,8 @@ import pytest
 
 from kvcanary_fx import tiny
 
+transformers = pytest.importorskip("transformers")
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 INNER = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
@@ -31,6 +33,16 @@ def test_hf_generate(arch, inner, capsys):
     out = capsys.readouterr().out
     assert "tokens equal True, violations 0, guarded 4 of 4 halves" in out
     assert out.count(": found") == 4
+
+
+@pytest.mark.parametrize(("arch", "halves"), [("jamba", 4), ("whisper", 8), ("deepseek_v32", 6)])
+def test_hf_generate_where_the_cache_is_more_than_keys_and_values(arch, halves, capsys):
+    if not hasattr(transformers, tiny.OTHERS[arch][0]):
+        pytest.skip(f"transformers {transformers.__version__} has no {arch}")
+    assert load("hf_generate").main(["--arch", arch, "--inner", "eager", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert f"tokens equal True, violations 0, guarded {halves} of {halves} halves" in out
+    assert out.count(": found") == halves
 
 
 @pytest.mark.parametrize("inner", INNER)

@@ -35,6 +35,7 @@ def _arguments(scene) -> dict[str, tuple]:
         "verify": (scene.view, value, [slot], [], state, 0, 0),
         "record": (scene.view, value, [slot], [], None, state, 0, 0),
         "observe": (scene.view, state, 0),
+        "watch": (scene.view, state, 0),
         "record_changed": (scene.view, state, 0),
         "identify": (slot, None, [slot], [], state, 0, 0),
         "index_put_": (scene.view, value, [slot], [], 0, 0),

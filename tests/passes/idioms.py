@@ -244,6 +244,21 @@ def functionalised_custom_op(q, k, v, kc, vc, slot):
     return attend(q, heads_first(kc.view(-1, H, D)), heads_first(vc.view(-1, H, D)))
 
 
+# ---- running states: no axis counts tokens
+
+
+def named_states(q, k, v, conv_states, ssm_states):
+    conv_states.copy_(torch.cat((conv_states, k[:, 0].transpose(1, 2)), dim=-1)[..., -4:])
+    ssm_states.copy_(ssm_states * 0.9 + k.transpose(2, 3) @ v)
+    return q @ ssm_states + conv_states.mean()
+
+
+def unnamed_states(q, k, v, taps, memory):
+    taps.copy_(torch.cat((taps, k[:, 0].transpose(1, 2)), dim=-1)[..., -4:])
+    memory.copy_(memory.lerp(k.transpose(2, 3) @ v, 0.1))
+    return q @ memory + taps.mean()
+
+
 # ---- what is not a KV write
 
 
@@ -355,6 +370,11 @@ IDIOMS = [
 
 if TorchVersion(torch.__version__) >= "2.13":  # 2.11 refuses a branch that writes to its inputs
     IDIOMS.append(Idiom(in_cond, static_cache, readable=False))
+
+STATES = [
+    Idiom(run, lambda: (*_qkv(B), torch.zeros(B, D, 4), torch.zeros(B, H, D, D)))
+    for run in (named_states, unnamed_states)
+]
 
 NOT_KV = [
     Idiom(moe_scatter, static_cache),

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from expecttest import TestCase
-from idioms import IDIOMS, NOT_KV
+from idioms import IDIOMS, NOT_KV, STATES
 from opaque_engine import Model
 from render import render
 
 from kvcanary_fx.passes.pipeline import passes, run_passes
 
-BY_NAME = {idiom.name: idiom for idiom in IDIOMS + NOT_KV}
+BY_NAME = {idiom.name: idiom for idiom in IDIOMS + STATES + NOT_KV}
 
 
 def golden(name: str, rewrite: bool = False, keep: tuple[str, ...] = ()) -> str:
@@ -50,6 +50,30 @@ def opaque(hoisted: bool) -> str:
 
 class TestGoldens(TestCase):
     maxDiff = None
+
+    def test_named_states(self):
+        self.assertExpectedInline(
+            golden("named_states"),
+            """\
+begin_default = canary.begin(state)
+getitem = getitem(k, (:, 0))
+transpose = transpose(getitem, 1, 2)
+verify_default = canary.verify(conv_states, None, [], [], state, 0, 0)
+cat = cat((conv_states, transpose), dim=-1)
+getitem_1 = getitem(cat, (..., -4:None))
+copy_ = copy_(conv_states, getitem_1)
+record_default = canary.record(conv_states, getitem_1, [], [], None, state, 0, 0)
+verify_default_1 = canary.verify(ssm_states, None, [], [], state, 1, 1)
+mul = mul(ssm_states, 0.9)
+transpose_1 = transpose(k, 2, 3)
+matmul = matmul(transpose_1, v)
+add = add(mul, matmul)
+copy__1 = copy_(ssm_states, add)
+record_default_1 = canary.record(ssm_states, add, [], [], None, state, 1, 1)
+matmul_1 = matmul(q, ssm_states)
+mean = mean(conv_states)
+add_1 = add(matmul_1, mean)""",
+        )
 
     def test_setitem(self):
         self.assertExpectedInline(

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from idioms import IDIOMS, NOT_KV, Idiom
+from idioms import IDIOMS, NOT_KV, STATES, B, Idiom
 
 import kvcanary_fx
 from kvcanary_fx import CanaryBackend, CanaryConfig
@@ -44,7 +44,7 @@ def flip_one_bit(backend: CanaryBackend, half, args) -> int:
 
 
 @pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("idiom", IDIOMS + NOT_KV, ids=lambda i: i.name)
+@pytest.mark.parametrize("idiom", IDIOMS + STATES + NOT_KV, ids=lambda i: i.name)
 def test_same_result_and_silent(idiom, inner, device):
     backend, run = compiled(idiom, inner)
     args = on(device, idiom.make())
@@ -61,7 +61,7 @@ def test_same_result_and_silent(idiom, inner, device):
 
 
 @pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("idiom", IDIOMS, ids=lambda i: i.name)
+@pytest.mark.parametrize("idiom", IDIOMS + STATES, ids=lambda i: i.name)
 def test_a_flipped_bit_in_each_half_is_found(idiom, inner, device):
     backend, run = compiled(idiom, inner)
     args = on(device, idiom.make())
@@ -75,6 +75,23 @@ def test_a_flipped_bit_in_each_half_is_found(idiom, inner, device):
             ("content", half.info.layer, half.info.half, slot)
         ]
         run(*args)  # told once
+
+
+@pytest.mark.parametrize("idiom", STATES, ids=lambda i: i.name)
+def test_a_state_has_a_slot_for_each_sequence(idiom):
+    backend, run = compiled(idiom, "eager")
+    args = idiom.make()  # the halves live as long as these
+    run(*args)
+    sites, halves = backend.session.plans[0].sites, backend.session.registry.halves()
+    assert [(s.kind, s.slot_axes) for s in sites] == [("state", (0,))] * 2
+    assert [h.place.layout.slots for h in halves] == [B, B]
+    assert [s.label for s in sites] == (["conv", "state"] if idiom.name == "named_states" else ["state", "state"])
+
+
+def test_a_window_that_rolls_is_no_state():
+    backend, run = compiled(next(i for i in IDIOMS if i.name == "rolling"), "eager")
+    run(*next(i for i in IDIOMS if i.name == "rolling").make())
+    assert [(s.kind, s.slot_axes) for s in backend.session.plans[0].sites] == [("kv", (0, 2))] * 2
 
 
 @pytest.mark.parametrize("idiom", [i for i in IDIOMS if i.readable], ids=lambda i: i.name)
