@@ -38,6 +38,7 @@ from .buffers import Check, Gate, Phase, Site
 from .identity import name_slots
 from .plan import Resolved, WritePlan, first_positions
 from .positions import last_of_rows, per_row
+from .request_checks import taken_of
 
 NAMESPACE = "kvcanary"
 
@@ -126,7 +127,8 @@ def _record(
         _check_bounds(context, here, plan, resolved, kernels, Phase.POST)
     requests = context.requests.get(here.space.space_id) if here.space is not None else None
     if here.space is not None and requests is not None:
-        request_kernels_for(kv.device).check_received(here.space, requests, resolved.slots, here.half_id)
+        received = taken_of(requests, resolved.slots)
+        request_kernels_for(kv.device).check_received(here.space, requests, received, here.half_id)
     rows = None
     if value is not None and here.checks & Check.OPERAND:
         rows = plan.rows(here.layout, value, resolved)

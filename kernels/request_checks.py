@@ -308,6 +308,17 @@ def _chain_before(space: SlotSpace, plan: RequestPlan, prefix: torch.Tensor) -> 
     return torch.where(known, space.chain[torch.where(known, last, space.nowhere)], seeds)
 
 
+def taken_of(plan: RequestPlan, received: torch.Tensor) -> torch.Tensor:
+    """The slots that a write received, as ``check_received`` takes them: one for each of the plan's tokens.
+
+    Args:
+        received: int64 ``[m]``: one for each token of the batch, or one for each of the plan's.
+    """
+    if plan.taken is None or received.shape[0] != plan.taken.shape[0]:
+        return received
+    return received[plan.taken]
+
+
 def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, half_id: int) -> None:
     """In a layer's write: are the slots it received the planned ones, in the order of the tokens?
 

@@ -120,7 +120,7 @@ def compile_graph(
         return inner_compile(gm, example_inputs, config, mode, options)
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise CaptureError("this graph is not compiled yet")
-    ordered = passes("chain" in config.checks, config.rewrite, owner.is_pool, config.placement == "side")
+    ordered = passes("chain" in config.checks, config.rewrite, owner.pools_in, config.placement == "side")
     try:
         rewritten, plan = run_passes(gm, example_inputs, ordered, config.dump)
     except Exception as e:

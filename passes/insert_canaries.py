@@ -44,7 +44,7 @@ def insert_canaries(
     example_inputs: Sequence[Any],
     plan: GraphPlan,
     chain: bool,
-    is_pool: Callable[[Any], bool] = lambda _: False,
+    pools_in: Callable[[Any], int] = lambda _: 0,
 ) -> fx.GraphModule:
     """Guard every KV write of ``gm``, in place, and fill ``plan``.
 
@@ -52,13 +52,13 @@ def insert_canaries(
 
     Args:
         chain: insert the chain check where the graph shows token ids.
-        is_pool: whether an example input is known to be a KV pool.
+        pools_in: how many pools an engine is known to keep in an example input.
     """
     if any(is_canary(n) for n in gm.graph.nodes):
         return gm
     found = trace_accesses(gm, example_inputs)
     places = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
-    halves, rejected = find_halves(found, lambda root: is_pool(example_inputs[places[root]]))
+    halves, rejected = find_halves(found, lambda root: pools_in(example_inputs[places[root]]))
     name_halves(halves, found)
     plan.unguarded = [(source_name(r.root), r.why) for r in rejected]
     plan.born = [n.name for n in caches_born_inside(gm, found)]
