@@ -126,7 +126,7 @@ class Rig:
         start, row, tokens = self.stored.get(request, 0), self.row(request), self.history(request)
         work = {g.name: g.plan(request, row, start, count) for g in self.groups}
         batch = self._batch(request, work, start, count) | plan
-        if isinstance(batch.get("encoder"), Batch):
+        if isinstance(batch.get("encoder"), Batch) and "encoder" not in plan:
             batch["encoder"] = dataclasses.replace(batch["encoder"], **plan)
         x = torch.randn(max(count, 8), 8, generator=torch.Generator().manual_seed(100 * row + start))
         x = torch.full_like(x, torch.nan) if poison else x
