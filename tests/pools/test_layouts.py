@@ -327,3 +327,33 @@ def test_summary_tells_the_layout():
     assert "4 tokens a slot, rows of 584 bytes, 584 bytes apart" in text
     pages = Rig(SHAPES["HND pages"]()).session.summary()
     assert f"pages of {PAGE}, HND" in pages
+
+
+# ---- a rolling cache, of which nothing is declared
+
+
+class Rolling(torch.nn.Module):
+    """Hugging Face's sliding layer: once it is full, every slot moves in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(8, 8)
+
+    def forward(self, x, keys, position):
+        new = self.qkv(x)
+        rolled = keys.roll(-1, dims=2) if position >= WINDOW else keys.clone()
+        rolled[:, :, min(position, WINDOW - 1)] = new
+        keys.copy_(rolled)
+        return keys.sum()
+
+
+def test_rolling_cache_is_guarded_without_a_declaration():
+    backend = kvcanary_fx.CanaryBackend(CanaryConfig(mode="log", inner="eager"))
+    model, keys = torch.compile(Rolling(), backend=backend, dynamic=True), torch.zeros(1, 2, WINDOW, 8)
+    with torch.no_grad():
+        for position in range(WINDOW + 4):
+            model(torch.randn(1, 2, 8), keys, position)
+        assert backend.session.violations() == []
+        keys.view(torch.int32)[0, 1, 3, 5] ^= 1 << 20
+        model(torch.randn(1, 2, 8), keys, WINDOW + 4)
+    assert [(v.check, v.index) for v in backend.session.violations()] == [("content", 3)]

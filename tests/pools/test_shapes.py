@@ -70,7 +70,9 @@ def test_clean_run_is_silent(shape, kernel):
         space = rig.session.pools[group.name].space
         forwards, verified, recorded = space.counters.tolist()
         assert forwards == 30
-        assert verified > 30 // (8 if group.declared.get("tokens_per_slot") else 1) - 3, group.name
+        assert verified >= (1 if group.declared.get("tokens_per_slot") else 27), (
+            group.name
+        )  # the first three read nothing
         assert recorded > 0
         if not isinstance(group, Cross):
             assert rig.session.stats().checked >= verified * len(group.bytes_of[0])
