@@ -54,12 +54,12 @@ def geometry_of(view: torch.Tensor, slot_axes: tuple[int, ...]) -> Geometry:
     """
     size = view.element_size()
     row_axes = [a for a in range(view.dim()) if a not in slot_axes]
-    dims = _merged([(view.shape[a], view.stride(a)) for a in row_axes])
+    dims = merged_dims([(view.shape[a], view.stride(a)) for a in row_axes])
     slots = [view.stride(a) for a in slot_axes]
     unit = size
     if size == 8:  # two words an element
         dims, slots, unit = [*((n, 2 * s) for n, s in dims), (2, 1)], [2 * s for s in slots], 4
-        dims = _merged(dims)
+        dims = merged_dims(dims)
     elif size < 4 and _fits_words(view, dims, slots):
         factor = 4 // size
         inner, _ = dims[-1]
@@ -77,8 +77,8 @@ def geometry_of(view: torch.Tensor, slot_axes: tuple[int, ...]) -> Geometry:
     )
 
 
-def _merged(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same addresses in the same order with as few dimensions as possible; at least one."""
+def merged_dims(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """``(size, stride)`` of the same addresses in the same order with as few dimensions as possible; at least one."""
     merged: list[tuple[int, int]] = []
     for size, stride in dims:
         if size == 1:

@@ -14,16 +14,14 @@ import triton
 from . import triton_reads, triton_writes
 from .buffers import Check
 from .geometry import on_device
-from .slot_space import RequestPlan, SlotSpace
+from .request_checks import walked
+from .slot_space import ENDLESS, RequestPlan, SlotSpace
 
 #: Positions, tokens, requests and sums of earlier blocks that a program looks at together.
 BLOCK_POSITIONS = 128
 BLOCK_TOKENS = 256
 BLOCK_REQUESTS = 256
 BLOCK_SUMS = 256
-
-#: Stands for "no window".
-_ENDLESS = 2**31 - 1
 
 
 def _wide(space: SlotSpace) -> dict[str, Any]:
@@ -50,6 +48,7 @@ def _table_args(plan: RequestPlan) -> dict[str, Any]:
         map_size=slot_map.shape[0] if slot_map is not None else 0,
         PAGE=plan.page_size,
         HAS_MAP=slot_map is not None,
+        RING=plan.ring,
     )
 
 
@@ -123,7 +122,7 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
             **request,
             **(ring if known else ring | dict(checks=0)),
         )
-        stop = min(plan.columns, plan.width)
+        stop = walked(space, plan)
         if not known or stop <= 0:
             return
         triton_reads.walk_kernel[(triton.cdiv(stop, BLOCK_POSITIONS), bs)](
@@ -133,7 +132,7 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
             listed_ptr=space.listed,
             listed_count_ptr=space.listed_count,
             stop=stop,
-            window=space.window if space.window is not None else _ENDLESS,
+            window=space.window if space.window is not None else ENDLESS,
             every=space.verify_every,
             BLOCK=BLOCK_POSITIONS,
             **request,
@@ -159,6 +158,9 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
             triton_writes.stamp_kernel[grid](slots=space.slots, counts_ptr=plan.counts, **stamps, **stamped)
         triton_writes.writes_kernel[grid](
             real_ptr=plan.memory_for("real_slots", n),
+            extend_ptr=plan.extend_lens.contiguous(),
+            window=space.window if space.window is not None else ENDLESS,
+            once=int(space.once),
             STAMPED=grid[0] > 1,
             HAS_TABLE=plan.table.numel() > 0,
             **stamps,
@@ -234,7 +236,7 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
             pages_step=pages.stride(1),
             lengths_ptr=lengths.contiguous(),
             room=room,
-            window=space.window if space.window is not None else _ENDLESS,
+            window=space.window if space.window is not None else ENDLESS,
             SIZE=size,
             BLOCK=BLOCK_POSITIONS,
             **_request_args(plan),

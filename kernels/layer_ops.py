@@ -45,12 +45,14 @@ class LayerHalf:
     Attributes:
         place: 0 for K, 1 for V, and so on.
         number: of the tensor among all of its pool.
+        reader: another layer writes the tensor, this one only reads it.
     """
 
     site: Site
     view: torch.Tensor
     place: int
     number: int
+    reader: bool = False
 
 
 def _verify(key: torch.Tensor | None, value: torch.Tensor | None, state: torch.Tensor, layer: str) -> None:
@@ -72,7 +74,7 @@ def _digest_operands(
     for half in halves:
         plan = _plan_of(context, half)
         rows = _rows(half, operands, plan) if plan is not None else None
-        if plan is not None and plan.real_slots is not None and rows is not None:
+        if plan is not None and plan.real_slots is not None and rows is not None and not half.reader:
             given.append((half, rows, plan))
     if given:
         sites, values = [half.site for half, _, _ in given], [rows for _, rows, _ in given]
@@ -86,7 +88,7 @@ def _record(key: torch.Tensor | None, value: torch.Tensor | None, state: torch.T
     with side.fork() if side is not None else contextlib.nullcontext():
         for half in _halves(context, layer):
             plan = _plan_of(context, half)
-            if plan is None or plan.real_slots is None:
+            if plan is None or plan.real_slots is None or half.reader:
                 continue
             rows = _rows(half, (key, value), plan)
             taken = {} if side is None or rows is None else {"value_digests": _digests(half, plan)}
@@ -122,6 +124,8 @@ def _rows(
     """The operand as the slots' rows, if it has one per planned token and is of the pool's type."""
     layout, n = half.site.layout, plan.slots.shape[0]
     operand = operands[half.place] if half.place < len(operands) else None
+    if plan.taken is not None:  # what a slot of several tokens holds is no token's K or V
+        return None
     if operand is None or not half.site.checks & Check.OPERAND or operand.dtype != layout.dtype:
         return None
     operand = operand[:n]  # a batch is padded at its end

@@ -42,6 +42,7 @@ from .counting import count_op
 from .identity import name_slots
 from .plan import Resolved, WritePlan
 from .positions import last_of_rows, per_row
+from .request_checks import taken_of
 
 NAMESPACE = "kvcanary"
 
@@ -129,7 +130,8 @@ def _record(
         _check_bounds(context, here, plan, resolved, kernels, Phase.POST)
     requests = context.requests.get(here.space.space_id) if here.space is not None else None
     if here.space is not None and requests is not None:
-        request_kernels_for(kv.device).check_received(here.space, requests, resolved.slots, here.half_id)
+        received = taken_of(requests, resolved.slots)
+        request_kernels_for(kv.device).check_received(here.space, requests, received, here.half_id)
     rows = None
     if value is not None and here.checks & Check.OPERAND:
         rows = plan.rows(here.layout, value, resolved)

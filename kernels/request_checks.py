@@ -38,7 +38,9 @@ def table_slots(plan: RequestPlan, requests: torch.Tensor, positions: torch.Tens
         requests, positions: int64, shapes that broadcast together.
     """
     rows = plan.rows.to(torch.int64).clamp(0, plan.table.shape[0] - 1)[requests]
-    pages = (positions // plan.page_size).clamp(0, plan.table.shape[1] - 1)
+    pages = positions // plan.page_size
+    columns = plan.table.shape[1]
+    pages = pages % columns if plan.ring else pages.clamp(0, columns - 1)
     raw = plan.table[rows, pages].to(torch.int64) * plan.page_size + positions % plan.page_size
     return mapped(raw, plan.slot_map)
 
@@ -61,9 +63,16 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
     if plan.rows.shape[0] == 0 or plan.table.numel() == 0:
         return
     _check_rows(space, plan)
-    stop = min(plan.columns, plan.width)
+    stop = walked(space, plan)
     for start in range(0, stop, CHUNK):
         _walk_columns(space, plan, start, min(start + CHUNK, stop))
+
+
+def walked(space: SlotSpace, plan: RequestPlan) -> int:
+    """How many positions of each request a walk looks at: from 0 on, in a ring from the window's first on."""
+    if plan.ring:
+        return max((space.window or 1) - 1, 0)
+    return min(plan.columns, plan.width)
 
 
 def _real_requests(plan: RequestPlan) -> torch.Tensor:
@@ -87,6 +96,7 @@ def _walk_columns(space: SlotSpace, plan: RequestPlan, start: int, stop: int) ->
     position = torch.arange(start, stop, device=plan.rows.device).unsqueeze(0)
     prefix = plan.prefix_lens.to(torch.int64).unsqueeze(1)
     first = (prefix - space.window + 1).clamp(min=0) if space.window is not None else torch.zeros_like(prefix)
+    position = position + first if plan.ring else position
     live = (_real_requests(plan) & _row_exists(plan)).unsqueeze(1) & (position < prefix) & (position >= first)
     requests = torch.arange(live.shape[0], device=live.device).unsqueeze(1)
     slot = table_slots(plan, requests, position)
@@ -209,7 +219,7 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     at = torch.where(outside | ~real, space.nowhere, slot)
     flags, owner, mine = space.flags[at], space.owners[at], plan.owners[request]
     reserved = (flags & Flag.RESERVED) != 0
-    findings = Findings(real, space.checks)
+    findings = Findings(real & ~_left_out(space, plan, request, position, slot, reserved), space.checks)
     findings.add(Check.BOUNDS, Why.OUT_OF_RANGE, outside, slot, -1)
     findings.add(Check.BOUNDS, Why.RESERVED_SLOT, reserved & ~outside, slot, slot)
     findings.stop(outside | reserved)
@@ -220,6 +230,8 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
         findings.add(Check.OWNER, Why.WRITE_AFTER_FREE, free, mine, 0)
         findings.add(Check.OWNER, Why.WRITE_SHARED, shared, mine, owner)
         findings.add(Check.OWNER, Why.OVERWRITE, foreign & ~free & ~shared, mine, owner)
+        if space.once:
+            findings.add(Check.OWNER, Why.WRITTEN_BEFORE, (flags & Flag.WRITTEN) != 0, mine, owner)
     if plan.table.numel():
         there = table_slots(plan, request, position)
         fits = (position < plan.width) & _row_exists(plan)[request]
@@ -230,6 +242,21 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     tokens = plan.tokens.to(torch.int64)
     _check_token(findings, space, plan, request, position, tokens)
     findings.report(space.control, space.space_id, Phase.PRE, slot, position, request=mine, detail=tokens)
+
+
+def _left_out(
+    space: SlotSpace,
+    plan: RequestPlan,
+    request: torch.Tensor,
+    position: torch.Tensor,
+    slot: torch.Tensor,
+    reserved: torch.Tensor,
+) -> torch.Tensor:
+    """bool ``[n]``: tokens of a long prefill that no later forward reads and that are rightly stored nowhere."""
+    if space.window is None:
+        return torch.zeros_like(reserved)
+    total = plan.prefix_lens.to(torch.int64) + plan.extend_lens
+    return (reserved | (slot == -1)) & (position <= total[request] - space.window)
 
 
 def repeats(slots: torch.Tensor, nowhere: int) -> torch.Tensor:
@@ -279,6 +306,17 @@ def _chain_before(space: SlotSpace, plan: RequestPlan, prefix: torch.Tensor) -> 
     last = table_slots(plan, request, (prefix - 1).clamp(min=0))
     known = (prefix > 0) & (last >= 0) & (last < space.slots)
     return torch.where(known, space.chain[torch.where(known, last, space.nowhere)], seeds)
+
+
+def taken_of(plan: RequestPlan, received: torch.Tensor) -> torch.Tensor:
+    """The slots that a write received, as ``check_received`` takes them: one for each of the plan's tokens.
+
+    Args:
+        received: int64 ``[m]``: one for each token of the batch, or one for each of the plan's.
+    """
+    if plan.taken is None or received.shape[0] != plan.taken.shape[0]:
+        return received
+    return received[plan.taken]
 
 
 def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, half_id: int) -> None:

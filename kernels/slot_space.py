@@ -55,6 +55,7 @@ class Why(enum.IntEnum):
     READ_DIFFERS = 22
     LENGTH_DIFFERS = 23
     DIGEST_DIFFERS = 24
+    WRITTEN_BEFORE = 25
 
 
 class SpaceCount(enum.IntEnum):
@@ -75,6 +76,9 @@ class Column(enum.IntEnum):
     CHAIN = 4
     OWNER = 6
 
+
+#: Stands for "no window" and for the width of a ring.
+ENDLESS = 2**31 - 1
 
 #: 32-bit columns of a slot's entry: one 32-byte sector of a GPU's memory.
 COLUMNS = 8
@@ -101,6 +105,7 @@ class SlotSpace:
         verify_every: a step checks the bytes of the slots with ``(slot + step) % verify_every == 0``, where the step
             is the engine's, so that each slot's turn comes within as many steps, whichever graph runs them.
         owner_known: the engine reports allocations, so that free slots and owners are known.
+        once: a slot is written once in its life, as those of cross-attention are.
         tokens, positions, chain: identity of the token in the slot.
         owners: hash of the id of the request that allocated the slot; 0 for anybody's.
         flags: :class:`Flag` bits and the reference count.
@@ -120,6 +125,7 @@ class SlotSpace:
     window: int | None = None
     owner_known: bool = True
     verify_every: int = 1
+    once: bool = False
     tokens: torch.Tensor = dataclasses.field(init=False)  # int32 [slots + 1]
     positions: torch.Tensor = dataclasses.field(init=False)  # int32 [slots + 1]
     chain: torch.Tensor = dataclasses.field(init=False)  # int64 [slots + 1]
@@ -163,6 +169,7 @@ class SlotSpace:
         window: int | None = None,
         owner_known: bool = True,
         verify_every: int = 1,
+        once: bool = False,
     ) -> SlotSpace:
         """A space in which nothing is written; without ``owner_known`` every slot counts as allocated."""
         space = cls(
@@ -179,6 +186,7 @@ class SlotSpace:
             window=window,
             owner_known=owner_known,
             verify_every=verify_every,
+            once=once,
         )
         space.tokens.fill_(-1)
         space.positions.fill_(UNKNOWN)
@@ -229,6 +237,11 @@ class RequestPlan:
             ``check_writes``, for the layers.
         operand_digests: int32 ``[n, tensors * planes]`` or None, of what the layers are given to write, between the
             two ops of each.  A session gives all three persistent memory: captured graphs read them.
+        ring: a row's columns are used again and again: position p is in column ``p // page_size`` modulo their
+            number.  Only in a space with a window, no longer than a row.
+        reads: what the forward reads, where that does not follow from what it writes; None: this plan.
+        taken: int64 ``[n]`` or None, the batch's tokens that this plan's are, where it has fewer: a write that
+            received a slot for each token of the batch received these.
     """
 
     counts: torch.Tensor
@@ -249,6 +262,9 @@ class RequestPlan:
     ends: torch.Tensor | None = None
     real_slots: torch.Tensor | None = None
     operand_digests: torch.Tensor | None = None
+    ring: bool = False
+    reads: RequestPlan | None = None
+    taken: torch.Tensor | None = None
 
     def memory_for(self, name: str, entries: int) -> torch.Tensor:
         """The memory of ``ends`` or ``real_slots``; made here for a plan that came without.
@@ -262,5 +278,7 @@ class RequestPlan:
 
     @property
     def width(self) -> int:
-        """Positions that a row of the table has room for."""
+        """Positions that a row of the table has room for; without end in a ring."""
+        if self.ring:
+            return ENDLESS
         return self.table.shape[1] * self.page_size

@@ -66,7 +66,9 @@ class _Entry:
 
 def _table_slot(plan: RequestPlan, request: int, position: int) -> int:
     row = min(max(int(plan.rows[request]), 0), plan.table.shape[0] - 1)
-    page = min(max(position // plan.page_size, 0), plan.table.shape[1] - 1)
+    page = max(position // plan.page_size, 0)
+    columns = plan.table.shape[1]
+    page = page % columns if plan.ring else min(page, columns - 1)
     slot = int(plan.table[row, page]) * plan.page_size + position % plan.page_size
     if plan.slot_map is None:
         return slot
@@ -91,7 +93,7 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
     for request in range(int(plan.counts[0])):
         prefix = int(plan.prefix_lens[request])
         first = 0 if space.window is None else max(prefix - space.window + 1, 0)
-        for position in range(first, min(prefix, plan.columns, plan.width)):
+        for position in range(first, prefix if plan.ring else min(prefix, plan.columns, plan.width)):
             if _row_exists(plan, request):
                 _walk_slot(space, plan, request, position, first)
 
@@ -183,6 +185,8 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     for i, request, place in _tokens(plan):
         entry, slot = _Entry(space), int(plan.slots[i])
         position, owner = int(plan.prefix_lens[request]) + place, int(plan.owners[request])
+        if _left_out(space, plan, request, position, slot):
+            continue
         if not 0 <= slot < space.slots:
             entry.add(Check.BOUNDS, Why.OUT_OF_RANGE, slot, -1)
         elif int(space.flags[slot]) & Flag.RESERVED:
@@ -197,6 +201,14 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
         entry.report(Phase.PRE, slot, position, owner, int(plan.tokens[i]))
 
 
+def _left_out(space: SlotSpace, plan: RequestPlan, request: int, position: int, slot: int) -> bool:
+    if space.window is None:
+        return False
+    total = int(plan.prefix_lens[request]) + int(plan.extend_lens[request])
+    nowhere = slot == -1 or (0 <= slot < space.slots and bool(int(space.flags[slot]) & Flag.RESERVED))
+    return nowhere and position <= total - space.window
+
+
 def _check_writer(entry: _Entry, space: SlotSpace, slot: int, request: int) -> None:
     flags, owner = int(space.flags[slot]), int(space.owners[slot])
     if not space.owner_known:
@@ -207,6 +219,8 @@ def _check_writer(entry: _Entry, space: SlotSpace, slot: int, request: int) -> N
         entry.add(Check.OWNER, Why.WRITE_SHARED, request, owner)
     elif owner not in (0, request):
         entry.add(Check.OWNER, Why.OVERWRITE, request, owner)
+    if space.once and flags & Flag.WRITTEN:
+        entry.add(Check.OWNER, Why.WRITTEN_BEFORE, request, owner)
 
 
 def _check_against_plan(entry: _Entry, plan: RequestPlan, i: int, request: int, position: int) -> None:

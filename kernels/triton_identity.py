@@ -58,6 +58,7 @@ NEVER_WRITTEN: tl.constexpr = tl.constexpr(int(Why.NEVER_WRITTEN))
 WRONG_POSITION: tl.constexpr = tl.constexpr(int(Why.WRONG_POSITION))
 WRONG_PREDECESSOR: tl.constexpr = tl.constexpr(int(Why.WRONG_PREDECESSOR))
 OTHER_NAMESPACE: tl.constexpr = tl.constexpr(int(Why.OTHER_NAMESPACE))
+WRITTEN_BEFORE: tl.constexpr = tl.constexpr(int(Why.WRITTEN_BEFORE))
 WRONG_TOKEN: tl.constexpr = tl.constexpr(int(Why.WRONG_TOKEN))
 NOT_PLANNED: tl.constexpr = tl.constexpr(int(Why.NOT_THE_PLANNED_SLOT))
 TABLE_DIFFERS: tl.constexpr = tl.constexpr(int(Why.TABLE_DIFFERS))
@@ -76,7 +77,7 @@ RING: tl.constexpr = tl.constexpr(len(Ring))
 PER_STEP = [
     "bs", "n", "steps", "stop", "slots", "map_size", "history_width", "history_stride", "history_step", "table_rows",
     "row_stride", "page_stride", "columns", "received_count", "room", "pages_stride", "pages_step", "window", "offset",
-    "capacity", "source", "checks", "width", "every",
+    "capacity", "source", "checks", "width", "every", "once",
 ]  # fmt: skip
 
 
@@ -102,11 +103,12 @@ def namespace_seed(spaces_ptr, request, mask, HAS_SPACES: tl.constexpr):
 @triton.jit
 def table_slot(
     table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, mask,
-    PAGE: tl.constexpr, HAS_MAP: tl.constexpr,
+    PAGE: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """The slot that the request table gives for a position, in this pool's index space."""
     row = tl.minimum(tl.maximum(row, 0), table_rows - 1)
-    page = tl.minimum(tl.maximum(position, 0) // PAGE, columns - 1)
+    page = tl.maximum(position, 0) // PAGE
+    page = page % columns if RING else tl.minimum(page, columns - 1)
     raw = tl.load(table_ptr + row * row_stride + page * page_stride, mask=mask, other=0).to(tl.int64)
     slot = raw * PAGE + position % PAGE
     if HAS_MAP:

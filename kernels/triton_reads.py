@@ -98,12 +98,13 @@ def is_named(block_ptr, slots, slot, mask):
 @triton.jit
 def chain_before(
     block_ptr, wide_ptr, slots, table_ptr, row, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
-    position, mask, otherwise, PAGE: tl.constexpr, HAS_MAP: tl.constexpr,
+    position, mask, otherwise, PAGE: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """The chain in the slot of one position, or ``otherwise`` where that position cannot be compared with."""
     slot = table_slot(
-        table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, mask, PAGE, HAS_MAP
-    )
+        table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, mask,
+        PAGE, HAS_MAP, RING,
+    )  # fmt: skip
     known = is_named(block_ptr, slots, slot, mask)
     return tl.where(known, tl.load(wide_ptr + tl.where(known, slot, slots) * WIDE + CHAIN), otherwise)
 
@@ -117,23 +118,24 @@ def walk_kernel(
     history_ptr, history_stride, history_step, history_width, history_lens_ptr,
     stop, window, offset, every,
     words_ptr, ring_ptr, capacity, source, checks,
-    PAGE: tl.constexpr, HAS_SPACES: tl.constexpr, HAS_MAP: tl.constexpr, HAS_HISTORY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, HAS_SPACES: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Before a forward: is every slot that attention will read the one it should be?"""
     request = tl.program_id(1).to(tl.int64)
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
     prefix = tl.load(prefix_ptr + request).to(tl.int64)
     row = tl.load(row_ptr + request).to(tl.int64)
     first = tl.maximum(prefix - window + 1, 0)
+    start_at = first if RING else tl.zeros_like(first)  # the positions in a ring have no end, those in a window have
+    begin = tl.program_id(0).to(tl.int64) * BLOCK + start_at
     exists = (request < tl.load(counts_ptr)) & (row >= 0) & (row < table_rows)
     if exists & (begin < prefix) & (begin + BLOCK > first):
         owner = tl.load(owner_ptr + request)
         position = begin + tl.arange(0, BLOCK)
-        live = (position >= first) & (position < prefix) & (position < stop)
+        live = (position >= first) & (position < prefix) & (position - start_at < stop)
         slot = table_slot(
             table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, live,
-            PAGE, HAS_MAP,
+            PAGE, HAS_MAP, RING,
         )  # fmt: skip
         outside = (slot < 0) | (slot >= slots)
         at = tl.where(outside, slots, slot)
@@ -166,7 +168,7 @@ def walk_kernel(
         entered = tl.sum(tl.where(position == enters, chain - link, 0), axis=0)
         base = chain_before(
             block_ptr, wide_ptr, slots, table_ptr, row, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
-            enters - 1, enters > first, entered, PAGE, HAS_MAP,
+            enters - 1, enters > first, entered, PAGE, HAS_MAP, RING,
         )  # fmt: skip
         torn = chain != base + tl.cumsum(tl.where(live, link, 0), axis=0)
         suspect = live & ((named == 0) | free | foreign | wrong | misplaced | strange | torn)
@@ -174,7 +176,7 @@ def walk_kernel(
             follows = named & (position > first)
             before = table_slot(
                 table_ptr, row, row_stride, page_stride, table_rows, columns, position - 1, map_ptr, map_size, follows,
-                PAGE, HAS_MAP,
+                PAGE, HAS_MAP, RING,
             )  # fmt: skip
             comparable = follows & is_named(block_ptr, slots, before, follows)
             after = tl.load(wide_ptr + tl.where(comparable, before, slots) * WIDE + CHAIN) + link
@@ -227,7 +229,7 @@ def reads_kernel(
     table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
     pages_ptr, pages_stride, pages_step, lengths_ptr, room, window,  # integer [bs, room // SIZE], integer [bs]
     words_ptr, ring_ptr, capacity, source, checks,
-    PAGE: tl.constexpr, SIZE: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, SIZE: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Before attention: does the page table that its kernel gets say what the request table says?"""
     request = tl.program_id(1).to(tl.int64)
@@ -258,7 +260,7 @@ def reads_kernel(
         got = page * SIZE + position % SIZE
         slot = table_slot(
             table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, live,
-            PAGE, HAS_MAP,
+            PAGE, HAS_MAP, RING,
         )  # fmt: skip
         bits, why, stored, found = zero, zero, zero, zero
         bits, why, stored, found = note(

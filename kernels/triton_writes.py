@@ -37,6 +37,7 @@ from .triton_identity import (
     WRITE_AFTER_FREE,
     WRITE_SHARED,
     WRITTEN,
+    WRITTEN_BEFORE,
     WRONG_POSITION,
     WRONG_TOKEN,
     entry_of,
@@ -83,13 +84,13 @@ def stamp_kernel(
 @triton.jit(do_not_specialize=PER_STEP)
 def writes_kernel(
     wide_ptr, planned_ptr, clock_ptr, slots,
-    counts_ptr, bs, steps, ends_ptr, row_ptr, prefix_ptr, owner_ptr,
+    counts_ptr, bs, steps, ends_ptr, row_ptr, prefix_ptr, extend_ptr, owner_ptr,
     token_ptr, slot_ptr, position_ptr, real_ptr, n,  # integer [n] each
     table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
-    history_ptr, history_stride, history_step, history_width, history_lens_ptr, offset,
+    history_ptr, history_stride, history_step, history_width, history_lens_ptr, offset, window, once,
     words_ptr, ring_ptr, capacity, source, checks,
-    PAGE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_HISTORY: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, STAMPED: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, HAS_POSITIONS: tl.constexpr, STAMPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Before a forward: may its tokens go where they are planned to go?"""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -106,6 +107,11 @@ def writes_kernel(
     at = tl.where(outside, slots, slot)
     _, _, flags, _, holder = entry_of(wide_ptr, at, real)
     reserved = (flags & RESERVED) != 0
+
+    # tokens of a long prefill that no later forward reads are rightly stored nowhere
+    total = tl.load(prefix_ptr + request, mask=real, other=0).to(tl.int64)
+    total += tl.load(extend_ptr + request, mask=real, other=0).to(tl.int64)
+    real = real & ((((reserved & (outside == 0)) | (slot == -1)) & (position <= total - window)) == 0)
 
     zero = tl.zeros_like(i)
     bits, why, stored, found = zero, zero, zero, zero
@@ -131,12 +137,18 @@ def writes_kernel(
     bits, why, stored, found = note(
         bits, why, stored, found, there, foreign, owner, holder, checks, OWNER_BIT, OVERWRITE
     )
+    rewritten = ((flags & WRITTEN) != 0) & (once != 0)
+    bits, why, stored, found = note(
+        bits, why, stored, found, there, rewritten, owner, holder, checks, OWNER_BIT, WRITTEN_BEFORE
+    )
     if HAS_TABLE:
         row = tl.load(row_ptr + request, mask=there, other=-1).to(tl.int64)
-        fits = there & (position < columns * PAGE) & (row >= 0) & (row < table_rows)
+        fits = there & (row >= 0) & (row < table_rows)
+        if not RING:
+            fits = fits & (position < columns * PAGE)
         planned = table_slot(
             table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, fits,
-            PAGE, HAS_MAP,
+            PAGE, HAS_MAP, RING,
         )  # fmt: skip
         bits, why, stored, found = note(
             bits, why, stored, found, there, fits & (planned != slot), slot, planned, checks, INDEX, TABLE_DIFFERS
@@ -172,7 +184,7 @@ def links_kernel(
     counts_ptr, bs, steps, ends_ptr, row_ptr, prefix_ptr, spaces_ptr,
     token_ptr, slot_ptr, position_ptr, n,
     table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
-    PAGE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_SPACES: tl.constexpr, HAS_MAP: tl.constexpr,
+    PAGE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_SPACES: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What :func:`store_kernel` needs of other tokens: sums of their links, and the chain before each request."""
@@ -195,7 +207,7 @@ def links_kernel(
         row = tl.load(row_ptr + i, mask=mine, other=0).to(tl.int64)
         slot = table_slot(
             table_ptr, row, row_stride, page_stride, table_rows, columns, tl.maximum(prefix - 1, 0), map_ptr, map_size,
-            mine, PAGE, HAS_MAP,
+            mine, PAGE, HAS_MAP, RING,
         )  # fmt: skip
         known = mine & (prefix > 0) & (slot >= 0) & (slot < slots)
         last = tl.load(wide_ptr + tl.where(known, slot, slots) * WIDE + CHAIN, mask=known, other=0)

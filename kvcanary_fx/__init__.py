@@ -14,7 +14,7 @@ from .context import (
 )
 from .engine import forward, install_canary, step
 from .engine_plan import Batch
-from .engine_pools import EnginePool, KVPool
+from .engine_pools import EnginePool
 from .engine_session import EngineSession
 from .errors import (
     CanaryError,
@@ -34,12 +34,14 @@ from .errors import (
 )
 from .passes.attention_ops import register_attention_op
 from .passes.write_ops import register_kv_write
+from .pool_layout import KVPool
 from .protect import protect, session_of
 from .session import CanarySession, Stats
 from .step_inputs import StepInputs
 from .step_view import StepView
 from .transfer import ShadowSlice
 from .violations import Violation
+from .window_report import GroupReport, WindowReport
 
 __all__ = [
     "Batch",
@@ -54,6 +56,7 @@ __all__ = [
     "EnginePool",
     "EngineSession",
     "ForwardContext",
+    "GroupReport",
     "InvalidSettingError",
     "KVCacheViolation",
     "KVPool",
@@ -69,6 +72,7 @@ __all__ = [
     "UnknownLayerError",
     "UnknownSettingError",
     "Violation",
+    "WindowReport",
     "forward",
     "forward_context",
     "get_forward_context",

@@ -15,11 +15,11 @@ import torch
 
 from .config import CanaryConfig
 from .engine_plan import Batch
-from .engine_pools import KVPool
 from .engine_session import EngineSession
 from .errors import SelfTestError
 from .kernels.layout import FLOAT_DTYPES
 from .passes.write_ops import register_kv_write
+from .pool_layout import KVPool
 from .report import by_importance, muted
 
 #: Slots of the scratch pool, and of one page where it has pages.
@@ -62,7 +62,7 @@ class Scratch:
 
     def __init__(self, pool: KVPool, config: CanaryConfig):
         device = pool.device
-        self.tensors = [[_scratch_tensor(pool, t) for t in layer] for layer in pool.layers]
+        self.tensors = [[_scratch_tensor(pool, t) for t in layer] for layer in pool.tensors]
         self.table = torch.zeros(3, SLOTS, dtype=torch.int32, device=device)
         self.table[1] = torch.arange(1, SLOTS + 1)
         scratch = dataclasses.replace(
@@ -74,6 +74,14 @@ class Scratch:
             slots_from="slots",
             reserved=(0,),
             window=None,
+            ring=False,
+            tokens_per_slot=1,
+            state=False,
+            written_once=False,
+            batch=None,
+            scales={},
+            order="NHD",
+            kv_axis=None,
             token_offset=0,
             allocations=True,
         )
@@ -219,7 +227,7 @@ def examine(pool: KVPool, config: CanaryConfig) -> Iterator[Finding]:
 def _examine_all(pool: KVPool, config: CanaryConfig) -> Iterator[Finding]:
     scratch = Scratch(pool, config)
     yield _examine(scratch, "silence", "nothing", lambda s: s.forward([4]), None)
-    floats = all(t.dtype in FLOAT_DTYPES for layer in pool.layers for t in layer)
+    floats = all(t.dtype in FLOAT_DTYPES for layer in pool.tensors for t in layer)
     for check, (fault, plant, told) in FAULTS.items():
         if check in config.checks and told in config.checks and (check != "poison" or floats):
             yield _examine(scratch, check, fault, plant, told)

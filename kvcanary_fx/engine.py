@@ -20,8 +20,9 @@ from typing import Any
 
 from . import doctor
 from .config import CanaryConfig, override
-from .engine_pools import KVPool
-from .engine_session import EngineSession, Schedule
+from .engine_forward import Schedule
+from .engine_session import EngineSession
+from .pool_layout import KVPool
 
 #: One shared context that does nothing, so that a hook of a canary that is off costs nothing.
 OFF: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -35,6 +36,7 @@ def install_canary(
     sweep_every: int = 0,
     health_every: int = 64,
     stats_every: int = 0,
+    window_report_every: int = 0,
     self_test: bool = False,
     **settings: Any,
 ) -> EngineSession | None:
@@ -47,6 +49,8 @@ def install_canary(
         sweep_every: steps between two sweeps over all written slots, 0 for none.
         health_every: steps between two proofs that every layer's writes are recorded, 0 for none.
         stats_every: steps between two log lines with the counts, 0 for none.
+        window_report_every: steps between two log lines that tell how the groups of a hybrid model differ
+            (:meth:`EngineSession.window_report`), 0 for none.
         self_test: plant one fault per check on scratch pools of the same layout first, and refuse to start where
             one is not reported.  Takes some seconds.
         settings: settings of :class:`CanaryConfig` that override ``config``.
@@ -64,7 +68,7 @@ def install_canary(
         return None
     if self_test:
         doctor.require_health(pools, resolved)
-    schedule = Schedule(sweep_every, health_every, stats_every)
+    schedule = Schedule(sweep_every, health_every, stats_every, window_report_every)
     return EngineSession(pools, resolved, max_requests, max_tokens, schedule)
 
 

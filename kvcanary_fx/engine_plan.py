@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from .config import eager_inputs_without_copy
-from .engine_pools import KVPool
 from .errors import EngineError
 from .kernels import request_checks
 from .kernels.slot_space import RequestPlan
+from .pool_layout import KVPool
+from .pool_plans import narrowed, register, sub_batch
 from .request_ids import RequestId, RequestIds
 from .step_inputs import StepInputs
 from .step_view import StepView
@@ -33,6 +34,9 @@ class Batch:
         namespaces: integer ``[bs]`` or None; 0 is the default namespace.
         history: integer ``[bs, length]`` or None, the requests' own token ids, for the token check.
         history_lens: integer ``[bs]``, how many of them are valid.
+
+    A pool may take slots of its own from a further field (``KVPool.slots_from``), or a whole batch of its own
+    (``KVPool.batch``).
     """
 
     input_ids: Any
@@ -74,8 +78,9 @@ def step_inputs(
     inputs.register("owners", "batch", torch.int64, compute=owners)
     # memory that the checks of a forward fill, at addresses that captured graphs can keep
     inputs.register_memory("request_ends", "batch", torch.int64)
-    for place in range(len(pools)):
+    for place, pool in enumerate(pools):
         inputs.register_memory(_real_slots(place), "tokens", torch.int64, pad=-1)
+        register(pool, place, inputs)
         if operand_words:
             inputs.register_memory(_operand_digests(place), "tokens", torch.int32, trailing=(operand_words,))
     return inputs
@@ -102,7 +107,7 @@ def plan_of(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> Req
     extend = view.extend_lens if view.extend_lens is not None else torch.ones_like(view.prefix_lens)
     if pool.slot_map is not None and pool.slots_from == "slots":
         slots = request_checks.mapped(slots, pool.slot_map)
-    return RequestPlan(
+    plan = RequestPlan(
         counts=inputs.counts,
         rows=view.request_rows,
         prefix_lens=view.prefix_lens,
@@ -121,7 +126,64 @@ def plan_of(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> Req
         ends=view.request_ends,
         real_slots=getattr(view, _real_slots(place)),
         operand_digests=getattr(view, _operand_digests(place), None),
+        ring=pool.ring,
     )
+    return narrowed(pool, place, plan, view)
+
+
+class Inputs:
+    """The step inputs of all pools: those of the engine's batch, and those of batches that pools have of their own.
+
+    Attributes:
+        main: of the engine's batch.
+        own: of the others, by the batch's field that they come from.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[KVPool],
+        max_requests: int | None,
+        max_tokens: int | None,
+        ids: RequestIds,
+        operand_words: int = 0,
+    ):
+        self._groups: dict[str | None, list[KVPool]] = {None: [p for p in pools if p.batch is None]}
+        for pool in pools:
+            if pool.batch is not None:
+                self._groups.setdefault(pool.batch, []).append(pool)
+        made = {
+            field: step_inputs(group or pools[:1], max_requests, max_tokens, ids, operand_words)
+            for field, group in self._groups.items()
+        }
+        self.main = made.pop(None)
+        self.own: dict[str, StepInputs] = {field: inputs for field, inputs in made.items() if field is not None}
+
+    def fill(self, batch: Any, step: int) -> dict[str | None, StepView]:
+        """Take in a batch; the views of it, by the field that they come from.
+
+        Raises:
+            StepInputError: a batch that does not fit.
+            EngineError: no field for a pool that takes its batch from there.
+        """
+        self.main.step = step
+        self.main.fill_from(batch)
+        views: dict[str | None, StepView] = {None: self.main.view()}
+        for field, inputs in self.own.items():
+            given = sub_batch(self._groups[field][0], batch)
+            if given is not None:
+                inputs.step = step
+                inputs.fill_from(given)
+                views[field] = inputs.view()
+        return views
+
+    def plans(self, views: Mapping[str | None, StepView]) -> dict[str, RequestPlan]:
+        """What each pool is to be read and written at, by its name; nothing of pools without a batch."""
+        return {
+            pool.name: plan_of(pool, place, views[field], self.main if field is None else self.own[field])
+            for field, group in self._groups.items()
+            if field in views
+            for place, pool in enumerate(group)
+        }
 
 
 def _history(view: StepView) -> torch.Tensor | None:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .binding import Controls, check_mask
 from .errors import EngineError
 from .kernels import slot_life
-from .kernels.buffers import Count, HalfBuffers, RowState, Site
+from .kernels.buffers import Check, Count, HalfBuffers, Phase, RowState, Site
 from .kernels.chain import SEED, mix_tensor
 from .kernels.cpu import digest_rows
 from .kernels.digest import coefficients, seeds
+from .kernels.findings import Findings
 from .kernels.layer_ops import LayerHalf
-from .kernels.layout import POOL_DTYPES, SlotLayout
+from .kernels.layout import SlotLayout
 from .kernels.request_checks import namespace_seed
-from .kernels.slot_space import Flag, SlotSpace
+from .kernels.slot_space import REFERENCE, Flag, SlotSpace, Why
+from .pool_layout import KVPool, Slots
+from .pool_scales import Scales
 from .pools import Place, PoolHalf, PoolRegistry
 from .request_ids import RequestId, RequestIds
 from .transfer import ShadowSlice
@@ -27,91 +29,6 @@ from .violations import ALL_LAYERS, HalfInfo
 if TYPE_CHECKING:
     from .config import CanaryConfig
 
-#: Labels of a layer's tensors, in the order in which they are given.
-HALF_LABELS = ("K", "V", "K scale", "V scale")
-
-Slots = torch.Tensor | Sequence[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class KVPool:
-    """The KV tensors of a group of layers that share slot numbers, as an engine describes them.
-
-    Attributes:
-        layers: for each layer its tensors: K and V, or an MLA latent alone; scales may follow.  Each is
-            ``[slots, ...]``, or ``[pages, page_size, ...]`` with ``paged=True``.
-        request_table: integer ``[requests, width]``: for each request the pages (slots, with
-            ``table_page_size=1``) of its positions.  Read on the device in each forward; never copied.
-        name: for reports.
-        layer_names: names of the layers for reports, by default ``layers.0``, ``layers.1``, ...
-        half_names: names of a layer's tensors for reports, by default ``K``, ``V``, ``K scale``, ``V scale``.
-        paged: whether the tensors have two slot axes.
-        table_page_size: slots of one entry of the request table.
-        slot_map: integer, from the index space of the table to this pool's, for a sliding window with slots
-            of its own; what it maps to a reserved slot is outside the window.
-        slots_from: the batch's field with the slots planned for this pool.
-        reserved: slots that take the padding of a batch.
-        token_offset: the slot of position p holds the token of position p + token_offset (an EAGLE draft's: 1).
-        window: tokens that attention sees, the newest included; None for all.
-        allocations: the engine reports allocate and release.  False: the owner check is off.
-    """
-
-    layers: Sequence[Sequence[torch.Tensor]]
-    request_table: torch.Tensor
-    name: str = "kv"
-    layer_names: Sequence[str] | None = None
-    half_names: Sequence[str] = HALF_LABELS
-    paged: bool = False
-    table_page_size: int = 1
-    slot_map: torch.Tensor | None = None
-    slots_from: str = "slots"
-    reserved: tuple[int, ...] = (0,)
-    token_offset: int = 0
-    window: int | None = None
-    allocations: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.layers or not all(len(layer) for layer in self.layers):
-            raise EngineError(
-                f"pool {self.name!r} has no layers, or a layer without tensors: give layers=[(k, v), ...]"
-            )
-        if self.layer_names is not None and len(self.layer_names) != len(self.layers):
-            raise EngineError(
-                f"pool {self.name!r} has {len(self.layers)} layers and {len(self.layer_names)} layer_names"
-            )
-        table = self.request_table
-        if table.dim() != 2 or table.dtype.is_floating_point:
-            raise EngineError(
-                f"the request_table of pool {self.name!r} is {table.dtype} {list(table.shape)}; it must be integer "
-                "[requests, width]"
-            )
-        counts = {self._slots_of(tensor) for layer in self.layers for tensor in layer}
-        if len(counts) > 1:
-            raise EngineError(
-                f"the tensors of pool {self.name!r} have different numbers of slots: {sorted(counts)}. Layers that do "
-                "not share slot numbers are pools of their own"
-            )
-        outside = [s for s in self.reserved if not 0 <= s < self.slots]
-        if outside:
-            raise EngineError(f"pool {self.name!r} has {self.slots} slots, and reserved={outside} are not among them")
-
-    def _slots_of(self, tensor: torch.Tensor) -> int:
-        axes = 2 if self.paged else 1
-        if tensor.dtype not in POOL_DTYPES or tensor.dim() < axes:
-            raise EngineError(
-                f"a tensor of pool {self.name!r} is {tensor.dtype} {list(tensor.shape)}; it must be [slots, ...], or "
-                "[pages, page_size, ...] with paged=True, in a floating-point or 8-bit type"
-            )
-        return tensor.shape[0] * (tensor.shape[1] if self.paged else 1)
-
-    @property
-    def slots(self) -> int:
-        return self._slots_of(self.layers[0][0])
-
-    @property
-    def device(self) -> torch.device:
-        return self.layers[0][0].device
-
 
 class EnginePool:
     """A pool under guard: the life of its slots.
@@ -119,7 +36,8 @@ class EnginePool:
     Attributes:
         declared: how the engine described it.
         space: who is in each slot, and who may be.
-        halves: one per tensor, in the order of ``declared.layers``.
+        halves: one per tensor, in the order of ``declared.tensors``; a tensor of several layers is the first one's.
+        rivals: the pools that have some of these tensors too, with pages of their own in them.
     """
 
     def __init__(
@@ -139,33 +57,43 @@ class EnginePool:
             self.checks,
             reserved=declared.reserved,
             token_offset=declared.token_offset,
-            window=declared.window,
+            window=declared.sees,
+            once=declared.written_once,
             owner_known=declared.allocations,
             verify_every=config.verify_every,
         )
         controls.reserve_stamps(device, declared.slots)
-        tensors = sum(len(layer) for layer in declared.layers)
+        tensors = len({_address(tensor) for layer in declared.tensors for tensor in layer})
         #: int32 ``[tensors, planes, slots]``, the digests of all halves in one block
         self.digests = torch.zeros(tensors, config.planes, declared.slots, dtype=torch.int32, device=device)
         self.halves: list[PoolHalf] = []
         self.views: list[torch.Tensor] = []
         self.counters: list[torch.Tensor] = []  # int64 [len(Count)] each, of what opaque attention does
+        self.rivals: list[EnginePool] = []
+        self.outside_gate: torch.Tensor | None = None  # of checks that are in no graph
+        self._layers: dict[str, list[_Part]] = {}  # by the name of the layer
         self.live_slots = 0  # allocated and not released, as far as the host was told
         self.adopted = 0
-        for number, layer in enumerate(declared.layers):
+        known: dict[object, int] = {}
+        for number, layer in enumerate(declared.tensors):
+            name = declared.layer_names[number] if declared.layer_names else f"layers.{number}"
             for place, tensor in enumerate(layer):
-                self._declare(registry, number, place, tensor)
+                reader = _address(tensor) in known
+                if not reader:
+                    known[_address(tensor)] = len(self.halves)
+                    self._declare(registry, number, name, place, tensor)
+                part = _Part(known[_address(tensor)], place, reader)
+                self._layers.setdefault(name, []).append(part)
+        self.scales = Scales(declared, registry, self.space, config.planes)
 
-    def _declare(self, registry: PoolRegistry, number: int, place: int, tensor: torch.Tensor) -> None:
+    def _declare(self, registry: PoolRegistry, number: int, name: str, place: int, tensor: torch.Tensor) -> None:
         declared = self.declared
         layout = SlotLayout(tuple(tensor.shape), (0, 1) if declared.paged else (0,), tensor.dtype, paged=declared.paged)
-        names, half_id = declared.layer_names, registry.new_id()
+        half_id = registry.new_id()
         label = declared.half_names[place] if place < len(declared.half_names) else f"part {place}"
         half = PoolHalf(
             id=half_id,
-            info=HalfInfo(
-                half_id, names[number] if names else f"layers.{number}", label, declared.name, None, layout.positions
-            ),
+            info=HalfInfo(half_id, name, label, declared.name, None, layout.positions),
             place=Place(int(tensor.storage_offset()) * tensor.element_size(), tuple(tensor.stride()), layout),
             buffers=HalfBuffers(
                 digest=self.digests[len(self.halves)],
@@ -186,12 +114,8 @@ class EnginePool:
     def describe(self) -> str:
         """The pool in one line."""
         declared = self.declared
-        also = [f"window {declared.window}"] if declared.window is not None else []
-        also += [f"token offset {declared.token_offset}"] if declared.token_offset else []
-        also += [] if declared.allocations else ["allocations not reported, so owner is off"]
-        shown = "".join(f", {what}" for what in also)
         layers, tensors = len(declared.layers), len(self.halves)
-        return f"pool {self.name}: {declared.slots} slots, {layers} layers, {tensors} tensors{shown}"
+        return f"pool {self.name}: {declared.slots} slots, {layers} layers, {tensors} tensors, {declared.describe()}"
 
     def layer_halves(self, gate: torch.Tensor) -> dict[str, tuple[LayerHalf, ...]]:
         """The tensors of each layer, as the ops around opaque attention need them.
@@ -199,23 +123,25 @@ class EnginePool:
         Args:
             gate: int64 ``[len(Gate)]``, of the graph that the ops are in.
         """
-        layers: dict[str, list[LayerHalf]] = {}
-        for number, (half, view) in enumerate(zip(self.halves, self.views, strict=True)):
+        sites = []
+        for half, counters in zip(self.halves, self.counters, strict=True):
             site = Site(
                 layout=half.place.layout,
                 half=half.buffers,
                 control=self.space.control,
                 gate=gate,
-                counters=self.counters[number],
+                counters=counters,
                 half_id=half.id,
                 seed1=half.seeds[0],
                 seed2=half.seeds[1],
                 checks=self.checks,
                 space=self.space,
             )
-            of_layer = layers.setdefault(half.info.layer, [])
-            of_layer.append(LayerHalf(site, view, len(of_layer), number))
-        return {name: tuple(halves) for name, halves in layers.items()}
+            sites.append(site)
+        return {
+            name: tuple(LayerHalf(sites[p.half], self.views[p.half], p.place, p.half, p.reader) for p in parts)
+            for name, parts in self._layers.items()
+        }
 
     # ---- the life of slots
 
@@ -227,6 +153,7 @@ class EnginePool:
             owner: id of the request that may write them; None: anybody may.
         """
         given = self.slot_tensor(slots)
+        self._refuse_rivals(given, self._ids.hash(owner))
         slot_life.allocate(self.space, given, self._ids.hash(owner))
         self._forget_content(given)
         self.live_slots += given.numel()
@@ -314,6 +241,18 @@ class EnginePool:
 
     # ---- helpers
 
+    def _refuse_rivals(self, slots: torch.Tensor, owner: int) -> None:
+        """Report slots that are handed out here while another pool has them, in the same memory."""
+        at = self._inside(slots)
+        for rival in self.rivals:
+            flags = rival.space.flags[at]
+            taken = (flags >= REFERENCE) & ((flags & int(Flag.RESERVED)) == 0)
+            findings = Findings(torch.ones_like(taken), self.space.checks)
+            findings.add(Check.OWNER, Why.DOUBLE_ALLOCATE, taken, rival.space.owners[at], owner)
+            findings.report(
+                self.space.control, self.space.space_id, Phase.LIFE, at, request=owner, detail=rival.space.tokens[at]
+            )
+
     def _name(
         self,
         slots: torch.Tensor,
@@ -354,6 +293,26 @@ class EnginePool:
         slots = self._inside(slots)
         for half, view in zip(self.halves, self.views, strict=True):
             half.buffers.digest[:, slots] = digest_of(half, view, slots)
+
+
+class _Part(NamedTuple):
+    """One tensor of a layer: its half, its place among the layer's tensors, and whether another layer writes it."""
+
+    half: int
+    place: int
+    reader: bool
+
+
+def _address(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What makes two views the same."""
+    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+def find_rivals(pools: Sequence[EnginePool]) -> None:
+    """Let pools know of each other that have tensors in common."""
+    addresses = [{_address(view) for view in pool.views} for pool in pools]
+    for i, pool in enumerate(pools):
+        pool.rivals = [other for j, other in enumerate(pools) if i != j and addresses[i] & addresses[j]]
 
 
 def digest_of(half: PoolHalf, view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from .kernels import request_checks
@@ -9,6 +10,13 @@ from .kernels.buffers import Ring
 from .kernels.slot_space import RequestPlan, SlotSpace
 from .request_ids import RequestIds
 from .violations import HalfInfo, Violation, decode
+
+
+def in_tokens(violation: Violation, tokens_per_slot: int) -> Violation:
+    """The record with the position of the token that completes its slot, where a slot stands for several."""
+    if tokens_per_slot == 1 or violation.position is None:
+        return violation
+    return dataclasses.replace(violation, position=(violation.position + 1) * tokens_per_slot - 1)
 
 
 def decode_content(

@@ -14,10 +14,11 @@ from .backend import CanaryBackend
 from .binding import BoundCall
 from .config import CanaryConfig
 from .context import ForwardContext
+from .engine_forward import Forward, Schedule, check_before
 from .engine_health import Health
-from .engine_plan import plan_of, step_inputs
-from .engine_pools import EnginePool, KVPool, Slots
-from .engine_reports import decode_content
+from .engine_plan import Inputs
+from .engine_pools import EnginePool, find_rivals
+from .engine_reports import decode_content, in_tokens
 from .engine_stats import EngineStats, engine_stats
 from .errors import EngineError, SessionStateError
 from .kernels import side_stream
@@ -27,20 +28,16 @@ from .kernels.ops import request_kernels_for
 from .kernels.side_stream import capturing
 from .kernels.slot_space import RequestPlan
 from .polling import Poll
+from .pool_layout import KVPool, Slots
 from .request_ids import RequestId, RequestIds
 from .session import CanarySession, take_rows
 from .step_view import StepView
 from .sweep import Sweep
 from .violations import Violation, decode
+from .window_report import WindowReport, Windows
 
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """What a session does every so many steps; 0 is never."""
-
-    sweep: int = 0
-    health: int = 64
-    stats: int = 0
+#: The views of a step that was given no batch.
+_EMPTY: Any = object()
 
 
 class EngineSession(CanarySession):
@@ -49,6 +46,8 @@ class EngineSession(CanarySession):
     Attributes:
         pools: the pools by name.
         inputs: the persistent buffers of a step's inputs, shared by captured and eager forwards.
+        own_inputs: those of pools with batches of their own, by the batch's field.
+        windows: what the pools with a window were seen to hold.
         backend: for ``torch.compile(model, backend=session.backend)``.
     """
 
@@ -72,27 +71,29 @@ class EngineSession(CanarySession):
                 "into a session of its own, install_canary(KVPool(..., token_offset=1))"
             )
         self.ids = RequestIds()
-        self.is_pool = self._is_pool
+        self.pools_in = self._pools_in
         self.pools = {p.name: EnginePool(p, self.registry, self.controls, config, self.ids) for p in pools}
         self._spaces = {p.space.space_id: p for p in self.pools.values()}
+        find_rivals(list(self.pools.values()))
         devices = dict.fromkeys(p.device for p in pools if side_stream.can_fork(p.device))
         self._sides = {d: side_stream.SideStream(d) for d in devices} if config.placement == "side" else {}
         operands = config.planes * max(len(p.halves) for p in self.pools.values()) if self._sides else 0
-        self.inputs = step_inputs(pools, max_requests, max_tokens, self.ids, operands)
+        self._inputs = Inputs(pools, max_requests, max_tokens, self.ids, operands)
+        self.inputs, self.own_inputs = self._inputs.main, self._inputs.own
         self.backend = CanaryBackend(config, self)
         self.steps = 0
         self.schedule = schedule or Schedule()
         self.sweep = Sweep(self, self.schedule.sweep)
-        self.health = Health(self)
+        self.health, self.windows = Health(self), Windows(self)
         self._poll = Poll(self.controls)
         self._layers: dict[tuple[int, ...], dict[str, tuple[LayerHalf, ...]]] = {}  # by the gates of a graph
         self._ready = self._closed = False
-        self._step: StepView | None = None
+        self._step: Mapping[str | None, StepView] | None = None
         self._thread: threading.Thread | None = None  # that is in a step
-        self._forward: _Forward | None = None
+        self._forward: Forward | None = None
 
-    def _is_pool(self, tensor: Any) -> bool:
-        return isinstance(tensor, torch.Tensor) and self.registry.known(tensor) is not None
+    def _pools_in(self, tensor: Any) -> int:
+        return self.registry.pools_in(tensor) if isinstance(tensor, torch.Tensor) else 0
 
     @property
     def pool(self) -> EnginePool:
@@ -113,6 +114,8 @@ class EngineSession(CanarySession):
             pool.space.forget_identity()
             pool.digests.zero_()
             pool.space.counters.zero_()
+            pool.scales.adopt()
+        self.windows.reset()
         self._violations.clear()
         self._total = self._told = self._told_total = 0
         self._ready = True
@@ -163,6 +166,7 @@ class EngineSession(CanarySession):
             self.steps += 1
             self.sweep.after_step()
             self.health.after_step()
+            self.windows.after_step()
             self._look()
             if self.config.mode == "log" and self._poll.news():
                 self.drain()
@@ -190,13 +194,14 @@ class EngineSession(CanarySession):
         if self._step is None or self._thread is not threading.current_thread():
             raise SessionStateError(f"forward({index}) outside step(): with session.step(batch): comes first")
         view = self._step if batch is None else self._view_of(batch)
-        self._forward = _Forward(index, {} if view is _EMPTY else self._plans(view))
+        self._forward = Forward(index, {} if view is _EMPTY else self._plans(view))
         try:
             self._before(self._forward)
             yield
             self._join()
             self._after_forward(self._forward)
             self.health.note(self._forward.plans)
+            self.windows.note(self._forward.plans)
         except BaseException:
             self._join()
             raise
@@ -207,21 +212,16 @@ class EngineSession(CanarySession):
         for side in self._sides.values():
             side.join()
 
-    def _view_of(self, batch: Any) -> StepView:
-        self.inputs.step = self.steps
-        self.inputs.fill_from(batch)
-        return self.inputs.view()
+    def _view_of(self, batch: Any) -> Mapping[str | None, StepView]:
+        return self._inputs.fill(batch, self.steps)
 
-    def _before(self, running: _Forward) -> None:
+    def _before(self, running: Forward) -> None:
         for number, plan in running.plans.items():
-            space = self._spaces[number].space
-            kernels = request_kernels_for(space.block.device)
-            kernels.walk(space, plan)
-            kernels.check_writes(space, plan)
+            check_before(self._spaces[number], plan)
         if all(p.declared.device.type != "cuda" for p in self.pools.values()):
             self._look()  # free on the CPU, and the write has not happened yet
 
-    def _after_forward(self, running: _Forward) -> None:
+    def _after_forward(self, running: Forward) -> None:
         for number, plan in running.plans.items():
             space = self._spaces[number].space
             request_kernels_for(space.block.device).store(space, plan)
@@ -233,12 +233,10 @@ class EngineSession(CanarySession):
             self.drain()
             self._raise_new()
 
-    def _plans(self, view: StepView) -> dict[int, RequestPlan]:
+    def _plans(self, views: Mapping[str | None, StepView]) -> dict[int, RequestPlan]:
         """What each pool is to be read and written at, by the number of its slot space."""
-        return {
-            number: plan_of(pool.declared, place, view, self.inputs)
-            for place, (number, pool) in enumerate(self._spaces.items())
-        }
+        plans = self._inputs.plans(views)
+        return {number: plans[pool.name] for number, pool in self._spaces.items() if pool.name in plans}
 
     def check_reads(
         self, pages: torch.Tensor, lengths: torch.Tensor, pool: str | None = None, page_size: int = 1
@@ -251,11 +249,15 @@ class EngineSession(CanarySession):
 
         Raises:
             SessionStateError: no forward is running.
-            EngineError: fewer rows than the forward has requests.
+            EngineError: fewer rows than the forward has requests, or a pool of rings or states.
         """
         if self._forward is None:
             raise SessionStateError("check_reads() outside forward(): it compares with the plan of the running forward")
         chosen = self.pool if pool is None else self.pools[pool]
+        if chosen.declared.ring or chosen.declared.state:
+            raise EngineError(
+                f"pool {chosen.name!r} has rings or states: a kernel's page table says nothing about them"
+            )
         plan = self._forward.plans.get(chosen.space.space_id)
         if plan is not None:
             if pages.dim() != 2 or pages.shape[0] < plan.rows.shape[0] or lengths.shape[0] < plan.rows.shape[0]:
@@ -329,11 +331,14 @@ class EngineSession(CanarySession):
         if pool is not None:
             token = row[Ring.DETAIL]
             request = self.ids.name(row[Ring.REQUEST])
-            return decode(row, pool.info, token if token >= 0 else None, request=request)
+            told = decode(row, pool.info, token if token >= 0 else None, request=request)
+            return in_tokens(told, pool.declared.tokens_per_slot)
         if half is None or half.space is None:
             return super()._decode(row)
-        plan = self._forward.plans.get(half.space.space_id) if self._forward is not None else None
-        return decode_content(row, half.info, half.space, plan, self.ids)
+        number = half.space.space_id
+        plan = self._forward.plans.get(number) if self._forward is not None else None
+        told = decode_content(row, half.info, half.space, plan, self.ids)
+        return in_tokens(told, self._spaces[number].declared.tokens_per_slot)
 
     def checks_without_inputs(self) -> dict[str, str]:
         """The checks that cannot run in this session, each with what they lack."""
@@ -347,6 +352,10 @@ class EngineSession(CanarySession):
     def stats(self) -> EngineStats:
         """Counts since the session was ready; waits for the devices."""
         return engine_stats(self, super().stats())
+
+    def window_report(self) -> WindowReport:
+        """How the groups of a hybrid model differ, so far; waits for the devices."""
+        return self.windows.report()
 
     def summary(self) -> str:
         """What is protected, what is off and why, and the counts so far, as text."""
@@ -380,21 +389,3 @@ class EngineSession(CanarySession):
         self.sweep.report_digest(chosen, mine, theirs, self.ids.hash(request))
         self._look()
         return mine == theirs
-
-
-_EMPTY: Any = object()
-
-
-@dataclasses.dataclass
-class _Forward:
-    """The forward that is running."""
-
-    index: int
-    plans: dict[int, RequestPlan]
-
-    def require(self, index: int) -> None:
-        if index != self.index:
-            raise SessionStateError(
-                f"forward({index}) inside forward({self.index}): leave one before entering the next; a draft model "
-                "with pools of its own has a session of its own"
-            )

@@ -13,9 +13,10 @@ from collections.abc import Iterable
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .errors import CaptureError, ConcurrentUseError
+from .errors import CaptureError, ConcurrentUseError, EngineError
 from .kernels.buffers import HalfBuffers, IdentityBuffers
 from .kernels.digest import seeds
+from .kernels.geometry import merged_dims
 from .kernels.layout import SlotLayout
 from .kernels.slot_space import SlotSpace
 from .passes.graph_plan import Kind, SitePlan
@@ -39,9 +40,16 @@ class Place:
 
     def same_slots(self, other: Place) -> bool:
         """Whether both cut the same bytes into the same slots."""
-        mine, theirs = self.layout, other.layout
-        same = (mine.slots, mine.row_bytes, mine.dtype) == (theirs.slots, theirs.row_bytes, theirs.dtype)
-        return same and self.span() == other.span()
+        return self._cut() == other._cut()
+
+    def _cut(self) -> tuple[object, ...]:
+        """The slots and the elements of a slot, each as sizes and strides without regard to the view's axes."""
+        layout = self.layout
+        slots, row = (
+            merged_dims([(layout.shape[a], self.strides[a]) for a in axes])
+            for axes in (layout.slot_axes, layout.row_axes)
+        )
+        return self.offset, layout.dtype, slots, row
 
     def overlaps(self, other: Place) -> bool:
         """Whether a byte may belong to both.  Exact for views with the same strides, such as the layers of
@@ -54,6 +62,25 @@ class Place:
             return True
         dims = sorted(zip(self.strides, self.layout.shape, other.layout.shape, strict=True), reverse=True)
         return _reachable((c - a) // size, dims)
+
+
+def _of_layer(halves: list[PoolHalf], site: SitePlan) -> list[PoolHalf]:
+    """Those of the halves whose declared layer is the one that a graph's site is in: by its path, else its number."""
+    path = site.layer + "."
+    by_path = [h for h in halves if path.startswith(h.info.layer + ".") or h.info.layer.startswith(path)]
+    if by_path or site.number is None:
+        return by_path
+    numbers = [[part for part in h.info.layer.split(".") if part.isdigit()][-1:] for h in halves]
+    return [h for h, number in zip(halves, numbers, strict=True) if number == [str(site.number)]]
+
+
+def _declared_otherwise(half: PoolHalf, place: Place, site: SitePlan) -> str:
+    mine, theirs = half.place.layout, place.layout
+    return (
+        f"layer {site.layer!r} writes {site.pool} as {theirs.slots} slots of {theirs.row_bytes} bytes, and pool "
+        f"{half.info.pool!r} declares these bytes as {half.info.half} of {half.info.layer}, {mine.slots} slots of "
+        f"{mine.row_bytes} bytes: give KVPool the tensors, or the views of them, that the model writes"
+    )
 
 
 def _reachable(distance: int, dims: list[tuple[int, int, int]]) -> bool:
@@ -99,6 +126,8 @@ class Storage:
 
     reference: StorageWeakRef
     halves: dict[Place, PoolHalf] = dataclasses.field(default_factory=dict)
+    declared: list[PoolHalf] = dataclasses.field(default_factory=list)  # by an engine
+    aliases: dict[tuple[Place, int], PoolHalf] = dataclasses.field(default_factory=dict)  # of those, by id
     version: int | None = None  # of the pool tensor after our last call; None before, or if it keeps none
     user: int | None = None  # ident of the thread that is in a forward over it
     depth: int = 0
@@ -149,11 +178,11 @@ class PoolRegistry:
 
         Raises:
             CaptureError: it is new and a CUDA graph is being captured.
+            EngineError: the engine declared its bytes otherwise, or for several layers of which this is none.
         """
-        declared = any(h.space is not None for h in storage.halves.values())
-        layout = SlotLayout(tuple(view.shape), site.slot_axes, view.dtype, site.paged or declared)
+        layout = SlotLayout(tuple(view.shape), site.slot_axes, view.dtype, site.paged or bool(storage.declared))
         place = Place(int(view.storage_offset()) * view.element_size(), tuple(view.stride()), layout)
-        half = storage.halves.get(place) or self._another_view(storage, place)
+        half = self._declared_half(storage, place, site) if storage.declared else storage.halves.get(place)
         if half is None:
             if view.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise CaptureError(f"the KV cache {site.pool!r} has no shadow yet")
@@ -182,22 +211,41 @@ class PoolRegistry:
         """Register a half of an engine's pool, which is known before any graph."""
         storage = self.storage_of(view)
         with self._lock:
-            storage.halves[half.place] = half
+            storage.declared.append(half)
+            storage.halves.setdefault(half.place, half)
             self._by_id[half.id] = half
+
+    def name(self, half: PoolHalf) -> None:
+        """Register what no graph writes, so that reports can name it."""
+        self._by_id[half.id] = half
 
     def new_id(self) -> int:
         """A number that no half has."""
         self._next_id += 1
         return self._next_id - 1
 
-    def _another_view(self, storage: Storage, place: Place) -> PoolHalf | None:
-        """The half of an engine's pool that ``place`` is too, seen in another shape."""
-        for half in storage.halves.values():
-            if half.space is not None and half.place.same_slots(place):
-                alias = dataclasses.replace(half, place=place)
-                storage.halves[place] = alias
-                return alias
-        return None
+    def _declared_half(self, storage: Storage, place: Place, site: SitePlan) -> PoolHalf | None:
+        """The half of an engine's pool that ``place`` is, in whatever shape it is seen; None if it is none."""
+        found = [h for h in storage.declared if h.place.same_slots(place)]
+        if not found:
+            clash = next((h for h in storage.declared if h.place.overlaps(place)), None)
+            if clash is not None:
+                raise EngineError(_declared_otherwise(clash, place, site))
+            return storage.halves.get(place)
+        named = found if len(found) == 1 else _of_layer(found, site)
+        if len(named) != 1:
+            layers = [f"{h.info.layer} of pool {h.info.pool}" for h in found]
+            raise EngineError(
+                f"layer {site.layer!r} writes a tensor that is declared for {', '.join(layers)}, and it is not plain "
+                "which of them it is: give the pools layer_names that are the paths of the modules"
+            )
+        half = named[0]
+        if half.place == place:
+            return half
+        alias = storage.aliases.get((place, half.id))
+        if alias is None:
+            alias = storage.aliases[place, half.id] = dataclasses.replace(half, place=place)
+        return alias
 
     def _make(self, view: torch.Tensor, place: Place, site: SitePlan, number: int) -> PoolHalf:
         buffers = self._retired.pop((view.device, view.data_ptr(), place), None)
@@ -235,7 +283,11 @@ class PoolRegistry:
         """
         kept = list(mine)
         ids = {h.id for h in kept}
-        gone = [h for h in storage.halves.values() if h.id not in ids and any(h.place.overlaps(k.place) for k in kept)]
+        gone = [
+            h
+            for h in storage.halves.values()
+            if h.id not in ids and h.space is None and any(h.place.overlaps(k.place) for k in kept)
+        ]
         for half in gone:
             self._forget(storage, half)
         return gone
@@ -261,6 +313,11 @@ class PoolRegistry:
         """Who is in the slots of a half's slot space, if one of its halves keeps that."""
         peers = (self._by_id.get(peer) for peer in half.peers)
         return next((p.identity for p in peers if p is not None and p.identity is not None), None)
+
+    def pools_in(self, tensor: torch.Tensor) -> int:
+        """How many pools an engine keeps in a tensor's storage."""
+        storage = self.known(tensor)
+        return len({h.info.pool for h in storage.declared}) if storage is not None else 0
 
     def known(self, tensor: torch.Tensor) -> Storage | None:
         """The record of a tensor's storage, if it has halves."""

@@ -34,8 +34,8 @@ class CanarySession:
     with caches of its own.
     """
 
-    #: Whether an input of a graph is a pool, in a session that knows its pools beforehand.
-    is_pool: Callable[[Any], bool] | None = None
+    #: How many pools are in an input of a graph, in a session that knows its pools beforehand.
+    pools_in: Callable[[Any], int] | None = None
 
     def __init__(self, config: CanaryConfig | None = None):
         self.config = config or CanaryConfig.from_env()

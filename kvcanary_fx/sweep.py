@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .engine_pools import EnginePool, Slots, digest_of
+from .engine_pools import EnginePool, digest_of
 from .kernels.buffers import Check, Phase
 from .kernels.cpu import packed, poisoned_words, rows_as_words
 from .kernels.findings import Findings
 from .kernels.layout import FLOAT_DTYPES
 from .kernels.slot_space import REFERENCE, Flag, Why
+from .pool_layout import Slots
 
 if TYPE_CHECKING:
     from .engine_session import EngineSession

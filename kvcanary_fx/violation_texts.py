@@ -101,6 +101,11 @@ _BY_REASON = {
         "a slot handed out twice, or written after its release by the one who had it before",
         "check the order of release and allocate against the batches in flight",
     ),
+    Why.WRITTEN_BEFORE: Text(
+        "a token is about to be written over a slot that is written once",
+        "cross-attention's K and V computed again for a request that has them, or written with the decoder's slots",
+        "write them in the request's first forward only; after that, reads need no slots",
+    ),
     Why.WRITE_SHARED: Text(
         "a token is about to be written to a slot that several requests share",
         "a suffix that starts inside the shared prefix: no copy on write, or a prefix length off by a page",

@@ -13,7 +13,7 @@ from ..kernels.layout import POOL_DTYPES
 from ..kernels.plan import Select, Selector, WritePlan
 from .accesses import Access, Accesses, Extent, extent_of
 from .graph_plan import Kind
-from .names import function_name, has_kv_name, source_name, state_named
+from .names import function_name, has_kv_name, module_path, source_name, state_named
 from .selection import At, Full, Indexed, Part, Selection, Span
 from .states import ancestors, is_running_state, rolled_axis
 from .writes import KVWrite, chosen_axes, read_write
@@ -95,17 +95,18 @@ class _Builder:
     def __init__(self, found: Accesses):
         self.found = found
 
-    def halves_of(self, root: fx.Node) -> list[Half]:
+    def halves_of(self, root: fx.Node, by_layer: bool) -> list[Half]:
         accesses = self.found.of(root)
         nodes = dict.fromkeys(a.node for a in accesses if a.writes)
         writes = [w for node in nodes for w in read_write(node, root, self.found)]
-        return self._group(root, writes, accesses)
+        return self._group(root, writes, accesses, by_layer)
 
-    def _group(self, root: fx.Node, writes: list[KVWrite], accesses: list[Access]) -> list[Half]:
+    def _group(self, root: fx.Node, writes: list[KVWrite], accesses: list[Access], by_layer: bool) -> list[Half]:
         grouped: dict[Any, list[tuple[KVWrite, Region, Selection | None]]] = {}
         for write in writes:
             for region, selection in _split(write, self.found):
-                grouped.setdefault(_key(region, self.found), []).append((write, region, selection))
+                layer = module_path(write.node) if by_layer else ""
+                grouped.setdefault((layer, _key(region, self.found)), []).append((write, region, selection))
         return [self._half(root, group, accesses) for group in grouped.values()]
 
     def _half(
@@ -278,13 +279,12 @@ def _guess_axes(group: list[tuple[KVWrite, Region, Selection | None]], view: tor
     return (0, view.dim() - 2) if view.dim() >= 3 else (0,)
 
 
-def find_halves(
-    found: Accesses, declared: Callable[[fx.Node], bool] = lambda _: False
-) -> tuple[list[Half], list[Rejected]]:
+def find_halves(found: Accesses, declared: Callable[[fx.Node], int] = lambda _: 0) -> tuple[list[Half], list[Rejected]]:
     """Every half that the graph writes, and every written input that is not a KV cache, with the reason.
 
     Args:
-        declared: whether an input is known to be a KV pool, however it is used.
+        declared: how many pools an engine keeps in an input: one is a KV pool however it is used; where there are
+            several, two layers that write the same bytes are not the same layer.
     """
     builder = _Builder(found)
     halves: list[Half] = []
@@ -292,7 +292,7 @@ def find_halves(
     for root in found.written_roots():
         why = _not_a_pool(root, found)
         if why is None:
-            made = builder.halves_of(root)
+            made = builder.halves_of(root, by_layer=declared(root) > 1)
             why = None if declared(root) else _not_kv(made, root, found)
             if why is None:
                 halves += made

@@ -48,7 +48,7 @@ def insert_canaries(
     example_inputs: Sequence[Any],
     plan: GraphPlan,
     chain: bool,
-    is_pool: Callable[[Any], bool] = lambda _: False,
+    pools_in: Callable[[Any], int] = lambda _: 0,
     recorded: Recorded | None = None,
 ) -> fx.GraphModule:
     """Guard every KV write of ``gm``, in place, and fill ``plan``.
@@ -57,7 +57,7 @@ def insert_canaries(
 
     Args:
         chain: insert the chain check where the graph shows token ids.
-        is_pool: whether an example input is known to be a KV pool.
+        pools_in: how many pools an engine is known to keep in an example input.
         recorded: the slot axes of an example input that another graph of the session writes; None to leave alone
             what this graph only reads.
     """
@@ -65,7 +65,7 @@ def insert_canaries(
         return gm
     found = trace_accesses(gm, example_inputs)
     places = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
-    halves, rejected = find_halves(found, lambda root: is_pool(example_inputs[places[root]]))
+    halves, rejected = find_halves(found, lambda root: pools_in(example_inputs[places[root]]))
     if recorded is not None:
         halves += find_only_read(found, lambda root: example_inputs[places[root]], recorded, plan.functional)
     name_halves(halves, found)

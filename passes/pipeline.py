@@ -38,7 +38,7 @@ Pass = Callable[[fx.GraphModule, Sequence[Any], GraphPlan], fx.GraphModule]
 def passes(
     chain: bool = True,
     rewrite: bool | Literal["parts"] = False,
-    is_pool: Callable[[Any], bool] | None = None,
+    pools_in: Callable[[Any], int] | None = None,
     side: bool = False,
     recorded: Recorded | None = None,
 ) -> list[tuple[str, Pass]]:
@@ -48,7 +48,7 @@ def passes(
         chain: insert the chain check where the graph shows token ids.
         rewrite: replace KV writes by an op that writes in place: all of them, or with ``"parts"`` those
             to a part of an input.
-        is_pool: of an engine's session, which knows its pools: says whether an input of a graph is one.  Opaque
+        pools_in: of an engine's session, which knows its pools: how many are in an input of a graph.  Opaque
             attention ops are guarded then, too.
         side: the checks of opaque attention may run on a stream beside the model's.
         recorded: guard also what a graph only reads; gives the slot axes of inputs that another graph writes.
@@ -56,14 +56,14 @@ def passes(
     insert = functools.partial(
         insert_canaries,
         chain=chain,
-        is_pool=is_pool or (lambda _: False),
-        recorded=recorded if is_pool is None else None,
+        pools_in=pools_in or (lambda _: 0),
+        recorded=recorded if pools_in is None else None,
     )
     ordered: list[tuple[str, Pass]] = [
         ("find_functional_caches", find_functional_caches),
         ("insert_canaries", insert),
     ]
-    if is_pool is not None:
+    if pools_in is not None:
         ordered.append(("guard_attention_ops", guard_attention_ops))
         if side:
             ordered.append(("join_side_streams", join_side_streams))

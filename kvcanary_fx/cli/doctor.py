@@ -12,7 +12,7 @@ import torch
 
 from ..config import CanaryConfig
 from ..doctor import examine
-from ..engine_pools import KVPool
+from ..pool_layout import KVPool
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 

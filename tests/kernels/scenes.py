@@ -81,10 +81,27 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.clone()
 
 
+#: Layouts that :func:`random_view` draws from.
+VIEWS = (
+    "bhsd", "shd", "paged", "halves", "interleaved", "bsd", "sd", "offset", "page_hnd", "bytes_584", "packed_page",
+    "unaligned_rows",
+)  # fmt: skip
+
+
 def random_view(rng: random.Random, dtype: torch.dtype) -> tuple[torch.Tensor, tuple[int, ...]]:
     """A pool view of some common or odd layout, filled with finite values, and its slot axes."""
     b, s, h, d = rng.randint(1, 3), rng.randint(1, 9), rng.randint(1, 3), rng.choice([1, 2, 3, 4, 5, 7, 8, 16, 33])
-    kind = rng.choice(["bhsd", "shd", "paged", "halves", "interleaved", "bsd", "sd", "offset", "page_hnd"])
+    kind = rng.choice(VIEWS)
+    if kind == "bytes_584":  # DeepSeek-V4: rows that no 16 bytes divide, and a base that nothing aligns
+        size, start = 584 // dtype.itemsize, rng.randint(0, 3)
+        return fill(rng, (s * size + start,), dtype)[start:].view(s, size), (0,)
+    if kind == "packed_page":  # the rows of a page first, their scales behind them
+        size, scale, part = rng.choice([(576, 8), (7, 3), (5, 1)]) + (rng.randint(0, 1),)
+        raw = fill(rng, (b, s * (size + scale)), dtype)
+        width, begin = (scale, s * size) if part else (size, 0)
+        return raw.as_strided((b, s, width), (raw.stride(0), width, 1), begin), (0, 1)
+    if kind == "unaligned_rows":  # rows further apart than they are long, by an odd number of elements
+        return fill(rng, (s * (d + 3) + 1,), dtype)[1:].view(s, d + 3)[:, :d], (0,)
     if kind == "bhsd":
         return fill(rng, (b, h, s, d), dtype), (0, 2)
     if kind == "shd":

@@ -126,7 +126,7 @@ def test_pass_run_twice_inserts_nothing_new():
     graphs = []
 
     def capture(gm, example_inputs):
-        ordered = passes(is_pool=lambda _: False)
+        ordered = passes(pools_in=lambda _: 0)
         once, plan = run_passes(gm, example_inputs, ordered)
         twice, _ = run_passes(once, [*example_inputs, torch.zeros(1, dtype=torch.int32)], ordered)
         graphs.append((once.code, twice.code, plan.ops))

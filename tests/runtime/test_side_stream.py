@@ -12,7 +12,7 @@ import torch
 from opaque_engine import METADATA
 from test_opaque_attention import LAYERS, Rig
 
-from kvcanary_fx import engine_session
+from kvcanary_fx import engine_forward, engine_session
 from kvcanary_fx.kernels import gpu, gpu_requests, layer_ops, side_stream
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
@@ -42,7 +42,8 @@ def beside(monkeypatch):
     monkeypatch.setattr(side_stream, "can_fork", lambda device: True)
     monkeypatch.setattr(side_stream, "SideStream", AtOnce)
     monkeypatch.setattr(layer_ops, "kernels_for", lambda device: gpu)
-    monkeypatch.setattr(engine_session, "request_kernels_for", lambda device: gpu_requests)
+    for module in (engine_forward, engine_session):
+        monkeypatch.setattr(module, "request_kernels_for", lambda device: gpu_requests)
 
 
 def told(rig: Rig) -> list[tuple]:
