@@ -135,7 +135,10 @@ def _check_place(
         findings.add(Check.OWNER, Why.FOREIGN_READ, foreign & ~free, request, owner)
     unwritten = (flags & Flag.WRITTEN) == 0
     findings.add(Check.POISON, Why.NEVER_WRITTEN, unwritten, 0, 0)
-    findings.stop(unwritten | ((flags & Flag.NAMELESS) != 0))
+    findings.stop(unwritten)
+    rejected = (flags & Flag.REJECTED) != 0
+    findings.add(Check.TOKEN, Why.REJECTED_TOKEN, rejected, 0, space.tokens[at].to(torch.int64))
+    findings.stop((flags & Flag.NAMELESS) != 0)
 
 
 def _check_identity(
@@ -197,12 +200,34 @@ def token_requests(plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, torch
     return request, place, (token < plan.counts[1]) & (token < ends[-1])
 
 
+def planned_positions(plan: RequestPlan, request: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """int64 ``[n]``: the position of each added token; what :func:`token_requests` gives are the other arguments."""
+    depth = place if plan.parents is None else sum_to_root(plan, torch.ones_like(place), place) - 1
+    return plan.prefix_lens.to(torch.int64)[request] + depth
+
+
+def sum_to_root(plan: RequestPlan, values: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """For each added token of a tree the sum of ``values`` over it and all that it follows: int64 ``[n]``.
+
+    By doubling: after k rounds a token has the sum over 2**k of them, and knows where to go on.
+    """
+    assert plan.parents is not None
+    n = values.shape[0]
+    parent = plan.parents.to(torch.int64)
+    number = torch.arange(n, device=values.device)
+    up = torch.where((parent >= 0) & (parent < place), number - place + parent, n)
+    up, total = torch.nn.functional.pad(up, (0, 1), value=n), torch.nn.functional.pad(values, (0, 1))
+    for _ in range(n.bit_length()):
+        total, up = total + total[up], up[up]
+    return total[:-1]
+
+
 def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     """Before a forward: may its tokens go where they are planned to go?  Writes ``plan.real_slots``."""
     if plan.slots.shape[0] == 0 or plan.rows.shape[0] == 0:
         return
     request, place, real = token_requests(plan)
-    position = plan.prefix_lens.to(torch.int64)[request] + place
+    position = planned_positions(plan, request, place)
     slot = plan.slots.to(torch.int64)
     outside = (slot < 0) | (slot >= space.slots)
     plan.memory_for("real_slots", slot.shape[0]).copy_(torch.where(real & ~outside, slot, -1))
@@ -221,8 +246,9 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
         findings.add(Check.OWNER, Why.WRITE_SHARED, shared, mine, owner)
         findings.add(Check.OWNER, Why.OVERWRITE, foreign & ~free & ~shared, mine, owner)
     if plan.table.numel():
-        there = table_slots(plan, request, position)
-        fits = (position < plan.width) & _row_exists(plan)[request]
+        column = plan.prefix_lens.to(torch.int64)[request] + place  # a tree's tokens are in the row one by one
+        there = table_slots(plan, request, column)
+        fits = (column < plan.width) & _row_exists(plan)[request]
         findings.add(Check.INDEX, Why.TABLE_DIFFERS, fits & (there != slot), slot, there)
     if plan.positions is not None:
         given = plan.positions.to(torch.int64)
@@ -251,17 +277,24 @@ def store(space: SlotSpace, plan: RequestPlan) -> None:
     real = real & ((space.flags[at] & Flag.RESERVED) == 0)
     at = torch.where(real, at, space.nowhere)
     prefix = plan.prefix_lens.to(torch.int64)
-    expected = prefix[request] + place
+    expected = planned_positions(plan, request, place)
     position = expected if plan.positions is None else plan.positions.to(torch.int64)
     tokens = plan.tokens.to(torch.int64)
     link = torch.where(real, mix_tensor(tokens, position), 0)
-    total = link.cumsum(0)
-    chain = _chain_before(space, plan, prefix)[request] + total - (total - link)[_first_token(plan)][request]
+    chain = _chain_before(space, plan, prefix)[request] + _links_up_to(plan, link, place)
     space.tokens[at] = tokens.to(torch.int32)
     space.positions[at] = position.to(torch.int32)
     space.chain[at] = chain
-    space.flags[at] = (space.flags[at] | int(Flag.WRITTEN)) & ~int(Flag.NAMELESS)
+    space.flags[at] = (space.flags[at] | int(Flag.WRITTEN)) & ~int(Flag.NAMELESS | Flag.REJECTED)
     space.counters[SpaceCount.RECORDED] += real.sum()
+
+
+def _links_up_to(plan: RequestPlan, link: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """int64 ``[n]``: the sum of a token's link and those of the added tokens that it follows."""
+    if plan.parents is not None:
+        return sum_to_root(plan, link, place)
+    request, total = token_requests(plan)[0], link.cumsum(0)
+    return total - (total - link)[_first_token(plan)][request]
 
 
 def _first_token(plan: RequestPlan) -> torch.Tensor:
@@ -297,7 +330,7 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
     planned = plan.slots.to(torch.int64)
     findings = Findings(real, space.checks)
     findings.add(Check.INDEX, Why.NOT_THE_PLANNED_SLOT, got != planned, planned, got)
-    position = plan.prefix_lens.to(torch.int64)[request] + place
+    position = planned_positions(plan, request, place)
     findings.report(space.control, half_id, Phase.POST, planned, position, plan.owners[request], plan.tokens)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from .buffers import UNKNOWN, Check, Phase, Ring, Word
 from .chain import MASK64, SEED, mix
-from .slot_space import REFERENCE, Flag, RequestPlan, SlotSpace, SpaceCount, Why
+from .slot_space import MARKS, REFERENCE, Flag, RequestPlan, SlotSpace, SpaceCount, Why
 
 
 def _signed(x: int) -> int:
@@ -59,6 +59,7 @@ class _Entry:
             Ring.REQUEST: request,
             Ring.POSITION: position,
             Ring.WHY: self.why,
+            Ring.FORWARD: int(control.words[Word.FORWARD]),
         }
         for column, value in values.items():
             control.ring[head % control.capacity, column] = value
@@ -137,6 +138,8 @@ def _check_reader(entry: _Entry, space: SlotSpace, slot: int, request: int) -> N
             entry.add(Check.OWNER, Why.FOREIGN_READ, request, owner)
     if not flags & Flag.WRITTEN:
         entry.add(Check.POISON, Why.NEVER_WRITTEN, 0, 0)
+    elif flags & Flag.REJECTED:
+        entry.add(Check.TOKEN, Why.REJECTED_TOKEN, 0, int(space.tokens[slot]))
 
 
 def _check_identity(
@@ -178,11 +181,24 @@ def _tokens(plan: RequestPlan) -> list[tuple[int, int, int]]:
     return [(i, request, place) for i, (request, place) in enumerate(found[:real])]
 
 
+def _parent(plan: RequestPlan, i: int, place: int) -> int:
+    """The place of the token that one follows, -1 for the prefix."""
+    parent = place - 1 if plan.parents is None else int(plan.parents[i])
+    return parent if 0 <= parent < place else -1
+
+
+def _position(plan: RequestPlan, i: int, request: int, place: int) -> int:
+    position, first = int(plan.prefix_lens[request]), i - place
+    while (place := _parent(plan, first + place, place)) >= 0:
+        position += 1
+    return position
+
+
 def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     seen: set[int] = set()
     for i, request, place in _tokens(plan):
         entry, slot = _Entry(space), int(plan.slots[i])
-        position, owner = int(plan.prefix_lens[request]) + place, int(plan.owners[request])
+        position, owner = _position(plan, i, request, place), int(plan.owners[request])
         if not 0 <= slot < space.slots:
             entry.add(Check.BOUNDS, Why.OUT_OF_RANGE, slot, -1)
         elif int(space.flags[slot]) & Flag.RESERVED:
@@ -192,7 +208,7 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
                 entry.add(Check.BOUNDS, Why.PLANNED_TWICE, slot, slot)
             seen.add(slot)
             _check_writer(entry, space, slot, owner)
-            _check_against_plan(entry, plan, i, request, position)
+            _check_against_plan(entry, plan, i, request, place)
             _check_token(entry, space, plan, request, position, int(plan.tokens[i]))
         entry.report(Phase.PRE, slot, position, owner, int(plan.tokens[i]))
 
@@ -209,9 +225,10 @@ def _check_writer(entry: _Entry, space: SlotSpace, slot: int, request: int) -> N
         entry.add(Check.OWNER, Why.OVERWRITE, request, owner)
 
 
-def _check_against_plan(entry: _Entry, plan: RequestPlan, i: int, request: int, position: int) -> None:
-    if plan.table.numel() and position < plan.width and _row_exists(plan, request):
-        there = _table_slot(plan, request, position)
+def _check_against_plan(entry: _Entry, plan: RequestPlan, i: int, request: int, place: int) -> None:
+    position, column = _position(plan, i, request, place), int(plan.prefix_lens[request]) + place
+    if plan.table.numel() and column < plan.width and _row_exists(plan, request):
+        there = _table_slot(plan, request, column)
         if there != int(plan.slots[i]):
             entry.add(Check.INDEX, Why.TABLE_DIFFERS, int(plan.slots[i]), there)
     if plan.positions is not None and int(plan.positions[i]) != position:
@@ -219,15 +236,19 @@ def _check_against_plan(entry: _Entry, plan: RequestPlan, i: int, request: int, 
 
 
 def store(space: SlotSpace, plan: RequestPlan) -> None:
-    chains = [_chain_before(space, plan, r) for r in range(int(plan.counts[0]))]
+    before = [_chain_before(space, plan, r) for r in range(int(plan.counts[0]))]
+    chains: dict[tuple[int, int], int] = {}
     for i, request, place in _tokens(plan):
+        parent = _parent(plan, i, place)
+        follows = chains[request, parent] if parent >= 0 else before[request]
         slot, token = int(plan.slots[i]), int(plan.tokens[i])
         if not 0 <= slot < space.slots or int(space.flags[slot]) & Flag.RESERVED:
+            chains[request, place] = follows
             continue
-        position = int(plan.prefix_lens[request]) + place if plan.positions is None else int(plan.positions[i])
-        chains[request] = _signed(chains[request] + mix(token, position))
-        space.tokens[slot], space.positions[slot], space.chain[slot] = token, position, chains[request]
-        space.flags[slot] = (int(space.flags[slot]) | Flag.WRITTEN) & ~int(Flag.NAMELESS)
+        position = _position(plan, i, request, place) if plan.positions is None else int(plan.positions[i])
+        chains[request, place] = _signed(follows + mix(token, position))
+        space.tokens[slot], space.positions[slot], space.chain[slot] = token, position, chains[request, place]
+        space.flags[slot] = (int(space.flags[slot]) | Flag.WRITTEN) & ~int(Flag.NAMELESS | Flag.REJECTED)
         space.counters[SpaceCount.RECORDED] += 1
 
 
@@ -245,7 +266,7 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
         got, planned = int(received[i]) if i < received.shape[0] else -1, int(plan.slots[i])
         if got != planned:
             entry.add(Check.INDEX, Why.NOT_THE_PLANNED_SLOT, planned, got)
-        position, owner = int(plan.prefix_lens[request]) + place, int(plan.owners[request])
+        position, owner = _position(plan, i, request, place), int(plan.owners[request])
         entry.report(Phase.POST, planned, position, owner, int(plan.tokens[i]), half_id)
 
 
@@ -357,6 +378,14 @@ def name(
                 entry.add(Check.OWNER, Why.OVERWRITE, owner, holder)
         _tell(entry, space, slot, named, owner)
         if named:
-            space.flags[slot] = (int(space.flags[slot]) & ~int(Flag.WRITTEN | Flag.NAMELESS)) | int(marks[i])
+            space.flags[slot] = (int(space.flags[slot]) & ~int(MARKS)) | int(marks[i])
             if who is not None:
                 space.tokens[slot], space.positions[slot], space.chain[slot] = (t[i] for t in who)
+
+
+def reject(space: SlotSpace, slots: torch.Tensor) -> None:
+    for slot in slots.tolist():
+        entry = _Entry(space)
+        if _named(space, entry, slot) and int(space.flags[slot]) & Flag.WRITTEN:
+            space.flags[slot] = int(space.flags[slot]) | Flag.REJECTED
+        entry.report(Phase.LIFE, slot, UNKNOWN, 0, -1)

@@ -30,6 +30,7 @@ OWNER: tl.constexpr = tl.constexpr(int(Column.OWNER) // 2)
 WRITTEN: tl.constexpr = tl.constexpr(int(Flag.WRITTEN))
 RESERVED: tl.constexpr = tl.constexpr(int(Flag.RESERVED))
 NAMELESS: tl.constexpr = tl.constexpr(int(Flag.NAMELESS))
+REJECTED: tl.constexpr = tl.constexpr(int(Flag.REJECTED))
 REFERENCE: tl.constexpr = tl.constexpr(slot_space.REFERENCE)
 
 FORWARDS: tl.constexpr = tl.constexpr(int(SpaceCount.FORWARDS))
@@ -59,6 +60,7 @@ WRONG_POSITION: tl.constexpr = tl.constexpr(int(Why.WRONG_POSITION))
 WRONG_PREDECESSOR: tl.constexpr = tl.constexpr(int(Why.WRONG_PREDECESSOR))
 OTHER_NAMESPACE: tl.constexpr = tl.constexpr(int(Why.OTHER_NAMESPACE))
 WRONG_TOKEN: tl.constexpr = tl.constexpr(int(Why.WRONG_TOKEN))
+REJECTED_TOKEN: tl.constexpr = tl.constexpr(int(Why.REJECTED_TOKEN))
 NOT_PLANNED: tl.constexpr = tl.constexpr(int(Why.NOT_THE_PLANNED_SLOT))
 TABLE_DIFFERS: tl.constexpr = tl.constexpr(int(Why.TABLE_DIFFERS))
 READ_DIFFERS: tl.constexpr = tl.constexpr(int(Why.READ_DIFFERS))
@@ -69,6 +71,7 @@ POST: tl.constexpr = tl.constexpr(int(Phase.POST))
 HEAD: tl.constexpr = tl.constexpr(int(Word.HEAD))
 DRAINED: tl.constexpr = tl.constexpr(int(Word.DRAINED))
 STEP: tl.constexpr = tl.constexpr(int(Word.STEP))
+FORWARD: tl.constexpr = tl.constexpr(int(Word.FORWARD))
 RING: tl.constexpr = tl.constexpr(len(Ring))
 
 #: Arguments that differ between steps, pools and sessions: Triton would compile a kernel anew for each value of 1 and
@@ -153,6 +156,7 @@ def tell(
         tl.store(at + 10, zero + request, mask=keep)
         tl.store(at + 11, zero + position, mask=keep)
         tl.store(at + 12, why, mask=keep)
+        tl.store(at + 13, tl.load(words_ptr + FORWARD) + zero, mask=keep)
 
 
 @triton.jit

@@ -33,6 +33,9 @@ class Batch:
         namespaces: integer ``[bs]`` or None; 0 is the default namespace.
         history: integer ``[bs, length]`` or None, the requests' own token ids, for the token check.
         history_lens: integer ``[bs]``, how many of them are valid.
+        parents: integer ``[n]`` or None: the added tokens of a request are a tree, and each follows the one with this
+            number among them, an earlier one, or the prefix, -1.  Their slots are in the request's row one after the
+            other; their position is the prefix's length plus their depth.
     """
 
     input_ids: Any
@@ -45,6 +48,7 @@ class Batch:
     namespaces: Any = None
     history: Any = None
     history_lens: Any = None
+    parents: Any = None
 
 
 def step_inputs(
@@ -63,7 +67,7 @@ def step_inputs(
     )
     for name in ("request_rows", "prefix_lens", "extend_lens", "namespaces", "history_lens"):
         inputs.register(name, "batch", torch.int64)
-    for name in dict.fromkeys(["input_ids", "positions", *(p.slots_from for p in pools)]):
+    for name in dict.fromkeys(["input_ids", "positions", "parents", *(p.slots_from for p in pools)]):
         inputs.register(name, "tokens", torch.int64)
 
     def owners(batch: Any, filled: StepInputs) -> torch.Tensor:
@@ -113,6 +117,7 @@ def plan_of(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> Req
         slot_map=pool.slot_map,
         history=_history(view),
         history_lens=view.history_lens,
+        parents=view.parents,
         ends=view.request_ends,
         real_slots=getattr(view, real_slots_name(place)),
         operand_digests=getattr(view, "operand_digests", None),

@@ -48,5 +48,5 @@ def _planned(plan: RequestPlan | None, slot: int) -> tuple[int, int, int] | None
     request, place, real = request_checks.token_requests(plan)
     if not bool(real[i]):
         return None
-    position = int(plan.prefix_lens[request[i]]) + int(place[i])
+    position = int(request_checks.planned_positions(plan, request, place)[i])
     return int(plan.tokens[i]), position, int(plan.owners[request[i]])

@@ -14,6 +14,7 @@ from .backend import CanaryBackend
 from .binding import BoundCall
 from .config import CanaryConfig
 from .context import ForwardContext
+from .engine_forward import Forward, ForwardIndex
 from .engine_health import Health
 from .engine_plan import plan_of, step_inputs
 from .engine_pools import EnginePool, KVPool, Slots
@@ -88,7 +89,8 @@ class EngineSession(CanarySession):
         self._ready = self._closed = False
         self._step: StepView | None = None
         self._thread: threading.Thread | None = None  # that is in a step
-        self._forward: _Forward | None = None
+        self._forward: Forward | None = None
+        self._index = ForwardIndex(self.controls)
 
     def _is_pool(self, tensor: Any) -> bool:
         return isinstance(tensor, torch.Tensor) and self.registry.known(tensor) is not None
@@ -175,7 +177,7 @@ class EngineSession(CanarySession):
         Nested calls with the same index belong to the outermost one.
 
         Args:
-            index: 0 is the target's; a draft that runs several forwards counts them.
+            index: 0 is the target's; a draft that runs several forwards counts them.  Violations have it.
             batch: what this forward reads and writes, if it is not what the step was given.
 
         Raises:
@@ -189,7 +191,8 @@ class EngineSession(CanarySession):
         if self._step is None or self._thread is not threading.current_thread():
             raise SessionStateError(f"forward({index}) outside step(): with session.step(batch): comes first")
         view = self._step if batch is None else self._view_of(batch)
-        self._forward = _Forward(index, {} if view is _EMPTY else self._plans(view))
+        self._forward = Forward(index, {} if view is _EMPTY else self._plans(view))
+        self._index.tell(index)
         try:
             self._before(self._forward)
             yield
@@ -211,7 +214,7 @@ class EngineSession(CanarySession):
         self.inputs.fill_from(batch)
         return self.inputs.view()
 
-    def _before(self, running: _Forward) -> None:
+    def _before(self, running: Forward) -> None:
         for number, plan in running.plans.items():
             space = self._spaces[number].space
             kernels = request_kernels_for(space.block.device)
@@ -220,7 +223,7 @@ class EngineSession(CanarySession):
         if all(p.declared.device.type != "cuda" for p in self.pools.values()):
             self._look()  # free on the CPU, and the write has not happened yet
 
-    def _after_forward(self, running: _Forward) -> None:
+    def _after_forward(self, running: Forward) -> None:
         for number, plan in running.plans.items():
             space = self._spaces[number].space
             request_kernels_for(space.block.device).store(space, plan)
@@ -382,18 +385,3 @@ class EngineSession(CanarySession):
 
 
 _EMPTY: Any = object()
-
-
-@dataclasses.dataclass
-class _Forward:
-    """The forward that is running."""
-
-    index: int
-    plans: dict[int, RequestPlan]
-
-    def require(self, index: int) -> None:
-        if index != self.index:
-            raise SessionStateError(
-                f"forward({index}) inside forward({self.index}): leave one before entering the next; a draft model "
-                "with pools of its own has a session of its own"
-            )
