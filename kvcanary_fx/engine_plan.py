@@ -29,7 +29,7 @@ class Batch:
         prefix_lens: integer ``[bs]``, tokens that are in the pool already.
         extend_lens: integer ``[bs]``, tokens to add; None for one each.
         positions: integer ``[n]`` or None.
-        request_ids: strings or ints, ``bs`` of them, or None.
+        request_ids: strings or ints, ``bs`` of them, or None; or what :meth:`EngineSession.owners` makes of them.
         namespaces: integer ``[bs]`` or None; 0 is the default namespace.
         history: integer ``[bs, length]`` or None, the requests' own token ids, for the token check.
         history_lens: integer ``[bs]``, how many of them are valid.
@@ -44,7 +44,7 @@ class Batch:
     prefix_lens: Any
     extend_lens: Any = None
     positions: Any = None
-    request_ids: Sequence[RequestId] | None = None
+    request_ids: Sequence[RequestId] | torch.Tensor | None = None
     namespaces: Any = None
     history: Any = None
     history_lens: Any = None
@@ -72,6 +72,8 @@ def step_inputs(
 
     def owners(batch: Any, filled: StepInputs) -> torch.Tensor:
         given = batch.get("request_ids") if isinstance(batch, Mapping) else getattr(batch, "request_ids", None)
+        if isinstance(given, torch.Tensor):
+            return given
         hashes = ids.hashes(given) if given is not None else [0] * filled.num_requests
         return torch.tensor(hashes, dtype=torch.int64)
 

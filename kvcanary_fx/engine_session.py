@@ -278,6 +278,14 @@ class EngineSession(CanarySession):
         words = self.controls(next(iter(self.pools.values())).declared.device).words
         return words[Word.HEAD : Word.DRAINED + 1]
 
+    def owners(self, request_ids: Sequence[RequestId]) -> torch.Tensor:
+        """Request ids as a batch may have them on the device: int64 ``[bs]`` on that of the first pool.
+
+        A captured loop of forwards reads the tensor at each replay; refill it with those of the requests to come.
+        """
+        device = next(iter(self.pools.values())).declared.device
+        return torch.tensor(self.ids.hashes(request_ids), dtype=torch.int64).to(device)
+
     # ---- hooks of CanarySession
 
     def _context_of(self, call: BoundCall) -> ForwardContext:
