@@ -46,10 +46,10 @@ def outputs(requests: list[Request], config: EngineConfig) -> list[list[int]]:
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_drafting_is_silent_and_changes_no_token(way):
     config = EngineConfig(**dict(pages=40) | WAYS[way])
-    count = 6 if config.model == "llama" else 9
-    run = serve(workload(count, 1, namespaces=3), config, mode="raise", sweep_every=5)
+    count = 6 if config.model == "llama" else 10
+    run = serve(workload(count, 0, namespaces=3), config, mode="raise", sweep_every=5)
     (engine,) = run.engines
-    assert [r.output for r in run.requests] == outputs(workload(count, 1, namespaces=3), config)
+    assert [r.output for r in run.requests] == outputs(workload(count, 0, namespaces=3), config)
     assert run.violations() == []
     assert engine.accepted > 5
     assert engine.rejected > 5
