@@ -58,6 +58,7 @@ class Ring(enum.IntEnum):
     REQUEST = 10  # hash of the request's id, 0 if unknown
     POSITION = 11  # token position, UNKNOWN where nothing shows it
     WHY = 12  # what exactly failed, a slot_space.Why; 0 where the check says it
+    FORWARD = 13  # index of the engine's forward, Word.FORWARD when it was found
 
 
 class Word(enum.IntEnum):
@@ -67,6 +68,7 @@ class Word(enum.IntEnum):
     DRAINED = 1  # rows the host has taken out; a row lies at its number modulo the capacity
     STEP = 2  # guarded graph calls
     BOXED = 3  # whether the black box has a row
+    FORWARD = 4  # index of the engine's forward that began last, -1 before the first and without an engine
 
 
 class Gate(enum.IntEnum):
@@ -116,9 +118,11 @@ class Control:
     def allocate(cls, capacity: int, device: torch.device) -> Control:
         box = torch.zeros(len(Ring) + 1, dtype=torch.int64, pin_memory=True) if device.type == "cuda" else None
         if box is not None:
-            box[Ring.POSITION] = UNKNOWN
+            box[Ring.POSITION], box[Ring.FORWARD] = UNKNOWN, -1
+        words = torch.zeros(len(Word), dtype=torch.int64, device=device)
+        words[Word.FORWARD] = -1
         return cls(
-            words=torch.zeros(len(Word), dtype=torch.int64, device=device),
+            words=words,
             ring=torch.zeros(capacity + 1, len(Ring), dtype=torch.int64, device=device),
             stamps=torch.full((2, 0), -1, dtype=torch.int64, device=device),
             blackbox=box,

@@ -119,6 +119,7 @@ def report(
     rows[:, Ring.FOUND] = found
     rows[:, Ring.DETAIL] = detail
     rows[:, Ring.POSITION] = UNKNOWN
+    rows[:, Ring.FORWARD] = control.words[Word.FORWARD]
     head, drained = int(control.words[Word.HEAD]), int(control.words[Word.DRAINED])
     kept = max(0, min(n, control.capacity - (head - drained)))
     place = torch.arange(head, head + kept, device=rows.device) % control.capacity

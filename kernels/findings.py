@@ -79,6 +79,7 @@ def append(control: Control, mask: torch.Tensor, columns: dict[Ring, Column]) ->
         mask = mask[mask]
     rows = torch.zeros(mask.shape[0], len(Ring), dtype=torch.int64, device=mask.device)
     rows[:, Ring.STEP] = control.words[Word.STEP]
+    rows[:, Ring.FORWARD] = control.words[Word.FORWARD]
     for column, value in {**columns, **given}.items():
         rows[:, column] = value
     number = control.words[Word.HEAD] + mask.cumsum(0) - 1

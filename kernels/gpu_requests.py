@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from . import triton_reads, triton_writes
+from . import request_checks, triton_reads, triton_writes
 from .buffers import Check
 from .geometry import on_device
 from .request_checks import walked
@@ -149,6 +149,9 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     n = plan.slots.shape[0]
     if n == 0 or plan.rows.shape[0] == 0:
         return
+    if plan.parents is not None:  # a tree: small, and rare enough for the code that runs on any device
+        request_checks.check_writes(space, plan)
+        return
     grid = (triton.cdiv(n, BLOCK_TOKENS),)
     stamps = dict(planned_ptr=space.planned, clock_ptr=space.clock)
     with on_device(space.block):
@@ -178,6 +181,9 @@ def store(space: SlotSpace, plan: RequestPlan) -> None:
     """After a forward: remember who is in the slots that it wrote."""
     n, bs = plan.slots.shape[0], plan.rows.shape[0]
     if n == 0 or bs == 0:
+        return
+    if plan.parents is not None:
+        request_checks.store(space, plan)
         return
     blocks, device = triton.cdiv(max(n, bs), BLOCK_TOKENS), space.block.device
     links, sums, before = (torch.empty(k, dtype=torch.int64, device=device) for k in (n, blocks, bs))
@@ -210,6 +216,9 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
     """In a layer's write: are the slots it received the planned ones?  See :mod:`.request_checks`."""
     n = plan.slots.shape[0]
     if n == 0 or plan.rows.shape[0] == 0 or not space.checks & Check.INDEX:
+        return
+    if plan.parents is not None:
+        request_checks.check_received(space, plan, received, half_id)
         return
     request = _request_args(plan)
     del request["row_ptr"]

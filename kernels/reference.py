@@ -73,6 +73,7 @@ def _report(
         Ring.REQUEST: 0,
         Ring.POSITION: UNKNOWN,
         Ring.WHY: 0,
+        Ring.FORWARD: int(words[Word.FORWARD]),
     }
     for column, value in values.items():
         ring[head % site.control.capacity, column] = value

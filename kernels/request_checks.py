@@ -13,6 +13,7 @@ import torch
 from .buffers import Check, Phase
 from .chain import SEED, mix_tensor
 from .findings import Findings
+from .request_tokens import planned_positions, real_requests, repeats, sum_to_root, token_requests
 from .slot_space import REFERENCE, Flag, RequestPlan, SlotSpace, SpaceCount, Why
 
 #: Positions of a row that are looked at together; bounds the scratch memory of a walk.
@@ -75,10 +76,6 @@ def walked(space: SlotSpace, plan: RequestPlan) -> int:
     return min(plan.columns, plan.width)
 
 
-def _real_requests(plan: RequestPlan) -> torch.Tensor:
-    return torch.arange(plan.rows.shape[0], device=plan.rows.device) < plan.counts[0]
-
-
 def _row_exists(plan: RequestPlan) -> torch.Tensor:
     return (plan.rows >= 0) & (plan.rows < plan.table.shape[0])
 
@@ -86,7 +83,7 @@ def _row_exists(plan: RequestPlan) -> torch.Tensor:
 def _check_rows(space: SlotSpace, plan: RequestPlan) -> None:
     """The rows of the request table: do they exist, and are they wide enough?"""
     lengths = plan.prefix_lens.to(torch.int64) + plan.extend_lens
-    findings = Findings(_real_requests(plan), space.checks)
+    findings = Findings(real_requests(plan), space.checks)
     findings.add(Check.BOUNDS, Why.NO_SUCH_ROW, ~_row_exists(plan), plan.table.shape[0], plan.rows.to(torch.int64))
     findings.add(Check.BOUNDS, Why.ROW_TOO_NARROW, lengths > plan.width, plan.width, lengths)
     findings.report(space.control, space.space_id, Phase.PRE, -1, request=plan.owners, detail=-1)
@@ -97,7 +94,7 @@ def _walk_columns(space: SlotSpace, plan: RequestPlan, start: int, stop: int) ->
     prefix = plan.prefix_lens.to(torch.int64).unsqueeze(1)
     first = (prefix - space.window + 1).clamp(min=0) if space.window is not None else torch.zeros_like(prefix)
     position = position + first if plan.ring else position
-    live = (_real_requests(plan) & _row_exists(plan)).unsqueeze(1) & (position < prefix) & (position >= first)
+    live = (real_requests(plan) & _row_exists(plan)).unsqueeze(1) & (position < prefix) & (position >= first)
     requests = torch.arange(live.shape[0], device=live.device).unsqueeze(1)
     slot = table_slots(plan, requests, position)
     outside = (slot < 0) | (slot >= space.slots)
@@ -145,7 +142,10 @@ def _check_place(
         findings.add(Check.OWNER, Why.FOREIGN_READ, foreign & ~free, request, owner)
     unwritten = (flags & Flag.WRITTEN) == 0
     findings.add(Check.POISON, Why.NEVER_WRITTEN, unwritten, 0, 0)
-    findings.stop(unwritten | ((flags & Flag.NAMELESS) != 0))
+    findings.stop(unwritten)
+    rejected = (flags & Flag.REJECTED) != 0
+    findings.add(Check.TOKEN, Why.REJECTED_TOKEN, rejected, 0, space.tokens[at].to(torch.int64))
+    findings.stop((flags & Flag.NAMELESS) != 0)
 
 
 def _check_identity(
@@ -195,24 +195,12 @@ def _check_token(
     findings.add(Check.TOKEN, Why.WRONG_TOKEN, valid & (token != expected), expected, token)
 
 
-def token_requests(plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(request, place, real)`` of each added token: its request's number, its place among the request's
-    added tokens, and whether it is real rather than padding.  int64, int64, bool ``[n]``."""
-    n, device = plan.slots.shape[0], plan.slots.device
-    lens = torch.where(_real_requests(plan), plan.extend_lens.to(torch.int64), 0)
-    ends = lens.cumsum(0)
-    token = torch.arange(n, device=device)
-    request = torch.searchsorted(ends, token, right=True).clamp(max=max(lens.shape[0] - 1, 0))
-    place = token - (ends - lens)[request]
-    return request, place, (token < plan.counts[1]) & (token < ends[-1])
-
-
 def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     """Before a forward: may its tokens go where they are planned to go?  Writes ``plan.real_slots``."""
     if plan.slots.shape[0] == 0 or plan.rows.shape[0] == 0:
         return
     request, place, real = token_requests(plan)
-    position = plan.prefix_lens.to(torch.int64)[request] + place
+    position = planned_positions(plan, request, place)
     slot = plan.slots.to(torch.int64)
     outside = (slot < 0) | (slot >= space.slots)
     plan.memory_for("real_slots", slot.shape[0]).copy_(torch.where(real & ~outside, slot, -1))
@@ -233,8 +221,9 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
         if space.once:
             findings.add(Check.OWNER, Why.WRITTEN_BEFORE, (flags & Flag.WRITTEN) != 0, mine, owner)
     if plan.table.numel():
-        there = table_slots(plan, request, position)
-        fits = (position < plan.width) & _row_exists(plan)[request]
+        column = plan.prefix_lens.to(torch.int64)[request] + place  # a tree's tokens are in the row one by one
+        there = table_slots(plan, request, column)
+        fits = (column < plan.width) & _row_exists(plan)[request]
         findings.add(Check.INDEX, Why.TABLE_DIFFERS, fits & (there != slot), slot, there)
     if plan.positions is not None:
         given = plan.positions.to(torch.int64)
@@ -259,14 +248,6 @@ def _left_out(
     return (reserved | (slot == -1)) & (position <= total[request] - space.window)
 
 
-def repeats(slots: torch.Tensor, nowhere: int) -> torch.Tensor:
-    """bool ``[n]``: slots that stood earlier in the list already."""
-    ordered, origin = torch.sort(slots, stable=True)
-    again = torch.zeros_like(ordered, dtype=torch.bool)
-    again[1:] = (ordered[1:] == ordered[:-1]) & (ordered[1:] != nowhere)
-    return torch.zeros_like(again).scatter(0, origin, again)
-
-
 def store(space: SlotSpace, plan: RequestPlan) -> None:
     """After a forward: remember who is in the slots that it wrote."""
     if plan.slots.shape[0] == 0 or plan.rows.shape[0] == 0:
@@ -278,22 +259,29 @@ def store(space: SlotSpace, plan: RequestPlan) -> None:
     real = real & ((space.flags[at] & Flag.RESERVED) == 0)
     at = torch.where(real, at, space.nowhere)
     prefix = plan.prefix_lens.to(torch.int64)
-    expected = prefix[request] + place
+    expected = planned_positions(plan, request, place)
     position = expected if plan.positions is None else plan.positions.to(torch.int64)
     tokens = plan.tokens.to(torch.int64)
     link = torch.where(real, mix_tensor(tokens, position), 0)
-    total = link.cumsum(0)
-    chain = _chain_before(space, plan, prefix)[request] + total - (total - link)[_first_token(plan)][request]
+    chain = _chain_before(space, plan, prefix)[request] + _links_up_to(plan, link, place)
     space.tokens[at] = tokens.to(torch.int32)
     space.positions[at] = position.to(torch.int32)
     space.chain[at] = chain
-    space.flags[at] = (space.flags[at] | int(Flag.WRITTEN)) & ~int(Flag.NAMELESS)
+    space.flags[at] = (space.flags[at] | int(Flag.WRITTEN)) & ~int(Flag.NAMELESS | Flag.REJECTED)
     space.counters[SpaceCount.RECORDED] += real.sum()
+
+
+def _links_up_to(plan: RequestPlan, link: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """int64 ``[n]``: the sum of a token's link and those of the added tokens that it follows."""
+    if plan.parents is not None:
+        return sum_to_root(plan, link, place)
+    request, total = token_requests(plan)[0], link.cumsum(0)
+    return total - (total - link)[_first_token(plan)][request]
 
 
 def _first_token(plan: RequestPlan) -> torch.Tensor:
     """int64 ``[bs]``: the number of each request's first added token, within the padded list."""
-    lens = torch.where(_real_requests(plan), plan.extend_lens.to(torch.int64), 0)
+    lens = torch.where(real_requests(plan), plan.extend_lens.to(torch.int64), 0)
     return (lens.cumsum(0) - lens).clamp(max=plan.slots.shape[0] - 1)
 
 
@@ -335,7 +323,7 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
     planned = plan.slots.to(torch.int64)
     findings = Findings(real, space.checks)
     findings.add(Check.INDEX, Why.NOT_THE_PLANNED_SLOT, got != planned, planned, got)
-    position = plan.prefix_lens.to(torch.int64)[request] + place
+    position = planned_positions(plan, request, place)
     findings.report(space.control, half_id, Phase.POST, planned, position, plan.owners[request], plan.tokens)
 
 
@@ -352,7 +340,7 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
         return
     requests = torch.arange(plan.rows.shape[0], device=pages.device).unsqueeze(1)
     total = plan.prefix_lens.to(torch.int64) + plan.extend_lens
-    real = _real_requests(plan) & _row_exists(plan)
+    real = real_requests(plan) & _row_exists(plan)
     given = lengths.to(torch.int64)
     whole = Findings(real, space.checks)
     room = pages.shape[1] * size

@@ -9,8 +9,8 @@ import torch
 
 from .buffers import UNKNOWN, Check, Phase
 from .findings import Findings
-from .request_checks import repeats
-from .slot_space import REFERENCE, Flag, SlotSpace, Why
+from .request_tokens import repeats
+from .slot_space import MARKS, REFERENCE, Flag, SlotSpace, Why
 
 
 def allocate(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
@@ -85,7 +85,7 @@ def name(
 
     Args:
         slots: int64 ``[n]``.
-        marks: int32 ``[n]``, the ``WRITTEN`` and ``NAMELESS`` bits that they have from now on.
+        marks: int32 ``[n]``, those of the bits :data:`MARKS` that they have from now on.
         who: tokens, positions and chain, integer ``[n]`` each; None leaves what is known.
         owner: hash of the id of the request that they were filled for, 0 if that is not known.
     """
@@ -97,13 +97,25 @@ def name(
         findings.add(Check.OWNER, Why.WRITE_AFTER_FREE, free, owner, 0)
         findings.add(Check.OWNER, Why.OVERWRITE, foreign & ~free, owner, holder)
     _report(findings, space, slots, at, owner)
-    kept = space.flags[at] & ~int(Flag.WRITTEN | Flag.NAMELESS)
+    kept = space.flags[at] & ~int(MARKS)
     space.flags[at] = kept | marks
     if who is not None:
         tokens, positions, chain = who
         space.tokens[at] = tokens.to(torch.int32)
         space.positions[at] = positions.to(torch.int32)
         space.chain[at] = chain.to(torch.int64)
+
+
+def reject(space: SlotSpace, slots: torch.Tensor) -> None:
+    """Slots hold drafted tokens that were not accepted: they may be overwritten, but not be read before that.
+
+    Args:
+        slots: int64 ``[n]``; those that hold nothing stay as they are.
+    """
+    findings, at = _checked(space, slots)
+    findings.report(space.control, space.space_id, Phase.LIFE, slots, UNKNOWN, 0, -1)
+    flags = space.flags[at]
+    space.flags[at] = torch.where((flags & int(Flag.WRITTEN)) != 0, flags | int(Flag.REJECTED), flags)
 
 
 def _report(findings: Findings, space: SlotSpace, slots: torch.Tensor, at: torch.Tensor, owner: int) -> None:

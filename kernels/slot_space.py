@@ -21,7 +21,11 @@ class Flag(enum.IntFlag):
     WRITTEN = 1  # holds a token
     RESERVED = 2  # takes the padding of a batch; no token may live there
     NAMELESS = 4  # holds a token that nobody named: its identity is not checked
+    REJECTED = 8  # holds a drafted token that the target did not accept: to be overwritten, not to be read
 
+
+#: The bits that say what a slot holds; the others, who may use it.
+MARKS = Flag.WRITTEN | Flag.NAMELESS | Flag.REJECTED
 
 #: One reference in the flags of a slot; a slot without any is free.
 REFERENCE = 256
@@ -56,6 +60,7 @@ class Why(enum.IntEnum):
     LENGTH_DIFFERS = 23
     DIGEST_DIFFERS = 24
     WRITTEN_BEFORE = 25
+    REJECTED_TOKEN = 26
 
 
 class SpaceCount(enum.IntEnum):
@@ -208,7 +213,7 @@ class SlotSpace:
         self.chain.zero_()
         self.reads.fill_(-1)
         self.listed_count.zero_()
-        self.flags.bitwise_and_(~int(Flag.WRITTEN | Flag.NAMELESS))
+        self.flags.bitwise_and_(~int(MARKS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +236,9 @@ class RequestPlan:
         slot_map: integer ``[n]`` or None, from the slots in ``table`` to this pool's, -1 or 0 where there is none.
         history: integer ``[bs, length]`` or None, the requests' own token ids.
         history_lens: integer ``[bs]``, how many of them are valid.
+        parents: integer ``[n]`` or None: of a tree of drafted tokens, the number of the token that each follows among
+            those that its request adds, always an earlier one; -1 for what follows the prefix.  None: each follows the
+            one before it.
         columns: how many positions to look at, at least the longest prefix of the batch.
         ends: int64 ``[bs]``, where each request's added tokens end; written by the kernels of ``walk``.
         real_slots: int64 ``[n]``, ``slots`` with -1 for padding and for what is outside of the pool; written by
@@ -259,6 +267,7 @@ class RequestPlan:
     slot_map: torch.Tensor | None = None
     history: torch.Tensor | None = None
     history_lens: torch.Tensor | None = None
+    parents: torch.Tensor | None = None
     ends: torch.Tensor | None = None
     real_slots: torch.Tensor | None = None
     operand_digests: torch.Tensor | None = None

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from .buffers import UNKNOWN, Check, Phase, Ring, Word
+from .buffers import UNKNOWN, Check, Phase
 from .chain import MASK64, SEED, mix
-from .slot_space import REFERENCE, Flag, RequestPlan, SlotSpace, SpaceCount, Why
+from .reference_entry import Entry
+from .slot_space import MARKS, REFERENCE, Flag, RequestPlan, SlotSpace, SpaceCount, Why
 
 
 def _signed(x: int) -> int:
@@ -20,48 +21,6 @@ def _signed(x: int) -> int:
 
 def namespace_seed(namespace: int) -> int:
     return SEED if namespace == 0 else _signed(SEED + mix(namespace, -1))
-
-
-class _Entry:
-    """The failures of one slot: the first decides what is told, all leave their bit."""
-
-    def __init__(self, space: SlotSpace):
-        self.space, self.bits, self.why, self.stored, self.found = space, 0, 0, 0, 0
-
-    def add(self, check: Check, why: Why, stored: int, found: int) -> None:
-        if not check & self.space.checks:
-            return
-        if self.bits == 0:
-            self.why, self.stored, self.found = int(why), stored, found
-        self.bits |= int(check)
-
-    def report(
-        self, phase: Phase, slot: int, position: int, request: int, detail: int, source: int | None = None
-    ) -> None:
-        if not self.bits:
-            return
-        control = self.space.control
-        head, drained = int(control.words[Word.HEAD]), int(control.words[Word.DRAINED])
-        control.words[Word.HEAD] += 1
-        if head - drained >= control.capacity:
-            return
-        values = {
-            Ring.STEP: int(control.words[Word.STEP]),
-            Ring.HALF: self.space.space_id if source is None else source,
-            Ring.CHECK: self.bits,
-            Ring.PHASE: int(phase),
-            Ring.LENIENT: 0,
-            Ring.SLOT: slot,
-            Ring.ORIGIN: UNKNOWN,
-            Ring.STORED: self.stored,
-            Ring.FOUND: self.found,
-            Ring.DETAIL: detail,
-            Ring.REQUEST: request,
-            Ring.POSITION: position,
-            Ring.WHY: self.why,
-        }
-        for column, value in values.items():
-            control.ring[head % control.capacity, column] = value
 
 
 def _table_slot(plan: RequestPlan, request: int, position: int) -> int:
@@ -99,7 +58,7 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
 
 
 def _check_row(space: SlotSpace, plan: RequestPlan, request: int) -> None:
-    entry, length = _Entry(space), int(plan.prefix_lens[request]) + int(plan.extend_lens[request])
+    entry, length = Entry(space), int(plan.prefix_lens[request]) + int(plan.extend_lens[request])
     if not _row_exists(plan, request):
         entry.add(Check.BOUNDS, Why.NO_SUCH_ROW, plan.table.shape[0], int(plan.rows[request]))
     if length > plan.width:
@@ -108,7 +67,7 @@ def _check_row(space: SlotSpace, plan: RequestPlan, request: int) -> None:
 
 
 def _walk_slot(space: SlotSpace, plan: RequestPlan, request: int, position: int, first: int) -> None:
-    entry, slot = _Entry(space), _table_slot(plan, request, position)
+    entry, slot = Entry(space), _table_slot(plan, request, position)
     if plan.slot_map is not None and 0 <= slot < space.slots and int(space.flags[slot]) & Flag.RESERVED:
         return
     space.counters[SpaceCount.CHECKED] += 1
@@ -130,7 +89,7 @@ def _walk_slot(space: SlotSpace, plan: RequestPlan, request: int, position: int,
         space.reads[slot] = space.clock[0]
 
 
-def _check_reader(entry: _Entry, space: SlotSpace, slot: int, request: int) -> None:
+def _check_reader(entry: Entry, space: SlotSpace, slot: int, request: int) -> None:
     flags, owner = int(space.flags[slot]), int(space.owners[slot])
     if space.owner_known:
         if flags < REFERENCE:
@@ -139,10 +98,12 @@ def _check_reader(entry: _Entry, space: SlotSpace, slot: int, request: int) -> N
             entry.add(Check.OWNER, Why.FOREIGN_READ, request, owner)
     if not flags & Flag.WRITTEN:
         entry.add(Check.POISON, Why.NEVER_WRITTEN, 0, 0)
+    elif flags & Flag.REJECTED:
+        entry.add(Check.TOKEN, Why.REJECTED_TOKEN, 0, int(space.tokens[slot]))
 
 
 def _check_identity(
-    entry: _Entry, space: SlotSpace, plan: RequestPlan, request: int, position: int, slot: int, first: int
+    entry: Entry, space: SlotSpace, plan: RequestPlan, request: int, position: int, slot: int, first: int
 ) -> None:
     token, stored, chain = int(space.tokens[slot]), int(space.positions[slot]), int(space.chain[slot])
     _check_token(entry, space, plan, request, position, token)
@@ -161,7 +122,7 @@ def _check_identity(
             entry.add(Check.CHAIN, Why.WRONG_PREDECESSOR, after, chain)
 
 
-def _check_token(entry: _Entry, space: SlotSpace, plan: RequestPlan, request: int, position: int, token: int) -> None:
+def _check_token(entry: Entry, space: SlotSpace, plan: RequestPlan, request: int, position: int, token: int) -> None:
     if plan.history is None or plan.history_lens is None:
         return
     place = position + space.token_offset
@@ -180,11 +141,24 @@ def _tokens(plan: RequestPlan) -> list[tuple[int, int, int]]:
     return [(i, request, place) for i, (request, place) in enumerate(found[:real])]
 
 
+def _parent(plan: RequestPlan, i: int, place: int) -> int:
+    """The place of the token that one follows, -1 for the prefix."""
+    parent = place - 1 if plan.parents is None else int(plan.parents[i])
+    return parent if 0 <= parent < place else -1
+
+
+def _position(plan: RequestPlan, i: int, request: int, place: int) -> int:
+    position, first = int(plan.prefix_lens[request]), i - place
+    while (place := _parent(plan, first + place, place)) >= 0:
+        position += 1
+    return position
+
+
 def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     seen: set[int] = set()
     for i, request, place in _tokens(plan):
-        entry, slot = _Entry(space), int(plan.slots[i])
-        position, owner = int(plan.prefix_lens[request]) + place, int(plan.owners[request])
+        entry, slot = Entry(space), int(plan.slots[i])
+        position, owner = _position(plan, i, request, place), int(plan.owners[request])
         if _left_out(space, plan, request, position, slot):
             continue
         if not 0 <= slot < space.slots:
@@ -196,7 +170,7 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
                 entry.add(Check.BOUNDS, Why.PLANNED_TWICE, slot, slot)
             seen.add(slot)
             _check_writer(entry, space, slot, owner)
-            _check_against_plan(entry, plan, i, request, position)
+            _check_against_plan(entry, plan, i, request, place)
             _check_token(entry, space, plan, request, position, int(plan.tokens[i]))
         entry.report(Phase.PRE, slot, position, owner, int(plan.tokens[i]))
 
@@ -209,7 +183,7 @@ def _left_out(space: SlotSpace, plan: RequestPlan, request: int, position: int, 
     return nowhere and position <= total - space.window
 
 
-def _check_writer(entry: _Entry, space: SlotSpace, slot: int, request: int) -> None:
+def _check_writer(entry: Entry, space: SlotSpace, slot: int, request: int) -> None:
     flags, owner = int(space.flags[slot]), int(space.owners[slot])
     if not space.owner_known:
         return
@@ -223,9 +197,10 @@ def _check_writer(entry: _Entry, space: SlotSpace, slot: int, request: int) -> N
         entry.add(Check.OWNER, Why.WRITTEN_BEFORE, request, owner)
 
 
-def _check_against_plan(entry: _Entry, plan: RequestPlan, i: int, request: int, position: int) -> None:
-    if plan.table.numel() and position < plan.width and _row_exists(plan, request):
-        there = _table_slot(plan, request, position)
+def _check_against_plan(entry: Entry, plan: RequestPlan, i: int, request: int, place: int) -> None:
+    position, column = _position(plan, i, request, place), int(plan.prefix_lens[request]) + place
+    if plan.table.numel() and column < plan.width and _row_exists(plan, request):
+        there = _table_slot(plan, request, column)
         if there != int(plan.slots[i]):
             entry.add(Check.INDEX, Why.TABLE_DIFFERS, int(plan.slots[i]), there)
     if plan.positions is not None and int(plan.positions[i]) != position:
@@ -233,15 +208,19 @@ def _check_against_plan(entry: _Entry, plan: RequestPlan, i: int, request: int, 
 
 
 def store(space: SlotSpace, plan: RequestPlan) -> None:
-    chains = [_chain_before(space, plan, r) for r in range(int(plan.counts[0]))]
+    before = [_chain_before(space, plan, r) for r in range(int(plan.counts[0]))]
+    chains: dict[tuple[int, int], int] = {}
     for i, request, place in _tokens(plan):
+        parent = _parent(plan, i, place)
+        follows = chains[request, parent] if parent >= 0 else before[request]
         slot, token = int(plan.slots[i]), int(plan.tokens[i])
         if not 0 <= slot < space.slots or int(space.flags[slot]) & Flag.RESERVED:
+            chains[request, place] = follows
             continue
-        position = int(plan.prefix_lens[request]) + place if plan.positions is None else int(plan.positions[i])
-        chains[request] = _signed(chains[request] + mix(token, position))
-        space.tokens[slot], space.positions[slot], space.chain[slot] = token, position, chains[request]
-        space.flags[slot] = (int(space.flags[slot]) | Flag.WRITTEN) & ~int(Flag.NAMELESS)
+        position = _position(plan, i, request, place) if plan.positions is None else int(plan.positions[i])
+        chains[request, place] = _signed(follows + mix(token, position))
+        space.tokens[slot], space.positions[slot], space.chain[slot] = token, position, chains[request, place]
+        space.flags[slot] = (int(space.flags[slot]) | Flag.WRITTEN) & ~int(Flag.NAMELESS | Flag.REJECTED)
         space.counters[SpaceCount.RECORDED] += 1
 
 
@@ -255,11 +234,11 @@ def _chain_before(space: SlotSpace, plan: RequestPlan, request: int) -> int:
 
 def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, half_id: int) -> None:
     for i, request, place in _tokens(plan):
-        entry = _Entry(space)
+        entry = Entry(space)
         got, planned = int(received[i]) if i < received.shape[0] else -1, int(plan.slots[i])
         if got != planned:
             entry.add(Check.INDEX, Why.NOT_THE_PLANNED_SLOT, planned, got)
-        position, owner = int(plan.prefix_lens[request]) + place, int(plan.owners[request])
+        position, owner = _position(plan, i, request, place), int(plan.owners[request])
         entry.report(Phase.POST, planned, position, owner, int(plan.tokens[i]), half_id)
 
 
@@ -269,7 +248,7 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
             continue
         total, given = int(plan.prefix_lens[request]) + int(plan.extend_lens[request]), int(lengths[request])
         owner = int(plan.owners[request])
-        entry, room = _Entry(space), pages.shape[1] * size
+        entry, room = Entry(space), pages.shape[1] * size
         if given > room:
             entry.add(Check.BOUNDS, Why.ROW_TOO_NARROW, room, given)
         if given != total:
@@ -280,12 +259,12 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
             slot = _table_slot(plan, request, position)
             got = int(pages[request, position // size]) * size + position % size
             if got != slot:
-                entry = _Entry(space)
+                entry = Entry(space)
                 entry.add(Check.INDEX, Why.READ_DIFFERS, slot, got)
                 entry.report(Phase.PRE, slot, position, owner, -1)
 
 
-def _named(space: SlotSpace, entry: _Entry, slot: int) -> bool:
+def _named(space: SlotSpace, entry: Entry, slot: int) -> bool:
     """Whether an engine may name this slot."""
     if not 0 <= slot < space.slots:
         entry.add(Check.BOUNDS, Why.OUT_OF_RANGE, slot, -1)
@@ -296,7 +275,7 @@ def _named(space: SlotSpace, entry: _Entry, slot: int) -> bool:
     return True
 
 
-def _tell(entry: _Entry, space: SlotSpace, slot: int, named: bool, owner: int) -> None:
+def _tell(entry: Entry, space: SlotSpace, slot: int, named: bool, owner: int) -> None:
     position, token = (int(space.positions[slot]), int(space.tokens[slot])) if named else (UNKNOWN, -1)
     entry.report(Phase.LIFE, slot, position, owner, token)
 
@@ -305,7 +284,7 @@ def allocate(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
     before, taken = space.flags.tolist(), set()
     entries = []
     for slot in slots.tolist():
-        entry = _Entry(space)
+        entry = Entry(space)
         named = _named(space, entry, slot)
         if named and space.owner_known and (before[slot] >= REFERENCE or slot in taken):
             entry.add(Check.OWNER, Why.DOUBLE_ALLOCATE, int(space.owners[slot]), owner)
@@ -321,7 +300,7 @@ def allocate(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
 def release(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
     before, owners, dropped = space.flags.tolist(), space.owners.tolist(), set()
     for slot in slots.tolist():
-        entry = _Entry(space)
+        entry = Entry(space)
         named = _named(space, entry, slot)
         if named:
             holder, alone = owners[slot], before[slot] < 2 * REFERENCE
@@ -344,7 +323,7 @@ def release(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
 def share(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
     before = space.flags.tolist()
     for slot in slots.tolist():
-        entry = _Entry(space)
+        entry = Entry(space)
         named = _named(space, entry, slot)
         if named:
             if space.owner_known and before[slot] < REFERENCE:
@@ -361,7 +340,7 @@ def name(
     owner: int,
 ) -> None:
     for i, slot in enumerate(slots.tolist()):
-        entry = _Entry(space)
+        entry = Entry(space)
         named = _named(space, entry, slot)
         if named and space.owner_known:
             holder = int(space.owners[slot])
@@ -371,6 +350,14 @@ def name(
                 entry.add(Check.OWNER, Why.OVERWRITE, owner, holder)
         _tell(entry, space, slot, named, owner)
         if named:
-            space.flags[slot] = (int(space.flags[slot]) & ~int(Flag.WRITTEN | Flag.NAMELESS)) | int(marks[i])
+            space.flags[slot] = (int(space.flags[slot]) & ~int(MARKS)) | int(marks[i])
             if who is not None:
                 space.tokens[slot], space.positions[slot], space.chain[slot] = (t[i] for t in who)
+
+
+def reject(space: SlotSpace, slots: torch.Tensor) -> None:
+    for slot in slots.tolist():
+        entry = Entry(space)
+        if _named(space, entry, slot) and int(space.flags[slot]) & Flag.WRITTEN:
+            space.flags[slot] = int(space.flags[slot]) | Flag.REJECTED
+        entry.report(Phase.LIFE, slot, UNKNOWN, 0, -1)

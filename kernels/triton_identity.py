@@ -30,6 +30,7 @@ OWNER: tl.constexpr = tl.constexpr(int(Column.OWNER) // 2)
 WRITTEN: tl.constexpr = tl.constexpr(int(Flag.WRITTEN))
 RESERVED: tl.constexpr = tl.constexpr(int(Flag.RESERVED))
 NAMELESS: tl.constexpr = tl.constexpr(int(Flag.NAMELESS))
+REJECTED: tl.constexpr = tl.constexpr(int(Flag.REJECTED))
 REFERENCE: tl.constexpr = tl.constexpr(slot_space.REFERENCE)
 
 FORWARDS: tl.constexpr = tl.constexpr(int(SpaceCount.FORWARDS))
@@ -60,6 +61,7 @@ WRONG_PREDECESSOR: tl.constexpr = tl.constexpr(int(Why.WRONG_PREDECESSOR))
 OTHER_NAMESPACE: tl.constexpr = tl.constexpr(int(Why.OTHER_NAMESPACE))
 WRITTEN_BEFORE: tl.constexpr = tl.constexpr(int(Why.WRITTEN_BEFORE))
 WRONG_TOKEN: tl.constexpr = tl.constexpr(int(Why.WRONG_TOKEN))
+REJECTED_TOKEN: tl.constexpr = tl.constexpr(int(Why.REJECTED_TOKEN))
 NOT_PLANNED: tl.constexpr = tl.constexpr(int(Why.NOT_THE_PLANNED_SLOT))
 TABLE_DIFFERS: tl.constexpr = tl.constexpr(int(Why.TABLE_DIFFERS))
 READ_DIFFERS: tl.constexpr = tl.constexpr(int(Why.READ_DIFFERS))
@@ -70,6 +72,7 @@ POST: tl.constexpr = tl.constexpr(int(Phase.POST))
 HEAD: tl.constexpr = tl.constexpr(int(Word.HEAD))
 DRAINED: tl.constexpr = tl.constexpr(int(Word.DRAINED))
 STEP: tl.constexpr = tl.constexpr(int(Word.STEP))
+FORWARD: tl.constexpr = tl.constexpr(int(Word.FORWARD))
 RING: tl.constexpr = tl.constexpr(len(Ring))
 
 #: Arguments that differ between steps, pools and sessions: Triton would compile a kernel anew for each value of 1 and
@@ -155,6 +158,7 @@ def tell(
         tl.store(at + 10, zero + request, mask=keep)
         tl.store(at + 11, zero + position, mask=keep)
         tl.store(at + 12, why, mask=keep)
+        tl.store(at + 13, tl.load(words_ptr + FORWARD) + zero, mask=keep)
 
 
 @triton.jit
@@ -171,7 +175,7 @@ def expected_token(
 
 @triton.jit
 def token_request(i, n, counts_ptr, ends_ptr, bs, steps):
-    """``(request, place, real)`` of added tokens, see :func:`.request_checks.token_requests`; int64, int64, bool.
+    """``(request, place, real)`` of added tokens, see :func:`.request_tokens.token_requests`; int64, int64, bool.
 
     Args:
         ends_ptr: int64 ``[bs]``, where each request's tokens end, as :func:`find_ends` leaves it.

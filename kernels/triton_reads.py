@@ -33,6 +33,8 @@ from .triton_identity import (
     READ_DIFFERS,
     READS,
     REFERENCE,
+    REJECTED,
+    REJECTED_TOKEN,
     RESERVED,
     RESERVED_SLOT,
     ROW_TOO_NARROW,
@@ -150,6 +152,7 @@ def walk_kernel(
         foreign = (holder != 0) & (holder != owner) & (flags < 2 * REFERENCE) & (free == 0)
         written = (flags & WRITTEN) != 0
         named = there & written & ((flags & NAMELESS) == 0)
+        rejected = there & written & ((flags & REJECTED) != 0)
         zero = tl.zeros_like(position)
         expected, wrong = token, named & (slots < 0)
         if HAS_HISTORY:
@@ -171,7 +174,7 @@ def walk_kernel(
             enters - 1, enters > first, entered, PAGE, HAS_MAP, RING,
         )  # fmt: skip
         torn = chain != base + tl.cumsum(tl.where(live, link, 0), axis=0)
-        suspect = live & ((named == 0) | free | foreign | wrong | misplaced | strange | torn)
+        suspect = live & ((named == 0) | free | foreign | rejected | wrong | misplaced | strange | torn)
         if tl.max(suspect.to(tl.int32), axis=0) != 0:  # what is wrong is worked out only where something may be
             follows = named & (position > first)
             before = table_slot(
@@ -196,6 +199,9 @@ def walk_kernel(
             )
             bits, why, stored, found = note(
                 bits, why, stored, found, there, written == 0, zero, zero, checks, POISON, NEVER_WRITTEN
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, there, rejected, zero, token, checks, TOKEN_BIT, REJECTED_TOKEN
             )
             bits, why, stored, found = note(
                 bits, why, stored, found, named, wrong, expected, token, checks, TOKEN_BIT, WRONG_TOKEN

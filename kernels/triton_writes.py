@@ -28,6 +28,7 @@ from .triton_identity import (
     PRE,
     RECORDED,
     REFERENCE,
+    REJECTED,
     RESERVED,
     RESERVED_SLOT,
     TABLE_DIFFERS,
@@ -249,7 +250,7 @@ def store_kernel(
     flags = tl.load(entry + FLAGS, mask=kept, other=0)
     tl.store(entry + TOKEN, token.to(tl.int32), mask=kept)
     tl.store(entry + POSITION, position.to(tl.int32), mask=kept)
-    tl.store(entry + FLAGS, (flags | WRITTEN) & (-1 - NAMELESS), mask=kept)
+    tl.store(entry + FLAGS, (flags | WRITTEN) & (-1 - NAMELESS - REJECTED), mask=kept)
     tl.store(wide_ptr + at * WIDE + CHAIN, chain, mask=kept)
     tl.atomic_add(counters_ptr + RECORDED, tl.sum(kept.to(tl.int64), axis=0))
 

@@ -10,7 +10,7 @@ import torch
 from . import report
 from .errors import UnrecordedLayersError
 from .kernels.buffers import Check
-from .kernels.request_checks import token_requests
+from .kernels.request_tokens import token_requests
 from .kernels.slot_space import Flag, RequestPlan
 
 if TYPE_CHECKING:

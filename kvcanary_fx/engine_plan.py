@@ -30,10 +30,13 @@ class Batch:
         prefix_lens: integer ``[bs]``, tokens that are in the pool already.
         extend_lens: integer ``[bs]``, tokens to add; None for one each.
         positions: integer ``[n]`` or None.
-        request_ids: strings or ints, ``bs`` of them, or None.
+        request_ids: strings or ints, ``bs`` of them, or None; or what :meth:`EngineSession.owners` makes of them.
         namespaces: integer ``[bs]`` or None; 0 is the default namespace.
         history: integer ``[bs, length]`` or None, the requests' own token ids, for the token check.
         history_lens: integer ``[bs]``, how many of them are valid.
+        parents: integer ``[n]`` or None: the added tokens of a request are a tree, and each follows the one with this
+            number among them, an earlier one, or the prefix, -1.  Their slots are in the request's row one after the
+            other; their position is the prefix's length plus their depth.
 
     A pool may take slots of its own from a further field (``KVPool.slots_from``), or a whole batch of its own
     (``KVPool.batch``).
@@ -45,10 +48,11 @@ class Batch:
     prefix_lens: Any
     extend_lens: Any = None
     positions: Any = None
-    request_ids: Sequence[RequestId] | None = None
+    request_ids: Sequence[RequestId] | torch.Tensor | None = None
     namespaces: Any = None
     history: Any = None
     history_lens: Any = None
+    parents: Any = None
 
 
 def step_inputs(
@@ -67,11 +71,13 @@ def step_inputs(
     )
     for name in ("request_rows", "prefix_lens", "extend_lens", "namespaces", "history_lens"):
         inputs.register(name, "batch", torch.int64)
-    for name in dict.fromkeys(["input_ids", "positions", *(p.slots_from for p in pools)]):
+    for name in dict.fromkeys(["input_ids", "positions", "parents", *(p.slots_from for p in pools)]):
         inputs.register(name, "tokens", torch.int64)
 
     def owners(batch: Any, filled: StepInputs) -> torch.Tensor:
         given = batch.get("request_ids") if isinstance(batch, Mapping) else getattr(batch, "request_ids", None)
+        if isinstance(given, torch.Tensor):
+            return given
         hashes = ids.hashes(given) if given is not None else [0] * filled.num_requests
         return torch.tensor(hashes, dtype=torch.int64)
 
@@ -123,6 +129,7 @@ def plan_of(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> Req
         slot_map=pool.slot_map,
         history=_history(view),
         history_lens=view.history_lens,
+        parents=view.parents,
         ends=view.request_ends,
         real_slots=getattr(view, _real_slots(place)),
         operand_digests=getattr(view, _operand_digests(place), None),

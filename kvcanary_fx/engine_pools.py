@@ -206,6 +206,17 @@ class EnginePool:
         self._name(given, Flag.WRITTEN | Flag.NAMELESS, None, None)
         self._forget_content(given)
 
+    def reject(self, slots: Slots) -> None:
+        """The slots hold drafted tokens that the target did not accept.
+
+        They stay allocated, and the next token that is written there makes them good again; a forward that reads
+        one before that is a violation of the token check, whether or not the batch has a ``history``.
+
+        Args:
+            slots: integer ``[n]``; slots that hold nothing may be among them.
+        """
+        slot_life.reject(self.space, self.slot_tensor(slots))
+
     def export(self, slots: Slots) -> ShadowSlice:
         """The shadow of slots that are about to be moved with their bytes, as tensors of the pool's device."""
         given = self.slot_tensor(slots)

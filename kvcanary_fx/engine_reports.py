@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from .kernels import request_checks
+from .kernels import request_tokens
 from .kernels.buffers import Ring
 from .kernels.slot_space import RequestPlan, SlotSpace
 from .request_ids import RequestIds
@@ -53,8 +53,8 @@ def _planned(plan: RequestPlan | None, slot: int) -> tuple[int, int, int] | None
     if not len(hits):
         return None
     i = int(hits[0])
-    request, place, real = request_checks.token_requests(plan)
+    request, place, real = request_tokens.token_requests(plan)
     if not bool(real[i]):
         return None
-    position = int(plan.prefix_lens[request[i]]) + int(place[i])
+    position = int(request_tokens.planned_positions(plan, request, place)[i])
     return int(plan.tokens[i]), position, int(plan.owners[request[i]])

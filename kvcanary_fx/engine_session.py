@@ -14,7 +14,7 @@ from .backend import CanaryBackend
 from .binding import BoundCall
 from .config import CanaryConfig
 from .context import ForwardContext
-from .engine_forward import Forward, Schedule, check_before
+from .engine_forward import Forward, ForwardIndex, Schedule, check_before
 from .engine_health import Health
 from .engine_plan import Inputs
 from .engine_pools import EnginePool, find_rivals
@@ -91,6 +91,7 @@ class EngineSession(CanarySession):
         self._step: Mapping[str | None, StepView] | None = None
         self._thread: threading.Thread | None = None  # that is in a step
         self._forward: Forward | None = None
+        self._index = ForwardIndex(self.controls)
 
     def _pools_in(self, tensor: Any) -> int:
         return self.registry.pools_in(tensor) if isinstance(tensor, torch.Tensor) else 0
@@ -146,8 +147,6 @@ class EngineSession(CanarySession):
         if self._closed:
             raise SessionStateError("this session is closed: install_canary(...) makes a new one")
 
-    # ---- a step and its forwards
-
     @contextlib.contextmanager
     def step(self, batch: Any = None) -> Iterator[EngineSession]:
         """One outer step of the engine: fills the step inputs; sweeps, drains and tells at the end.
@@ -180,7 +179,7 @@ class EngineSession(CanarySession):
         Nested calls with the same index belong to the outermost one.
 
         Args:
-            index: 0 is the target's; a draft that runs several forwards counts them.
+            index: 0 is the target's; a draft that runs several forwards counts them.  Violations have it.
             batch: what this forward reads and writes, if it is not what the step was given.
 
         Raises:
@@ -195,6 +194,7 @@ class EngineSession(CanarySession):
             raise SessionStateError(f"forward({index}) outside step(): with session.step(batch): comes first")
         view = self._step if batch is None else self._view_of(batch)
         self._forward = Forward(index, {} if view is _EMPTY else self._plans(view))
+        self._index.tell(index)
         try:
             self._before(self._forward)
             yield
@@ -277,6 +277,14 @@ class EngineSession(CanarySession):
         """
         words = self.controls(next(iter(self.pools.values())).declared.device).words
         return words[Word.HEAD : Word.DRAINED + 1]
+
+    def owners(self, request_ids: Sequence[RequestId]) -> torch.Tensor:
+        """Request ids as a batch may have them on the device: int64 ``[bs]`` on that of the first pool.
+
+        A captured loop of forwards reads the tensor at each replay; refill it with those of the requests to come.
+        """
+        device = next(iter(self.pools.values())).declared.device
+        return torch.tensor(self.ids.hashes(request_ids), dtype=torch.int64).to(device)
 
     # ---- hooks of CanarySession
 

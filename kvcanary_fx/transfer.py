@@ -8,7 +8,7 @@ import torch
 
 from .errors import EngineError
 from .kernels.chain import mix_tensor
-from .kernels.slot_space import Flag, SlotSpace
+from .kernels.slot_space import MARKS, SlotSpace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class ShadowSlice:
     Attributes:
         tokens, positions: int32 ``[n]``.
         chain: int64 ``[n]``.
-        marks: int32 ``[n]``, which slots hold a token, and which of those nobody named.
+        marks: int32 ``[n]``, which slots hold a token, and which of those nobody named, or was rejected.
         digests: int32 ``[tensors, planes, n]``; 0 where nothing was recorded.
     """
 
@@ -31,7 +31,7 @@ class ShadowSlice:
     @classmethod
     def take(cls, space: SlotSpace, digests: torch.Tensor, slots: torch.Tensor) -> ShadowSlice:
         """A copy of what is known about ``slots`` (int64 ``[n]``)."""
-        marks = space.flags[slots] & int(Flag.WRITTEN | Flag.NAMELESS)
+        marks = space.flags[slots] & int(MARKS)
         return cls(space.tokens[slots], space.positions[slots], space.chain[slots], marks, digests[:, :, slots])
 
     def to(self, device: torch.device | str) -> ShadowSlice:

@@ -156,6 +156,11 @@ _BY_REASON = {
         "another request's KV, a draft token that was not rolled back, a chunk boundary off by one",
         "compare what was written at this position with what was sampled",
     ),
+    Why.REJECTED_TOKEN: Text(
+        "attention is about to read token {found}, which was drafted and then rejected",
+        "a prefix length that counts rejected tokens, an accepted length off by one, a draft that did not catch up",
+        "compare the prefix length with what the verification accepted; write the position again before it is read",
+    ),
     Why.NOT_THE_PLANNED_SLOT: Text(
         "the write received slot {found}, planned was {stored}",
         "a mapping between index spaces applied twice or not at all, or a plan baked into a captured graph",

@@ -47,6 +47,7 @@ class Violation:
         request, token: the request and the token in the slot, where an engine told us; else None.
         why: what exactly failed, such as ``READ_AFTER_FREE``; ``NONE`` where the check says it.
         also: other checks that failed about the same slot at the same moment.
+        forward: index of the engine's forward (``session.forward(index)``) in which it was found; None outside one.
     """
 
     check: str
@@ -66,6 +67,7 @@ class Violation:
     token: int | None = None
     why: str = Why.NONE.name
     also: tuple[str, ...] = ()
+    forward: int | None = None
 
     def line(self) -> str:
         """The record as one stable line of ``key=value`` pairs."""
@@ -85,6 +87,7 @@ class Violation:
             "detail": self.detail,
             "why": None if self.why == Why.NONE.name else self.why.lower(),
             "also": ",".join(self.also) or None,
+            "forward": self.forward,
             "pool": self.pool,
         }
         return "kvcanary.violation " + " ".join(f"{k}={'-' if v is None else v}" for k, v in shown.items())
@@ -106,6 +109,10 @@ class Violation:
             place += f", token {self.token}"
         return f"{place}, slot {self.slot} of {self.pool}" if self.slot >= 0 else f"{place}, no slot of {self.pool}"
 
+    def when(self) -> str:
+        """The step, and in an engine's session the forward."""
+        return f"step {self.step}" if self.forward is None else f"step {self.step}, forward {self.forward}"
+
     def explain(self) -> str:
         """A short text for people: what failed, where, stored and found, the usual meaning, what to try."""
         text = self._text()
@@ -117,7 +124,7 @@ class Violation:
             detail=self.detail,
         )
         return (
-            f"[{self.check}] {facts}\n  where: {self.where()}, step {self.step}\n  usually: {text.meaning}\n"
+            f"[{self.check}] {facts}\n  where: {self.where()}, {self.when()}\n  usually: {text.meaning}\n"
             f"  try: {text.remedy}"
         )
 
@@ -141,7 +148,7 @@ _CHECK_OF = {
     Check.POISON: (Why.NEVER_WRITTEN,),
     Check.CHAIN: (Why.WRONG_POSITION, Why.WRONG_PREDECESSOR),
     Check.NAMESPACE: (Why.OTHER_NAMESPACE,),
-    Check.TOKEN: (Why.WRONG_TOKEN,),
+    Check.TOKEN: (Why.WRONG_TOKEN, Why.REJECTED_TOKEN),
     Check.INDEX: (Why.NOT_THE_PLANNED_SLOT, Why.TABLE_DIFFERS, Why.READ_DIFFERS, Why.LENGTH_DIFFERS),
     Check.DIGEST: (Why.DIGEST_DIFFERS,),
 }  # fmt: skip
@@ -169,6 +176,7 @@ def decode(
     check = _primary(row[Ring.CHECK], why)
     if row[Ring.POSITION] != UNKNOWN:
         position = row[Ring.POSITION]
+    inside = row[Ring.PHASE] in (Phase.PRE, Phase.POST)  # the others happen between forwards
     in_row = info.rows is not None and slot >= 0
     index = slot % info.positions if in_row else slot
     if in_row and origin != UNKNOWN:
@@ -190,5 +198,6 @@ def decode(
         token=token,
         request=request,
         why=why.name,
+        forward=row[Ring.FORWARD] if inside and row[Ring.FORWARD] >= 0 else None,
         also=tuple((c.name or "?").lower() for c in Check if c & row[Ring.CHECK] & ~check),
     )

@@ -31,6 +31,7 @@ RUNTIME = ["tests/runtime/test_detection.py", "tests/runtime/test_false_alarms.p
 #: The files with checks in them, and the tests that must notice.
 TARGETS = {
     "kernels/request_checks.py": SPACES,
+    "kernels/request_tokens.py": SPACES,
     "kernels/triton_reads.py": INTERPRETED,
     "kernels/triton_writes.py": INTERPRETED,
     "kernels/triton_identity.py": INTERPRETED,

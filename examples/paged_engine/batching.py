@@ -15,11 +15,46 @@ from workload import Request
 
 @dataclasses.dataclass
 class Work:
-    """What one request does in a forward: it adds ``tokens`` behind the ``start`` positions it has."""
+    """What one request does in a forward: it adds ``tokens`` behind the ``start`` positions it has.
+
+    ``tree`` says for each of the proposed ones, the last, which of them it follows; -1 for the last that is known.
+    """
 
     request: Request
     start: int
     tokens: list[int]
+    tree: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def known(self) -> int:
+        """How many of the tokens are the request's own; the others were proposed."""
+        return len(self.tokens) - len(self.tree)
+
+    @functools.cached_property
+    def parents(self) -> list[int]:
+        """For each token the place of the one that it follows, -1 for what was stored before."""
+        return [*range(-1, self.known - 1), *(self.known + p for p in self.tree)]
+
+    @functools.cached_property
+    def depths(self) -> list[int]:
+        """How far each token is from what was stored before."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return depths
+
+    @functools.cached_property
+    def branches(self) -> list[list[int]]:
+        """The places along each way from the first token to a last one; the first way is the first places."""
+        if self.tree == [*range(-1, len(self.tree) - 1)]:
+            return [list(range(len(self.tokens)))]
+        inner, ways = set(self.parents), []
+        for leaf in (i for i in range(len(self.tokens)) if i not in inner):
+            way = [leaf]
+            while self.parents[way[0]] >= 0:
+                way.insert(0, self.parents[way[0]])
+            ways.append(way)
+        return ways
 
     @property
     def stop(self) -> int:
@@ -32,14 +67,18 @@ class Plan:
     Attributes:
         work: request after request.
         input_ids, positions, slots: ``[n]``, one for each token.
+        parents: ``[n]``, :attr:`Work.parents`; None if there is no tree.
         request_rows, prefix_lens, extend_lens, request_ids, namespaces: ``[bs]``.
-        reads: for each group int64 ``[max_running, width]``, the slot of each position; made by :meth:`tensors`.
+        reads: for each group int64 ``[views, width]``, the slot of each position: of each request, then of the further
+            branches of trees; made by :meth:`build_reads`.
     """
 
     def __init__(self, work: list[Work], memory: Memory):
         self.work, self.memory = work, memory
-        self.input_ids = [t for w in work for t in w.tokens]
-        self.positions = [p for w in work for p in range(w.start, w.stop)]
+        self.input_ids: list[int] | torch.Tensor = [t for w in work for t in w.tokens]
+        self.positions = [w.start + d for w in work for d in w.depths]
+        tree = any(len(w.branches) > 1 for w in work)
+        self.parents = [p for w in work for p in w.parents] if tree else None
         self.slots = [s for w in work for s in memory.slots(w.request, w.start, w.stop)]
         self.request_rows = [w.request.row for w in work]
         self.prefix_lens = [w.start for w in work]
@@ -69,18 +108,34 @@ class Plan:
 
     def build_reads(self, config: EngineConfig) -> None:
         """The block tables of the groups, from the request table; padding requests read row 0."""
-        rows = upload(self.request_rows + [0] * (config.max_running - len(self.work)), config.device)
-        pages = self.memory.table[rows].to(torch.int64)
-        full = (pages.unsqueeze(2) * config.page + torch.arange(config.page, device=config.device)).flatten(1)
+        further = [(w, way) for w in self.work for way in w.branches[1:]]
+        rows = self.request_rows + [w.request.row for w, _ in further]
+        full = block_table(self.memory.table, upload(rows + [0] * (config.views - len(rows)), config.device), config)
+        for view, (work, way) in enumerate(further, len(self.work)):  # what a tree's mask hides is not in the table
+            seen = upload([work.start + place for place in way], config.device)
+            full[view, work.start : work.start + len(way)] = full[view, seen]
         self.reads = [full, self.memory.slot_map[full]] if config.window else [full]
+
+    def _views(self) -> list[int]:
+        """Which of the block tables each token reads."""
+        numbers, further = [], len(self.work)
+        for i, work in enumerate(self.work):
+            views = dict.fromkeys(work.branches[0], i)
+            for way in work.branches[1:]:
+                views = dict.fromkeys(way, further) | views
+                further += 1
+            numbers += [views[place] for place in range(len(work.tokens))]
+        return numbers
 
     def tensors(self, config: EngineConfig) -> Inputs:
         """The model's inputs, padded: padding tokens go to slot 0, at position 0 of row 0."""
         size = config.padded(len(self.input_ids))
-        numbers = [i for i, w in enumerate(self.work) for _ in w.tokens]
+        numbers = self._views()
         spaces = [w.request.namespace for w in self.work for _ in w.tokens]
 
-        def pad(values: list[int], value: int = 0) -> torch.Tensor:
+        def pad(values: list[int] | torch.Tensor, value: int = 0) -> torch.Tensor:
+            if isinstance(values, torch.Tensor):
+                return torch.nn.functional.pad(values, (0, size - len(values)), value=value)
             return upload(values + [value] * (size - len(values)), config.device)
 
         slots = pad(self.slots)
@@ -88,7 +143,7 @@ class Plan:
             pad(self.input_ids),
             pad(self.positions),
             pad(spaces),
-            pad(numbers, config.max_running - 1),
+            pad(numbers, config.views - 1),
             [slots, self.memory.slot_map[slots]] if config.window else [slots],
             self.reads,
         )
@@ -100,7 +155,7 @@ class Inputs:
 
     Attributes:
         ids, positions, namespaces: int64 ``[n]``.
-        request: int64 ``[n]``, the number of each token's request in the batch.
+        request: int64 ``[n]``, the number of each token's block table.
         slots: for each group int64 ``[n]``, where the tokens' K and V go.
         reads: for each group int64 ``[bs, width]``, the slot of each position.
     """
@@ -112,5 +167,8 @@ class Inputs:
     slots: list[torch.Tensor]
     reads: list[torch.Tensor]
 
-    def args(self) -> tuple[torch.Tensor | list[torch.Tensor], ...]:
-        return self.ids, self.positions, self.namespaces, self.request, self.slots, self.reads
+
+def block_table(table: torch.Tensor, rows: torch.Tensor, config: EngineConfig) -> torch.Tensor:
+    """int64 ``[len(rows), width]``: the slot of each position, from pages in rows of a request table."""
+    pages = table[rows].to(torch.int64)
+    return (pages.unsqueeze(2) * config.page + torch.arange(config.page, device=table.device)).flatten(1)

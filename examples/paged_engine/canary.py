@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from config import EngineConfig
 from kv_store import Group
 from memory import Memory
@@ -29,16 +30,22 @@ def install(config: EngineConfig, groups: list[Group], memory: Memory, **setting
     return session
 
 
-def install_draft(config: EngineConfig, group: Group, memory: Memory, **settings: Any) -> Any:
-    """The draft's session: same slots and request table, but each slot holds the token after its position."""
+def install_draft(
+    config: EngineConfig, group: Group, memory: Memory, table: torch.Tensor, offset: int, **settings: Any
+) -> Any:
+    """A draft's session: same slots, but the slot of position p holds token p + ``offset``.
+
+    Args:
+        table: the request table that the draft reads, the target's or its own.
+    """
     pool = KVPool(
         group.layers,
-        memory.table,
+        table,
         name=group.name,
         layer_names=group.names,
         table_page_size=config.page,
         reserved=tuple(range(config.page)),
-        token_offset=1,
+        token_offset=offset,
     )
     session = kvcanary_fx.install_canary(pool, inner=config.inner, **settings)
     if session is not None:

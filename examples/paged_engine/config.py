@@ -8,6 +8,9 @@ from typing import Any
 #: How attention finds its KV.
 BUILDS = ("visible", "opaque", "opaque_hoisted")
 
+#: Kinds of drafts.
+DRAFTS = ("eagle", "mtp")
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
@@ -25,7 +28,10 @@ class EngineConfig:
         offload: a retracted request's KV goes to the host and comes back; else it is computed again.
         window: tokens that the layers of the sliding-window group see; None for no such group.
         window_pages: pages of that group, which has an index space of its own.
-        draft: tokens that the draft proposes in each step, 0 for no draft.
+        draft: tokens that the draft proposes in a row in each step, 0 for no draft.
+        draft_model: ``eagle``, one layer that runs once for each of them; ``mtp``, a layer for each, with its own pool.
+        topk: rows of tokens that an eagle draft proposes side by side: a tree, for more than one.
+        draft_varies: how many are proposed goes from 1 to ``draft``, and down again, step after step.
         fp8: K and V in float8 with a scale for each slot.
         layers, window_layers: layers of the two groups.
         seed: of the weights.
@@ -48,6 +54,9 @@ class EngineConfig:
     window: int | None = None
     window_pages: int = 48
     draft: int = 0
+    draft_model: str = "eagle"
+    topk: int = 1
+    draft_varies: bool = False
     fp8: bool = False
     layers: int = 2
     window_layers: int = 1
@@ -62,6 +71,10 @@ class EngineConfig:
             raise ValueError(
                 f"build={self.build!r}, model={self.model!r}: builds are {BUILDS}; the oracle has the first"
             )
+        if self.draft_model not in DRAFTS or self.topk < 1 or (self.topk > 1 and self.draft_model != "eagle"):
+            raise ValueError(
+                f"draft_model={self.draft_model!r}, topk={self.topk}: drafts are {DRAFTS}; only the first makes trees"
+            )
         if self.pages <= self.columns:
             raise ValueError(f"pages={self.pages}: the longest request needs {self.columns}, and page 0 is reserved")
         needed = -(-((self.window or 0) + self.token_budget) // self.page) + 2
@@ -72,6 +85,21 @@ class EngineConfig:
     def columns(self) -> int:
         """Pages in a row of the request table."""
         return self.width // self.page
+
+    @property
+    def ahead(self) -> int:
+        """Tokens that can be proposed for one request at once."""
+        return self.draft * self.topk
+
+    @property
+    def views(self) -> int:
+        """Block tables of a forward: one for each request, and for each further branch of a tree."""
+        return self.max_running * self.topk
+
+    @property
+    def offsets(self) -> range:
+        """Of the draft's pools: how much later a slot's token is than its position."""
+        return range(1, 1 + (self.draft if self.draft_model == "mtp" else 1) if self.draft else 1)
 
     def padded(self, tokens: int) -> int:
         """The size to which a batch of ``tokens`` is padded, so that few shapes are compiled."""

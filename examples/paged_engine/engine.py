@@ -12,7 +12,7 @@ import canary
 import torch
 from batching import Plan
 from config import EngineConfig
-from draft import Draft
+from draft import make_drafts
 from faults import Faults
 from memory import Memory
 from models import CompiledModel, make_groups, make_model
@@ -20,6 +20,7 @@ from offload import HostPool, SavedKV, Store
 from prefix_cache import Keys, PrefixCache
 from scheduler import Scheduler
 from split import piecewise
+from verification import judge, settle
 from workload import Request, State
 
 import kvcanary_fx
@@ -37,7 +38,8 @@ class Engine:
     Attributes:
         session: the canary's session, None with the canary off.
         sent: requests whose prefill is done, with their KV, for a decode instance.
-        steps, tokens: steps, and tokens that were accepted; ``accepted`` of those the draft had proposed.
+        steps, tokens: steps, and tokens that were accepted; ``accepted`` of those the draft had proposed, and
+            ``rejected`` others; ``moved`` were in another branch than the first.
         padding: tokens that filled batches up.
         evictions: pages that the prefix cache gave up.
     """
@@ -49,12 +51,13 @@ class Engine:
         self.session = canary.install(config, self.groups, self.memory, **settings)  # canary
         backend = self.session.backend if self.session is not None else config.inner  # canary
         self.model = CompiledModel(make_model(config, self.groups), config, self.groups, backend)
-        self.draft = Draft(config, self.memory, settings) if config.draft else None
+        self.draft = make_drafts(config, self.memory, self.model.model, settings)
         self.cache = PrefixCache(self.memory) if config.prefix_cache else None
-        self.host = HostPool(self._stores(), config.device)
+        self.stores = self._stores()
+        self.host = HostPool(self.stores, config.device)
         self.scheduler = Scheduler(self)
         self.sent: list[tuple[Request, SavedKV]] = []
-        self.steps = self.tokens = self.accepted = self.padding = self.evictions = 0
+        self.steps = self.tokens = self.accepted = self.rejected = self.moved = self.padding = self.evictions = 0
 
     @property
     def busy(self) -> bool:
@@ -89,7 +92,7 @@ class Engine:
         self._accept(plan, tokens)
         if self.draft:
             self.faults.before_draft(self, plan)
-            self.draft.run(plan)
+            self.draft.run(plan, self.faults)
         self._after(plan)
 
     def _forward(self, plan: Plan) -> list[int]:
@@ -101,7 +104,9 @@ class Engine:
             for group, reads in zip(self.groups, plan.reads, strict=True):
                 if self.session is not None:
                     self.session.check_reads(reads[: len(plan.work)], plan.lengths, pool=group.name)  # canary
-            out = self.model(plan.tensors(self.config))
+            out, hidden = self.model(plan.tensors(self.config))
+        if self.draft:
+            self.draft.keep(plan, hidden)
         self.padding += len(out) - len(plan.input_ids)
         self.faults.after_forward(self, plan)
         return out[: len(plan.input_ids)].tolist()
@@ -110,22 +115,21 @@ class Engine:
         """Append what the model says, as far as it confirms the proposed tokens."""
         for work, end in zip(plan.work, plan.ends, strict=True):
             request = work.request
-            proposed = max(0, work.stop - request.length)
-            known = len(work.tokens) - proposed
-            request.stored += known
+            request.stored += work.known
             if request.stored < request.length:
                 continue  # in the middle of its prefill
-            said = tokens[end - proposed - 1 : end]
-            accepted = 0
-            while accepted < proposed and said[accepted] == work.tokens[known + accepted]:
-                accepted += 1
-            accepted = self.faults.on_accept(request, accepted)
-            new = said[: accepted + 1][: request.new_tokens - len(request.output)]
+            said = tokens[end - len(work.tokens) : end]
+            path, new = judge(work, said, request.new_tokens - len(request.output), self.faults)
+            moved = settle(work, path, self.stores[: len(self.groups)], self.memory)
+            if moved and self.draft:
+                self.draft.move(*moved)
             request.output += new
-            request.stored += len(new) - 1
-            request.proposed = []
+            request.stored += len(path)
+            request.proposed, request.tree = [], []
             self.tokens += len(new)
-            self.accepted += len(new) - 1
+            self.accepted += len(path)
+            self.rejected += len(work.tree) - len(path)
+            self.moved += len(moved[0]) if moved else 0
 
     def _after(self, plan: Plan) -> None:
         """Cache what is new, hand on who is prefilled, let go who is done."""
@@ -146,10 +150,13 @@ class Engine:
     def keys(self, request: Request) -> Keys:
         """What identifies each position of a request, as far as it is known."""
         tokens = request.tokens
-        return list(itertools.pairwise(tokens)) if self.config.draft else tokens
+        last = max(self.config.offsets, default=0)  # a draft's slot is made of a later token
+        shifted = (itertools.islice(tokens, k, None) for k in range(last + 1))
+        return list(zip(*shifted, strict=False)) if last else tokens
 
     def use_prefix_cache(self, request: Request) -> None:
         """Start a request behind the longest prefix that is there; one token at least is left to compute."""
+        request.caught = []
         if self.cache is None:
             return
         keys = self.keys(request)[: request.length - 1]
@@ -220,4 +227,4 @@ class Engine:
             return start, memory.slot_map[memory.slot_tensor(request, start, length)]
 
         found = [Store(g, window if g.window else full, pools.get(g.name)) for g in self.groups]
-        return found + [Store(self.draft.group, full, self.draft.pool)] if self.draft else found
+        return found + [Store(head.group, full, head.pool) for head in (self.draft.heads if self.draft else [])]

@@ -5,10 +5,11 @@ The engine calls these at the places their names say.  What a method returns is 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batching import Plan
+    from batching import Inputs, Plan, Work
+    from draft import Head
     from engine import Engine
     from offload import SavedKV
     from workload import Request
@@ -60,6 +61,13 @@ class Faults:
     def on_transfer(self, raw: bytearray) -> bytearray:
         """The bytes of a request on their way from the prefill to the decode instance."""
         return raw
+
+    def on_catch_up(self, work: list[Work]) -> list[Work]:
+        """An eagle draft is about to catch up with what the target accepted."""
+        return work
+
+    def on_draft(self, head: Head, index: int, batch: Any, inputs: Inputs) -> None:
+        """A forward of the draft is planned; the canary and the model have not got ``batch`` and ``inputs`` yet."""
 
     def on_accept(self, request: Request, accepted: int) -> int:
         """A verification accepted so many proposed tokens."""

@@ -34,7 +34,7 @@ class Flips(Faults):
 
     def __init__(self, engine: Engine, seed: int = 0):
         self.random = random.Random(seed)
-        groups = [*engine.groups, *([engine.draft.group] if engine.draft else [])]
+        groups = [*engine.groups, *_drafts(engine)]
         self.todo = [(g, layer, half) for g in groups for layer in range(len(g.layers)) for half in range(2)]
         self.count = len(self.todo)
         self.right: list[Found] = []
@@ -62,7 +62,7 @@ class Flips(Faults):
         self._strike(engine, plan, [g.name for g in engine.groups])
 
     def before_draft(self, engine: Engine, plan: Plan) -> None:
-        self._strike(engine, plan, ["draft"])
+        self._strike(engine, plan, [g.name for g in _drafts(engine)])
 
     def _strike(self, engine: Engine, plan: Plan, names: list[str]) -> None:
         ready = [w for w in plan.work if w.start > 1 and w.request.output]
@@ -79,7 +79,11 @@ class Flips(Faults):
 
 def sessions(engine: Engine) -> list[Any]:
     """The canary's sessions of an engine."""
-    return [engine.session] + ([engine.draft.session] if engine.draft else [])
+    return [engine.session] + [head.session for head in (engine.draft.heads if engine.draft else [])]
+
+
+def _drafts(engine: Engine) -> list[Group]:
+    return [head.group for head in engine.draft.heads] if engine.draft else []
 
 
 def _slot(engine: Engine, group: Group, request: Request, position: int) -> int:

@@ -67,18 +67,20 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList([Layer(attention) for group in attentions for attention in group])
         self.norm, self.head = nn.RMSNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, namespaces: torch.Tensor, *kv: Any) -> torch.Tensor:
-        """int64 ``[n]``: the token that follows each token.
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, namespaces: torch.Tensor, *kv: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 ``[n]``, the token that follows each token, and float32 ``[n, DIM]``, its hidden state, for a draft.
 
         Args:
-            kv: what :meth:`_places` takes where attention sees its KV, nothing where it finds it by itself.
+            kv: what :meth:`places` takes where attention sees its KV, nothing where it finds it by itself.
         """
-        x, places = F.embedding(ids, self.embed), self._places(positions, *kv) if kv else [None] * len(self.layers)
+        x, places = F.embedding(ids, self.embed), self.places(positions, *kv) if kv else [None] * len(self.layers)
         for layer, place in zip(self.layers, places, strict=True):
             x = layer(x, positions, namespaces, place)
-        return self.head(self.norm(x)).argmax(-1)
+        return self.head(self.norm(x)).argmax(-1), x
 
-    def _places(
+    def places(
         self,
         positions: torch.Tensor,
         request: torch.Tensor,

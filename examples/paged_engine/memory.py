@@ -49,6 +49,12 @@ class Memory:
             self._map(inside, self.window.take(len(inside), request.id))
         self._append(request, pages)
 
+    def reserve(self, request: Request, length: int) -> None:
+        """The same, if so many pages are free."""
+        missing = self.missing(request, length)
+        if missing[0] and length <= self.config.width and self.fits(missing):
+            self.grow(request, length)
+
     def adopt(self, request: Request, pages: list[int]) -> None:
         """Give a request pages of the prefix cache."""
         self.share(pages, request.id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import attention
+import draft_models
 import llama
 import opaque
 import oracle
@@ -39,16 +40,28 @@ def make_model(config: EngineConfig, groups: list[Group]) -> nn.Module:
     return oracle.Oracle(windows(config), config.width).to(config.device)
 
 
-def make_draft_group(config: EngineConfig) -> Group:
-    """The draft's KV tensors: one layer, slots numbered like the target's."""
-    return make_group("draft", 1, config.pages * config.page, _row(config), config)
+def make_draft_group(config: EngineConfig, offset: int) -> Group:
+    """The KV tensors of a draft model: one layer, slots numbered like the target's."""
+    name = "draft" if offset == 1 else f"draft{offset}"
+    return make_group(name, 1, config.pages * config.page, _row(config), config)
 
 
-def make_draft(config: EngineConfig, group: Group) -> nn.Module:
-    """The draft model."""
+def make_draft(config: EngineConfig, group: Group, offset: int, target: nn.Module) -> nn.Module:
+    """A draft model; its slot of position p holds token p + ``offset``."""
+    if isinstance(target, llama.Llama):
+        torch.manual_seed(config.seed + offset)
+        attend = _attention(config, group, group.names[0])
+        return draft_models.DraftLlama(attend, target, config.topk).eval().to(config.device)
+    kinds = windows(config), config.fp8, config.width, offset, config.topk
+    return draft_models.DraftOracle(*kinds).to(config.device)
+
+
+def hidden_states(config: EngineConfig) -> torch.Tensor:
+    """Room for what the target hands to a draft, for each slot."""
+    slots = config.pages * config.page
     if config.model == "llama":
-        return _llama(config, [group], config.seed + 1)
-    return oracle.DraftOracle(windows(config), config.fp8, config.width).to(config.device)
+        return torch.zeros(slots, llama.DIM, device=config.device)
+    return torch.zeros(slots, dtype=torch.int64, device=config.device)
 
 
 class CompiledModel:
@@ -56,14 +69,20 @@ class CompiledModel:
 
     def __init__(self, model: nn.Module, config: EngineConfig, groups: list[Group], backend: Any):
         self.compiled = torch.compile(model, backend=backend, dynamic=True)
-        self.visible, self.groups = config.build == "visible", groups
+        self.model, self.visible, self.groups = model, config.build == "visible", groups
 
-    def __call__(self, inputs: Inputs) -> torch.Tensor:
-        """int64 ``[n]``: what the model says to each token."""
+    def __call__(self, inputs: Inputs, *hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the model says to each token, int64 ``[n]`` (a draft: ``[n, topk]``), and its hidden states.
+
+        Args:
+            hidden: of a draft, the hidden states that it goes on from, ``[n]`` or ``[n, dim]``.
+        """
+        first = inputs.ids, inputs.positions, inputs.namespaces, *hidden
         if self.visible:
-            return self.compiled(*inputs.args(), [group.layers for group in self.groups])
+            pools = [group.layers for group in self.groups]
+            return self.compiled(*first, inputs.request, inputs.slots, inputs.reads, pools)
         with opaque.forward_metadata(self.groups, inputs):
-            return self.compiled(inputs.ids, inputs.positions, inputs.namespaces)
+            return self.compiled(*first)
 
 
 def expected(requests: list[Request], config: EngineConfig) -> list[list[int]]:
@@ -81,11 +100,12 @@ def _row(config: EngineConfig) -> tuple[int, int]:
     return llama.ROW if config.model == "llama" else oracle.ROW
 
 
-def _llama(config: EngineConfig, groups: list[Group], seed: int) -> nn.Module:
-    def layer(group: Group, name: str) -> nn.Module:
-        if config.build == "visible":
-            return attention.Visible(group.window)
-        return opaque.make_attention(name, hoisted=config.build == "opaque_hoisted")
+def _attention(config: EngineConfig, group: Group, name: str) -> nn.Module:
+    if config.build == "visible":
+        return attention.Visible(group.window)
+    return opaque.make_attention(name, hoisted=config.build == "opaque_hoisted")
 
-    attentions = [[layer(group, name) for name in group.names] for group in groups]
+
+def _llama(config: EngineConfig, groups: list[Group], seed: int) -> nn.Module:
+    attentions = [[_attention(config, group, name) for name in group.names] for group in groups]
     return llama.Llama(attentions, seed).eval().to(config.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from kv_store import KV, write
 from torch import nn
-from workload import BOS, VOCAB
+from workload import VOCAB
 
 DIGITS = 8
 ROW = (1, DIGITS)
@@ -98,8 +98,8 @@ class Oracle(nn.Module):
         slots: list[torch.Tensor],
         reads: list[torch.Tensor],
         pools: list[KV],
-    ) -> torch.Tensor:
-        """int64 ``[n]``: the token that follows each token."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 ``[n]`` each: the token that follows each token, and what it is made of, for a draft."""
         state, number = torch.zeros_like(ids), 0
         for group, windows in enumerate(self.windows):
             for window, pool in zip(windows, pools[group], strict=True):
@@ -107,7 +107,7 @@ class Oracle(nn.Module):
                 found = weight([t[reads[group]].flatten(2) for t in pool], number)  # [bs, width]
                 state = state + sum_seen(found * self.powers, request, positions, window)
                 number += 1
-        return next_token(state)
+        return next_token(state), state
 
 
 def store(
@@ -155,41 +155,3 @@ def weights_of(
         added = weight(written(ids, positions, namespaces, number, fp8), number)
         found[window] = found[window] + added if window in found else added
     return found
-
-
-class DraftOracle(nn.Module):
-    """A draft that guesses the oracle's next token from its own pool, and is wrong one time in four.
-
-    Its slot of position p holds token p + 1; every prompt's token 0 is BOS, so it knows the whole prefix.
-    """
-
-    def __init__(self, windows: list[list[int | None]], fp8: bool, width: int):
-        super().__init__()
-        self.windows, self.fp8 = windows, fp8
-        self.register_buffer("powers", powers(width))
-        self.register_buffer("digits", digits())
-
-    def forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        namespaces: torch.Tensor,
-        request: torch.Tensor,
-        slots: list[torch.Tensor],
-        reads: list[torch.Tensor],
-        pools: list[KV],
-    ) -> torch.Tensor:
-        """int64 ``[n]``: a guess of the token that follows each token; ``positions`` are those of the slots."""
-        (pool,) = pools[0]
-        store(pool, slots[0], ids, positions, namespaces, 7, self.digits)
-        behind = decode(pool[0][reads[0]].flatten(2).float())  # [bs, width], the token after each position
-        known = torch.cat((torch.full_like(behind[:, :1], BOS), behind[:, :-1]), 1)
-        spaces = torch.zeros_like(known[:, 0]).scatter_reduce(0, request, namespaces, "amax")  # padding has 0
-        place = torch.arange(known.shape[1], device=ids.device).expand_as(known)
-        state = torch.zeros_like(ids)
-        weights = weights_of(known, place, spaces.unsqueeze(1).expand_as(known), self.windows, self.fp8)
-        for window, found in weights.items():
-            last = (positions + 1).clamp(max=known.shape[1] - 1)
-            state = state + sum_seen(found * self.powers, request, last, window)
-        guess = next_token(state)
-        return guess + (guess % 4 == 0)

@@ -53,9 +53,9 @@ class Scheduler:
             return None
         start, size = request.stored, min(budget, self.config.chunk)
         if request.missing > 1:
-            request.proposed = []
+            request.forget_proposed()
         tokens = (request.tail(start) + request.proposed)[:size]
-        return Work(request, start, tokens)
+        return Work(request, start, tokens, request.tree[: max(0, len(tokens) - request.missing)])
 
     def _room_for(self, work: Work) -> bool:
         """Make room for what a request adds: evict, then retract the youngest."""
@@ -98,7 +98,7 @@ class Scheduler:
         in coming in and having to leave, and nobody would ever run."""
         full = window = 0
         for request in self.running:
-            stop = min(request.length + self.config.draft, request.stored + self.config.chunk)
+            stop = min(request.length + self.config.ahead, request.stored + self.config.chunk)
             need = self.memory.missing(request, stop)
             full, window = full + max(1, need[0]), window + max(1, need[1])
         return self.engine.make_room((full, window if self.memory.window else 0))
@@ -106,7 +106,7 @@ class Scheduler:
     def retract(self, request: Request) -> None:
         """Take a request out of the batch; it goes on later, where it was or from its prefix."""
         self.retracts += 1
-        request.proposed = []
+        request.forget_proposed()
         if self.config.offload and request.stored:
             self.engine.save(request)
         else:

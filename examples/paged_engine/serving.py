@@ -35,7 +35,7 @@ class Served:
     @property
     def sessions(self) -> list[Any]:
         """The canary's sessions: of each engine, and of its draft."""
-        drafts = [e.draft.session for e in self.engines if e.draft]
+        drafts = [head.session for e in self.engines if e.draft for head in e.draft.heads]
         return [s for s in [e.session for e in self.engines] + drafts if s is not None]
 
     def violations(self) -> list[kvcanary_fx.Violation]:
@@ -58,6 +58,7 @@ class Served:
             "transfers": self.transfers,
             "drafted": self._total(lambda e: e.draft.proposed if e.draft else 0),
             "accepted": self._total(lambda e: e.accepted),
+            "rejected": self._total(lambda e: e.rejected),
             "padding tokens": self._total(lambda e: e.padding),
             "slots checked: identity": sum(s.slots_checked for s in stats),
             "slots checked: bytes": sum(s.checked for s in stats),

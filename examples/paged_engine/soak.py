@@ -2,11 +2,15 @@
 
     python examples/paged_engine/soak.py --slot-checks 1e7
     python examples/paged_engine/soak.py --slot-checks 3e9 --device cuda
+    python examples/paged_engine/soak.py --slot-checks 1e6 --speculate
 
 Rounds follow one another, each on fresh engines and with requests of its own: float8 in every second one, and in every
 second pair of rounds a prefill instance hands its requests to a decode instance.  The pools are too small for what
 runs, so requests are retracted, off-loaded and loaded back, and the prefix cache evicts.  A slot check is a comparison
 of a slot's identity, or of one layer's and half's bytes, before a forward reads it; sweeps are not counted.
+
+With ``--speculate`` the rounds take turns with the kinds of drafts: rows of 1 to 8 tokens, trees, and a layer for each
+token; what comes out is also compared with an engine that does not speculate, and has no canary.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [p for p in (str(Path(__file__).parent),) if p not in sys.path]
 
@@ -33,6 +38,12 @@ SIZES = {
         width=8192, page=64, max_running=96, requests=192, layers=6, chunk=2048, token_budget=4096, share=0.15
     ),
 }
+#: The drafts of rounds that speculate; the first is what others have, all the time.
+DRAFTS: list[dict[str, Any]] = [
+    dict(draft=8, draft_varies=True),
+    dict(draft=4, draft_varies=True, topk=3),
+    dict(draft=3, draft_varies=True, draft_model="mtp"),
+]
 CHECKS = ("slots checked: identity", "slots checked: bytes")
 
 
@@ -42,6 +53,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two lines of progress")
+    parser.add_argument("--speculate", action="store_true", help="all kinds of drafts, and no speculation beside it")
     for name, what in (
         ("width", "positions that a request can have; prompts are up to three quarters of it"),
         ("page", "slots of a page"),
@@ -77,7 +89,7 @@ def config_of(args: argparse.Namespace, number: int) -> EngineConfig:
         offload=True,
         window=window,
         window_pages=max(least, args.max_running * near * 2 // 3),
-        draft=2,
+        **(DRAFTS[number % len(DRAFTS)] if args.speculate else dict(draft=2)),
         fp8=number % 2 == 1,
         layers=args.layers,
         device=args.device,
@@ -100,6 +112,7 @@ class Soak:
         done: counts of the rounds that have ended.
         reports: violations, as they would be shown.
         wrong: requests whose output is not the oracle's.
+        different: requests whose output is not what it is without speculation.
     """
 
     every: float
@@ -107,6 +120,7 @@ class Soak:
     done: Counter[str] = dataclasses.field(default_factory=Counter)
     reports: list[str] = dataclasses.field(default_factory=list)
     wrong: list[str] = dataclasses.field(default_factory=list)
+    different: list[str] = dataclasses.field(default_factory=list)
     _told: float = 0.0
 
     @property
@@ -137,6 +151,20 @@ class Soak:
         self.reports += [v.explain() for v in served.violations()]
         self.wrong += served.wrong()
 
+    def compare(self, served: Served, outputs: list[list[int]]) -> None:
+        """Note whose output differs; who went away may have got more or less before that."""
+        for request, plain in zip(served.requests, outputs, strict=True):
+            count = min(len(plain), len(request.output)) if request.wants_abort else request.new_tokens
+            if request.output[:count] != plain[:count]:
+                self.different.append(request.id)
+
+
+def plain_outputs(args: argparse.Namespace, number: int) -> list[list[int]]:
+    """What round ``number`` gives without speculation and without the canary."""
+    torch._dynamo.reset()
+    config = dataclasses.replace(config_of(args, number), draft=0, draft_model="eagle", topk=1)
+    return [r.output for r in serve(requests_of(args, number), config, mode="off").requests]
+
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
@@ -146,14 +174,18 @@ def main(argv: list[str] | None = None) -> int:
         number = soak.done["rounds"]
         torch._dynamo.reset()  # each engine is compiled anew, and Dynamo keeps few graphs of one model
         config, requests = config_of(args, number), requests_of(args, number)
-        soak.add(serve(requests, config, number // 2 % 2 == 0, watch=soak.watch, mode="log", sweep_every=20))
-    shown = {**soak.done, "slot checks": soak.checks, "outputs equal the oracle's": not soak.wrong}
+        served = serve(requests, config, number // 2 % 2 == 0, watch=soak.watch, mode="log", sweep_every=20)
+        soak.add(served)
+        if args.speculate:
+            soak.compare(served, plain_outputs(args, number))
+    equal = {"outputs equal those without speculation": not soak.different} if args.speculate else {}
+    shown = {**soak.done, "slot checks": soak.checks, "outputs equal the oracle's": not soak.wrong, **equal}
     for name, value in shown.items():
-        print(f"{name:28} {value:,}" if type(value) is int else f"{name:28} {value}")
-    print(f"{'seconds':28} {soak.seconds:.1f}")
+        print(f"{name:39} {value:,}" if type(value) is int else f"{name:39} {value}")
+    print(f"{'seconds':39} {soak.seconds:.1f}")
     for text in soak.reports[:3] + [f"wrong output: {name}" for name in soak.wrong[:3]]:
         print(f"\n{text}")
-    return 1 if soak.reports or soak.wrong else 0
+    return 1 if soak.reports or soak.wrong or soak.different else 0
 
 
 if __name__ == "__main__":

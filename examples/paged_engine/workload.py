@@ -37,6 +37,9 @@ class Request:
         pages: its pages, in order of position.
         stored: positions whose KV is in the pool.
         proposed: tokens that the draft proposes to follow.
+        tree: for each of them the number of the one that it follows, -1 for the request's last token.
+        caught: positions that each of the draft's pools has with the request's own tokens; empty: as many as stored.
+        guessed: where the positions end that the draft's pool holds guesses for.
         saved: its KV on the host, while it is retracted.
     """
 
@@ -52,6 +55,9 @@ class Request:
     pages: list[int] = dataclasses.field(default_factory=list)
     stored: int = 0
     proposed: list[int] = dataclasses.field(default_factory=list)
+    tree: list[int] = dataclasses.field(default_factory=list)
+    caught: list[int] = dataclasses.field(default_factory=list)
+    guessed: int = 0
     saved: SavedKV | None = None
 
     @property
@@ -71,6 +77,10 @@ class Request:
     def missing(self) -> int:
         """Tokens that have no KV yet; 1 in decode."""
         return self.length - self.stored
+
+    def forget_proposed(self) -> None:
+        """Nothing is proposed any more, and what a draft stored for it is gone."""
+        self.proposed, self.tree, self.guessed = [], [], 0
 
     @property
     def ended(self) -> bool:

@@ -31,11 +31,31 @@ def test_soak_goes_on_until_enough_was_checked_and_uses_every_feature(capsys):
     counts = table(out)
     identity, content = counts["slots checked: identity"], counts["slots checked: bytes"]
     assert counts["slot checks"] == identity + content >= 60_000
-    assert "outputs equal the oracle's   True" in out
+    assert re.search("outputs equal the oracle's +True", out)
     assert counts["rounds"] > 1  # in bytes of both types
     assert counts["off-loads"] > counts["transfers"]  # which go by way of the host, too
     unused = [name for name, value in counts.items() if value == 0]
     assert set(unused) <= {"violations", "slots checked: sweeps"}  # every 50 steps, which may be too rare here
+
+
+def test_soak_speculates_and_compares(capsys):
+    """One round: the first kind of draft, 1 to 8 tokens; the others are in test_speculation."""
+    assert soak.main([*SIZES, "--slot-checks", "1e4", "--requests", "6", "--speculate"]) == 0
+    out = capsys.readouterr().out
+    counts = table(out)
+    assert re.search("outputs equal the oracle's +True", out)
+    assert re.search("outputs equal those without speculation +True", out)
+    assert counts["slot checks"] >= 10_000
+    assert counts["violations"] == 0
+    for used in ("drafted", "accepted", "chunks of prefills"):
+        assert counts[used] > 0, used
+
+
+def test_soak_notices_what_speculation_changes():
+    done = soak.Soak(1.0)
+    right, wrong = (soak.Request(name, [1, 2], 2, output=[3, 4]) for name in "ab")
+    done.compare(serving.Served([right, wrong], []), [[3, 4], [3, 5]])
+    assert done.different == ["b"]
 
 
 class BadWire(Faults):

@@ -29,7 +29,7 @@ def _together(checks: ModuleType) -> Any:
     """An implementation under one name, as the reference is."""
     return SimpleNamespace(
         **{n: getattr(checks, n) for n in ("walk", "check_writes", "check_received", "check_reads", "store")},
-        **{n: getattr(slot_life, n) for n in ("allocate", "release", "share", "name")},
+        **{n: getattr(slot_life, n) for n in ("allocate", "release", "share", "name", "reject")},
     )
 
 
@@ -82,7 +82,7 @@ def random_plan(rng: random.Random, space: SlotSpace, unique: bool) -> RequestPl
     if unique:
         drawn = rng.sample(range(space.slots), min(space.slots, tokens))
         slots = torch.tensor((drawn + [-1] * (tokens + padding))[: tokens + padding], dtype=torch.int64)
-    expected = [p + k for p, e in zip(prefix, extend, strict=True) for k in range(e)]
+    expected = [p + k for p, e in zip(prefix, extend, strict=True) for k in range(e)]  # of a tree some are wrong
     positions = torch.tensor([e + odd() for e in expected] + [0] * padding, dtype=torch.int64)
     integer = rng.choice([torch.int32, torch.int64])
     return RequestPlan(
@@ -102,7 +102,15 @@ def random_plan(rng: random.Random, space: SlotSpace, unique: bool) -> RequestPl
         slot_map=integers(space.slots, -1, space.slots - 1) if rng.random() < 0.2 else None,
         history=integers((requests + padding) * 8, 0, 3).view(-1, 8) if rng.random() < 0.4 else None,
         history_lens=integers(requests + padding, 0, 9),
+        parents=random_trees(rng, extend, padding) if rng.random() < 0.25 else None,
     )
+
+
+def random_trees(rng: random.Random, extend: list[int], padding: int) -> torch.Tensor:
+    """For each token an earlier one of its request, or the prefix; now and then something that is neither."""
+    places = [k for e in extend for k in range(e)]
+    parents = [rng.randint(-1, k - 1) if rng.random() < 0.95 else rng.choice([-9, k, 99]) for k in places]
+    return torch.tensor(parents + [0] * padding, dtype=torch.int64)
 
 
 def random_pages(rng: random.Random, plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -132,7 +140,7 @@ def make_it_true(rng: random.Random, space: SlotSpace, plan: RequestPlan) -> Non
             space.tokens[slot], space.positions[slot] = token, position
             space.chain[slot] = chain + (rng.random() < 0.05)
             space.owners[slot] = int(plan.owners[request]) if rng.random() < 0.9 else 0
-            space.flags[slot] = rng.choice([256, 257, 257, 257, 257, 513, 261, 1])
+            space.flags[slot] = rng.choice([256, 257, 257, 257, 257, 513, 261, 265, 1])
 
 
 def play(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, SlotSpace]], plans: int) -> int:
@@ -161,6 +169,7 @@ def play(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, Slo
                 impl.check_reads(own, here, pages.to(device), lengths.to(device), size)
             impl.store(own, here)
             own.control.words[Word.STEP] += 1
+            own.control.words[Word.FORWARD] = number % 3 - 1
             if impl is not space_reference:
                 compare_real_slots(own, there)
             if impl is IMPLEMENTATIONS["triton"]:
@@ -173,15 +182,16 @@ def play(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, Slo
 
 
 def _random_life(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, SlotSpace]]) -> None:
-    what = rng.choice(["allocate", "allocate", "release", "share", "name"])
+    what = rng.choice(["allocate", "allocate", "release", "share", "name", "reject"])
     some = [rng.randint(0, space.slots - 1) if rng.random() < 0.97 else -3 for _ in range(rng.randint(0, 4))]
     if what == "name":
         slots = torch.tensor(sorted(set(some)), dtype=torch.int64)
         who = tuple(torch.tensor([rng.randint(0, 9) for _ in slots]) for _ in range(3))
-        marks = torch.tensor([rng.choice([0, 1, 5]) for _ in slots], dtype=torch.int32)
+        marks = torch.tensor([rng.choice([0, 1, 5, 9]) for _ in slots], dtype=torch.int32)
         given: tuple[Any, ...] = (marks, rng.choice([None, who]), rng.choice(OWNERS))
     else:
-        slots, given = torch.tensor(some, dtype=torch.int64), (rng.choice(OWNERS),)
+        slots = torch.tensor(some, dtype=torch.int64)
+        given = () if what == "reject" else (rng.choice(OWNERS),)
     for impl, own in impls:
         device = own.tokens.device
         here = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), given)  # noqa: B023

@@ -66,6 +66,7 @@ def test_constants_of_the_kernels_are_those_of_the_buffers():
         "_DRAINED": Word.DRAINED,
         "_STEP": Word.STEP,
         "_BOXED": Word.BOXED,
+        "_FORWARD": Word.FORWARD,
         "_GATE_STEP": Gate.STEP,
         "_LENIENT_NEXT": Gate.LENIENT_NEXT,
         "_LENIENT_NOW": Gate.LENIENT_NOW,

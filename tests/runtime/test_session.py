@@ -14,7 +14,7 @@ from kvcanary_fx import CanaryConfig, KVCacheViolation
 
 LINE = re.compile(
     r"kvcanary\.violation check=content phase=pre layer=layers\.1 half=V row=0 position=2 slot=2 step=3 token=\d+ "
-    r"request=- stored=0x[0-9a-f]+ found=0x[0-9a-f]+ detail=0 why=- also=- pool=caches\[1\]\[1\]$"
+    r"request=- stored=0x[0-9a-f]+ found=0x[0-9a-f]+ detail=0 why=- also=- forward=- pool=caches\[1\]\[1\]$"
 )
 
 

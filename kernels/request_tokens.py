@@ -1,0 +1,54 @@
+"""The added tokens of a forward: whose they are, where they stand, and what they follow."""
+
+from __future__ import annotations
+
+import torch
+
+from .slot_space import RequestPlan
+
+
+def real_requests(plan: RequestPlan) -> torch.Tensor:
+    """bool ``[bs]``: requests that are no padding."""
+    return torch.arange(plan.rows.shape[0], device=plan.rows.device) < plan.counts[0]
+
+
+def token_requests(plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(request, place, real)`` of each added token: its request's number, its place among the request's
+    added tokens, and whether it is real rather than padding.  int64, int64, bool ``[n]``."""
+    n, device = plan.slots.shape[0], plan.slots.device
+    lens = torch.where(real_requests(plan), plan.extend_lens.to(torch.int64), 0)
+    ends = lens.cumsum(0)
+    token = torch.arange(n, device=device)
+    request = torch.searchsorted(ends, token, right=True).clamp(max=max(lens.shape[0] - 1, 0))
+    place = token - (ends - lens)[request]
+    return request, place, (token < plan.counts[1]) & (token < ends[-1])
+
+
+def planned_positions(plan: RequestPlan, request: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """int64 ``[n]``: the position of each added token; what :func:`token_requests` gives are the other arguments."""
+    depth = place if plan.parents is None else sum_to_root(plan, torch.ones_like(place), place) - 1
+    return plan.prefix_lens.to(torch.int64)[request] + depth
+
+
+def sum_to_root(plan: RequestPlan, values: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """For each added token of a tree the sum of ``values`` over it and all that it follows: int64 ``[n]``.
+
+    By doubling: after k rounds a token has the sum over 2**k of them, and knows where to go on.
+    """
+    assert plan.parents is not None
+    n = values.shape[0]
+    parent = plan.parents.to(torch.int64)
+    number = torch.arange(n, device=values.device)
+    up = torch.where((parent >= 0) & (parent < place), number - place + parent, n)
+    up, total = torch.nn.functional.pad(up, (0, 1), value=n), torch.nn.functional.pad(values, (0, 1))
+    for _ in range(n.bit_length()):
+        total, up = total + total[up], up[up]
+    return total[:-1]
+
+
+def repeats(slots: torch.Tensor, nowhere: int) -> torch.Tensor:
+    """bool ``[n]``: slots that stood earlier in the list already."""
+    ordered, origin = torch.sort(slots, stable=True)
+    again = torch.zeros_like(ordered, dtype=torch.bool)
+    again[1:] = (ordered[1:] == ordered[:-1]) & (ordered[1:] != nowhere)
+    return torch.zeros_like(again).scatter(0, origin, again)
