@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from faults import FAULTS, Told, fits
 from groups import Cross, Group
+from pool_faults import FAULTS, Told, fits
 from rig import Rig
 from shapes import SHAPES
 
