@@ -5,8 +5,8 @@ eager forward as in a captured one:
 
 * The checks of a layer start after what they look at: :meth:`SideStream.fork` waits for the model's stream.
 * The model may use the memory of K and V again once attention is done, so what reads them does not go beside: their
-  digests are taken in the model's own stream.  To go beside and be waited for in each layer cost 8 us a layer, 5 % of
-  a decode step of one request (H200).
+  digests are taken in the model's own stream.  (With these beside as well, and a wait for them in each layer, a decode
+  step of one request took 5 % longer than without the canary, 8 us a layer, on an H200.)
 * A CUDA graph cannot end while work forked in it is running: the last op of a graph joins.
 """
 
