@@ -64,6 +64,7 @@ def jobs() -> list[Job]:
         Job("tests runtime", [*pytest, *parallel, "tests/runtime"]),
         Job("tests models and examples", [*pytest, *parallel, "tests/models", "tests/examples", "tests/cli"]),
         Job("tests bugs", [*pytest, *parallel, "tests/bugs"]),
+        Job("tests pools", [*pytest, *parallel, "tests/pools"]),
         Job("doctor", [python, "-m", "kvcanary_fx", "doctor"]),
         Job("random plans", [*plans, "--plans", "1500"]),
     ]
@@ -86,6 +87,8 @@ def benchmarks() -> list[Job]:
     """They update BENCHMARKS.md."""
     return [
         Job("benchmark kernels", [sys.executable, "tests/benchmarks/kernels.py", "--write"]),
+        Job("benchmark growth", [sys.executable, "tests/benchmarks/growth.py", "--write"]),
+        Job("benchmark forward", [sys.executable, "tests/benchmarks/forward.py", "--write"]),
         Job("benchmark compile time", [sys.executable, "tests/benchmarks/compile_time.py", "--write"]),
     ]
 
