@@ -39,7 +39,7 @@ def test_every_check_reports_its_fault(dtype, paged):
     ],
 )
 def test_a_check_that_does_nothing_refuses_to_start_by_name(monkeypatch, module, function, checks):
-    monkeypatch.setattr(module, function, lambda *_: None)
+    monkeypatch.setattr(module, function, lambda *_, **__: None)
     toy = Toy()
     with pytest.raises(SelfTestError) as e:
         kvcanary_fx.install_canary(KVPool(toy.kv, toy.table), inner="eager", self_test=True)
