@@ -34,7 +34,7 @@ def _fresh(monkeypatch):
     """Every test starts with an empty Dynamo cache, no settings and no shared sessions."""
     from kvcanary_fx import backend
 
-    for name in [n for n in os.environ if n.startswith("KVCANARY_") and not n.startswith("KVCANARY_TEST")]:
+    for name in [n for n in os.environ if n.startswith("KVCANARY_")]:
         monkeypatch.delenv(name)
     torch._dynamo.reset()
     backend._SESSIONS.clear()

@@ -1,6 +1,6 @@
 """The kernels equal the reference bit for bit, on random pools, layouts, dtypes and steps.
 
-The number of scenes per device comes from KVCANARY_TEST_SEEDS (default 300).
+The number of scenes per device comes from CANARY_TEST_SEEDS (default 300).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvcanary_fx.kernels.buffers import Count, Gate, HalfBuffers, Ring, RowState
 from kvcanary_fx.kernels.layout import SlotLayout
 from kvcanary_fx.kernels.slot_space import SlotSpace
 
-SEEDS = int(os.environ.get("KVCANARY_TEST_SEEDS", "300"))
+SEEDS = int(os.environ.get("CANARY_TEST_SEEDS", "300"))
 BLOCKS = 10
 
 

@@ -16,7 +16,7 @@ from kvcanary_fx.kernels import gpu_requests, request_checks
 from kvcanary_fx.kernels.buffers import Control, Word
 from kvcanary_fx.kernels.slot_space import RequestPlan, SlotSpace
 
-SEEDS = int(os.environ.get("KVCANARY_TEST_SEEDS", "300"))
+SEEDS = int(os.environ.get("CANARY_TEST_SEEDS", "300"))
 BLOCKS = 5
 
 
