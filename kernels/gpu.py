@@ -157,7 +157,7 @@ def _verify_listed(site: Site, view: torch.Tensor, space: SlotSpace, ops: int) -
         return
     geometry = geometry_of(view, site.layout.slot_axes)
     with on_device(view):
-        verify_listed_kernel[(min(triton.cdiv(site.layout.slots, LISTED_SLOTS), _programs(view.device)),)](
+        verify_listed_kernel[(_strided_grid(site.layout.slots, LISTED_SLOTS, view.device),)](
             geometry.base,
             site.gate,
             site.counters,
@@ -265,7 +265,7 @@ def record(
             slot_stride0=geometry.slot_strides[0],
             slot_stride1=geometry.slot_strides[1],
             token_stride=operand.slot_strides[1],
-            taken_stride=value_digests.stride(0) if value_digests is not None else 0,
+            value_digest_stride=value_digests.stride(0) if value_digests is not None else 0,
             OPERAND=compared,
             HAS_SPACE=site.space is not None,
             UNIT=geometry.unit,

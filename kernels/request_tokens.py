@@ -15,13 +15,19 @@ def real_requests(plan: RequestPlan) -> torch.Tensor:
 def token_requests(plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(request, place, real)`` of each added token: its request's number, its place among the request's
     added tokens, and whether it is real rather than padding.  int64, int64, bool ``[n]``."""
-    n, device = plan.slots.shape[0], plan.slots.device
     lens = torch.where(real_requests(plan), plan.extend_lens.to(torch.int64), 0)
-    ends = lens.cumsum(0)
-    token = torch.arange(n, device=device)
-    request = torch.searchsorted(ends, token, right=True).clamp(max=max(lens.shape[0] - 1, 0))
-    place = token - (ends - lens)[request]
-    return request, place, (token < plan.counts[1]) & (token < ends[-1])
+    request, place, there = laid_out(lens, plan.slots.shape[0])
+    return request, place, there & (torch.arange(place.shape[0], device=place.device) < plan.counts[1])
+
+
+def laid_out(lens: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(request, place, there)`` of ``n`` places in which ``lens[r]`` entries of each request r follow one another.
+
+    int64, int64, bool ``[n]``: whose entry it is, its place among them, and whether there is one so far out.
+    """
+    ends, entry = lens.cumsum(0), torch.arange(n, device=lens.device)
+    request = torch.searchsorted(ends, entry, right=True).clamp(max=max(lens.shape[0] - 1, 0))
+    return request, entry - (ends - lens)[request], entry < ends[-1]
 
 
 def planned_positions(plan: RequestPlan, request: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

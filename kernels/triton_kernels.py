@@ -190,6 +190,25 @@ def report(
 
 
 @triton.jit
+def report_poison(
+    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, poisoned, slot, base, start, words_in_row,
+    units, n1, n2, n3, d0, d1, d2, d3,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, POISON_MASK: tl.constexpr,
+    POISON_BITS: tl.constexpr, ELEMENT: tl.constexpr, HAS_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Report the written slots with a NaN or an Inf, each with the first that it has."""
+    if tl.max(poisoned.to(tl.int32), axis=0) != 0:
+        poison = first_poison(
+            base, start, poisoned, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+            UNIT, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
+        )  # fmt: skip
+        report(
+            words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _POISON_BIT, 0, poisoned, slot,
+            tl.zeros_like(slot), poison & 0xFFFFFFFF, poison >> 32, HAS_ROWS,
+        )  # fmt: skip
+
+
+@triton.jit
 def begin_kernel(
     words_ptr,  # int64 [len(Word)]
     gate_ptr,  # int64 [len(Gate)]
@@ -340,16 +359,11 @@ def scan_kernel(
             if PLANES == 2:
                 tl.store(digest_ptr + slots_total + slot, h2, mask=changed)
             tl.atomic_add(counters_ptr + _RECORDED, tl.sum(changed.to(tl.int64), axis=0))
-            poisoned = poisoned & changed
-            if tl.max(poisoned.to(tl.int32), axis=0) != 0:
-                poison = first_poison(
-                    base, start, poisoned, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
-                    UNIT, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
-                )  # fmt: skip
-                report(
-                    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _POISON_BIT, 0, poisoned, slot,
-                    tl.zeros_like(slot), poison & 0xFFFFFFFF, poison >> 32, HAS_ROWS,
-                )  # fmt: skip
+            report_poison(
+                words_ptr, ring_ptr, capacity, rows_ptr, positions, half, poisoned & changed, slot, base, start,
+                words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+                UNIT, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT, HAS_ROWS,
+            )  # fmt: skip
         else:
             bad = due & ((h1 != stored1) | (h2 != stored2)) if PLANES == 2 else due & (h1 != stored1)
             taken = bad & lenient & shifted

@@ -8,7 +8,6 @@ import triton.language as tl
 from .triton_kernels import (
     _FLAGS,
     _GATE_OPS,
-    _POISON_BIT,
     _RECORD_RUNS,
     _RECORDED,
     _RESERVED,
@@ -16,9 +15,9 @@ from .triton_kernels import (
     _STEP,
     PER_SITE,
     digest_of_rows,
-    first_poison,
     packed,
     report,
+    report_poison,
 )
 
 #: What a record compares the slots with: nothing, the operand's rows, or digests of them taken before.
@@ -32,7 +31,7 @@ _OPERAND_BIT: tl.constexpr = tl.constexpr(2)
 @triton.jit(do_not_specialize=PER_SITE)
 def record_kernel(
     base, value_base,  # first units of the pool's view and of the operand
-    taken_ptr,  # int32 [n, PLANES], digests of the operand
+    value_digest_ptr,  # int32 [n, PLANES], digests of the operand
     slot_ptr, n,  # int64 [n]
     gate_ptr, ops,  # int64 [len(Gate)]
     counters_ptr,  # int64 [len(Count)]
@@ -41,7 +40,8 @@ def record_kernel(
     coef_ptr,  # int32 [2, words_in_row]
     digest_ptr,  # int32 [PLANES, slots_total]
     words_ptr, ring_ptr, capacity, rows_ptr,
-    slots_total, seed1, seed2, words_in_row, half, positions, slot_stride0, slot_stride1, token_stride, taken_stride,
+    slots_total, seed1, seed2, words_in_row, half, positions, slot_stride0, slot_stride1, token_stride,
+    value_digest_stride,
     units, n1, n2, n3, d0, d1, d2, d3,
     v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, OPERAND: tl.constexpr, HAS_SPACE: tl.constexpr,
@@ -68,15 +68,11 @@ def record_kernel(
         )  # fmt: skip
         recorded += tl.sum(live.to(tl.int64), axis=0)
         if POISON_MASK != 0:
-            if tl.max(poisoned.to(tl.int32), axis=0) != 0:
-                poison = first_poison(
-                    base, start, poisoned, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
-                    UNIT, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
-                )  # fmt: skip
-                report(
-                    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _POISON_BIT, 0, poisoned, slot,
-                    tl.zeros_like(slot), poison & 0xFFFFFFFF, poison >> 32, HAS_ROWS,
-                )  # fmt: skip
+            report_poison(
+                words_ptr, ring_ptr, capacity, rows_ptr, positions, half, poisoned, slot, base, start, words_in_row,
+                units, n1, n2, n3, d0, d1, d2, d3,
+                UNIT, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT, HAS_ROWS,
+            )  # fmt: skip
         if OPERAND != _NO_OPERAND:
             if OPERAND == _ROWS:
                 v1, v2, _ = digest_of_rows(
@@ -84,10 +80,10 @@ def record_kernel(
                     v_d0, v_d1, v_d2, v_d3, OPERAND_UNIT, PLANES, BLOCK, BLOCK_WORDS, 0, 1, ELEMENT,
                 )  # fmt: skip
             else:
-                v1 = tl.load(taken_ptr + i * taken_stride, mask=live, other=0)
+                v1 = tl.load(value_digest_ptr + i * value_digest_stride, mask=live, other=0)
                 v2 = h2
                 if PLANES == 2:
-                    v2 = tl.load(taken_ptr + i * taken_stride + 1, mask=live, other=0)
+                    v2 = tl.load(value_digest_ptr + i * value_digest_stride + 1, mask=live, other=0)
             bad = live & (v1 != h1)
             if PLANES == 2:
                 bad = live & ((v1 != h1) | (v2 != h2))

@@ -14,7 +14,7 @@ pattern of what changed can:
 
 Mismatches that show this pattern, in a step where something else did write to the pool (or may have:
 inference tensors have no version counter, a captured graph runs without us), are adopted and counted.
-So is one of a slot that was reported: it was put right.  All others are violations.
+So is one of a reported slot, back to the bytes that it had before: it was put right.  All others are violations.
 """
 
 from __future__ import annotations
@@ -64,21 +64,22 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, lost: int = 0) -> Verdict
     for row in verdict.violations:
         half = registry.by_id(row[Ring.HALF])
         if half is not None and row[Ring.CHECK] == Check.CONTENT:
-            half.reported.add(row[Ring.SLOT])
+            half.reported.setdefault(row[Ring.SLOT], row[Ring.STORED])
     return verdict
 
 
 def _settle(row: Row, registry: PoolRegistry, verdict: Verdict) -> None:
-    """Adopt a change of a slot that was reported before: somebody put it right.  Any other is a violation.
+    """Adopt a change of a slot back to what it was before it was reported: somebody put it right.  Any other is a
+    violation.
 
     Seen with cross-attention: after a report the same prompt was encoded again, into the same bytes but for the slot
     whose corrupted bytes had been fingerprinted when they were reported.
     """
     half = registry.by_id(row[Ring.HALF])
-    if half is None or row[Ring.SLOT] not in half.reported:
+    if half is None or half.reported.get(row[Ring.SLOT]) != row[Ring.FOUND]:
         verdict.violations.append(row)
         return
-    half.reported.discard(row[Ring.SLOT])
+    del half.reported[row[Ring.SLOT]]
     verdict.adopted_slots += 1
     verdict.adopted_fingerprints += 1
 

@@ -194,17 +194,16 @@ class EngineSession(CanarySession):
             raise SessionStateError(f"forward({index}) outside step(): with session.step(batch): comes first")
         view = self._step if batch is None else self._view_of(batch)
         self._forward = Forward(index, {} if view is _EMPTY else self._plans(view))
-        self._index.tell(index)
         try:
+            self._index.tell(index)
             self._before(self._forward)
-            yield
-            self._join()
+            try:
+                yield
+            finally:
+                self._join()
             self._after_forward(self._forward)
             self.health.note(self._forward.plans)
             self.windows.note(self._forward.plans)
-        except BaseException:
-            self._join()
-            raise
         finally:
             self._forward = None
 

@@ -13,6 +13,7 @@ import torch
 
 from .errors import EngineError
 from .kernels import request_checks
+from .kernels.request_tokens import laid_out, real_requests
 from .kernels.slot_space import RequestPlan
 from .pool_layout import KVPool
 from .step_inputs import StepInputs
@@ -46,7 +47,7 @@ def narrowed(pool: KVPool, place: int, plan: RequestPlan, view: StepView) -> Req
     if not plan.rows.shape[0] or not plan.slots.shape[0]:
         return plan
     prefix, extend = plan.prefix_lens.to(torch.int64), plan.extend_lens.to(torch.int64)
-    real = torch.arange(prefix.shape[0], device=prefix.device) < plan.counts[0]
+    real = real_requests(plan)
     if pool.state:
         added = torch.where(real, extend.clamp(max=1), 0)
         before = prefix + (extend - 1).clamp(min=0)
@@ -68,9 +69,9 @@ def narrowed(pool: KVPool, place: int, plan: RequestPlan, view: StepView) -> Req
     kept: dict[str, Any] = {field: _kept(view, field, place, value) for field, value in fields.items()}
     counts = getattr(view, name_of("counts", place))[0]
     counts.copy_(torch.stack((plan.counts[0], added.sum(), plan.counts[2])))
-    history = (
-        plan.history if plan.history is None else plan.history[:, pool.tokens_per_slot - 1 :: pool.tokens_per_slot]
-    )
+    history = plan.history
+    if history is not None:
+        history = history[:, pool.tokens_per_slot - 1 :: pool.tokens_per_slot]
     made = dataclasses.replace(plan, counts=counts, history=history, ring=pool.state, **kept)
     if not pool.state:
         return made
@@ -88,14 +89,12 @@ def _taken(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(request, token of the batch)`` of each slot that the forward completes, int64 ``[n]``; then zeros."""
     n = plan.slots.shape[0]
-    ends = added.cumsum(0)
-    number = torch.arange(n, device=prefix.device)
-    request = torch.searchsorted(ends, number, right=True).clamp(max=added.shape[0] - 1)
-    place = number - (ends - added)[request]
-    last = prefix + extend - 1 if pool.state else None
-    completes = (before[request] + place + 1) * pool.tokens_per_slot - 1 if last is None else last[request]
+    request, place, there = laid_out(added, n)
+    completes = (before[request] + place + 1) * pool.tokens_per_slot - 1
+    if pool.state:  # the last token's
+        completes = (prefix + extend - 1)[request]
     taken = (extend.cumsum(0) - extend)[request] + completes - prefix[request]
-    return request, torch.where(number < ends[-1], taken, 0).clamp(0, n - 1)
+    return request, torch.where(there, taken, 0).clamp(0, n - 1)
 
 
 def _slots(pool: KVPool, plan: RequestPlan, request: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,7 @@ class PoolHalf:
     Attributes:
         layer_number: what orders layers; 0 is the layer whose K and V depend on the token alone.
         address: data pointer of the half.
-        reported: slots whose bytes were found wrong, and not put right since.
+        reported: slots whose bytes were found wrong and not put right since, each with the digest of the right ones.
         kind: what it holds; ``"read"`` while no graph of the session writes it.
         peers: ids of the halves of the same slot space, this one included, with their layer numbers.
     """
@@ -117,7 +117,7 @@ class PoolHalf:
     identity: IdentityBuffers | None = None
     space: SlotSpace | None = None  # of an engine's pool
     peers: dict[int, int] = dataclasses.field(default_factory=dict)
-    reported: set[int] = dataclasses.field(default_factory=set)
+    reported: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)

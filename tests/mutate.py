@@ -25,10 +25,8 @@ ROOT = Path(__file__).parents[1]
 SPACES = ["tests/kernels/test_slot_spaces.py"]
 INTERPRETED = ["tests/kernels/test_slot_spaces.py", "-k", "interpreted or chain_of"]
 SITES = ["tests/kernels/test_bit_equality.py", "-k", "cpu"]
-ENGINE = [
-    *("tests/runtime/test_engine_session.py", "tests/runtime/test_opaque_attention.py"),
-    *("tests/runtime/test_side_stream.py", "-m", "not slow"),
-]
+ENGINE = ["tests/runtime/test_engine_session.py", "tests/runtime/test_opaque_attention.py"]
+ENGINE += ["tests/runtime/test_side_stream.py", "-m", "not slow"]
 RUNTIME = ["tests/runtime/test_detection.py", "tests/runtime/test_false_alarms.py", "tests/runtime/test_session.py"]
 
 #: The files with checks in them, and the tests that must notice.

@@ -97,6 +97,7 @@ class Draft:
         self.proposed += sum(len(w.request.proposed) for w in plan.work)
 
     def propose(self, plan: Plan, steps: int, faults: Faults) -> None:
+        """Store what is new, and leave up to ``steps`` tokens with each request; every kind of draft has its own."""
         raise NotImplementedError
 
     def _steps(self) -> int:

@@ -119,6 +119,23 @@ def test_each_corruption_is_told_once():
     assert len(rig.found()) == 1
 
 
+def test_a_reported_slot_is_adopted_only_as_it_was_before():
+    """Seen: whatever happened next to a slot that had been reported was taken for its repair."""
+    rig = Rig.build(mode="log")
+    rig.step(5)
+    row = rig.caches[1][0].view(torch.int32)[0, 0, 2]  # changed by an op, which PyTorch counts
+    for bit in (4, 7, 9):
+        row[3] ^= 1 << bit
+        rig.step()
+    assert rig.found() == [content(1, "K", 0, 2)] * 3
+    row[3] ^= 1 << 4 | 1 << 7 | 1 << 9
+    rig.step()
+    assert len(rig.found()) == 3
+    row[3] ^= 1 << 4
+    rig.step()
+    assert len(rig.found()) == 4
+
+
 @pytest.mark.parametrize("every", [2, 3, 5])
 def test_within_n_steps_when_a_fraction_is_checked(every):
     for position in range(5):
