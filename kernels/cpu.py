@@ -6,6 +6,8 @@ sync each: there :mod:`.gpu` does the same work.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .buffers import NOT_WRITTEN, UNKNOWN, Check, Count, Gate, IdentityBuffers, Phase, Ring, RowState, Site, Word
@@ -234,6 +236,13 @@ def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int 
         adopt(site, view, first)
 
 
+def verify_halves(sites: Sequence[Site], views: Sequence[torch.Tensor], ops: int = 0) -> None:
+    """:func:`verify` for all halves of a layer of an engine's pool; ``ops`` are counted once."""
+    for site, view in zip(sites, views, strict=True):
+        verify(site, view, None, ops)
+        ops = 0
+
+
 def _shifted_slots(site: Site, first: torch.Tensor | None) -> torch.Tensor:
     """bool ``[slots]``: slots of rows whose coming write does not continue the last one."""
     layout = site.layout
@@ -299,6 +308,20 @@ def record(
             bad &= ~takes_padding(site, slots)
         report(site, Phase.POST, Check.OPERAND, slots[bad], packed(expected)[bad], packed(found)[bad])
     site.half.digest[:, slots] = found
+
+
+def record_halves(
+    sites: Sequence[Site],
+    views: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    values: Sequence[torch.Tensor | None],
+    write_id: int,
+    ops: int = 0,
+) -> None:
+    """:func:`record` for all halves of a layer of an engine's pool, written at the same slots; ``ops`` count once."""
+    for site, view, value in zip(sites, views, values, strict=True):
+        record(site, view, slots, value, write_id, ops=ops)
+        ops = 0
 
 
 def _check_poison(site: Site, slots: torch.Tensor, words: torch.Tensor) -> None:

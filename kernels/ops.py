@@ -62,7 +62,7 @@ SCHEMAS = {
         "(Tensor tokens, Tensor? positions, Tensor[] index, SymInt[] extent, Tensor(a!) state, int site, "
         "int write) -> ()"
     ),
-    "join": "(Tensor(a!) state) -> ()",
+    "join": "(Tensor[] held, Tensor(a!) state) -> ()",
     "index_put_": "(Tensor(a!) kv, Tensor value, Tensor[] index, SymInt[] extent, int site, int write) -> ()",
 }
 
@@ -206,7 +206,7 @@ def _index_put_(
         target[resolved.slots] = rows
 
 
-def _join(state: torch.Tensor) -> None:
+def _join(held: list[torch.Tensor], state: torch.Tensor) -> None:
     side = get_forward_context().sides.get(state.device)
     if side is not None:
         side.join()

@@ -242,9 +242,7 @@ class RequestPlan:
         columns: how many positions to look at, at least the longest prefix of the batch.
         ends: int64 ``[bs]``, where each request's added tokens end; written by the kernels of ``walk``.
         real_slots: int64 ``[n]``, ``slots`` with -1 for padding and for what is outside of the pool; written by
-            ``check_writes``, for the layers.
-        operand_digests: int32 ``[n, tensors * planes]`` or None, of what the layers are given to write, between the
-            two ops of each.  A session gives all three persistent memory: captured graphs read them.
+            ``check_writes``, for the layers.  A session gives both persistent memory: captured graphs read them.
         ring: a row's columns are used again and again: position p is in column ``p // page_size`` modulo their
             number.  Only in a space with a window, no longer than a row.
         reads: what the forward reads, where that does not follow from what it writes; None: this plan.
@@ -270,7 +268,6 @@ class RequestPlan:
     parents: torch.Tensor | None = None
     ends: torch.Tensor | None = None
     real_slots: torch.Tensor | None = None
-    operand_digests: torch.Tensor | None = None
     ring: bool = False
     reads: RequestPlan | None = None
     taken: torch.Tensor | None = None

@@ -51,7 +51,7 @@ _FLAGS: tl.constexpr = tl.constexpr(int(Column.FLAGS))
 
 #: Arguments that differ between the sites and steps of one model.  Triton compiles a kernel anew for a value of
 #: 1 and for a multiple of 16: without this list a decode step of 8 layers compiled 16 kernels instead of 4.
-PER_SITE = ["n", "half", "seed1", "seed2", "other_seed1", "other_seed2", "write_id", "ops"]
+PER_SITE = ["n", "half", "other_half", "seed1", "seed2", "other_seed1", "other_seed2", "write_id", "ops"]
 
 
 def as_signed(x: int) -> int:

@@ -14,22 +14,31 @@ _CHECKED: tl.constexpr = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=PER_SITE)
 def verify_listed_kernel(
-    base,  # the view's first unit
+    base, other_base,  # first units of the view, and of another half's that is like it, for the grid's second row
     gate_ptr,  # int64 [len(Gate)]
-    counters_ptr,  # int64 [len(Count)]
+    counters_ptr, other_counters_ptr,  # int64 [len(Count)]
     listed_ptr, count_ptr,  # int32 [slots_total], int32 [1]
     coef_ptr,  # int32 [2, words_in_row]
-    digest_ptr,  # int32 [PLANES, slots_total]
-    words_ptr, ring_ptr, capacity, rows_ptr,
-    slots_total, seed1, seed2, words_in_row, half, positions, ops, slot_stride0, slot_stride1,
+    digest_ptr, other_digest_ptr,  # int32 [PLANES, slots_total]
+    words_ptr, ring_ptr, capacity, rows_ptr, other_rows_ptr,
+    slots_total, seed1, seed2, other_seed1, other_seed2, words_in_row, half, other_half, positions, ops,
+    slot_stride0, slot_stride1,
     units, n1, n2, n3, d0, d1, d2, d3,
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs goes through the list, whatever its length: the launch can be captured."""
+    other = tl.program_id(1) == 1
+    base = tl.where(other, other_base, base)
+    counters_ptr = tl.where(other, other_counters_ptr, counters_ptr)
+    digest_ptr = tl.where(other, other_digest_ptr, digest_ptr)
+    rows_ptr = tl.where(other, other_rows_ptr, rows_ptr)
+    seed1, seed2 = tl.where(other, other_seed1, seed1), tl.where(other, other_seed2, seed2)
+    half = tl.where(other, other_half, half)
     if tl.program_id(0) == 0:
         tl.atomic_add(counters_ptr + _VERIFY_RUNS, tl.full([], 1, tl.int64))
-        tl.atomic_add(gate_ptr + _GATE_OPS, tl.full([], 0, tl.int64) + ops)
+        if tl.program_id(1) == 0:
+            tl.atomic_add(gate_ptr + _GATE_OPS, tl.full([], 0, tl.int64) + ops)
     count = tl.load(count_ptr)
     checked = tl.full([], 0, tl.int64)
     for i0 in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):

@@ -20,28 +20,23 @@ from .triton_kernels import (
     report_poison,
 )
 
-#: What a record compares the slots with: nothing, the operand's rows, or digests of them taken before.
-NO_OPERAND, ROWS, DIGESTS = 0, 1, 2
-
-_NO_OPERAND: tl.constexpr = tl.constexpr(NO_OPERAND)
-_ROWS: tl.constexpr = tl.constexpr(ROWS)
 _OPERAND_BIT: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=PER_SITE)
 def record_kernel(
     base, value_base,  # first units of the pool's view and of the operand
-    value_digest_ptr,  # int32 [n, PLANES], digests of the operand
+    other_base, other_value_base,  # those of another half that is like it, for the second row of the grid
     slot_ptr, n,  # int64 [n]
     gate_ptr, ops,  # int64 [len(Gate)]
-    counters_ptr,  # int64 [len(Count)]
+    counters_ptr, other_counters_ptr,  # int64 [len(Count)]
     stamp_ptr, stamp_count, write_id,  # int64 [2, stamp_count]
     block_ptr,  # int32 [slots + 1, 8], of an engine's pool
     coef_ptr,  # int32 [2, words_in_row]
-    digest_ptr,  # int32 [PLANES, slots_total]
-    words_ptr, ring_ptr, capacity, rows_ptr,
-    slots_total, seed1, seed2, words_in_row, half, positions, slot_stride0, slot_stride1, token_stride,
-    value_digest_stride,
+    digest_ptr, other_digest_ptr,  # int32 [PLANES, slots_total]
+    words_ptr, ring_ptr, capacity, rows_ptr, other_rows_ptr,
+    slots_total, seed1, seed2, other_seed1, other_seed2, words_in_row, half, other_half, positions,
+    slot_stride0, slot_stride1, token_stride,
     units, n1, n2, n3, d0, d1, d2, d3,
     v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, OPERAND: tl.constexpr, HAS_SPACE: tl.constexpr,
@@ -49,9 +44,18 @@ def record_kernel(
     POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
     """A bounded number of programs goes through the slots: with one each, their atomic adds took turns."""
+    other = tl.program_id(1) == 1
+    base = tl.where(other, other_base, base)
+    value_base = tl.where(other, other_value_base, value_base)
+    counters_ptr = tl.where(other, other_counters_ptr, counters_ptr)
+    digest_ptr = tl.where(other, other_digest_ptr, digest_ptr)
+    rows_ptr = tl.where(other, other_rows_ptr, rows_ptr)
+    seed1, seed2 = tl.where(other, other_seed1, seed1), tl.where(other, other_seed2, seed2)
+    half = tl.where(other, other_half, half)
     if tl.program_id(0) == 0:
         tl.atomic_add(counters_ptr + _RECORD_RUNS, tl.full([], 1, tl.int64))
-        tl.atomic_add(gate_ptr + _GATE_OPS, tl.full([], 0, tl.int64) + ops)
+        if tl.program_id(1) == 0:
+            tl.atomic_add(gate_ptr + _GATE_OPS, tl.full([], 0, tl.int64) + ops)
     recorded = tl.full([], 0, tl.int64)
     for i0 in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         i = i0 + tl.arange(0, BLOCK).to(tl.int64)
@@ -73,17 +77,11 @@ def record_kernel(
                 units, n1, n2, n3, d0, d1, d2, d3,
                 UNIT, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT, HAS_ROWS,
             )  # fmt: skip
-        if OPERAND != _NO_OPERAND:
-            if OPERAND == _ROWS:
-                v1, v2, _ = digest_of_rows(
-                    value_base, i * token_stride, live, coef_ptr, seed1, seed2, words_in_row, v_units, v_n1, v_n2, v_n3,
-                    v_d0, v_d1, v_d2, v_d3, OPERAND_UNIT, PLANES, BLOCK, BLOCK_WORDS, 0, 1, ELEMENT,
-                )  # fmt: skip
-            else:
-                v1 = tl.load(value_digest_ptr + i * value_digest_stride, mask=live, other=0)
-                v2 = h2
-                if PLANES == 2:
-                    v2 = tl.load(value_digest_ptr + i * value_digest_stride + 1, mask=live, other=0)
+        if OPERAND:
+            v1, v2, _ = digest_of_rows(
+                value_base, i * token_stride, live, coef_ptr, seed1, seed2, words_in_row, v_units, v_n1, v_n2, v_n3,
+                v_d0, v_d1, v_d2, v_d3, OPERAND_UNIT, PLANES, BLOCK, BLOCK_WORDS, 0, 1, ELEMENT,
+            )  # fmt: skip
             bad = live & (v1 != h1)
             if PLANES == 2:
                 bad = live & ((v1 != h1) | (v2 != h2))
@@ -103,31 +101,3 @@ def record_kernel(
             tl.store(digest_ptr + slots_total + at, h2, mask=live)
     if recorded > 0:
         tl.atomic_add(counters_ptr + _RECORDED, recorded)
-
-
-@triton.jit(do_not_specialize=PER_SITE)
-def operand_kernel(
-    base, other_base,  # first units of the operands of two halves
-    slot_ptr, n,  # int64 [n]
-    out_ptr, other_out_ptr, out_stride,  # int32 [n, PLANES] each
-    coef_ptr,  # int32 [2, words_in_row]
-    seed1, seed2, other_seed1, other_seed2, words_in_row, token_stride,
-    units, n1, n2, n3, d0, d1, d2, d3,
-    UNIT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-):  # fmt: skip
-    """Digests of what writes are given; the second axis of the grid takes the other half."""
-    other = tl.program_id(1) == 1
-    base = tl.where(other, other_base, base)
-    out_ptr = tl.where(other, other_out_ptr, out_ptr)
-    seed1 = tl.where(other, other_seed1, seed1)
-    seed2 = tl.where(other, other_seed2, seed2)
-    for i0 in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
-        i = i0 + tl.arange(0, BLOCK).to(tl.int64)
-        live = tl.load(slot_ptr + i, mask=i < n, other=-1) >= 0
-        h1, h2, _ = digest_of_rows(
-            base, i * token_stride, live, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
-            UNIT, PLANES, BLOCK, BLOCK_WORDS, 0, 1, UNIT,
-        )  # fmt: skip
-        tl.store(out_ptr + i * out_stride, h1, mask=live)
-        if PLANES == 2:
-            tl.store(out_ptr + i * out_stride + 1, h2, mask=live)

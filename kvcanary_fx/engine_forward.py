@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +13,7 @@ from .binding import Controls
 from .errors import SessionStateError
 from .kernels.buffers import Gate, Word
 from .kernels.ops import kernels_for, request_kernels_for
-from .kernels.side_stream import capturing
+from .kernels.side_stream import SideStream, capturing
 from .kernels.slot_space import RequestPlan
 
 if TYPE_CHECKING:
@@ -69,14 +71,36 @@ class ForwardIndex:
             control.words[Word.FORWARD].fill_(index)
 
 
-def check_before(pool: EnginePool, plan: RequestPlan) -> None:
-    """What a forward is about to read and write in a pool."""
-    kernels = request_kernels_for(pool.space.block.device)
-    kernels.walk(pool.space, plan.reads or plan)
-    kernels.check_writes(pool.space, plan)
-    pool.scales.check()
-    if pool.declared.written_once:
-        _check_bytes(pool)
+@contextlib.contextmanager
+def beside_capture(sides: Iterable[SideStream]) -> Iterator[None]:
+    """In a forward that is being captured whole, leave work to the side streams: its graphs wait for it.
+
+    A graph that is replayed in a forward was captured without it, and starts when the model's stream comes to it.
+    """
+    with contextlib.ExitStack() as stack:
+        if capturing():
+            for side in sides:
+                stack.enter_context(side.fork())
+        yield
+
+
+def check_before(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPlan]) -> None:
+    """What a forward is about to read and write in each pool, by the number of its slot space."""
+    for number, plan in plans.items():
+        pool = pools[number]
+        kernels = request_kernels_for(pool.space.block.device)
+        kernels.walk(pool.space, plan.reads or plan)
+        kernels.check_writes(pool.space, plan)
+        pool.scales.check()
+        if pool.declared.written_once:
+            _check_bytes(pool)
+
+
+def remember(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPlan]) -> None:
+    """Who is in the slots that a forward wrote."""
+    for number, plan in plans.items():
+        space = pools[number].space
+        request_kernels_for(space.block.device).store(space, plan)
 
 
 def _check_bytes(pool: EnginePool) -> None:

@@ -56,13 +56,9 @@ class Batch:
 
 
 def step_inputs(
-    pools: Sequence[KVPool], max_requests: int | None, max_tokens: int | None, ids: RequestIds, operand_words: int = 0
+    pools: Sequence[KVPool], max_requests: int | None, max_tokens: int | None, ids: RequestIds
 ) -> StepInputs:
-    """The registry of what the checks need of a batch.
-
-    Args:
-        operand_words: digest words of what the layers of a pool are given to write, of each token, if they are kept.
-    """
+    """The registry of what the checks need of a batch."""
     inputs = StepInputs(
         pools[0].device,
         max_requests=max_requests,
@@ -87,19 +83,12 @@ def step_inputs(
     for place, pool in enumerate(pools):
         inputs.register_memory(_real_slots(place), "tokens", torch.int64, pad=-1)
         register(pool, place, inputs)
-        if operand_words:
-            inputs.register_memory(_operand_digests(place), "tokens", torch.int32, trailing=(operand_words,))
     return inputs
 
 
 def _real_slots(place: int) -> str:
     """Where the step inputs keep the real slots of the pool that was given in this place."""
     return f"real_slots_{place}"
-
-
-def _operand_digests(place: int) -> str:
-    """Where they keep what its layers are given to write."""
-    return f"operand_digests_{place}"
 
 
 def plan_of(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> RequestPlan:
@@ -132,7 +121,6 @@ def plan_of(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> Req
         parents=view.parents,
         ends=view.request_ends,
         real_slots=getattr(view, _real_slots(place)),
-        operand_digests=getattr(view, _operand_digests(place), None),
         ring=pool.ring,
     )
     return narrowed(pool, place, plan, view)
@@ -152,14 +140,13 @@ class Inputs:
         max_requests: int | None,
         max_tokens: int | None,
         ids: RequestIds,
-        operand_words: int = 0,
     ):
         self._groups: dict[str | None, list[KVPool]] = {None: [p for p in pools if p.batch is None]}
         for pool in pools:
             if pool.batch is not None:
                 self._groups.setdefault(pool.batch, []).append(pool)
         made = {
-            field: step_inputs(group or pools[:1], max_requests, max_tokens, ids, operand_words)
+            field: step_inputs(group or pools[:1], max_requests, max_tokens, ids)
             for field, group in self._groups.items()
         }
         self.main = made.pop(None)

@@ -14,7 +14,7 @@ from .backend import CanaryBackend
 from .binding import BoundCall
 from .config import CanaryConfig
 from .context import ForwardContext
-from .engine_forward import Forward, ForwardIndex, Schedule, check_before
+from .engine_forward import Forward, ForwardIndex, Schedule, beside_capture, check_before, remember
 from .engine_health import Health
 from .engine_plan import Inputs
 from .engine_pools import EnginePool, find_rivals
@@ -77,8 +77,7 @@ class EngineSession(CanarySession):
         find_rivals(list(self.pools.values()))
         devices = dict.fromkeys(p.device for p in pools if side_stream.can_fork(p.device))
         self._sides = {d: side_stream.SideStream(d) for d in devices} if config.placement == "side" else {}
-        operands = config.planes * max(len(p.halves) for p in self.pools.values()) if self._sides else 0
-        self._inputs = Inputs(pools, max_requests, max_tokens, self.ids, operands)
+        self._inputs = Inputs(pools, max_requests, max_tokens, self.ids)
         self.inputs, self.own_inputs = self._inputs.main, self._inputs.own
         self.backend = CanaryBackend(config, self)
         self.steps = 0
@@ -215,15 +214,13 @@ class EngineSession(CanarySession):
         return self._inputs.fill(batch, self.steps)
 
     def _before(self, running: Forward) -> None:
-        for number, plan in running.plans.items():
-            check_before(self._spaces[number], plan)
+        with beside_capture(self._sides.values()):
+            check_before(self._spaces, running.plans)
         if all(p.declared.device.type != "cuda" for p in self.pools.values()):
             self._look()  # free on the CPU, and the write has not happened yet
 
     def _after_forward(self, running: Forward) -> None:
-        for number, plan in running.plans.items():
-            space = self._spaces[number].space
-            request_kernels_for(space.block.device).store(space, plan)
+        remember(self._spaces, running.plans)
         self._look()
 
     def _look(self) -> None:
@@ -252,6 +249,7 @@ class EngineSession(CanarySession):
         """
         if self._forward is None:
             raise SessionStateError("check_reads() outside forward(): it compares with the plan of the running forward")
+        self._join()
         chosen = self.pool if pool is None else self.pools[pool]
         if chosen.declared.ring or chosen.declared.state:
             raise EngineError(
@@ -291,6 +289,8 @@ class EngineSession(CanarySession):
         if self._forward is None:
             self._require_forward(call)
             return call.context
+        if not call.context.joins:  # its checks run in the model's stream
+            self._join()
         return dataclasses.replace(
             call.context,
             requests=self._forward.plans,

@@ -1,6 +1,6 @@
 """Would the tests notice a broken check?  Negate each comparison in the checks, one at a time, and run their tests.
 
-    python tests/mutate.py [--only TEXT] [--jobs N]
+    python tests/mutate.py [--only TEXT ...] [--skip TEXT ...] [--jobs N]
 
 Each mutant is made in a copy of the checkout and tested with the tests named below.  Prints the survivors, and how
 many mutants were killed; exits with 1 below 95 %.
@@ -139,10 +139,11 @@ class Runner:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="files whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="files whose name contains any")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="TEXT", help="but none that contains any")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
-    files = [file for file in TARGETS if args.only in file]
+    files = [file for file in TARGETS if any(t in file for t in args.only) and not any(t in file for t in args.skip)]
     mutants = [m for file in files for m in mutants_of(file)]
     survivors = []
     with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:

@@ -1,6 +1,6 @@
 """Run everything that needs a GPU, and print a short table.
 
-    PYTHONPATH=. python tests/run_gpu.py [--logs DIR] [--only TEXT]
+    PYTHONPATH=. python tests/run_gpu.py [--logs DIR] [--only TEXT] [--no-benchmarks]
 
 The tests marked ``gpu``, the rest of the suite on this machine's torch, and the examples under Inductor,
 ``mode="reduce-overhead"`` and manual capture, side by side; then the benchmarks, one at a time.  Each job's
@@ -97,6 +97,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--logs", type=Path, default=Path("build/gpu-logs"), help="directory for the jobs' output")
     parser.add_argument("--only", default="", help="run the jobs whose name contains this text")
+    parser.add_argument("--no-benchmarks", action="store_true", help="tests and examples only")
     parser.add_argument("--timeout", type=float, default=500, help="seconds for one job")
     parser.add_argument("--workers", type=int, default=max(2, (os.cpu_count() or 2) // 3))
     args = parser.parse_args()
@@ -104,7 +105,8 @@ def main() -> int:
     chosen = [job for job in jobs() if args.only in job.name]
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
         done = list(pool.map(lambda job: job.run(args.logs, args.timeout), chosen))
-    done += [job.run(args.logs, args.timeout) for job in benchmarks() if args.only in job.name]
+    if not args.no_benchmarks:
+        done += [job.run(args.logs, args.timeout) for job in benchmarks() if args.only in job.name]
     failed = [job for job in done if job.status != 0]
     print(f"\n{len(done) - len(failed)} of {len(done)} jobs passed" + "".join(f"\n  failed: {j.name}" for j in failed))
     return 1 if failed else 0

@@ -174,10 +174,10 @@ class Runner:
     Attributes:
         session: None without the canary.
         seconds: what it took to compile, fill and capture.
-        run: one forward; on a GPU it only starts it.
+        runs: one forward, by each of the graphs captured of it; on a GPU a call only starts it.
     """
 
-    def __init__(self, scene: Scene, model: Model, settings: dict[str, Any] | None, mode: str):
+    def __init__(self, scene: Scene, model: Model, settings: dict[str, Any] | None, mode: str, captures: int = 1):
         started = time.perf_counter()
         inner = "eager" if mode == "eager" else "inductor"
         self.scene, self.settings = scene, settings
@@ -187,12 +187,12 @@ class Runner:
         self._compiled = torch.compile(model, backend=backend, dynamic=False, fullgraph=True, options=options)
         for _ in range(3):  # compiles, warms up, and lets Inductor capture its graph
             self._call()
-        self.run: Callable[[], Any] = self._call
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.runs: list[Callable[[], Any]] = [self._call]
         if mode == "manual":
-            self._graph = self._captured()
-            self.run = self._graph.replay
-            self.run()
+            self._graphs = [self._captured() for _ in range(captures)]
+            self.runs = [graph.replay for graph in self._graphs]
+            for run in self.runs:
+                run()
         if scene.device.type == "cuda":
             torch.cuda.synchronize()
         self._before = self._read()

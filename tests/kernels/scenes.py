@@ -257,10 +257,5 @@ def play(kernels: ModuleType, scene: Scene, step: Step) -> None:
     if site.layout.has_rows and rows and len(set(rows)) == len(rows):  # a batch has one entry per row
         kernels.identify(site, scene.identity, step.slots.unsqueeze(1), step.tokens, step.positions)
     write(scene, step)
-    values, taken = step.values if step.use_values else None, {}
-    if values is not None and hasattr(kernels, "digest_operands") and scene.rng.random() < 0.5:
-        room = torch.full((step.slots.shape[0], site.half.digest.shape[0] + 1), 7, dtype=torch.int32)
-        taken = {"value_digests": room.to(view.device)[:, 1:]}
-        kernels.digest_operands([site], [values], step.slots, [taken["value_digests"]])
-        values = None
-    kernels.record(site, view, step.slots, values, 3, step.last_position, step.moved, ops=3, **taken)
+    values = step.values if step.use_values else None
+    kernels.record(site, view, step.slots, values, 3, step.last_position, step.moved, ops=3)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from scenes import ALL_CHECKS, play, random_scene, random_step, to_device
 
-from kvcanary_fx.kernels import buffers, cpu, gpu, reference, triton_kernels, triton_records
-from kvcanary_fx.kernels.buffers import Count, Gate, HalfBuffers, Ring, RowState, Word
+from kvcanary_fx.kernels import buffers, cpu, gpu, gpu_halves, reference, triton_kernels, triton_records
+from kvcanary_fx.kernels.buffers import Check, Count, Gate, HalfBuffers, Ring, RowState, Word
 from kvcanary_fx.kernels.layout import SlotLayout
 from kvcanary_fx.kernels.slot_space import SlotSpace
 
@@ -121,14 +121,11 @@ def test_programs_that_take_many_turns_digest_as_the_cpu_does(few, planes, monke
     site = buffers.Site(layout, half, control, gate, counters, 1, 3, 5, ALL_CHECKS, space=space)
     order = torch.randperm(slots, device="cuda")
     if few:
-        monkeypatch.setattr(gpu, "FEW_SLOTS", slots)
-    taken = torch.zeros(slots, planes, dtype=torch.int32, device="cuda")
-    gpu.digest_operands([site], [view[order]], order, [taken])
+        monkeypatch.setattr(gpu_halves, "FEW_SLOTS", slots)
     expected = cpu.digest_rows(layout, view, torch.arange(slots, device="cuda"), (3, 5), planes)
-    assert torch.equal(taken.t(), expected[:, order])
-    for given in ({"values": view[order]}, {"values": None, "value_digests": taken}, {"values": None}):
+    for values in (view[order], None):
         half.digest.zero_()
-        gpu.record(site, view, order, write_id=0, **given)
+        gpu.record(site, view, order, values, 0)
         assert torch.equal(half.digest, expected)
     space.listed.copy_(order)
     space.listed_count.fill_(slots)
@@ -137,29 +134,69 @@ def test_programs_that_take_many_turns_digest_as_the_cpu_does(few, planes, monke
     assert control.words[Word.HEAD] == 0
 
 
-@pytest.mark.parametrize("alike", [True, False], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("form", ["alike", "of other strides", "of another width", "alone"])
 @pytest.mark.parametrize("planes", [1, 2])
-def test_operands_of_two_halves_keep_apart(alike, planes):
-    device = IMPLEMENTATIONS[1][1]
-    layout = SlotLayout((9, 2, 8), (0,), torch.float32)
-    control = buffers.Control.allocate(4, torch.device(device))
-    gate, counters = (torch.zeros(len(kind), dtype=torch.int64, device=device) for kind in (Gate, Count))
-    halves = [HalfBuffers.allocate(layout, planes, torch.device(device)) for _ in range(2)]
-    seeds = [(3, 5), (7, 11)]
-    sites = [
-        buffers.Site(layout, half, control, gate, counters, i, *seeds[i], ALL_CHECKS) for i, half in enumerate(halves)
-    ]
-    packed = torch.randn(5, 2, 2, 8, device=device)
-    values = [packed[:, 0], packed[:, 1] if alike else packed[:, 1].clone()]
-    slots = torch.tensor([4, -1, 0, 2, 8], device=device)
-    taken = torch.full((5, 2 * planes + 1), 7, dtype=torch.int32, device=device)
-    outs = [taken[:, i * planes : (i + 1) * planes] for i in range(2)]
-    gpu.digest_operands(sites, values, slots, outs)
-    for value, seed, out in zip(values, seeds, outs, strict=True):
-        expected = cpu.digest_rows(layout, value, torch.arange(5, device=device), seed, planes).t()
-        assert torch.equal(out[slots >= 0], expected[slots >= 0])
-    assert (taken[:, -1] == 7).all()
-    assert (taken[slots < 0] == 7).all()
+def test_the_halves_of_a_layer_are_recorded_and_verified_as_each_alone(form, planes):
+    """K and V in one launch, where they are alike; of three the last goes alone."""
+    told = []
+    for kernels, device in IMPLEMENTATIONS[:2]:
+        torch.manual_seed(3)
+        scene = LayerScene(form, planes, torch.device(device))
+        slots = torch.tensor([4, -1, 0, 2, 8], device=device)
+        scene.write(slots)
+        kernels.record_halves(scene.sites, scene.views, slots, scene.values, 0, ops=2)
+        for view in scene.views:
+            view.view(torch.int32)[2, 0, 1] ^= 1 << 7
+        scene.space.listed[:3] = torch.tensor([4, 2, 8], device=device)
+        scene.space.listed_count.fill_(3)
+        scene.space.reads[[4, 2, 8]] = scene.space.clock
+        kernels.verify_halves(scene.sites, scene.views, ops=1)
+        told.append(scene.state())
+    assert told[0] == told[1]
+    assert int(scene.gate[Gate.OPS]) == 3
+    checks = [(row[Ring.HALF], row[Ring.CHECK], row[Ring.SLOT]) for row in told[0]["ring"]]
+    wrong = [(half, Check.OPERAND, 8) for half in range(len(scene.sites))]
+    assert checks == sorted(wrong + [(half, Check.CONTENT, 2) for half in range(len(scene.sites))])
+
+
+class LayerScene:
+    """Halves of one layer in one pool, and what a forward writes to them: one value arrives otherwise."""
+
+    def __init__(self, form: str, planes: int, device: torch.device):
+        count = {"alone": 1, "alike": 3}.get(form, 2)
+        self.control = buffers.Control.allocate(64, device)
+        self.control.stamps = torch.full((2, 9), -1, device=device)
+        self.gate = torch.zeros(len(Gate), dtype=torch.int64, device=device)
+        self.space = SlotSpace.allocate(9, device, self.control, 5, ALL_CHECKS)
+        packed = torch.zeros(9, count, 2, 16, device=device)
+        self.views = [packed[:, i, :, : 8 * (1 + (form == "of another width" and i == 1))] for i in range(count)]
+        if form == "of other strides":
+            self.views[1] = self.views[1].clone()
+        layouts = [SlotLayout(tuple(view.shape), (0,), view.dtype) for view in self.views]
+        self.counters = torch.zeros(count, len(Count), dtype=torch.int64, device=device)
+        self.sites = [
+            buffers.Site(
+                layout, HalfBuffers.allocate(layout, planes, device), self.control, self.gate, self.counters[i], i,
+                3 + 4 * i, 5 + 6 * i, ALL_CHECKS, space=self.space,
+            )
+            for i, layout in enumerate(layouts)
+        ]  # fmt: skip
+        self.values = [torch.randn(5, *layout.row_shape).to(device) for layout in layouts]
+
+    def write(self, slots: torch.Tensor) -> None:
+        for view, value in zip(self.views, self.values, strict=True):
+            view[slots[slots >= 0]] = value[slots >= 0]
+            view[8] += 1
+
+    def state(self) -> dict[str, list]:
+        columns = [Ring.HALF, Ring.CHECK, Ring.SLOT, Ring.STORED, Ring.FOUND]
+        ring = self.control.ring[: int(self.control.words[Word.HEAD])][:, columns].tolist()
+        rows = [{Ring(c): row[i] for i, c in enumerate(columns)} for row in ring]
+        return {
+            "ring": sorted(rows, key=lambda row: (row[Ring.HALF], row[Ring.CHECK])),
+            "digests": [site.half.digest.tolist() for site in self.sites],
+            "counters": self.counters.tolist(),
+        }
 
 
 @pytest.mark.parametrize(("kernels", "device"), IMPLEMENTATIONS)

@@ -34,13 +34,17 @@ def guarded(model: Any) -> tuple[torch.fx.GraphModule, GraphPlan]:
     return gm, plan
 
 
-def test_the_last_op_joins_and_only_once():
+def test_each_layer_holds_what_the_last_was_given_and_the_last_op_joins_only_once():
     gm, plan = guarded(Model(2, hoisted=False))
     for _ in range(2):
         join_side_streams(gm, [], plan)
     gm.graph.lint()
     lines = render(gm).splitlines()
-    assert [line for line in lines if "join" in line] == ["join_default = canary.join(state)"]
+    first, second = [line for line in lines if "canary.verify_at" in line]
+    written, last = [line.split("(")[1].split(", ")[1:3] for line in lines if "canary.record_at" in line]
+    assert "(output, [], state, layers.0)" in first
+    assert f"[{', '.join(written)}], state, layers.1)" in second
+    assert [line for line in lines if "join" in line] == [f"join_default = canary.join([{', '.join(last)}], state)"]
     assert lines[-1].startswith("join_default")
     assert plan.joins
     assert plan.ops == 1 + 2 * 2  # what coverage counts is what checks

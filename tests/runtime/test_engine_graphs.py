@@ -295,6 +295,7 @@ def test_ops_allocate_nothing_in_a_capture(placement):
             ended = torch.cuda.memory_stats()["allocation.all.allocated"]
         return ended - started
 
+    allocations(False)  # the first capture of a process allocates what matrix products work in
     assert allocations(True) == allocations(False)
 
 
