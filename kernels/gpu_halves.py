@@ -75,7 +75,8 @@ def verify_halves(sites: Sequence[Site], views: Sequence[torch.Tensor], ops: int
 
 
 def _verify(a: _Part, b: _Part, space: SlotSpace, ops: int) -> None:
-    programs = strided_grid(a.site.layout.slots, LISTED_SLOTS, a.geometry.base.device)
+    due = -(-a.site.layout.slots // space.verify_every)  # no more than these can be listed, but the grid may be smaller
+    programs = strided_grid(due, LISTED_SLOTS, a.geometry.base.device)
     with on_device(a.geometry.base):
         verify_listed_kernel[(programs, 1 if a is b else 2)](
             a.geometry.base,

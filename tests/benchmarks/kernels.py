@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable
 
@@ -116,6 +117,18 @@ def copy_speed() -> float:
     return 2 * source.numel() * 4 / statistics.median(times) / 1e9
 
 
+def site_of(scene: Scene, view: torch.Tensor, layout: SlotLayout) -> Site:
+    """A half whose stored slots are all recorded, and listed by a walk."""
+    half = HalfBuffers.allocate(layout, 1, DEVICE)
+    gate, counters = (torch.zeros(n, dtype=torch.int64, device=DEVICE) for n in (len(Gate), len(Count)))
+    site = Site(layout, half, scene.space.control, gate, counters, 9, 3, 5, CONTENT, space=scene.space)
+    scene.walk()
+    stored = scene.table[:, : -scene.extend].reshape(-1).long()
+    if len(stored):
+        gpu.record(site, view, stored, None, 0)
+    return site
+
+
 def content_rows(copied: float) -> list[list[str]]:
     """The content check of one layer's K, and its record, at 2,048 bytes a slot."""
     rows = []
@@ -123,17 +136,9 @@ def content_rows(copied: float) -> list[list[str]]:
         scene = Scene(requests, length, extend)
         view = torch.randn(scene.space.slots, 8, 128, device=DEVICE).bfloat16()
         layout = SlotLayout(tuple(view.shape), (0,), view.dtype)
-        half = HalfBuffers.allocate(layout, 1, DEVICE)
-        gate, counters = (torch.zeros(n, dtype=torch.int64, device=DEVICE) for n in (len(Gate), len(Count)))
-        site = Site(layout, half, scene.space.control, gate, counters, 9, 3, 5, CONTENT, space=scene.space)
-        scene.walk()
-        every = scene.table[:, :length].reshape(-1).long()
-        if length:
-            gpu.record(site, view, every, None, 0)
-        added = scene.now.slots
-        values = view[added]
+        site, added = site_of(scene, view, layout), scene.now.slots
+        values, nbytes = view[added], requests * length * layout.row_bytes
         cells = [f"{requests} x {length} + {extend}"]
-        nbytes = every.numel() * layout.row_bytes
         verify, spread = microseconds(lambda: gpu.verify(site, view, None))  # noqa: B023
         speed = nbytes / verify / 1e6
         share = f"{speed:.2f} TB/s, {100 * speed / copied:.0f} % of a copy" if length else "nothing stored"
@@ -149,6 +154,41 @@ def content_rows(copied: float) -> list[list[str]]:
             median, spread = microseconds(call)
             cells.append(f"{median:.1f} us (+-{spread / 2:.1f})")
         rows.append([*cells, str(int(scene.space.control.words[0]))])
+        print("  ".join(rows[-1]), flush=True)
+    return rows
+
+
+#: Rows of one layer by what they hold: elements of a slot, and bytes before the first slot.
+ROWS: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {
+    "2,048 bytes: 8 heads of 128, bf16": ((8, 128), torch.bfloat16, 0),
+    "2,032 bytes: 8 heads of 127, bf16": ((8, 127), torch.bfloat16, 0),
+    "240 bytes: 3 heads of 40, bf16": ((3, 40), torch.bfloat16, 0),
+    "1,152 bytes: a latent of 576, bf16": ((576,), torch.bfloat16, 0),
+    "1,152 bytes, 2 bytes off": ((576,), torch.bfloat16, 2),
+    "576 bytes, uint8": ((576,), torch.uint8, 0),
+    "584 bytes, uint8": ((584,), torch.uint8, 0),
+    "584 bytes, 1 byte off": ((584,), torch.uint8, 1),
+    "583 bytes, uint8": ((583,), torch.uint8, 0),
+}
+
+
+def row_rows() -> list[list[str]]:
+    """The content check of 64 x 4,096 slots and the record of 64 with rows of other sizes."""
+    rows = []
+    for name, (row, dtype, offset) in ROWS.items():
+        scene = Scene(64, 4096, 1)
+        count = scene.space.slots * math.prod(row)
+        store = torch.randint(0, 120, (count * dtype.itemsize + offset,), dtype=torch.uint8, device=DEVICE)
+        flat = store[offset:] if dtype == torch.uint8 else store.view(dtype)[offset // dtype.itemsize :]
+        view = flat[:count].view(-1, *row)
+        layout = SlotLayout(tuple(view.shape), (0,), dtype)
+        site, added = site_of(scene, view, layout), scene.now.slots
+        values = view[added]
+        verify, _ = microseconds(lambda: gpu.verify(site, view, None))  # noqa: B023
+        record, _ = microseconds(lambda: gpu.record(site, view, added, values, 1))  # noqa: B023
+        speed = 64 * 4096 * layout.row_bytes / verify / 1e6
+        found = int(scene.space.control.words[0])
+        rows.append([name, f"{verify:.1f} us", f"{speed:.2f} TB/s", f"{record:.1f} us", str(found)])
         print("  ".join(rows[-1]), flush=True)
     return rows
 

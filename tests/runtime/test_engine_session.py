@@ -82,6 +82,44 @@ def test_sweep_in_slices_comes_round():
     assert [v.slot for v in toy.found()] == [5]
 
 
+def test_slices_follow_one_another_and_go_round():
+    toy = prefilled()
+    toy.session.sweep.budget = 2
+    found = []
+    for slot in (5, 3):  # slots 3 and 4, then 5 and again 3
+        flip(toy, 0, 0, slot)
+        toy.session.sweep.run()
+        found.append([(v.slot, v.phase) for v in toy.session.violations()])
+    assert found == [[], [(5, "sweep"), (3, "sweep")]]
+
+
+def test_a_scheduled_sweep_runs_every_so_many_steps():
+    toy = prefilled(sweep_every=3)
+    runs = [toy.session.sweep.runs]
+    for slot in range(6, 10):
+        toy.run({"A": [slot]})
+        runs.append(toy.session.sweep.runs)
+    assert runs == [0, 0, 1, 1, 1]
+
+
+def test_nan_in_a_reserved_slot_is_found_by_the_sweep():
+    """Nobody reads the slot as a token, but a masked tile does, and 0 * NaN is NaN."""
+    toy = prefilled()
+    toy.kv[1][0][0, 0, 3] = float("nan")
+    toy.session.sweep.run()
+    (v,) = toy.found()
+    assert (v.check, v.phase, v.layer, v.half, v.slot) == ("poison", "sweep", "layers.1", "K", 0)
+
+
+def test_the_counts_are_logged_every_so_many_steps(caplog):
+    toy = prefilled(stats_every=2)
+    with caplog.at_level("INFO", logger="kvcanary"):
+        for slot in range(6, 10):
+            toy.run({"A": [slot]})
+    lines = [r.getMessage() for r in caplog.records if "kvcanary.stats" in r.getMessage()]
+    assert [line.split("engine_steps=")[1].split()[0] for line in lines] == ["2", "4"]
+
+
 def test_a_sweep_over_the_rows_of_a_prefix_cache_finds_a_freed_slot():
     toy = prefilled()
     toy.pool.release([4], owner="A")
