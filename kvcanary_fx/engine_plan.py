@@ -37,6 +37,8 @@ class Batch:
         parents: integer ``[n]`` or None: the added tokens of a request are a tree, and each follows the one with this
             number among them, an earlier one, or the prefix, -1.  Their slots are in the request's row one after the
             other; their position is the prefix's length plus their depth.
+        real_counts: int64 ``[2]`` on the device, how many requests and tokens of the batch are real, the first ones;
+            None: all.  For a loop of forwards that is captured once, and replayed for fewer requests.
 
     A pool may take slots of its own from a further field (``KVPool.slots_from``), or a whole batch of its own
     (``KVPool.batch``).
@@ -53,6 +55,7 @@ class Batch:
     history: Any = None
     history_lens: Any = None
     parents: Any = None
+    real_counts: torch.Tensor | None = None
 
 
 def step_inputs(

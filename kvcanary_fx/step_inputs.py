@@ -20,6 +20,7 @@ from typing import Any, TypeGuard
 import torch
 
 from .errors import StepInputError
+from .kernels.side_stream import capturing
 from .step_slot import StepSlot, as_tensor, require_pad, shape_text
 from .step_view import Axis, StepView
 
@@ -70,7 +71,8 @@ class StepInputs:
         with torch.inference_mode(False):
             self.counts = torch.zeros(3, dtype=torch.int64, device=device)
         self.step = 0
-        self._written = (0, 0, 0)  # what ``counts`` holds
+        self._written: tuple[int | None, ...] = (0, 0, 0)  # what ``counts`` holds, as far as this is known
+        self._unknown = False  # a graph writes to ``counts``, whenever it is replayed
         self._device = self.counts.device  # "cuda" has become "cuda:0" here
 
     @property
@@ -167,7 +169,9 @@ class StepInputs:
 
         A plain slot's source is a tensor on any device, or a sequence of numbers.  What the batch does not have,
         or has as None, is None in this step's views, and its buffer holds padding.  Integers of another width
-        are converted as torch does, unchecked: a check would wait for the device.
+        are converted as torch does, unchecked: a check would wait for the device.  While a CUDA graph is captured, the
+        copies become part of it; a batch whose number varies from replay to replay says it in ``real_counts``, int64
+        ``[2]`` on the device: how many of its requests and tokens, the first ones, are real.
 
         Raises:
             StepInputError: a source has a wrong shape or dtype, slots of one axis have different lengths, or the
@@ -177,10 +181,11 @@ class StepInputs:
         try:
             with torch.no_grad():
                 self._fill_plain(batch)
-                self._write_counts()
+                real = _lookup(batch, "real_counts")
+                self._write_counts(real)
                 self._batch = batch
                 self._fill_computed(batch)
-                self._write_counts()
+                self._write_counts(real)
         except BaseException:
             self._forget()
             raise
@@ -338,13 +343,21 @@ class StepInputs:
         if len(tensor) or self._frozen:
             slot.trailing = tuple(tensor.shape[1:])
 
-    def _write_counts(self) -> None:
+    def _write_counts(self, real: torch.Tensor | None) -> None:
+        """Tell the device how much is real.  A graph writes the counts of its batch whenever it is replayed, and never
+        the step: that is the one it is replayed in."""
         # fill_ takes its value along with the launch: no host memory that the next step could overwrite.
-        now = (self.num_requests, self.num_tokens, self.step)
-        for place, (count, written) in enumerate(zip(now, self._written, strict=True)):
-            if count != written:
+        captured, counted = capturing(), (self.num_requests, self.num_tokens)
+        for place, (count, written) in enumerate(zip((*counted, self.step), self._written, strict=True)):
+            if (place == 2 and captured) or (place < 2 and real is not None):
+                continue
+            if count != written or captured:
                 self.counts[place].fill_(count)
-        self._written = now
+        if real is not None:
+            self.counts[:2].copy_(real)
+        unknown = captured or self._unknown or real is not None
+        self._unknown = self._unknown or captured
+        self._written = (None, None, None) if unknown else (*counted, self.step)
 
 
 def _axis(axis: Axis | str) -> Axis:

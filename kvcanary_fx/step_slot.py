@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .errors import StepInputError
+from .kernels.side_stream import capturing
 from .step_view import Axis
 
 
@@ -19,6 +20,7 @@ class StepSlot:
     Attributes:
         trailing: what follows the first dimension; known from the first fill.
         buffer: [capacity, *trailing], padding from ``used`` on.
+        replayed: entries that captured graphs write when they are replayed, unseen.
         memory: the slot is memory that kernels fill, with this after the first dimension.
     """
 
@@ -31,6 +33,7 @@ class StepSlot:
     trailing: tuple[int, ...] | None = None
     buffer: torch.Tensor | None = None
     used: int = 0
+    replayed: int = 0
     memory: tuple[int, ...] | None = None
 
     def make_buffer(self, capacity: int, trailing: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -44,8 +47,11 @@ class StepSlot:
 
     def pad_from(self, start: int) -> None:
         """Let the buffer be padding from ``start`` on; what is padding already costs no launch."""
-        if self.buffer is not None and self.used > start:
-            self.buffer[start : self.used].fill_(self.pad)
+        if capturing():
+            self.replayed = max(self.replayed, start)
+        used = max(self.used, self.replayed)
+        if self.buffer is not None and used > start:
+            self.buffer[start:used].fill_(self.pad)
         self.used = start
 
 

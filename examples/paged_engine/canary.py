@@ -47,6 +47,8 @@ def install_draft(
         reserved=tuple(range(config.page)),
         token_offset=offset,
     )
+    if config.capture:  # a graph keeps the addresses of the step inputs: they get all the room they will need
+        settings = settings | dict(max_requests=config.views, max_tokens=max(config.views, 2 * config.token_budget))
     session = kvcanary_fx.install_canary(pool, inner=config.inner, **settings)
     if session is not None:
         memory.full.watchers.append(session.pool)

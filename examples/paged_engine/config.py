@@ -32,6 +32,8 @@ class EngineConfig:
         draft_model: ``eagle``, one layer that runs once for each of them; ``mtp``, a layer for each, with its own pool.
         topk: rows of tokens that an eagle draft proposes side by side: a tree, for more than one.
         draft_varies: how many are proposed goes from 1 to ``draft``, and down again, step after step.
+        capture: the inner forwards of an eagle draft run in one CUDA graph, where all its branches are equally long; on
+            a CPU they run over the tensors that a graph would have.
         fp8: K and V in float8 with a scale for each slot.
         layers, window_layers: layers of the two groups.
         seed: of the weights.
@@ -57,6 +59,7 @@ class EngineConfig:
     draft_model: str = "eagle"
     topk: int = 1
     draft_varies: bool = False
+    capture: bool = False
     fp8: bool = False
     layers: int = 2
     window_layers: int = 1

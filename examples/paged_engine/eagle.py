@@ -8,14 +8,14 @@ when the draft is done.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from typing import Any
 
 import torch
-from batching import Inputs, Plan, Work, block_table
+from batching import Plan, Work, block_table
 from config import EngineConfig
 from draft import Draft
+from draft_loop import Loop, LoopGraph
 from faults import Faults
 from memory import Memory
 from offload import bytes_of
@@ -45,90 +45,12 @@ class Branch:
     pages: list[int]
 
 
-class Loop:
-    """The inner forwards over all branches, longest first.
-
-    What changes from forward to forward is computed on the device, so that nothing waits for it and the loop can be
-    captured: :meth:`at` is a batch for the canary, its tensors made of those of the forward before.
-    """
-
-    def __init__(self, branches: list[Branch], table: torch.Tensor, memory: Memory):
-        config = memory.config
-        self.branches, self.config, self.memory = branches, config, memory
-        requests = [b.request for b in branches]
-        self.rows, self.starts, self.spaces = upload(
-            [[b.row for b in branches], [r.stored for r in requests], [r.namespace for r in requests]], config.device
-        )
-        self.request_ids = [r.id for r in requests]
-        views = torch.nn.functional.pad(self.rows, (0, config.views - len(branches)))
-        self.reads = block_table(table, views, config)
-
-    @functools.cached_property
-    def history(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 ``[branches, longest]`` and ``[branches]``: the requests' own tokens, and how many; for the canary."""
-        work = [Work(b.request, b.request.stored, []) for b in self.branches]
-        lengths = upload([w.request.length for w in work], self.config.device)
-        return self.memory.history.of(work), lengths
-
-    def active(self, index: int) -> int:
-        """How many branches the ``index``-th forward still runs."""
-        return sum(b.steps > index for b in self.branches)
-
-    def at(self, index: int, ids: torch.Tensor) -> LoopBatch:
-        """The forward that writes the ``index``-th proposed tokens, int64 ``[active]``."""
-        n = len(ids)
-        positions = self.starts[:n] + index - 1
-        slots = self.reads[:n].gather(1, positions.unsqueeze(1)).squeeze(1)
-        return LoopBatch(self, ids, slots, self.rows[:n], positions, self.request_ids[:n], self.spaces[:n])
-
-
-@dataclasses.dataclass
-class LoopBatch:
-    """One inner forward; its fields are those of :class:`kvcanary_fx.Batch`, one token each, ``[active]``."""
-
-    loop: Loop
-    input_ids: torch.Tensor
-    slots: torch.Tensor
-    request_rows: torch.Tensor
-    positions: torch.Tensor
-    request_ids: list[str]
-    namespaces: torch.Tensor
-
-    def __post_init__(self) -> None:
-        self.prefix_lens = self.positions
-
-    @property
-    def history(self) -> torch.Tensor:
-        return self.loop.history[0][: len(self.slots)]
-
-    @property
-    def history_lens(self) -> torch.Tensor:
-        return self.loop.history[1][: len(self.slots)]
-
-    def inputs(self) -> Inputs:
-        """The model's inputs, padded like those of :class:`~batching.Plan`."""
-        config, n = self.loop.config, len(self.slots)
-        more = config.padded(n) - n
-
-        def pad(values: torch.Tensor, value: int = 0) -> torch.Tensor:
-            return torch.nn.functional.pad(values, (0, more), value=value)
-
-        numbers = torch.arange(n, device=self.slots.device)
-        return Inputs(
-            pad(self.input_ids),
-            pad(self.positions),
-            pad(self.namespaces),
-            pad(numbers, config.views - 1),
-            [pad(self.slots)],
-            [self.loop.reads],
-        )
-
-
 class Eagle(Draft):
     """The draft; its only head runs ``max(1, steps - 1)`` times or so: once to catch up, then for each token but one.
 
     Attributes:
         table: the target's request table; with a tree its own: the target's rows, then those of the branches.
+        graphs: with ``config.capture`` the loops over branches of equal length, by their steps.
     """
 
     def __init__(self, config: EngineConfig, memory: Memory, target: Any, settings: dict[str, Any]):
@@ -137,6 +59,7 @@ class Eagle(Draft):
             table = table.new_zeros(len(table) + config.views, config.columns)
         super().__init__(config, memory, target, settings, table)
         (self.head,) = self.heads
+        self.graphs: dict[int, LoopGraph] = {}
 
     def propose(self, plan: Plan, steps: int, faults: Faults) -> None:
         if self.table is not self.memory.table:
@@ -202,15 +125,25 @@ class Eagle(Draft):
         self, branches: list[Branch], guesses: torch.Tensor, hidden: torch.Tensor, faults: Faults
     ) -> list[torch.Tensor]:
         """For each step the proposed tokens, int64 ``[active]``; nothing is read back from the device."""
-        ends, numbers = upload([[b.end - 1 for b in branches], [b.number for b in branches]], self.config.device)
-        said, hidden = [guesses[ends, numbers]], hidden[ends]
-        loop = Loop(branches, self.table, self.memory)
-        for index in range(1, max(b.steps for b in branches)):
-            n = loop.active(index)
-            batch = loop.at(index, said[-1][:n])
-            guesses, hidden = self.head.forward(index, batch, batch.inputs(), hidden[:n], faults)
-            said.append(guesses[:n, 0])
-        return said
+        config, requests = self.config, [b.request for b in branches]
+        ends, numbers = upload([[b.end - 1 for b in branches], [b.number for b in branches]], config.device)
+        first, hidden = guesses[ends, numbers], hidden[ends]
+        rows, starts, spaces = upload(
+            [[b.row for b in branches], [r.stored for r in requests], [r.namespace for r in requests]], config.device
+        )
+        views = torch.nn.functional.pad(rows, (0, config.views - len(branches)))
+        work = [Work(r, r.stored, []) for r in requests]
+        loop = Loop(
+            config, rows, starts, spaces, [r.id for r in requests], block_table(self.table, views, config),
+            self.memory.history.of(work), upload([r.length for r in requests], config.device),
+            [b.steps for b in branches],
+        )  # fmt: skip
+        if not config.capture or len(set(loop.steps)) > 1:
+            return loop.run(self.head, first, hidden, faults)
+        steps = loop.steps[0]
+        if steps not in self.graphs:
+            self.graphs[steps] = LoopGraph(self.head, config, steps, faults)
+        return self.graphs[steps](loop, first, hidden)
 
     def _hand_over(self, branches: list[Branch], said: list[torch.Tensor]) -> None:
         """Give the requests what was proposed, and the branches' pages back."""

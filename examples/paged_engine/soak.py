@@ -2,7 +2,7 @@
 
     python examples/paged_engine/soak.py --slot-checks 1e7
     python examples/paged_engine/soak.py --slot-checks 3e9 --device cuda
-    python examples/paged_engine/soak.py --slot-checks 1e6 --speculate
+    python examples/paged_engine/soak.py --slot-checks 1e6 --speculate [--capture]
 
 Rounds follow one another, each on fresh engines and with requests of its own: float8 in every second one, and in every
 second pair of rounds a prefill instance hands its requests to a decode instance.  The pools are too small for what
@@ -10,7 +10,8 @@ runs, so requests are retracted, off-loaded and loaded back, and the prefix cach
 of a slot's identity, or of one layer's and half's bytes, before a forward reads it; sweeps are not counted.
 
 With ``--speculate`` the rounds take turns with the kinds of drafts: rows of 1 to 8 tokens, trees, and a layer for each
-token; what comes out is also compared with an engine that does not speculate, and has no canary.
+token; what comes out is also compared with an engine that does not speculate, and has no canary.  With ``--capture``
+the forwards of a draft that come one after the other are one CUDA graph.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two lines of progress")
     parser.add_argument("--speculate", action="store_true", help="all kinds of drafts, and no speculation beside it")
+    parser.add_argument("--capture", action="store_true", help="capture the loop of a draft in a CUDA graph")
     for name, what in (
         ("width", "positions that a request can have; prompts are up to three quarters of it"),
         ("page", "slots of a page"),
@@ -93,6 +95,7 @@ def config_of(args: argparse.Namespace, number: int) -> EngineConfig:
         fp8=number % 2 == 1,
         layers=args.layers,
         device=args.device,
+        capture=args.capture,
     )
 
 

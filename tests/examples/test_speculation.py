@@ -32,6 +32,7 @@ WAYS = {
     "rows of 1 to 8": dict(draft=8, draft_varies=True, pages=30),
     "trees": dict(draft=4, topk=3, draft_varies=True, fp8=True, chunk=16, **SMALL | dict(window_pages=60)),
     "a layer for each": dict(draft=3, draft_varies=True, draft_model="mtp", **SMALL),
+    "rows, one loop": dict(draft=4, capture=True, pages=30),
     "llama, trees": dict(model="llama", draft=3, topk=2),
     "llama, a layer for each": dict(model="llama", draft=2, draft_model="mtp"),
 }
@@ -60,6 +61,42 @@ def test_every_way_of_drafting_is_silent_and_changes_no_token(way):
     if config.model == "oracle":
         assert run.wrong() == []
         assert engine.scheduler.retracts > 0 or config.topk > 1
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", [dict(draft=4), dict(draft=3, topk=2, fp8=True)], ids=["rows", "trees"])
+def test_a_loop_of_drafts_runs_over_the_tensors_of_one_graph(way, device):
+    config = EngineConfig(pages=40, capture=True, device=device, **way)
+    run = serve(workload(10, 0, namespaces=3), config, mode="raise", sweep_every=5)
+    (engine,) = run.engines
+    assert [r.output for r in run.requests] == outputs(workload(10, 0, namespaces=3), config)
+    assert run.violations() == []
+    graphs = engine.draft.graphs
+    assert max(g.runs for g in graphs.values()) > 5
+    assert all((g.graph is not None) == (device == "cuda") for g in graphs.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_flip_in_a_drafts_pool_is_found_where_the_loop_is_one_graph(device):
+    config = EngineConfig(pages=40, capture=True, device=device, draft=4, prefix_cache=False)
+    flipped = []
+
+    def flip(step: int, served: Served) -> None:
+        (engine,) = served.engines
+        running = [r for r in engine.scheduler.running if r.stored > 6]
+        if step > 12 and running and not flipped:
+            slot = engine.memory.slots(running[0], 2, 3)[0]
+            engine.draft.head.group.layers[0][1].view(torch.uint8)[slot].flatten()[1] ^= 4
+            flipped.append((running[0].id, slot))
+
+    requests = workload(10, 0)
+    entry = Served(requests, [Engine(config, mode="log")])
+    drive(entry, flip)
+    first = entry.violations()[0]
+    assert (first.check, first.half, first.request, first.slot, first.position) == ("content", "V", *flipped[0], 2)
 
 
 # ---- what goes wrong, once, in an engine that is made once

@@ -216,6 +216,69 @@ def test_batch_sizes_share_one_memory_pool(placement):
     check_flips(engine, lambda: engine.step(graphs[1].replay, 1))
 
 
+class Loop:
+    """Three forwards of one token a request, each planned on the device from the one before, as a draft's are."""
+
+    def __init__(self, placement: str):
+        self.engine = Engine(3, inner="eager", placement=placement)
+        table, session = self.engine.table, self.engine.session
+        self.rows = torch.arange(1, 4, device="cuda")
+        self.first = 1 + WIDTH * torch.arange(3, device="cuda")
+        table[1:] = self.first.unsqueeze(1) + torch.arange(WIDTH, device="cuda")
+        self.stored, self.real = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (1, 2))
+        self.engine.warm_up()
+        names = [f"request {r}" for r in range(3)]
+        self.owners = session.owners(names)
+        for row, name in enumerate(names, 1):
+            session.pool.allocate(table[row], owner=name)
+        self.set(0, 3)
+        with session.step():
+            self.run()
+        with session.step():
+            self.graph, _ = captured(self.run)
+        self.engine.ready()
+
+    def set(self, stored: int, requests: int) -> None:
+        self.stored.fill_(stored)
+        self.real.fill_(requests)
+
+    def run(self) -> None:
+        for index in range(3):
+            position = self.stored + torch.full_like(self.rows, index)
+            slots = torch.where(self.rows <= self.real[0], self.first + position, 0)
+            METADATA.slots = slots
+            batch = Batch(
+                position, slots, self.rows, position, request_ids=self.owners, positions=position,
+                real_counts=self.real,
+            )  # fmt: skip
+            with self.engine.session.forward(index, batch):
+                self.engine.run()
+
+    def replay(self, stored: int, requests: int) -> list[tuple[Any, ...]]:
+        self.set(stored, requests)
+        with self.engine.session.step():
+            self.graph.replay()
+        torch.cuda.synchronize()
+        return self.engine.told()
+
+
+@PLACEMENTS
+def test_a_loop_of_forwards_in_one_graph_is_replayed_for_fewer_requests(placement):
+    loop = Loop(placement)
+    session = loop.engine.session
+    assert loop.replay(0, 3) == []
+    assert session.stats().slots_checked == 3 * (0 + 1 + 2)
+    assert loop.replay(3, 2) == []
+    assert session.stats().slots_checked == 9 + 2 * (3 + 4 + 5)
+    loop.engine.flip(1, 0, slot=1 + WIDTH + 4)
+    assert loop.replay(6, 2) == [("content", "layers.1", "K", 1 + WIDTH + 4, 4, "request 1")]
+    assert session.violations()[-1].forward == 0
+    assert loop.replay(3, 3) == []  # the third request goes on where it stopped
+    with session.step(loop.engine.batch(1)):  # what a replay left in the buffers is padding again
+        assert session.inputs.counts.tolist()[:2] == [1, 1]
+        assert session.inputs.view(padded_bs=3).prefix_lens.tolist()[1:] == [0, 0]
+
+
 class CapturedPieces:
     """A backend that cuts at attention, as vLLM's does, and captures each piece between when told to.
 

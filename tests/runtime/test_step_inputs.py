@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcanary_fx import step_inputs, step_slot
 from kvcanary_fx.errors import StepInputError
 from kvcanary_fx.step_inputs import StepInputs
 from kvcanary_fx.step_view import Axis, StepView
@@ -541,6 +542,54 @@ def test_a_captured_graph_reads_each_steps_inputs():
         real = [] if rows is None else (rows * 2).tolist()
         assert out.tolist() == real + [-2] * (4 - len(real))
         assert counts.tolist() == [len(real), 0, 0]
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    """Between the two calls of it, fills are part of a graph; what a replay does is done by hand."""
+    state = [False]
+    for module in (step_inputs, step_slot):
+        monkeypatch.setattr(module, "capturing", lambda: state[0])
+    return lambda: state.__setitem__(0, not state[0])
+
+
+def test_a_graph_writes_the_counts_of_its_batch_and_leaves_the_step(capture):
+    inputs = make(max_requests=4, max_tokens=8)
+    inputs.fill_from(make_batch(1, 1))
+    inputs.counts.fill_(99)
+    inputs.fill_from(make_batch(1, 1))
+    assert inputs.counts.tolist() == [99, 99, 99]  # they are as they were, as far as anybody knows
+    capture()
+    inputs.step = 5
+    inputs.fill_from(make_batch(1, 1))
+    capture()
+    assert inputs.counts.tolist() == [2, 2, 99]
+    inputs.counts[:2] = 77  # a replay, at any time from now on
+    inputs.fill_from(make_batch(1, 1))
+    assert inputs.counts.tolist() == [2, 2, 5]
+
+
+def test_a_graph_takes_its_real_counts_from_the_device(capture):
+    inputs = make(max_requests=4, max_tokens=8)
+    batch = make_batch(1, 1, 1)
+    capture()
+    inputs.fill_from({**vars(batch), "real_counts": torch.tensor([1, 1])})
+    capture()
+    assert inputs.counts.tolist() == [1, 1, 0]
+    assert inputs.view().num_requests == 3
+
+
+def test_what_a_replay_left_behind_becomes_padding_again(capture):
+    inputs = make(max_requests=4, max_tokens=8)
+    capture()
+    inputs.fill_from(make_batch(1, 1, 1, base=40))
+    capture()
+    rows = inputs.buffer("rows")
+    inputs.fill_from(make_batch(1, base=10))
+    padding = inputs.view(padded_bs=4).rows[1:].clone()
+    rows[:3] = 40  # a replay
+    inputs.fill_from(make_batch(1, base=10))
+    assert torch.equal(inputs.view(padded_bs=4).rows[1:], padding)
 
 
 def test_memory_of_kernels_keeps_its_address_and_its_padding():
