@@ -12,9 +12,9 @@ import argparse
 import ast
 import concurrent.futures
 import dataclasses
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -111,6 +111,11 @@ class Runner:
     def __init__(self, scratch: Path):
         self._scratch, self._local, self._count = scratch, threading.local(), 0
         self._lock = threading.Lock()
+        # Tests of a mutant that dies take a second, and imports of torch and triton five: they are made once.
+        self._fork = multiprocessing.get_context("forkserver")
+        self._fork.set_forkserver_preload(
+            ["torch", "torch._dynamo", "triton", "triton.language", "pytest", "hypothesis"]
+        )
 
     def passes_unchanged(self, file: str) -> bool:
         """Whether the file's tests pass as it is: tests that fail anyway kill nothing."""
@@ -127,14 +132,13 @@ class Runner:
             target.write_text(original)
 
     def _passes(self, home: Path, file: str, seeds: str) -> bool:
-        path = os.pathsep.join([str(home), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = dict(os.environ, PYTHONPATH=path, CANARY_TEST_SEEDS=seeds)
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TARGETS[file]]
-        try:
-            run = subprocess.run(command, cwd=home, env=env, capture_output=True, timeout=600, check=False)
-            return run.returncode == 0
-        except subprocess.TimeoutExpired:
-            return False
+        process = self._fork.Process(target=run_tests, args=(home, TARGETS[file], seeds))
+        process.start()
+        process.join(600)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        return process.exitcode == 0
 
     def _home(self) -> Path:
         if not hasattr(self._local, "home"):
@@ -147,12 +151,28 @@ class Runner:
         return home
 
 
+def run_tests(home: Path, tests: list[str], seeds: str) -> None:
+    """Run tests of a copy of the checkout, in a process that is only there for it."""
+    os.chdir(home)
+    sys.path.insert(0, str(home))
+    sys.dont_write_bytecode = True  # a mutant of the same second and size would run as the one before
+    os.environ["CANARY_TEST_SEEDS"] = seeds
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    import pytest
+
+    sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests]))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="files whose name contains any")
     parser.add_argument("--skip", nargs="+", default=[], metavar="TEXT", help="but none that contains any")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # kernels are interpreted, which is read when triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
     files = [file for file in TARGETS if any(t in file for t in args.only) and not any(t in file for t in args.skip)]
     mutants = [m for file in files for m in mutants_of(file)]
     survivors = []

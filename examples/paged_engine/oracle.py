@@ -19,9 +19,9 @@ ROW = (1, DIGITS)
 BASE, MIX1, MIX2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
-def digits() -> torch.Tensor:
+def digits(device: torch.device | str = "cpu") -> torch.Tensor:
     """The embedding: float32 ``[16]``, numbers that float8 holds exactly."""
-    return torch.arange(1.0, 17.0)
+    return torch.arange(1.0, 17.0, device=device)
 
 
 def encode(
@@ -70,7 +70,7 @@ def written(
     ids: torch.Tensor, positions: torch.Tensor, namespaces: torch.Tensor, number: int, fp8: bool
 ) -> list[torch.Tensor]:
     """What layer ``number`` stores for tokens: K, V and in float8 two scales, each ``[..., elements]``."""
-    kind, embedding = torch.float8_e4m3fn if fp8 else torch.float32, digits().to(ids.device)
+    kind, embedding = torch.float8_e4m3fn if fp8 else torch.float32, digits(ids.device)
     halves = [encode(ids, positions, namespaces, 2 * number + h, embedding).to(kind) for h in range(2)]
     return halves + [scales(ids)] * 2 if fp8 else halves
 

@@ -230,8 +230,8 @@ def main() -> None:
     )
     shapes = (
         f"## Rows of other sizes\n\n{report.environment('cuda')}. Content check of 64 x 4,096 stored slots of one "
-        f"tensor, scattered one by one, and record of 64 slots with their operand, in a CUDA graph of {CALLS} calls, median of "
-        f"{REPLAYS} replays. Command: `python tests/benchmarks/kernels.py --write`\n\n"
+        f"tensor, scattered one by one, and record of 64 slots with their operand, in a CUDA graph of {CALLS} "
+        f"calls, median of {REPLAYS} replays. Command: `python tests/benchmarks/kernels.py --write`\n\n"
         f"{report.table(['row', 'content check', 'stored bytes read', 'record', 'violations'], row_rows())}"
     )
     print("\n\n".join(("", content, shapes, text)))
