@@ -70,7 +70,7 @@ def _verify(held: list[torch.Tensor], state: torch.Tensor, layer: str) -> None:
 
 def _verified(halves: tuple[LayerHalf, ...]) -> list[LayerHalf]:
     """The halves whose bytes ``verify_at`` compares.  If there are none it launches nothing, and ``record_at`` counts
-    for both: on an H200, to count alone in every layer took 1.2 % of a decode step of one request."""
+    for both: on an H200, kernels that only counted were 209 us of a decode step of 4.9 ms, beside it."""
     return [half for half in halves if half.site.checks & Check.CONTENT and half.site.layout.slots]
 
 
