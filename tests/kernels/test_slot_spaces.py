@@ -94,3 +94,13 @@ def test_buffers_of_a_space_are_columns_of_its_block_wherever_it_goes():
         for name in ("tokens", "positions", "chain", "owners", "flags", "reads"):
             getattr(each, name)[2] = value
         assert (each.block != before).sum(1).tolist() == [0, 0, 6, 0, 0], value
+
+
+def test_a_write_that_received_a_slot_for_each_token_of_the_batch_received_those_of_the_plan():
+    one = torch.zeros(1, dtype=torch.int64)
+    plan = RequestPlan(one, one, one, one, one, one, None, one, None, one.view(1, 1), 1)
+    received = torch.tensor([40, 41, 42, 43])
+    assert request_checks.taken_of(plan, received).tolist() == [40, 41, 42, 43]
+    fewer = dataclasses.replace(plan, taken=torch.tensor([1, 3, 0, 0]))  # of four tokens the second and the fourth
+    assert request_checks.taken_of(fewer, received).tolist() == [41, 43, 40, 40]
+    assert request_checks.taken_of(fewer, received[:2]).tolist() == [40, 41]  # the engine left the others out
