@@ -38,7 +38,11 @@ class Protection(GuardedCall):
 
     Attributes:
         batch_session: over the paged cache of the last ``generate_batch``, or manager; None before.
+        before_batch: called with transformers' processor when a batch is prepared, before it is checked: where faults
+            can be planted.
     """
+
+    before_batch: Callable[[Any], None] | None = None
 
     def __init__(self, model: nn.Module, config: CanaryConfig, options: dict[str, Any], install: dict[str, Any]):
         super().__init__(model, CanaryBackend(config), options)
@@ -57,11 +61,11 @@ class Protection(GuardedCall):
         if torch.compiler.is_compiling() or "write_index" in kwargs:  # a batch over a paged cache: guarded at update
             return self._module._call_impl(*args, **kwargs)
         cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
-        if cache is not None and not self._ready(cache, kwargs):
+        if cache is not None and not self._ready(cache, args, kwargs):
             return self._module._call_impl(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
-    def _ready(self, cache: Any, inputs: dict[str, Any]) -> bool:
+    def _ready(self, cache: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> bool:
         """Whether a forward over this cache can run compiled; gives a new cache its tensors first."""
         if not getattr(cache, "is_compileable", True):
             self.session.lose_coverage(
@@ -74,14 +78,14 @@ class Protection(GuardedCall):
             parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
             return all(layer.is_initialized for part in parts if part is not None for layer in part.layers)
         if not all(layer.is_initialized for layer in layers):
-            self._make_tensors(cache, inputs)
+            self._make_tensors(cache, {"input_ids": args[0]} | inputs if args else inputs)
         return True
 
     def _make_tensors(self, cache: Any, inputs: dict[str, Any]) -> None:
         """One token through the plain model.  Made inside a graph, tensors of a cache are its outputs, unguarded."""
+        given = {name: inputs.get(name) for name in ("input_ids", "inputs_embeds")}
+        first = {name: tokens[:, :1] for name, tokens in given.items() if tokens is not None}
         name = "cache_params" if "cache_params" in inputs else "past_key_values"
-        ids = inputs.get("input_ids")
-        first = {"input_ids": ids[:, :1]} if ids is not None else {"inputs_embeds": inputs["inputs_embeds"][:, :1]}
         with torch.no_grad():
             self._module._call_impl(**first, **{name: cache}, use_cache=True)
         cache.reset()
@@ -99,8 +103,12 @@ class Protection(GuardedCall):
     def _start(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         manager = original(*args, **kwargs)
         if self._manager is None or self._manager.of is not manager:
-            self._manager = GuardedManager(manager, self._config, self._install)
+            self._manager = GuardedManager(manager, self._config, self._install, self._about_to_run)
         return manager
+
+    def _about_to_run(self, processor: Any) -> None:
+        if self.before_batch is not None:
+            self.before_batch(processor)
 
     def _generate_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         results = original(*args, **kwargs)
@@ -141,10 +149,11 @@ def protect(model: Any, **settings: Any) -> Any:
         return model
     unprotect(model)
     require_known_version()
-    return _attach(model, config, options, install)
+    return attach(model, config, options, install)
 
 
-def _attach(model: Any, config: CanaryConfig, options: dict[str, Any], install: dict[str, Any]) -> Any:
+def attach(model: Any, config: CanaryConfig, options: dict[str, Any], install: dict[str, Any]) -> Any:
+    """What :func:`protect` does once everything is settled."""
     protection = Protection(model, config, options, install)
     model._compiled_call_impl = protection
     protection.wrap(model)

@@ -32,8 +32,12 @@ class GuardedManager:
         session: of the processor that the manager has or had last; None before the first.
     """
 
-    def __init__(self, manager: Any, config: CanaryConfig, install: dict[str, Any]):
-        self._manager, self._config, self._install = manager, config, install
+    def __init__(self, manager: Any, config: CanaryConfig, install: dict[str, Any], before: Callable[[Any], None]):
+        """
+        Args:
+            before: called with a processor that has a batch prepared, before it is checked.
+        """
+        self._manager, self._config, self._install, self._before = manager, config, install, before
         self._processor: GuardedProcessor | None = None
         _turn_off_what_hides_slots(manager.continuous_batching_config)
         hook(manager, "_create_batch_processor", self._create)
@@ -50,7 +54,9 @@ class GuardedManager:
     def _create(self, original: Callable[[], Any]) -> Any:
         processor = original()
         if self._processor is None or self._processor.processor is not processor:
-            self._processor = GuardedProcessor(processor, self._manager.model, self._config, self._install)
+            self._processor = GuardedProcessor(
+                processor, self._manager.model, self._config, self._install, self._before
+            )
         return processor
 
     def raise_what_ended_it(self) -> None:
@@ -74,8 +80,15 @@ class GuardedProcessor:
         session: guards its pools, one per attention type.
     """
 
-    def __init__(self, processor: Any, model: Any, config: CanaryConfig, install: dict[str, Any]):
-        self.processor, self._model = processor, model
+    def __init__(
+        self,
+        processor: Any,
+        model: Any,
+        config: CanaryConfig,
+        install: dict[str, Any],
+        before: Callable[[Any], None],
+    ):
+        self.processor, self._model, self._before = processor, model, before
         cache, names = processor.cache, attention_names(model)
         requests = processor.cb_config.max_requests_per_batch
         self._groups = [
@@ -105,6 +118,7 @@ class GuardedProcessor:
 
     def _step(self, original: Callable[..., Any], model: Any) -> None:
         """One batch: what it is to read and write is checked, then the model runs."""
+        self._before(self.processor)
         with self.session.step(self._batch()), self.session.forward():
             self._check_reads()
             original(model)
