@@ -26,6 +26,15 @@ def prompts(*lengths: int, shared: int = 0, seed: int = 0) -> list[list[int]]:
     return [common + draw(n) for n in lengths]
 
 
+def configs(new: int = 12, sequences: int = 1, **settings: Any) -> tuple[GenerationConfig, ContinuousBatchingConfig]:
+    """A small paged cache, and batches in which a prompt is prefilled in several chunks."""
+    batching = ContinuousBatchingConfig(**{"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 16} | settings)
+    generation = GenerationConfig(
+        max_new_tokens=new, do_sample=sequences > 1, num_return_sequences=sequences, eos_token_id=-1, pad_token_id=0
+    )
+    return generation, batching
+
+
 def generate(
     model: Any, inputs: list[list[int]], new: int = 12, sequences: int = 1, persistent: bool = False, **settings: Any
 ) -> Any:
@@ -34,10 +43,7 @@ def generate(
     Args:
         settings: of ContinuousBatchingConfig.
     """
-    batching = ContinuousBatchingConfig(**{"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 16} | settings)
-    generation = GenerationConfig(
-        max_new_tokens=new, do_sample=sequences > 1, num_return_sequences=sequences, eos_token_id=-1, pad_token_id=0
-    )
+    generation, batching = configs(new, sequences, **settings)
     torch.manual_seed(3)  # children of a request are sampled
     results = model.generate_batch(
         inputs, generation_config=generation, continuous_batching_config=batching, persistent_manager=persistent

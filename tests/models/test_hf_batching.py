@@ -13,8 +13,13 @@ pytest.importorskip("transformers", minversion="5.23")
 
 import batches
 from torch._dynamo.utils import counters
-from transformers import CompileConfig
-from transformers.generation.continuous_batching import cache_allocators, input_outputs, offloading_manager
+from transformers import CompileConfig, MistralConfig, MistralForCausalLM
+from transformers.generation.continuous_batching import (
+    cache_allocators,
+    continuous_api,
+    input_outputs,
+    offloading_manager,
+)
 
 from kvcanary_fx import tiny
 from kvcanary_fx.adapters import huggingface
@@ -62,6 +67,34 @@ def test_chunked_prefill_and_shared_prefixes_are_silent(arch):
         assert 0 < stats.recorded < 2 * layers * tokens
         assert stats.slots > 0  # blocks that the cache keeps for requests to come
     assert stats.checked > stats.recorded
+
+
+def test_a_window_that_is_no_whole_number_of_pages(monkeypatch):
+    """All layers slide; a ring of 10 slots in pages of 4.  A bit of its last page is found."""
+    sizes = dict(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config = MistralConfig(**sizes, num_key_value_heads=2, head_dim=8, max_position_embeddings=256, sliding_window=10)
+    plain = batches.generate(MistralForCausalLM(config).eval(), SHARED[:2])
+    torch.manual_seed(0)  # as the fixture did before the first model
+    model = huggingface.protect(MistralForCausalLM(config).eval(), inner="eager", mode="log")
+    assert batches.generate(model, SHARED[:2]) == plain
+    session = huggingface.batch_session(model)
+    assert session.stats().violations == 0
+    assert session.stats().slots_checked > 0
+
+    struck = []
+
+    def strike(processor, step):
+        for state in (future.state for future in processor.inputs_and_outputs.requests_in_batch):
+            position = state.position_offset - 2  # the last one that this step reads
+            if not struck and position > 20 and position % 10 == 9:  # the end of the ring
+                batches.flip(processor, 1, 1, state.request_id, position)
+                struck.append(("content", "V", state.request_id, position))
+
+    batches.planted(monkeypatch, after=strike)
+    batches.generate(model, SHARED[:2])
+    found = huggingface.batch_session(model).violations()
+    assert struck
+    assert [(v.check, v.half, v.request, v.position) for v in found] == struck
 
 
 def test_a_full_cache_that_evicts_and_starts_requests_anew_is_silent(monkeypatch):
@@ -167,6 +200,42 @@ def test_raise_mode_raises_from_generate_batch(monkeypatch):
     with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
         batches.generate(batches.guarded("llama"), batches.prompts(9, 6))
     assert [(v.check, v.request, v.position, v.step) for v in caught.value.violations] == [("content", "req_1", 3, 6)]
+
+
+def test_a_violation_can_cancel_its_request_and_no_other(monkeypatch):
+    inputs = batches.prompts(9, 6, 12)
+    plain = batches.generate(tiny.build("llama"), inputs)
+    monkeypatch.setattr(
+        continuous_api.ContinuousBatchProcessor,
+        "update_batch",
+        after_flip(continuous_api.ContinuousBatchProcessor.update_batch, step=6, request="req_1"),
+    )
+    cancelled = []
+
+    def cancel(violation):
+        cancelled.append(violation.request)
+        manager.cancel_request(violation.request)
+
+    model = batches.guarded("llama", mode="log", on_violation=cancel)
+    generation, batching = batches.configs()
+    with model.continuous_batching_context_manager(generation, continuous_batching_config=batching) as manager:
+        manager.add_requests(inputs, max_new_tokens=12)
+        results = [manager.get_result(timeout=10) for _ in range(2)]
+    assert set(cancelled) == {"req_1"}
+    assert {r.request_id: r.generated_tokens for r in results} == {k: plain[k] for k in ("req_0", "req_2")}
+
+
+def after_flip(original, step, request):
+    """A method of a processor that flips a bit of a request first, once."""
+    calls = []
+
+    def wrapper(self, *args):
+        calls.append(1)
+        if len(calls) == step:
+            batches.flip(self, 0, 1, request, 2)
+        return original(self, *args)
+
+    return wrapper
 
 
 def test_a_cached_prefix_that_nobody_reads_is_swept(monkeypatch):
