@@ -98,6 +98,15 @@ def test_with_the_backend_alone_the_prefill_is_adopted_and_its_flip_is_not_found
     assert stats.adopted == 4 * 2 * PROMPT
 
 
+def test_transformers_own_compilation_does_not_go_around_the_guarded_call():
+    """As on a GPU, where transformers compiles the decode step unasked."""
+    config = transformers.CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True
+    model = huggingface.protect(tiny.build("llama"), inner="eager")
+    generate(model, tiny.prompt(model, 1, PROMPT), compile_config=config)
+    assert kvcanary_fx.session_of(model).stats().steps == NEW
+
+
 def test_a_static_cache_of_the_users_own_and_chunks_of_a_prefill_are_guarded():
     model = tiny.build("llama")
     ids = tiny.prompt(model, 2, 9)
