@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ def test_without_the_variable_nothing_is_hooked(folder):
     off = run(folder)
     assert off.tokens is not None
     assert off.stats == {}
-    assert "kvcanary" not in off.text.replace("KVCANARY", "") or "Applied" in off.text
+    assert "hook(s) to sglang.srt.layers.radix_attention" not in off.text
 
 
 def test_chunked_prefill_and_a_second_round_from_the_prefix_cache_are_silent(folder):
@@ -108,6 +109,14 @@ def test_chunked_prefill_and_a_second_round_from_the_prefix_cache_are_silent(fol
     assert 4 * (prompts + new) // 2 < guarded.stats["recorded"] < 4 * 2 * (prompts + new)
 
 
+def test_a_pool_so_small_that_the_prefix_cache_is_evicted_is_silent(folder):
+    small = {"max_total_tokens": 100}
+    guarded = run(folder, settings=small, KVCANARY_MODE="raise")
+    assert guarded.tokens is not None
+    assert guarded.tokens == run(folder, settings=small).tokens
+    assert guarded.stats["violations"] == 0
+
+
 def test_a_flipped_bit_is_found_in_either_layer(folder):
     faults = {"4": ["flip", 0, "K"], "6": ["flip", 1, "K"], "8": ["flip", 1, "V"]}
     found = run(folder, faults, KVCANARY_MODE="log")
@@ -121,13 +130,13 @@ def test_a_flipped_bit_is_found_in_either_layer(folder):
 
 
 @pytest.mark.parametrize(
-    ("fault", "check", "why"), [("free", "owner", "read_after_free"), ("table", "chain", "wrong_position")]
+    ("fault", "check", "why"), [("free", "owner", "read_after_free"), ("table", "token", "wrong_token")]
 )
 def test_bugs_of_the_allocator_and_the_request_table(fault, check, why, folder):
     found = run(folder, {"5": [fault]}, KVCANARY_MODE="log")
     (planted,) = found.planted
     first = found.violations[0]
-    assert (first["check"], first["why"]) == (check, why) or (first["check"] == "token" and fault == "table")
+    assert (first["check"], first["why"]) == (check, why)
     assert first["request"] == planted[-1]
     assert first["position"] == "3"
 
@@ -139,12 +148,28 @@ def test_raise_mode_ends_the_engine(folder):
     assert "layer model.layers.1.self_attn, half V" in found.text
 
 
-def test_steps_aside_for_sglangs_own_canary_or_replaces_it(folder):
-    own = {"kv_canary": "log"}
-    aside = run(folder, settings=own, KVCANARY_MODE="log")
-    assert aside.stats == {}
-    assert "SGLang's own kv-canary is on" in aside.text
-    replaced = run(folder, settings=own, KVCANARY_MODE="log", SGLANG_KVCANARY_OWN="replace")
+def test_steps_aside_for_sglangs_own_canary():
+    """Asked without a run: the own canary of SGLang 0.5.23 needs torch 2.14 on a CPU."""
+    from kvcanary_fx.adapters.sglang.runner import why_not
+
+    class MHATokenToKVPool:
+        kv_cache_layout = "nhd"
+
+    settings = dict(disable_cuda_graph=True, enable_torch_compile=False, disable_overlap_schedule=True)
+    settings |= dict(enable_hierarchical_cache=False, disaggregation_mode="null", speculative_algorithm=None)
+    runner = types.SimpleNamespace(
+        canary_manager=None,
+        is_draft_worker=False,
+        token_to_kv_pool=MHATokenToKVPool(),
+        server_args=types.SimpleNamespace(**settings),
+    )
+    assert why_not(runner) is None
+    runner.canary_manager = object()
+    assert "SGLANG_KVCANARY_OWN=replace" in why_not(runner)
+
+
+def test_replaces_sglangs_own_canary(folder):
+    replaced = run(folder, settings={"kv_canary": "log"}, KVCANARY_MODE="log", SGLANG_KVCANARY_OWN="replace")
     assert "own kv-canary is replaced" in replaced.text
     assert replaced.tokens == plain(folder)
     assert replaced.stats["violations"] == 0
