@@ -45,11 +45,10 @@ def test_hf_generate_where_the_cache_is_more_than_keys_and_values(arch, halves, 
     assert out.count(": found") == halves
 
 
-@pytest.mark.parametrize("arch", ["gemma3", "llama"])
-def test_hf_paged(arch, capsys):
+def test_hf_paged(capsys):
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
         pytest.skip(f"transformers {transformers.__version__} has no such paged cache")
-    assert load("hf_paged").main(["--arch", arch, "--device", "cpu"]) == 0
+    assert load("hf_paged").main(["--arch", "gemma3", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert "tokens equal True, violations 0" in out
     assert out.count(": found") == 5
