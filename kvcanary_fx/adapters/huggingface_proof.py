@@ -19,7 +19,7 @@ from ..doctor import Finding
 from ..protect import session_of
 from ..report import muted
 
-#: Plants a fault in a processor of batches that has a batch prepared.
+#: Plants a fault in a cache, or in a processor of batches that has a batch prepared.
 Plant = Callable[[Any], None]
 
 _PROMPTS = [list(range(3, 14)), list(range(20, 29)), list(range(3, 12))]
@@ -28,22 +28,30 @@ _PROMPTS = [list(range(3, 14)), list(range(20, 29)), list(range(3, 12))]
 def examine() -> Iterator[Finding]:
     """Each fault and what was reported; first a run of both ways to generate without any."""
     with muted(), _quiet_transformers():
-        told = tuple(dict.fromkeys((*_generate(None), *_batch(None))))
+        told = tuple(dict.fromkeys((*_tried(_generate, None), *_tried(_batch, None))))
         yield Finding("silence", "nothing", not told, told)
-        yield _finding("content", "a flipped bit in what a prefill wrote", _generate(_flip))
+        yield _finding("content", "a flipped bit in what a prefill wrote", _tried(_generate, _flip))
         for check, fault, plant in (
             ("content", "a flipped bit in a paged cache", _flip_in_block),
             ("owner", "a block freed while its request reads it", _free_early),
             ("index", "a read index of another slot", _misread),
         ):
-            yield _finding(check, fault, _batch(plant))
+            yield _finding(check, fault, _tried(_batch, plant))
 
 
 def _finding(check: str, fault: str, told: tuple[str, ...]) -> Finding:
     return Finding(check, fault, told[:1] == (check,), told)
 
 
-def _generate(plant: Callable[[Any], None] | None) -> tuple[str, ...]:
+def _tried(run: Callable[[Plant | None], tuple[str, ...]], plant: Plant | None) -> tuple[str, ...]:
+    """What a run reports; in a version that nobody knows it may also end in any way."""
+    try:
+        return run(plant)
+    except Exception as e:
+        return (f"{type(e).__name__}: {e}",)
+
+
+def _generate(plant: Plant | None) -> tuple[str, ...]:
     """What is reported of ``generate`` with a fault between the prefill and the first decode step."""
     from transformers import StaticCache
 

@@ -200,3 +200,13 @@ def test_an_untested_version_whose_hooks_are_gone_does_not_start(untested_versio
     monkeypatch.setattr(huggingface_proof, "_generate", lambda plant: ())  # half of the proof, and takes its time
     with pytest.raises(kvcanary_fx.SelfTestError, match="planted a flipped bit in a paged cache, reported nothing"):
         huggingface.protect(tiny.build("llama"), inner="eager")
+
+
+def test_an_untested_version_that_lacks_what_is_wrapped_does_not_start(untested_version, monkeypatch):
+    def gone(self, *args, **kwargs):
+        raise AttributeError("'PagedAttentionCache' object has no attribute 'cache_allocators'")
+
+    monkeypatch.setattr(huggingface_batching.GuardedProcessor, "__init__", gone)
+    monkeypatch.setattr(huggingface_proof, "_generate", lambda plant: ())
+    with pytest.raises(kvcanary_fx.SelfTestError, match=r"planted nothing, reported .*no attribute 'cache_allocators'"):
+        huggingface.protect(tiny.build("llama"), inner="eager")
