@@ -11,7 +11,7 @@ PYTHON ?= python3
 PIP_ARGS ?= $(shell [ -n "$$PIP_FIND_LINKS" ] || command -v nvidia-smi >/dev/null || [ "$$(uname)" != Linux ] || \
     ! curl -sfIo /dev/null -m 5 https://download.pytorch.org/whl/cpu/torch/ || \
     echo --extra-index-url https://download.pytorch.org/whl/cpu)
-SOURCES := pyproject.toml $(wildcard kvcanary_fx/*.py kvcanary_fx/cli/*.py passes/*.py kernels/*.py)
+SOURCES := pyproject.toml $(wildcard kvcanary_fx/*.py kvcanary_fx/*/*.py passes/*.py kernels/*.py)
 
 .PHONY: demo test lint wheel clean
 

@@ -209,6 +209,13 @@ class KVPool:
         shown += [] if self.allocations else ["allocations not reported, so owner is off"]
         shown += [f"pages of {first.shape[1]}, {self.order}"] if self.paged else []
         shown += [f"table in pages of {self.table_page_size}"] if self.table_page_size > 1 else []
-        shown += [f"reserved {list(self.reserved)}"] if self.reserved != (0,) else []
+        shown += [f"reserved {_named(self.reserved)}"] if self.reserved != (0,) else []
         shown += [f"rows of {widths} bytes, {first.stride(int(self.paged)) * first.element_size()} bytes apart"]
         return ", ".join(shown)
+
+
+def _named(slots: Sequence[int]) -> str:
+    """Slots in words: engines reserve whole pages of them."""
+    if len(slots) > 4 and list(slots) == list(range(slots[0], slots[0] + len(slots))):
+        return f"{slots[0]} to {slots[-1]}"
+    return str(list(slots))

@@ -105,7 +105,7 @@ def protect(target: Any = None, **settings: Any) -> Any:
         model = kvcanary_fx.protect(model, mode="log")
         print(kvcanary_fx.session_of(model).summary())
     """
-    compile_options = _take_compile_options(settings)
+    compile_options = take_compile_options(settings)
     config = override(CanaryConfig.from_env(), settings, "protect()")
     if target is None:
         return functools.partial(_protect, config=config, compile_options=compile_options)
@@ -123,7 +123,8 @@ def _protect(target: Any, config: CanaryConfig, compile_options: dict[str, Any])
     raise TypeError(f"protect takes an nn.Module class or instance, not {type(target).__name__}")
 
 
-def _take_compile_options(settings: dict[str, Any]) -> dict[str, Any]:
+def take_compile_options(settings: dict[str, Any]) -> dict[str, Any]:
+    """Take the settings that are torch.compile's out of ``settings``, under the names that they have there."""
     names = {"dynamic": "dynamic", "fullgraph": "fullgraph", "compile_mode": "mode", "compile_options": "options"}
     return {theirs: settings.pop(ours) for ours, theirs in names.items() if ours in settings}
 

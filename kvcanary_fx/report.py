@@ -67,7 +67,9 @@ def summarise(session: CanarySession) -> str:
     for why, checks in _by_reason(session).items():
         lines.append(f"  off {', '.join(checks)}: {why}")
     lines += [line for plan in plans for line in describe_plan(plan, session.config)]
-    if not any(plan.guarded for plan in plans):
+    if session.eager_layers:
+        lines.append(f"  guarded around each call of their own: {', '.join(session.eager_layers)}")
+    elif not any(plan.guarded for plan in plans):
         lines.append("  nothing is guarded: no compiled graph writes a KV cache in place")
     lines += [f"  coverage lost: {why}" for why in session.uncovered]
     return "\n".join(lines)

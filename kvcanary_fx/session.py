@@ -37,6 +37,9 @@ class CanarySession:
     #: How many pools are in an input of a graph, in a session that knows its pools beforehand.
     pools_in: Callable[[Any], int] | None = None
 
+    #: Layers whose checks an engine calls itself, since no graph shows them.
+    eager_layers: tuple[str, ...] = ()
+
     def __init__(self, config: CanaryConfig | None = None):
         self.config = config or CanaryConfig.from_env()
         self.registry = PoolRegistry(self.config.planes)

@@ -45,6 +45,15 @@ def test_hf_generate_where_the_cache_is_more_than_keys_and_values(arch, halves, 
     assert out.count(": found") == halves
 
 
+def test_hf_paged(capsys):
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+        pytest.skip(f"transformers {transformers.__version__} has no such paged cache")
+    assert load("hf_paged").main(["--arch", "gemma3", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "tokens equal True, violations 0" in out
+    assert out.count(": found") == 5
+
+
 @pytest.mark.parametrize("inner", INNER)
 def test_plain_decoder(inner, capsys):
     assert load("plain_decoder").main(["--inner", inner, "--device", "cpu"]) == 0
@@ -59,5 +68,5 @@ def test_misdirected_writes(inner, capsys):
 
 def test_every_example_is_tested_and_has_a_main():
     names = {p.stem for p in EXAMPLES.glob("*.py")}
-    assert names == {"hf_generate", "plain_decoder", "misdirected_writes"}
+    assert names == {"hf_generate", "hf_paged", "plain_decoder", "misdirected_writes"}
     assert all(callable(load(name).main) for name in names)

@@ -1,0 +1,1 @@
+"""Adapters: one per engine, imported only by who uses that engine."""

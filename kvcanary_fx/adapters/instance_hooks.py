@@ -1,0 +1,46 @@
+"""Wrapping a method of one object, so that all others of its class stay as they are."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+
+class Hook:
+    """A wrapped method, as an attribute of its object.  A copy of the object gets the plain method."""
+
+    def __init__(self, owner: Any, name: str, wrapper: Callable[..., Any]):
+        self._owner, self._name, self._wrapper = owner, name, wrapper
+        self._original = getattr(owner, name)
+        functools.update_wrapper(self, self._original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapper(self._original, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = memo.get(id(self._owner))
+        if copy is None:  # copied without its object: then it still belongs to that
+            return self
+        return types.MethodType(getattr(type(copy), self._name), copy)
+
+
+def hook(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace ``owner.name`` by ``wrapper(original, *args, **kwargs)``.
+
+    Raises:
+        AttributeError: ``owner`` has no such method.
+    """
+    setattr(owner, name, Hook(owner, name, wrapper))
+
+
+def unhook(owner: Any, name: str) -> None:
+    """Take the outermost wrapper off; nothing where there is none."""
+    found = owner.__dict__.get(name)
+    if not isinstance(found, Hook):
+        return
+    if isinstance(found._original, Hook):
+        setattr(owner, name, found._original)
+    else:
+        delattr(owner, name)

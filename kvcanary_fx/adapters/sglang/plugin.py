@@ -1,0 +1,96 @@
+"""What SGLang calls when it loads its plugins: three hooks of its registry, in each of its processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ...config import CanaryConfig
+from ...errors import InvalidSettingError
+from .runner import GuardedRunner, why_not
+
+log = logging.getLogger("kvcanary")
+
+#: First version that is known to work, and the first that is not known to.
+TESTED = ("0.5.23", "0.5.24")
+
+#: What to do where SGLang's own kv-canary is on: step ``aside`` or ``replace`` it.
+OWN_CANARY = "SGLANG_KVCANARY_OWN"
+
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+
+
+def register() -> None:
+    """Register the hooks, if ``KVCANARY_MODE`` asks for them.
+
+    Raises:
+        UnknownSettingError, InvalidSettingError: a ``KVCANARY_*`` variable that does not exist, or has another value.
+    """
+    if os.environ.get("KVCANARY_MODE", "off") == "off":
+        return
+    config, replaces = CanaryConfig.from_env(), _replaces_own()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def attach(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+        _attach(runner, config)
+
+    def no_canary(original: Callable[..., Any], *args: Any, server_args: Any, **kwargs: Any) -> None:
+        if server_args.kv_canary != "none":
+            log.warning("kvcanary.sglang SGLang's own kv-canary is replaced (%s=replace)", OWN_CANARY)
+
+    HookRegistry.register(f"{_RUNNER}._init_post_memory_pool_components", attach, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", _keep_history, HookType.AFTER
+    )
+    HookRegistry.register("sglang.srt.layers.radix_attention.RadixAttention.forward", _attention, HookType.AROUND)
+    if replaces:
+        HookRegistry.register("sglang.srt.kv_canary.api.install_canary", no_canary, HookType.AROUND)
+
+
+def _replaces_own() -> bool:
+    given = os.environ.get(OWN_CANARY, "aside")
+    if given not in ("aside", "replace"):
+        raise InvalidSettingError(OWN_CANARY, "the environment", given, "'aside' or 'replace'")
+    return given == "replace"
+
+
+def _attach(runner: Any, config: CanaryConfig) -> None:
+    """Guard a model runner whose pools are there, or say why not."""
+    reason = why_not(runner)
+    if reason is not None:
+        log.warning("kvcanary.unguarded %s of SGLang: %s", "draft" if runner.is_draft_worker else "model", reason)
+        return
+    # an untested version has to show on scratch pools of the same layout that the checks work, before it is trusted
+    runner.kvcanary = GuardedRunner(runner, config, self_test=not _tested())
+
+
+def _tested() -> bool:
+    import sglang
+
+    version = tuple(int(part) for part in sglang.__version__.split(".")[:3] if part.isdigit())
+    first, last = (tuple(map(int, bound.split("."))) for bound in TESTED)
+    if first <= version < last:
+        return True
+    log.warning(
+        "kvcanary.sglang SGLang %s is untested: the adapter was tested with %s up to, not including, %s",
+        sglang.__version__,
+        *TESTED,
+    )
+    return False
+
+
+def _keep_history(result: Any, owner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    """Leave each request's own tokens with the batch that the model gets: SGLang keeps them on the host."""
+    result.kvcanary_history = [[*r.origin_input_ids, *r.output_ids] for r in batch.reqs]
+
+
+def _attention(
+    original: Callable[..., Any], layer: Any, q: Any, k: Any, v: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """A layer's attention, KV write included, between the checks of what it reads and of what it wrote."""
+    guard = GuardedRunner.running
+    if guard is None:
+        return original(layer, q, k, v, forward_batch, *args, **kwargs)
+    return guard.attention(layer, k, v, lambda: original(layer, q, k, v, forward_batch, *args, **kwargs))

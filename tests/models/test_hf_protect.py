@@ -1,0 +1,212 @@
+"""One call protects a Hugging Face model: generate with its prefill, copies, settings, versions."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+
+import kvcanary_fx
+from kvcanary_fx import tiny
+from kvcanary_fx.adapters import huggingface, huggingface_batching, huggingface_proof, huggingface_versions
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+
+NEW, PROMPT = 8, 6
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    for name in ("transformers", "ContinuousBatchingLogger"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def generate(model, ids, **options):
+    defaults = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return model.generate(ids, **defaults | options)
+
+
+class AfterStep(transformers.StoppingCriteria):
+    """Never stops; flips a bit of a row's slot once, after a forward of generate: 1 is the prefill."""
+
+    def __init__(self, model, step, layer, half, slot):
+        self.model, self.step, self.place, self.slot, self.steps = model, step, (layer, half), slot, 0
+        self.cache = None
+        original = model._prepare_static_cache
+
+        def prepare(*args, **kwargs):
+            self.cache = original(*args, **kwargs)
+            return self.cache
+
+        model._prepare_static_cache = prepare
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.steps += 1
+        if self.steps == self.step:
+            held = {(layer, half): t for layer, half, t in tiny.cache_tensors(self.cache)}
+            held[self.place].data.view(torch.int32)[1, -1, self.slot, -1] ^= 1 << 9
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+@pytest.mark.parametrize(("arch", "lengths"), [("deepseek_v3", [6]), ("gemma3", [6, 6]), ("llama", [6, 9])])
+def test_generate_is_guarded_from_the_prefill_on(arch, lengths):
+    model = tiny.build(arch)
+    prompts = [tiny.prompt(model, 2, length) for length in lengths]
+    plain = [generate(model, ids) for ids in prompts]
+    model = huggingface.protect(tiny.build(arch), inner="eager")
+    for ids, expected in zip(prompts, plain, strict=True):
+        assert torch.equal(generate(model, ids), expected)
+    session = kvcanary_fx.session_of(model)
+    stats = session.stats()
+    assert stats.steps == len(prompts) * NEW
+    assert stats.adopted == 0
+    assert stats.violations == 0
+    assert session.uncovered == []
+    if arch != "gemma3":  # whose window rewrites all of its slots in each step
+        assert stats.recorded == 4 * 2 * sum(ids.shape[1] + NEW - 1 for ids in prompts)
+
+
+@pytest.mark.parametrize(("layer", "half"), [(0, "V"), (1, "K")])
+def test_a_bit_of_the_prefill_flipped_before_the_first_decode_step_is_found_in_it(layer, half):
+    model = huggingface.protect(tiny.build("llama"), inner="eager")
+    flip = AfterStep(model, 1, layer, half, slot=2)
+    with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
+        generate(model, tiny.prompt(model, 2, PROMPT), stopping_criteria=transformers.StoppingCriteriaList([flip]))
+    assert [(v.check, v.half, v.row, v.position, v.step) for v in caught.value.violations] == [
+        ("content", half, 1, 2, 2)
+    ]
+    assert f".{layer}." in caught.value.violations[0].layer
+
+
+def test_with_the_backend_alone_the_prefill_is_adopted_and_its_flip_is_not_found():
+    """The difference that the adapter makes."""
+    model, backend = tiny.build("llama"), kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(inner="eager"))
+    config = transformers.CompileConfig(backend=backend, mode=None)
+    config._compile_all_devices = True
+    flip = AfterStep(model, 1, 1, "V", slot=2)
+    generate(
+        model,
+        tiny.prompt(model, 2, PROMPT),
+        cache_implementation="static",
+        compile_config=config,
+        stopping_criteria=transformers.StoppingCriteriaList([flip]),
+    )
+    stats = backend.session.stats()
+    assert stats.violations == 0
+    assert stats.adopted == 4 * 2 * PROMPT
+
+
+def test_transformers_own_compilation_does_not_go_around_the_guarded_call():
+    """As on a GPU, where transformers compiles the decode step unasked."""
+    config = transformers.CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True
+    model = huggingface.protect(tiny.build("llama"), inner="eager")
+    generate(model, tiny.prompt(model, 1, PROMPT), compile_config=config)
+    assert kvcanary_fx.session_of(model).stats().steps == NEW
+
+
+def test_a_static_cache_of_the_users_own_and_the_chunks_of_a_prefill_are_guarded():
+    model = tiny.build("llama")
+    ids = tiny.prompt(model, 2, 9)
+    plain = generate(model, ids)
+    model = huggingface.protect(model, inner="eager")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+    assert torch.equal(generate(model, ids, past_key_values=cache, prefill_chunk_size=4), plain)
+    stats = kvcanary_fx.session_of(model).stats()
+    assert (stats.adopted, stats.violations) == (0, 0)
+    assert stats.steps == 3 + NEW - 1
+    assert stats.recorded == 4 * 2 * (9 + NEW - 1)
+
+
+def test_a_dynamic_cache_is_said_to_be_unguarded():
+    model = huggingface.protect(tiny.build("llama"), inner="eager")
+    ids = tiny.prompt(model, 1, PROMPT)
+    generate(model, ids, past_key_values=transformers.DynamicCache(config=model.config))
+    session = kvcanary_fx.session_of(model)
+    assert session.stats().steps == 0
+    assert "use cache_implementation='static'" in session.uncovered[0]
+
+
+def test_an_encoder_decoders_prefill_is_adopted():
+    model = tiny.build("bart")
+    ids = tiny.prompt(model, 2, PROMPT)
+    plain = generate(model, ids)
+    model = huggingface.protect(model, inner="eager")
+    assert torch.equal(generate(model, ids), plain)
+    stats = kvcanary_fx.session_of(model).stats()
+    assert stats.violations == 0
+    assert stats.adopted > 0
+    assert stats.checked > 0
+
+
+def test_off_leaves_the_model_as_it_was():
+    model = tiny.build("llama")
+    before = dict(model.__dict__)
+    assert huggingface.protect(model, mode="off") is model
+    assert model.__dict__ == before
+
+
+def test_a_copy_is_plain_and_unprotect_takes_everything_off():
+    model = huggingface.protect(huggingface.protect(tiny.build("llama"), inner="eager"), inner="eager")
+    twin = copy.deepcopy(model)
+    ids = tiny.prompt(model, 1, PROMPT)
+    generate(twin, ids)
+    assert twin.generate.__self__ is twin
+    assert kvcanary_fx.session_of(model).calls == 0
+    assert huggingface.unprotect(model) is model
+    assert not {"generate", "generate_batch", "init_continuous_batching"} & set(model.__dict__)
+    with pytest.raises(TypeError, match="not protected"):
+        kvcanary_fx.session_of(model)
+
+
+def test_what_cannot_be_protected_is_refused():
+    with pytest.raises(TypeError, match="guards any other module"):
+        huggingface.protect(torch.nn.Linear(2, 2))
+    with pytest.raises(kvcanary_fx.UnknownSettingError, match="modus"):
+        huggingface.protect(tiny.build("llama"), modus="raise")
+    with pytest.raises(TypeError, match="no session over a paged cache"):
+        huggingface.batch_session(huggingface.protect(tiny.build("llama"), inner="eager"))
+
+
+# ---- versions
+
+
+@pytest.fixture
+def untested_version(monkeypatch):
+    monkeypatch.setattr(huggingface_versions, "TESTED", ("6.0", "6.1"))
+    huggingface_versions.require_known_version.cache_clear()
+    yield
+    huggingface_versions.require_known_version.cache_clear()
+
+
+def test_an_untested_version_is_named_and_proves_itself(untested_version, caplog, monkeypatch):
+    findings, examine = [], huggingface_proof.examine
+    monkeypatch.setattr(huggingface_proof, "examine", lambda: findings.extend(examine()) or findings)
+    caplog.set_level(logging.WARNING, "kvcanary")
+    huggingface.protect(tiny.build("llama"), inner="eager")
+    assert f"transformers {transformers.__version__} is untested" in caplog.text
+    assert "tested with 6.0 up to, not including, 6.1" in caplog.text
+    assert "kvcanary.violation" not in caplog.text  # of the proof's own faults
+    assert [f.check for f in findings if f.ok] == ["silence", "content", "content", "owner", "index"]
+
+
+def test_an_untested_version_whose_hooks_are_gone_does_not_start(untested_version, monkeypatch):
+    """As if transformers wrote its cache by another method."""
+    monkeypatch.setattr(
+        huggingface_batching.GuardedProcessor, "_update", lambda self, original, *a, **k: original(*a, **k)
+    )
+    monkeypatch.setattr(huggingface_proof, "_generate", lambda plant: ())  # half of the proof, and takes its time
+    with pytest.raises(kvcanary_fx.SelfTestError, match="planted a flipped bit in a paged cache, reported nothing"):
+        huggingface.protect(tiny.build("llama"), inner="eager")
+
+
+def test_an_untested_version_that_lacks_what_is_wrapped_does_not_start(untested_version, monkeypatch):
+    def gone(self, *args, **kwargs):
+        raise AttributeError("'PagedAttentionCache' object has no attribute 'cache_allocators'")
+
+    monkeypatch.setattr(huggingface_batching.GuardedProcessor, "__init__", gone)
+    monkeypatch.setattr(huggingface_proof, "_generate", lambda plant: ())
+    with pytest.raises(kvcanary_fx.SelfTestError, match=r"planted nothing, reported .*no attribute 'cache_allocators'"):
+        huggingface.protect(tiny.build("llama"), inner="eager")

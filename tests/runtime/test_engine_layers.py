@@ -1,0 +1,100 @@
+"""Layers that run in no graph: an engine calls the checks around them itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvcanary_fx
+from kvcanary_fx import Batch, KVPool
+from kvcanary_fx.engine_layers import EagerLayers
+
+SLOTS, HEADS, DIM = 16, 2, 4
+
+
+class Engine:
+    """Two layers of one request, written without a graph."""
+
+    def __init__(self, device="cpu", **settings):
+        self.kv = [tuple(torch.zeros(SLOTS, HEADS, DIM, device=device) for _ in "kv") for _ in range(2)]
+        self.table = torch.zeros(2, 8, dtype=torch.int32, device=device)
+        self.table[1] = torch.arange(3, 11)
+        pool = KVPool(self.kv, self.table, layer_names=["first", "second"])
+        self.session = kvcanary_fx.install_canary(pool, mode="log", **settings)
+        self.layers = EagerLayers(self.session)
+        self.session.mark_ready()
+        self.session.pool.allocate(range(3, 11), owner="request")
+        self.stored = 0
+
+    def step(self, tokens=1, between=None, received=None, written=None):
+        """Append tokens; ``received`` and ``written`` are slots that the layers get, and that they write."""
+        slots = self.table[1, self.stored : self.stored + tokens].to(torch.int64)
+        batch = Batch(range(tokens), slots, [1], [self.stored], [tokens], request_ids=["request"])
+        with self.session.step(batch), self.session.forward():
+            for number, name in enumerate(("first", "second")):
+                self.layers.verify(name)
+                given = torch.randn(2, tokens, HEADS, DIM, device=slots.device)
+                for pool, rows in zip(self.kv[number], given, strict=True):
+                    pool[slots if written is None else written] = rows
+                self.layers.record(name, *given, slots if received is None else received)
+        self.stored += tokens
+
+    def told(self):
+        return [(v.check, v.layer, v.half, v.slot, v.step) for v in self.session.violations()]
+
+
+@pytest.fixture
+def engine(device):
+    return Engine(device)
+
+
+def test_clean_steps_are_silent_and_counted(engine):
+    for tokens in (3, 1, 1):
+        engine.step(tokens)
+    assert engine.told() == []
+    stats = engine.session.stats()
+    assert (stats.recorded, stats.checked) == (4 * 5, 4 * (3 + 4))
+    assert "guarded around each call of their own: first, second" in engine.session.summary()
+
+
+@pytest.mark.parametrize(("layer", "half"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_flipped_bit(engine, layer, half):
+    engine.step(3)
+    engine.kv[layer][half][4].view(torch.int32)[1, 2] ^= 1
+    engine.step()
+    assert engine.told() == [("content", ["first", "second"][layer], "KV"[half], 4, 2)]
+
+
+def test_slots_that_are_not_the_planned_ones(engine):
+    engine.step(3)
+    wrong = torch.tensor([7], device=engine.table.device)
+    engine.step(received=wrong)
+    assert {(check, layer) for check, layer, *_ in engine.told()} == {("index", "first"), ("index", "second")}
+
+
+def test_a_write_that_lands_elsewhere(engine):
+    engine.step(3)
+    engine.step(written=torch.tensor([9], device=engine.table.device))
+    assert {check for check, *_ in engine.told()} == {"operand"}
+    assert len(engine.told()) == 4
+
+
+def test_without_a_forward_there_is_nothing_to_check_against(engine):
+    assert not engine.layers.running
+    engine.layers.verify("first")
+    engine.layers.record("first")
+    assert engine.told() == []
+
+
+def test_a_layer_that_no_pool_has(engine):
+    with pytest.raises(kvcanary_fx.UnknownLayerError, match="third"):
+        engine.layers.verify("third")
+    with pytest.raises(kvcanary_fx.UnknownLayerError, match="third"):
+        engine.layers.record("third")
+
+
+def test_many_reserved_slots_are_shown_by_their_ends():
+    kv = [(torch.zeros(SLOTS, HEADS, DIM), torch.zeros(SLOTS, HEADS, DIM))]
+    table = torch.zeros(2, 8, dtype=torch.int32)
+    assert "reserved 0 to 7" in KVPool(kv, table, reserved=tuple(range(8))).describe()
+    assert "reserved [0, 5]" in KVPool(kv, table, reserved=(0, 5)).describe()
