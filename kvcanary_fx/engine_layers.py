@@ -60,7 +60,7 @@ class EagerLayers:
         state = self._state_of(layer)
         self._begin()
         with forward_context(self._context()):
-            torch.ops.kvcanary.verify_at(state, None, None, state, layer)
+            torch.ops.kvcanary.verify_at(state, [], state, layer)
 
     def record(
         self,
