@@ -55,15 +55,21 @@ class LayerHalf:
     reader: bool = False
 
 
-def _verify(key: torch.Tensor | None, value: torch.Tensor | None, state: torch.Tensor, layer: str) -> None:
+def verify_layer(key: torch.Tensor | None, value: torch.Tensor | None, device: torch.device, layer: str) -> None:
+    """The body of ``verify_at``, for engines whose ops around attention are of their own.
+
+    Raises:
+        MissingContextError: no forward is running.
+        UnknownLayerError: no pool has the layer.
+    """
     context = get_forward_context()
-    halves, side = _halves(context, layer), context.sides.get(state.device)
+    halves, side = _halves(context, layer), context.sides.get(device)
     if side is not None:
         _digest_operands(context, halves, (key, value))
     with side.fork() if side is not None else contextlib.nullcontext():
         for half in halves:
-            kernels_for(state.device).verify(half.site, half.view, None)
-        count_op(context.gates[state.device])
+            kernels_for(device).verify(half.site, half.view, None)
+        count_op(context.gates[device])
 
 
 def _digest_operands(
@@ -82,9 +88,15 @@ def _digest_operands(
         kernels_for(values[0].device).digest_operands(sites, values, slots, outs)
 
 
-def _record(key: torch.Tensor | None, value: torch.Tensor | None, state: torch.Tensor, layer: str) -> None:
+def record_layer(key: torch.Tensor | None, value: torch.Tensor | None, device: torch.device, layer: str) -> None:
+    """The body of ``record_at``, as :func:`verify_layer` is that of ``verify_at``.
+
+    Raises:
+        MissingContextError: no forward is running.
+        UnknownLayerError: no pool has the layer.
+    """
     context = get_forward_context()
-    side = context.sides.get(state.device)
+    side = context.sides.get(device)
     with side.fork() if side is not None else contextlib.nullcontext():
         for half in _halves(context, layer):
             plan = _plan_of(context, half)
@@ -93,8 +105,8 @@ def _record(key: torch.Tensor | None, value: torch.Tensor | None, state: torch.T
             rows = _rows(half, (key, value), plan)
             taken = {} if side is None or rows is None else {"value_digests": _digests(half, plan)}
             values = rows if side is None else None
-            kernels_for(state.device).record(half.site, half.view, plan.real_slots, values, _WRITE, **taken)
-        count_op(context.gates[state.device])
+            kernels_for(device).record(half.site, half.view, plan.real_slots, values, _WRITE, **taken)
+        count_op(context.gates[device])
 
 
 def _plan_of(context: ForwardContext, half: LayerHalf) -> RequestPlan | None:
@@ -149,7 +161,7 @@ def _define(suffix: str, kind: str, name_of: Callable[[Any], str]) -> None:
     """Register the two ops for one type of layer name."""
 
     schema = f"(Tensor(a!) output, Tensor? key, Tensor? value, Tensor(b!) state, {kind} layer) -> ()"
-    for name, check in (("verify_at", _verify), ("record_at", _record)):
+    for name, check in (("verify_at", verify_layer), ("record_at", record_layer)):
 
         def body(
             output: torch.Tensor,
@@ -159,7 +171,7 @@ def _define(suffix: str, kind: str, name_of: Callable[[Any], str]) -> None:
             layer: Any,
             check: Callable[..., None] = check,
         ) -> None:
-            check(key, value, state, name_of(layer))
+            check(key, value, state.device, name_of(layer))
 
         _LIBRARY.define(f"{name}{suffix}{schema}", tags=(torch.Tag.flexible_layout,))
         for device in ("CPU", "CUDA"):

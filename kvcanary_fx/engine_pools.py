@@ -174,6 +174,14 @@ class EnginePool:
         slot_life.share(self.space, given, self._ids.hash(owner))
         self.live_slots += given.numel()
 
+    def hand_over(self, slots: Slots, owner: RequestId | None = None) -> None:
+        """The slots go to another owner with what they hold, such as from a request to a prefix cache.
+
+        Args:
+            owner: id of the new owner; None: anybody may read and write them.
+        """
+        slot_life.hand_over(self.space, self.slot_tensor(slots), self._ids.hash(owner))
+
     def adopt(
         self,
         slots: Slots,
