@@ -1,0 +1,1 @@
+"""Connections to serving engines that are not asked to change their code."""

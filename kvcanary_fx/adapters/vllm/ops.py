@@ -1,0 +1,122 @@
+"""Our ops around vLLM's attention, and the same checks where no graph has them.
+
+``kvcanary_vllm::verify(output!, key, value, layer_name)``
+    before attention: the bytes of the slots that it reads.
+``kvcanary_vllm::record(output!, key, value, layer_name)``
+    after it: fingerprints of the slots that were written, compared with ``key`` and ``value``.
+
+Both claim to mutate ``output``, as attention does: that keeps the three in order and alive.  Unlike the ops of other
+backends they take no state: vLLM's graphs are called with the inputs that Dynamo found, also from a warm cache.
+
+Wherever attention runs outside of such a graph (eager mode, a model that is not compiled, a step that skips the
+compiled graph), the implementation of vLLM's own op makes the two calls.  Both find what they need in the context that
+:class:`~kvcanary_fx.engine_layers.LayerChecks` publishes, and do nothing without one: a warm-up, or a draft model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import attention, mla_attention
+from vllm.platforms import current_platform
+from vllm.utils import torch_utils
+from vllm.utils.torch_utils import LayerNameType
+
+from ...context import has_forward_context
+from ...kernels.layer_ops import record_layer, verify_layer
+
+NAMESPACE = "kvcanary_vllm"
+OPS = (f"{NAMESPACE}::verify", f"{NAMESPACE}::record")
+
+#: vLLM's attention ops, each with the names of what it writes: key and value, or the latent and the rotary part.
+ATTENTION = {
+    "vllm::unified_attention_with_output": ("key", "value"),
+    "vllm::unified_mla_attention_with_output": ("kv_c_normed", "k_pe"),
+}
+
+#: The layers that a graph of the running forward has verified already.
+_IN_GRAPH: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("kvcanary_vllm_in_graph", default=None)
+
+
+@contextlib.contextmanager
+def one_forward() -> Iterator[None]:
+    """Around the model: no layer has been verified yet."""
+    token = _IN_GRAPH.set(set())
+    try:
+        yield
+    finally:
+        _IN_GRAPH.reset(token)
+
+
+def verify(
+    output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, layer_name: LayerNameType
+) -> None:
+    """The op before attention."""
+    if has_forward_context():
+        layer = torch_utils._resolve_layer_name(layer_name)
+        in_graph = _IN_GRAPH.get()
+        if in_graph is not None:
+            in_graph.add(layer)
+        verify_layer(key, value, output.device, layer)
+
+
+def record(
+    output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, layer_name: LayerNameType
+) -> None:
+    """The op after attention."""
+    if has_forward_context():
+        record_layer(key, value, output.device, torch_utils._resolve_layer_name(layer_name))
+
+
+def _nothing(*_: Any) -> None:
+    """What the ops do to fake tensors."""
+
+
+def register() -> None:
+    """Define the ops, and let vLLM's own make the same calls where no graph of ours does.
+
+    A cached artifact needs the ops when it is loaded, so this runs when the plugin is.
+    """
+    if hasattr(getattr(torch.ops, NAMESPACE), "verify"):
+        return
+    for name, body in (("verify", verify), ("record", record)):
+        torch_utils.direct_register_custom_op(
+            name,
+            body,
+            mutates_args=["output"],
+            fake_impl=_nothing,
+            target_lib=_LIBRARY,
+            tags=(torch.Tag.flexible_layout,),
+        )
+    _wrap("unified_attention_with_output", attention.unified_attention_with_output, 1, 2, 3, 4)
+    _wrap("unified_mla_attention_with_output", mla_attention.unified_mla_attention_with_output, 1, 2, 3, 4)
+
+
+def _wrap(name: str, original: Callable[..., None], key: int, value: int, output: int, layer: int) -> None:
+    """Replace the implementation of one of vLLM's ops; the numbers are the places of its arguments."""
+
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        in_graph = _IN_GRAPH.get()
+        if in_graph is None or not has_forward_context():
+            return original(*args, **kwargs)
+        if torch_utils._resolve_layer_name(args[layer]) in in_graph:
+            return original(*args, **kwargs)
+        given = args[output], args[key], args[value], args[layer]
+        verify_here(*given)
+        original(*args, **kwargs)
+        record(*given)
+
+    _OVERRIDES.impl(name, guarded, current_platform.dispatch_key, allow_override=True)
+
+
+def verify_here(output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, layer_name: Any) -> None:
+    """:func:`verify` outside of a graph, which leaves the layer to be verified by the next call, too."""
+    verify_layer(key, value, output.device, torch_utils._resolve_layer_name(layer_name))
+
+
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_OVERRIDES = torch.library.Library("vllm", "IMPL")

@@ -1,0 +1,79 @@
+"""Which pages each request has, as the scheduler says it.
+
+The worker keeps a block table of its own, fed from the same messages: that is the one attention reads, and the one to
+be checked.  So this ledger takes in the messages by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass
+class _Row:
+    """What a row of the tables shows at the moment."""
+
+    request: str = ""
+    version: int = -1
+    shown: list[int] = dataclasses.field(default_factory=list)  # pages of each group
+
+
+@dataclasses.dataclass
+class _Pages:
+    """A request's pages, a list for each group; a new version whenever they are replaced rather than extended."""
+
+    groups: list[list[int]]
+    version: int
+
+
+class Ledger:
+    """The pages of all requests, and the request table of each group for the batch at hand.
+
+    Attributes:
+        tables: int32 ``[max_requests, width]`` for each group, row i for the i-th request of the batch.
+    """
+
+    def __init__(self, max_requests: int, widths: Sequence[int], device: torch.device):
+        self.tables = [torch.zeros(max_requests, width, dtype=torch.int32, device=device) for width in widths]
+        host = device.type == "cpu"
+        self._host = [t if host else torch.zeros(t.shape, dtype=torch.int32) for t in self.tables]
+        self._requests: dict[str, _Pages] = {}
+        self._rows = [_Row() for _ in range(max_requests)]
+        self._versions = 0
+
+    def take(self, scheduled: Any) -> None:
+        """Take in a ``SchedulerOutput``: requests that ended, began, were resumed or got more pages."""
+        for request in scheduled.finished_req_ids:
+            self._requests.pop(request, None)
+        for new in scheduled.scheduled_new_reqs:
+            self._replace(new.req_id, new.block_ids)
+        cached = scheduled.scheduled_cached_reqs
+        for request, pages in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request in cached.resumed_req_ids:
+                self._replace(request, pages)
+            elif pages is not None:
+                for known, more in zip(self._requests[request].groups, pages, strict=True):
+                    known.extend(more)
+
+    def show(self, requests: Sequence[str]) -> None:
+        """Let row i of each table be the pages of ``requests[i]``."""
+        for number, request in enumerate(requests):
+            row, pages = self._rows[number], self._requests[request]
+            if (row.request, row.version) != (request, pages.version):
+                self._rows[number] = row = _Row(request, pages.version, [0] * len(self.tables))
+            for group, known in enumerate(pages.groups):
+                shown = row.shown[group]
+                if shown < len(known):
+                    self._host[group][number, shown : len(known)] = torch.tensor(known[shown:], dtype=torch.int32)
+                    row.shown[group] = len(known)
+        for table, host in zip(self.tables, self._host, strict=True):
+            if table is not host:
+                table[: len(requests)].copy_(host[: len(requests)])
+
+    def _replace(self, request: str, pages: Sequence[Sequence[int]]) -> None:
+        self._versions += 1
+        self._requests[request] = _Pages([list(group) for group in pages], self._versions)
