@@ -87,7 +87,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def mixed_load(rig: Rig) -> dict[str, list[int]]:
-    """Prefix hits while a request runs and after it ended, prompts in chunks, an abort, and preemption if pages lack."""
+    """Prefix hits on running and on ended requests, prompts in chunks, an abort; preemption where pages lack."""
     shared = prompt(1, 80)
     rig.add("first", shared + prompt(2, 10), length=8)
     rig.add("long", prompt(3, 150), length=20)

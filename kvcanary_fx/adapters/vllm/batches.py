@@ -94,8 +94,8 @@ def kernel_tables(metadata: Any, lengths: torch.Tensor, count: int) -> tuple[tor
     if table is not None:
         seen = getattr(metadata, "seq_lens", None)
         return table[:count], (lengths if seen is None else seen)[:count]
-    parts = [getattr(metadata, part, None) for part in ("decode", "prefill")]
-    tables = [part.block_table for part in parts if getattr(part, "block_table", None) is not None]
+    parts = [getattr(getattr(metadata, part, None), "block_table", None) for part in ("decode", "prefill")]
+    tables = [part for part in parts if part is not None]
     if not tables or sum(len(t) for t in tables) < count:
         return None
     return torch.cat(tables)[:count], lengths[:count]

@@ -167,7 +167,7 @@ def _touch(original: Callable[..., None], pool: Any, blocks: Any) -> None:
 
 
 def _free_blocks(original: Callable[..., None], pool: Any, ordered_blocks: Iterable[Any]) -> None:
-    blocks = [b for b in ordered_blocks]
+    blocks = list(ordered_blocks)
     books = _books(pool)
     original(pool, blocks)
     if books is not None:

@@ -9,7 +9,7 @@ import vllm
 
 from ... import __version__
 from ...errors import EngineError
-from . import blocks, cache_key, graph, ops, runner, versions
+from . import aborts, blocks, cache_key, cuda_graphs, graph, metrics, ops, runner, versions
 from .settings import VllmSettings
 
 _RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
@@ -26,9 +26,13 @@ def connect(settings: VllmSettings) -> None:
     self_test = versions.warn_outside(vllm.__version__)
     ops.register()
     cache_key.extend(settings.cache_key(__version__))
+    cuda_graphs.hook()
     graph.hook()
     runner.hook(settings, self_test)
     blocks.hook()
+    if settings.aborts_requests:
+        aborts.hook()
+    metrics.hook()
 
 
 def _require_runner_v1() -> None:

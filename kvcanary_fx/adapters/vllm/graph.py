@@ -65,8 +65,8 @@ class GuardedInductor(torch._TorchCompileInductorWrapper):
         super().__init__("default", dict(config.inductor_compile_config), False)
         self._compilation_config = config
 
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        return super().__call__(insert_guards(gm, self._compilation_config), example_inputs)
+    def __call__(self, model_: fx.GraphModule, inputs_: Sequence[Any], **kwargs: Any) -> Any:
+        return super().__call__(insert_guards(model_, self._compilation_config), inputs_, **kwargs)
 
 
 def insert_guards(gm: fx.GraphModule, config: CompilationConfig) -> fx.GraphModule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from ...errors import EngineError
 from ...violations import Violation
 from . import ops
 from .batches import kernel_tables, make_batch
+from .counts import Counts
 from .pools import Group, guarded_groups
 from .settings import VllmSettings
 from .tables import Ledger
@@ -51,6 +53,8 @@ class Guard:
         self._self_test = self_test
         self._session: EngineSession | None = None
         self._layers: LayerChecks | None = None
+        self._counts = Counts(f"{os.getpid()}-{id(self):x}")
+        self._news = False  # a violation that the counts do not have yet
 
     @property
     def session(self) -> EngineSession:
@@ -60,6 +64,11 @@ class Guard:
         return self._session
 
     def _install(self) -> EngineSession:
+        if self.settings.aborts_requests and not self.has_allocator:
+            raise EngineError(
+                "KVCANARY_VLLM_ABORT=request needs the scheduler in the worker's process, which it is with one worker; "
+                "here only the engine can be ended: unset it"
+            )
         pools = [g.pool(self.ledger.tables[g.number], self.has_allocator) for g in self.groups]
         session = install_canary(
             *pools,
@@ -76,6 +85,7 @@ class Guard:
         return session
 
     def _flag(self, violation: Violation) -> None:
+        self._news = True
         if self.settings.aborts_requests and violation.request is not None:
             self.flagged.add(str(violation.request))
         given = self.settings.config.on_violation
@@ -110,12 +120,16 @@ class Guard:
         assert self._layers is not None
         self.ledger.show(runner.input_batch.req_ids[: runner.input_batch.num_reqs])
         batch = make_batch(runner, self.scheduled, self.groups, input_ids, positions, self.namespaces)
-        with session.step(batch):
-            with session.forward(), self._layers.publish(), ops.one_forward():
+        try:
+            with session.step(batch), session.forward(), self._layers.publish(), ops.one_forward():
                 self._check_tables(runner)
                 yield
-        if self.settings.aborts_requests:
-            session.drain()
+            if self.settings.aborts_requests:
+                session.drain()
+        finally:
+            if self._counts.due(self._news):
+                self._news = False
+                self._counts.write(session.stats())
 
     def _check_tables(self, runner: Any) -> None:
         """Compare the block tables that the attention kernels get with the scheduler's."""

@@ -92,31 +92,36 @@ def register() -> None:
             target_lib=_LIBRARY,
             tags=(torch.Tag.flexible_layout,),
         )
-    _wrap("unified_attention_with_output", attention.unified_attention_with_output, 1, 2, 3, 4)
-    _wrap("unified_mla_attention_with_output", mla_attention.unified_mla_attention_with_output, 1, 2, 3, 4)
+    for name, original in _ATTENTION_BODIES.items():
+        _OVERRIDES.impl(name, _guarded(original), current_platform.dispatch_key, allow_override=True)
 
 
-def _wrap(name: str, original: Callable[..., None], key: int, value: int, output: int, layer: int) -> None:
-    """Replace the implementation of one of vLLM's ops; the numbers are the places of its arguments."""
+def _guarded(original: Callable[..., None]) -> Callable[..., None]:
+    """The implementation of one of vLLM's attention ops, with the checks that no graph has made."""
 
-    def guarded(*args: Any, **kwargs: Any) -> None:
-        in_graph = _IN_GRAPH.get()
-        if in_graph is None or not has_forward_context():
-            return original(*args, **kwargs)
-        if torch_utils._resolve_layer_name(args[layer]) in in_graph:
-            return original(*args, **kwargs)
-        given = args[output], args[key], args[value], args[layer]
-        verify_here(*given)
-        original(*args, **kwargs)
-        record(*given)
+    def guarded(
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        output: torch.Tensor,
+        layer_name: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        verified, layer = _IN_GRAPH.get(), torch_utils._resolve_layer_name(layer_name)
+        here = verified is not None and layer not in verified and has_forward_context()
+        if here:
+            verify_layer(key, value, output.device, layer)
+        original(query, key, value, output, layer_name, *args, **kwargs)
+        if here:
+            record_layer(key, value, output.device, layer)
 
-    _OVERRIDES.impl(name, guarded, current_platform.dispatch_key, allow_override=True)
+    return guarded
 
 
-def verify_here(output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, layer_name: Any) -> None:
-    """:func:`verify` outside of a graph, which leaves the layer to be verified by the next call, too."""
-    verify_layer(key, value, output.device, torch_utils._resolve_layer_name(layer_name))
-
-
+_ATTENTION_BODIES = {
+    "unified_attention_with_output": attention.unified_attention_with_output,
+    "unified_mla_attention_with_output": mla_attention.unified_mla_attention_with_output,
+}
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _OVERRIDES = torch.library.Library("vllm", "IMPL")

@@ -46,7 +46,7 @@ def wrap_in_all(base: type, name: str, around: Callable[..., Any]) -> None:
         EngineError: the base has no such method.
     """
     wrap(base, name, around)
-    todo = list(base.__subclasses__())
+    todo: list[type] = list(base.__subclasses__())
     while todo:
         cls = todo.pop()
         todo += cls.__subclasses__()

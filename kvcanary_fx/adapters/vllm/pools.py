@@ -138,8 +138,8 @@ def _halves(layer: Any, page_size: int) -> tuple[torch.Tensor, torch.Tensor] | s
     found = layouts.find(cache, page_size, shapes, write)
     if found is None:
         return (
-            f"its backend {layer.attn_backend.get_name()} does not keep the {cache.dtype} bytes of a slot as one strided "
-            "row (AMX tiles and quantised caches do not): use another dtype or attention backend"
+            f"its backend {layer.attn_backend.get_name()} does not keep the {cache.dtype} bytes of a slot as one "
+            "strided row (AMX tiles and quantised caches do not): use another dtype or attention backend"
         )
     return found[0].view(cache, page_size), found[1].view(cache, page_size)
 

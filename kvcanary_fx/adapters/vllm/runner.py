@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from ...errors import EngineError
-from . import registry
+from . import cuda_graphs, registry
 from .guard import Guard
 from .patching import wrap_in_all
 from .settings import VllmSettings
@@ -24,7 +23,7 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
         made = original(runner, kv_cache_config, *args, **kwargs)
         profiling = kwargs.get("is_profiling", args[0] if args else False)
         if not profiling and runner.kv_cache_config.kv_cache_groups:
-            _require_no_full_graphs(runner)
+            cuda_graphs.require_none_full(runner)
             registry.add(runner, Guard(runner, settings, self_test))
         return made
 
@@ -55,16 +54,3 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
     wrap_in_all(GPUModelRunner, "execute_model", execute_model)
     wrap_in_all(GPUModelRunner, "_model_forward", model_forward)
 
-
-def _require_no_full_graphs(runner: Any) -> None:
-    """Refuse full CUDA graphs: they are captured in warm-up, without the requests that our kernels would look at.
-
-    Raises:
-        EngineError: full CUDA graphs are on.
-    """
-    if runner.device.type == "cuda" and runner.compilation_config.cudagraph_mode.has_full_cudagraphs():
-        raise EngineError(
-            "full CUDA graphs would replay attention without its checks: run with "
-            "--compilation-config '{\"cudagraph_mode\": \"PIECEWISE\"}', where attention stays outside of the graphs, "
-            "or unset KVCANARY_MODE"
-        )
