@@ -10,15 +10,14 @@ from typing import Any
 import tiny_vllm
 import torch
 
-import kvcanary_fx
-
 
 class Rig:
     """An engine and its requests.
 
     Attributes:
-        steps: of the engine, so far.
-        tokens: what each request got, by the id it was given.
+        tokens: what each request got, by the id it was given; ``logprobs`` theirs.
+        finished: why each request ended.
+        preempted: how often a request was.
     """
 
     def __init__(self, model: str, directory: pathlib.Path, **arguments: Any):
@@ -26,9 +25,17 @@ class Rig:
 
         self.llm = LLM(**tiny_vllm.engine_arguments(model, directory, **arguments))
         self.engine = self.llm.llm_engine
-        self.steps = 0
         self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[float]] = {}
         self.finished: dict[str, str | None] = {}
+        self.preempted = 0
+        preempt = self.scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.preempted += 1
+            return preempt(*args, **kwargs)
+
+        self.scheduler._preempt_request = counted
 
     @property
     def runner(self) -> Any:
@@ -45,32 +52,66 @@ class Rig:
         return registry.of_runner(self.runner)
 
     @property
-    def session(self) -> kvcanary_fx.EngineSession:
+    def session(self) -> Any:
         return self.guard.session
 
-    def add(self, request: str, prompt: Sequence[int], length: int = 6, **prompt_fields: Any) -> None:
+    def add(self, request: str, prompt: Sequence[int], length: int = 6, **fields: Any) -> None:
         from vllm import SamplingParams
 
-        wanted = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
-        self.engine.add_request(request, {"prompt_token_ids": list(prompt), **prompt_fields}, wanted)
+        wanted = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False, logprobs=0)
+        self.engine.add_request(request, {"prompt_token_ids": list(prompt), **fields}, wanted)
 
     def run(self, at: Callable[[int], None] = lambda step: None, limit: int = 400) -> dict[str, list[int]]:
         """Step until nothing is left; ``at`` is called with the number of steps before each."""
         for step in range(limit):
+            at(step)
             if not self.engine.has_unfinished_requests():
                 return self.tokens
-            at(step)
             for output in self.engine.step():
                 if output.finished:
-                    self.tokens[output.request_id] = list(output.outputs[0].token_ids)
-                    self.finished[output.request_id] = output.outputs[0].finish_reason
-            self.steps += 1
+                    (best,) = output.outputs
+                    self.tokens[output.request_id] = list(best.token_ids)
+                    self.finished[output.request_id] = best.finish_reason
+                    chosen = zip(best.token_ids, best.logprobs or (), strict=False)
+                    self.logprobs[output.request_id] = [found[token].logprob for token, found in chosen]
         raise AssertionError(f"requests are left after {limit} steps")
 
+    def internal(self, request: str) -> str:
+        """The id that vLLM gave a running request: its own with a suffix."""
+        (found,) = [r for r in self.scheduler.requests if r.rpartition("-")[0] == request]
+        return found
+
     def pages(self, request: str) -> list[list[int]]:
-        """The pages that the scheduler has for a request, by group."""
-        (internal,) = [r for r in self.scheduler.requests if r.startswith(request)]
-        return [list(p) for p in self.scheduler.kv_cache_manager.get_block_ids(internal)]
+        """The pages that the scheduler has for a running request, by group."""
+        return [list(p) for p in self.scheduler.kv_cache_manager.get_block_ids(self.internal(request))]
+
+    def group_of(self, layer: str) -> int:
+        groups = self.runner.kv_cache_config.kv_cache_groups
+        return next(i for i, group in enumerate(groups) if layer in group.layer_names)
+
+    def layers(self) -> dict[str, Any]:
+        """The attention modules by name."""
+        known = self.runner.compilation_config.static_forward_context
+        return {name: known[name] for name in sorted(known) if hasattr(known[name], "kv_cache")}
+
+    def flip(self, layer: str, half: int, request: str, position: int) -> int:
+        """Flip a bit of a stored token where the CPU's kernels keep it, told from no layout of ours; the slot."""
+        module, group = self.layers()[layer], self.group_of(layer)
+        size = self.scheduler.kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+        page, offset = self.pages(request)[group][position // size], position % size
+        cache = module.kv_cache
+        if cache.dim() == 3:  # MLA: [pages, page_size, latent + rope]
+            word = cache[page, offset, 600 - 90 * (1 - half) :][:1]
+        else:  # [pages, heads, page_size, 2 * dim]: K first, transposed, then V
+            dim = cache.shape[3] // 2
+            inside = 3 * size + offset if half == 0 else size * dim + offset * dim + 3
+            word = cache[page, 1].view(-1)[inside : inside + 1]
+        word.view(torch.int32).bitwise_xor_(1 << 4)
+        return page * size + offset
+
+    def told(self) -> set[tuple[str, str, str]]:
+        """Check, reason and request (as it was named) of every violation so far."""
+        return {(v.check, v.why, str(v.request).rpartition("-")[0]) for v in self.session.violations()}
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -86,21 +127,21 @@ def prompt(seed: int, length: int) -> list[int]:
     return torch.randint(3, tiny_vllm.VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def mixed_load(rig: Rig) -> dict[str, list[int]]:
+def mixed_load(rig: Rig) -> None:
     """Prefix hits on running and on ended requests, prompts in chunks, an abort; preemption where pages lack."""
     shared = prompt(1, 80)
-    rig.add("first", shared + prompt(2, 10), length=8)
-    rig.add("long", prompt(3, 150), length=20)
+    rig.add("first", shared + prompt(2, 10), length=12)
+    rig.add("long", prompt(3, 150), length=24)
 
     def at(step: int) -> None:
         if step == 4:
-            rig.add("second", shared + prompt(4, 7), length=8)
-            rig.add("gone", prompt(5, 90), length=30)
+            rig.add("second", shared + prompt(4, 7), length=24)
+            rig.add("gone", prompt(5, 90), length=60)
         if step == 9:
-            rig.engine.abort_request(["gone"])
+            rig.engine.abort_request([rig.internal("gone")], internal=True)
         if step == 12:
-            rig.add("third", shared + prompt(6, 40), length=10)
+            rig.add("third", shared + prompt(6, 40), length=24)
 
     rig.run(at)
     rig.add("again", prompt(3, 150), length=4)
-    return dict(rig.run())
+    rig.run()

@@ -35,6 +35,8 @@ class Guard:
         session: theirs; made at the first use, when it is known whether an allocator reports to it.
         has_allocator: the scheduler's block pool is in this process and reports what it does.
         namespaces: of the requests that have one, by id.
+        calls_in_graph, calls_outside: attention calls that were guarded by ops of a compiled graph, and by those around
+            vLLM's own ops.
         flagged: requests to be aborted, by id, that no scheduler was told about yet.
         scheduled: the ``SchedulerOutput`` of the step that is running.
     """
@@ -47,6 +49,7 @@ class Guard:
             raise EngineError("no KV cache group of this model can be guarded (see the warnings above)")
         self.has_allocator = False
         self.namespaces: dict[str, int] = {}
+        self.calls_in_graph = self.calls_outside = 0
         self.flagged: set[str] = set()
         self.scheduled: Any = None
         self.ledger = _ledger(runner)
@@ -121,9 +124,11 @@ class Guard:
         self.ledger.show(runner.input_batch.req_ids[: runner.input_batch.num_reqs])
         batch = make_batch(runner, self.scheduled, self.groups, input_ids, positions, self.namespaces)
         try:
-            with session.step(batch), session.forward(), self._layers.publish(), ops.one_forward():
+            with session.step(batch), session.forward(), self._layers.publish(), ops.one_forward() as guarded:
                 self._check_tables(runner)
                 yield
+            self.calls_in_graph += len(guarded.in_graph)
+            self.calls_outside += len(guarded.outside)
             if self.settings.aborts_requests:
                 session.drain()
         finally:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,18 +39,26 @@ ATTENTION = {
     "vllm::unified_mla_attention_with_output": ("kv_c_normed", "k_pe"),
 }
 
-#: The layers that a graph of the running forward has verified already.
-_IN_GRAPH: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("kvcanary_vllm_in_graph", default=None)
+@dataclasses.dataclass
+class Guarded:
+    """The layers of one forward that were guarded, by ops of a graph or outside of one."""
+
+    in_graph: set[str] = dataclasses.field(default_factory=set)
+    outside: set[str] = dataclasses.field(default_factory=set)
+
+
+_GUARDED: contextvars.ContextVar[Guarded | None] = contextvars.ContextVar("kvcanary_vllm_guarded", default=None)
 
 
 @contextlib.contextmanager
-def one_forward() -> Iterator[None]:
-    """Around the model: no layer has been verified yet."""
-    token = _IN_GRAPH.set(set())
+def one_forward() -> Iterator[Guarded]:
+    """Around the model: no layer has been guarded yet."""
+    guarded = Guarded()
+    token = _GUARDED.set(guarded)
     try:
-        yield
+        yield guarded
     finally:
-        _IN_GRAPH.reset(token)
+        _GUARDED.reset(token)
 
 
 def verify(
@@ -58,9 +67,9 @@ def verify(
     """The op before attention."""
     if has_forward_context():
         layer = torch_utils._resolve_layer_name(layer_name)
-        in_graph = _IN_GRAPH.get()
-        if in_graph is not None:
-            in_graph.add(layer)
+        known = _GUARDED.get()
+        if known is not None:
+            known.in_graph.add(layer)
         verify_layer(key, value, output.device, layer)
 
 
@@ -108,9 +117,10 @@ def _guarded(original: Callable[..., None]) -> Callable[..., None]:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        verified, layer = _IN_GRAPH.get(), torch_utils._resolve_layer_name(layer_name)
-        here = verified is not None and layer not in verified and has_forward_context()
-        if here:
+        known, layer = _GUARDED.get(), torch_utils._resolve_layer_name(layer_name)
+        here = known is not None and layer not in known.in_graph and has_forward_context()
+        if here and known is not None:
+            known.outside.add(layer)
             verify_layer(key, value, output.device, layer)
         original(query, key, value, output, layer_name, *args, **kwargs)
         if here:
