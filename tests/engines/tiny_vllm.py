@@ -68,9 +68,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "deepseek_v3": {
         k: v
-        for k, v in dict(
-            _COMMON, **_MLA, model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"]
-        ).items()
+        for k, v in dict(_COMMON, **_MLA, model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"]).items()
         if k != "head_dim"
     },
 }

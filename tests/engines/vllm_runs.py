@@ -1,7 +1,7 @@
 """Runs engines in a process of its own: ``python vllm_runs.py DIRECTORY RUNS``, the results as one line of JSON.
 
-RUNS is a JSON list of ``{"model": name, "arguments": {...}, "forced": bool}``; ``KVCANARY_MODE`` decides whether they
-are guarded.
+RUNS is a JSON list of ``{"model": name, "arguments": {...}, "forced": bool}`` or ``{"model": name, "scene": name}``, and
+``KVCANARY_MODE`` decides whether they are guarded.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ def results(directory: pathlib.Path, runs: list[dict[str, Any]], mode: str | Non
 
 
 def _run(directory: pathlib.Path, run: dict[str, Any]) -> dict[str, Any]:
+    if "scene" in run:
+        from vllm_scenes import SCENES
+
+        return SCENES[run["scene"]](directory, run["model"])
     from vllm.compilation.counter import compilation_counter
     from vllm_rig import Rig, mixed_load
 

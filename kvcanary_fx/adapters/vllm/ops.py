@@ -39,6 +39,7 @@ ATTENTION = {
     "vllm::unified_mla_attention_with_output": ("kv_c_normed", "k_pe"),
 }
 
+
 @dataclasses.dataclass
 class Guarded:
     """The layers of one forward that were guarded, by ops of a graph or outside of one."""

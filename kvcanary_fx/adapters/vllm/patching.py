@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -42,13 +43,27 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 def wrap_in_all(base: type, name: str, around: Callable[..., Any]) -> None:
     """:func:`wrap` a method in a class and in each subclass that overrides it.
 
+    An override that calls the base's is wrapped once: ``around`` gets the outermost call of an object.
+
     Raises:
         EngineError: the base has no such method.
     """
-    wrap(base, name, around)
+    running: set[tuple[int, int]] = set()
+
+    def outermost(original: Callable[..., Any], this: Any, *args: Any, **kwargs: Any) -> Any:
+        call = threading.get_ident(), id(this)
+        if call in running:
+            return original(this, *args, **kwargs)
+        running.add(call)
+        try:
+            return around(original, this, *args, **kwargs)
+        finally:
+            running.discard(call)
+
+    wrap(base, name, outermost)
     todo: list[type] = list(base.__subclasses__())
     while todo:
         cls = todo.pop()
         todo += cls.__subclasses__()
         if name in vars(cls):
-            wrap(cls, name, around)
+            wrap(cls, name, outermost)

@@ -53,4 +53,3 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
     wrap_in_all(GPUModelRunner, "initialize_kv_cache", initialize_kv_cache)
     wrap_in_all(GPUModelRunner, "execute_model", execute_model)
     wrap_in_all(GPUModelRunner, "_model_forward", model_forward)
-
