@@ -9,6 +9,7 @@ import torch
 
 from .binding import Controls
 from .errors import SessionStateError
+from .kernels import request_checks
 from .kernels.buffers import Gate, Word
 from .kernels.ops import kernels_for, request_kernels_for
 from .kernels.side_stream import capturing
@@ -72,11 +73,23 @@ class ForwardIndex:
 def check_before(pool: EnginePool, plan: RequestPlan) -> None:
     """What a forward is about to read and write in a pool."""
     kernels = request_kernels_for(pool.space.block.device)
+    if plan.in_flight:
+        _name_ahead(pool, plan)
     kernels.walk(pool.space, plan.reads or plan)
     kernels.check_writes(pool.space, plan)
     pool.scales.check()
     if pool.declared.written_once:
         _check_bytes(pool)
+
+
+def _name_ahead(pool: EnginePool, plan: RequestPlan) -> None:
+    """Let the walk find who will be in the slots that this forward writes; their bytes are not known yet.
+
+    Plain torch on all devices: the kernels that store count on a walk before them.
+    """
+    slots = plan.slots.to(torch.int64)
+    pool.forget_content(slots[(slots >= 0) & (slots < pool.space.slots)])
+    request_checks.store(pool.space, plan)
 
 
 def _check_bytes(pool: EnginePool) -> None:
