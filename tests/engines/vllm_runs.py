@@ -1,6 +1,6 @@
 """Runs engines in a process of its own: ``python vllm_runs.py DIRECTORY RUNS``, the results as one line of JSON.
 
-RUNS is a JSON list of ``{"model": name, "arguments": {...}, "forced": bool}`` or ``{"model": name, "scene": name}``, and
+RUNS is a JSON list of ``{"model": name, "arguments": {...}, "forced": bool}`` or ``{"model": name, "scene": name}``;
 ``KVCANARY_MODE`` decides whether they are guarded.
 """
 

@@ -40,6 +40,40 @@ def abort(directory: pathlib.Path, model: str) -> dict[str, Any]:
     }
 
 
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def drafting(directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """The same requests with and without drafts.
+
+    In a process of its own, because vLLM 0.32 makes no further engine in a process that has loaded numba.
+    """
+    found: dict[str, Any] = {}
+    for name, arguments in (("plain", {}), ("drafting", {"speculative_config": LOOKUP})):
+        rig = Rig(model, directory, **arguments)
+        for i in range(4):
+            rig.add(f"r{i}", (prompt(i, 30) * 3)[: 50 + 7 * i], length=20)
+        rig.run()
+        found[name] = {
+            "tokens": rig.tokens,
+            "steps": rig.session.steps,
+            "recorded": rig.session.stats().recorded,
+            "violations": [v.line() for v in rig.session.violations()],
+        }
+        rig.close()
+    return found
+
+
+def drafting_flip(directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """A bit of a prompt's token is flipped while drafts are verified."""
+    rig = Rig(model, directory, speculative_config=LOOKUP)
+    rig.add("A", prompt(3, 30) * 2, length=20)
+    name, slots = next(iter(rig.layers())), []
+    rig.run(lambda step: slots.append(rig.flip(name, 1, "A", 41)) if step == 2 else None)
+    told = dict.fromkeys((v.check, v.layer, v.half, v.slot, v.position) for v in rig.session.violations())
+    return {"slot": slots[0], "violations": list(told)}
+
+
 def spawned(directory: pathlib.Path, model: str) -> dict[str, Any]:
     """An engine in a process of its own, and its counts as this process sees them."""
     from vllm import LLM, SamplingParams
@@ -104,4 +138,10 @@ def _standard_error() -> Any:
             written.write(file.read())
 
 
-SCENES = {"abort": abort, "spawned": spawned, "spawned flip": spawned_flip}
+SCENES = {
+    "abort": abort,
+    "drafting": drafting,
+    "drafting flip": drafting_flip,
+    "spawned": spawned,
+    "spawned flip": spawned_flip,
+}

@@ -19,6 +19,7 @@ def make_batch(
     input_ids: torch.Tensor | None,
     positions: torch.Tensor | None,
     namespaces: Mapping[str, int],
+    in_flight: bool,
 ) -> dict[str, Any]:
     """The fields of :class:`kvcanary_fx.Batch` for a forward.
 
@@ -28,6 +29,7 @@ def make_batch(
         input_ids, positions: what the model is given, ``[padded tokens]``; None or of another shape for models that
             take embeddings or several positions a token.
         namespaces: by the request's id, where it is not 0.
+        in_flight: some request's prefix is written by another one in this forward.
     """
     batch, n = runner.input_batch, scheduled.total_num_scheduled_tokens
     requests = list(batch.req_ids[: batch.num_reqs])
@@ -48,6 +50,7 @@ def make_batch(
         "request_ids": requests,
         "history": history,
         "history_lens": known_tokens(runner, len(requests)),
+        "in_flight": in_flight,
     }
     if any(request in namespaces for request in requests):
         fields["namespaces"] = [namespaces.get(request, 0) for request in requests]

@@ -18,6 +18,7 @@ from ...errors import EngineError
 from ...violations import Violation
 from . import ops
 from .batches import kernel_tables, make_batch
+from .books import Books
 from .counts import Counts
 from .pools import Group, guarded_groups
 from .settings import VllmSettings
@@ -34,6 +35,7 @@ class Guard:
         groups: the KV cache groups that are guarded.
         session: theirs; made at the first use, when it is known whether an allocator reports to it.
         has_allocator: the scheduler's block pool is in this process and reports what it does.
+        books: which blocks it handed out, from the first on.
         namespaces: of the requests that have one, by id.
         calls_in_graph, calls_outside: attention calls that were guarded by ops of a compiled graph, and by those around
             vLLM's own ops.
@@ -48,11 +50,13 @@ class Guard:
         if not self.groups:
             raise EngineError("no KV cache group of this model can be guarded (see the warnings above)")
         self.has_allocator = False
+        self.books: Books | None = None
         self.namespaces: dict[str, int] = {}
         self.calls_in_graph = self.calls_outside = 0
         self.flagged: set[str] = set()
         self.scheduled: Any = None
         self.ledger = _ledger(runner)
+        self._page_sizes = [g.kv_cache_spec.block_size for g in runner.kv_cache_config.kv_cache_groups]
         self._self_test = self_test
         self._session: EngineSession | None = None
         self._layers: LayerChecks | None = None
@@ -122,7 +126,11 @@ class Guard:
         session = self.session
         assert self._layers is not None
         self.ledger.show(runner.input_batch.req_ids[: runner.input_batch.num_reqs])
-        batch = make_batch(runner, self.scheduled, self.groups, input_ids, positions, self.namespaces)
+        in_flight = self.ledger.in_flight(self.scheduled, self._page_sizes)
+        namespaces = self.namespaces
+        batch = make_batch(runner, self.scheduled, self.groups, input_ids, positions, namespaces, any(in_flight))
+        if self.books is not None:
+            self.books.settle(in_flight)
         try:
             with session.step(batch), session.forward(), self._layers.publish(), ops.one_forward() as guarded:
                 self._check_tables(runner)
@@ -132,6 +140,8 @@ class Guard:
             if self.settings.aborts_requests:
                 session.drain()
         finally:
+            if self.books is not None:
+                self.books.after_forward()
             if self._counts.due(self._news):
                 self._news = False
                 self._counts.write(session.stats())

@@ -74,6 +74,33 @@ class Ledger:
             if table is not host:
                 table[: len(requests)].copy_(host[: len(requests)])
 
+    def in_flight(self, scheduled: Any, page_sizes: Sequence[int]) -> list[set[int]]:
+        """The pages of each group that one request reads as its prefix, and another writes in this very forward.
+
+        vLLM lists a page in its prefix cache when it plans to fill it: a request of the same step may take it up, and
+        reads what the same forward wrote just before.
+
+        Args:
+            scheduled: the ``SchedulerOutput``, already taken in.
+            page_sizes: tokens of a page of each group.
+        """
+        cached = scheduled.scheduled_cached_reqs
+        stored = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        stored.update({new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs})
+        joined = [new.req_id for new in scheduled.scheduled_new_reqs] + sorted(cached.resumed_req_ids)
+        joined = [request for request in joined if stored[request]]
+        if not joined:
+            return [set() for _ in page_sizes]
+        found = []
+        for group, size in enumerate(page_sizes):
+            written = set()
+            for request, count in scheduled.num_scheduled_tokens.items():
+                first, last = stored[request] // size, (stored[request] + count - 1) // size
+                written.update(self._requests[request].groups[group][first : last + 1])
+            read = {page for r in joined for page in self._requests[r].groups[group][: stored[r] // size]}
+            found.append(written & read - {0})  # page 0 stands for none
+        return found
+
     def _replace(self, request: str, pages: Sequence[Sequence[int]]) -> None:
         self._versions += 1
         self._requests[request] = _Pages([list(group) for group in pages], self._versions)
