@@ -9,7 +9,7 @@ import vllm
 
 from ... import __version__
 from ...errors import EngineError
-from . import aborts, blocks, cache_key, cuda_graphs, graph, metrics, ops, runner, versions
+from . import blocks, cache_key, cuda_graphs, graph, metrics, ops, outcomes, runner, versions
 from .settings import VllmSettings
 
 _RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
@@ -30,8 +30,7 @@ def connect(settings: VllmSettings) -> None:
     graph.hook()
     runner.hook(settings, self_test)
     blocks.hook()
-    if settings.aborts_requests:
-        aborts.hook()
+    outcomes.hook()
     metrics.hook()
 
 

@@ -143,8 +143,12 @@ class Guard:
             if self.books is not None:
                 self.books.after_forward()
             if self._counts.due(self._news):
-                self._news = False
-                self._counts.write(session.stats())
+                self.tell_counts()
+
+    def tell_counts(self) -> None:
+        """Leave the counts for the metrics endpoint; waits for the device."""
+        self._news = False
+        self._counts.write(self.session.stats())
 
     def _check_tables(self, runner: Any) -> None:
         """Compare the block tables that the attention kernels get with the scheduler's."""

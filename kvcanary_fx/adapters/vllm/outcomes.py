@@ -1,7 +1,8 @@
-"""Ending the requests that a violation named, and nothing else (``KVCANARY_VLLM_ABORT=request``).
+"""What follows a step: requests that a violation named are ended, and the counts of an engine that falls idle are told.
 
-The forward that found it goes on to its end, since other requests are in it.  Before the scheduler takes in the sampled
-tokens, the named requests are finished with an error: their tokens of this step never leave the engine.
+With ``KVCANARY_VLLM_ABORT=request`` the forward that found a violation goes on to its end, since other requests are in
+it.  Before the scheduler takes in the sampled tokens, the named requests are finished with an error: their tokens of
+this step never leave the engine.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ def hook() -> None:
 
 def _update_from_output(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     guard = registry.of_pool(scheduler.kv_cache_manager.block_pool)
-    flagged = guard.take_flagged() if guard is not None else set()
-    if not flagged:
+    if guard is None:
         return original(scheduler, *args, **kwargs)
-    ended = scheduler.finish_requests(flagged, RequestStatus.FINISHED_ERROR)
+    flagged = guard.take_flagged()
+    ended = scheduler.finish_requests(flagged, RequestStatus.FINISHED_ERROR) if flagged else []
     outputs = original(scheduler, *args, **kwargs)
+    if not scheduler.has_unfinished_requests():
+        guard.tell_counts()
     for request in ended:
         log.warning("kvcanary.vllm aborted request %s", request.request_id)
         told = outputs.setdefault(request.client_index, EngineCoreOutputs())
