@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -243,10 +244,27 @@ def test_counts_of_several_engines_add_up(monkeypatch, tmp_path):
     assert violations == {"content": 3, "owner": 1}
 
 
-def test_counts_are_written_every_so_often_and_when_there_is_news(monkeypatch, tmp_path):
+def test_counts_are_written_by_themselves_also_when_the_engine_is_idle(monkeypatch, tmp_path):
     monkeypatch.setenv(settings.COUNTS_VARIABLE, str(tmp_path))
-    mine = counts.Counts("one")
-    assert mine.due()
-    mine.write(EngineStats(steps=0, checked=0, recorded=0, adopted=0, violations=0))
-    assert not mine.due()
-    assert mine.due(urgent=True)
+
+    class Session:
+        steps = 1
+
+        def stats(self):
+            return EngineStats(steps=0, checked=self.steps, recorded=0, adopted=0, violations=0)
+
+    mine, session = counts.Counts("one"), Session()
+
+    def wait_for(checked):
+        end = time.monotonic() + 10
+        while counts.read_all()[0]["fingerprints_checked"] != checked:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    mine.follow(session, every=0.02)
+    wait_for(1)
+    with mine.busy():
+        session.steps = 2
+        time.sleep(0.1)
+        assert counts.read_all()[0]["fingerprints_checked"] == 1
+    wait_for(2)

@@ -66,6 +66,7 @@ class Rig:
         for step in range(limit):
             at(step)
             if not self.engine.has_unfinished_requests():
+                self.engine.step()  # as a server does: the workers hear of what ended
                 return self.tokens
             for output in self.engine.step():
                 if output.finished:

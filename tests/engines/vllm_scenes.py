@@ -7,6 +7,7 @@ import io
 import os
 import pathlib
 import tempfile
+import time
 from typing import Any
 
 import tiny_vllm
@@ -82,6 +83,7 @@ def spawned(directory: pathlib.Path, model: str) -> dict[str, Any]:
     wanted = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt(i, 40 + 30 * i)} for i in range(4)], wanted)
     found: dict[str, Any] = {"tokens": [list(o.outputs[0].token_ids) for o in outputs]}
+    time.sleep(5)  # counts are written every two seconds
     llm.llm_engine.engine_core.shutdown()
     return found | _counts()
 

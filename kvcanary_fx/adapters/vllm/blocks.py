@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,9 +12,8 @@ from vllm.v1.core import single_type_kv_cache_manager as managers
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from . import registry
-from .books import Books
 from .identity import namespace
+from .journal import Journal
 from .patching import wrap, wrap_in_all
 
 #: ``(request id, KV cache group)`` of the call into the block pool that is running; None where it is not known.
@@ -21,12 +21,12 @@ _CALLER: contextvars.ContextVar[tuple[str | None, int | None]] = contextvars.Con
     "kvcanary_vllm_caller", default=(None, None)
 )
 
+_JOURNALS: weakref.WeakKeyDictionary[Any, Journal] = weakref.WeakKeyDictionary()
 
-def _books(pool: Any) -> Books | None:
-    guard = registry.of_pool(pool)
-    if guard is not None and guard.books is None:
-        guard.books = Books(guard)
-    return None if guard is None else guard.books
+
+def journal_of(pool: Any) -> Journal | None:
+    """The journal of a block pool; None of one that was not made under the hooks, or has blocks of the host."""
+    return _JOURNALS.get(pool)
 
 
 @contextlib.contextmanager
@@ -54,40 +54,38 @@ def hook() -> None:
 def _made(original: Callable[..., None], pool: Any, *args: Any, **kwargs: Any) -> None:
     original(pool, *args, **kwargs)
     if type(pool) is BlockPool:  # others keep blocks in host memory
-        registry.claim(pool)
+        _JOURNALS[pool] = Journal()
 
 
 def _get_new_blocks(original: Callable[..., Any], pool: Any, num_blocks: int) -> Any:
     blocks = original(pool, num_blocks)
-    books = _books(pool)
-    if books is not None and blocks:
-        books.taken(blocks, *_CALLER.get())
+    journal, (request, group) = journal_of(pool), _CALLER.get()
+    if journal is not None and blocks and group is not None:
+        journal.note("taken", [b.block_id for b in blocks], request, group)
     return blocks
 
 
 def _touch(original: Callable[..., None], pool: Any, blocks: Any) -> None:
     original(pool, blocks)
-    books = _books(pool)
-    if books is not None and blocks:
-        books.touched(blocks, _CALLER.get()[0])
+    journal, ids = journal_of(pool), [b.block_id for b in blocks if not b.is_null]
+    if journal is not None and ids:
+        journal.note("touched", ids, _CALLER.get()[0])
 
 
 def _free_blocks(original: Callable[..., None], pool: Any, ordered_blocks: Iterable[Any]) -> None:
     blocks = list(ordered_blocks)
-    books = _books(pool)
     original(pool, blocks)
-    if books is not None:
-        own = [b for b in blocks if not b.is_null and (b.pool is None or b.pool is pool)]
-        ended = ((b.block_id, b.ref_cnt == 0 and pool.enable_caching and b.block_hash is not None) for b in own)
-        books.freed(ended, _CALLER.get()[0])
+    journal = journal_of(pool)
+    own = [b for b in blocks if not b.is_null and (b.pool is None or b.pool is pool)]
+    if journal is not None and own:
+        kept = [b.ref_cnt == 0 and pool.enable_caching and b.block_hash is not None for b in own]
+        journal.note("freed", list(zip((b.block_id for b in own), kept, strict=True)), _CALLER.get()[0])
 
 
 def _of_request(original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    guard = registry.of_pool(manager.block_pool)
-    if guard is not None:
-        space = namespace(request.lora_request, request.cache_salt)
-        if space:
-            guard.namespaces[request.request_id] = space
+    journal, space = journal_of(manager.block_pool), namespace(request.lora_request, request.cache_salt)
+    if journal is not None and space:
+        journal.name(request.request_id, space)
     with _caller(request.request_id, None):
         return original(manager, request, *args, **kwargs)
 
@@ -101,7 +99,8 @@ def _external(original: Callable[..., Any], manager: Any, request_id: str, *args
     before = len(manager.req_to_blocks[request_id])
     with _caller(request_id, manager.kv_cache_group_id):
         made = original(manager, request_id, *args, **kwargs)
-    books = _books(manager.block_pool)
-    if books is not None:
-        books.filled_elsewhere(manager.req_to_blocks[request_id][before:])
+    journal = journal_of(manager.block_pool)
+    filled = [b.block_id for b in manager.req_to_blocks[request_id][before:] if not b.is_null]
+    if journal is not None and filled:
+        journal.note("filled_elsewhere", filled)
     return made

@@ -37,19 +37,21 @@ class Books:
         self._pending: list[tuple[int, str | None]] = []  # taken up since the last forward, by whom
         self._shared_later: list[tuple[int, str | None]] = []
 
-    def taken(self, blocks: Iterable[Any], request: str | None, group: int | None) -> None:
+    def apply(self, events: Iterable[tuple[Any, ...]]) -> None:
+        """Take in what a scheduler wrote down, in order."""
+        for name, *arguments in events:
+            getattr(self, name)(*arguments)
+
+    def taken(self, ids: Sequence[int], request: str | None, group: int) -> None:
         """Blocks were handed out anew."""
-        if group is None:
-            return
-        ids = [b.block_id for b in blocks]
         self._each([i for i in ids if i in self.idle], lambda pool, slots: pool.release(slots, owner=CACHE))
         self.idle.difference_update(ids)
         self.group.update(dict.fromkeys(ids, group))
         self._each(ids, lambda pool, slots: pool.allocate(slots, owner=request))
 
-    def touched(self, blocks: Iterable[Any], request: str | None) -> None:
-        """A request takes up blocks that it found in the prefix cache; it is told at the next forward."""
-        self._pending += [(b.block_id, request) for b in blocks if not b.is_null]
+    def touched(self, ids: Sequence[int], request: str | None) -> None:
+        """A request takes up blocks that it found in the prefix cache; the session is told at the next forward."""
+        self._pending += [(block, request) for block in ids]
 
     def settle(self, in_flight: Sequence[set[int]]) -> None:
         """A forward begins: tell what was taken up.
@@ -80,13 +82,12 @@ class Books:
         else:
             self._each([block], lambda pool, slots: pool.share(slots, owner=request))
 
-    def freed(self, blocks: Iterable[tuple[int, bool]], request: str | None) -> None:
+    def freed(self, given: Sequence[tuple[int, bool]], request: str | None) -> None:
         """A request lets go of blocks.
 
         Args:
-            blocks: ``(id, whether the prefix cache keeps it as its only owner)``.
+            given: ``(id, whether the prefix cache keeps it as its only owner)``.
         """
-        given = list(blocks)
         gone = {block for block, _ in given}
         for block, taker in [p for p in self._pending if p[0] in gone]:
             self._take_up(block, taker)
@@ -98,9 +99,9 @@ class Books:
         self._each(left, lambda pool, slots: pool.release(slots, owner=request))
         self.idle.difference_update(left)
 
-    def filled_elsewhere(self, blocks: Iterable[Any]) -> None:
+    def filled_elsewhere(self, ids: Sequence[int]) -> None:
         """Blocks will be filled by a KV connector, whose writes are not guarded."""
-        self._each([b.block_id for b in blocks if not b.is_null], lambda pool, slots: pool.forget(slots))
+        self._each(ids, lambda pool, slots: pool.forget(slots))
 
     def _each(self, blocks: Iterable[int], tell: Callable[[EnginePool, torch.Tensor], None]) -> None:
         """Tell each guarded group's pool about its blocks, as slots."""

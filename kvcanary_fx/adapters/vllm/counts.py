@@ -7,19 +7,27 @@ directory that the first process made, and the endpoint reads what is there.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import pathlib
 import shutil
 import tempfile
+import threading
 import time
+import weakref
 from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from ...engine_stats import EngineStats
 from .settings import COUNTS_VARIABLE
 
+if TYPE_CHECKING:
+    from ...engine_session import EngineSession
+
 #: Seconds between two writes of one engine: counting waits for the device.
-EVERY = 5.0
+EVERY = 2.0
 
 #: What is written besides the violations, by the name of the metric.
 FIELDS = {
@@ -40,19 +48,39 @@ def directory() -> pathlib.Path:
 
 
 class Counts:
-    """The file of one engine."""
+    """The file of one engine, written every so often by a thread of its own, also when the engine is idle."""
 
     def __init__(self, name: str):
         self._path = directory() / f"{name}.json"
-        self._due = 0.0
+        self._lock = threading.Lock()
+        self._steps = 0  # that the file knows of
 
-    def due(self, urgent: bool = False) -> bool:
-        """Whether it is time to write again; always where it is urgent."""
-        return urgent or time.monotonic() >= self._due
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Around what must not be looked at while it runs: a forward."""
+        with self._lock:
+            yield
+
+    def follow(self, session: EngineSession, every: float = EVERY) -> None:
+        """Begin to write the counts of a session, for as long as it lives."""
+        watched = weakref.ref(session)
+
+        def keep_writing() -> None:
+            while True:
+                time.sleep(every)
+                followed = watched()
+                if followed is None:
+                    return
+                if followed.steps != self._steps:
+                    with self._lock:
+                        self._steps = followed.steps
+                        self.write(followed.stats())
+                del followed
+
+        threading.Thread(target=keep_writing, name="kvcanary counts", daemon=True).start()
 
     def write(self, stats: EngineStats) -> None:
         """Leave the counts where the endpoint finds them, whole at any time."""
-        self._due = time.monotonic() + EVERY
         counts = {name: getattr(stats, field) for name, field in FIELDS.items()}
         text = json.dumps({"counts": counts, "violations": stats.by_check})
         draft = self._path.with_suffix(".draft")

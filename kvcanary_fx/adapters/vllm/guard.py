@@ -20,6 +20,7 @@ from . import ops
 from .batches import kernel_tables, make_batch
 from .books import Books
 from .counts import Counts
+from .journal import ATTRIBUTE, Message
 from .pools import Group, guarded_groups
 from .settings import VllmSettings
 from .tables import Ledger
@@ -31,10 +32,8 @@ class Guard:
     """A model runner under guard.
 
     Attributes:
-        blocks: of the block manager, as many as its block pool has.
         groups: the KV cache groups that are guarded.
-        session: theirs; made at the first use, when it is known whether an allocator reports to it.
-        has_allocator: the scheduler's block pool is in this process and reports what it does.
+        session: theirs; made at the first step, when it is known whether a scheduler reports what it does to blocks.
         books: which blocks it handed out, from the first on.
         namespaces: of the requests that have one, by id.
         calls_in_graph, calls_outside: attention calls that were guarded by ops of a compiled graph, and by those around
@@ -45,17 +44,16 @@ class Guard:
 
     def __init__(self, runner: Any, settings: VllmSettings, self_test: bool):
         self.settings = settings
-        self.blocks: int = runner.kv_cache_config.num_blocks
         self.groups: list[Group] = guarded_groups(runner)
         if not self.groups:
             raise EngineError("no KV cache group of this model can be guarded (see the warnings above)")
-        self.has_allocator = False
-        self.books: Books | None = None
+        self.books = Books(self)
         self.namespaces: dict[str, int] = {}
         self.calls_in_graph = self.calls_outside = 0
         self.flagged: set[str] = set()
         self.scheduled: Any = None
-        self.ledger = _ledger(runner)
+        with torch.inference_mode(False):
+            self.ledger = _ledger(runner)
         self._page_sizes = [g.kv_cache_spec.block_size for g in runner.kv_cache_config.kv_cache_groups]
         self._self_test = self_test
         self._session: EngineSession | None = None
@@ -65,18 +63,22 @@ class Guard:
 
     @property
     def session(self) -> EngineSession:
+        """The session.
+
+        Raises:
+            EngineError: no step has run yet.
+        """
         if self._session is None:
-            self._session = self._install()
-            self._layers = LayerChecks(self._session)
+            raise EngineError("the session of this model runner begins with its first step")
         return self._session
 
-    def _install(self) -> EngineSession:
-        if self.settings.aborts_requests and not self.has_allocator:
+    def _install(self, allocations: bool) -> EngineSession:
+        if self.settings.aborts_requests and not allocations:
             raise EngineError(
-                "KVCANARY_VLLM_ABORT=request needs the scheduler in the worker's process, which it is with one worker; "
-                "here only the engine can be ended: unset it"
+                "KVCANARY_VLLM_ABORT=request needs vLLM's own scheduler, with KVCANARY_MODE set in its process; here "
+                "only the engine can be ended: unset it"
             )
-        pools = [g.pool(self.ledger.tables[g.number], self.has_allocator) for g in self.groups]
+        pools = [g.pool(self.ledger.tables[g.number], allocations) for g in self.groups]
         session = install_canary(
             *pools,
             config=self.settings.session_config,
@@ -87,8 +89,8 @@ class Guard:
         assert session is not None  # the plugin is not loaded in mode off
         session.mark_ready()
         log.info("kvcanary.vllm guards %s", "; ".join(p.describe() for p in session.pools.values()))
-        if not self.has_allocator:
-            log.warning("kvcanary.vllm owner check off: the scheduler's block pool is in another process")
+        if not allocations:
+            log.warning("kvcanary.vllm owner check off: the scheduler does not report what it does to blocks")
         return session
 
     def _flag(self, violation: Violation) -> None:
@@ -108,6 +110,15 @@ class Guard:
     def step(self, scheduled: Any) -> Iterator[None]:
         """Around one step of the runner."""
         self.scheduled = scheduled
+        told: Message | None = getattr(scheduled, ATTRIBUTE, None)
+        if self._session is None:
+            with torch.inference_mode(False):  # what is made inside could not be written outside, by the counts' thread
+                self._session = self._install(told is not None)
+                self._layers = LayerChecks(self._session)
+            self._counts.follow(self._session)
+        if told is not None:
+            self.books.apply(told.events)
+            self.namespaces.update(told.namespaces)
         self.ledger.take(scheduled)
         for request in scheduled.finished_req_ids:
             self.namespaces.pop(request, None)
@@ -129,10 +140,10 @@ class Guard:
         in_flight = self.ledger.in_flight(self.scheduled, self._page_sizes)
         namespaces = self.namespaces
         batch = make_batch(runner, self.scheduled, self.groups, input_ids, positions, namespaces, any(in_flight))
-        if self.books is not None:
-            self.books.settle(in_flight)
+        self.books.settle(in_flight)
         try:
-            with session.step(batch), session.forward(), self._layers.publish(), ops.one_forward() as guarded:
+            step, layers = session.step(batch), self._layers.publish()
+            with self._counts.busy(), step, session.forward(), layers, ops.one_forward() as guarded:
                 self._check_tables(runner)
                 yield
             self.calls_in_graph += len(guarded.in_graph)
@@ -140,15 +151,10 @@ class Guard:
             if self.settings.aborts_requests:
                 session.drain()
         finally:
-            if self.books is not None:
-                self.books.after_forward()
-            if self._counts.due(self._news):
-                self.tell_counts()
-
-    def tell_counts(self) -> None:
-        """Leave the counts for the metrics endpoint; waits for the device."""
-        self._news = False
-        self._counts.write(self.session.stats())
+            self.books.after_forward()
+            if self._news:
+                self._news = False
+                self._counts.write(session.stats())
 
     def _check_tables(self, runner: Any) -> None:
         """Compare the block tables that the attention kernels get with the scheduler's."""

@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from . import cuda_graphs, registry
 from .guard import Guard
+from .journal import ATTRIBUTE
 from .patching import wrap_in_all
 from .settings import VllmSettings
 
@@ -50,6 +51,14 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
         with guard.forward(runner, input_ids, positions):
             return original(runner, input_ids, positions, *args, **kwargs)
 
+    def sample_tokens(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        output, guard = original(runner, *args, **kwargs), registry.of_runner(runner)
+        flagged = guard.take_flagged() if guard is not None else set()
+        if flagged:  # what comes later from the device has what goes to the scheduler inside
+            setattr(getattr(output, "_model_runner_output", output), ATTRIBUTE, sorted(flagged))
+        return output
+
+    wrap_in_all(GPUModelRunner, "sample_tokens", sample_tokens)
     wrap_in_all(GPUModelRunner, "initialize_kv_cache", initialize_kv_cache)
     wrap_in_all(GPUModelRunner, "execute_model", execute_model)
     wrap_in_all(GPUModelRunner, "_model_forward", model_forward)
