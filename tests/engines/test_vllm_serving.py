@@ -50,7 +50,7 @@ def test_violation_in_a_spawned_engine_ends_it_with_the_report(models):
 
 
 def test_metrics_of_the_server_have_the_counts(models, tmp_path):
-    """``vllm serve`` as a user starts it: a client, and the metrics endpoint."""
+    """vLLM's server in processes of its own, two clients, and the metrics endpoint."""
     command = [sys.executable, os.path.join(os.path.dirname(__file__), "vllm_serve.py"), os.fspath(models), "2", "4"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("KVCANARY_")}
     environment.update(tiny_vllm.ENVIRONMENT, KVCANARY_MODE="log", VLLM_CACHE_ROOT=os.fspath(tmp_path))

