@@ -102,7 +102,7 @@ class Rig:
         page, offset = self.pages(request)[group][position // size], position % size
         cache = module.kv_cache
         if cache.dim() == 3:  # MLA: [pages, page_size, latent + rope]
-            word = cache[page, offset, 600 - 90 * (1 - half) :][:1]
+            word = cache[page, offset, (300, 540)[half] :][:1]
         else:  # [pages, heads, page_size, 2 * dim]: K first, transposed, then V
             dim = cache.shape[3] // 2
             inside = 3 * size + offset if half == 0 else size * dim + offset * dim + 3
