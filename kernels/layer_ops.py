@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,15 +57,21 @@ class LayerHalf:
     reader: bool = False
 
 
-def _verify(held: list[torch.Tensor], state: torch.Tensor, layer: str) -> None:
+def verify_layer(device: torch.device, layer: str, held: Sequence[torch.Tensor] = ()) -> None:
+    """The body of ``verify_at``, for engines whose ops around attention are of their own.
+
+    Raises:
+        MissingContextError: no forward is running.
+        UnknownLayerError: no pool has the layer.
+    """
     context = get_forward_context()
-    side = context.sides.get(state.device)
+    side = context.sides.get(device)
     if side is not None and held:
         side.join()
     due = _verified(_halves(context, layer))
     if due:
         with _beside(side):
-            kernels_for(state.device).verify_halves([h.site for h in due], [h.view for h in due], 1)
+            kernels_for(device).verify_halves([h.site for h in due], [h.view for h in due], 1)
 
 
 def _verified(halves: tuple[LayerHalf, ...]) -> list[LayerHalf]:
@@ -74,19 +80,25 @@ def _verified(halves: tuple[LayerHalf, ...]) -> list[LayerHalf]:
     return [half for half in halves if half.site.checks & Check.CONTENT and half.site.layout.slots]
 
 
-def _record(key: torch.Tensor | None, value: torch.Tensor | None, state: torch.Tensor, layer: str) -> None:
+def record_layer(key: torch.Tensor | None, value: torch.Tensor | None, device: torch.device, layer: str) -> None:
+    """The body of ``record_at``, as :func:`verify_layer` is that of ``verify_at``.
+
+    Raises:
+        MissingContextError: no forward is running.
+        UnknownLayerError: no pool has the layer.
+    """
     context = get_forward_context()
     halves = _halves(context, layer)
     ops = 1 if _verified(halves) else 2
     written = _written(context, halves)
-    with _beside(context.sides.get(state.device)):
+    with _beside(context.sides.get(device)):
         if not written:
-            count_op(context.gates[state.device], ops)
+            count_op(context.gates[device], ops)
             return
         plan, slots = written[0][1:]  # the halves of a layer are of one pool
         values = [_rows(half, (key, value), plan) for half, _, _ in written]
         sites, views = [half.site for half, _, _ in written], [half.view for half, _, _ in written]
-        kernels_for(state.device).record_halves(sites, views, slots, values, _WRITE, ops)
+        kernels_for(device).record_halves(sites, views, slots, values, _WRITE, ops)
 
 
 def _beside(side: SideStream | None) -> contextlib.AbstractContextManager[None]:
@@ -146,12 +158,12 @@ def _define(suffix: str, kind: str, name_of: Callable[[Any], str]) -> None:
     """Register the two ops for one type of layer name."""
 
     def verify_at(output: torch.Tensor, held: list[torch.Tensor], state: torch.Tensor, layer: Any) -> None:
-        _verify(held, state, name_of(layer))
+        verify_layer(state.device, name_of(layer), held)
 
     def record_at(
         output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, state: torch.Tensor, layer: Any
     ) -> None:
-        _record(key, value, state, name_of(layer))
+        record_layer(key, value, state.device, name_of(layer))
 
     given = {"verify_at": "Tensor[] held", "record_at": "Tensor? key, Tensor? value"}
     for body in (verify_at, record_at):

@@ -74,6 +74,20 @@ def share(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
     space.flags[space.nowhere] = 0  # what it takes must not pile up
 
 
+def hand_over(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+    """Slots go to another owner with what they hold; the number of references stays.
+
+    Args:
+        slots: int64 ``[n]``.
+        owner: hash of the new owner's id, 0 for anybody.
+    """
+    findings, at = _checked(space, slots)
+    if space.owner_known:
+        findings.add(Check.OWNER, Why.SHARE_AFTER_FREE, space.flags[at] < REFERENCE, owner, 0)
+    _report(findings, space, slots, at, owner)
+    space.owners[at] = owner
+
+
 def name(
     space: SlotSpace,
     slots: torch.Tensor,

@@ -248,6 +248,7 @@ class RequestPlan:
         reads: what the forward reads, where that does not follow from what it writes; None: this plan.
         taken: int64 ``[n]`` or None, the batch's tokens that this plan's are, where it has fewer: a write that
             received a slot for each token of the batch received these.
+        in_flight: some request's prefix has slots that another request writes in this very forward.
     """
 
     counts: torch.Tensor
@@ -271,6 +272,7 @@ class RequestPlan:
     ring: bool = False
     reads: RequestPlan | None = None
     taken: torch.Tensor | None = None
+    in_flight: bool = False
 
     def memory_for(self, name: str, entries: int) -> torch.Tensor:
         """The memory of ``ends`` or ``real_slots``; made here for a plan that came without.

@@ -332,6 +332,17 @@ def share(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
         _tell(entry, space, slot, named, owner)
 
 
+def hand_over(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+    for slot in slots.tolist():
+        entry = Entry(space)
+        named = _named(space, entry, slot)
+        if named and space.owner_known and int(space.flags[slot]) < REFERENCE:
+            entry.add(Check.OWNER, Why.SHARE_AFTER_FREE, owner, 0)
+        _tell(entry, space, slot, named, owner)
+        if named:
+            space.owners[slot] = owner
+
+
 def name(
     space: SlotSpace,
     slots: torch.Tensor,

@@ -26,6 +26,9 @@ ENV_PREFIX = "KVCANARY_"
 #: Set to 1 to hand an eager step's own tensors to the checks instead of copying them to persistent buffers.
 NO_COPY_VARIABLE = "KVCANARY_EAGER_INPUT_NO_COPY"
 
+#: Variables that begin like settings and belong to an engine's adapter.
+ADAPTER_PREFIXES = ("KVCANARY_VLLM_",)
+
 
 @dataclasses.dataclass(frozen=True)
 class CanaryConfig:
@@ -223,7 +226,8 @@ def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
     settable = {ENV_PREFIX + n.upper(): n for n in names() if n != "on_violation"}
     found = {}
     for variable, text in environ.items():
-        if variable.startswith(ENV_PREFIX) and variable != NO_COPY_VARIABLE:
+        others = variable == NO_COPY_VARIABLE or variable.startswith(ADAPTER_PREFIXES)
+        if variable.startswith(ENV_PREFIX) and not others:
             _require_known(variable, variable, "the environment", list(settable), member=variable in settable)
             name = settable[variable]
             value = _parse(name, text)

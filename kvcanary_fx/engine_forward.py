@@ -11,6 +11,7 @@ import torch
 
 from .binding import Controls
 from .errors import SessionStateError
+from .kernels import request_checks
 from .kernels.buffers import Gate, Word
 from .kernels.ops import kernels_for, request_kernels_for
 from .kernels.side_stream import SideStream, capturing
@@ -89,6 +90,8 @@ def check_before(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPla
     for number, plan in plans.items():
         pool = pools[number]
         kernels = request_kernels_for(pool.space.block.device)
+        if plan.in_flight:
+            _name_ahead(pool, plan)
         kernels.walk(pool.space, plan.reads or plan)
         kernels.check_writes(pool.space, plan)
         pool.scales.check()
@@ -101,6 +104,16 @@ def remember(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPlan]) 
     for number, plan in plans.items():
         space = pools[number].space
         request_kernels_for(space.block.device).store(space, plan)
+
+
+def _name_ahead(pool: EnginePool, plan: RequestPlan) -> None:
+    """Let the walk find who will be in the slots that this forward writes; their bytes are not known yet.
+
+    Plain torch on all devices: the kernels that store count on a walk before them.
+    """
+    slots = plan.slots.to(torch.int64)
+    pool.forget_content(slots[(slots >= 0) & (slots < pool.space.slots)])
+    request_checks.store(pool.space, plan)
 
 
 def _check_bytes(pool: EnginePool) -> None:

@@ -34,6 +34,9 @@ class Batch:
         namespaces: integer ``[bs]`` or None; 0 is the default namespace.
         history: integer ``[bs, length]`` or None, the requests' own token ids, for the token check.
         history_lens: integer ``[bs]``, how many of them are valid.
+        in_flight: the prefix of some request has slots that another one writes in this very forward, as engines do
+            that list a page in their prefix cache before it is computed.  Each layer must write all of its tokens
+            before attention reads any.
         parents: integer ``[n]`` or None: the added tokens of a request are a tree, and each follows the one with this
             number among them, an earlier one, or the prefix, -1.  Their slots are in the request's row one after the
             other; their position is the prefix's length plus their depth.
@@ -56,6 +59,7 @@ class Batch:
     history_lens: Any = None
     parents: Any = None
     real_counts: torch.Tensor | None = None
+    in_flight: bool = False
 
 
 def step_inputs(
@@ -125,6 +129,7 @@ def plan_of(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> Req
         ends=view.request_ends,
         real_slots=getattr(view, _real_slots(place)),
         ring=pool.ring,
+        in_flight=bool(getattr(view, "in_flight", False)),
     )
     return narrowed(pool, place, plan, view)
 

@@ -155,7 +155,7 @@ class EnginePool:
         given = self.slot_tensor(slots)
         self._refuse_rivals(given, self._ids.hash(owner))
         slot_life.allocate(self.space, given, self._ids.hash(owner))
-        self._forget_content(given)
+        self.forget_content(given)
         self.live_slots += given.numel()
 
     def release(self, slots: Slots, owner: RequestId | None = None) -> None:
@@ -173,6 +173,14 @@ class EnginePool:
         given = self.slot_tensor(slots)
         slot_life.share(self.space, given, self._ids.hash(owner))
         self.live_slots += given.numel()
+
+    def hand_over(self, slots: Slots, owner: RequestId | None = None) -> None:
+        """The slots go to another owner with what they hold, such as from a request to a prefix cache.
+
+        Args:
+            owner: id of the new owner; None: anybody may read and write them.
+        """
+        slot_life.hand_over(self.space, self.slot_tensor(slots), self._ids.hash(owner))
 
     def adopt(
         self,
@@ -204,7 +212,7 @@ class EnginePool:
         """Something is going to rewrite the slots: forget their bytes and who is in them."""
         given = self.slot_tensor(slots)
         self._name(given, Flag.WRITTEN | Flag.NAMELESS, None, None)
-        self._forget_content(given)
+        self.forget_content(given)
 
     def reject(self, slots: Slots) -> None:
         """The slots hold drafted tokens that the target did not accept.
@@ -292,7 +300,8 @@ class EnginePool:
         start = namespace_seed(spaces, torch.tensor([SEED], device=slots.device))
         return who, where, start + mix_tensor(who, where).cumsum(0)
 
-    def _forget_content(self, slots: torch.Tensor) -> None:
+    def forget_content(self, slots: torch.Tensor) -> None:
+        """Forget the bytes of slots (int64 ``[n]``), and keep who is in them."""
         self.digests[:, :, self._inside(slots)] = 0
 
     def _inside(self, slots: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ def _together(checks: ModuleType) -> Any:
     """An implementation under one name, as the reference is."""
     return SimpleNamespace(
         **{n: getattr(checks, n) for n in ("walk", "check_writes", "check_received", "check_reads", "store")},
-        **{n: getattr(slot_life, n) for n in ("allocate", "release", "share", "name", "reject")},
+        **{n: getattr(slot_life, n) for n in ("allocate", "release", "share", "hand_over", "name", "reject")},
     )
 
 
@@ -182,7 +182,7 @@ def play(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, Slo
 
 
 def _random_life(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, SlotSpace]]) -> None:
-    what = rng.choice(["allocate", "allocate", "release", "share", "name", "reject"])
+    what = rng.choice(["allocate", "allocate", "release", "share", "hand_over", "name", "reject"])
     some = [rng.randint(0, space.slots - 1) if rng.random() < 0.97 else -3 for _ in range(rng.randint(0, 4))]
     if what == "name":
         slots = torch.tensor(sorted(set(some)), dtype=torch.int64)

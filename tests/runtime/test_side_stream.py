@@ -94,17 +94,17 @@ def test_inline_has_no_stream(beside):
 
 def test_k_and_v_live_until_the_check_of_the_next_layer(beside, monkeypatch):
     """What attention is given is read beside the model, after it: a graph that frees by last use must not free it."""
-    seen, given, verify, record = [], [], layer_ops._verify, layer_ops._record
+    seen, given, verify, record = [], [], layer_ops.verify_layer, layer_ops.record_layer
 
-    def spy_verify(held, state, layer):
+    def spy_verify(device, layer, held):
         seen.append([t.data_ptr() for t in held])
-        verify(held, state, layer)
+        verify(device, layer, held)
 
-    def spy_record(key, value, state, layer):
+    def spy_record(key, value, device, layer):
         given.append([key.data_ptr(), value.data_ptr()])
-        record(key, value, state, layer)
+        record(key, value, device, layer)
 
-    monkeypatch.setattr(layer_ops, "_verify", spy_verify)
-    monkeypatch.setattr(layer_ops, "_record", spy_record)
+    monkeypatch.setattr(layer_ops, "verify_layer", spy_verify)
+    monkeypatch.setattr(layer_ops, "record_layer", spy_record)
     Rig().step([3])
     assert seen == [[], *given[:-1]]

@@ -1,0 +1,104 @@
+"""What a model runner is about to run, as a batch of the canary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+
+from .identity import mark_images
+from .pools import Group
+
+
+def make_batch(
+    runner: Any,
+    scheduled: Any,
+    groups: Sequence[Group],
+    input_ids: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    namespaces: Mapping[str, int],
+    in_flight: bool,
+) -> dict[str, Any]:
+    """The fields of :class:`kvcanary_fx.Batch` for a forward.
+
+    Args:
+        runner: the model runner, its inputs prepared.
+        scheduled: the ``SchedulerOutput`` of the step.
+        input_ids, positions: what the model is given, ``[padded tokens]``; None or of another shape for models that
+            take embeddings or several positions a token.
+        namespaces: by the request's id, where it is not 0.
+        in_flight: some request's prefix is written by another one in this forward.
+    """
+    batch, n = runner.input_batch, scheduled.total_num_scheduled_tokens
+    requests = list(batch.req_ids[: batch.num_reqs])
+    added = [scheduled.num_scheduled_tokens[request] for request in requests]
+    prefix = batch.num_computed_tokens_cpu_tensor[: len(requests)]
+    tokens = (runner.input_ids.gpu if input_ids is None else input_ids)[:n]
+    history = batch.token_ids_cpu_tensor[: len(requests), : runner.max_model_len]
+    features = {i: runner.requests[r].mm_features for i, r in enumerate(requests) if runner.requests[r].mm_features}
+    if features:
+        tokens, history = tokens.clone(), history.clone()
+        _mark(tokens, history, features, added, prefix.tolist())
+    fields: dict[str, Any] = {
+        "input_ids": tokens,
+        "request_rows": torch.arange(len(requests)),
+        "prefix_lens": prefix,
+        "extend_lens": added,
+        "positions": positions[:n] if positions is not None and positions.dim() == 1 else None,
+        "request_ids": requests,
+        "history": history,
+        "history_lens": known_tokens(runner, len(requests)),
+        "in_flight": in_flight,
+    }
+    if any(request in namespaces for request in requests):
+        fields["namespaces"] = [namespaces.get(request, 0) for request in requests]
+    slots = get_forward_context().slot_mapping
+    for group in groups:
+        fields[f"slots_{group.number}"] = slots[next(iter(group.layers))][:n]
+    return fields
+
+
+def known_tokens(runner: Any, count: int) -> torch.Tensor:
+    """How many of each request's token ids the worker knows: int64 ``[count]``.
+
+    With asynchronous scheduling sampled tokens stay on the device, and their places on the host hold nothing.
+    """
+    batch = runner.input_batch
+    known = batch.num_prompt_tokens_cpu_tensor if runner.use_async_scheduling else batch.num_tokens_no_spec_cpu_tensor
+    return torch.as_tensor(known[:count], dtype=torch.int64).clone()
+
+
+def _mark(
+    tokens: torch.Tensor,
+    history: torch.Tensor,
+    features: Mapping[int, Sequence[Any]],
+    added: Sequence[int],
+    prefix: Sequence[int],
+) -> None:
+    ends = torch.tensor(added).cumsum(0).tolist()
+    for i, images in features.items():
+        mark_images(tokens[ends[i] - added[i] : ends[i]], prefix[i], images)
+        mark_images(history[i], 0, images)
+
+
+def kernel_tables(metadata: Any, lengths: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The block table and the lengths that a layer's attention kernel gets, for the ``count`` requests of the batch.
+
+    Args:
+        metadata: of the layer; MLA keeps its requests in two parts, those that decode first.
+        lengths: integer ``[requests]``, the runner's, for metadata that has none.
+
+    Returns:
+        None where the metadata shows no table of all requests.
+    """
+    table = getattr(metadata, "block_table", None)
+    if table is not None:
+        seen = getattr(metadata, "seq_lens", None)
+        return table[:count], (lengths if seen is None else seen)[:count]
+    parts = [getattr(getattr(metadata, part, None), "block_table", None) for part in ("decode", "prefill")]
+    tables = [part for part in parts if part is not None]
+    if not tables or sum(len(t) for t in tables) < count:
+        return None
+    return torch.cat(tables)[:count], lengths[:count]

@@ -1,0 +1,106 @@
+"""Hooks on vLLM's block pool and its managers, which say whose blocks they ask for."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from vllm.v1.core import single_type_kv_cache_manager as managers
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+from .identity import namespace
+from .journal import Journal
+from .patching import wrap, wrap_in_all
+
+#: ``(request id, KV cache group)`` of the call into the block pool that is running; None where it is not known.
+_CALLER: contextvars.ContextVar[tuple[str | None, int | None]] = contextvars.ContextVar(
+    "kvcanary_vllm_caller", default=(None, None)
+)
+
+_JOURNALS: weakref.WeakKeyDictionary[Any, Journal] = weakref.WeakKeyDictionary()
+
+
+def journal_of(pool: Any) -> Journal | None:
+    """The journal of a block pool; None of one that was not made under the hooks, or has blocks of the host."""
+    return _JOURNALS.get(pool)
+
+
+@contextlib.contextmanager
+def _caller(request: str | None, group: int | None) -> Iterator[None]:
+    token = _CALLER.set((request, group))
+    try:
+        yield
+    finally:
+        _CALLER.reset(token)
+
+
+def hook() -> None:
+    """Follow every block pool that is made in this process from here on."""
+    wrap(BlockPool, "__init__", _made)
+    wrap(BlockPool, "get_new_blocks", _get_new_blocks)
+    wrap(BlockPool, "touch", _touch)
+    wrap(BlockPool, "free_blocks", _free_blocks)
+    wrap(KVCacheManager, "allocate_slots", _of_request)
+    wrap(KVCacheManager, "free", _of_request)
+    for name in ("add_local_computed_blocks", "allocate_new_blocks", "free", "remove_skipped_blocks"):
+        wrap_in_all(managers.SingleTypeKVCacheManager, name, _of_group)
+    wrap_in_all(managers.SingleTypeKVCacheManager, "allocate_external_computed_blocks", _external)
+
+
+def _made(original: Callable[..., None], pool: Any, *args: Any, **kwargs: Any) -> None:
+    original(pool, *args, **kwargs)
+    if type(pool) is BlockPool:  # others keep blocks in host memory
+        _JOURNALS[pool] = Journal()
+
+
+def _get_new_blocks(original: Callable[..., Any], pool: Any, num_blocks: int) -> Any:
+    blocks = original(pool, num_blocks)
+    journal, (request, group) = journal_of(pool), _CALLER.get()
+    if journal is not None and blocks and group is not None:
+        journal.note("taken", [b.block_id for b in blocks], request, group)
+    return blocks
+
+
+def _touch(original: Callable[..., None], pool: Any, blocks: Any) -> None:
+    original(pool, blocks)
+    journal, ids = journal_of(pool), [b.block_id for b in blocks if not b.is_null]
+    if journal is not None and ids:
+        journal.note("touched", ids, _CALLER.get()[0])
+
+
+def _free_blocks(original: Callable[..., None], pool: Any, ordered_blocks: Iterable[Any]) -> None:
+    blocks = list(ordered_blocks)
+    original(pool, blocks)
+    journal = journal_of(pool)
+    own = [b for b in blocks if not b.is_null and (b.pool is None or b.pool is pool)]
+    if journal is not None and own:
+        kept = [b.ref_cnt == 0 and pool.enable_caching and b.block_hash is not None for b in own]
+        journal.note("freed", list(zip((b.block_id for b in own), kept, strict=True)), _CALLER.get()[0])
+
+
+def _of_request(original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    journal, space = journal_of(manager.block_pool), namespace(request.lora_request, request.cache_salt)
+    if journal is not None and space:
+        journal.name(request.request_id, space)
+    with _caller(request.request_id, None):
+        return original(manager, request, *args, **kwargs)
+
+
+def _of_group(original: Callable[..., Any], manager: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
+    with _caller(request_id, manager.kv_cache_group_id):
+        return original(manager, request_id, *args, **kwargs)
+
+
+def _external(original: Callable[..., Any], manager: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
+    before = len(manager.req_to_blocks[request_id])
+    with _caller(request_id, manager.kv_cache_group_id):
+        made = original(manager, request_id, *args, **kwargs)
+    journal = journal_of(manager.block_pool)
+    filled = [b.block_id for b in manager.req_to_blocks[request_id][before:] if not b.is_null]
+    if journal is not None and filled:
+        journal.note("filled_elsewhere", filled)
+    return made

@@ -1,0 +1,117 @@
+"""Whose each block of vLLM's block pool is, told to the session.
+
+A block counts one reference for each request that has it.  A full block whose requests have all ended stays in vLLM's
+prefix cache: it then belongs to the cache, with one reference, until a request takes it up again or it is handed out
+anew.  So a block that is freed while a request still reads it is found either way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ...engine_pools import EnginePool
+    from .guard import Guard
+
+#: Who a block belongs to that no request has and the prefix cache keeps.
+CACHE = "the prefix cache of vLLM"
+
+
+class Books:
+    """What the canary knows of the blocks of one block pool, beside the references that its session counts.
+
+    Attributes:
+        group: the group that each block was handed out to.
+        idle: blocks that belong to the prefix cache.
+    """
+
+    def __init__(self, guard: Guard):
+        self._guard = weakref.ref(guard)
+        self._pages = {g.number: g.page_size for g in guard.groups}
+        self.group: dict[int, int] = {}
+        self.idle: set[int] = set()
+        self._pending: list[tuple[int, str | None]] = []  # taken up since the last forward, by whom
+        self._shared_later: list[tuple[int, str | None]] = []
+
+    def apply(self, events: Iterable[tuple[Any, ...]]) -> None:
+        """Take in what a scheduler wrote down, in order."""
+        for name, *arguments in events:
+            getattr(self, name)(*arguments)
+
+    def taken(self, ids: Sequence[int], request: str | None, group: int) -> None:
+        """Blocks were handed out anew."""
+        self._each([i for i in ids if i in self.idle], lambda pool, slots: pool.release(slots, owner=CACHE))
+        self.idle.difference_update(ids)
+        self.group.update(dict.fromkeys(ids, group))
+        self._each(ids, lambda pool, slots: pool.allocate(slots, owner=request))
+
+    def touched(self, ids: Sequence[int], request: str | None) -> None:
+        """A request takes up blocks that it found in the prefix cache; the session is told at the next forward."""
+        self._pending += [(block, request) for block in ids]
+
+    def settle(self, in_flight: Sequence[set[int]]) -> None:
+        """A forward begins: tell what was taken up.
+
+        Args:
+            in_flight: for each group the blocks that the forward writes and another request reads.  Those are shared
+                when it has ended: while it runs, nobody may write a shared slot, and all who take part may read.
+        """
+        pending, self._pending = self._pending, []
+        for block, request in pending:
+            group = self.group.get(block)
+            if group is not None and block in in_flight[group]:
+                self._each([block], lambda pool, slots: pool.hand_over(slots))
+                self._shared_later.append((block, request))
+            else:
+                self._take_up(block, request)
+
+    def after_forward(self) -> None:
+        """A forward ended: share what it wrote for several requests."""
+        later, self._shared_later = self._shared_later, []
+        for block, request in later:
+            self._take_up(block, request)
+
+    def _take_up(self, block: int, request: str | None) -> None:
+        if block in self.idle:
+            self.idle.discard(block)
+            self._each([block], lambda pool, slots: pool.hand_over(slots, owner=request))
+        else:
+            self._each([block], lambda pool, slots: pool.share(slots, owner=request))
+
+    def freed(self, given: Sequence[tuple[int, bool]], request: str | None) -> None:
+        """A request lets go of blocks.
+
+        Args:
+            given: ``(id, whether the prefix cache keeps it as its only owner)``.
+        """
+        gone = {block for block, _ in given}
+        for block, taker in [p for p in self._pending if p[0] in gone]:
+            self._take_up(block, taker)
+        self._pending = [p for p in self._pending if p[0] not in gone]
+        kept = [i for i, keeps in given if keeps]
+        self._each(kept, lambda pool, slots: pool.hand_over(slots, owner=CACHE))
+        self.idle.update(block for block in kept if block in self.group)
+        left = [i for i, keeps in given if not keeps]
+        self._each(left, lambda pool, slots: pool.release(slots, owner=request))
+        self.idle.difference_update(left)
+
+    def filled_elsewhere(self, ids: Sequence[int]) -> None:
+        """Blocks will be filled by a KV connector, whose writes are not guarded."""
+        self._each(ids, lambda pool, slots: pool.forget(slots))
+
+    def _each(self, blocks: Iterable[int], tell: Callable[[EnginePool, torch.Tensor], None]) -> None:
+        """Tell each guarded group's pool about its blocks, as slots."""
+        by_group: dict[int, list[int]] = {}
+        for block in blocks:
+            by_group.setdefault(self.group.get(block, -1), []).append(block)
+        guard = self._guard()
+        assert guard is not None
+        for group, some in by_group.items():
+            size = self._pages.get(group)
+            if size is not None:
+                slots = (torch.tensor(some).unsqueeze(1) * size + torch.arange(size)).flatten()
+                tell(guard.session.pools[f"group{group}"], slots)

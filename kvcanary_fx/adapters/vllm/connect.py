@@ -1,0 +1,49 @@
+"""Connecting to vLLM: every hook, in one place."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import vllm
+
+from ... import __version__
+from ...errors import EngineError
+from . import blocks, cache_key, cuda_graphs, graph, metrics, ops, outcomes, runner, versions
+from .settings import VllmSettings
+
+_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+def connect(settings: VllmSettings) -> None:
+    """Hook into this process's vLLM; a second call changes nothing.
+
+    Raises:
+        EngineError: something that is hooked into is missing, or Model Runner V2 is asked for.
+    """
+    _log_as_vllm_does()
+    _require_runner_v1()
+    self_test = versions.warn_outside(vllm.__version__)
+    ops.register()
+    cache_key.extend(settings.cache_key(__version__))
+    cuda_graphs.hook()
+    graph.hook()
+    runner.hook(settings, self_test)
+    blocks.hook()
+    outcomes.hook()
+    metrics.hook()
+
+
+def _require_runner_v1() -> None:
+    """Model Runner V2 has other hook points: choose the first, unless the user insists on the second."""
+    if os.environ.setdefault(_RUNNER_VARIABLE, "0") not in ("0", "false", "False"):
+        raise EngineError(f"Model Runner V2 cannot be guarded: unset {_RUNNER_VARIABLE}, or unset KVCANARY_MODE")
+
+
+def _log_as_vllm_does() -> None:
+    """Let our lines go where vLLM's go."""
+    ours, theirs = logging.getLogger("kvcanary"), logging.getLogger("vllm")
+    for handler in theirs.handlers:
+        if handler not in ours.handlers:
+            ours.addHandler(handler)
+    ours.setLevel(min(ours.level or logging.INFO, logging.INFO))

@@ -1,0 +1,99 @@
+"""Counts of all processes of one vLLM, handed on through small files.
+
+A model runs in an engine's process and the metrics endpoint is in the server's: each engine leaves its counts in a
+directory that the first process made, and the endpoint reads what is there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ...engine_stats import EngineStats
+from .settings import COUNTS_VARIABLE
+
+if TYPE_CHECKING:
+    from ...engine_session import EngineSession
+
+#: Seconds between two writes of one engine: counting waits for the device.
+EVERY = 2.0
+
+#: What is written besides the violations, by the name of the metric.
+FIELDS = {
+    "forwards": "forwards",
+    "slots_checked": "slots_checked",
+    "fingerprints_checked": "checked",
+    "fingerprints_recorded": "recorded",
+}
+
+
+def directory() -> pathlib.Path:
+    """Where the counts are; made by the first process that asks, and removed when that one ends."""
+    path = os.environ.get(COUNTS_VARIABLE)
+    if path is None:
+        path = os.environ[COUNTS_VARIABLE] = tempfile.mkdtemp(prefix="kvcanary-")
+        atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return pathlib.Path(path)
+
+
+class Counts:
+    """The file of one engine, written every so often by a thread of its own, also when the engine is idle."""
+
+    def __init__(self, name: str):
+        self._path = directory() / f"{name}.json"
+        self._lock = threading.Lock()
+        self._steps = 0  # that the file knows of
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Around what must not be looked at while it runs: a forward."""
+        with self._lock:
+            yield
+
+    def follow(self, session: EngineSession, every: float = EVERY) -> None:
+        """Begin to write the counts of a session, for as long as it lives."""
+        watched = weakref.ref(session)
+
+        def keep_writing() -> None:
+            while True:
+                time.sleep(every)
+                followed = watched()
+                if followed is None:
+                    return
+                if followed.steps != self._steps:
+                    with self._lock:
+                        self._steps = followed.steps
+                        self.write(followed.stats())
+                del followed
+
+        threading.Thread(target=keep_writing, name="kvcanary counts", daemon=True).start()
+
+    def write(self, stats: EngineStats) -> None:
+        """Leave the counts where the endpoint finds them, whole at any time."""
+        counts = {name: getattr(stats, field) for name, field in FIELDS.items()}
+        text = json.dumps({"counts": counts, "violations": stats.by_check})
+        draft = self._path.with_suffix(".draft")
+        draft.write_text(text)
+        os.replace(draft, self._path)
+
+
+def read_all() -> tuple[Counter[str], Counter[str]]:
+    """``(counts, violations by check)``, summed over all engines that left any."""
+    counts: Counter[str] = Counter()
+    violations: Counter[str] = Counter()
+    for path in sorted(directory().glob("*.json")):
+        found = json.loads(path.read_text())
+        counts.update(found["counts"])
+        violations.update(found["violations"])
+    return counts, violations

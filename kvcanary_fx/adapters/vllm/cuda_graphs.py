@@ -1,0 +1,51 @@
+"""Which of vLLM's CUDA graphs can be guarded.
+
+A piecewise graph leaves attention, and so our ops, outside: they run anew in each forward.  A full graph is captured in
+vLLM's warm-up, with dummy requests; what it would replay of our ops looks at those for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.platforms import current_platform
+
+from ...errors import EngineError
+from .patching import wrap
+
+log = logging.getLogger("kvcanary")
+
+
+def hook() -> None:
+    """Let vLLM capture piecewise graphs where it would capture full ones."""
+
+    def post_init(original: Callable[..., None], config: Any, *args: Any, **kwargs: Any) -> None:
+        if current_platform.is_cuda_alike():
+            keep_piecewise(config.compilation_config)
+        original(config, *args, **kwargs)
+
+    wrap(VllmConfig, "__post_init__", post_init)
+
+
+def keep_piecewise(config: Any) -> None:
+    """Change a compilation config whose CUDA graphs would be full, or may become so by default."""
+    asked = config.cudagraph_mode
+    if asked is None or asked.has_full_cudagraphs():
+        config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+        log.warning("kvcanary.vllm CUDA graphs are piecewise: in full ones the checks could not run")
+
+
+def require_none_full(runner: Any) -> None:
+    """Refuse to run where vLLM made the graphs full after all.
+
+    Raises:
+        EngineError: naming the remedy.
+    """
+    if runner.device.type == "cuda" and runner.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        raise EngineError(
+            "full CUDA graphs would replay attention without its checks, and vLLM uses them where splitting_ops is "
+            "empty: leave splitting_ops at its default, use --enforce-eager, or unset KVCANARY_MODE"
+        )

@@ -1,0 +1,176 @@
+"""The guard of one model runner: its session, and what it is told before each forward."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+
+from ...engine import install_canary
+from ...engine_layers import LayerChecks
+from ...engine_session import EngineSession
+from ...errors import EngineError
+from ...violations import Violation
+from . import ops
+from .batches import kernel_tables, make_batch
+from .books import Books
+from .counts import Counts
+from .journal import ATTRIBUTE, Message
+from .pools import Group, guarded_groups
+from .settings import VllmSettings
+from .tables import Ledger
+
+log = logging.getLogger("kvcanary")
+
+
+class Guard:
+    """A model runner under guard.
+
+    Attributes:
+        groups: the KV cache groups that are guarded.
+        session: theirs; made at the first step, when it is known whether a scheduler reports what it does to blocks.
+        books: which blocks it handed out, from the first on.
+        namespaces: of the requests that have one, by id.
+        calls_in_graph, calls_outside: attention calls that were guarded by ops of a compiled graph, and by those around
+            vLLM's own ops.
+        flagged: requests to be aborted, by id, that no scheduler was told about yet.
+        scheduled: the ``SchedulerOutput`` of the step that is running.
+    """
+
+    def __init__(self, runner: Any, settings: VllmSettings, self_test: bool):
+        self.settings = settings
+        self.groups: list[Group] = guarded_groups(runner)
+        if not self.groups:
+            raise EngineError("no KV cache group of this model can be guarded (see the warnings above)")
+        self.books = Books(self)
+        self.namespaces: dict[str, int] = {}
+        self.calls_in_graph = self.calls_outside = 0
+        self.flagged: set[str] = set()
+        self.scheduled: Any = None
+        with torch.inference_mode(False):
+            self.ledger = _ledger(runner)
+        self._page_sizes = [g.kv_cache_spec.block_size for g in runner.kv_cache_config.kv_cache_groups]
+        self._self_test = self_test
+        self._session: EngineSession | None = None
+        self._layers: LayerChecks | None = None
+        self._counts = Counts(f"{os.getpid()}-{id(self):x}")
+        self._news = False  # a violation that the counts do not have yet
+
+    @property
+    def session(self) -> EngineSession:
+        """The session.
+
+        Raises:
+            EngineError: no step has run yet.
+        """
+        if self._session is None:
+            raise EngineError("the session of this model runner begins with its first step")
+        return self._session
+
+    def _install(self, allocations: bool) -> EngineSession:
+        if self.settings.aborts_requests and not allocations:
+            raise EngineError(
+                "KVCANARY_VLLM_ABORT=request needs vLLM's own scheduler, with KVCANARY_MODE set in its process; here "
+                "only the engine can be ended: unset it"
+            )
+        pools = [g.pool(self.ledger.tables[g.number], allocations) for g in self.groups]
+        session = install_canary(
+            *pools,
+            config=self.settings.session_config,
+            on_violation=self._flag,
+            stats_every=1000,
+            self_test=self._self_test,
+        )
+        assert session is not None  # the plugin is not loaded in mode off
+        session.mark_ready()
+        log.info("kvcanary.vllm guards %s", "; ".join(p.describe() for p in session.pools.values()))
+        if not allocations:
+            log.warning("kvcanary.vllm owner check off: the scheduler does not report what it does to blocks")
+        return session
+
+    def _flag(self, violation: Violation) -> None:
+        self._news = True
+        if self.settings.aborts_requests and violation.request is not None:
+            self.flagged.add(str(violation.request))
+        given = self.settings.config.on_violation
+        if given is not None:
+            given(violation)
+
+    def take_flagged(self) -> set[str]:
+        """The requests to be aborted, once."""
+        taken, self.flagged = self.flagged, set()
+        return taken
+
+    @contextlib.contextmanager
+    def step(self, scheduled: Any) -> Iterator[None]:
+        """Around one step of the runner."""
+        self.scheduled = scheduled
+        told: Message | None = getattr(scheduled, ATTRIBUTE, None)
+        if self._session is None:
+            with torch.inference_mode(False):  # what is made inside could not be written outside, by the counts' thread
+                self._session = self._install(told is not None)
+                self._layers = LayerChecks(self._session)
+            self._counts.follow(self._session)
+        if told is not None:
+            self.books.apply(told.events)
+            self.namespaces.update(told.namespaces)
+        self.ledger.take(scheduled)
+        for request in scheduled.finished_req_ids:
+            self.namespaces.pop(request, None)
+        try:
+            yield
+        finally:
+            self.scheduled = None
+
+    @contextlib.contextmanager
+    def forward(self, runner: Any, input_ids: torch.Tensor | None, positions: torch.Tensor | None) -> Iterator[None]:
+        """Around the forward of the target model in a step.
+
+        Raises:
+            KVCacheViolation: mode ``raise``, and a check failed.
+        """
+        session = self.session
+        assert self._layers is not None
+        self.ledger.show(runner.input_batch.req_ids[: runner.input_batch.num_reqs])
+        in_flight = self.ledger.in_flight(self.scheduled, self._page_sizes)
+        namespaces = self.namespaces
+        batch = make_batch(runner, self.scheduled, self.groups, input_ids, positions, namespaces, any(in_flight))
+        self.books.settle(in_flight)
+        try:
+            step, layers = session.step(batch), self._layers.publish()
+            with self._counts.busy(), step, session.forward(), layers, ops.one_forward() as guarded:
+                self._check_tables(runner)
+                yield
+            self.calls_in_graph += len(guarded.in_graph)
+            self.calls_outside += len(guarded.outside)
+            if self.settings.aborts_requests:
+                session.drain()
+        finally:
+            self.books.after_forward()
+            if self._news:
+                self._news = False
+                self._counts.write(session.stats())
+
+    def _check_tables(self, runner: Any) -> None:
+        """Compare the block tables that the attention kernels get with the scheduler's."""
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict):  # a list where a batch runs in parts: each has a piece of the tables
+            return
+        count = runner.input_batch.num_reqs
+        for group in self.groups:
+            given = kernel_tables(metadata[next(iter(group.layers))], runner.seq_lens, count)
+            if given is not None:
+                self.session.check_reads(*given, pool=group.name, page_size=group.kernel_page_size)
+
+
+def _ledger(runner: Any) -> Ledger:
+    """A ledger with room for the longest request that the runner takes."""
+    most = runner.max_model_len + runner.num_spec_tokens + 1
+    groups = runner.kv_cache_config.kv_cache_groups
+    widths = [-(-most // group.kv_cache_spec.block_size) + 1 for group in groups]
+    return Ledger(runner.max_num_reqs, widths, runner.device)

@@ -1,0 +1,138 @@
+"""Our ops around vLLM's attention, and the same checks where no graph has them.
+
+``kvcanary_vllm::verify(output!, key, value, layer_name)``
+    before attention: the bytes of the slots that it reads.
+``kvcanary_vllm::record(output!, key, value, layer_name)``
+    after it: fingerprints of the slots that were written, compared with ``key`` and ``value``.
+
+Both claim to mutate ``output``, as attention does: that keeps the three in order and alive.  Unlike the ops of other
+backends they take no state: vLLM's graphs are called with the inputs that Dynamo found, also from a warm cache.
+
+Wherever attention runs outside of such a graph (eager mode, a model that is not compiled, a step that skips the
+compiled graph), the implementation of vLLM's own op makes the two calls.  Both find what they need in the context that
+:class:`~kvcanary_fx.engine_layers.LayerChecks` publishes, and do nothing without one: a warm-up, or a draft model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import attention, mla_attention
+from vllm.platforms import current_platform
+from vllm.utils import torch_utils
+from vllm.utils.torch_utils import LayerNameType
+
+from ...context import has_forward_context
+from ...kernels.layer_ops import record_layer, verify_layer
+
+NAMESPACE = "kvcanary_vllm"
+OPS = (f"{NAMESPACE}::verify", f"{NAMESPACE}::record")
+
+#: vLLM's attention ops, each with the names of what it writes: key and value, or the latent and the rotary part.
+ATTENTION = {
+    "vllm::unified_attention_with_output": ("key", "value"),
+    "vllm::unified_mla_attention_with_output": ("kv_c_normed", "k_pe"),
+}
+
+
+@dataclasses.dataclass
+class Guarded:
+    """The layers of one forward that were guarded, by ops of a graph or outside of one."""
+
+    in_graph: set[str] = dataclasses.field(default_factory=set)
+    outside: set[str] = dataclasses.field(default_factory=set)
+
+
+_GUARDED: contextvars.ContextVar[Guarded | None] = contextvars.ContextVar("kvcanary_vllm_guarded", default=None)
+
+
+@contextlib.contextmanager
+def one_forward() -> Iterator[Guarded]:
+    """Around the model: no layer has been guarded yet."""
+    guarded = Guarded()
+    token = _GUARDED.set(guarded)
+    try:
+        yield guarded
+    finally:
+        _GUARDED.reset(token)
+
+
+def verify(
+    output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, layer_name: LayerNameType
+) -> None:
+    """The op before attention."""
+    if has_forward_context():
+        layer = torch_utils._resolve_layer_name(layer_name)
+        known = _GUARDED.get()
+        if known is not None:
+            known.in_graph.add(layer)
+        verify_layer(output.device, layer)
+
+
+def record(
+    output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, layer_name: LayerNameType
+) -> None:
+    """The op after attention."""
+    if has_forward_context():
+        record_layer(key, value, output.device, torch_utils._resolve_layer_name(layer_name))
+
+
+def _nothing(*_: Any) -> None:
+    """What the ops do to fake tensors."""
+
+
+def register() -> None:
+    """Define the ops, and let vLLM's own make the same calls where no graph of ours does.
+
+    A cached artifact needs the ops when it is loaded, so this runs when the plugin is.
+    """
+    if hasattr(getattr(torch.ops, NAMESPACE), "verify"):
+        return
+    for name, body in (("verify", verify), ("record", record)):
+        torch_utils.direct_register_custom_op(
+            name,
+            body,
+            mutates_args=["output"],
+            fake_impl=_nothing,
+            target_lib=_LIBRARY,
+            tags=(torch.Tag.flexible_layout,),
+        )
+    for name, original in _ATTENTION_BODIES.items():
+        _OVERRIDES.impl(name, _guarded(original), current_platform.dispatch_key, allow_override=True)
+
+
+def _guarded(original: Callable[..., None]) -> Callable[..., None]:
+    """The implementation of one of vLLM's attention ops, with the checks that no graph has made."""
+
+    def guarded(
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        output: torch.Tensor,
+        layer_name: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        known, layer = _GUARDED.get(), torch_utils._resolve_layer_name(layer_name)
+        here = known is not None and layer not in known.in_graph and has_forward_context()
+        if here and known is not None:
+            known.outside.add(layer)
+            verify_layer(output.device, layer)
+        original(query, key, value, output, layer_name, *args, **kwargs)
+        if here:
+            record_layer(key, value, output.device, layer)
+
+    return guarded
+
+
+_ATTENTION_BODIES = {
+    "unified_attention_with_output": attention.unified_attention_with_output,
+    "unified_mla_attention_with_output": mla_attention.unified_mla_attention_with_output,
+}
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_OVERRIDES = torch.library.Library("vllm", "IMPL")

@@ -1,0 +1,59 @@
+"""Hooks on vLLM's scheduler: what it tells the workers, and what it hears from them.
+
+With ``KVCANARY_VLLM_ABORT=request`` the forward that found a violation goes on to its end, since other requests are in
+it.  Before the scheduler takes in the sampled tokens, the named requests are finished with an error: their tokens of
+this step never leave the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
+
+from .blocks import journal_of
+from .journal import ATTRIBUTE
+from .patching import wrap_in_all
+
+log = logging.getLogger("kvcanary")
+
+
+def hook() -> None:
+    """Follow every scheduler of this process."""
+    wrap_in_all(Scheduler, "schedule", _schedule)
+    wrap_in_all(Scheduler, "update_from_output", _update_from_output)
+
+
+def _schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    output = original(scheduler, *args, **kwargs)
+    journal = journal_of(scheduler.kv_cache_manager.block_pool)
+    if journal is not None:
+        setattr(output, ATTRIBUTE, journal.take())
+    return output
+
+
+def _update_from_output(
+    original: Callable[..., Any], scheduler: Any, scheduled: Any, output: Any, *args: Any, **kwargs: Any
+) -> Any:
+    flagged = getattr(output, ATTRIBUTE, ())
+    if not flagged:
+        return original(scheduler, scheduled, output, *args, **kwargs)
+    ended = scheduler.finish_requests(set(flagged), RequestStatus.FINISHED_ERROR)
+    outputs = original(scheduler, scheduled, output, *args, **kwargs)
+    for request in ended:
+        log.warning("kvcanary.vllm aborted request %s", request.request_id)
+        told = outputs.setdefault(request.client_index, EngineCoreOutputs())
+        told.outputs.append(
+            EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+        )
+    return outputs

@@ -1,0 +1,69 @@
+"""Wrapping a method of vLLM's, once, and with an error that says what is missing in this version."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import EngineError
+
+_MARK = "_kvcanary_wraps"
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace ``owner.name`` by a function that calls ``around(original, *args, **kwargs)``.
+
+    What is wrapped already stays as it is: plugins are loaded several times in a process.
+
+    Args:
+        owner: a class or a module that has the name itself, not by inheritance.
+
+    Raises:
+        EngineError: there is no such name.
+    """
+    original = vars(owner).get(name)
+    if original is None:
+        raise EngineError(
+            f"this vLLM has no {getattr(owner, '__name__', owner)}.{name}, which the canary hooks into: it is too far "
+            "from the tested versions (docs/vllm.md). Unset KVCANARY_MODE to run it unguarded"
+        )
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(wrapped, _MARK, original)
+    setattr(owner, name, wrapped)
+
+
+def wrap_in_all(base: type, name: str, around: Callable[..., Any]) -> None:
+    """:func:`wrap` a method in a class and in each subclass that overrides it.
+
+    An override that calls the base's is wrapped once: ``around`` gets the outermost call of an object.
+
+    Raises:
+        EngineError: the base has no such method.
+    """
+    running: set[tuple[int, int]] = set()
+
+    def outermost(original: Callable[..., Any], this: Any, *args: Any, **kwargs: Any) -> Any:
+        call = threading.get_ident(), id(this)
+        if call in running:
+            return original(this, *args, **kwargs)
+        running.add(call)
+        try:
+            return around(original, this, *args, **kwargs)
+        finally:
+            running.discard(call)
+
+    wrap(base, name, outermost)
+    todo: list[type] = list(base.__subclasses__())
+    while todo:
+        cls = todo.pop()
+        todo += cls.__subclasses__()
+        if name in vars(cls):
+            wrap(cls, name, outermost)

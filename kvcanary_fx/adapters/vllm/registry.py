@@ -1,0 +1,21 @@
+"""The guards of this process, by the model runner."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .guard import Guard
+
+_BY_RUNNER: weakref.WeakKeyDictionary[Any, Guard] = weakref.WeakKeyDictionary()
+
+
+def add(runner: Any, guard: Guard) -> None:
+    """A runner got its KV cache; its guard takes the place of one that the runner had before."""
+    _BY_RUNNER[runner] = guard
+
+
+def of_runner(runner: Any) -> Guard | None:
+    """The guard of a runner, if it has one."""
+    return _BY_RUNNER.get(runner)

@@ -1,0 +1,75 @@
+"""Settings of the adapter: those of every session, and what becomes of a request with a violation."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+from ...config import CanaryConfig
+from ...errors import InvalidSettingError
+
+#: Set to guard vLLM.  Unlike elsewhere there is no default: that the package is installed changes nothing.
+MODE_VARIABLE = "KVCANARY_MODE"
+
+#: In mode ``raise``: what a violation ends, ``engine`` or the ``request`` it names.
+ABORT_VARIABLE = "KVCANARY_VLLM_ABORT"
+
+#: Directory in which the processes of one vLLM leave their counts for its metrics endpoint.
+COUNTS_VARIABLE = "KVCANARY_VLLM_COUNTS"
+
+_KNOWN = (ABORT_VARIABLE, COUNTS_VARIABLE)
+
+
+@dataclasses.dataclass(frozen=True)
+class VllmSettings:
+    """How a vLLM is guarded.
+
+    Attributes:
+        config: of its session.
+        abort: in mode ``raise``, whether a violation ends the engine or the request that it names.
+    """
+
+    config: CanaryConfig
+    abort: Literal["engine", "request"] = "engine"
+
+    @property
+    def session_config(self) -> CanaryConfig:
+        """The session's settings: one that aborts requests must not raise, since the engine goes on."""
+        return dataclasses.replace(self.config, mode="log") if self.aborts_requests else self.config
+
+    @property
+    def aborts_requests(self) -> bool:
+        return self.config.mode == "raise" and self.abort == "request"
+
+    def cache_key(self, version: str) -> str:
+        """What vLLM's compile caches must tell apart: our version, and the settings that change a graph.
+
+        Args:
+            version: of kvcanary_fx.
+        """
+        return hashlib.sha256(f"kvcanary_fx {version} {sorted(self.config.checks)}".encode()).hexdigest()[:10]
+
+
+def requested(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether vLLM is to be guarded: the mode is set, and is not ``off``."""
+    mode = (os.environ if environ is None else environ).get(MODE_VARIABLE, "")
+    return mode not in ("", "off")
+
+
+def from_env(environ: Mapping[str, str] | None = None) -> VllmSettings:
+    """The settings that the environment asks for.
+
+    Raises:
+        UnknownSettingError, InvalidSettingError: naming the variable.
+    """
+    environ = os.environ if environ is None else environ
+    for name in environ:
+        if name.startswith("KVCANARY_VLLM_") and name not in _KNOWN:
+            raise InvalidSettingError(name, "the environment", environ[name], f"one of {', '.join(_KNOWN)}")
+    abort = environ.get(ABORT_VARIABLE, "engine")
+    if abort not in ("engine", "request"):
+        raise InvalidSettingError(ABORT_VARIABLE, "the environment", abort, "'engine' or 'request'")
+    return VllmSettings(CanaryConfig.from_env(environ), abort)  # type: ignore[arg-type]

@@ -1,0 +1,106 @@
+"""Which pages each request has, as the scheduler says it.
+
+The worker keeps a block table of its own, fed from the same messages: that is the one attention reads, and the one to
+be checked.  So this ledger takes in the messages by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass
+class _Row:
+    """What a row of the tables shows at the moment."""
+
+    request: str = ""
+    version: int = -1
+    shown: list[int] = dataclasses.field(default_factory=list)  # pages of each group
+
+
+@dataclasses.dataclass
+class _Pages:
+    """A request's pages, a list for each group; a new version whenever they are replaced rather than extended."""
+
+    groups: list[list[int]]
+    version: int
+
+
+class Ledger:
+    """The pages of all requests, and the request table of each group for the batch at hand.
+
+    Attributes:
+        tables: int32 ``[max_requests, width]`` for each group, row i for the i-th request of the batch.
+    """
+
+    def __init__(self, max_requests: int, widths: Sequence[int], device: torch.device):
+        self.tables = [torch.zeros(max_requests, width, dtype=torch.int32, device=device) for width in widths]
+        host = device.type == "cpu"
+        self._host = [t if host else torch.zeros(t.shape, dtype=torch.int32) for t in self.tables]
+        self._requests: dict[str, _Pages] = {}
+        self._rows = [_Row() for _ in range(max_requests)]
+        self._versions = 0
+
+    def take(self, scheduled: Any) -> None:
+        """Take in a ``SchedulerOutput``: requests that ended, began, were resumed or got more pages."""
+        for request in scheduled.finished_req_ids:
+            self._requests.pop(request, None)
+        for new in scheduled.scheduled_new_reqs:
+            self._replace(new.req_id, new.block_ids)
+        cached = scheduled.scheduled_cached_reqs
+        for request, pages in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request in cached.resumed_req_ids:
+                self._replace(request, pages)
+            elif pages is not None:
+                for known, more in zip(self._requests[request].groups, pages, strict=True):
+                    known.extend(more)
+
+    def show(self, requests: Sequence[str]) -> None:
+        """Let row i of each table be the pages of ``requests[i]``."""
+        for number, request in enumerate(requests):
+            row, pages = self._rows[number], self._requests[request]
+            if (row.request, row.version) != (request, pages.version):
+                self._rows[number] = row = _Row(request, pages.version, [0] * len(self.tables))
+            for group, known in enumerate(pages.groups):
+                shown = row.shown[group]
+                if shown < len(known):
+                    self._host[group][number, shown : len(known)] = torch.tensor(known[shown:], dtype=torch.int32)
+                    row.shown[group] = len(known)
+        for table, host in zip(self.tables, self._host, strict=True):
+            if table is not host:
+                table[: len(requests)].copy_(host[: len(requests)])
+
+    def in_flight(self, scheduled: Any, page_sizes: Sequence[int]) -> list[set[int]]:
+        """The pages of each group that one request reads as its prefix, and another writes in this very forward.
+
+        vLLM lists a page in its prefix cache when it plans to fill it: a request of the same step may take it up, and
+        reads what the same forward wrote just before.
+
+        Args:
+            scheduled: the ``SchedulerOutput``, already taken in.
+            page_sizes: tokens of a page of each group.
+        """
+        cached = scheduled.scheduled_cached_reqs
+        stored = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        stored.update({new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs})
+        joined = [new.req_id for new in scheduled.scheduled_new_reqs] + sorted(cached.resumed_req_ids)
+        joined = [request for request in joined if stored[request]]
+        if not joined:
+            return [set() for _ in page_sizes]
+        found = []
+        for group, size in enumerate(page_sizes):
+            written = set()
+            for request, count in scheduled.num_scheduled_tokens.items():
+                first, last = stored[request] // size, (stored[request] + count - 1) // size
+                written.update(self._requests[request].groups[group][first : last + 1])
+            read = {page for r in joined for page in self._requests[r].groups[group][: stored[r] // size]}
+            found.append(written & read - {0})  # page 0 stands for none
+        return found
+
+    def _replace(self, request: str, pages: Sequence[Sequence[int]]) -> None:
+        self._versions += 1
+        self._requests[request] = _Pages([list(group) for group in pages], self._versions)

@@ -1,0 +1,129 @@
+"""The life of pages: drafts, salts, idle pages of the prefix cache, resets, and a long random load."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import vllm_runs
+from vllm_rig import Rig, prompt
+
+
+@pytest.fixture
+def engine(models):
+    made = []
+
+    def make(model="llama", **arguments):
+        made.append(Rig(model, models, **arguments))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
+
+
+def test_drafted_tokens_of_prompt_lookup(models):
+    """Drafts are written and verified; those that are rejected are overwritten, at other lengths."""
+    (found,) = vllm_runs.results(models, [{"model": "llama", "scene": "drafting"}], "log")
+    assert found["drafting"]["tokens"] == found["plain"]["tokens"]
+    assert found["drafting"]["steps"] < found["plain"]["steps"]  # some drafts were accepted
+    assert found["drafting"]["recorded"] > found["plain"]["recorded"]  # and some were written and rejected
+    assert found["drafting"]["violations"] == found["plain"]["violations"] == []
+
+
+def test_flip_while_drafting(models):
+    (found,) = vllm_runs.results(models, [{"model": "llama", "scene": "drafting flip"}], "log")
+    assert found["violations"] == [["content", "model.layers.0.self_attn.attn", "V", found["slot"], 41]]
+
+
+def test_hits_on_pages_that_the_same_forward_fills(engine):
+    """vLLM caches a page when it plans to fill it: two prompts that come at once share what neither has written."""
+    rig = engine(max_num_batched_tokens=256)
+    for name in ("A", "B", "C"):
+        rig.add(name, prompt(5, 96) + prompt(6 + len(name), 3), length=4)
+    pages = []
+    rig.run(lambda step: pages.append([rig.pages(r)[0][0] for r in ("A", "B", "C")]) if step == 1 else None)
+    assert len(set(pages[0])) == 1
+    assert rig.session.violations() == []
+    assert rig.session.steps == 4
+    page = pages[0][0]
+    name = next(iter(rig.layers()))
+    rig.layers()[name].kv_cache[page, 1].view(-1)[7] += 1.0
+    rig.add("D", prompt(5, 96) + [9], length=2)
+    rig.run()
+    assert [(v.check, v.layer, v.slot) for v in rig.session.violations()][:1] == [("content", name, page * 32 + 7)]
+
+
+def test_salts_keep_prefixes_apart(engine):
+    rig = engine()
+    for salt in ("red", "blue", "red"):
+        rig.add(f"{salt}{len(rig.tokens)}", prompt(5, 96), cache_salt=salt)
+        rig.run()
+    assert rig.session.violations() == []
+
+
+def test_prefix_of_another_salt_is_reported(engine, monkeypatch):
+    from vllm.v1.core import kv_cache_utils
+
+    monkeypatch.setattr(kv_cache_utils, "generate_block_hash_extra_keys", lambda *args: (None, args[-1]))
+    rig = engine()
+    rig.add("A", prompt(5, 96), cache_salt="red")
+    rig.run()
+    rig.add("B", prompt(5, 96), cache_salt="blue")
+    rig.run()
+    assert rig.told() == {("namespace", "OTHER_NAMESPACE", "B")}
+
+
+def test_flip_in_an_idle_page_is_found_by_the_next_hit(engine):
+    rig = engine()
+    name = list(rig.layers())[1]
+    rig.add("A", prompt(5, 96), length=4)
+    slots = []
+    rig.run(lambda step: slots.append(rig.pages("A")[0]) if step == 3 else None)
+    page = slots[0][1]
+    rig.layers()[name].kv_cache[page, 0].view(-1)[40] += 1.0
+    assert rig.session.violations() == []
+    rig.add("B", prompt(5, 96) + prompt(6, 5), length=2)
+    rig.run()
+    found = rig.session.violations()[0]
+    assert (found.check, found.layer, found.slot // 32, found.position) == ("content", name, page, 32 + 40 % 32)
+    assert str(found.request).startswith("B-")
+
+
+def test_reset_of_the_prefix_cache(engine):
+    rig = engine()
+    for number in range(2):
+        rig.add(f"A{number}", prompt(5, 96))
+        rig.run()
+        assert rig.engine.reset_prefix_cache()
+    assert rig.session.violations() == []
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_random_load_with_few_pages_is_silent(engine, model):
+    """Prompts that share prefixes of any length, aborts at any time, pages that are evicted and taken again."""
+    rig = engine(model, num_gpu_blocks_override=15 if model == "llama" else 40)
+    rng = random.Random(7)
+    trunk = [prompt(number, 200) for number in range(3)]
+    waiting = [
+        (f"r{i}", rng.choice(trunk)[: rng.randint(1, 180)] + prompt(100 + i, rng.randint(1, 30)), rng.randint(1, 30))
+        for i in range(40)
+    ]
+    rig.add(*waiting.pop())
+
+    def at(step):
+        if waiting and rng.random() < 0.35:
+            rig.add(*waiting.pop())
+        elif rig.scheduler.requests and rng.random() < 0.03:
+            rig.engine.abort_request([rng.choice(sorted(rig.scheduler.requests))], internal=True)
+        if waiting and not rig.engine.has_unfinished_requests():
+            rig.add(*waiting.pop())
+
+    rig.run(at, limit=1500)
+    assert not waiting
+    assert rig.session.violations() == []
+    rig.session.health.check()
+    assert rig.session.uncovered == []
+    assert rig.session.stats().recorded > 5000
+    if model == "llama":
+        assert rig.preempted > 0

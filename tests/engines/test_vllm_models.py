@@ -1,0 +1,84 @@
+"""Every kind of model, eagerly: nothing changes, nothing is reported without cause, and every flipped bit is."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_vllm
+import vllm_runs
+from vllm_rig import Rig, mixed_load, prompt
+
+MODELS = list(tiny_vllm.CONFIGS)
+
+#: 8 pages of 32 slots for four requests: some are preempted.
+FEW_PAGES = {"num_gpu_blocks_override": 9}
+
+
+@pytest.fixture(scope="module")
+def unprotected(models):
+    """What each model says without the canary, in a process of its own."""
+    runs = [{"model": name, "arguments": {}} for name in MODELS]
+    runs.append({"model": "llama", "arguments": FEW_PAGES})
+    found = vllm_runs.results(models, runs, mode=None)
+    return dict(zip([*MODELS, "few pages"], found, strict=True))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def rig(request, models):
+    made = Rig(request.param, models)
+    made.name = request.param
+    yield made
+    made.close()
+
+
+def test_same_tokens_and_no_violation_over_hits_chunks_and_aborts(rig, unprotected):
+    mixed_load(rig)
+    assert rig.tokens == unprotected[rig.name]["tokens"]
+    for request, found in rig.logprobs.items():
+        assert found == pytest.approx(unprotected[rig.name]["logprobs"][request], abs=1e-5)
+    assert rig.session.violations() == []
+    rig.session.health.check()
+    assert rig.session.uncovered == []
+    stats = rig.session.stats()
+    assert stats.recorded > 4 * 400
+    assert stats.checked > 4 * 1000
+    assert rig.guard.calls_outside == 2 * rig.session.steps
+    if rig.name != "deepseek_v3":  # whose prefixes vLLM does not cache on CPUs
+        assert rig.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("half", [0, 1])
+def test_flipped_bit_is_found_in_its_layer_half_request_and_position(rig, layer, half):
+    name = list(rig.layers())[layer]
+    request, position = f"flip{layer}{half}", 57
+    rig.add(request, prompt(70 + 2 * layer + half, 70))
+    before, slots = len(rig.session.violations()), []
+
+    def at(step):
+        if step == 3:
+            slots.append(rig.flip(name, half, request, position))
+
+    rig.run(at)
+    new = rig.session.violations()[before:]
+    assert new
+    first = new[0]
+    assert (first.check, first.layer, first.position, first.slot) == ("content", name, position, slots[0])
+    assert first.half == (("latent", "rope") if rig.name == "deepseek_v3" else ("K", "V"))[half]
+    assert str(first.request).startswith(f"{request}-")
+    assert {(v.check, v.layer, v.slot) for v in new} == {("content", name, slots[0])}
+
+
+def test_preempted_requests_are_silent(models, unprotected):
+    rig = Rig("llama", models, **FEW_PAGES)
+    mixed_load(rig)
+    assert rig.preempted > 0
+    assert rig.preempted == unprotected["few pages"]["preempted"]
+    assert rig.tokens == unprotected["few pages"]["tokens"]
+    assert rig.session.violations() == []
+    rig.close()
+
+
+def test_unprotected_runs_load_no_hook(unprotected):
+    for found in unprotected.values():
+        ours = {m for m in found["modules"] if m.startswith("kvcanary_fx.adapters.vllm.")}
+        assert ours <= {"kvcanary_fx.adapters.vllm.plugin", "kvcanary_fx.adapters.vllm.settings"}

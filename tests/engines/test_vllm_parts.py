@@ -1,0 +1,270 @@
+"""The parts of the vLLM adapter that need no vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvcanary_fx import EngineError
+from kvcanary_fx.adapters.vllm import counts, identity, layouts, patching, settings, versions
+from kvcanary_fx.adapters.vllm.tables import Ledger
+from kvcanary_fx.engine_stats import EngineStats
+from kvcanary_fx.errors import InvalidSettingError
+
+
+def test_importing_the_package_imports_no_vllm():
+    code = "import sys, kvcanary_fx; sys.exit(any(m.split('.')[0] == 'vllm' for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("mode", [None, "", "off"])
+def test_plugin_does_nothing_unless_it_is_asked(monkeypatch, mode):
+    monkeypatch.delenv("KVCANARY_MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("KVCANARY_MODE", mode)
+    from kvcanary_fx.adapters.vllm import plugin
+
+    monkeypatch.setitem(sys.modules, "kvcanary_fx.adapters.vllm.connect", None)  # importing it would fail
+    plugin.register()
+
+
+def test_plugin_connects_when_it_is_asked(monkeypatch):
+    monkeypatch.setenv("KVCANARY_MODE", "log")
+    from kvcanary_fx.adapters import vllm as adapter
+    from kvcanary_fx.adapters.vllm import plugin
+
+    given = []
+    monkeypatch.setattr(adapter, "connect", SimpleNamespace(connect=given.append), raising=False)
+    monkeypatch.setitem(sys.modules, "kvcanary_fx.adapters.vllm.connect", adapter.connect)
+    plugin.register()
+    assert [s.config.mode for s in given] == ["log"]
+
+
+def test_settings_of_requests_and_engine():
+    ends_engine = settings.from_env({"KVCANARY_MODE": "raise"})
+    assert (ends_engine.aborts_requests, ends_engine.session_config.mode) == (False, "raise")
+    ends_request = settings.from_env({"KVCANARY_MODE": "raise", "KVCANARY_VLLM_ABORT": "request"})
+    assert (ends_request.aborts_requests, ends_request.session_config.mode) == (True, "log")
+    assert not settings.from_env({"KVCANARY_MODE": "log", "KVCANARY_VLLM_ABORT": "request"}).aborts_requests
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"KVCANARY_VLLM_ABORT": "all"}, {"KVCANARY_VLLM_ABROT": "engine"}, {"KVCANARY_MODE": "loud"}]
+)
+def test_wrong_settings_are_refused_by_name(wrong):
+    with pytest.raises(InvalidSettingError, match=next(iter(wrong))):
+        settings.from_env({"KVCANARY_MODE": "log", **wrong})
+
+
+def test_cache_key_differs_by_version_and_checks():
+    one = settings.from_env({"KVCANARY_MODE": "log"})
+    other = settings.from_env({"KVCANARY_MODE": "log", "KVCANARY_CHECKS": "content"})
+    assert len({one.cache_key("1"), one.cache_key("2"), other.cache_key("1")}) == 3
+    assert one.cache_key("1") == settings.from_env({"KVCANARY_MODE": "raise"}).cache_key("1")
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [("0.32.0", True), ("0.32.0+cpu", True), ("0.31.9", False), ("0.33.0", False), ("dev", False)],
+)
+def test_versions_outside_of_the_tested_range_are_told(version, tested, caplog):
+    caplog.set_level("WARNING", "kvcanary")
+    assert versions.warn_outside(version) is not tested
+    assert [("0.32.0 to 0.32.0" in r.message) for r in caplog.records] == [True] * (not tested)
+
+
+def test_wrapping_twice_wraps_once_and_a_missing_name_is_told():
+    class Base:
+        def run(self):
+            return ["base"]
+
+    class Derived(Base):
+        def run(self):
+            return ["derived"]
+
+    class Inherits(Base):
+        pass
+
+    class Extends(Base):
+        def run(self):
+            return ["extended", *super().run()]
+
+    for _ in range(2):
+        patching.wrap_in_all(Base, "run", lambda original, self: ["around", *original(self)])
+    assert Base().run() == Inherits().run() == ["around", "base"]
+    assert Derived().run() == ["around", "derived"]
+    assert [Extends().run() for _ in range(2)] == [["around", "extended", "base"]] * 2
+    with pytest.raises(EngineError, match=r"no Base\.walk"):
+        patching.wrap(Base, "walk", lambda original: None)
+
+
+# ---- where a slot's bytes lie
+
+HEADS, DIM, SIZE = 2, 8, 4
+
+
+def transposed(key, value, cache, slots):
+    """Pages ``[heads, 2, ...]``: K as ``[dim, size]``, V as ``[size, dim]``."""
+    parts = cache.view(cache.shape[0], HEADS, 2, SIZE * DIM)
+    for token, slot in enumerate(slots.tolist()):
+        page, at = divmod(slot, SIZE)
+        parts[page, :, 0].view(HEADS, DIM, SIZE)[:, :, at] = key[token]
+        parts[page, :, 1].view(HEADS, SIZE, DIM)[:, at] = value[token]
+
+
+def tiles(key, value, cache, slots):
+    """Two slots interleaved element by element, and a gap between pairs: no strided view of slots."""
+    for token, slot in enumerate(slots.tolist()):
+        page, at = divmod(slot, SIZE)
+        flat = cache.view(cache.shape[0], -1)[page]
+        for half, given in enumerate((key, value)):
+            rows = flat[half * SIZE * HEADS * DIM :][: SIZE * HEADS * DIM].view(SIZE // 2, HEADS * DIM, 2)
+            rows[at // 2, :, at % 2] = given[token].flatten()
+
+
+def scaled(key, value, cache, slots):
+    transposed(key * 2, value, cache, slots)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_layout_is_found_by_writing(dtype):
+    cache = torch.randn(5, HEADS, SIZE, 2 * DIM).to(dtype)
+    before = cache.clone()
+    found = layouts.find(cache, SIZE, ((HEADS, DIM), (HEADS, DIM)), transposed)
+    assert found is not None
+    assert torch.equal(cache, before)
+    k, v = (half.view(cache, SIZE) for half in found)
+    assert k.shape == v.shape == (5, SIZE, HEADS, DIM)
+    key, value = torch.randn(2, 3, HEADS, DIM).to(dtype)
+    slots = torch.tensor([9, 2, 19])
+    transposed(key, value, cache, slots)
+    assert torch.equal(k[slots // SIZE, slots % SIZE], key)
+    assert torch.equal(v[slots // SIZE, slots % SIZE], value)
+
+
+@pytest.mark.parametrize("write", [tiles, scaled])
+def test_layout_that_is_no_strided_view_is_refused(write):
+    cache = torch.zeros(5, HEADS, SIZE, 2 * DIM)
+    assert layouts.find(cache, SIZE, ((HEADS, DIM), (HEADS, DIM)), write) is None
+
+
+def test_quantised_cache_is_refused():
+    cache = torch.zeros(5, HEADS, SIZE, 2 * DIM, dtype=torch.uint8)
+    assert layouts.find(cache, SIZE, ((HEADS, DIM), (HEADS, DIM)), transposed) is None
+
+
+# ---- block tables
+
+
+def message(new=(), cached=(), finished=(), resumed=()):
+    return SimpleNamespace(
+        finished_req_ids=set(finished),
+        scheduled_new_reqs=[SimpleNamespace(req_id=r, block_ids=pages) for r, pages in new],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[r for r, _ in cached],
+            new_block_ids=[pages for _, pages in cached],
+            resumed_req_ids=set(resumed),
+        ),
+    )
+
+
+def test_ledger_follows_requests_of_several_groups():
+    ledger = Ledger(3, [6, 4], torch.device("cpu"))
+    ledger.take(message(new=[("A", ([1, 2], [9])), ("B", ([3], [8]))]))
+    ledger.show(["A", "B"])
+    assert [t[:2, :3].tolist() for t in ledger.tables] == [[[1, 2, 0], [3, 0, 0]], [[9, 0, 0], [8, 0, 0]]]
+    ledger.take(message(cached=[("A", None), ("B", ([4], [7, 6]))]))
+    ledger.show(["B", "A"])
+    assert ledger.tables[0][:2, :2].tolist() == [[3, 4], [1, 2]]
+    assert ledger.tables[1][0, :3].tolist() == [8, 7, 6]
+    ledger.take(message(cached=[("A", ([5], [])), ("B", None)]))
+    ledger.show(["B", "A"])
+    assert ledger.tables[0][1, :3].tolist() == [1, 2, 5]
+    ledger.take(message(cached=[("A", ([7, 8], [5])), ("B", None)], resumed=["A"]))
+    ledger.show(["B", "A"])
+    assert ledger.tables[0][1, :2].tolist() == [7, 8]
+    assert ledger.tables[1][1, :1].tolist() == [5]
+
+
+def test_ledger_takes_an_id_that_ended_and_came_again():
+    ledger = Ledger(2, [4], torch.device("cpu"))
+    ledger.take(message(new=[("A", ([1, 2],))]))
+    ledger.show(["A"])
+    ledger.take(message(new=[("A", ([3],))], finished=["A"]))
+    ledger.show(["A"])
+    assert ledger.tables[0][0, 0] == 3
+
+
+# ---- what tells equal tokens apart
+
+
+def test_namespaces_of_adapters_and_salts():
+    lora = SimpleNamespace(lora_name="a", lora_path="/a", lora_int_id=1)
+    other = SimpleNamespace(lora_name="b", lora_path="/b", lora_int_id=1)
+    found = [identity.namespace(*g) for g in ((None, None), (lora, None), (other, None), (None, "s"), (lora, "s"))]
+    assert found[0] == 0
+    assert len(set(found)) == 5
+    assert all(0 <= n < 2**62 for n in found)
+
+
+def test_tokens_of_images_stand_for_the_image_and_the_place_in_it():
+    def image(name, offset, length):
+        return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
+
+    tokens = [torch.tensor([1, 9, 9, 9, 2, 9, 9], dtype=torch.int32) for _ in range(3)]
+    identity.mark_images(tokens[0], 10, [image("x", 11, 3), image("y", 15, 4)])
+    identity.mark_images(tokens[1], 10, [image("z", 11, 3), image("y", 15, 4)])
+    identity.mark_images(tokens[2], 30, [image("x", 11, 3)])
+    assert tokens[2].tolist() == [1, 9, 9, 9, 2, 9, 9]
+    assert (tokens[0] == tokens[1]).tolist() == [True, False, False, False, True, True, True]
+    assert len(set(tokens[0][1:4].tolist())) == 3
+    assert tokens[0][1] >= 1 << 30
+    part = torch.tensor([9, 9], dtype=torch.int64)  # the same image's second and third token, in a later chunk
+    identity.mark_images(part, 12, [image("x", 11, 3)])
+    assert part.tolist() == tokens[0][2:4].tolist()
+
+
+# ---- counts
+
+
+def test_counts_of_several_engines_add_up(monkeypatch, tmp_path):
+    monkeypatch.setenv(settings.COUNTS_VARIABLE, str(tmp_path))
+    base = dict(steps=0, adopted=0, violations=1)
+    counts.Counts("one").write(EngineStats(checked=5, recorded=2, forwards=3, by_check={"content": 1}, **base))
+    counts.Counts("two").write(
+        EngineStats(checked=7, recorded=1, forwards=4, by_check={"content": 2, "owner": 1}, **base)
+    )
+    found, violations = counts.read_all()
+    assert found == {"forwards": 7, "slots_checked": 0, "fingerprints_checked": 12, "fingerprints_recorded": 3}
+    assert violations == {"content": 3, "owner": 1}
+
+
+def test_counts_are_written_by_themselves_also_when_the_engine_is_idle(monkeypatch, tmp_path):
+    monkeypatch.setenv(settings.COUNTS_VARIABLE, str(tmp_path))
+
+    class Session:
+        steps = 1
+
+        def stats(self):
+            return EngineStats(steps=0, checked=self.steps, recorded=0, adopted=0, violations=0)
+
+    mine, session = counts.Counts("one"), Session()
+
+    def wait_for(checked):
+        end = time.monotonic() + 10
+        while counts.read_all()[0]["fingerprints_checked"] != checked:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    mine.follow(session, every=0.02)
+    wait_for(1)
+    with mine.busy():
+        session.steps = 2
+        time.sleep(0.1)
+        assert counts.read_all()[0]["fingerprints_checked"] == 1
+    wait_for(2)

@@ -1,0 +1,79 @@
+"""What becomes of a violation: requests that are aborted, engines that end, counts that reach the metrics endpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tiny_vllm
+import vllm_runs
+from vllm_rig import Rig, prompt
+
+LAYER = "model.layers.1.self_attn.attn"
+
+
+def test_only_the_named_request_is_aborted(models):
+    plain = Rig("llama", models)
+    plain.add("B", prompt(51, 60), length=10)
+    plain.run()
+    plain.close()
+    (found,) = vllm_runs.results(models, [{"model": "llama", "scene": "abort"}], "raise", KVCANARY_VLLM_ABORT="request")
+    assert found["finished"] == {"A": "error", "B": "length"}
+    assert found["tokens"]["B"] == plain.tokens["B"]
+    assert len(found["tokens"]["A"]) == found["tokens_before"] < 10
+    assert found["violations"] == [["content", LAYER, "K", 10]]
+    assert found["pages_left"] == 0
+
+
+def test_engine_in_a_process_of_its_own_is_guarded_and_counts_arrive(models):
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    plain, guarded = (
+        vllm_runs.results(models, [{"model": "llama", "scene": "spawned"}], mode, **environment)[0]
+        for mode in (None, "raise")
+    )
+    assert guarded["tokens"] == plain["tokens"]
+    assert guarded["counts"]["fingerprints_recorded"] > 4 * 100
+    assert guarded["counts"]["fingerprints_checked"] > 4 * 100
+    assert guarded["violations"] == {}
+
+
+def test_violation_in_a_spawned_engine_ends_it_with_the_report(models):
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    (found,) = vllm_runs.results(models, [{"model": "llama", "scene": "spawned flip"}], "raise", **environment)
+    assert found["error"] == "EngineDeadError"
+    assert found["violations"] == {"content": found["violations"]["content"]}
+    assert "[content] the bytes of a slot changed" in found["stderr"]
+    assert f"layer {LAYER}, half V" in found["stderr"]
+
+
+def test_metrics_of_the_server_have_the_counts(models, tmp_path):
+    """vLLM's server in processes of its own, two clients, and the metrics endpoint."""
+    command = [sys.executable, os.path.join(os.path.dirname(__file__), "vllm_serve.py"), os.fspath(models), "2", "4"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("KVCANARY_")}
+    environment.update(tiny_vllm.ENVIRONMENT, KVCANARY_MODE="log", VLLM_CACHE_ROOT=os.fspath(tmp_path))
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(vllm_runs.MARK)]
+    assert lines, f"rc {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    found = json.loads(lines[-1].removeprefix(vllm_runs.MARK))
+    assert found["requests"] > 4
+    assert found["failed"] == 0
+    assert found["metrics"]["kvcanary_forwards_total"] > 10
+    assert found["metrics"]["kvcanary_fingerprints_recorded_total"] > 100
+    assert found["metrics"]['kvcanary_violations_total{check="content"}'] == 0
+    assert sum(v for name, v in found["metrics"].items() if name.startswith("kvcanary_violations")) == 0
+
+
+@pytest.mark.parametrize(
+    "setting", [{"KVCANARY_MODE": "rise"}, {"KVCANARY_VLLM_ABORT": "all"}, {"KVCANARY_CHEKS": "x"}]
+)
+def test_wrong_setting_is_refused_by_name(models, setting):
+    code = "from kvcanary_fx.adapters.vllm.plugin import register; register()"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("KVCANARY_")}
+    environment.update({"KVCANARY_MODE": "log", **setting})
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert next(iter(setting)) in done.stderr.splitlines()[-1]

