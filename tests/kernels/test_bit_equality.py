@@ -92,6 +92,13 @@ def test_constants_of_the_kernels_are_those_of_the_buffers():
 IMPLEMENTATIONS = [(cpu, "cpu"), (gpu, "cuda" if torch.cuda.is_available() else "cpu")]
 
 
+def test_cpu_reads_rows_that_lie_apart_as_words():
+    """Seven elements of two bytes from row to row: no row but the first begins at a word."""
+    layout = SlotLayout((3, 6), (0,), torch.bfloat16)
+    rows = torch.randn(3, 7).bfloat16()[:, :6]
+    assert torch.equal(cpu.rows_as_words(rows, layout), rows.contiguous().view(torch.int32))
+
+
 @pytest.mark.parametrize(("kernels", "device"), IMPLEMENTATIONS)
 def test_empty_batch_changes_nothing_but_the_run_counter(kernels, device):
     scene = random_scene(1).to(device)
