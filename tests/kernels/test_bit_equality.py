@@ -166,6 +166,27 @@ def test_the_halves_of_a_layer_are_recorded_and_verified_as_each_alone(form, pla
     assert checks == sorted(wrong + [(half, Check.CONTENT, 2) for half in range(len(scene.sites))])
 
 
+def test_halves_share_a_launch_if_they_differ_in_nothing_but_where_they_lie(monkeypatch):
+    launched = []
+    monkeypatch.setattr(gpu_halves, "_verify", lambda a, b, *_: launched.append((a.site.half_id, b.site.half_id)))
+    scene = LayerScene("alike", 1, torch.device("cpu"))
+
+    def pairs(**changed: object) -> list[tuple[int, int]]:
+        launched.clear()
+        second = dataclasses.replace(scene.sites[1], **changed)
+        gpu_halves.verify_halves([scene.sites[0], second], scene.views[:2])
+        return list(launched)
+
+    assert pairs() == [(0, 1)]
+    alone = [(0, 0), (1, 1)]
+    other = LayerScene("alike", 1, torch.device("cpu"))
+    assert pairs(checks=Check.CONTENT) == alone
+    assert pairs(space=other.space) == alone
+    assert pairs(control=other.control) == alone
+    assert pairs(gate=other.gate) == alone
+    assert pairs(layout=dataclasses.replace(scene.sites[1].layout, dtype=torch.int32)) == alone
+
+
 class LayerScene:
     """Halves of one layer in one pool, and what a forward writes to them: one value arrives otherwise."""
 
