@@ -187,6 +187,26 @@ def test_halves_share_a_launch_if_they_differ_in_nothing_but_where_they_lie(monk
     assert pairs(layout=dataclasses.replace(scene.sites[1].layout, dtype=torch.int32)) == alone
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((0, 1), [(0, 1)]),
+        ((None, None), [(0, 1)]),
+        ((0, None), [(0, 0), (1, 1)]),
+        ((None, 1), [(0, 0), (1, 1)]),
+        ((0, "transposed"), [(0, 0), (1, 1)]),
+    ],
+)
+def test_halves_share_a_launch_if_what_they_were_given_is_alike(given, expected, monkeypatch):
+    launched = []
+    monkeypatch.setattr(gpu_halves, "_record", lambda a, b, *_: launched.append((a.site.half_id, b.site.half_id)))
+    scene = LayerScene("alike", 1, torch.device("cpu"))
+    of = {None: None, 0: scene.values[0], 1: scene.values[1], "transposed": scene.values[1].mT.contiguous().mT}
+    slots = torch.tensor([4, -1, 0, 2, 8])
+    gpu_halves.record_halves(scene.sites[:2], scene.views[:2], slots, [of[name] for name in given], 0)
+    assert launched == expected
+
+
 class LayerScene:
     """Halves of one layer in one pool, and what a forward writes to them: one value arrives otherwise."""
 
