@@ -7,8 +7,10 @@ the last call is kept: usually nothing has changed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,12 +44,31 @@ class GraphBinding:
         self.states = [torch.zeros(1, dtype=torch.int32, device=d) for d in plan.devices]
         self.gates = {d: torch.zeros(len(Gate), dtype=torch.int64, device=d) for d in plan.devices}
         self.counters: list[torch.Tensor] = []
-        self.calls_inside = 0
+        self._traffic, self._entries = threading.Lock(), [0, 0]  # calls begun, calls ended
         self.forgiven = 0  # ops that calls which failed half-way did not run
         self._failed = 0
         self._arguments = sorted({s.argument for s in plan.sites})
         self._bound: dict[tuple[Any, ...], BoundCall] = {}
         self._generation = registry.generation
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around each call, of whatever thread."""
+        self._count(0)
+        try:
+            yield
+        finally:
+            self._count(1)
+
+    def _count(self, which: int) -> None:
+        with self._traffic:
+            self._entries[which] += 1
+
+    def calls(self) -> tuple[int, int]:
+        """``(begun, ended)`` so far.  Equal, no thread is in the graph."""
+        with self._traffic:
+            begun, ended = self._entries
+        return begun, ended
 
     def missing_checks(self) -> list[str]:
         """Names of the checks that ran less often than the graph did."""

@@ -81,8 +81,7 @@ class CanarySession:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         abort = self._abort if self.config.mode == "raise" and binding.plan.devices[0].type == "cpu" else None
         call = binding.bind(args, capturing, abort)
-        with self._inside_of(call), forward_context(self._context_of(call)):
-            binding.calls_inside += 1
+        with self._inside_of(call), forward_context(self._context_of(call)), binding.inside():
             self.calls += 1
             try:
                 if not capturing:
@@ -91,8 +90,6 @@ class CanarySession:
             except Exception as e:
                 self._after_failure(binding, e)
                 raise
-            finally:
-                binding.calls_inside -= 1
         if not capturing:
             self._remember_versions(call, args)
             try:
@@ -157,7 +154,7 @@ class CanarySession:
     def _check_coverage(self, readback: _Readback) -> None:
         """Compare the ops that ran with those that were inserted."""
         binding = readback.binding
-        if binding.calls_inside or readback.complete():
+        if not readback.alone or readback.complete():
             return
         self.report_lost(MissedChecksError(binding.plan.name, binding.missing_checks()))
 
@@ -322,10 +319,11 @@ class _Readback:
     binding: GraphBinding
     words: list[torch.Tensor]  # per device: the control's words, then the graph's gate
     events: list[torch.cuda.Event]
+    alone: bool  # no thread was in the graph while they were read: one in the middle of it has run some of the ops
 
     @classmethod
     def start(cls, binding: GraphBinding, controls: Controls, wait: bool) -> _Readback:
-        words, events = [], []
+        words, events, (begun, ended) = [], [], binding.calls()
         for device, gate in binding.gates.items():
             both = torch.cat((controls(device).words, gate))
             if device.type == "cuda" and not wait:
@@ -334,7 +332,7 @@ class _Readback:
                 events.append(torch.cuda.Event())
                 events[-1].record(torch.cuda.current_stream(device))
             words.append(both)
-        return cls(binding, words, events)
+        return cls(binding, words, events, alone=begun == ended and binding.calls() == (begun, ended))
 
     def arrived(self) -> bool:
         return all(e.query() for e in self.events)

@@ -57,11 +57,11 @@ def test_changed_bytes_of_a_prefix_and_a_forward_without_one_are_problems():
     scene = forward_scene.Scene(case, torch.device("cpu"))
     settings = forward_scene.CONFIGURATIONS["content"]
     runner = forward_scene.Runner(scene, decode_models.Model(case.shape, "cpu"), settings, "eager")
-    runner.run()
+    runner.runs[0]()
     assert runner.counts().problems(case, settings) == []
     scene.pools[1][0].view(torch.int16)[forward_scene.FIRST + 5, 0, 3] ^= 1
     scene.batch.prefix_lens[1] = 0
-    runner.run()
+    runner.runs[0]()
     problems = runner.counts().problems(case, settings)
     assert [p.split()[1] for p in problems] == ["violations", "identities", "digests"]
     assert {v.check for v in runner.session.violations()} >= {"content"}

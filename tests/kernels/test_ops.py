@@ -31,7 +31,7 @@ def _arguments(scene) -> dict[str, tuple]:
     value = torch.zeros(1, *scene.site.layout.row_shape, dtype=scene.site.layout.dtype, device=device)
     return {
         "begin": (state,),
-        "join": (state,),
+        "join": ([value], state),
         "verify": (scene.view, value, [slot], [], state, 0, 0),
         "record": (scene.view, value, [slot], [], None, state, 0, 0),
         "observe": (scene.view, state, 0),

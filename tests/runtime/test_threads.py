@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+import time
 
 import pytest
 import torch
-from toys import Rig
+from toys import Rig, new_caches
 
 import kvcanary_fx
 from kvcanary_fx import ConcurrentUseError, MissingContextError, has_forward_context
+from kvcanary_fx.session import _Readback
 
 
 def in_thread(work, name="other"):
@@ -60,6 +63,47 @@ def test_a_cache_may_change_hands_between_forwards():
     assert in_thread(rig.step) is None
     rig.flip()
     assert isinstance(in_thread(rig.step), kvcanary_fx.KVCacheViolation)
+
+
+def test_a_thread_in_the_middle_of_the_graph_is_not_one_whose_checks_did_not_run(monkeypatch):
+    """Two threads, one graph, a cache for each: what one has not run yet, it will."""
+    begun, leave = threading.Event(), threading.Event()
+
+    def inner(gm, example_inputs):
+        class Slow(torch.fx.Interpreter):
+            def run_node(self, node):
+                out = super().run_node(node)
+                if "begin" in str(node.target) and threading.current_thread().name == "holder":
+                    begun.set()
+                    leave.wait(10)
+                return out
+
+        return lambda *args: Slow(gm).run(*args)
+
+    rig = Rig.build(inner=inner)
+    other = dataclasses.replace(rig, caches=new_caches(2, 2, 24, "cpu"))
+    rig.step(3)
+    other.step(3)
+    holder = threading.Thread(target=other.step, name="holder")
+    holder.start()
+    begun.wait(10)
+    start = _Readback.start
+
+    def start_and_let_go(binding, *args):
+        readback = start(binding, *args)
+        leave.set()
+        while len(set(binding.calls())) > 1:  # until nobody is in the graph
+            time.sleep(0.01)
+        return readback
+
+    monkeypatch.setattr(_Readback, "start", staticmethod(start_and_let_go))
+    rig.step()
+    holder.join()
+    assert rig.session.uncovered == []
+    monkeypatch.undo()
+    rig.step()
+    other.step()
+    assert rig.session.uncovered == []
 
 
 def test_a_context_belongs_to_its_thread():
