@@ -51,9 +51,11 @@ class _Part:
             return False
         if a.space is not b.space or a.control is not b.control or a.gate is not b.gate:
             return False
-        if self.operand is None or other.operand is None:
-            return self.operand is other.operand and self.geometry.alike(other.geometry)
-        return self.geometry.alike(other.geometry) and self.operand.alike(other.operand)
+        if (self.operand is None) != (other.operand is None):
+            return False
+        if self.operand is not None and other.operand is not None and not self.operand.alike(other.operand):
+            return False
+        return self.geometry.alike(other.geometry)
 
 
 def _launches(parts: Sequence[_Part]) -> Iterator[tuple[_Part, _Part]]:

@@ -46,14 +46,12 @@ class LayerHalf:
 
     Attributes:
         place: 0 for K, 1 for V, and so on.
-        number: of the tensor among all of its pool.
         reader: another layer writes the tensor, this one only reads it.
     """
 
     site: Site
     view: torch.Tensor
     place: int
-    number: int
     reader: bool = False
 
 
@@ -90,32 +88,25 @@ def record_layer(key: torch.Tensor | None, value: torch.Tensor | None, device: t
     context = get_forward_context()
     halves = _halves(context, layer)
     ops = 1 if _verified(halves) else 2
-    written = _written(context, halves)
+    written, plan = _written(context, halves)
     with _beside(context.sides.get(device)):
-        if not written:
+        if plan is None or plan.real_slots is None:
             count_op(context.gates[device], ops)
             return
-        plan, slots = written[0][1:]  # the halves of a layer are of one pool
-        values = [_rows(half, (key, value), plan) for half, _, _ in written]
-        sites, views = [half.site for half, _, _ in written], [half.view for half, _, _ in written]
-        kernels_for(device).record_halves(sites, views, slots, values, _WRITE, ops)
+        values = [_rows(half, (key, value), plan) for half in written]
+        sites, views = [half.site for half in written], [half.view for half in written]
+        kernels_for(device).record_halves(sites, views, plan.real_slots, values, _WRITE, ops)
 
 
 def _beside(side: SideStream | None) -> contextlib.AbstractContextManager[None]:
     return side.fork() if side is not None else contextlib.nullcontext()
 
 
-def _written(
-    context: ForwardContext, halves: tuple[LayerHalf, ...]
-) -> list[tuple[LayerHalf, RequestPlan, torch.Tensor]]:
-    """The halves that the forward writes, each with its plan and the slots, -1 for padding; none if no engine said."""
-    found = []
-    for half in halves:
-        space = half.site.space
-        plan = context.requests.get(space.space_id) if space is not None else None
-        if plan is not None and plan.real_slots is not None and not half.reader:
-            found.append((half, plan, plan.real_slots))
-    return found
+def _written(context: ForwardContext, halves: tuple[LayerHalf, ...]) -> tuple[list[LayerHalf], RequestPlan | None]:
+    """The halves of a layer that the forward writes, and its plan of their pool; no plan if no engine told one."""
+    written = [half for half in halves if not half.reader]
+    space = written[0].site.space if written else None  # the halves of a layer are of one pool
+    return written, context.requests.get(space.space_id) if space is not None else None
 
 
 def _halves(context: ForwardContext, layer: str) -> tuple[LayerHalf, ...]:

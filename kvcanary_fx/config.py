@@ -117,6 +117,14 @@ class CanaryConfig:
         return cls(**_from_env(os.environ if environ is None else environ))
 
 
+def asked_for(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether an engine that loads us as a plugin is to be guarded: ``KVCANARY_MODE`` is set, and is not ``off``.
+
+    Unlike elsewhere there is no default: that the package is installed must change nothing.
+    """
+    return (os.environ if environ is None else environ).get(f"{ENV_PREFIX}MODE", "") not in ("", "off")
+
+
 def eager_inputs_without_copy(environ: Mapping[str, str] | None = None) -> bool:
     """What the variable of that name asks for.
 

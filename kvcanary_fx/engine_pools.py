@@ -139,7 +139,7 @@ class EnginePool:
             )
             sites.append(site)
         return {
-            name: tuple(LayerHalf(sites[p.half], self.views[p.half], p.place, p.half, p.reader) for p in parts)
+            name: tuple(LayerHalf(sites[p.half], self.views[p.half], p.place, p.reader) for p in parts)
             for name, parts in self._layers.items()
         }
 

@@ -18,7 +18,7 @@ from ..kernels import layer_ops
 from .dynamo_contract import fake_values, opaque_type_name
 from .graph_plan import AttentionPlan, GraphPlan
 from .state_inputs import is_canary, state_input
-from .write_ops import schema_of
+from .write_ops import named_arguments, op_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def register_attention_op(
 
 def guard_attention_ops(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: GraphPlan) -> fx.GraphModule:
     """Put a check before and a fingerprint after every opaque attention op, in place."""
-    found = [n for n in gm.graph.nodes if _op_name(n) in _REGISTERED]
+    found = [n for n in gm.graph.nodes if op_name(n) in _REGISTERED]
     if not found or any(is_canary(n) and "_at" in n.target._schema.name for n in gm.graph.nodes):
         return gm
     places = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
@@ -71,16 +71,9 @@ def guard_attention_ops(gm: fx.GraphModule, example_inputs: Sequence[Any], plan:
     return gm
 
 
-def _op_name(node: fx.Node) -> str:
-    schema = schema_of(node.target)
-    return "" if schema is None else schema.name
-
-
 def _guard(gm: fx.GraphModule, node: fx.Node, plan: GraphPlan, example_of: Callable[[fx.Node], Any]) -> None:
-    name = _op_name(node)
-    known, schema = _REGISTERED[name], schema_of(node.target)
-    assert schema is not None
-    given = {a.name: v for a, v in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
+    name, given = op_name(node), named_arguments(node)
+    known = _REGISTERED[name]
     output: Any = given[known.output]
     layer: Any = given[known.layer]
     kind = "str" if isinstance(layer, str) else opaque_type_name(example_of(layer))

@@ -68,9 +68,7 @@ def read_custom_op(node: fx.Node, values: dict[fx.Node, Any]) -> WriteSpec | Non
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         schema, arguments = _functionalised(node)
     else:
-        schema = schema_of(node.target)
-        named = zip(schema.arguments, node.args, strict=False) if schema is not None else ()
-        arguments = {**{a.name: v for a, v in named}, **node.kwargs}
+        schema, arguments = schema_of(node.target), named_arguments(node)
     if schema is None or schema.name.split("::")[0] in ("aten", "prims", "kvcanary"):
         return None
     known = _REGISTERED.get(schema.name) or _by_name(schema, arguments, values)
@@ -85,9 +83,23 @@ def read_custom_op(node: fx.Node, values: dict[fx.Node, Any]) -> WriteSpec | Non
 
 
 def schema_of(target: Any) -> Any:
+    """The schema of an op, of the first overload where none was chosen; None if ``target`` is no op."""
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
     return target._schema if isinstance(target, torch._ops.OpOverload) else None
+
+
+def op_name(node: fx.Node) -> str:
+    """The qualified name of the op that a node calls; empty if it calls none."""
+    schema = schema_of(node.target)
+    return "" if schema is None else str(schema.name)
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of the op that a node calls, by the names of its schema, without defaults."""
+    schema = schema_of(node.target)
+    given = zip(schema.arguments, node.args, strict=False) if schema is not None else ()
+    return {**{a.name: value for a, value in given}, **node.kwargs}
 
 
 def _functionalised(node: fx.Node) -> tuple[Any, dict[str, Any]]:

@@ -30,7 +30,8 @@ class Loop:
         history, history_lens: int64 ``[branches, longest]`` and ``[branches]``: the requests' own tokens, and how many;
             for the canary.
         steps: tokens that each branch proposes.
-        real_counts: int64 ``[2]`` or None, branches that are none of padding, twice.
+        real_counts: int64 ``[2]`` or None: how many requests and tokens of a forward are real, the rest being padding;
+            a branch adds one token, so both are the number of branches.
     """
 
     config: EngineConfig

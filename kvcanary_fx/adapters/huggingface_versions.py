@@ -1,21 +1,16 @@
-"""The versions of transformers that the adapter was tested with, and what happens with others.
+"""The versions of transformers that the adapter was tested with; in others it first proves itself.
 
-The adapter wraps methods that transformers does not document.  In an untested version they may do something else, or
-be called no longer, and the canary would guard nothing without a word.  So there the adapter first proves itself: tiny
-models generate, clean and with planted faults, and what is not found, or found where nothing is, refuses to start.
+Tiny models generate, clean and with planted faults, and what is not found, or found where nothing is, refuses to start.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 
 from ..errors import SelfTestError
+from .versions import Tested
 
-log = logging.getLogger("kvcanary")
-
-#: First version that is known to work, and the first that is not known to.
-TESTED = ("5.23", "5.24")
+TESTED = Tested("transformers", "5.23", "5.24", "now proving on a tiny model that it works here")
 
 
 @functools.cache
@@ -27,22 +22,10 @@ def require_known_version() -> None:
     """
     import transformers
 
-    version = transformers.__version__
-    if _number(TESTED[0]) <= _number(version) < _number(TESTED[1]):
+    if not TESTED.warn_outside(transformers.__version__):
         return
-    log.warning(
-        "kvcanary.huggingface transformers %s is untested: the adapter was tested with %s up to, not including, %s; "
-        "now proving on a tiny model that it works here",
-        version,
-        *TESTED,
-    )
     from . import huggingface_proof
 
     failed = [(f.check, f.fault, f.told) for f in huggingface_proof.examine() if not f.ok]
     if failed:
         raise SelfTestError(failed)
-
-
-def _number(version: str) -> tuple[int, ...]:
-    """``5.23.0.dev1`` as ``(5, 23)``."""
-    return tuple(int(part) for part in version.split(".")[:2])

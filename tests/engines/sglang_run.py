@@ -14,28 +14,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tiny_configs import CONFIGS
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-
-CONFIG = dict(
-    model_type="llama",
-    architectures=["LlamaForCausalLM"],
-    vocab_size=256,
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=512,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    hidden_act="silu",
-    tie_word_embeddings=False,
-    bos_token_id=1,
-    eos_token_id=2,
-    torch_dtype="bfloat16",
-)
 
 #: Two whole rounds: the second finds the first one's prompts in the prefix cache.
 PREFIX = list(range(40, 60))
@@ -47,7 +29,7 @@ def main(settings: dict[str, object]) -> None:
     import sglang
 
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIGS["llama"]))
         defaults = dict(
             model_path=folder,
             device="cpu",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import tiny_vllm
+import tiny_configs
 import vllm_runs
 from vllm_rig import Rig, mixed_load, prompt
 
-MODELS = list(tiny_vllm.CONFIGS)
+MODELS = list(tiny_configs.CONFIGS)
 
 #: 8 pages of 32 slots for four requests: some are preempted.
 FEW_PAGES = {"num_gpu_blocks_override": 9}

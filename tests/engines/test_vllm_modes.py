@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import tiny_vllm
+import tiny_configs
 import vllm_runs
 
 EAGER = {"enforce_eager": False}
@@ -29,8 +29,8 @@ def run(models, cache, mode, guard, model="llama"):
 @pytest.fixture(scope="module")
 def eager(models):
     """What the models say eagerly and unprotected."""
-    runs = [{"model": name} for name in tiny_vllm.CONFIGS]
-    return dict(zip(tiny_vllm.CONFIGS, vllm_runs.results(models, runs, mode=None), strict=True))
+    runs = [{"model": name} for name in tiny_configs.CONFIGS]
+    return dict(zip(tiny_configs.CONFIGS, vllm_runs.results(models, runs, mode=None), strict=True))
 
 
 def assert_guarded(found, expected, in_graph=True):
@@ -50,7 +50,7 @@ def test_mode_is_guarded(models, tmp_path, eager, mode):
     assert_guarded(found, eager["llama"], in_graph=mode != "stock")
 
 
-@pytest.mark.parametrize("model", [name for name in tiny_vllm.CONFIGS if name != "llama"])
+@pytest.mark.parametrize("model", [name for name in tiny_configs.CONFIGS if name != "llama"])
 def test_compiled_model_is_guarded(models, tmp_path, eager, model):
     assert_guarded(run(models, tmp_path, "trace once", "log", model), eager[model])
 

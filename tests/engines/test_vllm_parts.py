@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kvcanary_fx import EngineError
-from kvcanary_fx.adapters.vllm import counts, identity, layouts, patching, settings, versions
+from kvcanary_fx.adapters.versions import Tested
+from kvcanary_fx.adapters.vllm import counts, identity, layouts, patching, settings
 from kvcanary_fx.adapters.vllm.tables import Ledger
 from kvcanary_fx.engine_stats import EngineStats
 from kvcanary_fx.errors import InvalidSettingError
@@ -74,8 +75,10 @@ def test_cache_key_differs_by_version_and_checks():
 )
 def test_versions_outside_of_the_tested_range_are_told(version, tested, caplog):
     caplog.set_level("WARNING", "kvcanary")
+    versions = Tested("vLLM", "0.32.0", "0.32.1", "so it proves itself")
     assert versions.warn_outside(version) is not tested
-    assert [("0.32.0 to 0.32.0" in r.message) for r in caplog.records] == [True] * (not tested)
+    said = f"vLLM {version} is untested: the adapter was tested with 0.32.0 up to, not including, 0.32.1; so it proves"
+    assert [said in r.message for r in caplog.records] == [True] * (not tested)
 
 
 def test_wrapping_twice_wraps_once_and_a_missing_name_is_told():

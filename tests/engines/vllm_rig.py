@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import tiny_configs
 import tiny_vllm
 import torch
 
@@ -125,7 +126,7 @@ class Rig:
 
 def prompt(seed: int, length: int) -> list[int]:
     """Token ids that depend on ``seed`` alone."""
-    return torch.randint(3, tiny_vllm.VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(3, tiny_configs.VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def mixed_load(rig: Rig) -> None:

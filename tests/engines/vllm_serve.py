@@ -17,6 +17,7 @@ import time
 import urllib.request
 from typing import Any
 
+import tiny_configs
 import tiny_vllm
 from vllm_rig import prompt
 from vllm_runs import MARK
@@ -27,7 +28,7 @@ def write_tokenizer(path: pathlib.Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"t{number}": number for number in range(tiny_vllm.VOCABULARY)}
+    words = {f"t{number}": number for number in range(tiny_configs.VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", eos_token="t2").save_pretrained(path)

@@ -11,6 +11,7 @@ import torch
 import kvcanary_fx
 from kvcanary_fx import tiny
 from kvcanary_fx.adapters import huggingface, huggingface_batching, huggingface_proof, huggingface_versions
+from kvcanary_fx.adapters.versions import Tested
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -175,7 +176,7 @@ def test_what_cannot_be_protected_is_refused():
 
 @pytest.fixture
 def untested_version(monkeypatch):
-    monkeypatch.setattr(huggingface_versions, "TESTED", ("6.0", "6.1"))
+    monkeypatch.setattr(huggingface_versions, "TESTED", Tested("transformers", "6.0", "6.1", "proving itself"))
     huggingface_versions.require_known_version.cache_clear()
     yield
     huggingface_versions.require_known_version.cache_clear()

@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ...config import CanaryConfig
+from ...config import CanaryConfig, asked_for
 from ...errors import InvalidSettingError
+from ..versions import Tested
 from .runner import GuardedRunner, why_not
 
 log = logging.getLogger("kvcanary")
 
-#: First version that is known to work, and the first that is not known to.
-TESTED = ("0.5.23", "0.5.24")
+TESTED = Tested("SGLang", "0.5.23", "0.5.24", "the checks are proved on scratch pools of the same layout first")
 
 #: What to do where SGLang's own kv-canary is on: step ``aside`` or ``replace`` it.
 OWN_CANARY = "SGLANG_KVCANARY_OWN"
@@ -28,7 +28,7 @@ def register() -> None:
     Raises:
         UnknownSettingError, InvalidSettingError: a ``KVCANARY_*`` variable that does not exist, or has another value.
     """
-    if os.environ.get("KVCANARY_MODE", "off") == "off":
+    if not asked_for():
         return
     config, replaces = CanaryConfig.from_env(), _replaces_own()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -62,23 +62,9 @@ def _attach(runner: Any, config: CanaryConfig) -> None:
     if reason is not None:
         log.warning("kvcanary.unguarded %s of SGLang: %s", "draft" if runner.is_draft_worker else "model", reason)
         return
-    # an untested version has to show on scratch pools of the same layout that the checks work, before it is trusted
-    runner.kvcanary = GuardedRunner(runner, config, self_test=not _tested())
-
-
-def _tested() -> bool:
     import sglang
 
-    version = tuple(int(part) for part in sglang.__version__.split(".")[:3] if part.isdigit())
-    first, last = (tuple(map(int, bound.split("."))) for bound in TESTED)
-    if first <= version < last:
-        return True
-    log.warning(
-        "kvcanary.sglang SGLang %s is untested: the adapter was tested with %s up to, not including, %s",
-        sglang.__version__,
-        *TESTED,
-    )
-    return False
+    runner.kvcanary = GuardedRunner(runner, config, self_test=TESTED.warn_outside(sglang.__version__))
 
 
 def _keep_history(result: Any, owner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:

@@ -9,8 +9,18 @@ import vllm
 
 from ... import __version__
 from ...errors import EngineError
-from . import blocks, cache_key, cuda_graphs, graph, metrics, ops, outcomes, runner, versions
+from ..versions import Tested
+from . import blocks, cache_key, cuda_graphs, graph, metrics, ops, outcomes, runner
 from .settings import VllmSettings
+
+#: As docs/vllm.md lists them.
+TESTED = Tested(
+    "vLLM",
+    "0.32.0",
+    "0.32.1",
+    "the checks are proved on scratch pools of the same layout before the first request, and the engine does not start "
+    "if one stays silent",
+)
 
 _RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -23,7 +33,7 @@ def connect(settings: VllmSettings) -> None:
     """
     _log_as_vllm_does()
     _require_runner_v1()
-    self_test = versions.warn_outside(vllm.__version__)
+    self_test = TESTED.warn_outside(vllm.__version__)
     ops.register()
     cache_key.extend(settings.cache_key(__version__))
     cuda_graphs.hook()

@@ -3,7 +3,7 @@
 ::
 
     dep = vllm.unified_kv_cache_update(key, value, layer)
-    kvcanary_vllm.verify(output, key, value, layer)                                  # new
+    kvcanary_vllm.verify(output, layer)                                              # new
     vllm.unified_attention_with_output(query, key, value, output, layer, ..., dep)
     kvcanary_vllm.record(output, key, value, layer)                                  # new
 
@@ -24,7 +24,7 @@ from torch import fx
 from vllm.config import CompilationConfig, VllmConfig
 
 from ...passes.dynamo_contract import clone_graph_module
-from ...passes.write_ops import schema_of
+from ...passes.write_ops import named_arguments, op_name
 from . import ops
 from .patching import wrap
 
@@ -71,12 +71,12 @@ class GuardedInductor(torch._TorchCompileInductorWrapper):
 
 def insert_guards(gm: fx.GraphModule, config: CompilationConfig) -> fx.GraphModule:
     """A copy of ``gm`` with our ops around every attention op; ``gm`` itself if it has none."""
-    found = [n for n in gm.graph.nodes if _name(n) in ops.ATTENTION]
-    if not found or any(_name(n) in ops.OPS for n in gm.graph.nodes):
+    found = [n for n in gm.graph.nodes if op_name(n) in ops.ATTENTION]
+    if not found or any(op_name(n) in ops.OPS for n in gm.graph.nodes):
         return gm
     split_at_ours(config)
     clone = clone_graph_module(gm)
-    for node in [n for n in clone.graph.nodes if _name(n) in ops.ATTENTION]:
+    for node in [n for n in clone.graph.nodes if op_name(n) in ops.ATTENTION]:
         _guard(clone, node)
     clone.graph.lint()
     clone.recompile()
@@ -92,29 +92,17 @@ def split_at_ours(config: CompilationConfig) -> None:
 
 
 def _guard(gm: fx.GraphModule, node: fx.Node) -> None:
-    name = _name(node)
-    schema = schema_of(node.target)
-    assert schema is not None
-    given = {a.name: v for a, v in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
-    key, value = ops.ATTENTION[name]
-    arguments = (given["output"], given[key], given[value], given["layer_name"])
+    key, value = ops.ATTENTION[op_name(node)]
+    given = named_arguments(node)
+    output, layer = given["output"], given["layer_name"]
     ours = getattr(torch.ops, ops.NAMESPACE)
     with gm.graph.inserting_before(node):
-        _call(gm, ours.verify.default, arguments, node)
+        _call(gm, ours.verify.default, (output, layer), node)
     with gm.graph.inserting_after(node):
-        _call(gm, ours.record.default, arguments, node)
+        _call(gm, ours.record.default, (output, given[key], given[value], layer), node)
 
 
 def _call(gm: fx.GraphModule, op: Any, arguments: tuple[Any, ...], like: fx.Node) -> None:
     node = gm.graph.call_function(op, arguments)
     node.meta = {k: v for k, v in like.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
     node.meta["example_value"] = None
-
-
-def _name(node: fx.Node) -> str:
-    if node.op != "call_function":
-        return ""
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
-        return str(node.target._qualified_op_name)
-    schema = schema_of(node.target)
-    return "" if schema is None else str(schema.name)

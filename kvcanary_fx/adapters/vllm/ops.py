@@ -1,6 +1,6 @@
 """Our ops around vLLM's attention, and the same checks where no graph has them.
 
-``kvcanary_vllm::verify(output!, key, value, layer_name)``
+``kvcanary_vllm::verify(output!, layer_name)``
     before attention: the bytes of the slots that it reads.
 ``kvcanary_vllm::record(output!, key, value, layer_name)``
     after it: fingerprints of the slots that were written, compared with ``key`` and ``value``.
@@ -62,9 +62,7 @@ def one_forward() -> Iterator[Guarded]:
         _GUARDED.reset(token)
 
 
-def verify(
-    output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, layer_name: LayerNameType
-) -> None:
+def verify(output: torch.Tensor, layer_name: LayerNameType) -> None:
     """The op before attention."""
     if has_forward_context():
         layer = torch_utils._resolve_layer_name(layer_name)

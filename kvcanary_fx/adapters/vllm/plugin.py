@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...config import asked_for
 from . import settings
 
 
@@ -14,7 +15,7 @@ def register() -> None:
         UnknownSettingError, InvalidSettingError: a ``KVCANARY_`` variable names no setting, or cannot be read.
         EngineError: this vLLM lacks something that the canary hooks into, or is set up in a way that it cannot guard.
     """
-    if not settings.requested():
+    if not asked_for():
         return
     from . import connect  # imports vLLM, torch and the kernels: only for those who asked
 

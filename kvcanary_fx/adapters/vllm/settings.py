@@ -11,9 +11,6 @@ from typing import Literal
 from ...config import CanaryConfig
 from ...errors import InvalidSettingError
 
-#: Set to guard vLLM.  Unlike elsewhere there is no default: that the package is installed changes nothing.
-MODE_VARIABLE = "KVCANARY_MODE"
-
 #: In mode ``raise``: what a violation ends, ``engine`` or the ``request`` it names.
 ABORT_VARIABLE = "KVCANARY_VLLM_ABORT"
 
@@ -51,12 +48,6 @@ class VllmSettings:
             version: of kvcanary_fx.
         """
         return hashlib.sha256(f"kvcanary_fx {version} {sorted(self.config.checks)}".encode()).hexdigest()[:10]
-
-
-def requested(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether vLLM is to be guarded: the mode is set, and is not ``off``."""
-    mode = (os.environ if environ is None else environ).get(MODE_VARIABLE, "")
-    return mode not in ("", "off")
 
 
 def from_env(environ: Mapping[str, str] | None = None) -> VllmSettings:

@@ -1,0 +1,56 @@
+"""Whether an engine is of a version that its adapter was tested with.
+
+An adapter hooks into what an engine does not document.  Another version may do something else, or call it no longer,
+and the canary would guard nothing without a word: so the range is told, and the adapter's self-proof decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+
+log = logging.getLogger("kvcanary")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tested:
+    """The versions of an engine that its adapter was tested with, as the table in docs/engines.md lists them.
+
+    Attributes:
+        engine: its name.
+        first: the first version that is known to work.
+        until: the first after it that is not known to.
+        elsewhere: what the adapter does with any other, for the log.
+    """
+
+    engine: str
+    first: str
+    until: str
+    elsewhere: str
+
+    def has(self, version: str) -> bool:
+        """Whether ``version`` lies in the range."""
+        return _numbers(self.first) <= _numbers(version) < _numbers(self.until)
+
+    def warn_outside(self, version: str) -> bool:
+        """Whether ``version`` lies outside of the range; says so, naming the range."""
+        if self.has(version):
+            return False
+        log.warning(
+            "kvcanary.%s %s %s is untested: the adapter was tested with %s up to, not including, %s; %s",
+            self.engine.lower(),
+            self.engine,
+            version,
+            self.first,
+            self.until,
+            self.elsewhere,
+        )
+        return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """``(0, 32, 0)`` of ``0.32.0+cpu``, and of ``0.32``."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    numbers = tuple(map(int, found.group().split("."))) if found else ()
+    return (*numbers, 0, 0, 0)[:3]

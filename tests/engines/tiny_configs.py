@@ -1,0 +1,69 @@
+"""Configurations of tiny models, as Hugging Face writes them, for engines that are given no weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCABULARY = 256
+
+_COMMON: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    hidden_act="silu",
+    tie_word_embeddings=False,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_MLA: dict[str, Any] = dict(
+    q_lora_rank=64,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    moe_intermediate_size=128,
+    routed_scaling_factor=1.0,
+    num_key_value_heads=4,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+    norm_topk_prob=True,
+    moe_layer_freq=1,
+)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": dict(_COMMON, model_type="llama", architectures=["LlamaForCausalLM"]),
+    "qwen3": dict(_COMMON, model_type="qwen3", architectures=["Qwen3ForCausalLM"]),
+    "gemma3": dict(
+        _COMMON,
+        model_type="gemma3_text",
+        architectures=["Gemma3ForCausalLM"],
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"],
+        query_pre_attn_scalar=32,
+        hidden_activation="gelu_pytorch_tanh",
+    ),
+    "mixtral": dict(
+        _COMMON,
+        model_type="mixtral",
+        architectures=["MixtralForCausalLM"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "deepseek_v3": {
+        k: v
+        for k, v in dict(_COMMON, **_MLA, model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"]).items()
+        if k != "head_dim"
+    },
+}
