@@ -5,9 +5,9 @@
 ``kvcanary::record_at(output!, key, value, state!, layer)``
     fingerprints the slots that the forward was planned to write, and compares them with ``key`` and ``value``.
 
-On a GPU both leave their work to a :class:`~.side_stream.SideStream`, if the context has one.  ``held`` is what the
-layer before was given to write: whoever frees it by its last use in the graph keeps its memory until here, where the
-model waits for what reads it.
+On a GPU both leave their work to a :class:`~.side_stream.SideStream`, if the context has one.  ``held`` is what
+earlier layers were given to write: whoever frees it by its last use in the graph keeps its memory until here, where
+the model waits for what reads it.
 
 ``output`` is neither read nor written.  Both ops claim to mutate it, because attention does: that is what keeps the
 three in order.  A layer's name is a string, or an object of an opaque type that the graph takes as an input; each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from kvcanary_fx.passes.join_side_streams import join_side_streams
 from kvcanary_fx.passes.pipeline import passes, run_passes
 
 _LIBRARY = torch.library.Library("join_test", "FRAGMENT")
+_LIBRARY.define("stores(Tensor x, str layer) -> Tensor")
+_LIBRARY.impl("stores", lambda x, layer: x.clone(), "CompositeExplicitAutograd")
 for _name, _tags in (("cuts", (torch.Tag.cudagraph_unsafe,)), ("plain", ())):
     _LIBRARY.define(f"{_name}(Tensor x) -> Tensor", tags=_tags)
     _LIBRARY.impl(_name, lambda x: x.clone(), "CompositeExplicitAutograd")
@@ -34,20 +37,64 @@ def guarded(model: Any) -> tuple[torch.fx.GraphModule, GraphPlan]:
     return gm, plan
 
 
-def test_each_layer_holds_what_the_last_was_given_and_the_last_op_joins_only_once():
-    gm, plan = guarded(Model(2, hoisted=False))
+def attention_and_checks(gm: torch.fx.GraphModule) -> list[str]:
+    """Attention and the ops around it, each K and V by the number of its layer."""
+    lines = [line.split(" = ", 1)[1] for line in render(gm).splitlines() if "canary." in line or "attention" in line]
+    recorded = [re.findall(r"\((\w+), (\w+), (\w+), state, ", line)[0] for line in lines if "record_at" in line]
+    for number, names in enumerate(recorded):
+        for name, short in zip(names, ("out", "k", "v"), strict=True):
+            lines = [re.sub(rf"\b{name}\b", f"{short}{number}", line) for line in lines]
+    return [re.sub(r"^attention\w*\(.*", "attention", line) for line in lines]
+
+
+def test_a_layer_is_checked_beside_the_record_of_the_last_and_the_last_op_joins_only_once():
+    gm, plan = guarded(Model(3, hoisted=False))
     for _ in range(2):
         join_side_streams(gm, [], plan)
     gm.graph.lint()
-    lines = render(gm).splitlines()
-    first, second = [line for line in lines if "canary.verify_at" in line]
-    written, last = [line.split("(")[1].split(", ")[1:3] for line in lines if "canary.record_at" in line]
-    assert "(output, [], state, layers.0)" in first
-    assert f"[{', '.join(written)}], state, layers.1)" in second
-    assert [line for line in lines if "join" in line] == [f"join_default = canary.join([{', '.join(last)}], state)"]
-    assert lines[-1].startswith("join_default")
+    assert attention_and_checks(gm)[1:] == [
+        "canary.verify_at(out0, [], state, layers.0)",
+        "attention",
+        "canary.verify_at(out0, [], state, layers.1)",
+        "canary.record_at(out0, k0, v0, state, layers.0)",
+        "attention",
+        "canary.verify_at(out1, [k0, v0], state, layers.2)",  # the first that waits for what reads them
+        "canary.record_at(out1, k1, v1, state, layers.1)",
+        "attention",
+        "canary.record_at(out2, k2, v2, state, layers.2)",
+        "canary.join([k1, v1, k2, v2], state)",
+    ]
     assert plan.joins
-    assert plan.ops == 1 + 2 * 2  # what coverage counts is what checks
+    assert plan.ops == 1 + 2 * 3  # what coverage counts is what checks
+
+
+def test_a_check_stays_behind_an_op_that_is_given_its_layer():
+    """Such as one that stores K and V before attention: by the layer's name it may write other slots, too."""
+    first, second = Model(1, hoisted=False), Model(2, hoisted=False)
+    second.layers = torch.nn.ModuleList(list(second.layers)[1:])
+    gm, plan = guarded(lambda x: second(torch.ops.join_test.stores(first(x), "layers.1")))
+    join_side_streams(gm, [], plan)
+    called = re.findall(r" = (?:canary\.)?(verify_at|record_at|stores|join)\(", render(gm))
+    assert called == ["verify_at", "record_at", "stores", "verify_at", "record_at", "join"]
+
+
+def test_each_device_waits_for_its_own():
+    gm, plan = guarded(Model(2, hoisted=False))
+    (state,) = [n for n in gm.graph.nodes if n.name == "kvcanary_state"]
+    with gm.graph.inserting_after(state):
+        other = gm.graph.placeholder("kvcanary_state_1")
+    for node in [n for n in gm.graph.nodes if "layers.1" in n.args]:
+        node.replace_input_with(state, other)
+    plan.devices.append(torch.device("cuda", 1))
+    join_side_streams(gm, [], plan)
+    assert attention_and_checks(gm)[3:] == [
+        "canary.record_at(out0, k0, v0, state, layers.0)",
+        "canary.verify_at(out1, [], state, layers.1)",
+        "attention",
+        "canary.record_at(out1, k1, v1, state, layers.1)",
+        "canary.join([k0, v0], state)",
+        "canary.join([k1, v1], state)",
+    ]
 
 
 @pytest.mark.parametrize(("op", "joins"), [("cuts", False), ("plain", True)])

@@ -28,17 +28,17 @@ def split_at_attention(gm, example_inputs):
 class Rig:
     """A session over the opaque model, and one request, A."""
 
-    def __init__(self, inner="eager", hoisted=False, **settings):
-        self.kv = [tuple(torch.zeros(SLOTS, HEADS, DIM) for _ in range(2)) for _ in range(LAYERS)]
+    def __init__(self, inner="eager", hoisted=False, layers=LAYERS, **settings):
+        self.kv = [tuple(torch.zeros(SLOTS, HEADS, DIM) for _ in range(2)) for _ in range(layers)]
         self.table = torch.zeros(3, 8, dtype=torch.int32)
-        names = [f"layers.{i}" for i in range(LAYERS)]
+        names = [f"layers.{i}" for i in range(layers)]
         METADATA.pools = dict(zip(names, self.kv, strict=True))
         METADATA.redirect = {}
         self.session = kvcanary_fx.install_canary(
             KVPool(self.kv, self.table, layer_names=names), inner=inner, mode="log", **settings
         )
         self.session.mark_ready()
-        self.plain = Model(LAYERS, hoisted)
+        self.plain = Model(layers, hoisted)
         self.model = torch.compile(self.plain, backend=self.session.backend, dynamic=True)
         self.stored = 0
 

@@ -69,18 +69,19 @@ def test_a_legal_life_is_silent_and_every_fault_is_found(beside, inner, bits):
 
 
 def test_each_layer_forks_twice_and_the_graph_and_the_forward_join(beside):
-    rig = Rig()
+    rig = Rig(layers=3)
     rig.step([3, 4, 5])
     (stream,) = AtOnce.made
-    between = ["join", "fork", "fork"]  # what the layer before was given may go
-    assert stream.happened == between[1:] + between * (LAYERS - 1) + ["join", "join"]
+    check = record = "fork"
+    # the second layer is checked beside the first one's record; its own waits for what the first was given to write
+    assert stream.happened == [check, check, record, "join", check, record, record, "join", "join"]
 
 
 def test_without_the_content_check_a_layer_forks_once(beside):
-    rig = Rig(checks=("operand", "poison", "bounds"))
+    rig = Rig(layers=3, checks=("operand", "poison", "bounds"))
     rig.step([3, 4, 5])
     (stream,) = AtOnce.made
-    assert stream.happened == ["fork", *["join", "fork"] * (LAYERS - 1), "join", "join"]
+    assert stream.happened == ["fork", "join", "fork", "fork", "join", "join"]
     rig.session.health.check()
     assert rig.session.uncovered == []
 
@@ -92,7 +93,7 @@ def test_inline_has_no_stream(beside):
     assert told(rig) == []
 
 
-def test_k_and_v_live_until_the_check_of_the_next_layer(beside, monkeypatch):
+def test_k_and_v_live_until_the_next_layer_is_recorded(beside, monkeypatch):
     """What attention is given is read beside the model, after it: a graph that frees by last use must not free it."""
     seen, given, verify, record = [], [], layer_ops.verify_layer, layer_ops.record_layer
 
@@ -106,5 +107,5 @@ def test_k_and_v_live_until_the_check_of_the_next_layer(beside, monkeypatch):
 
     monkeypatch.setattr(layer_ops, "verify_layer", spy_verify)
     monkeypatch.setattr(layer_ops, "record_layer", spy_record)
-    Rig().step([3])
-    assert seen == [[], *given[:-1]]
+    Rig(layers=4).step([3])
+    assert seen == [[], [], *given[:2]]  # the last two are held by the join
