@@ -1,4 +1,4 @@
-"""Caches that cannot be guarded: rebuilt each step by ``keys = torch.cat([keys, new])``, or born in the graph.
+"""Caches that cannot be guarded: rebuilt by ``keys = torch.cat([keys, new])``, replaced, or born in the graph.
 
 Such a cache is no input that the graph writes, so there is no pool to guard.  All we can do is say so, by
 name.
@@ -21,7 +21,7 @@ from torch import fx
 
 from .accesses import FACTORIES, Accesses, storage_key
 from .graph_plan import GraphPlan
-from .names import function_name, source_name
+from .names import function_name, source_name, state_named
 
 
 def find_functional_caches(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: GraphPlan) -> fx.GraphModule:
@@ -55,9 +55,47 @@ def caches_born_inside(gm: fx.GraphModule, found: Accesses) -> list[fx.Node]:
     return born
 
 
+def replaced_caches(gm: fx.GraphModule, found: Accesses) -> list[fx.Node]:
+    """Inputs called a cache or a state that the graph only reads, and returns a new tensor of the same kind for."""
+    written = set(found.written_roots())
+    caches = [p for p in gm.graph.find_nodes(op="placeholder") if p not in written and _is_cache(p) and _is_called(p)]
+    if not caches:
+        return []
+    output = next(iter(reversed(gm.graph.nodes)))
+    returned = [n for n in dict.fromkeys(output.all_input_nodes) if isinstance(_value(n), torch.Tensor)]
+    sources = _sources(gm, caches)
+    return [cache for cache in caches if any(cache in sources[n] and _replaces(n, cache) for n in returned)]
+
+
+def _sources(gm: fx.GraphModule, caches: list[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
+    """The caches that each node is computed from."""
+    sources: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        own = frozenset([node]) if node in caches else frozenset()
+        sources[node] = own.union(*(sources[n] for n in node.all_input_nodes))
+    return sources
+
+
+def _replaces(node: fx.Node, cache: fx.Node) -> bool:
+    """Whether a value could take the place of a cache, and is not the cache."""
+    new, old = _value(node), _value(cache)
+    same = tuple(new.shape) == tuple(old.shape) and new.dtype == old.dtype
+    return same and storage_key(new) != storage_key(old)
+
+
+def _is_called(placeholder: fx.Node) -> bool:
+    name = source_name(placeholder)
+    return state_named(name) is not None or "cache" in name.lower()
+
+
 def _is_cache(node: Any) -> bool:
     """Whether a value is a floating-point input with slots, heads and elements."""
     if not isinstance(node, fx.Node) or node.op != "placeholder":
         return False
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = _value(node)
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 3
+
+
+def _value(node: fx.Node) -> Any:
+    """The fake value of a node."""
+    return node.meta.get("example_value", node.meta.get("val"))

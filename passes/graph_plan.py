@@ -125,7 +125,7 @@ class GraphPlan:
         devices: devices that have a site, in the order of the ``state`` arguments appended to the graph.
         ops: canary ops that each call of the graph runs, joins aside.
         joins: the graph ends with a join, see :mod:`.join_side_streams`.
-        unguarded: inputs that the graph writes and we do not guard, each with the reason.
+        unguarded: inputs that the graph writes or replaces and we do not guard, each with the reason.
         functional: caches that are rebuilt by ``cat`` instead of written in place.
         born: caches that the graph itself creates, so that they are no input of it.
         chain_off: why the chain check does not run, or None.

@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from .accesses import Accesses, trace_accesses
-from .functional_cache import caches_born_inside
+from .functional_cache import caches_born_inside, replaced_caches
 from .graph_plan import GraphPlan, SitePlan, ViewOf
 from .halves import Half, ReadableWrite, Region, Sum, find_halves
 from .labels import name_halves
@@ -70,6 +70,8 @@ def insert_canaries(
         halves += find_only_read(found, lambda root: example_inputs[places[root]], recorded, plan.functional)
     name_halves(halves, found)
     plan.unguarded = [(source_name(r.root), r.why) for r in rejected]
+    replaced = [source_name(n) for n in replaced_caches(gm, found)]
+    plan.unguarded += [(name, "replaced by a new tensor each step") for name in replaced if name not in plan.functional]
     plan.born = [n.name for n in caches_born_inside(gm, found)]
     if halves:
         _Inserter(gm, found, plan, chain).guard(halves)

@@ -27,6 +27,7 @@ INTERPRETED = ["tests/kernels/test_slot_spaces.py", "-k", "interpreted or chain_
 SITES = ["tests/kernels/test_bit_equality.py", "-k", "cpu"]
 ENGINE = ["tests/runtime/test_engine_session.py", "tests/runtime/test_opaque_attention.py"]
 ENGINE += ["tests/runtime/test_side_stream.py", "-m", "not slow"]
+POOLS = ["tests/pools/test_layouts.py", "tests/pools/test_shapes.py"]
 RUNTIME = [
     "tests/runtime/test_adoption.py",
     "tests/runtime/test_detection.py",
@@ -56,6 +57,11 @@ TARGETS = {
     "kvcanary_fx/sweep.py": ENGINE,
     "kvcanary_fx/engine_health.py": ENGINE,
     "kvcanary_fx/adoption.py": RUNTIME,
+    "kvcanary_fx/pool_plans.py": POOLS,
+    "kvcanary_fx/window_report.py": POOLS,
+    "passes/states.py": ["tests/passes/test_idioms.py", "tests/passes/test_pass_rules.py", "-k", "eager or rules"],
+    "passes/only_read.py": ["tests/runtime/test_only_read.py", "-m", "not slow"],
+    "passes/join_side_streams.py": ["tests/passes/test_join_side_streams.py"],
 }
 
 #: Random scenes of a test: most mutants die of few, the others see all.

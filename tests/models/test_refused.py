@@ -75,6 +75,29 @@ def test_rwkv_state_is_told_by_name(caplog):
     assert "state[1]: an op that hides where it writes changed it" in caplog.text
 
 
+def test_minimax_state_is_told_by_name():
+    if not hasattr(transformers, "MiniMaxForCausalLM"):
+        pytest.skip(f"transformers {transformers.__version__} has no MiniMax")
+    torch.manual_seed(0)
+    config = transformers.MiniMaxConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        block_size=4,
+        layer_types=["full_attention", "linear_attention"],
+    )
+    backend = decode(transformers.MiniMaxForCausalLM(config).eval(), None)
+    said = backend.session.summary()
+    assert "not      past_key_values.linear_cache[1]: replaced by a new tensor each step" in said
+    assert "cannot   past_key_values.layers[0].keys: rebuilt by cat each step" in said
+
+
 def test_state_replaced_by_a_new_tensor_is_told(caplog):
     """RecurrentGemma keeps its states as attributes of its modules and assigns new tensors to them."""
     if not hasattr(transformers, "RecurrentGemmaForCausalLM"):

@@ -171,6 +171,31 @@ def test_grown_by_cat_is_told_by_name(caplog):
     assert "StaticCache" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["linear_cache", "ssm_states"])
+def test_replaced_by_a_new_tensor_is_told_by_name(name):
+    """As MiniMax's linear state; what is no cache, is written in place, or has another shape is not named."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, hidden_states, kv_cache, pos, **states):
+            kv_cache.index_copy_(0, pos, hidden_states)
+            state = states[name] * 0.9 + hidden_states.sum(0)
+            return hidden_states * 2, kv_cache, state, states[name].sum(-1)
+
+    def run(**more):
+        return torch.compile(Layer(), backend=backend)(
+            torch.randn(T, H, D), torch.zeros(S, H, D), torch.arange(T), **more
+        )
+
+    torch._dynamo.reset()
+    backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(inner="eager"))
+    with torch.no_grad():
+        run(**{name: torch.zeros(1, H, D)})
+    (plan,) = backend.session.plans
+    assert plan.unguarded == [(f"states.{name}", "replaced by a new tensor each step")]
+    assert [s.pool for s in plan.sites] == ["kv_cache"]
+    assert f"not      states.{name}: replaced by a new tensor each step" in backend.session.summary()
+
+
 def test_born_in_the_graph_is_told(caplog):
     def run(k, pos):
         kc = torch.zeros(B, H, S, D)
