@@ -210,8 +210,8 @@ def test_c128_over_three_hundred_tokens():
         pool[where] = rows
         return pool[where].sum()
 
-    model, tokens, had = torch.compile(write, backend=session.backend), list(range(300)), 0
-    for start, stop in ((0, 100), (100, 130), (130, 131), (131, 300)):
+    model, tokens, had = torch.compile(write, backend=session.backend), list(range(301)), 0
+    for start, stop, known in ((0, 100, 300), (100, 130, 300), (130, 131, 300), (131, 300, 300), (300, 301, 200)):
         done = [p // 128 + 5 for p in range(start, stop) if p % 128 == 127]
         if done:
             session.pool.allocate(done, owner="A")
@@ -221,7 +221,7 @@ def test_c128_over_three_hundred_tokens():
         batch = dict(
             input_ids=tokens[start:stop], c128=planned, request_rows=[1], prefix_lens=[start],
             extend_lens=[stop - start], request_ids=["A"], positions=list(range(start, stop)),
-            history=torch.tensor([tokens]), history_lens=[300],
+            history=torch.tensor([tokens[:known] + [999] * (300 - known)]), history_lens=[known],
         )  # fmt: skip
         with session.step(batch), session.forward():
             model(slots, torch.randint(0, 99, (len(planned), 584), dtype=torch.uint8), torch.tensor(planned))
