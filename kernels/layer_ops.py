@@ -66,8 +66,9 @@ def verify_layer(device: torch.device, layer: str, held: Sequence[torch.Tensor] 
     """
     context = get_forward_context()
     side = context.sides.get(device)
-    if side is not None and held:
-        side.join()
+    for other in dict.fromkeys(tensor.device for tensor in held):  # a layer before may be on another device
+        if other in context.sides:
+            context.sides[other].join()
     due = _verified(_halves(context, layer))
     if due:
         with _beside(side):

@@ -12,6 +12,7 @@ from opaque_engine import METADATA
 from test_opaque_attention import LAYERS, Rig
 
 from kvcanary_fx import engine_forward, engine_session
+from kvcanary_fx.context import ForwardContext, forward_context
 from kvcanary_fx.kernels import gpu, gpu_requests, layer_ops, side_stream
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
@@ -108,3 +109,12 @@ def test_k_and_v_live_until_the_check_of_the_next_layer(beside, monkeypatch):
     monkeypatch.setattr(layer_ops, "record_layer", spy_record)
     Rig().step([3])
     assert seen == [[], *given[:-1]]
+
+
+def test_what_the_layer_before_was_given_is_waited_for_on_its_own_device():
+    cpu, other = torch.device("cpu"), torch.device("meta")
+    sides = {device: AtOnce(device) for device in (cpu, other)}
+    context = ForwardContext(sites=(), plans=(), identities={}, controls={}, gates={}, sides=sides)
+    with forward_context(context):
+        layer_ops.verify_layer(cpu, "layers.1", [torch.empty(1, device=other)])
+    assert [sides[device].happened for device in (cpu, other)] == [[], ["join"]]
