@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import compile_time
 import decode_models
 import forward
 import forward_scene
@@ -135,6 +137,25 @@ def test_usual_forwards_of_a_gpu_and_what_only_adds():
     assert names("--only", "zero-configuration") == plain
     assert ("gqa prefill 8192 tokens", "manual", 5) in names("--only", "8192")
     assert ("gqa decode 64 x 4096", "reduce-overhead", 1) in names("--configs", "off")
+
+
+def test_first_launches_of_our_kernels_are_what_compiling_takes(monkeypatch):
+    from triton.runtime.jit import JITFunction
+
+    def kernel(module: str) -> types.SimpleNamespace:
+        function = types.SimpleNamespace(__module__=module, __name__=f"kernel of {module}")
+        return types.SimpleNamespace(fn=function, device_caches={0: ({},)})
+
+    def launch(kernel: types.SimpleNamespace, signature: str) -> str:
+        kernel.device_caches[0][0][signature] = "compiled"
+        return "launched"
+
+    monkeypatch.setattr(JITFunction, "run", launch)
+    times = compile_time.KernelTimes()
+    ours, other = kernel("kvcanary_fx.kernels.triton_records"), kernel("inductor")
+    made = [JITFunction.run(*what) for what in ((ours, "a"), (ours, "a"), (other, "a"), (ours, "b"))]
+    assert made == ["launched"] * 4
+    assert [name for name, _ in times.seconds] == ["kernel of kvcanary_fx.kernels.triton_records"] * 2
 
 
 def test_plot_has_every_line_and_mark():
