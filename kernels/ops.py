@@ -140,7 +140,7 @@ def _record(
         moved = extent[-1] if extent else 0
     last = None
     if here.layout.has_rows:
-        last = last_of_rows(positions, here.layout.rows, resolved.slots.shape[0])
+        last = last_of_rows(_on(kv.device, positions), here.layout.rows, resolved.slots.shape[0])
     kernels.record(here, kv, resolved.slots, rows, plan.write_id, last, moved, ops=1)
 
 
@@ -176,10 +176,11 @@ def _identify(
     site: int,
     write: int,
 ) -> None:
-    context = get_forward_context()
+    context, device = get_forward_context(), state.device
     here, plan = context.sites[site], context.plans[write]
-    kernels = kernels_for(tokens.device)
-    slots = kernels.resolve(plan, here.layout, index, extent, tokens.device).slots
+    kernels = kernels_for(device)
+    slots = kernels.resolve(plan, here.layout, index, extent, device).slots
+    tokens, positions = tokens.to(device), _on(device, positions)
     identity = context.identities.get(site)
     if identity is not None and tokens.numel() == slots.numel():
         if here.layout.has_rows and tokens.dim() == 2:
@@ -190,6 +191,11 @@ def _identify(
         else:
             name_slots(identity, slots, tokens, positions)
     count_op(here.gate)
+
+
+def _on(device: torch.device, positions: torch.Tensor | None) -> torch.Tensor | None:
+    """Positions where the cache is: a model whose layers are on several devices takes them on one."""
+    return None if positions is None else positions.to(device)
 
 
 def _index_put_(

@@ -34,7 +34,7 @@ class SideStream:
     def fork(self) -> Iterator[None]:
         """Launch on the side stream, after all that the model's stream was given so far."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._forked.add(capturing())
+        self._forked.add(capturing(self.device))
         with torch.cuda.stream(self.stream):
             yield
 
@@ -43,7 +43,7 @@ class SideStream:
 
         What was forked outside of a capture cannot be joined inside of one: the end of the forward does it.
         """
-        now = capturing()
+        now = capturing(self.device)
         if now in self._forked:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
         self._forked -= {now} if now else {True, False}
@@ -54,6 +54,9 @@ def can_fork(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def capturing() -> bool:
-    """Whether a CUDA graph is being captured in this thread's stream."""
-    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+def capturing(device: torch.device | None = None) -> bool:
+    """Whether a CUDA graph is being captured in this thread's stream, of the current device or of another."""
+    if not torch.cuda.is_available():
+        return False
+    with torch.cuda.device(device) if device is not None else contextlib.nullcontext():
+        return bool(torch.cuda.is_current_stream_capturing())

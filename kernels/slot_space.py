@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Any
 
 import torch
 
@@ -284,9 +285,30 @@ class RequestPlan:
         memory: torch.Tensor = getattr(self, name)
         return memory
 
+    def to(self, device: torch.device) -> RequestPlan:
+        """The plan for a pool of this device; itself, if nothing of it is elsewhere.
+
+        Kernels follow addresses, whosever they are.  A device can read pinned memory of the host.
+        """
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        moved: dict[str, Any] = {
+            name: value.to(device)
+            for name, value in given.items()
+            if isinstance(value, torch.Tensor) and _elsewhere(value, device)
+        }
+        if not moved:
+            return self
+        moved |= dict(ends=None, real_slots=None)  # the kernels write them: made on the device when needed
+        moved["reads"] = self.reads.to(device) if self.reads is not None else None
+        return dataclasses.replace(self, **moved)
+
     @property
     def width(self) -> int:
         """Positions that a row of the table has room for; without end in a ring."""
         if self.ring:
             return ENDLESS
         return self.table.shape[1] * self.page_size
+
+
+def _elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
+    return tensor.device != device and not (tensor.device.type == "cpu" and tensor.is_pinned())

@@ -11,6 +11,7 @@ import torch
 from .config import eager_inputs_without_copy
 from .errors import EngineError
 from .kernels import request_checks
+from .kernels.side_stream import capturing
 from .kernels.slot_space import RequestPlan
 from .pool_layout import KVPool
 from .pool_plans import narrowed, register, sub_batch
@@ -181,11 +182,28 @@ class Inputs:
     def plans(self, views: Mapping[str | None, StepView]) -> dict[str, RequestPlan]:
         """What each pool is to be read and written at, by its name; nothing of pools without a batch."""
         return {
-            pool.name: plan_of(pool, place, views[field], self.main if field is None else self.own[field])
+            pool.name: _there(pool, plan_of(pool, place, views[field], self.main if field is None else self.own[field]))
             for field, group in self._groups.items()
             if field in views
             for place, pool in enumerate(group)
         }
+
+
+def _there(pool: KVPool, plan: RequestPlan) -> RequestPlan:
+    """The plan on the pool's device; the step inputs are on that of the first pool.
+
+    Raises:
+        EngineError: while a CUDA graph is captured, whose replays would see none of the copies.
+    """
+    if pool.device == plan.counts.device:
+        return plan
+    moved = plan.to(pool.device)
+    if moved is not plan and capturing():
+        raise EngineError(
+            f"pool {pool.name!r} is on {pool.device} and the step inputs are not: a CUDA graph cannot be captured over "
+            "both. Give each device a session of its own, install_canary(...) for its pools"
+        )
+    return moved
 
 
 def _history(view: StepView) -> torch.Tensor | None:

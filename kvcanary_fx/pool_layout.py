@@ -92,12 +92,18 @@ class KVPool:
             self._refuse(
                 f"has a request_table that is {table.dtype} {list(table.shape)}; it must be integer [requests, width]"
             )
+        self._require_one_device()
         self._require_slots()
         self._require_index_space()
         self._require_numbering()
 
     def _refuse(self, why: str) -> None:
         raise EngineError(f"pool {self.name!r} {why}")
+
+    def _require_one_device(self) -> None:
+        devices = list(dict.fromkeys(str(tensor.device) for layer in self.tensors for tensor in layer))
+        if len(devices) > 1:
+            self._refuse(f"has tensors on {', '.join(devices)}: the layers of each device are a pool of their own")
 
     def _require_slots(self) -> None:
         if self.order not in ("NHD", "HND") or (self.order == "HND" and not self.paged):

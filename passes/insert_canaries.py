@@ -201,7 +201,7 @@ class _Inserter:
 
     def _identify(self, site: int, half: Half, ahead: ReadableWrite, state: fx.Node) -> bool:
         """Insert the identity op for the half's slot space, once; whether this site got it."""
-        space = tuple(str(half.shape[a]) for a in half.slot_axes)
+        space = (self.found.values[half.root].device, *(str(half.shape[a]) for a in half.slot_axes))
         if self.tokens.tokens is None or ahead.plan.covers_all or space in self.led:
             return False
         self.led.add(space)

@@ -59,7 +59,8 @@ TARGETS = {
     "kvcanary_fx/adoption.py": RUNTIME,
     "kvcanary_fx/pool_plans.py": [*POOLS, "compressed or c128 or completed or plan or doctor or batch"],
     "kvcanary_fx/window_report.py": [*POOLS, "window_report"],
-    "passes/states.py": ["tests/passes/test_idioms.py", "-k", "eager and not aot or a_state or a_window"],
+    "passes/states.py": ["tests/passes/test_states.py", "tests/passes/test_idioms.py"]
+    + ["-k", "test_states or eager and not aot or a_state or a_window"],
     "passes/only_read.py": ["tests/runtime/test_only_read.py", "-m", "not slow"],
     "passes/join_side_streams.py": ["tests/passes/test_join_side_streams.py"],
 }

@@ -1,31 +1,62 @@
 """What the canary adds to compile time: a Llama of 8 layers, cold and warm caches, each in a fresh process.
 
     python tests/benchmarks/compile_time.py [--repeats 3] [--write]
+    python tests/benchmarks/compile_time.py --profile DIRECTORY
 
-A run compiles one decode step and times the first call.  Cold runs start with an empty cache directory;
-warm runs are a second process with the same directory.  Guarded and unguarded runs take turns.
+A run compiles one decode step and times the first call, until the device is done.  Cold runs start with an empty cache
+directory; warm runs are a second process with the same directory.  Guarded and unguarded runs take turns.
+``--profile`` writes where the time of a warm run goes, guarded and not, as text.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import cProfile
 import json
 import os
+import pstats
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 LAYERS = 8
 
 
-def measure(variant: str, device: str) -> dict[str, Any]:
-    """One run, in this process: seconds of the first call, of our passes, and what the caches said."""
-    import time
+class KernelTimes:
+    """What it takes to have our Triton kernels compiled, or loaded from Triton's cache: their first launches.
+
+    Attributes:
+        seconds: by the kernel's name, one for each variant of it.
+    """
+
+    def __init__(self) -> None:
+        from triton.runtime.jit import JITFunction
+
+        self.seconds: list[tuple[str, float]] = []
+        run = JITFunction.run
+
+        def timed(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            before, started = self._variants(kernel), time.perf_counter()
+            launched = run(kernel, *args, **kwargs)
+            if kernel.fn.__module__.startswith("kvcanary_fx") and self._variants(kernel) > before:
+                self.seconds.append((kernel.fn.__name__, time.perf_counter() - started))
+            return launched
+
+        JITFunction.run = timed
+
+    @staticmethod
+    def _variants(kernel: Any) -> int:
+        return sum(len(cache[0]) for cache in kernel.device_caches.values())
+
+
+def measure(variant: str, device: str, profile: Path | None = None) -> dict[str, Any]:
+    """One run, in this process: seconds of the first call, of our passes and kernels, and what the caches said."""
 
     import torch
     import torch._inductor.compile_fx  # else the unguarded run imports it before its clock starts
@@ -41,9 +72,12 @@ def measure(variant: str, device: str) -> dict[str, Any]:
     backend = kvcanary_fx.CanaryBackend() if variant == "guarded" else "inductor"
     run = torch.compile(model.forward, backend=backend)
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    kernels = KernelTimes() if variant == "guarded" and device == "cuda" else None
     started = time.perf_counter()
-    with torch.no_grad():
+    with torch.no_grad(), profiled(profile):
         run(token, past_key_values=cache)
+        if device == "cuda":
+            torch.cuda.synchronize()  # the guarded call has waited, as it is in mode raise
     seconds = time.perf_counter() - started
     passes = sum(sum(p.seconds.values()) for p in backend.session.plans) if variant == "guarded" else 0.0
     ops = backend.session.stats().recorded if variant == "guarded" else 0
@@ -54,12 +88,28 @@ def measure(variant: str, device: str) -> dict[str, Any]:
             counters["aot_autograd"]["autograd_cache_miss"],
         ),
     }
-    return {"seconds": seconds, "passes": passes, "recorded": ops, "hits": hits}
+    made = kernels.seconds if kernels is not None else []
+    return {"seconds": seconds, "passes": passes, "recorded": ops, "hits": hits, "kernels": made}
 
 
-def in_new_process(variant: str, device: str, cache: str) -> dict[str, Any]:
+@contextlib.contextmanager
+def profiled(path: Path | None) -> Iterator[None]:
+    """Write where the time goes, by what is called and by what calls; nothing for None."""
+    if path is None:
+        yield
+        return
+    profile = cProfile.Profile()
+    profile.enable()
+    yield
+    profile.disable()
+    with path.open("w") as out:
+        for order in ("cumulative", "tottime"):
+            pstats.Stats(profile, stream=out).sort_stats(order).print_stats(80)
+
+
+def in_new_process(variant: str, device: str, cache: str, *arguments: str) -> dict[str, Any]:
     env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=f"{cache}/triton")
-    command = [sys.executable, __file__, "--variant", variant, "--device", device]
+    command = [sys.executable, __file__, "--variant", variant, "--device", device, *arguments]
     out = subprocess.run(command, env=env, capture_output=True, text=True)
     if out.returncode:
         sys.exit(out.stderr)
@@ -72,14 +122,28 @@ def _row(kind: str, plain: list[dict[str, Any]], guarded: list[dict[str, Any]]) 
     passes = statistics.median(r["passes"] for r in guarded)
     (fx_hit, fx_miss), (aot_hit, aot_miss) = guarded[-1]["hits"]["fx"], guarded[-1]["hits"]["aot"]
     seconds = [r["seconds"] for r in guarded]
+    kernels = statistics.median(sum(s for _, s in r["kernels"]) for r in guarded)
     return [
         kind,
         f"{a:.2f} s",
         f"{b:.2f} s ({min(seconds):.2f} to {max(seconds):.2f})",
         f"{100 * (b / a - 1):+.1f} %",
         f"{passes * 1e3:.0f} ms",
+        f"{kernels * 1e3:.0f} ms",
         f"FX {fx_hit} hit {fx_miss} miss, AOT {aot_hit} hit {aot_miss} miss",
     ]
+
+
+def write_profiles(directory: Path, device: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for variant in ("plain", "guarded"):
+        path = directory / f"{variant}.txt"
+        with tempfile.TemporaryDirectory() as cache:
+            in_new_process(variant, device, cache)
+            found = in_new_process(variant, device, cache, "--profile", str(path))
+        print(f"{variant}: {found['seconds']:.2f} s under the profiler, {path}", flush=True)
+        for name, seconds in found["kernels"]:
+            print(f"  {name}: {seconds * 1e3:.0f} ms", flush=True)
 
 
 def main() -> None:
@@ -89,11 +153,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--profile", type=Path, metavar="DIRECTORY", help="two warm runs, where their time goes; no table"
+    )
     parser.add_argument("--write", action="store_true", help="update the section in BENCHMARKS.md")
     parser.add_argument("--variant", choices=("plain", "guarded"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.variant:
-        print(json.dumps(measure(args.variant, args.device)))
+        print(json.dumps(measure(args.variant, args.device, args.profile)))
+        return
+    if args.profile:
+        write_profiles(args.profile, args.device)
         return
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for number in range(args.repeats):
@@ -104,11 +174,16 @@ def main() -> None:
                     runs.setdefault((variant, kind), []).append(found)
                     took = f"{found['seconds']:6.2f} s {found['hits']}"
                     print(f"run {number + 1}: {variant:8s} {kind:5s} {took}", flush=True)
-    header = ["caches", "unguarded", "guarded (spread)", "difference", "of it our passes", "caches, guarded run"]
+    header = ["caches", "unguarded", "guarded (spread)", "difference", "of it our passes", "of it our kernels"]
+    header.append("caches, guarded run")
     rows = [_row(kind, runs["plain", kind], runs["guarded", kind]) for kind in ("cold", "warm")]
     kernels = ""
     if args.device == "cuda":
-        kernels = " The guarded run compiles the canary's four Triton kernels too, however many layers there are."
+        count = len(runs["guarded", "cold"][0]["kernels"])
+        kernels = (
+            f" The guarded run compiles {count} variants of the canary's Triton kernels too, or takes them from "
+            "Triton's cache, one after the other in its first forward, however many layers there are."
+        )
     text = (
         f"## Compile time\n\n{report.environment(args.device)}. First call of a compiled decode step of a tiny Llama "
         f"of {LAYERS} layers, Inductor, median of {args.repeats} runs in fresh processes, guarded and unguarded taking "

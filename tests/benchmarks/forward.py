@@ -1,7 +1,11 @@
 """What the canary adds to a forward: decode and prefill of an 8B-shaped GQA model, decode of an MLA-shaped one.
 
     python tests/benchmarks/forward.py [--only "gqa decode 64"] [--json PATH] [--write]
+    python tests/benchmarks/forward.py --only reduce-overhead zero-configuration
     python tests/benchmarks/forward.py --tiny --device cpu
+
+Three sections: an engine's forward captured in a graph, decodes under ``mode="reduce-overhead"``, and a decode over
+plain tensors with nothing but ``protect`` (`plain_cache.py`).
 
 For each forward, every configuration of the canary is built over the same weights and the same pool, and then they
 take turns.  The prefixes of all requests are known to every session, identity and bytes, and the counts of the
@@ -10,7 +14,7 @@ sessions are compared with what that means: a row is only good if the checks had
 Decodes are captured several times: the same kernels over other addresses.  In some graphs one matrix product takes 5 %
 longer than in others, with the canary and without, which is more than all checks take; so graphs are compared at their
 fastest, and the slowest is shown beside.
-The sizes need about 90 GiB of GPU memory; `--only` leaves out the largest.
+The sizes need about 90 GiB of GPU memory; `--only` leaves out the largest, and picks those that are not usual.
 """
 
 from __future__ import annotations
@@ -19,76 +23,69 @@ import argparse
 import dataclasses
 import gc
 import itertools
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import report
+import plain_cache
 import torch
 from decode_models import GQA, MLA, STEP, TINY_GQA, TINY_MLA, Model, Shape
+from forward_report import Results, Row
 from forward_scene import CONFIGURATIONS, MODES, Case, Runner, Scene
-
-HEADER = [
-    "forward", "configuration", "time (10 % to 90 %)", "slowest graph", "overhead",
-    "identities checked", "digests checked", "recorded", "violations",
-]  # fmt: skip
-
-HOW = {
-    "manual": "compiled with Inductor and captured in a CUDA graph with the checks inside",
-    "reduce-overhead": "compiled with Inductor and its own CUDA graphs, called from Python with all hooks",
-    "eager": "called op by op from Python with all hooks",
-}
+from plain_cache import PlainRunner
+from torch._dynamo.utils import counters
 
 
-@dataclasses.dataclass
-class Row:
-    """One configuration of one forward; times in milliseconds, of its fastest graph; counts for each forward."""
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One forward in one mode, by some configurations.
 
-    case: str
+    Attributes:
+        usual: it runs if nothing is picked by ``--only``.
+    """
+
+    case: Case
     mode: str
-    configuration: str
-    placement: str | None
-    median: float
-    low: float
-    high: float
-    slowest: float  # median of the slowest of its graphs
-    graphs: int
-    overhead: float | None = None  # of the medians, in percent of "off"
-    rounds: int = 0
-    build_seconds: float = 0.0
-    counts: dict[str, float] | None = None
-    problems: list[str] = dataclasses.field(default_factory=list)
+    configurations: Sequence[str]
+    usual: bool = True
 
     @property
-    def key(self) -> tuple[str, ...]:
-        return (self.case, self.mode, self.configuration, *([self.placement] if self.placement else []))
-
-    def cells(self) -> list[str]:
-        counts = self.counts or {}
-        found = [f"{counts[name]:,.0f}" if counts else "" for name in ("identities", "digests", "recorded")]
-        return [
-            self.case if self.mode == "manual" else f"{self.case}, {self.mode}",
-            ", ".join(self.key[2:]),
-            f"{self.median:.3f} ms ({self.low:.3f} to {self.high:.3f})",
-            f"{self.slowest:.3f} ms" if self.graphs > 1 else "",
-            "" if self.overhead is None else f"{self.overhead:+.2f} %",
-            *found,
-            "; ".join(self.problems) or ("0" if counts else ""),
-        ]
+    def words(self) -> set[str]:
+        return {*self.case.words, self.mode}
 
 
-def cases(tiny: bool) -> list[Case]:
-    if tiny:
-        return [Case(TINY_GQA, 2, 192, 1), Case(TINY_GQA, 1, 32, 32), Case(TINY_MLA, 2, 192, 1)]
+def turns(tiny: bool, modes: Sequence[str]) -> list[Turn]:
+    """Those of a tiny model or of a large one, in these modes, one shape after the other.
+
+    The usual ones of all modes take about five minutes on an H200.
+    """
 
     def decode(shape: Shape) -> list[Case]:
         return [Case(shape, requests, 4096, 1) for requests in (1, 64, 128)]
 
-    return [*decode(GQA), *(Case(GQA, 1, tokens, tokens) for tokens in (2048, 8192)), *decode(MLA)]
+    if tiny:
+        cases = [Case(TINY_GQA, 2, 192, 1), Case(TINY_GQA, 1, 32, 32), Case(TINY_MLA, 2, 192, 1)]
+        plain, unusual = Case(TINY_GQA, 2, 64, 1), set()
+    else:
+        gqa, mla, long = decode(GQA), decode(MLA), Case(GQA, 1, 8192, 8192)
+        cases, plain = [*gqa, Case(GQA, 1, 2048, 2048), long, *mla], Case(GQA, 16, 4096, 1)
+        unusual = {long, mla[0], mla[2]}
+    made = []
+    for mode, case in itertools.product(modes, cases):
+        if mode == "zero-configuration":
+            continue
+        few = mode == "reduce-overhead" and not tiny
+        usual = case not in unusual and (not few or case in gqa[:2])
+        made.append(Turn(case, mode, ("off", "recorded") if few else tuple(CONFIGURATIONS), usual))
+    if "zero-configuration" in modes:
+        made.append(Turn(plain, "zero-configuration", tuple(plain_cache.CONFIGURATIONS), not tiny or len(modes) == 1))
+    return sorted(made, key=lambda turn: turn.case.shape != made[0].case.shape)
+
+
+AnyRunner = Runner | PlainRunner
 
 
 def milliseconds(run: Callable[[], Any], device: torch.device, calls: int) -> float:
@@ -112,7 +109,7 @@ def milliseconds(run: Callable[[], Any], device: torch.device, calls: int) -> fl
 Times = list[list[float]]
 
 
-def take_turns(runners: dict[str, Runner], device: torch.device, rounds: int, seconds: float) -> dict[str, Times]:
+def take_turns(runners: dict[str, AnyRunner], device: torch.device, rounds: int, seconds: float) -> dict[str, Times]:
     """The times of each round, fewer rounds where all of them would take longer than ``seconds``."""
     graphs = max(len(runner.runs) for runner in runners.values())
     once = sum(milliseconds(runner.runs[0], device, 1) for runner in runners.values()) / 1e3
@@ -126,10 +123,10 @@ def take_turns(runners: dict[str, Runner], device: torch.device, rounds: int, se
     return taken
 
 
-def rows_of(runners: dict[str, Runner], mode: str, placement: str | None, taken: dict[str, Times]) -> Iterator[Row]:
+def rows_of(runners: dict[str, AnyRunner], mode: str, placement: str | None, taken: dict[str, Times]) -> Iterator[Row]:
     plain = min(map(statistics.median, taken["off"])) if "off" in taken else None
     for name, runner in runners.items():
-        graphs, case = sorted(taken[name], key=statistics.median), runner.scene.case
+        graphs, case = sorted(taken[name], key=statistics.median), runner.case
         times, median = sorted(graphs[0]), statistics.median(graphs[0])
         edge, slowest = len(times) // 10, statistics.median(graphs[-1])
         row = Row(case.name, mode, name, None, median, times[edge], times[-1 - edge], slowest, len(graphs))
@@ -142,19 +139,27 @@ def rows_of(runners: dict[str, Runner], mode: str, placement: str | None, taken:
         if counts is not None:
             row.counts = dataclasses.asdict(counts)
             row.problems = counts.problems(case, runner.settings or {})
+        row.problems += runner.problems
         yield row
 
 
-def measure(case: Case, model: Model, mode: str, args: argparse.Namespace) -> list[Row]:
+def measure(turn: Turn, model: Model, args: argparse.Namespace) -> list[Row]:
     """All configurations of one forward."""
-    device, runners = torch.device(args.device), {}
-    scene = Scene(case, device)
-    for name in args.configs:
-        settings = CONFIGURATIONS[name]
-        if settings is not None and args.placement:
-            settings = {**settings, "placement": args.placement}
-        runners[name] = Runner(scene, model, settings, mode, args.captures if case.added == 1 else 1)
-        print(f"{case.name}, {mode}: {name} built in {runners[name].seconds:.1f} s{held(device)}", flush=True)
+    device, case, mode, runners = torch.device(args.device), turn.case, turn.mode, {}
+    scene = Scene(case, device) if mode != "zero-configuration" else None
+    for name in turn.configurations:
+        skipped = counters["inductor"]["cudagraph_skips"]
+        if scene is None:
+            runner: AnyRunner = PlainRunner(case, model, plain_cache.CONFIGURATIONS[name], device)
+        else:
+            settings = CONFIGURATIONS[name]
+            if settings is not None and args.placement:
+                settings = {**settings, "placement": args.placement}
+            runner = Runner(scene, model, settings, mode, args.captures if case.added == 1 else 1)
+        if counters["inductor"]["cudagraph_skips"] > skipped:
+            runner.problems.append("Inductor ran it without CUDA graphs")
+        runners[name] = runner
+        print(f"{case.name}, {mode}: {name} built in {runner.seconds:.1f} s{held(device)}", flush=True)
     taken = take_turns(runners, device, args.rounds, args.seconds)
     return list(rows_of(runners, mode, args.placement, taken))
 
@@ -172,88 +177,74 @@ def let_go(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-class Results:
-    """The rows so far, in a file as soon as there are new ones; those of an earlier run like this one are kept."""
-
-    def __init__(self, args: argparse.Namespace):
-        self.args, self.environment = args, report.environment(args.device)
-        self.rows: dict[tuple[str, ...], Row] = {}
-        if args.json and args.json.exists():
-            old = json.loads(args.json.read_text())
-            if old["environment"] == self.environment:
-                self.add([Row(**row) for row in old["rows"]])
-
-    def add(self, rows: list[Row]) -> None:
-        self.rows.update({row.key: row for row in rows})
-        if self.args.json:
-            made = {"environment": self.environment, "rows": [dataclasses.asdict(row) for row in self.rows.values()]}
-            self.args.json.write_text(json.dumps(made, indent=1))
-        if self.args.write and self.rows:
-            report.write_section(f"forward {self.args.device}", self.text())
-
-    def text(self) -> str:
-        rows = list(self.rows.values())
-        rounds, graphs = sorted({row.rounds for row in rows}), max(row.graphs for row in rows)
-        captured = f"A decode is captured in {graphs} graphs, of which the fastest counts. " if graphs > 1 else ""
-        placement = f" --placement {self.args.placement}" if self.args.placement else ""
-        modes = ", or ".join(HOW[mode] for mode in dict.fromkeys(row.mode for row in rows))
-        return (
-            f"## A whole forward\n\n{self.environment}. 8B-shaped GQA model (32 layers, 8 KV heads of 128) and "
-            f"MLA-shaped one (27 layers, latent 512 + 64), bf16, random weights, attention in one opaque op, {modes}. "
-            "`64 x 4096`: 64 requests, one token added to 4,095 stored. Configurations take "
-            f"turns, median of {' or '.join(map(str, rounds))} rounds of two forwards. {captured}"
-            "`identity`: all checks but content and operand; `recorded`: all but content; `content 1/64` and "
-            "`content`: all, with that share of the stored bytes compared in each forward. With a captured graph the "
-            "time is that of its replay, without "
-            "what an engine copies to its inputs before. Counts are those of the sessions, for each forward, and are "
-            "compared with what the batch makes them. Command: "
-            f"`python tests/benchmarks/forward.py{placement} --write`\n\n"
-            f"{report.table(HEADER, [row.cells() for row in rows])}"
-        )
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="small models, to see that it runs")
     parser.add_argument(
-        "--only", nargs="+", metavar="WORDS", help='forwards that have all these words: gqa, "gqa decode 64", "prefill"'
+        "--only",
+        nargs="+",
+        metavar="WORDS",
+        help='forwards that have all these words: gqa, "gqa decode 64 manual", reduce-overhead',
     )
-    parser.add_argument("--configs", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS))
-    parser.add_argument("--modes", nargs="+", choices=MODES, help="default: manual on a GPU, eager on a CPU")
+    parser.add_argument(
+        "--configs", nargs="+", choices=list(dict.fromkeys([*CONFIGURATIONS, *plain_cache.CONFIGURATIONS]))
+    )
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="default: all but eager on a GPU, eager on a CPU")
     parser.add_argument("--placement", help="the setting of that name: inline, side, ...; default: the canary's own")
     parser.add_argument("--captures", type=int, default=6, help="graphs of each decode that is captured")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--seconds", type=float, default=15, help="about how long the rounds of a forward may take")
+    parser.add_argument("--seconds", type=float, default=10, help="about how long the rounds of a forward may take")
     parser.add_argument("--json", type=Path, help="results as they come; rows there, of the same day and machine, stay")
     parser.add_argument("--write", action="store_true", help="update the section in BENCHMARKS.md, as rows come")
     args = parser.parse_args(arguments)
-    args.modes = args.modes or ["manual" if args.device == "cuda" else "eager"]
-    if args.device == "cpu" and args.modes != ["eager"]:
+    possible = [m for m in MODES if m != "eager"] if args.device == "cuda" else ["eager", "zero-configuration"]
+    if args.device == "cpu" and (set(args.modes or ()) - set(possible) or asked_for(args.only) & GRAPHS):
         parser.error("CUDA graphs need a GPU: --modes eager")
     if args.tiny and args.write:
         parser.error("--tiny is no measurement: nothing to --write")
-    args.cases = [
-        c for c in cases(args.tiny) if not args.only or any(set(w.split()) <= set(c.words) for w in args.only)
-    ]
-    if not args.cases:
-        parser.error(f"--only leaves none of: {', '.join(' '.join(c.words) for c in cases(args.tiny))}")
+    every = turns(args.tiny, args.modes or possible)
+    args.turns = [t for t in every if t.usual] if not args.only else picked(every, args.only)
+    if args.configs:
+        args.turns = [
+            dataclasses.replace(t, configurations=[c for c in args.configs if c in t.configurations])
+            for t in args.turns
+        ]
+        args.turns = [t for t in args.turns if t.configurations]
+    args.cases = list(dict.fromkeys(t.case for t in args.turns))
+    if not args.turns:
+        known = ", ".join(dict.fromkeys(" ".join(t.case.words) for t in every))
+        parser.error(f"--only leaves none of: {known}; {', '.join(dict.fromkeys(t.mode for t in every))}")
     return args
 
 
+#: Modes that need a GPU.
+GRAPHS = {"manual", "reduce-overhead"}
+
+
+def asked_for(only: list[str] | None) -> set[str]:
+    return {word for words in only or () for word in words.split()}
+
+
+def picked(every: list[Turn], only: list[str]) -> list[Turn]:
+    return [t for t in every if any(set(words.split()) <= t.words for words in only)]
+
+
 def main(arguments: list[str] | None = None) -> int:
-    args = parse(arguments)
+    args, begun = parse(arguments), time.perf_counter()
     device = torch.device(args.device)
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 64  # each configuration compiles the same functions anew
     results, left_out = Results(args), []
-    for shape, group in itertools.groupby(args.cases, key=lambda case: case.shape):
+    for shape, group in itertools.groupby(args.turns, key=lambda turn: turn.case.shape):
         model = Model(shape, device)
-        for case, mode in itertools.product(group, args.modes):
+        for turn in group:
             try:
-                rows = measure(case, model, mode, args)
+                rows = measure(turn, model, args)
             except torch.OutOfMemoryError as e:
-                left_out.append(f"{case.name}, {mode}: the memory does not hold all configurations at once: {e}")
+                left_out.append(
+                    f"{turn.case.name}, {turn.mode}: the memory does not hold all configurations at once: {e}"
+                )
                 rows = []
             let_go(device)
             results.add(rows)
@@ -261,7 +252,9 @@ def main(arguments: list[str] | None = None) -> int:
                 print("  ".join(cell for cell in row.cells() if cell), flush=True)
         del model
         let_go(device)
-    print("\n" + results.text())
+    for mode in results.modes():
+        print("\n" + results.text(mode))
+    print(f"\n{time.perf_counter() - begun:.0f} s in all")
     problems = [f"{' '.join(row.key)}: {p}" for row in results.rows.values() for p in row.problems]
     for line in left_out + problems:
         print(line, file=sys.stderr)

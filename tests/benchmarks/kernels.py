@@ -27,7 +27,7 @@ CONTENT = Check.CONTENT | Check.OPERAND | Check.POISON
 REPLAYS, CALLS = 30, 20
 
 
-def microseconds(call: Callable[[], None]) -> tuple[float, float]:
+def microseconds(call: Callable[[], None], calls: int = CALLS, replays: int = REPLAYS) -> tuple[float, float]:
     """``(median, spread)`` of one call in a graph, in microseconds."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())  # or the first call reads digests that are not there yet
@@ -36,16 +36,16 @@ def microseconds(call: Callable[[], None]) -> tuple[float, float]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
     times = []
-    for _ in range(REPLAYS + 3):
+    for _ in range(replays + 3):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
+        times.append(start.elapsed_time(end) * 1e3 / calls)
     times = sorted(times[3:])
     return statistics.median(times), times[-1] - times[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import compile_time
 import decode_models
 import forward
 import forward_scene
+import plain_cache
 import shadow_memory
 import svg_plot
 
@@ -67,6 +70,25 @@ def test_changed_bytes_of_a_prefix_and_a_forward_without_one_are_problems():
     assert {v.check for v in runner.session.violations()} >= {"content"}
 
 
+def test_a_cache_with_nothing_set_up_is_checked_in_each_forward():
+    done = run("forward.py", "--tiny", "--device", "cpu", "--rounds", "1", "--modes", "zero-configuration")
+    assert done.returncode == 0, done.stderr
+    rows = table(done.stdout)
+    assert [row[1] for row in rows] == list(plain_cache.CONFIGURATIONS)
+    assert [row[6:] for row in rows[1:]] == [["512", "8", "0"], ["512", "8", "0"], ["8", "8", "0"]]
+
+
+def test_changed_bytes_of_a_plain_cache_are_a_problem():
+    case = forward_scene.Case(decode_models.TINY_GQA, 2, 64, 1)
+    model = decode_models.Model(case.shape, "cpu")
+    runner = plain_cache.PlainRunner(case, model, {"mode": "log"}, torch.device("cpu"))
+    runner.runs[0]()
+    assert runner.counts().problems(case, runner.settings) == []
+    runner._model.layers[1].values.data[1, 0, 5, 3] += 1
+    runner.runs[0]()
+    assert runner.counts().problems(case, runner.settings) == ["1 violations"]
+
+
 def test_shadow_of_small_pools_is_what_the_formula_says(capsys):
     shadow_memory.main(["--device", "cpu", "--slots", "256"])
     rows = table(capsys.readouterr().out)
@@ -83,6 +105,7 @@ def test_shadow_of_small_pools_is_what_the_formula_says(capsys):
         (["--tiny", "--write"], "--tiny is no measurement"),
         (["--only", "gqa decode 7"], "--only leaves none of: gqa decode 1, gqa decode 64"),
         (["--device", "cpu", "--modes", "manual"], "CUDA graphs need a GPU"),
+        (["--device", "cpu", "--only", "gqa reduce-overhead"], "CUDA graphs need a GPU"),
     ],
 )
 def test_arguments_of_forward(arguments, told, capsys):
@@ -98,6 +121,43 @@ def test_only_picks_forwards_by_words():
     ]  # fmt: skip
 
 
+def test_usual_forwards_of_a_gpu_and_what_only_adds():
+    def names(*only: str) -> list[tuple[str, str, int]]:
+        args = forward.parse(["--device", "cuda", *only])
+        return [(turn.case.name, turn.mode, len(turn.configurations)) for turn in args.turns]
+
+    few = [("gqa decode 1 x 4096", "reduce-overhead", 2), ("gqa decode 64 x 4096", "reduce-overhead", 2)]
+    plain = [("gqa decode 16 x 4096", "zero-configuration", 4)]
+    usual = names()
+    assert [name for name, mode, _ in usual if mode == "manual"] == [
+        "gqa decode 1 x 4096", "gqa decode 64 x 4096", "gqa decode 128 x 4096", "gqa prefill 2048 tokens",
+        "mla decode 64 x 4096",
+    ]  # fmt: skip
+    assert [row for row in usual if row[1] != "manual"] == few + plain
+    assert names("--only", "zero-configuration") == plain
+    assert ("gqa prefill 8192 tokens", "manual", 5) in names("--only", "8192")
+    assert ("gqa decode 64 x 4096", "reduce-overhead", 1) in names("--configs", "off")
+
+
+def test_first_launches_of_our_kernels_are_what_compiling_takes(monkeypatch):
+    from triton.runtime.jit import JITFunction
+
+    def kernel(module: str) -> types.SimpleNamespace:
+        function = types.SimpleNamespace(__module__=module, __name__=f"kernel of {module}")
+        return types.SimpleNamespace(fn=function, device_caches={0: ({},)})
+
+    def launch(kernel: types.SimpleNamespace, signature: str) -> str:
+        kernel.device_caches[0][0][signature] = "compiled"
+        return "launched"
+
+    monkeypatch.setattr(JITFunction, "run", launch)
+    times = compile_time.KernelTimes()
+    ours, other = kernel("kvcanary_fx.kernels.triton_records"), kernel("inductor")
+    made = [JITFunction.run(*what) for what in ((ours, "a"), (ours, "a"), (other, "a"), (ours, "b"))]
+    assert made == ["launched"] * 4
+    assert [name for name, _ in times.seconds] == ["kernel of kvcanary_fx.kernels.triton_records"] * 2
+
+
 def test_plot_has_every_line_and_mark():
     drawn = svg_plot.plot("t", "x", "y", {"a": [(1, 1), (10, 100)], "b": [(1, 2), (10, 3)]})
     assert drawn.count("<circle") == 4
@@ -106,7 +166,7 @@ def test_plot_has_every_line_and_mark():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["manual", "reduce-overhead", "eager"])
+@pytest.mark.parametrize("mode", ["manual", "reduce-overhead", "eager", "zero-configuration"])
 def test_tiny_forwards_on_a_gpu(mode):
     done = run("forward.py", "--tiny", "--device", "cuda", "--rounds", "2", "--modes", mode)
     assert done.returncode == 0, done.stdout + done.stderr

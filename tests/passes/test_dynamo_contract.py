@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 from torch._guards import TracingContext
 
@@ -130,6 +130,24 @@ def test_a_clone_keeps_what_aot_autograd_looks_up():
     compiled_with(backend)
     assert "placeholder" in checked
     assert "output" in checked
+
+
+def test_the_code_of_a_clone_is_written_when_it_is_first_called(monkeypatch):
+    written, write = [], fx.Graph.python_code
+
+    def counting(graph, *args, **kwargs):
+        written.append(graph)
+        return write(graph, *args, **kwargs)
+
+    def backend(gm, example_inputs):
+        monkeypatch.setattr(fx.Graph, "python_code", counting)
+        clone = appended(gm)
+        clone.recompile()
+        assert written == []
+        return lambda *args: clone(*args, torch.zeros(1, dtype=torch.int32))
+
+    compiled_with(backend)
+    assert len(written) == 1
 
 
 def test_a_graph_says_where_it_comes_from():

@@ -44,11 +44,13 @@ def attention_and_checks(gm: torch.fx.GraphModule) -> list[str]:
     for number, names in enumerate(recorded):
         for name, short in zip(names, ("out", "k", "v"), strict=True):
             lines = [re.sub(rf"\b{name}\b", f"{short}{number}", line) for line in lines]
-    return [re.sub(r"^attention\w*\(.*", "attention", line) for line in lines]
+    lines = [re.sub(r"^attention\w*\(.*", "attention", line) for line in lines]
+    return [re.sub(r"_at_opaque\w+", "_at", line).replace(".name)", ")") for line in lines]
 
 
-def test_a_layer_is_checked_beside_the_record_of_the_last_and_the_last_op_joins_only_once():
-    gm, plan = guarded(Model(3, hoisted=False))
+@pytest.mark.parametrize("hoisted", [False, True], ids=["name is a constant", "name is an input"])
+def test_a_layer_is_checked_beside_the_record_of_the_last_and_the_last_op_joins_only_once(hoisted):
+    gm, plan = guarded(Model(3, hoisted=hoisted))
     for _ in range(2):
         join_side_streams(gm, [], plan)
     gm.graph.lint()
