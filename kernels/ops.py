@@ -21,8 +21,9 @@ All other memory is found through the ForwardContext.
     graph writes the half, slots seen for the first time are fingerprinted as they are.
 ``kvcanary::identify(tokens, positions, index, extent, state, site, write)``
     stores who is in each slot, and checks that positions continue.
-``kvcanary::join(state)``
-    last in a graph some of whose ops work beside the model: waits for them, as a CUDA graph has to before its end.
+``kvcanary::join(held, state)``
+    waits for ops that work beside the model: in front of a layer's attention, so that what they read, ``held``, may go;
+    and last in a graph, since a CUDA graph cannot end before.
 ``kvcanary::index_put_(kv, value, index, extent, site, write)``
     the write itself, for ``rewrite_writes``: mutates ``kv`` and nothing else.
 """

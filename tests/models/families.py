@@ -137,7 +137,8 @@ class Family:
     def _layers(self) -> str:
         """The kinds of cache layers, as transformers calls them."""
         own = getattr(self.cache, "self_attention_cache", self.cache)
-        names = [type(layer).__name__ for layer in own.layers]
+        kept = [layer for layer in own.layers if type(layer).__name__ != "DummyLayer"]  # 5.19's for another's cache
+        names = [type(layer).__name__ for layer in kept]
         text = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
         return f"{text}, twice" if own is not self.cache else text
 
