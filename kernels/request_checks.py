@@ -61,12 +61,20 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
     """
     space.clock.add_(1)
     space.counters[SpaceCount.FORWARDS] += 1
-    if plan.rows.shape[0] == 0 or plan.table.numel() == 0:
-        return
-    _check_rows(space, plan)
-    stop = walked(space, plan)
-    for start in range(0, stop, CHUNK):
-        _walk_columns(space, plan, start, min(start + CHUNK, stop))
+    if plan.rows.shape[0] and plan.table.numel():
+        _check_rows(space, plan)
+        stop = walked(space, plan)
+        for start in range(0, stop, CHUNK):
+            _walk_columns(space, plan, start, min(start + CHUNK, stop))
+    if not space.reads.is_cuda:
+        _list_reads(space)
+
+
+def _list_reads(space: SlotSpace) -> None:
+    """List what was stamped, once for all layers: a look at every slot of the pool."""
+    slots = (space.reads[:-1] == space.clock).nonzero().squeeze(1)
+    space.listed[: slots.numel()] = slots.to(torch.int32)
+    space.listed_count.fill_(slots.numel())
 
 
 def walked(space: SlotSpace, plan: RequestPlan) -> int:
