@@ -1,7 +1,7 @@
 # make demo   show the canary at work
 # make test   run the tests against the package installed as a user installs it
 # make lint   ruff and mypy
-# make test-engines   the tests with vLLM and SGLang (test-vllm, test-sglang), an environment each: an hour on two cores
+# make test-engines   the tests with vLLM and SGLang (test-vllm, test-sglang), an environment each: up to an hour
 # make wheel  build the wheel and run the tests against it, away from the checkout
 # make clean  remove what the other targets made
 
