@@ -102,6 +102,7 @@ def test_chunked_prefill_and_a_second_round_from_the_prefix_cache_are_silent(fol
     assert guarded.tokens is not None
     assert guarded.stats["violations"] == 0
     assert guarded.stats["checked"] > guarded.stats["recorded"] > 0
+    assert "kvcanary.sglang guards pool kv: 257 slots, 2 layers" in guarded.text
     assert "kvcanary.coverage" not in guarded.text
     # K and V of two layers, for each token that is computed; the second round has its prompts in the cache
     new = 5 * 11
