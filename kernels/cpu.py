@@ -18,7 +18,7 @@ from .layout import SlotLayout, poison_mask
 from .plan import Resolved, WritePlan
 from .plan import first_positions as first_positions
 from .row_state import update_rows
-from .slot_space import Flag
+from .slot_space import Flag, SlotSpace
 
 #: Words digested at a time: bounds the scratch memory of a check at about 64 MiB.
 CHUNK_WORDS = 1 << 22
@@ -193,33 +193,46 @@ def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int 
         first: int32 ``[rows]``, the lowest position about to be written in each row (``NOT_WRITTEN``:
             none).  A row whose next write does not continue the last one was changed by somebody else;
             where that is possible (lenient) its slots are adopted instead of reported.
-
         ops: how many ops to count as run, see :mod:`.counting`.
 
-    In an engine's pool the slots are due that the walk of this forward stamped, and nothing is adopted: the
-    engine says what it writes elsewhere.
+    In an engine's pool those are due that the walk listed, and nothing is adopted: it says what it writes elsewhere.
     """
-    digest = site.half.digest
     site.counters[Count.VERIFY_RUNS] += 1
     count_op(site.gate, ops)
-    now = bool(site.gate[Gate.LENIENT_NOW]) and site.space is None
-    lenient = (now or site.lenient) and site.space is None
-    shifted = _shifted_slots(site, first)
-    due = digest[0] != 0
-    if site.space is not None:
-        due &= site.space.reads[:-1] == site.space.clock
-    elif site.verify_every > 1 and not now:
-        slot = torch.arange(due.numel(), device=due.device)
-        turn = (slot + site.gate[Gate.STEP]) % site.verify_every == 0
-        due &= turn | shifted if lenient else turn
-    slots = due.nonzero().squeeze(1)
+    slots, shifted = _due_slots(site, first) if site.space is None else (_read_slots(site, site.space), None)
     if not site.checks & Check.CONTENT:
         slots = slots[:0]
     found = digest_slots(site, view, slots)
-    stored = digest[:, slots]
-    bad = (found != stored).any(0)
-    adopted = bad & shifted[slots] if lenient else torch.zeros_like(bad)
-    blamed = bad & ~adopted
+    bad = (found != site.half.digest[:, slots]).any(0)
+    if bool(bad.any()):
+        _tell_changed(site, slots[bad], found[:, bad], shifted)
+    site.counters[Count.CHECKED] += slots.numel()
+    if first is not None:
+        adopt(site, view, first)
+
+
+def _read_slots(site: Site, space: SlotSpace) -> torch.Tensor:
+    """Slots of an engine's pool whose turn it is: int64 ``[n]``."""
+    slots = space.listed[: int(space.listed_count)].to(torch.int64)
+    return slots[site.half.digest[0, slots] != 0]
+
+
+def _due_slots(site: Site, first: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Recorded slots whose turn it is: int64 ``[n]``; and where a change may be legal, :func:`_shifted_slots`."""
+    now = bool(site.gate[Gate.LENIENT_NOW])
+    shifted = _shifted_slots(site, first) if now or site.lenient else None
+    due = site.half.digest[0] != 0
+    if site.verify_every > 1 and not now:
+        slot = torch.arange(due.numel(), device=due.device)
+        turn = (slot + site.gate[Gate.STEP]) % site.verify_every == 0
+        due &= turn if shifted is None else turn | shifted
+    return due.nonzero().squeeze(1), shifted
+
+
+def _tell_changed(site: Site, slots: torch.Tensor, found: torch.Tensor, shifted: torch.Tensor | None) -> None:
+    """Report the slots whose bytes have changed, or adopt them where that may be legal; keep what was found."""
+    adopted = torch.zeros_like(slots, dtype=torch.bool) if shifted is None else shifted[slots]
+    stored, blamed = site.half.digest[:, slots], ~adopted
     report(
         site,
         Phase.PRE,
@@ -227,13 +240,10 @@ def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int 
         slots[blamed],
         packed(stored)[blamed],
         packed(found)[blamed],
-        lenient=lenient,
+        lenient=shifted is not None,
     )
-    digest[:, slots[bad]] = found[:, bad]
-    site.counters[Count.CHECKED] += slots.numel()
+    site.half.digest[:, slots] = found
     site.counters[Count.ADOPTED] += adopted.sum()
-    if first is not None:
-        adopt(site, view, first)
 
 
 def verify_halves(sites: Sequence[Site], views: Sequence[torch.Tensor], ops: int = 0) -> None:

@@ -29,6 +29,8 @@ class Findings:
         if not check & self._enabled:
             return
         bad = bad & self.live
+        if not bad.is_cuda and not bool(bad.any()):  # as almost always; on a GPU asking would be a host sync
+            return
         first = bad & (self.bits == 0)
         self.bits = self.bits | (bad.to(torch.int64) * int(check))
         self.why = torch.where(first, int(why), self.why)
@@ -50,6 +52,9 @@ class Findings:
         detail: Column = 0,
     ) -> None:
         """Append one ring row per entry that failed."""
+        failed = self.bits != 0
+        if not failed.is_cuda and not bool(failed.any()):
+            return
         columns: dict[Ring, Column] = {
             Ring.HALF: source,
             Ring.CHECK: self.bits,
@@ -63,7 +68,7 @@ class Findings:
             Ring.POSITION: position,
             Ring.WHY: self.why,
         }
-        append(control, self.bits != 0, columns)
+        append(control, failed, columns)
 
 
 def append(control: Control, mask: torch.Tensor, columns: dict[Ring, Column]) -> None:

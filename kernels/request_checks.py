@@ -61,12 +61,21 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
     """
     space.clock.add_(1)
     space.counters[SpaceCount.FORWARDS] += 1
-    if plan.rows.shape[0] == 0 or plan.table.numel() == 0:
-        return
-    _check_rows(space, plan)
-    stop = walked(space, plan)
-    for start in range(0, stop, CHUNK):
-        _walk_columns(space, plan, start, min(start + CHUNK, stop))
+    stamped = []
+    if plan.rows.shape[0] and plan.table.numel():
+        _check_rows(space, plan)
+        stop = walked(space, plan)
+        stamped = [_walk_columns(space, plan, at, min(at + CHUNK, stop)) for at in range(0, stop, CHUNK)]
+    if not space.reads.is_cuda:
+        _list_reads(space, stamped)
+
+
+def _list_reads(space: SlotSpace, stamped: list[torch.Tensor]) -> None:
+    """List what was stamped, each slot once, for all layers: looking for the stamps would take a look at the pool."""
+    slots = torch.cat(stamped).unique() if stamped else space.listed[:0]
+    slots = slots[slots != space.nowhere]
+    space.listed[: slots.numel()] = slots.to(torch.int32)
+    space.listed_count.fill_(slots.numel())
 
 
 def walked(space: SlotSpace, plan: RequestPlan) -> int:
@@ -89,7 +98,8 @@ def _check_rows(space: SlotSpace, plan: RequestPlan) -> None:
     findings.report(space.control, space.space_id, Phase.PRE, -1, request=plan.owners, detail=-1)
 
 
-def _walk_columns(space: SlotSpace, plan: RequestPlan, start: int, stop: int) -> None:
+def _walk_columns(space: SlotSpace, plan: RequestPlan, start: int, stop: int) -> torch.Tensor:
+    """Check positions from ``start`` on: int64 ``[n]``, the slots that were stamped, ``space.nowhere`` among them."""
     position = torch.arange(start, stop, device=plan.rows.device).unsqueeze(0)
     prefix = plan.prefix_lens.to(torch.int64).unsqueeze(1)
     first = (prefix - space.window + 1).clamp(min=0) if space.window is not None else torch.zeros_like(prefix)
@@ -117,8 +127,10 @@ def _walk_columns(space: SlotSpace, plan: RequestPlan, start: int, stop: int) ->
     )
     sound = live & ~outside & ((space.flags[at] & Flag.WRITTEN) != 0) & (space.flags[at] >= REFERENCE)
     due = sound & ((at + plan.counts[2]) % space.verify_every == 0)
-    space.reads[torch.where(due, at, space.nowhere)] = space.clock
+    stamped = torch.where(due, at, space.nowhere).flatten()
+    space.reads[stamped] = space.clock
     space.counters[SpaceCount.CHECKED] += live.sum()
+    return stamped
 
 
 def _check_place(

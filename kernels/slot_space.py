@@ -102,7 +102,7 @@ class SlotSpace:
     Attributes:
         block: int32 ``[slots + 1, COLUMNS]``.
         planned: int64 ``[slots + 1]``, which token was planned for the slot first; for the kernels alone.
-        listed: int32 ``[slots]``, the slots whose ``reads`` is ``clock``, in any order; for the kernels alone.
+        listed: int32 ``[slots]``, the slots whose ``reads`` is ``clock``, in any order; not kept by the reference.
         listed_count: int32 ``[1]``, how many they are.
         clock: number of the forward that is running.
         space_id: stands where a half's number stands in a violation's record.

@@ -11,14 +11,16 @@ sys.path.insert(0, os.path.dirname(__file__))
 
 import tiny_vllm
 
-#: These import vLLM.  The rest of this folder needs nothing but the package.
-NEED_VLLM = ("test_vllm_models", "test_vllm_bugs", "test_vllm_modes", "test_vllm_serving", "test_vllm_life")
+
+def _needs_vllm(module: str) -> bool:
+    """Whether a test module imports vLLM.  The others of this folder need nothing but the package, or SGLang."""
+    return module.startswith("test_vllm_") and module != "test_vllm_parts"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def vllm_environment(request):
     """vLLM on a machine without a GPU, a network or a hub, guarded in mode log; only for the modules that need it."""
-    if request.module.__name__.rpartition(".")[2] not in NEED_VLLM:
+    if not _needs_vllm(request.module.__name__.rpartition(".")[2]):
         yield
         return
     if importlib.util.find_spec("vllm") is None:

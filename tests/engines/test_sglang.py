@@ -102,6 +102,7 @@ def test_chunked_prefill_and_a_second_round_from_the_prefix_cache_are_silent(fol
     assert guarded.tokens is not None
     assert guarded.stats["violations"] == 0
     assert guarded.stats["checked"] > guarded.stats["recorded"] > 0
+    assert "kvcanary.sglang guards pool kv: 257 slots, 2 layers" in guarded.text
     assert "kvcanary.coverage" not in guarded.text
     # K and V of two layers, for each token that is computed; the second round has its prompts in the cache
     new = 5 * 11
@@ -148,24 +149,64 @@ def test_raise_mode_ends_the_engine(folder):
     assert "layer model.layers.1.self_attn, half V" in found.text
 
 
-def test_steps_aside_for_sglangs_own_canary():
-    """Asked without a run: the own canary of SGLang 0.5.23 needs torch 2.14 on a CPU."""
-    from kvcanary_fx.adapters.sglang.runner import why_not
+@pytest.fixture
+def runner():
+    """As much of a model runner as is asked before it is guarded, in a mode that can be."""
 
     class MHATokenToKVPool:
         kv_cache_layout = "nhd"
 
     settings = dict(disable_cuda_graph=True, enable_torch_compile=False, disable_overlap_schedule=True)
     settings |= dict(enable_hierarchical_cache=False, disaggregation_mode="null", speculative_algorithm=None)
-    runner = types.SimpleNamespace(
+    return types.SimpleNamespace(
         canary_manager=None,
         is_draft_worker=False,
         token_to_kv_pool=MHATokenToKVPool(),
         server_args=types.SimpleNamespace(**settings),
     )
+
+
+def test_steps_aside_for_sglangs_own_canary(runner):
+    """Asked without a run: the own canary of SGLang 0.5.23 needs torch 2.14 on a CPU."""
+    from kvcanary_fx.adapters.sglang.runner import why_not
+
     assert why_not(runner) is None
     runner.canary_manager = object()
     assert "SGLANG_KVCANARY_OWN=replace" in why_not(runner)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("enable_torch_compile", True, "--enable-torch-compile"),
+        ("disable_cuda_graph", False, "--disable-cuda-graph"),
+        ("disable_overlap_schedule", False, "--disable-overlap-schedule"),
+        ("enable_hierarchical_cache", True, "--enable-hierarchical-cache"),
+        ("disaggregation_mode", "decode", "another instance"),
+        ("speculative_algorithm", "EAGLE", "speculative decoding"),
+    ],
+)
+def test_mode_that_is_not_guarded_says_so(runner, caplog, setting, value, said):
+    """Asked without a run: none of these modes runs on a CPU with what can be installed there."""
+    from kvcanary_fx import CanaryConfig
+    from kvcanary_fx.adapters.sglang import plugin
+
+    setattr(runner.server_args, setting, value)
+    plugin._attach(runner, CanaryConfig(mode="log"))
+    assert not hasattr(runner, "kvcanary")
+    (record,) = caplog.records
+    assert record.message.startswith("kvcanary.unguarded model of SGLang: ")
+    assert said in record.message
+
+
+def test_pool_that_is_not_connected_is_named(runner):
+    from kvcanary_fx.adapters.sglang.runner import why_not
+
+    class MLATokenToKVPool:
+        pass
+
+    runner.token_to_kv_pool = MLATokenToKVPool()
+    assert "MLATokenToKVPool" in why_not(runner)
 
 
 def test_replaces_sglangs_own_canary(folder):

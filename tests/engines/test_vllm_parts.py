@@ -247,6 +247,16 @@ def test_counts_of_several_engines_add_up(monkeypatch, tmp_path):
     assert violations == {"content": 3, "owner": 1}
 
 
+def test_directory_of_counts_that_is_gone_is_told_once_and_ends_nothing(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv(settings.COUNTS_VARIABLE, str(tmp_path / "gone"))
+    mine = counts.Counts("one")
+    for _ in range(2):
+        mine.write(EngineStats(steps=0, checked=5, recorded=2, adopted=0, violations=0))
+    assert [r.message for r in caplog.records] == [
+        f"kvcanary.vllm the metrics endpoint stands still: {tmp_path / 'gone'} is gone"
+    ]
+
+
 def test_counts_are_written_by_themselves_also_when_the_engine_is_idle(monkeypatch, tmp_path):
     monkeypatch.setenv(settings.COUNTS_VARIABLE, str(tmp_path))
 

@@ -56,11 +56,15 @@ class Rig:
     def session(self) -> Any:
         return self.guard.session
 
-    def add(self, request: str, prompt: Sequence[int], length: int = 6, **fields: Any) -> None:
+    def add(
+        self, request: str, prompt: Sequence[int], length: int = 6, lora_request: Any = None, **fields: Any
+    ) -> None:
         from vllm import SamplingParams
 
         wanted = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False, logprobs=0)
-        self.engine.add_request(request, {"prompt_token_ids": list(prompt), **fields}, wanted)
+        self.engine.add_request(
+            request, {"prompt_token_ids": list(prompt), **fields}, wanted, lora_request=lora_request
+        )
 
     def run(self, at: Callable[[int], None] = lambda step: None, limit: int = 400) -> dict[str, list[int]]:
         """Step until nothing is left; ``at`` is called with the number of steps before each."""

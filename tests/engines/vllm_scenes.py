@@ -11,6 +11,8 @@ import time
 from typing import Any
 
 import tiny_vllm
+import vllm_drafts
+import vllm_lora
 from vllm_rig import Rig, prompt
 
 LAYER = "model.layers.1.self_attn.attn"
@@ -39,40 +41,6 @@ def abort(directory: pathlib.Path, model: str) -> dict[str, Any]:
         "violations": told,
         "pages_left": left,
     }
-
-
-LOOKUP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-
-
-def drafting(directory: pathlib.Path, model: str) -> dict[str, Any]:
-    """The same requests with and without drafts.
-
-    In a process of its own, because vLLM 0.32 makes no further engine in a process that has loaded numba.
-    """
-    found: dict[str, Any] = {}
-    for name, arguments in (("plain", {}), ("drafting", {"speculative_config": LOOKUP})):
-        rig = Rig(model, directory, **arguments)
-        for i in range(4):
-            rig.add(f"r{i}", (prompt(i, 30) * 3)[: 50 + 7 * i], length=20)
-        rig.run()
-        found[name] = {
-            "tokens": rig.tokens,
-            "steps": rig.session.steps,
-            "recorded": rig.session.stats().recorded,
-            "violations": [v.line() for v in rig.session.violations()],
-        }
-        rig.close()
-    return found
-
-
-def drafting_flip(directory: pathlib.Path, model: str) -> dict[str, Any]:
-    """A bit of a prompt's token is flipped while drafts are verified."""
-    rig = Rig(model, directory, speculative_config=LOOKUP)
-    rig.add("A", prompt(3, 30) * 2, length=20)
-    name, slots = next(iter(rig.layers())), []
-    rig.run(lambda step: slots.append(rig.flip(name, 1, "A", 41)) if step == 2 else None)
-    told = dict.fromkeys((v.check, v.layer, v.half, v.slot, v.position) for v in rig.session.violations())
-    return {"slot": slots[0], "violations": list(told)}
 
 
 def spawned(directory: pathlib.Path, model: str) -> dict[str, Any]:
@@ -142,8 +110,8 @@ def _standard_error() -> Any:
 
 SCENES = {
     "abort": abort,
-    "drafting": drafting,
-    "drafting flip": drafting_flip,
+    **vllm_drafts.SCENES,
+    **vllm_lora.SCENES,
     "spawned": spawned,
     "spawned flip": spawned_flip,
 }

@@ -65,6 +65,7 @@ def _attach(runner: Any, config: CanaryConfig) -> None:
     import sglang
 
     runner.kvcanary = GuardedRunner(runner, config, self_test=TESTED.warn_outside(sglang.__version__))
+    log.info("kvcanary.sglang guards %s", runner.kvcanary.session.pool.describe())
 
 
 def _keep_history(result: Any, owner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:

@@ -34,7 +34,8 @@ def make_batch(
     batch, n = runner.input_batch, scheduled.total_num_scheduled_tokens
     requests = list(batch.req_ids[: batch.num_reqs])
     added = [scheduled.num_scheduled_tokens[request] for request in requests]
-    prefix = batch.num_computed_tokens_cpu_tensor[: len(requests)]
+    # The device's: the host's count takes all drafts for accepted while it runs ahead of the device.
+    prefix = runner.num_computed_tokens[: len(requests)]
     tokens = (runner.input_ids.gpu if input_ids is None else input_ids)[:n]
     history = batch.token_ids_cpu_tensor[: len(requests), : runner.max_model_len]
     features = {i: runner.requests[r].mm_features for i, r in enumerate(requests) if runner.requests[r].mm_features}

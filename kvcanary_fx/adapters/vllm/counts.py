@@ -9,12 +9,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import pathlib
 import shutil
 import tempfile
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +25,8 @@ from .settings import COUNTS_VARIABLE
 
 if TYPE_CHECKING:
     from ...engine_session import EngineSession
+
+log = logging.getLogger("kvcanary")
 
 #: Seconds between two writes of one engine: counting waits for the device.
 EVERY = 2.0
@@ -54,6 +56,7 @@ class Counts:
         self._path = directory() / f"{name}.json"
         self._lock = threading.Lock()
         self._steps = 0  # that the file knows of
+        self._lost = False  # its directory
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -63,11 +66,10 @@ class Counts:
 
     def follow(self, session: EngineSession, every: float = EVERY) -> None:
         """Begin to write the counts of a session, for as long as it lives."""
-        watched = weakref.ref(session)
+        watched, ending = weakref.ref(session), threading.Event()
 
         def keep_writing() -> None:
-            while True:
-                time.sleep(every)
+            while not ending.wait(every):
                 followed = watched()
                 if followed is None:
                     return
@@ -77,15 +79,28 @@ class Counts:
                         self.write(followed.stats())
                 del followed
 
-        threading.Thread(target=keep_writing, name="kvcanary counts", daemon=True).start()
+        thread = threading.Thread(target=keep_writing, name="kvcanary counts", daemon=True)
+        thread.start()
+
+        def end() -> None:
+            """A thread that is inside of torch when the interpreter ends aborts the process (seen)."""
+            ending.set()
+            thread.join(10)
+
+        atexit.register(end)
 
     def write(self, stats: EngineStats) -> None:
         """Leave the counts where the endpoint finds them, whole at any time."""
         counts = {name: getattr(stats, field) for name, field in FIELDS.items()}
         text = json.dumps({"counts": counts, "violations": stats.by_check})
         draft = self._path.with_suffix(".draft")
-        draft.write_text(text)
-        os.replace(draft, self._path)
+        try:
+            draft.write_text(text)
+            os.replace(draft, self._path)
+        except FileNotFoundError:  # the first process has ended, or somebody tidied up: no reason to end an engine
+            if not self._lost:
+                self._lost = True
+                log.warning("kvcanary.vllm the metrics endpoint stands still: %s is gone", self._path.parent)
 
 
 def read_all() -> tuple[Counter[str], Counter[str]]:
