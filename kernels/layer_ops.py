@@ -32,6 +32,7 @@ from .counting import count_op
 from .ops import NAMESPACE, kernels_for
 from .side_stream import SideStream
 from .slot_space import RequestPlan
+from .turns import taking_turns
 
 #: From an opaque layer object to the layer's name, by the attention op it belongs to.
 NAME_OF: dict[str, Callable[[Any], str]] = {}
@@ -161,8 +162,8 @@ def _define(suffix: str, kind: str, name_of: Callable[[Any], str]) -> None:
         schema = f"(Tensor(a!) output, {given[body.__name__]}, Tensor(b!) state, {kind} layer) -> ()"
         name = f"{body.__name__}{suffix}"
         _LIBRARY.define(name + schema, tags=(torch.Tag.flexible_layout,))
-        for device in ("CPU", "CUDA"):
-            _LIBRARY.impl(name, body, device)
+        _LIBRARY.impl(name, taking_turns(body), "CPU")
+        _LIBRARY.impl(name, body, "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *_: None, lib=_LIBRARY)
 
 

@@ -44,6 +44,7 @@ from .identity import name_slots
 from .plan import Resolved, WritePlan
 from .positions import last_of_rows, per_row
 from .request_checks import taken_of
+from .turns import taking_turns
 
 NAMESPACE = "kvcanary"
 
@@ -237,7 +238,7 @@ def _register() -> torch.library.Library:
     for name, schema in SCHEMAS.items():
         # our kernels read any strides, so Inductor need not copy an argument to restore the eager ones
         library.define(name + schema, tags=(torch.Tag.flexible_layout,))
-        library.impl(name, _BODIES[name], "CPU")
+        library.impl(name, taking_turns(_BODIES[name]), "CPU")
         library.impl(name, _BODIES[name], "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _no_output, lib=library)
     return library

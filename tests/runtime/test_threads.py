@@ -12,6 +12,8 @@ from toys import Rig, new_caches
 
 import kvcanary_fx
 from kvcanary_fx import ConcurrentUseError, MissingContextError, has_forward_context
+from kvcanary_fx.kernels import cpu, ops
+from kvcanary_fx.kernels.buffers import Gate
 from kvcanary_fx.session import _Readback
 
 
@@ -104,6 +106,36 @@ def test_a_thread_in_the_middle_of_the_graph_is_not_one_whose_checks_did_not_run
     rig.step()
     other.step()
     assert rig.session.uncovered == []
+
+
+def test_checks_of_several_threads_are_all_counted(monkeypatch):
+    """One graph, a cache for each thread, and a processor that leaves off in the middle of an addition."""
+
+    def interrupted(gate, ops=1):
+        counted = int(gate[Gate.OPS])
+        time.sleep(1e-4)
+        gate[Gate.OPS] = counted + ops
+
+    for module in (cpu, ops):
+        monkeypatch.setattr(module, "count_op", interrupted)
+    first = Rig.build(mode="log")
+    first.step(4)
+    rigs = [dataclasses.replace(first, caches=new_caches(), length=0) for _ in range(3)]
+
+    def work(rig):
+        rig.step(4)
+        for _ in range(5):
+            rig.step()
+
+    threads = [threading.Thread(target=work, args=(rig,)) for rig in rigs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for binding in first.session.bindings:
+        steps, ran = binding.progress()
+        assert ran == steps * binding.plan.ops
+    assert first.session.uncovered == []
 
 
 def test_a_context_belongs_to_its_thread():
