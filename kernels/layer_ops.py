@@ -1,13 +1,12 @@
 """The canary ops around opaque attention, which name a layer instead of taking its tensors.
 
-``kvcanary::verify_at(output!, held, state!, layer)``
+``kvcanary::verify_at(output!, state!, layer)``
     checks the bytes of the slots that the forward reads, in every half of the layer.
 ``kvcanary::record_at(output!, key, value, state!, layer)``
     fingerprints the slots that the forward was planned to write, and compares them with ``key`` and ``value``.
 
-On a GPU both leave their work to a :class:`~.side_stream.SideStream`, if the context has one.  ``held`` is what
-earlier layers were given to write: whoever frees it by its last use in the graph keeps its memory until here, where
-the model waits for what reads it.
+On a GPU both leave their work to a :class:`~.side_stream.SideStream`, if the context has one, for which
+``kvcanary::join`` lets the model wait.
 
 ``output`` is neither read nor written.  Both ops claim to mutate it, because attention does: that is what keeps the
 three in order.  A layer's name is a string, or an object of an opaque type that the graph takes as an input; each
@@ -20,7 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ class LayerHalf:
     reader: bool = False
 
 
-def verify_layer(device: torch.device, layer: str, held: Sequence[torch.Tensor] = ()) -> None:
+def verify_layer(device: torch.device, layer: str) -> None:
     """The body of ``verify_at``, for engines whose ops around attention are of their own.
 
     Raises:
@@ -64,12 +63,9 @@ def verify_layer(device: torch.device, layer: str, held: Sequence[torch.Tensor] 
         UnknownLayerError: no pool has the layer.
     """
     context = get_forward_context()
-    side = context.sides.get(device)
-    if side is not None and held:
-        side.join()
     due = _verified(_halves(context, layer))
     if due:
-        with _beside(side):
+        with _beside(context.sides.get(device)):
             kernels_for(device).verify_halves([h.site for h in due], [h.view for h in due], 1)
 
 
@@ -149,17 +145,17 @@ def ops_for(attention: str, kind: str) -> tuple[Any, Any]:
 def _define(suffix: str, kind: str, name_of: Callable[[Any], str]) -> None:
     """Register the two ops for one type of layer name."""
 
-    def verify_at(output: torch.Tensor, held: list[torch.Tensor], state: torch.Tensor, layer: Any) -> None:
-        verify_layer(state.device, name_of(layer), held)
+    def verify_at(output: torch.Tensor, state: torch.Tensor, layer: Any) -> None:
+        verify_layer(state.device, name_of(layer))
 
     def record_at(
         output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, state: torch.Tensor, layer: Any
     ) -> None:
         record_layer(key, value, state.device, name_of(layer))
 
-    given = {"verify_at": "Tensor[] held", "record_at": "Tensor? key, Tensor? value"}
+    given = {"verify_at": "", "record_at": "Tensor? key, Tensor? value, "}
     for body in (verify_at, record_at):
-        schema = f"(Tensor(a!) output, {given[body.__name__]}, Tensor(b!) state, {kind} layer) -> ()"
+        schema = f"(Tensor(a!) output, {given[body.__name__]}Tensor(b!) state, {kind} layer) -> ()"
         name = f"{body.__name__}{suffix}"
         _LIBRARY.define(name + schema, tags=(torch.Tag.flexible_layout,))
         _LIBRARY.impl(name, taking_turns(body), "CPU")

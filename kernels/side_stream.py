@@ -4,10 +4,9 @@ A small launch in the model's stream costs its latency in every layer.  Beside i
 eager forward as in a captured one:
 
 * The checks of a layer start after what they look at: :meth:`SideStream.fork` waits for the model's stream.
-* The model may use the memory of K and V again once nothing in its graph needs them.  A join
-  in front of the next layer's attention names them, so that they live until there, and waits for what reads them, long
-  since done.  (On an H200, kernels that took their digests in the model's own stream were 62 us of a decode step of
-  4.9 ms.)
+* The model may use the memory of K and V again once nothing in its graph needs them.  A join in front of the next
+  layer's attention names them, so that they live until there, and waits for what reads them, long since done.  (On an
+  H200, kernels that took their digests in the model's own stream were 62 us of a decode step of 4.9 ms.)
 * A CUDA graph cannot end while work forked in it is running: the last op of a graph joins.
 """
 

@@ -1,7 +1,7 @@
 """Opaque attention: one op that writes KV and reads it, and finds the tensors by the name of its layer.
 
 All that the graph shows is ``attention(q, k, v, output!, layer_name)``, as in vLLM and SGLang.  The op mutates its
-output and nothing that we could see, so our ops thread the output: ``verify_at(output!, [], state!, layer)`` before it
+output and nothing that we could see, so our ops thread the output: ``verify_at(output!, state!, layer)`` before it
 and ``record_at(output!, k, v, state!, layer)`` after it.  Reading q instead left them out of order in 11 of 12 tries.
 """
 
@@ -82,7 +82,7 @@ def _guard(gm: fx.GraphModule, node: fx.Node, plan: GraphPlan, example_of: Calla
     key = given.get(known.key) if known.key else None
     value = given.get(known.value) if known.value else None
     with gm.graph.inserting_before(node):
-        gm.graph.call_function(verify, (output, [], state, layer))
+        gm.graph.call_function(verify, (output, state, layer))
     with gm.graph.inserting_after(node):
         gm.graph.call_function(record, (output, key, value, state, layer))
     plan.attention.append(AttentionPlan(name, layer if isinstance(layer, str) else None, key is not None))

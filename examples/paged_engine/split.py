@@ -23,16 +23,20 @@ def piecewise(config: EngineConfig) -> EngineConfig:
 class Piecewise:
     """A backend: cuts a graph at attention, and compiles what is between with ``inner``.
 
+    Args:
+        stays_eager: whether a node belongs to what the graph is cut at; by default attention and the canary's ops.
+
     Attributes:
         pieces: how many pieces each graph had that were compiled.
     """
 
-    def __init__(self, inner: Any):
+    def __init__(self, inner: Any, stays_eager: Callable[[fx.Node], bool] | None = None):
+        self.stays_eager = stays_eager or _stays_eager
         self.inner = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
         self.pieces: list[int] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        parts, eager = _parts(gm)
+        parts, eager = _parts(gm, self.stays_eager)
         cut = split_module(gm, None, lambda node: parts[node], keep_original_order=True)
         self.pieces.append(0)
         for name, piece in list(cut.named_children()):
@@ -64,11 +68,11 @@ class Piece(torch.nn.Module):
         return out[0] if self.single else out
 
 
-def _parts(gm: fx.GraphModule) -> tuple[dict[fx.Node, int], set[int]]:
+def _parts(gm: fx.GraphModule, stays_eager: Callable[[fx.Node], bool]) -> tuple[dict[fx.Node, int], set[int]]:
     """The part that each node belongs to, and the parts that stay eager."""
     number, inside, parts, eager = 0, False, {}, set()
     for node in gm.graph.nodes:
-        if node.op not in ("placeholder", "output") and _stays_eager(node) != inside:
+        if node.op not in ("placeholder", "output") and stays_eager(node) != inside:
             number, inside = number + 1, not inside
         if inside:
             eager.add(number)

@@ -10,7 +10,7 @@ import functools
 from ..errors import SelfTestError
 from .versions import Tested
 
-TESTED = Tested("transformers", "5.23", "5.24", "now proving on a tiny model that it works here")
+TESTED = Tested("huggingface", "transformers", "5.23", "5.24", "now proving on a tiny model that it works here")
 
 
 @functools.cache

@@ -15,15 +15,17 @@ log = logging.getLogger("kvcanary")
 
 @dataclasses.dataclass(frozen=True)
 class Tested:
-    """The versions of an engine that its adapter was tested with, as the table in docs/engines.md lists them.
+    """The versions of an engine that its adapter was tested with, as the table in its page of the docs lists them.
 
     Attributes:
-        engine: its name.
+        adapter: name of ours, for the log.
+        engine: name of theirs.
         first: the first version that is known to work.
         until: the first after it that is not known to.
         elsewhere: what the adapter does with any other, for the log.
     """
 
+    adapter: str
     engine: str
     first: str
     until: str
@@ -39,7 +41,7 @@ class Tested:
             return False
         log.warning(
             "kvcanary.%s %s %s is untested: the adapter was tested with %s up to, not including, %s; %s",
-            self.engine.lower(),
+            self.adapter,
             self.engine,
             version,
             self.first,

@@ -75,10 +75,12 @@ def test_cache_key_differs_by_version_and_checks():
 )
 def test_versions_outside_of_the_tested_range_are_told(version, tested, caplog):
     caplog.set_level("WARNING", "kvcanary")
-    versions = Tested("vLLM", "0.32.0", "0.32.1", "so it proves itself")
+    versions = Tested("vllm", "vLLM", "0.32.0", "0.32.1", "so it proves itself")
     assert versions.warn_outside(version) is not tested
-    said = f"vLLM {version} is untested: the adapter was tested with 0.32.0 up to, not including, 0.32.1; so it proves"
-    assert [said in r.message for r in caplog.records] == [True] * (not tested)
+    said = (
+        f"kvcanary.vllm vLLM {version} is untested: the adapter was tested with 0.32.0 up to, not including, 0.32.1; "
+    )
+    assert [r.message for r in caplog.records] == [f"{said}so it proves itself"] * (not tested)
 
 
 def test_wrapping_twice_wraps_once_and_a_missing_name_is_told():

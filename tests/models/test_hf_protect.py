@@ -176,7 +176,9 @@ def test_what_cannot_be_protected_is_refused():
 
 @pytest.fixture
 def untested_version(monkeypatch):
-    monkeypatch.setattr(huggingface_versions, "TESTED", Tested("transformers", "6.0", "6.1", "proving itself"))
+    monkeypatch.setattr(
+        huggingface_versions, "TESTED", Tested("huggingface", "transformers", "6.0", "6.1", "proving itself")
+    )
     huggingface_versions.require_known_version.cache_clear()
     yield
     huggingface_versions.require_known_version.cache_clear()
@@ -187,7 +189,7 @@ def test_an_untested_version_is_named_and_proves_itself(untested_version, caplog
     monkeypatch.setattr(huggingface_proof, "examine", lambda: findings.extend(examine()) or findings)
     caplog.set_level(logging.WARNING, "kvcanary")
     huggingface.protect(tiny.build("llama"), inner="eager")
-    assert f"transformers {transformers.__version__} is untested" in caplog.text
+    assert f"kvcanary.huggingface transformers {transformers.__version__} is untested" in caplog.text
     assert "tested with 6.0 up to, not including, 6.1" in caplog.text
     assert "kvcanary.violation" not in caplog.text  # of the proof's own faults
     assert [f.check for f in findings if f.ok] == ["silence", "content", "content", "owner", "index"]

@@ -55,14 +55,14 @@ def test_a_layer_is_checked_beside_the_record_of_the_last_and_the_last_op_joins_
         join_side_streams(gm, [], plan)
     gm.graph.lint()
     assert attention_and_checks(gm)[1:] == [
-        "canary.verify_at(out0, [], state, layers.0)",
+        "canary.verify_at(out0, state, layers.0)",
         "attention",
         "canary.record_at(out0, k0, v0, state, layers.0)",
-        "canary.verify_at(out0, [], state, layers.1)",
+        "canary.verify_at(out0, state, layers.1)",
         "canary.join([k0, v0], state)",
         "attention",
         "canary.record_at(out1, k1, v1, state, layers.1)",
-        "canary.verify_at(out1, [], state, layers.2)",
+        "canary.verify_at(out1, state, layers.2)",
         "canary.join([k1, v1], state)",
         "attention",
         "canary.record_at(out2, k2, v2, state, layers.2)",
@@ -79,7 +79,7 @@ def test_a_check_stays_behind_an_op_that_is_given_its_layer():
     gm, plan = guarded(lambda x: second(torch.ops.join_test.stores(first(x), "layers.1")))
     join_side_streams(gm, [], plan)
     called = re.findall(r" = (?:canary\.)?(verify_at|record_at|stores|join)\(", render(gm))
-    assert called == ["verify_at", "record_at", "stores", "verify_at", "record_at", "join"]
+    assert called == ["verify_at", "record_at", "stores", "join", "verify_at", "record_at", "join"]
 
 
 def test_each_device_waits_for_its_own():
@@ -93,7 +93,7 @@ def test_each_device_waits_for_its_own():
     join_side_streams(gm, [], plan)
     assert attention_and_checks(gm)[3:] == [
         "canary.record_at(out0, k0, v0, state, layers.0)",
-        "canary.verify_at(out1, [], state, layers.1)",
+        "canary.verify_at(out1, state, layers.1)",
         "attention",
         "canary.record_at(out1, k1, v1, state, layers.1)",
         "canary.join([k0, v0], state)",

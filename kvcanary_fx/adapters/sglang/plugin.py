@@ -14,7 +14,9 @@ from .runner import GuardedRunner, why_not
 
 log = logging.getLogger("kvcanary")
 
-TESTED = Tested("SGLang", "0.5.23", "0.5.24", "the checks are proved on scratch pools of the same layout first")
+TESTED = Tested(
+    "sglang", "SGLang", "0.5.23", "0.5.24", "the checks are proved on scratch pools of the same layout first"
+)
 
 #: What to do where SGLang's own kv-canary is on: step ``aside`` or ``replace`` it.
 OWN_CANARY = "SGLANG_KVCANARY_OWN"

@@ -15,6 +15,7 @@ from .settings import VllmSettings
 
 #: As docs/vllm.md lists them.
 TESTED = Tested(
+    "vllm",
     "vLLM",
     "0.32.0",
     "0.32.1",

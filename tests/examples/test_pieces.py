@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from opaque_engine import DIM, HEADS, METADATA, Model
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import fresh_cache
-from torch.fx.passes.split_module import split_module
 from toys import Decoder, Rig, new_caches
+
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "paged_engine"))
+
+from split import Piecewise
 
 import kvcanary_fx
 from kvcanary_fx import Batch, CanaryBackend, CanaryConfig, KVPool
@@ -21,49 +25,6 @@ from kvcanary_fx import Batch, CanaryBackend, CanaryConfig, KVPool
 pytestmark = pytest.mark.slow
 
 LAYERS = 5
-
-
-class Piece(torch.nn.Module):
-    """A piece compiled by Inductor; it takes graphs that give a tuple, and a piece may give a tensor."""
-
-    def __init__(self, graph: torch.fx.GraphModule):
-        super().__init__()
-        output = graph.graph.output_node()
-        self.single = not isinstance(output.args[0], tuple)
-        if self.single:
-            output.args = ((output.args[0],),)
-            graph.recompile()
-        self.compiled = compile_fx(graph, [n.meta["example_value"] for n in graph.graph.find_nodes(op="placeholder")])
-
-    def forward(self, *args: Any) -> Any:
-        out = self.compiled(*args)
-        return out[0] if self.single else out
-
-
-class Piecewise:
-    """A backend that cuts at some nodes, runs them as they are, and compiles what is between.
-
-    Attributes:
-        pieces: how many were compiled, equal ones counted each.
-    """
-
-    def __init__(self, apart: Callable[[torch.fx.Node], bool]):
-        self.apart, self.pieces = apart, 0
-
-    def __call__(self, gm: torch.fx.GraphModule, example_inputs: Any) -> torch.fx.GraphModule:
-        number, inside, parts, eager = 0, False, {}, set()
-        for node in gm.graph.nodes:
-            if node.op not in ("placeholder", "output") and self.apart(node) != inside:
-                number, inside = number + 1, not inside
-            if inside:
-                eager.add(f"submod_{number}")
-            parts[node] = number
-        cut = split_module(gm, None, lambda node: parts[node], keep_original_order=True)
-        for name, piece in list(cut.named_children()):
-            if name.startswith("submod_") and name not in eager:
-                setattr(cut, name, Piece(piece))
-                self.pieces += 1
-        return cut
 
 
 def in_namespace(*names: str) -> Callable[[torch.fx.Node], bool]:
@@ -74,14 +35,14 @@ def compiled(run: Callable[[Piecewise], None], apart: Callable[[torch.fx.Node], 
     """``(pieces, misses of the FX cache, misses of the AOT cache)`` of a first call, with empty caches."""
     torch._dynamo.reset()
     counters.clear()
-    backend = Piecewise(apart)
+    backend = Piecewise(compile_fx, apart)
     with fresh_cache(), torch.no_grad():
         run(backend)
     misses = counters["inductor"]["fxgraph_cache_miss"], counters["aot_autograd"]["autograd_cache_miss"]
     hits = counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]
     # otherwise a piece went past the caches: a number of misses would mean nothing
-    assert [a + b for a, b in zip(hits, misses, strict=True)] == [backend.pieces] * 2
-    return backend.pieces, *misses
+    assert [a + b for a, b in zip(hits, misses, strict=True)] == [sum(backend.pieces)] * 2
+    return sum(backend.pieces), *misses
 
 
 def opaque(guarded: bool, hoisted: bool) -> Callable[[Piecewise], None]:
