@@ -5,11 +5,12 @@
 ``kvcanary::record_at(output!, key, value, state!, layer)``
     fingerprints the slots that the forward was planned to write, and compares them with ``key`` and ``value``.
 
-On a GPU both leave their work to a :class:`~.side_stream.SideStream`, if the context has one, for which
-``kvcanary::join`` lets the model wait.
+``kvcanary::join_at(output!, held, taken, state!)``
+    lets attention wait for both, which on a GPU leave their work to a :class:`~.side_stream.SideStream`, if the context
+    has one.  ``held`` is what they read, and may go then.  ``taken`` is what attention takes.
 
-``output`` is neither read nor written.  Both ops claim to mutate it, because attention does: that is what keeps the
-three in order.  A layer's name is a string, or an object of an opaque type that the graph takes as an input; each
+``output`` is neither read nor written.  The ops claim to mutate it, because attention does: that is what keeps them in
+order.  A layer's name is a string, or an object of an opaque type that the graph takes as an input; each
 opaque type gets ops of its own, because a schema names the type.
 """
 
@@ -156,12 +157,27 @@ def _define(suffix: str, kind: str, name_of: Callable[[Any], str]) -> None:
     given = {"verify_at": "", "record_at": "Tensor? key, Tensor? value, "}
     for body in (verify_at, record_at):
         schema = f"(Tensor(a!) output, {given[body.__name__]}Tensor(b!) state, {kind} layer) -> ()"
-        name = f"{body.__name__}{suffix}"
-        _LIBRARY.define(name + schema, tags=(torch.Tag.flexible_layout,))
-        _LIBRARY.impl(name, taking_turns(body), "CPU")
-        _LIBRARY.impl(name, body, "CUDA")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *_: None, lib=_LIBRARY)
+        _register(f"{body.__name__}{suffix}", schema, body)
+
+
+def _define_join() -> None:
+    """Register the op that waits, one for all types of layer names."""
+
+    def join_at(output: torch.Tensor, held: list[torch.Tensor], taken: list[torch.Tensor], state: torch.Tensor) -> None:
+        side = get_forward_context().sides.get(state.device)
+        if side is not None:
+            side.join()
+
+    _register("join_at", "(Tensor(a!) output, Tensor[] held, Tensor[] taken, Tensor(b!) state) -> ()", join_at)
+
+
+def _register(name: str, schema: str, body: Callable[..., None]) -> None:
+    _LIBRARY.define(name + schema, tags=(torch.Tag.flexible_layout,))
+    _LIBRARY.impl(name, taking_turns(body), "CPU")
+    _LIBRARY.impl(name, body, "CUDA")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *_: None, lib=_LIBRARY)
 
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _define("", "str", str)
+_define_join()

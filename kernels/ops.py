@@ -22,8 +22,7 @@ All other memory is found through the ForwardContext.
 ``kvcanary::identify(tokens, positions, index, extent, state, site, write)``
     stores who is in each slot, and checks that positions continue.
 ``kvcanary::join(held, state)``
-    waits for ops that work beside the model: in front of a layer's attention, so that what they read, ``held``, may go;
-    and last in a graph, since a CUDA graph cannot end before.
+    last in a graph: waits for ops that work beside the model and read ``held``, since a CUDA graph cannot end before.
 ``kvcanary::index_put_(kv, value, index, extent, site, write)``
     the write itself, for ``rewrite_writes``: mutates ``kv`` and nothing else.
 """

@@ -44,6 +44,7 @@ def attention_and_checks(gm: torch.fx.GraphModule) -> list[str]:
     for number, names in enumerate(recorded):
         for name, short in zip(names, ("out", "k", "v"), strict=True):
             lines = [re.sub(rf"\b{name}\b", f"{short}{number}", line) for line in lines]
+    lines = [re.sub(r"\[\w+, (k\d, v\d)\]", r"[q, \1]", line) for line in lines]  # what attention takes
     lines = [re.sub(r"^attention\w*\(.*", "attention", line) for line in lines]
     return [re.sub(r"_at_opaque\w+", "_at", line).replace(".name)", ")") for line in lines]
 
@@ -59,11 +60,11 @@ def test_a_layer_is_checked_beside_the_record_of_the_last_and_the_last_op_joins_
         "attention",
         "canary.record_at(out0, k0, v0, state, layers.0)",
         "canary.verify_at(out0, state, layers.1)",
-        "canary.join([k0, v0], state)",
+        "canary.join_at(out1, [k0, v0], [q, k1, v1], state)",
         "attention",
         "canary.record_at(out1, k1, v1, state, layers.1)",
         "canary.verify_at(out1, state, layers.2)",
-        "canary.join([k1, v1], state)",
+        "canary.join_at(out2, [k1, v1], [q, k2, v2], state)",
         "attention",
         "canary.record_at(out2, k2, v2, state, layers.2)",
         "canary.join([k2, v2], state)",
@@ -78,8 +79,8 @@ def test_a_check_stays_behind_an_op_that_is_given_its_layer():
     second.layers = torch.nn.ModuleList(list(second.layers)[1:])
     gm, plan = guarded(lambda x: second(torch.ops.join_test.stores(first(x), "layers.1")))
     join_side_streams(gm, [], plan)
-    called = re.findall(r" = (?:canary\.)?(verify_at|record_at|stores|join)\(", render(gm))
-    assert called == ["verify_at", "record_at", "stores", "join", "verify_at", "record_at", "join"]
+    called = re.findall(r" = (?:canary\.)?(verify_at|record_at|stores|join_at|join)\(", render(gm))
+    assert called == ["verify_at", "record_at", "stores", "join_at", "verify_at", "record_at", "join"]
 
 
 def test_each_device_waits_for_its_own():

@@ -5,12 +5,14 @@ that runs at once.  What streams do is in test_engine_graphs.py.
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 
 import pytest
 import torch
 from opaque_engine import METADATA
 from test_opaque_attention import LAYERS, Rig
+from torch._inductor.utils import run_and_get_code
 
 from kvcanary_fx import engine_forward, engine_session
 from kvcanary_fx.kernels import gpu, gpu_requests, layer_ops, side_stream
@@ -76,6 +78,17 @@ def test_each_layer_forks_twice_and_the_graph_and_the_forward_join(beside):
     check = record = "fork"
     # the second layer is checked behind the first one's record, and its attention waits for both
     assert stream.happened == [check, record, check, "join", record, check, "join", record, "join", "join"]
+
+
+@pytest.mark.slow
+def test_inductor_leaves_the_products_between_a_layers_check_and_the_wait_for_it(beside):
+    """The wait goes right in front of attention: nearer to the check, the model would wait for each check it starts."""
+    rig = Rig("inductor", layers=3)
+    _, (code,) = run_and_get_code(rig.step, [3, 4, 5])
+    called = re.findall(r"torch\.ops\.\w+\.(\w+)\.default\(|extern_kernels\.(addmm)\(", code)
+    between = ["addmm", "join_at", "attention", "record_at", "verify_at"]
+    order = [canary or product for canary, product in called]
+    assert order[order.index("attention") :] == ["attention", "record_at", "verify_at", *between, *between[:-1], "join"]
 
 
 def test_without_the_content_check_a_layer_forks_once(beside):
