@@ -70,7 +70,7 @@ def _operands(record: fx.Node | None) -> list[fx.Node]:
     return [a for a in dict.fromkeys(record.args[1:3]) if isinstance(a, fx.Node)] if record is not None else []
 
 
-def _tensors_of(attention: fx.Node, output: fx.Node) -> list[fx.Node]:
+def _tensors_of(attention: fx.Node, output: Any) -> list[fx.Node]:
     """What attention takes: the tensors among its arguments, but for the one it fills."""
     values = zip(attention.all_input_nodes, fake_values(attention.all_input_nodes), strict=True)
     return [node for node, value in values if isinstance(value, torch.Tensor) and node is not output]
