@@ -1,9 +1,9 @@
 """Run everything that needs a GPU, and print a short table.
 
-    PYTHONPATH=. python tests/run_gpu.py [--logs DIR] [--only TEXT] [--no-benchmarks]
+    PYTHONPATH=. python tests/run_gpu.py [--logs DIR] [--only TEXT] [--marked] [--no-benchmarks]
 
-The tests marked ``gpu``, the rest of the suite on this machine's torch, and the examples under Inductor,
-``mode="reduce-overhead"`` and manual capture, side by side; then the benchmarks, one at a time.  Each job's
+The tests marked ``gpu``, the rest of the suite on this machine's torch (not with ``--marked``), and the examples under
+Inductor, ``mode="reduce-overhead"`` and manual capture, side by side; then the benchmarks, one at a time.  Each job's
 output goes to a file.
 """
 
@@ -52,9 +52,9 @@ class Job:
         return self
 
 
-def jobs() -> list[Job]:
+def jobs(marked: bool) -> list[Job]:
     python = sys.executable
-    pytest = [python, "-m", "pytest", "-p", "no:cacheprovider"]
+    pytest = [python, "-m", "pytest", "-p", "no:cacheprovider", *(["-m", "gpu"] if marked else [])]
     parallel = ["-n", "6"] if importlib.util.find_spec("xdist") else []
     plans = [python, "tests/kernels/random_plans.py", "--device", "cuda", "--kernels", "triton"]
     made = [
@@ -62,12 +62,13 @@ def jobs() -> list[Job]:
         Job("tests passes", [*pytest, *parallel, "tests/passes", "--ignore=tests/passes/test_code_lint.py"]),
         Job("lint of every idiom", [*pytest, *parallel, "-rP", "tests/passes/test_code_lint.py"]),
         Job("tests runtime", [*pytest, *parallel, "tests/runtime"]),
-        Job("tests models and examples", [*pytest, *parallel, "tests/models", "tests/examples", "tests/cli"]),
-        Job("tests bugs", [*pytest, *parallel, "tests/bugs"]),
+        Job("tests examples", [*pytest, *parallel, "tests/examples"]),
         Job("tests pools", [*pytest, *parallel, "tests/pools"]),
         Job("doctor", [python, "-m", "kvcanary_fx", "doctor"]),
         Job("random plans", [*plans, "--plans", "1500"]),
     ]
+    if not marked:  # these have no test that a GPU runs
+        made.append(Job("tests models, bugs, cli", [*pytest, *parallel, "tests/models", "tests/bugs", "tests/cli"]))
     for arch in ARCHITECTURES:
         generate = [python, "examples/hf_generate.py", "--arch", arch, "--device", "cuda"]
         made.append(Job(f"hf_generate {arch} reduce-overhead", [*generate, "--mode", "reduce-overhead"]))
@@ -97,12 +98,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--logs", type=Path, default=Path("build/gpu-logs"), help="directory for the jobs' output")
     parser.add_argument("--only", default="", help="run the jobs whose name contains this text")
+    parser.add_argument("--marked", action="store_true", help="of the tests, only those that a GPU runs")
     parser.add_argument("--no-benchmarks", action="store_true", help="tests and examples only")
     parser.add_argument("--timeout", type=float, default=500, help="seconds for one job")
     parser.add_argument("--workers", type=int, default=max(2, (os.cpu_count() or 2) // 3))
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
-    chosen = [job for job in jobs() if args.only in job.name]
+    chosen = [job for job in jobs(args.marked) if args.only in job.name]
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
         done = list(pool.map(lambda job: job.run(args.logs, args.timeout), chosen))
     if not args.no_benchmarks:

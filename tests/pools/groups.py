@@ -151,7 +151,7 @@ class Mapped(Group):
 
     def plan(self, owner: str, row: int, start: int, count: int) -> Work:
         own = self.take(owner, count)
-        self.map[self.table[row, start : start + count].long()] = torch.tensor(own)
+        self.map[self.table[row, start : start + count].long()] = torch.tensor(own, device=self.map.device)
         reads = self.map[self.table[row, max(0, start - self.window + 1) : start + count].long()].tolist()
         return Work(own, own, list(range(count)), reads)
 

@@ -79,6 +79,7 @@ class Rig:
 
     def __init__(self, groups: Sequence[Group], kernel: bool = False, **settings: Any):
         self.groups = list(groups)
+        self.device = self.groups[0].table.device
         settings = {"inner": "eager", "mode": "log", **settings}
         session = kvcanary_fx.install_canary(*[g.pool() for g in self.groups], **settings)
         assert session is not None
@@ -129,23 +130,26 @@ class Rig:
         if isinstance(batch.get("encoder"), Batch) and "encoder" not in plan:
             batch["encoder"] = dataclasses.replace(batch["encoder"], **plan)
         x = torch.randn(max(count, 8), 8, generator=torch.Generator().manual_seed(100 * row + start))
-        x = torch.full_like(x, torch.nan) if poison else x
+        x = (torch.full_like(x, torch.nan) if poison else x).to(self.device)
         slots = {n: w.written for n, w in work.items()}
         if received is not None:
             slots = {n: None if s is None else received(n, s) for n, s in slots.items()}
         if late is not None:
             late()
         kv = {g.name: g.kv for g in self.groups}
-        taken = {n: torch.tensor(w.taken) for n, w in work.items()}
+        taken = {n: self._tensor(w.taken) for n, w in work.items()}
         # of one length in all forwards: Dynamo compiles for each, and after eight of them runs without the canary
-        reads = {n: torch.tensor((w.reads + w.reads[:1] * WIDTH)[:WIDTH]) for n, w in work.items()}
-        given = {n: None if s is None else torch.tensor(s) for n, s in slots.items()}
+        reads = {n: self._tensor((w.reads + w.reads[:1] * WIDTH)[:WIDTH]) for n, w in work.items()}
+        given = {n: None if s is None else self._tensor(s) for n, s in slots.items()}
         with self.session.step(batch), self.session.forward(), torch.no_grad():
             self.model(kv, x, given, taken, reads, shift)
         self.stored[request] = start + count
         for group in self.groups:
             group.after(request, row, start + count)
         assert len(tokens) >= start + count
+
+    def _tensor(self, numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, device=self.device)
 
     def _batch(self, request: str, work: dict[str, Work], start: int, count: int) -> dict[str, Any]:
         tokens, row = self.history(request), self.row(request)

@@ -59,3 +59,9 @@ SHAPES: dict[str, Callable[[], list[Group]]] = {
     "recurrent and conv state": lambda: [Group("full", "nhd"), State("state", "states")],
     "cross-attention": lambda: [Group("self", "nhd"), Cross("cross", "nhd")],
 }
+
+
+def groups_of(shape: str, device: str) -> list[Group]:
+    """The groups of a shape, with their tensors on a device."""
+    with torch.device(device):
+        return SHAPES[shape]()

@@ -6,7 +6,7 @@ import pytest
 from groups import Cross, Group
 from pool_faults import FAULTS, Told, fits
 from rig import Rig
-from shapes import SHAPES
+from shapes import SHAPES, groups_of
 
 from kvcanary_fx.kernels.layout import FLOAT_DTYPES
 
@@ -36,10 +36,10 @@ def play(rig: Rig, group: Group, check: str) -> str | None:
 
 
 @EVERY
-def test_faults_are_reported_by_their_checks(shape, record_property):
+def test_faults_are_reported_by_their_checks(shape, device, record_property):
     """A flipped bit, a misdirected write, a slot that is used again, and so on, in each group of the shape."""
     wrong = []
-    rigs = {kernel: Rig(SHAPES[shape](), kernel=kernel) for kernel in (False, True)}
+    rigs = {kernel: Rig(groups_of(shape, device), kernel=kernel) for kernel in (False, True)}
     for number, group in enumerate(rigs[False].groups):
         cells = {}
         for check in FAULTS:
@@ -49,15 +49,16 @@ def test_faults_are_reported_by_their_checks(shape, record_property):
                 cells[check] = "guarded" if problem is None else "MISSED"
                 wrong += [problem] if problem else []
         several = len(rigs[False].groups) > 1
-        record_property("shape", (f"{shape}: {group.name}" if several else shape, cells))
+        name = f"{shape}: {group.name}" if several else shape
+        record_property("shape", (name if device == "cpu" else f"{name}, {device}", cells))
     assert not wrong, "\n".join(wrong)
 
 
 @EVERY
 @pytest.mark.parametrize("kernel", [False, True], ids=["indexing", "store kernel"])
-def test_clean_run_is_silent(shape, kernel):
+def test_clean_run_is_silent(shape, kernel, device):
     """Long prefills, decoding past every window, and slots that the next request gets at once."""
-    rig = Rig(SHAPES[shape](), kernel=kernel, health_every=1, sweep_every=1)
+    rig = Rig(groups_of(shape, device), kernel=kernel, health_every=1, sweep_every=1)
     for request in "ABA":
         rig.run(request, 9)
         for _ in range(9):
