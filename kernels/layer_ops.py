@@ -29,7 +29,7 @@ from ..context import ForwardContext, get_forward_context
 from ..errors import UnknownLayerError
 from .buffers import Check, Site
 from .counting import count_op
-from .ops import NAMESPACE, kernels_for
+from .ops import NAMESPACE, join_side, kernels_for
 from .side_stream import SideStream
 from .slot_space import RequestPlan
 from .turns import taking_turns
@@ -164,9 +164,7 @@ def _define_join() -> None:
     """Register the op that waits, one for all types of layer names."""
 
     def join_at(output: torch.Tensor, held: list[torch.Tensor], taken: list[torch.Tensor], state: torch.Tensor) -> None:
-        side = get_forward_context().sides.get(state.device)
-        if side is not None:
-            side.join()
+        join_side(state.device)
 
     _register("join_at", "(Tensor(a!) output, Tensor[] held, Tensor[] taken, Tensor(b!) state) -> ()", join_at)
 

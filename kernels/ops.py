@@ -214,7 +214,12 @@ def _index_put_(
 
 
 def _join(held: list[torch.Tensor], state: torch.Tensor) -> None:
-    side = get_forward_context().sides.get(state.device)
+    join_side(state.device)
+
+
+def join_side(device: torch.device) -> None:
+    """Let the model wait for what works beside it on a device, if anything may."""
+    side = get_forward_context().sides.get(device)
     if side is not None:
         side.join()
 
