@@ -10,7 +10,7 @@ import vllm
 from ... import __version__
 from ...errors import EngineError
 from ..versions import Tested
-from . import blocks, cache_key, cuda_graphs, graph, metrics, ops, outcomes, runner
+from . import blocks, cache_key, cuda_graphs, drafts, graph, metrics, ops, outcomes, runner
 from .settings import VllmSettings
 
 #: As docs/vllm.md lists them.
@@ -40,6 +40,7 @@ def connect(settings: VllmSettings) -> None:
     cuda_graphs.hook()
     graph.hook()
     runner.hook(settings, self_test)
+    drafts.hook()
     blocks.hook()
     outcomes.hook()
     metrics.hook()

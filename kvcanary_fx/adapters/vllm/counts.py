@@ -64,20 +64,26 @@ class Counts:
         with self._lock:
             yield
 
-    def follow(self, session: EngineSession, every: float = EVERY) -> None:
-        """Begin to write the counts of a session, for as long as it lives."""
-        watched, ending = weakref.ref(session), threading.Event()
+    def follow(self, *sessions: EngineSession, every: float = EVERY) -> None:
+        """Begin to write the counts of sessions, summed, for as long as all of them live."""
+        watched, ending = [weakref.ref(session) for session in sessions], threading.Event()
+
+        def write_news() -> bool:
+            """Whether the sessions are still there."""
+            followed = [session for session in (known() for known in watched) if session is not None]
+            if len(followed) < len(watched):
+                return False
+            steps = sum(session.steps for session in followed)
+            if steps != self._steps:
+                with self._lock:
+                    self._steps = steps
+                    self.write(*(session.stats() for session in followed))
+            return True
 
         def keep_writing() -> None:
             while not ending.wait(every):
-                followed = watched()
-                if followed is None:
+                if not write_news():
                     return
-                if followed.steps != self._steps:
-                    with self._lock:
-                        self._steps = followed.steps
-                        self.write(followed.stats())
-                del followed
 
         thread = threading.Thread(target=keep_writing, name="kvcanary counts", daemon=True)
         thread.start()
@@ -89,10 +95,13 @@ class Counts:
 
         atexit.register(end)
 
-    def write(self, stats: EngineStats) -> None:
-        """Leave the counts where the endpoint finds them, whole at any time."""
-        counts = {name: getattr(stats, field) for name, field in FIELDS.items()}
-        text = json.dumps({"counts": counts, "violations": stats.by_check})
+    def write(self, *stats: EngineStats) -> None:
+        """Leave the counts, summed over sessions, where the endpoint finds them, whole at any time."""
+        counts = {name: sum(getattr(each, field) for each in stats) for name, field in FIELDS.items()}
+        violations: Counter[str] = Counter()
+        for each in stats:
+            violations.update(each.by_check)
+        text = json.dumps({"counts": counts, "violations": violations})
         draft = self._path.with_suffix(".draft")
         try:
             draft.write_text(text)

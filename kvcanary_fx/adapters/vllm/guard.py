@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from . import ops
 from .batches import kernel_tables, make_batch
 from .books import Books
 from .counts import Counts
+from .drafts import Drafts, Proposal
 from .journal import ATTRIBUTE, Message
-from .pools import Group, guarded_groups
+from .pools import Group, draft_groups, guarded_groups
 from .settings import VllmSettings
 from .tables import Ledger
 
@@ -34,6 +35,8 @@ class Guard:
     Attributes:
         groups: the KV cache groups that are guarded.
         session: theirs; made at the first step, when it is known whether a scheduler reports what it does to blocks.
+        drafts: the draft's layers, if there are any that can be guarded; made with the session.
+        in_flight: some request's prefix is written by another one in the forward of this step.
         books: which blocks it handed out, from the first on.
         namespaces: of the requests that have one, by id.
         calls_in_graph, calls_outside: attention calls that were guarded by ops of a compiled graph, and by those around
@@ -47,6 +50,8 @@ class Guard:
         self.groups: list[Group] = guarded_groups(runner)
         if not self.groups:
             raise EngineError("no KV cache group of this model can be guarded (see the warnings above)")
+        self.drafts: Drafts | None = None
+        self.in_flight = False
         self.books = Books(self)
         self.namespaces: dict[str, int] = {}
         self.calls_in_graph = self.calls_outside = 0
@@ -54,11 +59,13 @@ class Guard:
         self.scheduled: Any = None
         with torch.inference_mode(False):
             self.ledger = _ledger(runner)
+        self._draft_groups = draft_groups(runner)
         self._page_sizes = [g.kv_cache_spec.block_size for g in runner.kv_cache_config.kv_cache_groups]
         self._self_test = self_test
         self._session: EngineSession | None = None
         self._layers: LayerChecks | None = None
         self._counts = Counts(f"{os.getpid()}-{id(self):x}")
+        self._requests: list[str] = []  # of the forward, in the order of its batch
         self._news = False  # a violation that the counts do not have yet
 
     @property
@@ -78,20 +85,28 @@ class Guard:
                 "KVCANARY_VLLM_ABORT=request needs vLLM's own scheduler, with KVCANARY_MODE set in its process; here "
                 "only the engine can be ended: unset it"
             )
-        pools = [g.pool(self.ledger.tables[g.number], allocations) for g in self.groups]
+        session = self._session_of(self.groups, allocations, stats_every=1000)
+        if not allocations:
+            log.warning("kvcanary.vllm owner check off: the scheduler does not report what it does to blocks")
+        return session
+
+    def _session_of(self, groups: Sequence[Group], allocations: bool, stats_every: int = 0) -> EngineSession:
         session = install_canary(
-            *pools,
+            *(g.pool(self.ledger.tables[g.number], allocations) for g in groups),
             config=self.settings.session_config,
             on_violation=self._flag,
-            stats_every=1000,
+            stats_every=stats_every,
             self_test=self._self_test,
         )
         assert session is not None  # the plugin is not loaded in mode off
         session.mark_ready()
         log.info("kvcanary.vllm guards %s", "; ".join(p.describe() for p in session.pools.values()))
-        if not allocations:
-            log.warning("kvcanary.vllm owner check off: the scheduler does not report what it does to blocks")
         return session
+
+    @property
+    def sessions(self) -> list[EngineSession]:
+        """The session, and that of the draft's layers if there is one."""
+        return [self.session] if self.drafts is None else [self.session, self.drafts.session]
 
     def _flag(self, violation: Violation) -> None:
         self._news = True
@@ -115,7 +130,9 @@ class Guard:
             with torch.inference_mode(False):  # what is made inside could not be written outside, by the counts' thread
                 self._session = self._install(told is not None)
                 self._layers = LayerChecks(self._session)
-            self._counts.follow(self._session)
+                if self._draft_groups:  # block ids are the target's, and so is the check of their owners
+                    self.drafts = Drafts(self._session_of(self._draft_groups, allocations=False), self._draft_groups)
+            self._counts.follow(*self.sessions)
         if told is not None:
             self.books.apply(told.events)
             self.namespaces.update(told.namespaces)
@@ -136,15 +153,18 @@ class Guard:
         """
         session = self.session
         assert self._layers is not None
-        self.ledger.show(runner.input_batch.req_ids[: runner.input_batch.num_reqs])
+        self._requests = list(runner.input_batch.req_ids[: runner.input_batch.num_reqs])
+        self.ledger.show(self._requests)
         in_flight = self.ledger.in_flight(self.scheduled, self._page_sizes)
-        namespaces = self.namespaces
-        batch = make_batch(runner, self.scheduled, self.groups, input_ids, positions, namespaces, any(in_flight))
+        self.in_flight, namespaces = any(in_flight), self.namespaces
+        batch = make_batch(runner, self.scheduled, self.groups, input_ids, positions, namespaces, self.in_flight)
         self.books.settle(in_flight)
         try:
             step, layers = session.step(batch), self._layers.publish()
             with self._counts.busy(), step, session.forward(), layers, ops.one_forward() as guarded:
                 self._check_tables(runner)
+                if self.drafts is not None:
+                    self.drafts.expect(get_forward_context().slot_mapping, self.scheduled.total_num_scheduled_tokens)
                 yield
             self.calls_in_graph += len(guarded.in_graph)
             self.calls_outside += len(guarded.outside)
@@ -152,9 +172,35 @@ class Guard:
                 session.drain()
         finally:
             self.books.after_forward()
-            if self._news:
-                self._news = False
-                self._counts.write(session.stats())
+            self._tell_news()
+
+    @contextlib.contextmanager
+    def proposing(self, drafter: Any, rejected: torch.Tensor | None) -> Iterator[Proposal]:
+        """Around a proposal of the draft.
+
+        Args:
+            rejected: int32 ``[bs]``, how many tokens of the target's batch it rejected; None: they are left out.
+
+        Raises:
+            KVCacheViolation: mode ``raise``, and a check failed.
+        """
+        drafts = self.drafts
+        assert drafts is not None
+        try:
+            with self._counts.busy(), drafts.session.step():
+                proposal = Proposal(self, drafts, drafter, self._requests, rejected)
+                yield proposal
+                proposal.end()
+            if self.settings.aborts_requests:
+                drafts.session.drain()
+        finally:
+            self._tell_news()
+
+    def _tell_news(self) -> None:
+        """Leave a violation in the counts at once."""
+        if self._news:
+            self._news = False
+            self._counts.write(*(session.stats() for session in self.sessions))
 
     def _check_tables(self, runner: Any) -> None:
         """Compare the block tables that the attention kernels get with the scheduler's."""

@@ -10,7 +10,8 @@ backends they take no state: vLLM's graphs are called with the inputs that Dynam
 
 Wherever attention runs outside of such a graph (eager mode, a model that is not compiled, a step that skips the
 compiled graph), the implementation of vLLM's own op makes the two calls.  Both find what they need in the context that
-:class:`~kvcanary_fx.engine_layers.LayerChecks` publishes, and do nothing without one: a warm-up, or a draft model.
+:class:`~kvcanary_fx.engine_layers.LayerChecks` publishes, and do nothing without one: a warm-up, or an
+unguarded draft.
 """
 
 from __future__ import annotations
@@ -42,8 +43,13 @@ ATTENTION = {
 
 @dataclasses.dataclass
 class Guarded:
-    """The layers of one forward that were guarded, by ops of a graph or outside of one."""
+    """The layers of one forward that were guarded, by ops of a graph or outside of one.
 
+    Attributes:
+        rows: int64 ``[n]``, which rows of keys and values the planned tokens have; None: the first ones, in order.
+    """
+
+    rows: torch.Tensor | None = None
     in_graph: set[str] = dataclasses.field(default_factory=set)
     outside: set[str] = dataclasses.field(default_factory=set)
 
@@ -52,9 +58,9 @@ _GUARDED: contextvars.ContextVar[Guarded | None] = contextvars.ContextVar("kvcan
 
 
 @contextlib.contextmanager
-def one_forward() -> Iterator[Guarded]:
+def one_forward(rows: torch.Tensor | None = None) -> Iterator[Guarded]:
     """Around the model: no layer has been guarded yet."""
-    guarded = Guarded()
+    guarded = Guarded(rows)
     token = _GUARDED.set(guarded)
     try:
         yield guarded
@@ -77,7 +83,14 @@ def record(
 ) -> None:
     """The op after attention."""
     if has_forward_context():
-        record_layer(key, value, output.device, torch_utils._resolve_layer_name(layer_name))
+        _record(key, value, output.device, torch_utils._resolve_layer_name(layer_name))
+
+
+def _record(key: torch.Tensor | None, value: torch.Tensor | None, device: torch.device, layer: str) -> None:
+    known = _GUARDED.get()
+    if known is not None and known.rows is not None:
+        key, value = (None if t is None else t[known.rows] for t in (key, value))
+    record_layer(key, value, device, layer)
 
 
 def _nothing(*_: Any) -> None:
@@ -123,7 +136,7 @@ def _guarded(original: Callable[..., None]) -> Callable[..., None]:
             verify_layer(output.device, layer)
         original(query, key, value, output, layer_name, *args, **kwargs)
         if here:
-            record_layer(key, value, output.device, layer)
+            _record(key, value, output.device, layer)
 
     return guarded
 

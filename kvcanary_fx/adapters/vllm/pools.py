@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -19,11 +19,16 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+from vllm.v1.spec_decode.eagle import EagleProposer
 
 from ...pool_layout import KVPool
 from . import layouts
 
 log = logging.getLogger("kvcanary")
+
+#: Methods of speculative decoding whose drafts are guarded.
+DRAFTS = ("draft_model", "eagle", "eagle3")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +42,7 @@ class Group:
         window: tokens that its attention sees; None for all.
         layers: K and V (latent and rotary part) of each layer, ``[pages, page_size, ...]``, by the layer's name.
         mla: halves are the latent and the rotary part.
+        draft: the layers are a draft's, whose forwards a session of its own checks.
     """
 
     number: int
@@ -45,10 +51,11 @@ class Group:
     window: int | None
     layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     mla: bool
+    draft: bool = False
 
     @property
     def name(self) -> str:
-        return f"group{self.number}"
+        return f"{'draft' if self.draft else 'group'}{self.number}"
 
     def pool(self, table: torch.Tensor, allocations: bool) -> KVPool:
         """The pool of this group, whose request table is ``table``."""
@@ -68,20 +75,24 @@ class Group:
 
 
 def guarded_groups(runner: Any) -> list[Group]:
-    """The groups of a model runner that can be guarded; the others are told, with the reason."""
-    found = []
+    """The groups of the target model that can be guarded; the others are told, with the reason."""
     drafts = draft_layers(runner)
-    for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
-        made, why = _group(runner, number, group, drafts)
-        if made is None:
-            log.warning("kvcanary.unguarded KV cache group %d (%s, ...): %s", number, group.layer_names[0], why)
-        else:
-            found.append(made)
-    return found
+    known = runner.compilation_config.static_forward_context
+    return _groups(runner, frozenset(known) - drafts, draft=False)
+
+
+def draft_groups(runner: Any) -> list[Group]:
+    """The groups of a draft's layers that can be guarded; the others are told, with the reason."""
+    drafts = draft_layers(runner)
+    why = _unguarded(getattr(runner, "drafter", None)) if drafts else None
+    if why is not None:
+        log.warning("kvcanary.unguarded draft layers (%s, ...): %s", min(drafts), why)
+        return []
+    return _groups(runner, drafts, draft=True)
 
 
 def draft_layers(runner: Any) -> frozenset[str]:
-    """The layers of a draft model, whose forwards are not bracketed: their KV is not guarded."""
+    """The layers of a draft, which are in the KV cache groups of the target model or in groups of their own."""
     drafter = getattr(runner, "drafter", None)
     names: set[str] = set()
     for field in ("_draft_attn_layer_names", "attn_layer_names"):
@@ -89,24 +100,49 @@ def draft_layers(runner: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def _group(runner: Any, number: int, group: Any, drafts: frozenset[str]) -> tuple[Group | None, str]:
-    spec = group.kv_cache_spec
+def _unguarded(drafter: Any) -> str | None:
+    """Why the forwards of a proposer cannot be bracketed; None if they can.
+
+    MTP, DFlash and parallel drafting lay out their tokens in other ways, or leave layers out.
+    """
+    if type(drafter) not in (EagleProposer, DraftModelProposer) or drafter.method not in DRAFTS:
+        return f"drafts of {getattr(drafter, 'method', type(drafter).__name__)} are not supported by this adapter"
+    if drafter.parallel_drafting or drafter.constant_draft_positions:
+        return "drafts that do not go on by one position a forward are not supported by this adapter"
+    return None
+
+
+def _groups(runner: Any, wanted: Set[str], draft: bool) -> list[Group]:
+    found = []
+    for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+        names = [name for name in group.layer_names if name in wanted]
+        if not names:
+            continue
+        made, why = _group(runner, number, group.kv_cache_spec, names)
+        if made is None:
+            log.warning("kvcanary.unguarded KV cache group %d (%s, ...): %s", number, names[0], why)
+        else:
+            found.append(dataclasses.replace(made, draft=draft))
+    return found
+
+
+def _group(runner: Any, number: int, spec: Any, names: Sequence[str]) -> tuple[Group | None, str]:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))
     window = _window(spec)
     if isinstance(window, str):
         return None, window
     layers, mla = {}, False
-    for name in group.layer_names:
+    for name in names:
         layer = runner.compilation_config.static_forward_context[name]
-        if name in drafts or getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
             continue
         halves = _halves(layer, runner._kernel_block_sizes[number])
         if isinstance(halves, str):
             return None, f"layer {name}: {halves}"
         layers[name], mla = halves, isinstance(layer, MLAAttention)
     if not layers:
-        return None, "a draft model's layers are not guarded"
+        return None, "its layers have no KV cache of their own"
     return Group(number, spec.block_size, runner._kernel_block_sizes[number], window, layers, mla), ""
 
 

@@ -53,6 +53,8 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
 
     def sample_tokens(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         output, guard = original(runner, *args, **kwargs), registry.of_runner(runner)
+        if guard is not None and guard.drafts is not None:
+            guard.drafts.settle()
         flagged = guard.take_flagged() if guard is not None else set()
         if flagged:  # what comes later from the device has what goes to the scheduler inside
             setattr(getattr(output, "_model_runner_output", output), ATTRIBUTE, sorted(flagged))
