@@ -69,8 +69,10 @@ def draft_batch(
 ) -> tuple[dict[str, Any], torch.Tensor | None]:
     """The fields of a forward of a draft, and the rows of its tokens in what the model is given.
 
-    There is no ``history``: what a draft guessed is nobody's token, and after a chunk of a prompt an EAGLE head gets
-    another token than the prompt's next one.  So the pools need no ``token_offset`` either.
+    A slot goes by the token of its position also where an EAGLE head was given the next one: that is what a block's
+    hash stands for.  By the next token, a clean run reported the last slot of a cached block, which another request
+    had filled with a next token of its own.  So there is no ``token_offset``; and no ``history``, which would have no
+    token of a guess.
 
     Args:
         proposal: its ``common`` metadata is that of the forward.
@@ -92,7 +94,7 @@ def draft_batch(
         return given[:n] if rows is None else given[:n][rows]
 
     fields: dict[str, Any] = {
-        "input_ids": taken(drafter.input_ids),
+        "input_ids": taken(proposal.tokens(index)),
         "request_rows": torch.arange(count),
         "prefix_lens": prefix,
         "extend_lens": added,

@@ -75,6 +75,8 @@ class Proposal:
 
     Attributes:
         rejected: int32 ``[bs]``, drafts of the step before that the target rejected, which are in its batch; or None.
+        batch: integer ``[n]``, tokens of the target's batch.
+        following: integer ``[bs]``, the token of each request that follows those it has computed.
         common: the metadata of the forward that comes next, as vLLM's ``CommonAttentionMetadata``.
         forwards: how many there were.
         guesses: slots of guessed tokens, by pool.
@@ -85,9 +87,21 @@ class Proposal:
     drafter: Any
     requests: list[str]
     rejected: torch.Tensor | None
+    batch: torch.Tensor
+    following: torch.Tensor
     common: Any = None
     forwards: int = 0
     guesses: dict[str, list[torch.Tensor]] = dataclasses.field(default_factory=dict)
+
+    def tokens(self, index: int) -> torch.Tensor:
+        """The tokens at the positions of a forward; asked once for each, in order."""
+        given = self.drafter.input_ids[: self.common.num_actual_tokens]
+        if not self.drafter.pass_hidden_states_to_model:
+            return given
+        if index == 0:
+            return self.batch
+        known, self.following = self.following, given.clone()  # an EAGLE head gets the next position's
+        return known
 
     @contextlib.contextmanager
     def forward(self, metadata: Mapping[str, Any], slots: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -145,7 +159,8 @@ def _propose(original: Callable[..., Any], drafter: Any, *args: Any, **kwargs: A
     guard = registry.of_drafter(drafter)
     if guard is None or guard.drafts is None:
         return original(drafter, *args, **kwargs)
-    with guard.proposing(drafter, kwargs.get("num_rejected_tokens_gpu")) as proposal:  # the runner names its arguments
+    given = [kwargs[name] for name in ("num_rejected_tokens_gpu", "target_token_ids", "next_token_ids")]
+    with guard.proposing(drafter, *given) as proposal:
         token = _PROPOSAL.set(proposal)
         try:
             return original(drafter, *args, **kwargs)

@@ -175,11 +175,10 @@ class Guard:
             self._tell_news()
 
     @contextlib.contextmanager
-    def proposing(self, drafter: Any, rejected: torch.Tensor | None) -> Iterator[Proposal]:
-        """Around a proposal of the draft.
-
-        Args:
-            rejected: int32 ``[bs]``, how many tokens of the target's batch it rejected; None: they are left out.
+    def proposing(
+        self, drafter: Any, rejected: torch.Tensor | None, batch: torch.Tensor, following: torch.Tensor
+    ) -> Iterator[Proposal]:
+        """Around a proposal of the draft; the arguments are those of :class:`~.drafts.Proposal`.
 
         Raises:
             KVCacheViolation: mode ``raise``, and a check failed.
@@ -188,7 +187,7 @@ class Guard:
         assert drafts is not None
         try:
             with self._counts.busy(), drafts.session.step():
-                proposal = Proposal(self, drafts, drafter, self._requests, rejected)
+                proposal = Proposal(self, drafts, drafter, self._requests, rejected, batch, following)
                 yield proposal
                 proposal.end()
             if self.settings.aborts_requests:
