@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import torch
+
 from .kernels import request_tokens
 from .kernels.buffers import Ring
 from .kernels.slot_space import RequestPlan, SlotSpace
@@ -20,13 +22,20 @@ def in_tokens(violation: Violation, tokens_per_slot: int) -> Violation:
 
 
 def decode_content(
-    row: Sequence[int], info: HalfInfo, space: SlotSpace, plan: RequestPlan | None, ids: RequestIds
+    row: Sequence[int],
+    info: HalfInfo,
+    space: SlotSpace,
+    plan: RequestPlan | None,
+    ids: RequestIds,
+    last: RequestPlan | None,
 ) -> Violation:
     """The record of a ring row that a layer's op wrote.
 
     Args:
         plan: of the forward that is running, which says more than the shadow about a slot that it writes; None
             outside one.
+        last: of the forward that ran last, for pools that no allocator names an owner in: one of its requests read
+            the slot.
     """
     slot, request = row[Ring.SLOT], ids.name(row[Ring.REQUEST])
     if not 0 <= slot < space.slots:
@@ -36,6 +45,8 @@ def decode_content(
         int(space.positions[slot]),
         int(space.owners[slot]),
     )
+    if not owner and not space.owner_known:
+        owner = _reader(plan or last, slot)
     return decode(
         row,
         info,
@@ -43,6 +54,17 @@ def decode_content(
         position if position >= 0 else None,
         request if request is not None else ids.name(owner),
     )
+
+
+def _reader(plan: RequestPlan | None, slot: int) -> int:
+    """The owner's hash of the first request that has the slot in its row of the table, 0 if none has."""
+    if plan is None or plan.slot_map is not None or not plan.table.numel():
+        return 0
+    pages = plan.table[plan.rows.to(torch.int64).clamp(0, plan.table.shape[0] - 1)]
+    start = torch.arange(pages.shape[1], device=pages.device) * plan.page_size
+    used = start < (plan.prefix_lens + plan.extend_lens).unsqueeze(1)
+    hits = ((pages == slot // plan.page_size) & (used | plan.ring)).nonzero()
+    return int(plan.owners[hits[0, 0]]) if len(hits) else 0
 
 
 def _planned(plan: RequestPlan | None, slot: int) -> tuple[int, int, int] | None:

@@ -9,11 +9,14 @@ import functools
 import json
 import os
 import pathlib
+import random
 from collections.abc import Callable
 from typing import Any
 
 import tiny_configs
 from vllm_rig import Rig, prompt
+
+from kvcanary_fx.adapters.vllm import counts
 
 
 def settings(method: str, directory: pathlib.Path, guesses: str = "well") -> dict[str, Any]:
@@ -46,9 +49,70 @@ def load(method: str, directory: pathlib.Path, model: str) -> dict[str, Any]:
             "steps": rig.session.steps,
             "recorded": rig.session.stats().recorded,
             "layers": [layer for group in rig.guard.groups for layer in group.layers],
-            "violations": [v.line() for v in rig.session.violations()],
+            "violations": _violations(rig),
         }
+        if rig.guard.drafts is not None:
+            found[name]["draft"] = _draft(rig)
         rig.close()
+    return found
+
+
+def _violations(rig: Rig) -> list[str]:
+    return [v.line() for session in rig.guard.sessions for v in session.violations()]
+
+
+def _draft(rig: Rig) -> dict[str, Any]:
+    """What was guarded of a draft."""
+    drafts = rig.guard.drafts
+    drafts.session.health.check()
+    stats = drafts.session.stats()
+    return {
+        "layers": [layer for group in drafts.groups for layer in group.layers],
+        "slots_checked": stats.slots_checked,
+        "checked": stats.checked,
+        "recorded": stats.recorded,
+        "uncovered": drafts.session.uncovered,
+        "calls": [drafts.calls_in_graph, drafts.calls_outside],
+    }
+
+
+def crowd(method: str, directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """Compiled, with few pages: prompts in chunks that share prefixes of any length, preemption, aborts, blocks that
+    several requests fill, and a request that grows too long for the draft while others go on."""
+    config = settings(method, directory, "badly")
+    rig = Rig(model, directory, speculative_config=config, num_gpu_blocks_override=14, enforce_eager=False)
+    rng, trunk = random.Random(7), [prompt(1, 96), prompt(2, 130)]
+    waiting = [
+        (f"r{i}", rng.choice(trunk)[: rng.choice([33, 64, 96, 128])] + prompt(100 + i, rng.randint(1, 40)), 40)
+        for i in range(20)
+    ]
+    waiting.insert(8, ("long", prompt(3, 230), 25))
+    skipped: list[int] = []
+    fits = rig.runner._input_fits_in_drafter
+
+    def counted(metadata: Any) -> bool:
+        fitting = bool(fits(metadata))
+        skipped.extend([] if fitting else [1])
+        return fitting
+
+    rig.runner._input_fits_in_drafter = counted
+
+    def at(step: int) -> None:
+        if waiting and (step % 4 == 0 or not rig.engine.has_unfinished_requests()):
+            name, tokens, length = waiting.pop(0)
+            rig.add(name, tokens, length=length)
+        if step % 23 == 20 and rig.scheduler.running:
+            rig.engine.abort_request([rig.scheduler.running[-1].request_id], internal=True)
+
+    rig.run(at, limit=1500)
+    found = {
+        "left": len(waiting),
+        "preempted": rig.preempted,
+        "skipped": len(skipped),
+        "violations": _violations(rig)[:5],
+        "draft": _draft(rig),
+    }
+    rig.close()
     return found
 
 
@@ -66,6 +130,99 @@ def flip(method: str, directory: pathlib.Path, model: str) -> dict[str, Any]:
     told = dict.fromkeys((v.check, v.layer, v.half, v.slot, v.position) for v in rig.session.violations())
     rig.close()
     return {"slot": slots[0], "violations": list(told)}
+
+
+def draft_flip(method: str, directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """A bit of a prompt's token is flipped in the draft's own layer, for each half of it."""
+    rig = Rig(model, directory, speculative_config=settings(method, directory))
+    layer = next(iter(rig.guard._draft_groups[0].layers))
+    rig.add("A", prompt(3, 30) * 2, length=20)
+    rig.add("B", prompt(4, 50), length=20)
+    flips: list[list[Any]] = []
+
+    def at(step: int) -> None:
+        if step in (2, 3):
+            half, position = step - 2, 41 + step
+            flips.append(["KV"[half], rig.flip(layer, half, "A", position), position])
+
+    rig.run(at)
+    told = [v for v in rig.guard.drafts.session.violations() if v.check == "content"]
+    found = {
+        "layer": layer,
+        "flips": flips,
+        "told": list(dict.fromkeys((v.layer, v.half, v.slot, v.position) for v in told)),
+        "requests": sorted({str(v.request).rpartition("-")[0] for v in told}),
+        "forwards": sorted({v.forward for v in told}),
+        "checks": sorted({v.check for session in rig.guard.sessions for v in session.violations()}),
+        "of the target": len(rig.session.violations()),
+        "counts": counts.read_all()[1],
+    }
+    rig.close()
+    return found
+
+
+def draft_faults(method: str, directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """Bugs of a drafter, each planted once: what was told first, as check, reason, forward, request."""
+    return {name: _first_told(method, directory, model, plant) for name, plant in FAULTS.items()}
+
+
+def _first_told(method: str, directory: pathlib.Path, model: str, plant: Callable[[Rig], None]) -> list[Any]:
+    rig = Rig(model, directory, speculative_config=settings(method, directory, "badly"))
+    rig.add("A", prompt(3, 60), length=20)
+    rig.run(lambda step: plant(rig) if step == 3 else None)
+    told = rig.guard.drafts.session.violations() if rig.guard.drafts is not None else []
+    found = [[v.check, v.why, v.forward, str(v.request).rpartition("-")[0]] for v in told[:1]]
+    targets = [v.line() for v in rig.session.violations()]
+    rig.close()
+    return found + targets
+
+
+def _shift_slots(rig: Rig) -> None:
+    """The second guess is stored a block further on."""
+    drafter, calls = rig.runner.drafter, []
+    update = drafter._update_positions_dependent_metadata
+
+    def shifted(positions: Any, common: Any, batch_size: int, padded: int, block_size: int) -> Any:
+        given = update(positions, common, batch_size, padded, block_size)
+        calls.append(1)
+        if len(calls) == 2:
+            drafter._slot_mapping_buffer[:batch_size] += block_size
+        return given
+
+    drafter._update_positions_dependent_metadata = shifted
+
+
+def _forget_rejections(rig: Rig) -> None:
+    """Once, the guesses go on behind the drafts that were rejected instead of in their place."""
+    drafter, calls = rig.runner.drafter, []
+    update = drafter._update_positions_dependent_metadata
+
+    def late(positions: Any, common: Any, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            common.seq_lens += 1
+            positions = positions + 1
+        return update(positions, common, *args)
+
+    drafter._update_positions_dependent_metadata = late
+
+
+def _leave_out_chunk(rig: Rig) -> None:
+    """Once, the draft's layers do not store what the target has just computed."""
+    drafter, calls = rig.runner.drafter, []
+    slots = drafter._get_slot_mapping
+
+    def none(count: int, mapping: Any = None) -> Any:
+        given = slots(count, mapping)
+        calls.append(1)
+        if len(calls) == 1:
+            drafter._slot_mapping_buffer[:count].fill_(-1)
+        return given
+
+    drafter._get_slot_mapping = none
+
+
+FAULTS = {"slots shifted": _shift_slots, "rejections forgotten": _forget_rejections, "nothing stored": _leave_out_chunk}
 
 
 def rejected_counted(method: str, directory: pathlib.Path, model: str) -> dict[str, Any]:
@@ -93,5 +250,19 @@ def rejected_counted(method: str, directory: pathlib.Path, model: str) -> dict[s
 
 METHODS = ("ngram", "draft_model", "eagle")
 BY_NAME: dict[str, Callable[..., dict[str, Any]]] = {"load": load, "flip": flip, "rejected": rejected_counted}
+#: Of drafts that have layers.
+WITH_LAYERS: dict[str, Callable[..., dict[str, Any]]] = {
+    "crowd": crowd,
+    "draft flip": draft_flip,
+    "draft faults": draft_faults,
+}
 
-SCENES = {f"{method} {name}": functools.partial(scene, method) for method in METHODS for name, scene in BY_NAME.items()}
+
+def scenes(method: str) -> dict[str, Callable[..., dict[str, Any]]]:
+    """Those of a method, by name."""
+    return BY_NAME if method == "ngram" else BY_NAME | WITH_LAYERS
+
+
+SCENES = {
+    f"{method} {name}": functools.partial(scene, method) for method in METHODS for name, scene in scenes(method).items()
+}

@@ -31,7 +31,6 @@ class Books:
 
     def __init__(self, guard: Guard):
         self._guard = weakref.ref(guard)
-        self._pages = {g.number: g.page_size for g in guard.groups}
         self.group: dict[int, int] = {}
         self.idle: set[int] = set()
         self._pending: list[tuple[int, str | None]] = []  # taken up since the last forward, by whom
@@ -100,18 +99,23 @@ class Books:
         self.idle.difference_update(left)
 
     def filled_elsewhere(self, ids: Sequence[int]) -> None:
-        """Blocks will be filled by a KV connector, whose writes are not guarded."""
-        self._each(ids, lambda pool, slots: pool.forget(slots))
+        """Blocks will be filled by a KV connector, whose writes are not guarded, in a draft's layers as well."""
+        for kind in ("group", "draft"):
+            self._each(ids, lambda pool, slots: pool.forget(slots), kind)
 
-    def _each(self, blocks: Iterable[int], tell: Callable[[EnginePool, torch.Tensor], None]) -> None:
+    def _each(
+        self, blocks: Iterable[int], tell: Callable[[EnginePool, torch.Tensor], None], kind: str = "group"
+    ) -> None:
         """Tell each guarded group's pool about its blocks, as slots."""
         by_group: dict[int, list[int]] = {}
         for block in blocks:
             by_group.setdefault(self.group.get(block, -1), []).append(block)
         guard = self._guard()
         assert guard is not None
+        pools = {name: pool for session in guard.sessions for name, pool in session.pools.items()}
         for group, some in by_group.items():
-            size = self._pages.get(group)
-            if size is not None:
+            pool = pools.get(f"{kind}{group}")
+            if pool is not None:
+                size = pool.declared.table_page_size
                 slots = (torch.tensor(some).unsqueeze(1) * size + torch.arange(size)).flatten()
-                tell(guard.session.pools[f"group{group}"], slots)
+                tell(pool, slots)

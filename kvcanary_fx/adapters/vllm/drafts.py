@@ -95,7 +95,7 @@ class Proposal:
 
     def tokens(self, index: int) -> torch.Tensor:
         """The tokens at the positions of a forward; asked once for each, in order."""
-        given = self.drafter.input_ids[: self.common.num_actual_tokens]
+        given: torch.Tensor = self.drafter.input_ids[: self.common.num_actual_tokens]
         if not self.drafter.pass_hidden_states_to_model:
             return given
         if index == 0:
