@@ -67,6 +67,16 @@ def test_flip_in_a_layer_of_a_draft(layers):
 
 
 @pytest.mark.parametrize(
+    ("abort", "error", "finished"),
+    [("engine", "KVCacheViolation", {}), ("request", None, {"A": "error", "B": "length"})],
+)
+def test_flip_in_a_layer_of_a_draft_ends(models, abort, error, finished):
+    run = {"model": "llama", "scene": "draft flip ends"}
+    (found,) = vllm_runs.results(models, [run], "raise", KVCANARY_VLLM_ABORT=abort)
+    assert found == {"error": error, "finished": finished}
+
+
+@pytest.mark.parametrize(
     ("fault", "told"),
     [
         ("slots shifted", ["index", "TABLE_DIFFERS", 2, "A"]),

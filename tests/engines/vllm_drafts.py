@@ -96,6 +96,9 @@ def crowd(method: str, directory: pathlib.Path, model: str) -> dict[str, Any]:
         return fitting
 
     rig.runner._input_fits_in_drafter = counted
+    for number, length in enumerate((64, 128, 130)):  # the third reads a block of the first, and then one of the second
+        rig.add(f"s{number}", prompt(9, 130)[:length] + prompt(10 + number, 9), length=3)
+        rig.run()
 
     def at(step: int) -> None:
         if waiting and (step % 4 == 0 or not rig.engine.has_unfinished_requests()):
@@ -159,6 +162,20 @@ def draft_flip(method: str, directory: pathlib.Path, model: str) -> dict[str, An
     }
     rig.close()
     return found
+
+
+def draft_flip_ends(method: str, directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """The same with mode raise: the engine ends, or the request alone."""
+    rig = Rig(model, directory, speculative_config=settings(method, directory))
+    layer = next(iter(rig.guard._draft_groups[0].layers))
+    rig.add("A", prompt(3, 30) * 2, length=20)
+    rig.add("B", prompt(4, 50), length=20)
+    found: dict[str, Any] = {"error": None}
+    try:
+        rig.run(lambda step: rig.flip(layer, 0, "A", 41) if step == 3 else None)
+    except Exception as e:
+        found["error"] = type(e).__name__
+    return found | {"finished": rig.finished}
 
 
 def draft_faults(method: str, directory: pathlib.Path, model: str) -> dict[str, Any]:
@@ -265,4 +282,4 @@ def scenes(method: str) -> dict[str, Callable[..., dict[str, Any]]]:
 
 SCENES = {
     f"{method} {name}": functools.partial(scene, method) for method in METHODS for name, scene in scenes(method).items()
-}
+} | {"draft flip ends": functools.partial(draft_flip_ends, "eagle")}
