@@ -48,6 +48,7 @@ class Server:
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--load-format", "dummy", "--dtype", tiny_vllm.DTYPE, "--max-model-len", "256", "--seed", "0"]
         command += ["--block-size", "32", "--num-gpu-blocks-override", "256", "--served-model-name", "tiny"]
+        command += ["--kv-cache-memory-bytes", str(1 << 30)]  # or vLLM wants 92 % of the machine's memory free
         self.process = subprocess.Popen([*command, *arguments], stdout=sys.stderr, stderr=sys.stderr)
 
     def wait(self, seconds: float = 300) -> None:
