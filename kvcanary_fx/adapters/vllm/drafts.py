@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -159,8 +160,9 @@ def _propose(original: Callable[..., Any], drafter: Any, *args: Any, **kwargs: A
     guard = registry.of_drafter(drafter)
     if guard is None or guard.drafts is None:
         return original(drafter, *args, **kwargs)
-    given = [kwargs[name] for name in ("num_rejected_tokens_gpu", "target_token_ids", "next_token_ids")]
-    with guard.proposing(drafter, *given) as proposal:
+    given = inspect.signature(original).bind(drafter, *args, **kwargs).arguments
+    rejected = given.get("num_rejected_tokens_gpu")
+    with guard.proposing(drafter, rejected, given["target_token_ids"], given["next_token_ids"]) as proposal:
         token = _PROPOSAL.set(proposal)
         try:
             return original(drafter, *args, **kwargs)
