@@ -178,6 +178,24 @@ def test_what_an_allocator_may_not_do(act, expected):
     assert toy.found()[0].phase == "life"
 
 
+def test_without_owners_a_content_report_names_the_request_that_read_the_slot():
+    toy = prefilled(pools=lambda toy: (KVPool(toy.kv, toy.table, allocations=False),))
+    toy.add("B", [1, 2, 3])
+    toy.run({"B": [9]})
+    flip(toy, 0, 0, 4)
+    toy.run({"B": [10], "A": [6]})
+    assert [(v.check, v.slot, v.request) for v in toy.found()] == [("content", 4, "A")]
+
+
+def test_without_owners_the_sweep_names_nobody_whose_slot_was_not_read_last():
+    toy = prefilled(pools=lambda toy: (KVPool(toy.kv, toy.table, allocations=False),))
+    toy.add("B", [1, 2, 3])
+    toy.run({"B": [9]})
+    flip(toy, 0, 0, 4)
+    toy.session.sweep.run()
+    assert [(v.check, v.slot, v.request) for v in toy.found()] == [("content", 4, None)]
+
+
 def test_an_engine_that_does_not_report_allocations_has_no_owner_check():
     toy = Toy(pools=lambda toy: (KVPool(toy.kv, toy.table, allocations=False),))
     toy.add("A", [5, 6, 7, 8])
