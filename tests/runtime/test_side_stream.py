@@ -9,8 +9,9 @@ import re
 import weakref
 
 import pytest
+import test_opaque_attention
 import torch
-from opaque_engine import METADATA
+from opaque_engine import DIM, HEADS, METADATA, Model
 from test_opaque_attention import LAYERS, Rig
 from torch._inductor.utils import run_and_get_code
 
@@ -80,15 +81,34 @@ def test_each_layer_forks_twice_and_the_graph_and_the_forward_join(beside):
     assert stream.happened == [check, record, check, "join", record, check, "join", record, "join", "join"]
 
 
+class WithMlp(Model):
+    """Layers with something wide behind them: what is held meanwhile adds to the most memory that is in use."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        size = HEADS * DIM
+        self.wide = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(size, 64 * size), torch.nn.ReLU(), torch.nn.Linear(64 * size, size))
+            for _ in self.layers
+        )
+
+    def forward(self, x):
+        for layer, wide in zip(self.layers, self.wide, strict=True):
+            x = wide(layer(x))
+        return x
+
+
 @pytest.mark.slow
-def test_inductor_leaves_the_products_between_a_layers_check_and_the_wait_for_it(beside):
+def test_inductor_leaves_the_products_between_a_layers_check_and_the_wait_for_it(beside, monkeypatch):
     """The wait goes right in front of attention: nearer to the check, the model would wait for each check it starts."""
+    monkeypatch.setattr(test_opaque_attention, "Model", WithMlp)
     rig = Rig("inductor", layers=3)
     _, (code,) = run_and_get_code(rig.step, [3, 4, 5])
-    called = re.findall(r"torch\.ops\.\w+\.(\w+)\.default\(|extern_kernels\.(addmm)\(", code)
-    between = ["addmm", "join_at", "attention", "record_at", "verify_at"]
-    order = [canary or product for canary, product in called]
-    assert order[order.index("attention") :] == ["attention", "record_at", "verify_at", *between, *between[:-1], "join"]
+    called = re.findall(r"torch\.ops\.\w+\.(\w+)\.default\(|extern_kernels\.(addmm|mm)\(", code)
+    order = [canary or "product" for canary, product in called]
+    between = ["product", "product", "product", "join_at", "attention", "record_at", "verify_at"]
+    first = order.index("attention")
+    assert order[first : first + 3 + 7 + 6] == ["attention", "record_at", "verify_at", *between, *between[:-1]]
 
 
 def test_without_the_content_check_a_layer_forks_once(beside):
