@@ -5,9 +5,9 @@
 ``kvcanary::record_at(output!, key, value, state!, layer)``
     fingerprints the slots that the forward was planned to write, and compares them with ``key`` and ``value``.
 
-``kvcanary::join_at(output!, held, taken, state!)``
+``kvcanary::join_at(output!, held, inputs, state!)``
     lets attention wait for both, which on a GPU leave their work to a :class:`~.side_stream.SideStream`, if the context
-    has one.  ``held`` is what they read, and may go then.  ``taken`` is what attention takes.
+    has one.  ``held`` is what they read, and may go then.  ``inputs`` is what attention takes.
 
 ``output`` is neither read nor written.  The ops claim to mutate it, because attention does: that is what keeps them in
 order.  A layer's name is a string, or an object of an opaque type that the graph takes as an input; each
@@ -160,13 +160,8 @@ def _define(suffix: str, kind: str, name_of: Callable[[Any], str]) -> None:
         _register(f"{body.__name__}{suffix}", schema, body)
 
 
-def _define_join() -> None:
-    """Register the op that waits, one for all types of layer names."""
-
-    def join_at(output: torch.Tensor, held: list[torch.Tensor], taken: list[torch.Tensor], state: torch.Tensor) -> None:
-        join_side(state.device)
-
-    _register("join_at", "(Tensor(a!) output, Tensor[] held, Tensor[] taken, Tensor(b!) state) -> ()", join_at)
+def _join_at(output: torch.Tensor, held: list[torch.Tensor], inputs: list[torch.Tensor], state: torch.Tensor) -> None:
+    join_side(state.device)
 
 
 def _register(name: str, schema: str, body: Callable[..., None]) -> None:
@@ -178,4 +173,4 @@ def _register(name: str, schema: str, body: Callable[..., None]) -> None:
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _define("", "str", str)
-_define_join()
+_register("join_at", "(Tensor(a!) output, Tensor[] held, Tensor[] inputs, Tensor(b!) state) -> ()", _join_at)

@@ -32,7 +32,7 @@ class Health:
         """A forward ended that was to write what ``plans`` say."""
         self._last = plans
 
-    def last(self, number: int) -> RequestPlan | None:
+    def last_plan(self, number: int) -> RequestPlan | None:
         """What the last forward read and wrote in a pool, by the number of its slot space."""
         return self._last.get(number)
 

@@ -344,7 +344,7 @@ class EngineSession(CanarySession):
             return super()._decode(row)
         number = half.space.space_id
         plan = self._forward.plans.get(number) if self._forward is not None else None
-        told = decode_content(row, half.info, half.space, plan, self.ids, self.health.last(number))
+        told = decode_content(row, half.info, half.space, plan, self.ids, self.health.last_plan(number))
         return in_tokens(told, self._spaces[number].declared.tokens_per_slot)
 
     def checks_without_inputs(self) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import vllm_drafts
 import vllm_runs
@@ -86,6 +88,14 @@ def test_flip_in_a_layer_of_a_draft_ends(models, abort, error, finished):
 )
 def test_bug_of_a_drafter_is_reported(layers, fault, told):
     assert layers["draft faults"][fault] == [told]
+
+
+def test_draft_that_cannot_be_guarded_is_named(caplog):
+    from kvcanary_fx.adapters.vllm import pools
+
+    drafter = SimpleNamespace(method="mtp", attn_layer_names=["mtp.1", "mtp.0"])
+    assert pools.draft_groups(SimpleNamespace(drafter=drafter)) == []
+    assert "kvcanary.unguarded draft layers (mtp.0, ...): drafts of mtp are not supported" in caplog.text
 
 
 def test_flip_while_drafting(found):

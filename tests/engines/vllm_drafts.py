@@ -135,12 +135,17 @@ def flip(method: str, directory: pathlib.Path, model: str) -> dict[str, Any]:
     return {"slot": slots[0], "violations": list(told)}
 
 
-def draft_flip(method: str, directory: pathlib.Path, model: str) -> dict[str, Any]:
-    """A bit of a prompt's token is flipped in the draft's own layer, for each half of it."""
+def _two_requests(method: str, directory: pathlib.Path, model: str) -> tuple[Rig, str]:
+    """A rig with requests A and B, and the name of its draft's layer."""
     rig = Rig(model, directory, speculative_config=settings(method, directory))
-    layer = next(iter(rig.guard._draft_groups[0].layers))
     rig.add("A", prompt(3, 30) * 2, length=20)
     rig.add("B", prompt(4, 50), length=20)
+    return rig, next(iter(rig.guard._draft_groups[0].layers))
+
+
+def draft_flip(method: str, directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """A bit of a prompt's token is flipped in the draft's own layer, for each half of it."""
+    rig, layer = _two_requests(method, directory, model)
     flips: list[list[Any]] = []
 
     def at(step: int) -> None:
@@ -166,10 +171,7 @@ def draft_flip(method: str, directory: pathlib.Path, model: str) -> dict[str, An
 
 def draft_flip_ends(method: str, directory: pathlib.Path, model: str) -> dict[str, Any]:
     """The same with mode raise: the engine ends, or the request alone."""
-    rig = Rig(model, directory, speculative_config=settings(method, directory))
-    layer = next(iter(rig.guard._draft_groups[0].layers))
-    rig.add("A", prompt(3, 30) * 2, length=20)
-    rig.add("B", prompt(4, 50), length=20)
+    rig, layer = _two_requests(method, directory, model)
     found: dict[str, Any] = {"error": None}
     try:
         rig.run(lambda step: rig.flip(layer, 0, "A", 41) if step == 3 else None)

@@ -94,7 +94,7 @@ def draft_batch(
         return given[:n] if rows is None else given[:n][rows]
 
     fields: dict[str, Any] = {
-        "input_ids": taken(proposal.tokens(index)),
+        "input_ids": taken(proposal.next_tokens(index)),
         "request_rows": torch.arange(count),
         "prefix_lens": prefix,
         "extend_lens": added,

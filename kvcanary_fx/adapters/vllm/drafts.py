@@ -94,8 +94,8 @@ class Proposal:
     forwards: int = 0
     guesses: dict[str, list[torch.Tensor]] = dataclasses.field(default_factory=dict)
 
-    def tokens(self, index: int) -> torch.Tensor:
-        """The tokens at the positions of a forward; asked once for each, in order."""
+    def next_tokens(self, index: int) -> torch.Tensor:
+        """The tokens at the positions of the forward that comes next, the ``index``-th; asked once for each."""
         given: torch.Tensor = self.drafter.input_ids[: self.common.num_actual_tokens]
         if not self.drafter.pass_hidden_states_to_model:
             return given
@@ -117,8 +117,8 @@ class Proposal:
         drafts, index = self.drafts, self.forwards
         self.forwards += 1
         batch, rows = draft_batch(self, index, slots)
-        inside = drafts.session.forward(index, batch), drafts.layers.publish()
-        with inside[0], inside[1], ops.one_forward(rows) as guarded:
+        forward, layers = drafts.session.forward(index, batch), drafts.layers.publish()
+        with forward, layers, ops.one_forward(rows) as guarded:
             self._check_tables(metadata, rows)
             yield
         drafts.calls_in_graph += len(guarded.in_graph)

@@ -28,7 +28,7 @@ from . import layouts
 log = logging.getLogger("kvcanary")
 
 #: Methods of speculative decoding whose drafts are guarded.
-DRAFTS = ("draft_model", "eagle", "eagle3")
+GUARDED_DRAFTS = ("draft_model", "eagle", "eagle3")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _unguarded(drafter: Any) -> str | None:
 
     MTP, DFlash and parallel drafting lay out their tokens in other ways, or leave layers out.
     """
-    if type(drafter) not in (EagleProposer, DraftModelProposer) or drafter.method not in DRAFTS:
+    if type(drafter) not in (EagleProposer, DraftModelProposer) or drafter.method not in GUARDED_DRAFTS:
         return f"drafts of {getattr(drafter, 'method', type(drafter).__name__)} are not supported by this adapter"
     if drafter.parallel_drafting or drafter.constant_draft_positions:
         return "drafts that do not go on by one position a forward are not supported by this adapter"
