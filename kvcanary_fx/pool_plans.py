@@ -21,7 +21,7 @@ from .step_view import StepView
 
 #: Per token of the batch, and per request: what a plan with fewer tokens needs of its own.
 _TOKENS = ("tokens", "slots", "positions", "taken")
-_BATCH = ("prefix_lens", "extend_lens", "history_lens", "reads")
+_BATCH = ("prefix_lens", "extend_lens", "history_lens", "reads", "ends")
 
 
 def name_of(field: str, place: int) -> str:
@@ -72,7 +72,9 @@ def narrowed(pool: KVPool, place: int, plan: RequestPlan, view: StepView) -> Req
     history = plan.history
     if history is not None:
         history = history[:, pool.tokens_per_slot - 1 :: pool.tokens_per_slot]
-    made = dataclasses.replace(plan, counts=counts, history=history, ring=pool.state, **kept)
+    # other tokens end elsewhere: in memory shared with the batch's plan, the pool walked last would leave its own
+    ends = getattr(view, name_of("ends", place))
+    made = dataclasses.replace(plan, counts=counts, history=history, ring=pool.state, ends=ends, **kept)
     if not pool.state:
         return made
     # what is read is the state that the last step left, at the end of the prefix

@@ -1,0 +1,32 @@
+"""Sessions with several pools, checked by the GPU's kernels: interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from rig import Rig
+from shapes import groups_of
+
+from kvcanary_fx.kernels import gpu, gpu_requests
+
+
+@pytest.fixture
+def gpu_kernels(monkeypatch):
+    """All checks by the GPU's kernels, whatever the device."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kvcanary_fx"):
+            for finder, kernels in (("kernels_for", gpu), ("request_kernels_for", gpu_requests)):
+                if hasattr(module, finder):
+                    monkeypatch.setattr(module, finder, lambda device, kernels=kernels: kernels)
+
+
+@pytest.mark.parametrize("shape", ["recurrent and conv state", "DeepSeek-V4 groups"])
+def test_pools_with_fewer_slots_than_tokens_leave_the_others_alone(shape, device, gpu_kernels):
+    """Each walk notes where the requests' tokens end in its pool: in memory of the pool's own."""
+    rig = Rig(groups_of(shape, device), kernel=False)
+    for tokens in (9, 1, 1):
+        rig.run("A", tokens)
+    assert rig.found() == []
+    first = rig.session.pools[rig.groups[0].name].space
+    assert first.counters.tolist()[2] == min(9, first.window or 9) + 2  # all tokens that the pool keeps were stored
