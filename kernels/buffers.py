@@ -116,8 +116,9 @@ class Control:
 
     @classmethod
     def allocate(cls, capacity: int, device: torch.device) -> Control:
-        box = torch.zeros(len(Ring) + 1, dtype=torch.int64, pin_memory=True) if device.type == "cuda" else None
-        if box is not None:
+        box = None
+        if device.type == "cuda":  # on the host, also where a user has made the GPU the default device
+            box = torch.zeros(len(Ring) + 1, dtype=torch.int64, device="cpu", pin_memory=True)
             box[Ring.POSITION], box[Ring.FORWARD] = UNKNOWN, -1
         words = torch.zeros(len(Word), dtype=torch.int64, device=device)
         words[Word.FORWARD] = -1

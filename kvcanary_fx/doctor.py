@@ -64,7 +64,7 @@ class Scratch:
         device = pool.device
         self.tensors = [[_scratch_tensor(pool, t) for t in layer] for layer in pool.tensors]
         self.table = torch.zeros(3, SLOTS, dtype=torch.int32, device=device)
-        self.table[1] = torch.arange(1, SLOTS + 1)
+        self.table[1] = torch.arange(1, SLOTS + 1, device=self.table.device)
         scratch = dataclasses.replace(
             pool,
             layers=self.tensors,
@@ -89,7 +89,7 @@ class Scratch:
         self.session.mark_ready()
         self.session.pool.allocate(range(1, 9), owner="patient")
         self.stored = 0
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator("cpu").manual_seed(0)
         # Dynamo keeps what it compiled with the code object, and gives up after a few sessions over one
         write = types.FunctionType(_write_all.__code__.replace(), globals())
         self._write = torch.compile(write, backend=self.session.backend, dynamic=False)
@@ -97,7 +97,7 @@ class Scratch:
     def reset(self) -> None:
         """Back to one request with three tokens, and nothing reported."""
         pool = self.session.pool
-        self.table[1] = torch.arange(1, SLOTS + 1)
+        self.table[1] = torch.arange(1, SLOTS + 1, device=self.table.device)
         pool.release(range(1, 9))
         pool.allocate(range(1, 9), owner="patient")
         self.session.mark_ready()
@@ -128,7 +128,7 @@ class Scratch:
             prefix_lens=[self.stored],
             extend_lens=[len(slots)],
             request_ids=["patient"],
-            history=torch.arange(SLOTS).unsqueeze(0),
+            history=torch.arange(SLOTS, device="cpu").unsqueeze(0),
             history_lens=[SLOTS],
         )
         values = [[self._values(tensor, len(slots), nan) for tensor in layer] for layer in self.tensors]
@@ -140,8 +140,8 @@ class Scratch:
     def _values(self, tensor: torch.Tensor, n: int, nan: bool) -> torch.Tensor:
         shape = (n, *tensor.shape[2 if self.session.pool.declared.paged else 1 :])
         if tensor.dtype not in FLOAT_DTYPES:
-            return torch.randint(0, 100, shape, generator=self._generator).to(tensor.device, tensor.dtype)
-        made = torch.randn(shape, generator=self._generator)
+            return torch.randint(0, 100, shape, generator=self._generator, device="cpu").to(tensor.device, tensor.dtype)
+        made = torch.randn(shape, generator=self._generator, device="cpu")
         if nan:
             made.view(n, -1)[0, 0] = torch.nan
         return made.to(tensor.device, tensor.dtype)
@@ -195,7 +195,7 @@ def _flip_and_sweep(scratch: Scratch) -> None:
 
 
 def _foreign_history(scratch: Scratch) -> None:
-    scratch.forward([4], history=torch.arange(SLOTS).flip(0).unsqueeze(0))
+    scratch.forward([4], history=torch.arange(SLOTS, device="cpu").flip(0).unsqueeze(0))
 
 
 def _compare_ranks_that_differ(scratch: Scratch) -> None:

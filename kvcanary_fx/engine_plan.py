@@ -83,7 +83,7 @@ def step_inputs(
         if isinstance(given, torch.Tensor):
             return given
         hashes = ids.hashes(given) if given is not None else [0] * filled.num_requests
-        return torch.tensor(hashes, dtype=torch.int64)
+        return torch.tensor(hashes, dtype=torch.int64, device="cpu")
 
     inputs.register("owners", "batch", torch.int64, compute=owners)
     # memory that the checks of a forward fill, at addresses that captured graphs can keep

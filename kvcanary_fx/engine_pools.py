@@ -253,7 +253,7 @@ class EnginePool:
         Raises:
             EngineError: they are no integers.
         """
-        given = slots if isinstance(slots, torch.Tensor) else torch.tensor(list(slots), dtype=torch.int64)
+        given = slots if isinstance(slots, torch.Tensor) else torch.tensor(list(slots), dtype=torch.int64, device="cpu")
         if given.dtype.is_floating_point or given.dtype == torch.bool:
             raise EngineError(f"slots are integers, not {given.dtype}")
         return given.to(device=self.declared.device, dtype=torch.int64, non_blocking=True).reshape(-1)

@@ -281,7 +281,7 @@ class EngineSession(CanarySession):
         A captured loop of forwards reads the tensor at each replay; refill it with those of the requests to come.
         """
         device = next(iter(self.pools.values())).declared.device
-        return torch.tensor(self.ids.hashes(request_ids), dtype=torch.int64).to(device)
+        return torch.tensor(self.ids.hashes(request_ids), dtype=torch.int64, device=device)
 
     # ---- hooks of CanarySession
 

@@ -26,7 +26,7 @@ class Poll:
             if copy is not None and not copy[1].query():
                 continue  # still on its way
             found |= copy is not None and _unread(copy[0])
-            pinned = torch.empty(control.words.shape, dtype=control.words.dtype, pin_memory=True)
+            pinned = torch.empty(control.words.shape, dtype=control.words.dtype, device="cpu", pin_memory=True)
             event = torch.cuda.Event()
             pinned.copy_(control.words, non_blocking=True)
             event.record(torch.cuda.current_stream(device))

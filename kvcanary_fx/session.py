@@ -327,7 +327,7 @@ class _Readback:
         for device, gate in binding.gates.items():
             both = torch.cat((controls(device).words, gate))
             if device.type == "cuda" and not wait:
-                pinned = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+                pinned = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
                 both = pinned.copy_(both, non_blocking=True)
                 events.append(torch.cuda.Event())
                 events[-1].record(torch.cuda.current_stream(device))

@@ -94,7 +94,7 @@ def attend_in_tiles(length: int, masked: bool) -> Model:
     """A model that reads a whole tile and weighs what lies beyond ``length`` with 0; ``masked``: as zeros."""
 
     def model(pools: Layers, x: torch.Tensor, slots: torch.Tensor, reads: torch.Tensor) -> torch.Tensor:
-        inside = (torch.arange(reads.shape[0]) < length).view(-1, 1, 1)
+        inside = (torch.arange(reads.shape[0], device=reads.device) < length).view(-1, 1, 1)
         for k_pool, v_pool in pools:
             k_pool[slots] = x.unsqueeze(1)
             v_pool[slots] = 2 * x.unsqueeze(1)

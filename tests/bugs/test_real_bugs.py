@@ -1,4 +1,7 @@
-"""Documented KV-cache bugs of engines and libraries: the faulty one is reported, its repaired twin is silent."""
+"""Documented KV-cache bugs of engines and libraries: the faulty one is reported, its repaired twin is silent.
+
+On a GPU, the plays' tensors and those that the canary makes go where ``torch.device`` says: some engines run like that.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import padding  # noqa: F401
 import positions  # noqa: F401
 import prefixes  # noqa: F401
 import pytest
+import torch
 import transfers  # noqa: F401
 from cases import BUGS, Bug
 
@@ -18,17 +22,19 @@ from kvcanary_fx.report import by_importance
 EVERY = pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.number)
 
 
-def reported(bug: Bug, faulty: bool) -> tuple[list[Violation], tuple[int | None, str | None]]:
+def reported(bug: Bug, faulty: bool, device: str) -> tuple[list[Violation], tuple[int | None, str | None]]:
     """The violations of a play, the most telling first, and where they should be."""
-    outcome = bug.play(faulty)
-    found = [v for session in outcome.sessions for v in session.violations()]
+    with torch.device(device):
+        outcome = bug.play(faulty)
+        found = [v for session in outcome.sessions for v in session.violations()]
     return by_importance(found), (outcome.slot, outcome.request)
 
 
 @EVERY
-def test_bug_is_reported_at_its_slot_and_request(bug, record_property):
-    found, (slot, request) = reported(bug, faulty=True)
-    record_property("bug", (bug.number, bug.source, bug.check or "-", found[0].check if found else "-"))
+def test_bug_is_reported_at_its_slot_and_request(bug, device, record_property):
+    found, (slot, request) = reported(bug, True, device)
+    if device == "cpu":
+        record_property("bug", (bug.number, bug.source, bug.check or "-", found[0].check if found else "-"))
     if bug.check is None:
         assert not found, f"documented as out of reach, but reported: {found[0].explain()}"
         return
@@ -41,8 +47,8 @@ def test_bug_is_reported_at_its_slot_and_request(bug, record_property):
 
 
 @EVERY
-def test_repaired_twin_is_silent(bug):
-    found, _ = reported(bug, faulty=False)
+def test_repaired_twin_is_silent(bug, device):
+    found, _ = reported(bug, False, device)
     assert not found, [v.line() for v in found]
 
 

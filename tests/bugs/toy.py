@@ -29,8 +29,8 @@ def attend(pools: list[tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor, slot
 
 def embed(token: int, position: int) -> torch.Tensor:
     """What a token's K is made of."""
-    generator = torch.Generator().manual_seed(1000 * token + position)
-    return torch.randn(DIM, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(1000 * token + position)
+    return torch.randn(DIM, generator=generator, device="cpu")
 
 
 @dataclasses.dataclass
@@ -44,7 +44,7 @@ class Request:
 
 
 class Toy:
-    """The engine.  Slot 0 and row 0 are reserved."""
+    """The engine.  Slot 0 and row 0 are reserved.  It is on the device that ``torch.device(...)`` sets."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Toy:
         pools: Sequence[KVPool] | None = None,
         dtype: torch.dtype = torch.float32,
         history: bool = True,
-        device: str = "cpu",
+        device: str | None = None,
         inner: str = "eager",
         **settings: Any,
     ):

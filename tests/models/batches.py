@@ -20,8 +20,8 @@ Plant = Callable[[Any, int], None]
 
 def prompts(*lengths: int, shared: int = 0, seed: int = 0) -> list[list[int]]:
     """Random prompts with a prefix of ``shared`` tokens in common, and ``lengths`` tokens of their own."""
-    made = torch.Generator().manual_seed(seed)
-    draw = lambda n: torch.randint(3, 128, (n,), generator=made).tolist()  # noqa: E731
+    made = torch.Generator("cpu").manual_seed(seed)
+    draw = lambda n: torch.randint(3, 128, (n,), generator=made, device="cpu").tolist()  # noqa: E731
     common = draw(shared)
     return [common + draw(n) for n in lengths]
 

@@ -41,16 +41,16 @@ class _Strike(transformers.StoppingCriteria):
         if self.steps == self.flip.step:
             held = {(layer, half): t for layer, half, t in tiny.cache_tensors(self.cache)}
             held[self.flip.layer, self.flip.half].data.view(torch.int32)[self.flip.at] ^= 1 << 5
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 class Family:
     """A tiny model, a static cache that outlives a prompt, and a canary backend."""
 
-    def __init__(self, arch: str, inner: str = "eager", **settings: Any):
+    def __init__(self, arch: str, inner: str = "eager", device: str = "cpu", **settings: Any):
         self.arch = arch
         try:
-            self.model = tiny.build(arch)
+            self.model = tiny.build(arch).to(device)
             self.prompts = [tiny.prompt(self.model, BATCH, PROMPT) for _ in range(2)]
             self.cache = self.new_cache()
         except (AttributeError, KeyError) as e:  # transformers 5.17 lacks some models, and static hybrid layers

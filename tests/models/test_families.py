@@ -74,8 +74,8 @@ def check_family(family: Family) -> None:
 
 
 @pytest.mark.parametrize("arch", HOLDS)
-def test_guarded(arch):
-    family = Family(arch)
+def test_guarded(arch, device):
+    family = Family(arch, device=device)
     check_family(family)
     assert family.row() in DOCS.read_text()
 
@@ -119,5 +119,5 @@ def test_guarded_under_aot_eager(arch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["mamba2", "falcon_h1", "qwen3_next", "t5", "gemma3n", "deepseek_v32"])
-def test_guarded_under_inductor(arch):
-    check_family(Family(arch, "inductor"))
+def test_guarded_under_inductor(arch, device):
+    check_family(Family(arch, "inductor", device))

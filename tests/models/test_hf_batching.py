@@ -34,6 +34,13 @@ def _quiet():
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
+@pytest.fixture(autouse=True)
+def _on(device):
+    """Models are built there."""
+    with torch.device(device):
+        yield
+
+
 #: Five prompts that share three blocks and a part of a fourth, and one of its own; longer than a batch together.
 SHARED = [*batches.prompts(3, 9, 1, 20, 16, shared=13), *batches.prompts(7, seed=1)]
 
@@ -435,6 +442,7 @@ def test_bytes_lost_on_the_way_of_a_copy(monkeypatch):
     assert all("__child#" in v.request for v in found)
 
 
+@pytest.mark.parametrize("device", ["cpu"])  # on a GPU a cache is let go with its batches
 def test_a_forward_outside_a_batch_is_noticed(monkeypatch):
     seen = []
     batches.planted(monkeypatch, after=lambda p, step: seen.append(p))

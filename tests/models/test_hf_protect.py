@@ -24,6 +24,13 @@ def _quiet():
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
+@pytest.fixture(autouse=True)
+def _on(device):
+    """Models are built there."""
+    with torch.device(device):
+        yield
+
+
 def generate(model, ids, **options):
     defaults = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
     return model.generate(ids, **defaults | options)
@@ -48,7 +55,7 @@ class AfterStep(transformers.StoppingCriteria):
         if self.steps == self.step:
             held = {(layer, half): t for layer, half, t in tiny.cache_tensors(self.cache)}
             held[self.place].data.view(torch.int32)[1, -1, self.slot, -1] ^= 1 << 9
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 @pytest.mark.parametrize(("arch", "lengths"), [("deepseek_v3", [6]), ("gemma3", [6, 6]), ("llama", [6, 9])])

@@ -40,7 +40,7 @@ class Ledger:
     def __init__(self, max_requests: int, widths: Sequence[int], device: torch.device):
         self.tables = [torch.zeros(max_requests, width, dtype=torch.int32, device=device) for width in widths]
         host = device.type == "cpu"
-        self._host = [t if host else torch.zeros(t.shape, dtype=torch.int32) for t in self.tables]
+        self._host = [t if host else torch.zeros(t.shape, dtype=torch.int32, device="cpu") for t in self.tables]
         self._requests: dict[str, _Pages] = {}
         self._rows = [_Row() for _ in range(max_requests)]
         self._versions = 0
