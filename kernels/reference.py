@@ -183,9 +183,9 @@ def record(
         twice = int(site.control.stamps[1, slot]) == _epoch(site, write_id)
         spared = site.space is not None and _takes_padding(site, slot)
         if values is not None and site.checks & Check.OPERAND and not twice and not spared:
-            expected = digest_of(site, bytes(values[i].contiguous().view(torch.uint8).flatten().tolist()))
-            if expected != found:
-                _report(site, Phase.POST, Check.OPERAND, slot, _packed(expected), _packed(found))
+            given = bytes(values[i].contiguous().view(torch.uint8).flatten().tolist())
+            if given != data:
+                _report(site, Phase.POST, Check.OPERAND, slot, _packed(digest_of(site, given)), _packed(found))
         site.half.digest[:, slot] = torch.tensor(found, dtype=torch.int32)
 
 

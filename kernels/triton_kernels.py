@@ -60,7 +60,7 @@ def as_signed(x: int) -> int:
 
 
 @triton.jit
-def _load_words(
+def load_words(
     base, start, live, word, units, n1, n2, n3, d0, d1, d2, d3, words_in_row, UNIT: tl.constexpr
 ):  # fmt: skip
     """32-bit words ``word`` [W] of the rows that begin ``start`` [B] units after ``base``: int32 [B, W]."""
@@ -112,22 +112,39 @@ def digest_of_rows(
     hits = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)
     for w0 in range(0, words_in_row, BLOCK_WORDS):
         word = w0 + tl.arange(0, BLOCK_WORDS)
-        w = _load_words(base, start, live, word, units, n1, n2, n3, d0, d1, d2, d3, words_in_row, UNIT)
-        c = tl.load(coef_ptr + word, mask=word < words_in_row, other=0)[None, :]
-        d = tl.load(coef_ptr + words_in_row + word, mask=word < words_in_row, other=0)[None, :]
-        sum1 += _mixed(w, c, d)
-        if PLANES == 2:
-            sum2 += _mixed(w, d, c)
-        if POISON_MASK != 0:
-            hits |= (_poisoned(w, word, POISON_MASK, POISON_BITS, ELEMENT) & (word < words_in_row)[None, :]).to(
-                tl.int32
-            )
+        w = load_words(base, start, live, word, units, n1, n2, n3, d0, d1, d2, d3, words_in_row, UNIT)
+        sum1, sum2, hits = add_words(
+            sum1, sum2, hits, w, word, coef_ptr, words_in_row, PLANES, POISON_MASK, POISON_BITS, ELEMENT
+        )  # fmt: skip
+    return digests_of_sums(sum1, sum2, hits, live, seed1, seed2, POISON_MASK)
+
+
+@triton.jit
+def add_words(
+    sum1, sum2, hits, w, word, coef_ptr, words_in_row,
+    PLANES: tl.constexpr, POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, ELEMENT: tl.constexpr,
+):  # fmt: skip
+    """What :func:`digest_of_rows` has summed up, int32 [B, W] each, and the words ``w`` that are number ``word``."""
+    c = tl.load(coef_ptr + word, mask=word < words_in_row, other=0)[None, :]
+    d = tl.load(coef_ptr + words_in_row + word, mask=word < words_in_row, other=0)[None, :]
+    sum1 += _mixed(w, c, d)
+    if PLANES == 2:
+        sum2 += _mixed(w, d, c)
+    if POISON_MASK != 0:
+        poison = _poisoned(w, word, POISON_MASK, POISON_BITS, ELEMENT) & (word < words_in_row)[None, :]
+        hits |= poison.to(tl.int32)
+    return sum1, sum2, hits
+
+
+@triton.jit
+def digests_of_sums(sum1, sum2, hits, live, seed1, seed2, POISON_MASK: tl.constexpr):
+    """The result of :func:`digest_of_rows` out of its sums."""
     poisoned = live & (live == 0)
     if POISON_MASK != 0:
-        poisoned = live & (tl.max(hits, axis=1) != 0)
-    h1 = (tl.sum(sum1.to(tl.int64), axis=1) + seed1).to(tl.int32)
+        poisoned = live & (tl.max(hits & 1, axis=1) != 0)
+    h1 = tl.sum(sum1, axis=1) + seed1
     h1 = tl.where(h1 == 0, _ZERO_STANDS_FOR, h1)
-    return h1, (tl.sum(sum2.to(tl.int64), axis=1) + seed2).to(tl.int32), poisoned
+    return h1, tl.sum(sum2, axis=1) + seed2, poisoned
 
 
 @triton.jit
@@ -144,7 +161,7 @@ def first_poison(
     poison = tl.full([BLOCK], _NO_POISON, tl.int64)
     for w0 in range(0, words_in_row, BLOCK_WORDS):
         word = w0 + tl.arange(0, BLOCK_WORDS)
-        w = _load_words(base, start, live, word, units, n1, n2, n3, d0, d1, d2, d3, words_in_row, UNIT)
+        w = load_words(base, start, live, word, units, n1, n2, n3, d0, d1, d2, d3, words_in_row, UNIT)
         bad = _poisoned(w, word, POISON_MASK, POISON_BITS, ELEMENT) & (word < words_in_row)[None, :]
         key = (word.to(tl.int64) << 32)[None, :] | (w.to(tl.int64) & 0xFFFFFFFF)
         poison = tl.minimum(poison, tl.min(tl.where(bad, key, _NO_POISON), axis=1))
