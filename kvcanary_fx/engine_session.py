@@ -214,13 +214,15 @@ class EngineSession(CanarySession):
         return self._inputs.fill(batch, self.steps)
 
     def _before(self, running: Forward) -> None:
-        with beside_capture(self._sides.values()):
+        with beside_capture(self._sides.values()) as beside:
             check_before(self._spaces, running.plans)
+            if beside:
+                remember(self._spaces, running)
         if all(p.declared.device.type != "cuda" for p in self.pools.values()):
             self._look()  # free on the CPU, and the write has not happened yet
 
     def _after_forward(self, running: Forward) -> None:
-        remember(self._spaces, running.plans)
+        remember(self._spaces, running)
         self._look()
 
     def _look(self) -> None:

@@ -120,6 +120,22 @@ def test_without_the_content_check_a_layer_forks_once(beside):
     assert rig.session.uncovered == []
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_who_is_in_the_slots_is_stored_once_and_beside_a_captured_model(beside, captured, monkeypatch):
+    rig, order = Rig(), []
+    for name, module in (("walk", gpu_requests), ("store", gpu_requests), ("record_halves", gpu)):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, f=original, n=name: order.append(n) or f(*a))
+    monkeypatch.setattr(engine_forward, "capturing", lambda: captured)
+    rig.step([3, 4, 5])
+    layers = ["record_halves"] * LAYERS
+    assert order == (["walk", "store", *layers] if captured else ["walk", *layers, "store"])
+    rig.step([6])
+    rig.session.pool.space.tokens[4] += 1  # of position 1
+    rig.step([7])
+    assert {(v.check, v.slot, v.request) for v in rig.session.violations()} == {("chain", 4, "A")}
+
+
 def test_inline_has_no_stream(beside):
     rig = Rig(placement="inline")
     rig.step([3])
