@@ -67,8 +67,9 @@ def jobs(marked: bool) -> list[Job]:
         Job("doctor", [python, "-m", "kvcanary_fx", "doctor"]),
         Job("random plans", [*plans, "--plans", "1500"]),
     ]
+    made.append(Job("tests models, bugs", [*pytest, *parallel, "tests/models", "tests/bugs"]))
     if not marked:  # these have no test that a GPU runs
-        made.append(Job("tests models, bugs, cli", [*pytest, *parallel, "tests/models", "tests/bugs", "tests/cli"]))
+        made.append(Job("tests cli", [*pytest, *parallel, "tests/cli"]))
     for arch in ARCHITECTURES:
         generate = [python, "examples/hf_generate.py", "--arch", arch, "--device", "cuda"]
         made.append(Job(f"hf_generate {arch} reduce-overhead", [*generate, "--mode", "reduce-overhead"]))
