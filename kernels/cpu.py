@@ -121,11 +121,12 @@ def report(
     rows[:, Ring.FOUND] = found
     rows[:, Ring.DETAIL] = detail
     rows[:, Ring.POSITION] = UNKNOWN
+    if site.space is not None and check is Check.CONTENT:  # who is in the slot may be gone when the row is read
+        rows[:, Ring.REQUEST], rows[:, Ring.POSITION] = site.space.owners[slots], site.space.positions[slots]
     rows[:, Ring.FORWARD] = control.words[Word.FORWARD]
     head, drained = int(control.words[Word.HEAD]), int(control.words[Word.DRAINED])
     kept = max(0, min(n, control.capacity - (head - drained)))
-    place = torch.arange(head, head + kept, device=rows.device) % control.capacity
-    control.ring[place] = rows[:kept]
+    control.ring[torch.arange(head, head + kept, device=rows.device) % control.capacity] = rows[:kept]
     control.words[Word.HEAD] += n
 
 

@@ -87,6 +87,7 @@ def _verify(a: _Part, b: _Part, space: SlotSpace, ops: int) -> None:
             a.site.counters,
             listed_ptr=space.listed,
             count_ptr=space.listed_count,
+            wide_ptr=space.block.view(torch.int64),
             ops=ops,
             slot_stride0=a.geometry.slot_strides[0],
             slot_stride1=a.geometry.slot_strides[1],

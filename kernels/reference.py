@@ -59,6 +59,7 @@ def _report(
     if head - drained >= site.control.capacity:
         return
     row = max(slot, 0) // site.layout.positions if site.layout.has_rows else 0
+    known = site.space if check is Check.CONTENT else None
     values = {
         Ring.STEP: int(words[Word.STEP]),
         Ring.HALF: site.half_id,
@@ -70,8 +71,8 @@ def _report(
         Ring.STORED: stored,
         Ring.FOUND: found,
         Ring.DETAIL: detail,
-        Ring.REQUEST: 0,
-        Ring.POSITION: UNKNOWN,
+        Ring.REQUEST: int(known.owners[slot]) if known is not None else 0,
+        Ring.POSITION: int(known.positions[slot]) if known is not None else UNKNOWN,
         Ring.WHY: 0,
         Ring.FORWARD: int(words[Word.FORWARD]),
     }

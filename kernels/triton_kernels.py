@@ -1,8 +1,7 @@
 """Triton kernels of the checks.
 
 Every pointer is to elements, offsets are int64 before they are multiplied, shapes are in the comments of
-the parameters.  ``tl.sum`` of int32 raises on overflow in Triton's interpreter where a GPU wraps, so sums
-run in int64 and are cut to 32 bits, which is the same number modulo 2**32.
+the parameters.  Sums of int32 wrap, on a GPU as in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -182,6 +181,19 @@ def report(
     detail, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Append a ring row for every masked lane; rows without room are counted and dropped."""
+    nobody, nowhere = tl.zeros_like(slot), tl.zeros_like(slot) + _UNKNOWN
+    report_of(
+        words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, check, lenient, mask, slot, stored, found,
+        detail, nobody, nowhere, HAS_ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def report_of(
+    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, check, lenient, mask, slot, stored, found,
+    detail, request, where, HAS_ROWS: tl.constexpr,
+):  # fmt: skip
+    """:func:`report`, of slots whose request and token position are known."""
     number = tl.atomic_add(words_ptr + _HEAD + tl.zeros_like(slot), tl.full(slot.shape, 1, tl.int64), mask=mask)
     keep = mask & (number - tl.load(words_ptr + _DRAINED) < capacity)
     if HAS_ROWS:
@@ -200,8 +212,8 @@ def report(
     tl.store(at + 7, stored, mask=keep)
     tl.store(at + 8, found, mask=keep)
     tl.store(at + 9, detail, mask=keep)
-    tl.store(at + 10, tl.zeros_like(slot), mask=keep)
-    tl.store(at + 11, tl.zeros_like(slot) + _UNKNOWN, mask=keep)
+    tl.store(at + 10, request, mask=keep)
+    tl.store(at + 11, where, mask=keep)
     tl.store(at + 12, tl.zeros_like(slot), mask=keep)
     tl.store(at + 13, tl.load(words_ptr + _FORWARD) + tl.zeros_like(slot), mask=keep)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_kernels import _GATE_OPS, PER_SITE, digest_of_rows, packed, report
+from .triton_identity import entry_of
+from .triton_kernels import _GATE_OPS, PER_SITE, digest_of_rows, packed, report_of
 
 _CONTENT_BIT: tl.constexpr = tl.constexpr(1)
 _VERIFY_RUNS: tl.constexpr = tl.constexpr(0)
@@ -18,6 +19,7 @@ def verify_listed_kernel(
     gate_ptr,  # int64 [len(Gate)]
     counters_ptr, other_counters_ptr,  # int64 [len(Count)]
     listed_ptr, count_ptr,  # int32 [slots_total], int32 [1]
+    wide_ptr,  # int64 [slots_total + 1, 4], who is in the slots
     coef_ptr,  # int32 [2, words_in_row]
     digest_ptr, other_digest_ptr,  # int32 [PLANES, slots_total]
     words_ptr, ring_ptr, capacity, rows_ptr, other_rows_ptr,
@@ -60,9 +62,11 @@ def verify_listed_kernel(
                 stored2 = tl.load(digest_ptr + slots_total + slot, mask=due, other=0)
             bad = due & ((h1 != stored1) | (h2 != stored2))
             if tl.max(bad.to(tl.int32), axis=0) != 0:
-                report(
+                _, where, _, _, owner = entry_of(wide_ptr, slot, bad)
+                report_of(
                     words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 0, _CONTENT_BIT, 0, bad, slot,
-                    packed(stored1, stored2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), HAS_ROWS,
+                    packed(stored1, stored2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), owner, where,
+                    HAS_ROWS,
                 )  # fmt: skip
                 tl.store(digest_ptr + slot, h1, mask=bad)
                 if PLANES == 2:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .kernels import request_tokens
-from .kernels.buffers import Ring
+from .kernels.buffers import UNKNOWN, Ring
 from .kernels.slot_space import RequestPlan, SlotSpace
 from .request_ids import RequestIds
 from .violations import HalfInfo, Violation, decode
@@ -40,11 +40,13 @@ def decode_content(
     slot, request = row[Ring.SLOT], ids.name(row[Ring.REQUEST])
     if not 0 <= slot < space.slots:
         return decode(row, info, request=request)
-    token, position, owner = _planned(plan, slot) or (
-        int(space.tokens[slot]),
-        int(space.positions[slot]),
-        int(space.owners[slot]),
-    )
+    token, position, owner = (int(column[slot]) for column in (space.tokens, space.positions, space.owners))
+    if row[Ring.POSITION] != UNKNOWN:  # as it was when the check failed
+        if (row[Ring.POSITION], row[Ring.REQUEST]) != (position, owner):
+            token = UNKNOWN  # that of whoever has come since
+        position, owner = row[Ring.POSITION], row[Ring.REQUEST]
+    else:
+        token, position, owner = _planned(plan, slot) or (token, position, owner)
     if not owner and not space.owner_known:
         owner = _reader(plan or last, slot)
     return decode(

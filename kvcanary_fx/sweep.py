@@ -97,7 +97,8 @@ class Sweep:
             bad = (stored != found).any(0)
             findings = Findings(recorded, pool.space.checks)
             findings.add(Check.CONTENT, Why.NONE, bad, packed(stored), packed(found))
-            findings.report(pool.space.control, half.id, Phase.SWEEP, slots)
+            where, owners = pool.space.positions[slots], pool.space.owners[slots]
+            findings.report(pool.space.control, half.id, Phase.SWEEP, slots, where, owners)
             half.buffers.digest[:, slots] = torch.where(recorded & bad, found, stored)
             checked += int(recorded.sum())
         return checked

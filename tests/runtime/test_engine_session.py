@@ -498,3 +498,22 @@ def test_several_pools_must_be_named():
         kvcanary_fx.install_canary(KVPool(toy.kv, toy.table), KVPool(toy.kv, toy.table))
     with pytest.raises(EngineError, match="at least one KVPool"):
         kvcanary_fx.install_canary()
+
+
+@pytest.mark.parametrize("phase", ["pre", "sweep"])
+def test_a_report_that_is_read_late_names_who_had_the_slot(phase, monkeypatch):
+    """In log mode a GPU's reports are read some steps later, and by then the slot may be somebody else's."""
+    toy = prefilled()
+    flip(toy, 0, 0, slot=4)
+    with monkeypatch.context() as late:
+        late.setattr(toy.session, "drain", list)
+        if phase == "pre":
+            toy.run({"A": [6]})
+        else:
+            toy.session.sweep.run()
+        toy.done("A")
+        toy.add("B", [30, 31, 32])
+        toy.run({"B": [3, 4]})
+    (found,) = toy.found()
+    assert (found.check, found.phase, found.slot, found.position) == ("content", phase, 4, 1)
+    assert (found.request, found.token) == ("A", None)
