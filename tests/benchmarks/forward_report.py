@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 
 import report
 
@@ -80,6 +81,7 @@ class Results:
     def __init__(self, args: argparse.Namespace):
         self.args, self.environment = args, report.environment(args.device)
         self.rows: dict[tuple[str, ...], Row] = {}
+        self.other = not any(turn.usual for turn in args.turns)  # forwards that only --only runs: sections of their own
         if args.json and args.json.exists():
             old = json.loads(args.json.read_text())
             if old["environment"] == self.environment:
@@ -92,8 +94,8 @@ class Results:
             self.args.json.write_text(json.dumps(made, indent=1))
         if self.args.write:
             for mode in self.modes():
-                kind = "forward" if mode == "manual" else f"forward {mode}"
-                report.write_section(f"{kind} {self.args.device}", self.text(mode))
+                kind = ["forward", *([mode] if mode != "manual" else []), *(["other sizes"] if self.other else [])]
+                report.write_section(" ".join([*kind, self.args.device]), self.text(mode))
 
     def modes(self) -> list[str]:
         """Each makes a section."""
@@ -110,6 +112,8 @@ class Results:
             model += " and MLA-shaped one (27 layers, latent 512 + 64)"
         opaque = "attention in one opaque op, " if engine else ""
         only = f" --only {mode}" if mode in ("reduce-overhead", "zero-configuration") else ""
+        if self.other:
+            title, only = f"{title}, other sizes", f" --only {shlex.join(self.args.only)}"
         replay = ""
         if mode == "manual":
             replay = "The time is that of a graph's replay, without what an engine copies to its inputs before. "
