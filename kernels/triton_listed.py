@@ -62,7 +62,7 @@ def verify_listed_kernel(
                 stored2 = tl.load(digest_ptr + slots_total + slot, mask=due, other=0)
             bad = due & ((h1 != stored1) | (h2 != stored2))
             if tl.max(bad.to(tl.int32), axis=0) != 0:
-                _, where, _, _, owner = entry_of(wide_ptr, slot, bad)
+                _token, where, _flags, _chain, owner = entry_of(wide_ptr, slot, bad)
                 report_of(
                     words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 0, _CONTENT_BIT, 0, bad, slot,
                     packed(stored1, stored2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), owner, where,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .kernels import request_tokens
-from .kernels.buffers import UNKNOWN, Ring
+from .kernels.buffers import UNKNOWN, Check, Ring
 from .kernels.slot_space import RequestPlan, SlotSpace
 from .request_ids import RequestIds
 from .violations import HalfInfo, Violation, decode
@@ -41,7 +41,7 @@ def decode_content(
     if not 0 <= slot < space.slots:
         return decode(row, info, request=request)
     token, position, owner = (int(column[slot]) for column in (space.tokens, space.positions, space.owners))
-    if row[Ring.POSITION] != UNKNOWN:  # as it was when the check failed
+    if row[Ring.CHECK] & Check.CONTENT and row[Ring.POSITION] != UNKNOWN:  # as it was when the check failed
         if (row[Ring.POSITION], row[Ring.REQUEST]) != (position, owner):
             token = UNKNOWN  # that of whoever has come since
         position, owner = row[Ring.POSITION], row[Ring.REQUEST]

@@ -1,19 +1,22 @@
-"""Sessions with several pools, checked by the GPU's kernels: interpreted where there is no GPU."""
+"""Sessions with several pools, checked by the GPU's kernels, interpreted: what test_shapes.py shows on a GPU."""
 
 from __future__ import annotations
 
 import sys
 
 import pytest
+import torch
 from rig import Rig
 from shapes import groups_of
 
 from kvcanary_fx.kernels import gpu, gpu_requests
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
+
 
 @pytest.fixture
 def gpu_kernels(monkeypatch):
-    """All checks by the GPU's kernels, whatever the device."""
+    """All checks by the GPU's kernels, on the CPU."""
     for name, module in list(sys.modules.items()):
         if name.startswith("kvcanary_fx"):
             for finder, kernels in (("kernels_for", gpu), ("request_kernels_for", gpu_requests)):
@@ -22,9 +25,9 @@ def gpu_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", ["recurrent and conv state", "DeepSeek-V4 groups"])
-def test_pools_with_fewer_slots_than_tokens_leave_the_others_alone(shape, device, gpu_kernels):
+def test_pools_with_fewer_slots_than_tokens_leave_the_others_alone(shape, gpu_kernels):
     """Each walk notes where the requests' tokens end in its pool: in memory of the pool's own."""
-    rig = Rig(groups_of(shape, device), kernel=False)
+    rig = Rig(groups_of(shape, "cpu"), kernel=False)
     for tokens in (9, 1, 1):
         rig.run("A", tokens)
     assert rig.found() == []

@@ -1,0 +1,126 @@
+"""Compile every Triton kernel for an H200, on a machine without one: the interpreter is Python, and takes what is no
+Triton (a name that changes its type within a branch, for one).
+
+    PYTHONPATH=tests/runtime:tests/bugs python tests/kernels/compile_kernels.py
+
+The host code runs over CPU tensors, as it would over a GPU's, and each launch is compiled and left at that.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import random_plans
+import test_opaque_attention
+import torch
+import toys
+import triton
+from scenes import play, random_scene, random_step
+from toy import Toy
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from kvcanary_fx.kernels import gpu, gpu_requests
+
+#: Layers' kernels without a slot space: seeds that reach all of them, both digest sizes, and every unit of a row.
+SEEDS = range(6)
+
+
+class NoDevice:
+    """In the place of a GPU's driver: says what to compile for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def compile_only() -> dict[str, set[str]]:
+    """From now on a launch compiles; the variants of each kernel so far."""
+    driver.set_active(NoDevice())
+    run, seen = JITFunction.run, {}
+
+    def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool, **settings: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **settings)
+        seen.setdefault(self.fn.__name__, set()).add(kernel.hash)
+        return kernel
+
+    JITFunction.run = compiled
+    return seen
+
+
+def kernels() -> set[str]:
+    """The names of all that can be launched."""
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith("kvcanary_fx.kernels.triton_")]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
+    return {f.fn.__name__ for f in found if f.fn.__name__.endswith("_kernel")}
+
+
+def everywhere() -> None:
+    """Let all checks be the GPU's."""
+    for name, module in list(sys.modules.items()):
+        for finder, found in (("kernels_for", gpu), ("request_kernels_for", gpu_requests)):
+            if name.startswith("kvcanary_fx") and hasattr(module, finder):
+                setattr(module, finder, lambda device, found=found: found)
+
+
+def layers() -> None:
+    """The checks of caches that nobody declared."""
+    for seed in SEEDS:
+        scene = random_scene(seed)
+        for _ in range(2):
+            play(gpu, scene, random_step(scene))
+    checks = ("content", "operand", "bounds", "poison")  # chain computes with what kernels would have left
+    rig = toys.Rig.build(mode="log", checks=checks)
+    rig.step()
+    rig.step()
+
+
+def engine() -> None:
+    """The checks of an engine's pools, around opaque attention and around writes that a graph shows."""
+    for bits in (32, 64):
+        rig = test_opaque_attention.Rig(digest_bits=bits)
+        rig.step([3, 4, 5])
+        rig.step([6], padding=2)
+        torch._dynamo.reset()
+    toy = Toy()
+    toy.add("A", [5, 6, 7, 8])
+    toy.run({"A": [3, 4]})
+    batch = toy.plan({"A": [5]})
+    with toy.session.step(batch), toy.session.forward():
+        toy.session.check_reads(torch.tensor([[3, 4]]), torch.tensor([2]))
+
+
+def spaces() -> None:
+    """What only large batches launch, and a plan that comes without memory."""
+    random_plans.use_blocks(16, 2, 16, 16)
+    rng = random.Random(0)
+    for _ in range(8):
+        space = random_plans.random_space(rng)
+        plan = random_plans.random_plan(rng, space, unique=True)
+        for check in (gpu_requests.store, gpu_requests.check_writes, gpu_requests.walk):
+            check(space, plan)
+
+
+def main() -> int:
+    seen = compile_only()
+    everywhere()
+    layers()
+    engine()
+    spaces()
+    for name, variants in sorted(seen.items()):
+        print(f"{name}: {len(variants)} variants")
+    missing = kernels() - set(seen)
+    print(f"triton {triton.__version__}; never launched: {sorted(missing) or 'none'}")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
