@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_digest import digest_of_rows
 from .triton_identity import entry_of
-from .triton_kernels import _GATE_OPS, PER_SITE, digest_of_rows, packed, report_of
+from .triton_kernels import _GATE_OPS, PER_SITE, packed, report_of
 
 _CONTENT_BIT: tl.constexpr = tl.constexpr(1)
 _VERIFY_RUNS: tl.constexpr = tl.constexpr(0)

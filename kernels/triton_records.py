@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_digest import add_words, digest_of_rows, digests_of_sums, load_words
 from .triton_kernels import (
     _FLAGS,
     _GATE_OPS,
@@ -14,10 +15,6 @@ from .triton_kernels import (
     _SPACE_COLUMNS,
     _STEP,
     PER_SITE,
-    add_words,
-    digest_of_rows,
-    digests_of_sums,
-    load_words,
     packed,
     report,
     report_poison,

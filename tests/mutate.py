@@ -45,6 +45,7 @@ TARGETS = {
     "kernels/slot_life.py": SPACES,
     "kernels/findings.py": SPACES,
     "kernels/cpu.py": SITES,
+    "kernels/triton_digest.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted"],
     "kernels/triton_kernels.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted"],
     "kernels/triton_plans.py": ["tests/kernels/test_plan.py", "tests/kernels/test_bit_equality.py"]
     + ["-k", "test_plan or interpreted"],

@@ -92,7 +92,7 @@ def test_captured_on_the_second_gpu_and_replayed_while_the_first_is_current():
         run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # left to itself, torch.cuda.graph makes one stream for all captures to come, here on the second GPU: those of the
+        # by itself torch.cuda.graph makes one stream for all captures to come, here on the second GPU: those on the
         # first would be empty
         with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             run()
