@@ -107,8 +107,8 @@ def check_before(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPla
 def remember(pools: Mapping[int, EnginePool], running: Forward) -> None:
     """Who is in the slots that a forward wrote.
 
-    After the model, or beside it once :func:`check_before` has looked: nothing in between asks who is where, and a
-    replay cannot stop half way.  Behind a captured model the two launches were 11 us of a decode step (H200).
+    After the model, or beside a captured one once :func:`check_before` has looked: from then on only reports ask who is
+    where, and a replay cannot stop half way.  Behind the model the two launches were 11 us of a decode step (H200).
     """
     if running.remembered:
         return

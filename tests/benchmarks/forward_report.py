@@ -94,8 +94,9 @@ class Results:
             self.args.json.write_text(json.dumps(made, indent=1))
         if self.args.write:
             for mode in self.modes():
-                kind = ["forward", *([mode] if mode != "manual" else []), *(["other sizes"] if self.other else [])]
-                report.write_section(" ".join([*kind, self.args.device]), self.text(mode))
+                kind = "forward" if mode == "manual" else f"forward {mode}"
+                sizes = "other sizes " if self.other else ""
+                report.write_section(f"{kind} {sizes}{self.args.device}", self.text(mode))
 
     def modes(self) -> list[str]:
         """Each makes a section."""

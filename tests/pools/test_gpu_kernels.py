@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
+from gpu_on_cpu import use_gpu_kernels
 from rig import Rig
 from shapes import groups_of
-
-from kvcanary_fx.kernels import gpu, gpu_requests
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
 
 
-@pytest.fixture
-def gpu_kernels(monkeypatch):
-    """All checks by the GPU's kernels, on the CPU."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("kvcanary_fx"):
-            for finder, kernels in (("kernels_for", gpu), ("request_kernels_for", gpu_requests)):
-                if hasattr(module, finder):
-                    monkeypatch.setattr(module, finder, lambda device, kernels=kernels: kernels)
-
-
 @pytest.mark.parametrize("shape", ["recurrent and conv state", "DeepSeek-V4 groups"])
-def test_pools_with_fewer_slots_than_tokens_leave_the_others_alone(shape, gpu_kernels):
+def test_pools_with_fewer_slots_than_tokens_leave_the_others_alone(shape, monkeypatch):
     """Each walk notes where the requests' tokens end in its pool: in memory of the pool's own."""
+    use_gpu_kernels(monkeypatch.setattr)
     rig = Rig(groups_of(shape, "cpu"), kernel=False)
     for tokens in (9, 1, 1):
         rig.run("A", tokens)

@@ -11,11 +11,12 @@ import weakref
 import pytest
 import test_opaque_attention
 import torch
+from gpu_on_cpu import use_gpu_kernels
 from opaque_engine import DIM, HEADS, METADATA, Model
 from test_opaque_attention import LAYERS, Rig
 from torch._inductor.utils import run_and_get_code
 
-from kvcanary_fx import engine_forward, engine_session
+from kvcanary_fx import engine_forward
 from kvcanary_fx.kernels import gpu, gpu_requests, layer_ops, side_stream
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
@@ -44,9 +45,7 @@ def beside(monkeypatch):
     AtOnce.made = []
     monkeypatch.setattr(side_stream, "can_fork", lambda device: True)
     monkeypatch.setattr(side_stream, "SideStream", AtOnce)
-    monkeypatch.setattr(layer_ops, "kernels_for", lambda device: gpu)
-    for module in (engine_forward, engine_session):
-        monkeypatch.setattr(module, "request_kernels_for", lambda device: gpu_requests)
+    use_gpu_kernels(monkeypatch.setattr)
 
 
 def told(rig: Rig) -> list[tuple]:

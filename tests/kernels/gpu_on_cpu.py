@@ -1,0 +1,21 @@
+"""The GPU's kernels over CPU tensors: interpreted, or compiled and not run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from kvcanary_fx.kernels import gpu, gpu_requests
+
+
+def use_gpu_kernels(replace: Callable[[Any, str, Any], None]) -> None:
+    """Let every module that picks kernels by device take the GPU's.
+
+    Args:
+        replace: ``setattr``, or a fixture's that undoes it.
+    """
+    for name, module in list(sys.modules.items()):
+        for finder, kernels in (("kernels_for", gpu), ("request_kernels_for", gpu_requests)):
+            if name.startswith("kvcanary_fx") and hasattr(module, finder):
+                replace(module, finder, lambda device, kernels=kernels: kernels)
