@@ -182,7 +182,7 @@ def store(space: SlotSpace, plan: RequestPlan) -> None:
     n, bs = plan.slots.shape[0], plan.rows.shape[0]
     if n == 0 or bs == 0:
         return
-    if plan.parents is not None:
+    if plan.parents is not None or plan.in_flight:  # the kernels take the chain before a request from its slot
         request_checks.store(space, plan)
         return
     blocks, device = triton.cdiv(max(n, bs), BLOCK_TOKENS), space.block.device

@@ -13,7 +13,15 @@ import torch
 from .buffers import Check, Phase
 from .chain import SEED, mix_tensor
 from .findings import Findings
-from .request_tokens import planned_positions, real_requests, repeats, sum_to_root, token_requests
+from .request_tokens import (
+    Written,
+    links_up_to,
+    planned_positions,
+    real_requests,
+    repeats,
+    through_writers,
+    token_requests,
+)
 from .slot_space import REFERENCE, Flag, RequestPlan, SlotSpace, SpaceCount, Why
 
 #: Positions of a row that are looked at together; bounds the scratch memory of a walk.
@@ -270,12 +278,11 @@ def store(space: SlotSpace, plan: RequestPlan) -> None:
     at = torch.where(real, slot, space.nowhere)
     real = real & ((space.flags[at] & Flag.RESERVED) == 0)
     at = torch.where(real, at, space.nowhere)
-    prefix = plan.prefix_lens.to(torch.int64)
     expected = planned_positions(plan, request, place)
     position = expected if plan.positions is None else plan.positions.to(torch.int64)
     tokens = plan.tokens.to(torch.int64)
-    link = torch.where(real, mix_tensor(tokens, position), 0)
-    chain = _chain_before(space, plan, prefix)[request] + _links_up_to(plan, link, place)
+    links = links_up_to(plan, torch.where(real, mix_tensor(tokens, position), 0), place)
+    chain = _chain_before(space, plan, Written(at, request, links))[request] + links
     space.tokens[at] = tokens.to(torch.int32)
     space.positions[at] = position.to(torch.int32)
     space.chain[at] = chain
@@ -283,29 +290,16 @@ def store(space: SlotSpace, plan: RequestPlan) -> None:
     space.counters[SpaceCount.RECORDED] += real.sum()
 
 
-def _links_up_to(plan: RequestPlan, link: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """int64 ``[n]``: the sum of a token's link and those of the added tokens that it follows."""
-    if plan.parents is not None:
-        return sum_to_root(plan, link, place)
-    request, total = token_requests(plan)[0], link.cumsum(0)
-    return total - (total - link)[_first_token(plan)][request]
-
-
-def _first_token(plan: RequestPlan) -> torch.Tensor:
-    """int64 ``[bs]``: the number of each request's first added token, within the padded list."""
-    lens = torch.where(real_requests(plan), plan.extend_lens.to(torch.int64), 0)
-    return (lens.cumsum(0) - lens).clamp(max=plan.slots.shape[0] - 1)
-
-
-def _chain_before(space: SlotSpace, plan: RequestPlan, prefix: torch.Tensor) -> torch.Tensor:
+def _chain_before(space: SlotSpace, plan: RequestPlan, written: Written) -> torch.Tensor:
     """int64 ``[bs]``: the chain of the last slot of each request's prefix, its namespace's seed without one."""
     seeds = namespace_seed(plan.namespaces, plan.owners)
     if not plan.table.numel():
         return seeds
-    request = torch.arange(prefix.shape[0], device=prefix.device)
-    last = table_slots(plan, request, (prefix - 1).clamp(min=0))
+    prefix = plan.prefix_lens.to(torch.int64)
+    last = table_slots(plan, torch.arange(prefix.shape[0], device=prefix.device), (prefix - 1).clamp(min=0))
     known = (prefix > 0) & (last >= 0) & (last < space.slots)
-    return torch.where(known, space.chain[torch.where(known, last, space.nowhere)], seeds)
+    stored = torch.where(known, space.chain[torch.where(known, last, space.nowhere)], seeds)
+    return through_writers(torch.where(known, last, -1), stored, written) if plan.in_flight else stored
 
 
 def taken_of(plan: RequestPlan, received: torch.Tensor) -> torch.Tensor:

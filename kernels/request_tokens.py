@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from .slot_space import RequestPlan
@@ -50,6 +52,49 @@ def sum_to_root(plan: RequestPlan, values: torch.Tensor, place: torch.Tensor) ->
     for _ in range(n.bit_length()):
         total, up = total + total[up], up[up]
     return total[:-1]
+
+
+def links_up_to(plan: RequestPlan, link: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """int64 ``[n]``: the sum of a token's link and those of the added tokens that it follows."""
+    if plan.parents is not None:
+        return sum_to_root(plan, link, place)
+    request, total = token_requests(plan)[0], link.cumsum(0)
+    return total - (total - link)[_first_token(plan)][request]
+
+
+def _first_token(plan: RequestPlan) -> torch.Tensor:
+    """int64 ``[bs]``: the number of each request's first added token, within the padded list."""
+    lens = torch.where(real_requests(plan), plan.extend_lens.to(torch.int64), 0)
+    return (lens.cumsum(0) - lens).clamp(max=plan.slots.shape[0] - 1)
+
+
+class Written(NamedTuple):
+    """What a forward stores, int64 ``[n]`` each."""
+
+    at: torch.Tensor  # the entry of each added token
+    request: torch.Tensor
+    links: torch.Tensor  # the sum of links from the request's first added token on
+
+
+def through_writers(last: torch.Tensor, stored: torch.Tensor, written: Written) -> torch.Tensor:
+    """The chain before each request, where another one may write the last slot of its prefix in the same forward.
+
+    Prefixes can be stairs: a request follows another, which follows a third.  By doubling, as in
+    :func:`sum_to_root`: a fixed number of rounds, whatever follows what.
+
+    Args:
+        last: int64 ``[bs]``, the last slot of each request's prefix, -1 for none.
+        stored: int64 ``[bs]``, the chain before each request, were nothing written.
+    """
+    ordered, origin = torch.sort(written.at, stable=True)
+    found = torch.searchsorted(ordered, last, right=True) - 1  # of tokens planned for one slot the last stays
+    token, number = origin[found.clamp(min=0)], torch.arange(last.shape[0], device=last.device)
+    writer = written.request[token]
+    follows = (ordered[found.clamp(min=0)] == last) & (writer != number)
+    total, up = torch.where(follows, written.links[token], 0), torch.where(follows, writer, number)
+    for _ in range(last.shape[0].bit_length()):
+        total, up = total + total[up], up[up]
+    return total + stored[up]
 
 
 def repeats(slots: torch.Tensor, nowhere: int) -> torch.Tensor:

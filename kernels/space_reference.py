@@ -208,28 +208,46 @@ def _check_against_plan(entry: Entry, plan: RequestPlan, i: int, request: int, p
 
 
 def store(space: SlotSpace, plan: RequestPlan) -> None:
-    before = [_chain_before(space, plan, r) for r in range(int(plan.counts[0]))]
-    chains: dict[tuple[int, int], int] = {}
+    links: dict[tuple[int, int], int] = {}  # the sum up to a token, from its request's first added one on
+    writers: dict[int, tuple[int, int]] = {}
+    entries = []
     for i, request, place in _tokens(plan):
         parent = _parent(plan, i, place)
-        follows = chains[request, parent] if parent >= 0 else before[request]
+        links[request, place] = links[request, parent] if parent >= 0 else 0
         slot, token = int(plan.slots[i]), int(plan.tokens[i])
         if not 0 <= slot < space.slots or int(space.flags[slot]) & Flag.RESERVED:
-            chains[request, place] = follows
             continue
         position = _position(plan, i, request, place) if plan.positions is None else int(plan.positions[i])
-        chains[request, place] = _signed(follows + mix(token, position))
-        space.tokens[slot], space.positions[slot], space.chain[slot] = token, position, chains[request, place]
+        links[request, place] += mix(token, position)
+        writers[slot] = request, links[request, place]
+        entries.append((slot, token, position, request, links[request, place]))
+    before = [_chain_before(space, plan, r, writers) for r in range(int(plan.counts[0]))]
+    for slot, token, position, request, added in entries:
+        space.tokens[slot], space.positions[slot] = token, position
+        space.chain[slot] = _signed(before[request] + added)
         space.flags[slot] = (int(space.flags[slot]) | Flag.WRITTEN) & ~int(Flag.NAMELESS | Flag.REJECTED)
         space.counters[SpaceCount.RECORDED] += 1
 
 
-def _chain_before(space: SlotSpace, plan: RequestPlan, request: int) -> int:
+def _chain_before(space: SlotSpace, plan: RequestPlan, request: int, writers: dict[int, tuple[int, int]]) -> int:
+    """Through requests of the same forward that write the last slot of each other's prefix.
+
+    Those that follow each other in a circle are wrong anyhow, and are left after as many steps as the doubling makes.
+    """
+    added = 0
+    for _ in range(2 ** plan.rows.shape[0].bit_length() if plan.in_flight else 0):
+        writer, links = writers.get(_last_of_prefix(plan, request), (request, 0))
+        if writer == request:
+            break
+        request, added = writer, added + links
+    last = _last_of_prefix(plan, request)
+    known = 0 <= last < space.slots
+    return added + (int(space.chain[last]) if known else namespace_seed(_namespace(plan, request)))
+
+
+def _last_of_prefix(plan: RequestPlan, request: int) -> int:
     prefix = int(plan.prefix_lens[request])
-    last = _table_slot(plan, request, prefix - 1) if prefix > 0 and plan.table.numel() else -1
-    if 0 <= last < space.slots:
-        return int(space.chain[last])
-    return namespace_seed(_namespace(plan, request))
+    return _table_slot(plan, request, prefix - 1) if prefix > 0 and plan.table.numel() else -1
 
 
 def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, half_id: int) -> None:

@@ -114,6 +114,8 @@ def remember(pools: Mapping[int, EnginePool], running: Forward) -> None:
         return
     running.remembered = True
     for number, plan in running.plans.items():
+        if plan.in_flight:  # named ahead
+            continue
         space = pools[number].space
         request_kernels_for(space.block.device).store(space, plan)
 

@@ -39,6 +39,26 @@ def test_hits_on_pages_that_the_same_forward_fills(engine):
     assert [(v.check, v.layer, v.slot) for v in rig.session.violations()][:1] == [("content", name, page * 32 + 7)]
 
 
+def test_prompts_of_one_step_that_are_stairs_of_one_text_are_silent(engine):
+    """Each prompt's prefix ends in a page that the one before fills in the same forward."""
+    rig = engine(max_num_batched_tokens=256)
+    text, lens = prompt(7, 160), {"A": 40, "B": 80, "C": 120, "D": 160}
+    for name, length in lens.items():
+        rig.add(name, text[:length], length=4)
+    computed = []
+
+    def look(step):
+        if step == 1:
+            requests = rig.scheduler.requests.values()
+            computed.append(sorted(r.num_computed_tokens for r in requests))
+
+    rig.run(look)
+    assert computed == [sorted(lens.values())]  # all in the first step
+    rig.add("again", text + prompt(8, 5), length=2)
+    rig.run()
+    assert rig.session.violations() == []
+
+
 def test_host_that_runs_ahead_of_the_device_is_silent(engine, monkeypatch):
     """With asynchronous scheduling the host takes drafts for accepted, until the forward has been launched.
 

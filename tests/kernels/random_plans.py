@@ -103,6 +103,7 @@ def random_plan(rng: random.Random, space: SlotSpace, unique: bool) -> RequestPl
         history=integers((requests + padding) * 8, 0, 3).view(-1, 8) if rng.random() < 0.4 else None,
         history_lens=integers(requests + padding, 0, 9),
         parents=random_trees(rng, extend, padding) if rng.random() < 0.25 else None,
+        in_flight=rng.random() < 0.2,
     )
 
 

@@ -50,6 +50,40 @@ def test_prefix_that_the_same_forward_writes_is_silent_and_then_guarded():
     assert [(check, position) for check, _, position, _ in found] == [("content", 2)]
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2), (2, 0, 3, 1)], ids=str)
+def test_prefixes_that_are_stairs_of_one_text_are_silent(order):
+    """Each request's prefix ends in what another one writes in the same forward, in whatever order they stand."""
+    kv = [tuple(torch.zeros(SLOTS, HEADS, DIM) for _ in range(2))]
+    text, slots, lens = [9, 8, 7, 6, 5, 4, 3, 2], [4, 5, 6, 7, 8, 9, 10, 11], [2, 4, 6, 8]
+    table = torch.tensor([slots] * 4, dtype=torch.int32)
+    session = kvcanary_fx.install_canary(KVPool(kv, table, layer_names=["L"]), mode="log")
+    session.mark_ready()
+    session.pool.allocate(slots)
+    steps = {r: (lens[r] - 2, lens[r]) for r in order}
+
+    def run(prefix, extend, added):
+        batch = Batch(
+            [text[p] for p in added], [slots[p] for p in added], list(order), prefix, extend, request_ids=list(order),
+            history=[text] * 4, history_lens=[8] * 4, in_flight=True,
+        )  # fmt: skip
+        with session.step(batch), session.forward(), LayerChecks(session).publish():
+            key, value = torch.randn(2, len(added), HEADS, DIM)
+            where = torch.tensor([slots[p] for p in added], dtype=torch.int64)
+            kv[0][0][where], kv[0][1][where] = key, value
+            verify_layer(key.device, "L")
+            record_layer(key, value, key.device, "L")
+        return [(v.check, v.why, v.position, v.request) for v in session.violations()]
+
+    assert run([steps[r][0] for r in order], [2] * 4, [p for r in order for p in range(*steps[r])]) == []
+    assert run([lens[r] for r in order], [0] * 4, []) == []
+    session.pool.space.chain[slots[3]] += 1
+    found = run([lens[r] for r in order], [0] * 4, [])
+    assert {(check, why, position) for check, why, position, _ in found} == {
+        ("chain", "WRONG_PREDECESSOR", 3),
+        ("chain", "WRONG_PREDECESSOR", 4),
+    }
+
+
 def test_without_the_word_of_the_engine_it_is_a_read_of_what_nobody_wrote():
     found = Rig().run([5, 6, 7, 8, 9], [3, 4, 5, 6, 7], [0, 3], [4, 1])
     assert {(check, why, request) for check, why, _, request in found} == {("poison", "NEVER_WRITTEN", "B")}
