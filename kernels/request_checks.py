@@ -157,7 +157,7 @@ def _check_place(
     findings.stop(outside | reserved)
     if space.owner_known:
         free = flags < REFERENCE
-        foreign = (owner != 0) & (owner != request) & (flags < 2 * REFERENCE)
+        foreign = (owner != 0) & (request != 0) & (owner != request) & (flags < 2 * REFERENCE)
         findings.add(Check.OWNER, Why.READ_AFTER_FREE, free, request, 0)
         findings.add(Check.OWNER, Why.FOREIGN_READ, foreign & ~free, request, owner)
     unwritten = (flags & Flag.WRITTEN) == 0
@@ -234,7 +234,7 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     findings.add(Check.BOUNDS, Why.PLANNED_TWICE, repeats(at, space.nowhere), slot, slot)
     if space.owner_known:
         free, shared = flags < REFERENCE, flags >= 2 * REFERENCE
-        foreign = (owner != 0) & (owner != mine)
+        foreign = (owner != 0) & (mine != 0) & (owner != mine)
         findings.add(Check.OWNER, Why.WRITE_AFTER_FREE, free, mine, 0)
         findings.add(Check.OWNER, Why.WRITE_SHARED, shared, mine, owner)
         findings.add(Check.OWNER, Why.OVERWRITE, foreign & ~free & ~shared, mine, owner)

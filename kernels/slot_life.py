@@ -1,6 +1,6 @@
 """What an engine's allocator does to slots: allocate, share, release; and slots that are filled from elsewhere.
 
-Vectorised torch without host syncs.  Bit-equal to :mod:`.space_reference`.
+Vectorised torch without host syncs.  Bit-equal to :mod:`.slot_life_reference`.
 """
 
 from __future__ import annotations
@@ -130,6 +130,24 @@ def reject(space: SlotSpace, slots: torch.Tensor) -> None:
     findings.report(space.control, space.space_id, Phase.LIFE, slots, UNKNOWN, 0, -1)
     flags = space.flags[at]
     space.flags[at] = torch.where((flags & int(Flag.WRITTEN)) != 0, flags | int(Flag.REJECTED), flags)
+
+
+def forget(space: SlotSpace, slots: torch.Tensor) -> None:
+    """Something is going to rewrite slots: who is in them is not known any more.
+
+    Reserved slots stay reserved, free ones free: nobody reads those before they are handed out and written again.
+
+    Args:
+        slots: int64 ``[n]``.
+    """
+    outside = (slots < 0) | (slots >= space.slots)
+    findings = Findings(torch.ones_like(outside), space.checks)
+    findings.add(Check.BOUNDS, Why.OUT_OF_RANGE, outside, slots, -1)
+    findings.report(space.control, space.space_id, Phase.LIFE, slots, UNKNOWN, 0, -1)
+    at = torch.where(outside, space.nowhere, slots)
+    flags = space.flags[at]
+    kept = outside | (flags < REFERENCE) | ((flags & int(Flag.RESERVED)) != 0)
+    space.flags[at] = torch.where(kept, flags, (flags & ~int(MARKS)) | int(Flag.WRITTEN | Flag.NAMELESS))
 
 
 def _report(findings: Findings, space: SlotSpace, slots: torch.Tensor, at: torch.Tensor, owner: int) -> None:

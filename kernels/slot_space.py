@@ -231,7 +231,7 @@ class RequestPlan:
         tokens: integer ``[n]``, the ids of the added tokens, request after request.
         slots: integer ``[n]``, where they go.
         positions: integer ``[n]`` or None.
-        owners: int64 ``[bs]``, hashes of the requests' ids.
+        owners: int64 ``[bs]``, hashes of the requests' ids; 0 where nobody said whose a request is: it is no stranger.
         namespaces: int64 ``[bs]`` or None.
         table: integer ``[requests, width]``, pages of each request (slots, with a page size of 1).
         slot_map: integer ``[n]`` or None, from the slots in ``table`` to this pool's, -1 or 0 where there is none.

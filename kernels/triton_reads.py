@@ -149,7 +149,7 @@ def walk_kernel(
         reserved = (flags & RESERVED) != 0
         there = live & (outside == 0) & (reserved == 0)
         free = flags < REFERENCE
-        foreign = (holder != 0) & (holder != owner) & (flags < 2 * REFERENCE) & (free == 0)
+        foreign = (holder != 0) & (owner != 0) & (holder != owner) & (flags < 2 * REFERENCE) & (free == 0)
         written = (flags & WRITTEN) != 0
         named = there & written & ((flags & NAMELESS) == 0)
         rejected = there & written & ((flags & REJECTED) != 0)

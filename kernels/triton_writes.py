@@ -128,7 +128,7 @@ def writes_kernel(
     earlier = tl.load(planned_ptr + at, mask=there, other=0, volatile=True) + epoch < i
     bits, why, stored, found = note(bits, why, stored, found, there, earlier, slot, slot, checks, BOUNDS, PLANNED_TWICE)
     free, shared = flags < REFERENCE, flags >= 2 * REFERENCE
-    foreign = (holder != 0) & (holder != owner) & (free == 0) & (shared == 0)
+    foreign = (holder != 0) & (owner != 0) & (holder != owner) & (free == 0) & (shared == 0)
     bits, why, stored, found = note(
         bits, why, stored, found, there, free, owner, zero, checks, OWNER_BIT, WRITE_AFTER_FREE
     )

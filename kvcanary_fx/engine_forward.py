@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .binding import Controls
-from .errors import SessionStateError
+from .errors import EngineError, SessionStateError
 from .kernels import request_checks
 from .kernels.buffers import Gate, Word
 from .kernels.ops import kernels_for, request_kernels_for
@@ -118,6 +118,29 @@ def remember(pools: Mapping[int, EnginePool], running: Forward) -> None:
             continue
         space = pools[number].space
         request_kernels_for(space.block.device).store(space, plan)
+
+
+def check_reads(
+    pool: EnginePool, running: Forward, pages: torch.Tensor, lengths: torch.Tensor, page_size: int | None
+) -> None:
+    """Compare the page table that an attention kernel gets with the request table of a pool.
+
+    Raises:
+        EngineError: fewer rows than the forward has requests, or a pool of rings or states.
+    """
+    declared = pool.declared
+    if declared.ring or declared.state:
+        raise EngineError(f"pool {pool.name!r} has rings or states: a kernel's page table says nothing about them")
+    plan = running.plans.get(pool.space.space_id)
+    if plan is None:
+        return
+    if pages.dim() != 2 or pages.shape[0] < plan.rows.shape[0] or lengths.shape[0] < plan.rows.shape[0]:
+        raise EngineError(
+            f"check_reads got pages {list(pages.shape)} and lengths {list(lengths.shape)} for a forward of "
+            f"{plan.rows.shape[0]} requests: pages are [bs, columns], lengths [bs]"
+        )
+    size = declared.table_page_size if page_size is None else page_size
+    request_kernels_for(pool.space.block.device).check_reads(pool.space, plan, pages, lengths, size)
 
 
 def _name_ahead(pool: EnginePool, plan: RequestPlan) -> None:

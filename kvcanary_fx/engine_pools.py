@@ -209,9 +209,12 @@ class EnginePool:
         self.adopted += given.numel()
 
     def forget(self, slots: Slots) -> None:
-        """Something is going to rewrite the slots: forget their bytes and who is in them."""
+        """Something is going to rewrite the slots: forget their bytes and who is in them.
+
+        Free and reserved slots may be among them, so that all slots of a pool can be named.
+        """
         given = self.slot_tensor(slots)
-        self._name(given, Flag.WRITTEN | Flag.NAMELESS, None, None)
+        slot_life.forget(self.space, given)
         self.forget_content(given)
 
     def reject(self, slots: Slots) -> None:

@@ -14,7 +14,7 @@ from .backend import CanaryBackend
 from .binding import BoundCall
 from .config import CanaryConfig
 from .context import ForwardContext
-from .engine_forward import Forward, ForwardIndex, Schedule, beside_capture, check_before, remember
+from .engine_forward import Forward, ForwardIndex, Schedule, beside_capture, check_before, check_reads, remember
 from .engine_health import Health
 from .engine_plan import Inputs
 from .engine_pools import EnginePool, find_rivals
@@ -24,7 +24,6 @@ from .errors import EngineError, SessionStateError
 from .kernels import side_stream
 from .kernels.buffers import Ring, Word
 from .kernels.layer_ops import LayerHalf
-from .kernels.ops import request_kernels_for
 from .kernels.side_stream import capturing
 from .kernels.slot_space import RequestPlan
 from .polling import Poll
@@ -237,13 +236,14 @@ class EngineSession(CanarySession):
         return {number: plans[pool.name] for number, pool in self._spaces.items() if pool.name in plans}
 
     def check_reads(
-        self, pages: torch.Tensor, lengths: torch.Tensor, pool: str | None = None, page_size: int = 1
+        self, pages: torch.Tensor, lengths: torch.Tensor, pool: str | None = None, page_size: int | None = None
     ) -> None:
         """Compare the page table that the attention kernel gets with the request table.
 
         Args:
             pages: integer ``[bs, columns]``, pages of ``page_size`` slots.
             lengths: integer ``[bs]``, positions that the kernel reads.
+            page_size: None for the pool's own ``table_page_size``; 1 where ``pages`` are slots.
 
         Raises:
             SessionStateError: no forward is running.
@@ -252,20 +252,7 @@ class EngineSession(CanarySession):
         if self._forward is None:
             raise SessionStateError("check_reads() outside forward(): it compares with the plan of the running forward")
         self._join()
-        chosen = self.pool if pool is None else self.pools[pool]
-        if chosen.declared.ring or chosen.declared.state:
-            raise EngineError(
-                f"pool {chosen.name!r} has rings or states: a kernel's page table says nothing about them"
-            )
-        plan = self._forward.plans.get(chosen.space.space_id)
-        if plan is not None:
-            if pages.dim() != 2 or pages.shape[0] < plan.rows.shape[0] or lengths.shape[0] < plan.rows.shape[0]:
-                raise EngineError(
-                    f"check_reads got pages {list(pages.shape)} and lengths {list(lengths.shape)} for a forward of "
-                    f"{plan.rows.shape[0]} requests: pages are [bs, columns], lengths [bs]"
-                )
-            kernels = request_kernels_for(chosen.space.block.device)
-            kernels.check_reads(chosen.space, plan, pages, lengths, page_size)
+        check_reads(self.pool if pool is None else self.pools[pool], self._forward, pages, lengths, page_size)
 
     @property
     def flag(self) -> torch.Tensor:

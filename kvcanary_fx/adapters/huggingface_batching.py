@@ -162,7 +162,8 @@ class GuardedProcessor:
             pages = torch.nn.utils.rnn.pad_sequence(
                 list(group.slots_of(index).split(lengths)), batch_first=True, padding_value=-1
             )
-            self.session.check_reads(pages, torch.tensor(lengths, device=pages.device), pool=group.name)
+            read = torch.tensor(lengths, device=pages.device)
+            self.session.check_reads(pages, read, pool=group.name, page_size=1)
 
     def _update(
         self,

@@ -29,7 +29,7 @@ def _together(checks: ModuleType) -> Any:
     """An implementation under one name, as the reference is."""
     return SimpleNamespace(
         **{n: getattr(checks, n) for n in ("walk", "check_writes", "check_received", "check_reads", "store")},
-        **{n: getattr(slot_life, n) for n in ("allocate", "release", "share", "hand_over", "name", "reject")},
+        **{n: getattr(slot_life, n) for n in ("allocate", "release", "share", "hand_over", "name", "reject", "forget")},
     )
 
 
@@ -93,7 +93,7 @@ def random_plan(rng: random.Random, space: SlotSpace, unique: bool) -> RequestPl
         tokens=integers(2 * (tokens + padding), 0, 3)[::2] if rng.random() < 0.2 else integers(tokens + padding, 0, 3),
         slots=slots,
         positions=positions if rng.random() < 0.8 else None,
-        owners=torch.tensor([rng.choice(OWNERS[1:]) for _ in range(requests + padding)], dtype=torch.int64),
+        owners=torch.tensor([rng.choice(OWNERS) for _ in range(requests + padding)], dtype=torch.int64),
         namespaces=integers(requests + padding, 0, 1) if rng.random() < 0.5 else None,
         table=table.view(table_rows, width).to(integer),
         columns=max(prefix, default=0) + rng.randint(0, 3),
@@ -183,7 +183,7 @@ def play(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, Slo
 
 
 def _random_life(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, SlotSpace]]) -> None:
-    what = rng.choice(["allocate", "allocate", "release", "share", "hand_over", "name", "reject"])
+    what = rng.choice(["allocate", "allocate", "release", "share", "hand_over", "name", "reject", "forget"])
     some = [rng.randint(0, space.slots - 1) if rng.random() < 0.97 else -3 for _ in range(rng.randint(0, 4))]
     if what == "name":
         slots = torch.tensor(sorted(set(some)), dtype=torch.int64)
@@ -192,7 +192,7 @@ def _random_life(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleT
         given: tuple[Any, ...] = (marks, rng.choice([None, who]), rng.choice(OWNERS))
     else:
         slots = torch.tensor(some, dtype=torch.int64)
-        given = () if what == "reject" else (rng.choice(OWNERS),)
+        given = () if what in ("reject", "forget") else (rng.choice(OWNERS),)
     for impl, own in impls:
         device = own.tokens.device
         here = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), given)  # noqa: B023

@@ -196,6 +196,15 @@ def test_without_owners_the_sweep_names_nobody_whose_slot_was_not_read_last():
     assert [(v.check, v.slot, v.request) for v in toy.found()] == [("content", 4, None)]
 
 
+def test_a_batch_that_does_not_say_whose_its_requests_are_is_no_stranger_in_its_own_slots():
+    toy = prefilled()
+    toy.run({"A": [6]}, request_ids=None)
+    assert toy.found() == []
+    toy.pool.release([4], owner="A")
+    toy.run({"A": [7]}, request_ids=None)
+    assert told(toy) == [("owner", "READ_AFTER_FREE", 4, None)]
+
+
 def test_an_engine_that_does_not_report_allocations_has_no_owner_check():
     toy = Toy(pools=lambda toy: (KVPool(toy.kv, toy.table, allocations=False),))
     toy.add("A", [5, 6, 7, 8])
@@ -257,6 +266,17 @@ def test_forgotten_slots_may_be_rewritten():
     flip(toy, 0, 0, 4)
     toy.run({"A": [6]})
     assert toy.found() == []
+
+
+def test_all_slots_of_a_pool_may_be_forgotten_at_once():
+    toy = prefilled()
+    toy.pool.forget(range(24))
+    for pair in toy.kv:
+        for tensor in pair:
+            tensor.fill_(2.0)
+    toy.run({"A": [6]})
+    assert toy.found() == []
+    assert toy.session.stats().slots == 4  # of A; the free ones and the reserved one hold nothing
 
 
 def test_ranks_that_hold_the_same_tokens_have_the_same_digest():
@@ -490,6 +510,21 @@ def test_page_table_of_the_kernel_is_compared_with_the_request_table():
     assert told_by([[3, 4]], [4]) == [("bounds", "ROW_TOO_NARROW", -1)]
     with pytest.raises(EngineError, match=r"pages are \[bs, columns\]"):
         told_by([3, 4], [4])
+
+
+def test_page_table_of_the_kernel_has_pages_of_the_size_of_the_pools_table():
+    toy = Toy(pools=lambda toy: (KVPool(toy.kv, toy.table, table_page_size=4),))
+    toy.add("A", [5, 6, 7, 8, 9])
+    toy.pool.allocate(range(8, 16), owner="A")
+    toy.table[toy.requests["A"].row, :2] = torch.tensor([2, 3], dtype=torch.int32)
+    toy.forward(toy.plan({"A": [8, 9, 10]}))
+    toy.requests["A"].stored = 3
+    with toy.session.step(toy.plan({"A": [11, 12]})), toy.session.forward():
+        toy.session.check_reads(torch.tensor([[2, 3]]), torch.tensor([5]))
+        assert toy.found() == []
+        toy.session.check_reads(torch.tensor([[2, 4]]), torch.tensor([5]))
+        toy.session.check_reads(torch.tensor([[8, 9, 10, 11, 12]]), torch.tensor([5]), page_size=1)
+    assert told(toy) == [("index", "READ_DIFFERS", 12, "A")]
 
 
 def test_several_pools_must_be_named():
