@@ -183,7 +183,7 @@ class WritePlan:
         value = value.to(layout.dtype)
         n = resolved.slots.shape[0]
         if self.selectors[0].kind is Select.FLAT:
-            return value.reshape(n, *layout.row_shape)
+            return value.reshape(-1, *layout.row_shape)[:n]  # a store kernel goes by the slots: the rest is padding
         if any(s.kind is Select.GRID for s in self.selectors):
             for dim, size in enumerate(resolved.grid):
                 size = layout.shape[dim] if dim in layout.row_axes else size

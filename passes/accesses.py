@@ -22,8 +22,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import detect_fake_mode
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -256,10 +255,16 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_mode(placeholders: Sequence[fx.Node], example_inputs: Sequence[Any]) -> FakeTensorMode:
-    """The mode of the graph's fake values; a new one for a graph that has none."""
-    mode = detect_fake_mode([v for v in map(example_value, placeholders) if isinstance(v, torch.Tensor)])
-    if mode is not None:
-        return mode
+    """The mode of the graph's fake values; a new one for a graph that has none.
+
+    Not ``detect_fake_mode``: when Dynamo calls a backend, the mode of its context is a new one already.  In that
+    mode the values on the graph's nodes are foreign, and are converted as if they were real.  Seen: the conversion
+    of a complex view fails, with a size that is a symbol.
+    """
+    fakes = (v for v in map(example_value, placeholders) if isinstance(v, FakeTensor))
+    known = next(fakes, None)
+    if known is not None:
+        return known.fake_mode
     mode = FakeTensorMode(shape_env=ShapeEnv())
     for node, given in zip(placeholders, example_inputs, strict=True):
         node.meta["example_value"] = mode.from_tensor(given) if isinstance(given, torch.Tensor) else given

@@ -44,7 +44,7 @@ def rewrite_writes(
         skipped = parts_only and not plan.sites[site].part
         if node is None or value is None or skipped or _is_custom(node):
             continue
-        with gm.graph.inserting_before(node):
+        with gm.graph.inserting_before(record):  # where the sizes it takes are known
             arguments = (view, value, index, extent, site, write)
             gm.graph.call_function(torch.ops.kvcanary.index_put_.default, arguments)
         if node.args and isinstance(node.args[0], fx.Node):

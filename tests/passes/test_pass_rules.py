@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from idioms import IDIOMS, B, D, H, S, T
 from render import render
 
@@ -116,6 +117,44 @@ def test_dynamic_sizes_of_the_cache_are_guarded():
                 run(q, k, v, kc, vc, torch.arange(6, 6 + T))
             assert [(v.row, v.index) for v in caught.value.violations] == [(1, 2)]
     assert len(backend.session.plans) == 1
+
+
+def test_complex_rotary_embeddings_are_analysed():
+    """As Llama's: a complex view of what a linear layer made, times a part of a table, of a size that is a symbol."""
+    project = torch.nn.Linear(H * D, H * D, bias=False)
+    table = torch.polar(torch.ones(S, D // 2), torch.rand(S, D // 2))
+
+    def run(x, start, kc):
+        k = torch.view_as_complex(project(x).view(1, x.shape[1], H, D // 2, 2))
+        k = k * table[start : start + x.shape[1]].view(1, x.shape[1], 1, D // 2)
+        kc[:, start : start + x.shape[1]] = torch.view_as_real(k).flatten(3)
+        return kc.sum()
+
+    backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(inner="eager"))
+    compiled, cache = torch.compile(run, backend=backend, dynamic=True), torch.zeros(1, S, H, D)
+    with torch.no_grad():
+        for start, tokens in ((0, 4), (4, 2)):
+            compiled(torch.randn(1, tokens, H * D), start, cache)
+        cache.data[0, 3, 0, 0] += 1
+        with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
+            compiled(torch.randn(1, 2, H * D), 6, cache)
+    assert [(v.check, v.row, v.index) for v in caught.value.violations] == [("content", 0, 3)]
+
+
+def test_a_rewritten_write_takes_the_count_of_tokens_as_its_extent():
+    def run(input_ids, k, kc):
+        kc.copy_(torch.cat((kc[:, :, k.shape[2] :], k), dim=2))
+        return F.embedding(input_ids, torch.ones(20, D)).sum() + kc.sum()
+
+    settings = kvcanary_fx.CanaryConfig(inner="eager", rewrite_writes=True)
+    backend = kvcanary_fx.CanaryBackend(settings)
+    compiled, cache, plain = torch.compile(run, backend=backend, dynamic=True), *torch.zeros(2, B, H, S, D)
+    with torch.no_grad():
+        for tokens in (4, 3):
+            ids, k = torch.zeros(B, tokens, dtype=torch.int64), torch.randn(B, H, tokens, D)
+            assert torch.equal(compiled(ids, k, cache), run(ids, k, plain))
+    assert torch.equal(cache, plain)
+    assert [plan.rewritten for plan in backend.session.plans] == [1]
 
 
 def test_one_graph_with_caches_of_two_shapes_has_a_site_each():

@@ -317,6 +317,31 @@ def test_write_that_lands_in_another_slot(inner):
     ]
 
 
+@torch.library.custom_op("test_detection::store_padded", mutates_args=("k_pool", "v_pool"))
+def store_padded(
+    k_pool: torch.Tensor, v_pool: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: torch.Tensor
+) -> None:
+    """As vLLM's: the slots say how many tokens there are, what follows in ``k`` and ``v`` is a batch's padding."""
+    k_pool[where] = k[: len(where)]
+    v_pool[where] = v[: len(where)].roll(1, 0)
+
+
+@store_padded.register_fake
+def _(k_pool, v_pool, k, v, where):
+    return None
+
+
+kvcanary_fx.register_kv_write("test_detection::store_padded", slots="where", pools={"k_pool": "k", "v_pool": "v"})
+
+
+@INNER
+def test_rows_of_padding_beyond_the_slots_of_a_store_are_no_operand(inner):
+    run, session = paged_layer(inner, store_padded, mode="log")
+    with torch.no_grad():
+        run(*pools(), *torch.randn(2, 4, HEADS, HEAD_DIM), torch.tensor([3, 7]))
+    assert [(v.check, v.half, v.slot) for v in session.violations()] == [("operand", "V", 3), ("operand", "V", 7)]
+
+
 @INNER
 def test_index_that_wraps_stops_before_the_write_on_the_cpu(inner):
     run, _ = paged_layer(inner)
