@@ -121,7 +121,8 @@ def compile_graph(
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise CaptureError("this graph is not compiled yet")
     side, recorded = config.placement == "side", owner.registry.slot_axes_of
-    ordered = passes("chain" in config.checks, config.rewrite, owner.pools_in, side, recorded)
+    declared = owner.registry.declared_axes
+    ordered = passes("chain" in config.checks, config.rewrite, owner.pools_in, side, recorded, declared)
     try:
         rewritten, plan = run_passes(gm, example_inputs, ordered, config.dump)
     except Exception as e:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -41,6 +41,19 @@ class Place:
     def same_slots(self, other: Place) -> bool:
         """Whether both cut the same bytes into the same slots."""
         return self._cut() == other._cut()
+
+    def slot_axes_in(self, sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+        """The axes of a view of these sizes and strides that number the slots, if its axes are this half's in some
+        order; else None."""
+        layout, left, found = self.layout, list(range(len(sizes))), {}
+        for axis, (size, stride) in enumerate(zip(layout.shape, self.strides, strict=True)):
+            same = [a for a in left if sizes[a] == size and (strides[a] == stride or size == 1)]
+            if not same:
+                return None
+            found[axis] = same[0]
+            left.remove(same[0])
+        axes = tuple(found[a] for a in layout.slot_axes)
+        return axes if not left and tuple(sorted(axes)) == axes else None
 
     def _cut(self) -> tuple[object, ...]:
         """The slots and the elements of a slot, each as sizes and strides without regard to the view's axes."""
@@ -81,6 +94,13 @@ def _declared_otherwise(half: PoolHalf, place: Place, site: SitePlan) -> str:
         f"{half.info.pool!r} declares these bytes as {half.info.half} of {half.info.layer}, {mine.slots} slots of "
         f"{mine.row_bytes} bytes: give KVPool the tensors, or the views of them, that the model writes"
     )
+
+
+def _hint(number: int | torch.SymInt) -> int:
+    """What a size is in the call that is being compiled; -1 where that is not known."""
+    if isinstance(number, int):
+        return number
+    return number.node.hint if number.node.hint is not None else -1
 
 
 def _reachable(distance: int, dims: list[tuple[int, int, int]]) -> bool:
@@ -318,6 +338,26 @@ class PoolRegistry:
         """How many pools an engine keeps in a tensor's storage."""
         storage = self.known(tensor)
         return len({h.info.pool for h in storage.declared}) if storage is not None else 0
+
+    def declared_axes(self, tensor: torch.Tensor, view: torch.Tensor) -> tuple[int, ...] | None:
+        """The axes that number slots in a view of an engine's tensor, as the engine declared them.
+
+        Args:
+            view: its fake, in whatever order of axes; sizes may be symbols, which stay what they are.
+
+        Returns:
+            None if the view is no half that the engine declared.
+        """
+        storage = self.known(tensor)
+        sizes, strides = ([_hint(n) for n in numbers] for numbers in (view.shape, view.stride()))
+        offset = _hint(view.storage_offset()) * view.element_size()
+        for half in storage.declared if storage is not None else ():
+            place = half.place
+            if (place.offset, place.layout.dtype) == (offset, view.dtype):
+                axes = place.slot_axes_in(sizes, strides)
+                if axes is not None:
+                    return axes
+        return None
 
     def known(self, tensor: torch.Tensor) -> Storage | None:
         """The record of a tensor's storage, if it has halves."""

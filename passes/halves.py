@@ -18,6 +18,9 @@ from .selection import At, Full, Indexed, Part, Selection, Span
 from .states import ancestors, is_running_state, rolled_axis
 from .writes import KVWrite, chosen_axes, read_write
 
+#: From an input and a view of it to the view's slot axes, if an engine declared it as a half.
+DeclaredAxes = Callable[[Any, torch.Tensor], tuple[int, ...] | None]
+
 
 @dataclasses.dataclass(frozen=True)
 class Region:
@@ -92,8 +95,8 @@ class Rejected:
 class _Builder:
     """Collects the halves of one graph."""
 
-    def __init__(self, found: Accesses):
-        self.found = found
+    def __init__(self, found: Accesses, declared_axes: DeclaredAxes):
+        self.found, self.declared_axes = found, declared_axes
 
     def halves_of(self, root: fx.Node, by_layer: bool) -> list[Half]:
         accesses = self.found.of(root)
@@ -116,6 +119,9 @@ class _Builder:
         view = region.of(self.found.values[region.node])
         state = is_running_state(root, [write for write, _, _ in group], self.found)
         slot_axes = (0,) if state else _slot_axes(group, view)
+        if all(write.flat is not None or write.opaque is not None for write, _, _ in group):  # no index shows them
+            declared = self.declared_axes(root, view)
+            slot_axes = declared if declared is not None and len(declared) == len(slot_axes) else slot_axes
         half = Half(
             root=root,
             region=region,
@@ -279,14 +285,19 @@ def _guess_axes(group: list[tuple[KVWrite, Region, Selection | None]], view: tor
     return (0, view.dim() - 2) if view.dim() >= 3 else (0,)
 
 
-def find_halves(found: Accesses, declared: Callable[[fx.Node], int] = lambda _: 0) -> tuple[list[Half], list[Rejected]]:
+def find_halves(
+    found: Accesses,
+    declared: Callable[[fx.Node], int] = lambda _: 0,
+    declared_axes: DeclaredAxes = lambda _root, _view: None,
+) -> tuple[list[Half], list[Rejected]]:
     """Every half that the graph writes, and every written input that is not a KV cache, with the reason.
 
     Args:
         declared: how many pools an engine keeps in an input: one is a KV pool however it is used; where there are
             several, two layers that write the same bytes are not the same layer.
+        declared_axes: by what axes of a view of an input an engine numbers its slots.
     """
-    builder = _Builder(found)
+    builder = _Builder(found, declared_axes)
     halves: list[Half] = []
     rejected: list[Rejected] = []
     for root in found.written_roots():

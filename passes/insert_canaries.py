@@ -33,7 +33,7 @@ from torch import fx
 from .accesses import Accesses, trace_accesses
 from .functional_cache import caches_born_inside, replaced_caches
 from .graph_plan import GraphPlan, SitePlan, ViewOf
-from .halves import Half, ReadableWrite, Region, Sum, find_halves
+from .halves import DeclaredAxes, Half, ReadableWrite, Region, Sum, find_halves
 from .labels import name_halves
 from .names import function_name, layer_number, source_name
 from .only_read import Recorded, find_only_read
@@ -50,6 +50,7 @@ def insert_canaries(
     chain: bool,
     pools_in: Callable[[Any], int] = lambda _: 0,
     recorded: Recorded | None = None,
+    declared_axes: DeclaredAxes = lambda _given, _view: None,
 ) -> fx.GraphModule:
     """Guard every KV write of ``gm``, in place, and fill ``plan``.
 
@@ -60,12 +61,17 @@ def insert_canaries(
         pools_in: how many pools an engine is known to keep in an example input.
         recorded: the slot axes of an example input that another graph of the session writes; None to leave alone
             what this graph only reads.
+        declared_axes: the slot axes of a view of an example input, where an engine declared it.
     """
     if any(is_canary(n) for n in gm.graph.nodes):
         return gm
     found = trace_accesses(gm, example_inputs)
     places = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
-    halves, rejected = find_halves(found, lambda root: pools_in(example_inputs[places[root]]))
+    halves, rejected = find_halves(
+        found,
+        lambda root: pools_in(example_inputs[places[root]]),
+        lambda root, view: declared_axes(example_inputs[places[root]], view),
+    )
     if recorded is not None:
         halves += find_only_read(found, lambda root: example_inputs[places[root]], recorded, plan.functional)
     name_halves(halves, found)

@@ -24,6 +24,7 @@ from .dynamo_contract import clone_graph_module, graph_name
 from .functional_cache import find_functional_caches
 from .graph_lint import check_canary_rules
 from .graph_plan import GraphPlan
+from .halves import DeclaredAxes
 from .insert_canaries import insert_canaries
 from .join_side_streams import join_side_streams
 from .names import function_name
@@ -41,6 +42,7 @@ def passes(
     pools_in: Callable[[Any], int] | None = None,
     side: bool = False,
     recorded: Recorded | None = None,
+    declared_axes: DeclaredAxes | None = None,
 ) -> list[tuple[str, Pass]]:
     """The passes in the order they run.
 
@@ -52,12 +54,14 @@ def passes(
             attention ops are guarded then, too.
         side: the checks of opaque attention may run on a stream beside the model's.
         recorded: guard also what a graph only reads; gives the slot axes of inputs that another graph writes.
+        declared_axes: gives the slot axes of views of inputs that an engine declared.
     """
     insert = functools.partial(
         insert_canaries,
         chain=chain,
         pools_in=pools_in or (lambda _: 0),
         recorded=recorded if pools_in is None else None,
+        declared_axes=declared_axes or (lambda _given, _view: None),
     )
     ordered: list[tuple[str, Pass]] = [
         ("find_functional_caches", find_functional_caches),

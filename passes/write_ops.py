@@ -146,16 +146,20 @@ def _part(
     if value is None or not _is_tensor(value, values) or not _is_tensor(where, values):
         return WritePart(node, opaque="its call names no slots or no operand")
     shape = values[node].shape if half is None else values[node].shape[1:]
-    axes = _leading_axes(shape, values[value].shape)
+    axes = _slot_axes(shape, values[value].shape)
     if axes is None:
         return WritePart(node, opaque="the operand's rows do not fit the pool's")
     return WritePart(node, value, where, axes, half)
 
 
-def _leading_axes(pool: torch.Size, operand: torch.Size) -> tuple[int, ...] | None:
-    """The leading axes of the pool that number slots: those not needed to hold one token of the operand."""
+def _slot_axes(pool: torch.Size, operand: torch.Size) -> tuple[int, ...] | None:
+    """The axes of the pool that number slots: those not needed to hold one token of the operand.
+
+    They lead, or the pool is ``[pages, heads, page_size, dim]`` and the operand ``[T, heads, dim]``.
+    """
     row = math.prod(operand[1:])
     for count in (1, 2):
         if len(pool) > count and math.prod(pool[count:]) == row:
             return tuple(range(count))
-    return None
+    heads_first = len(pool) == 4 and (pool[1], pool[3]) == tuple(operand[1:])
+    return (0, 2) if heads_first else None
