@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from . import coverage
-from .config import CanaryConfig, resolve
+from .config import CanaryConfig, require_config, resolve
 from .errors import AnalysisError, CaptureError
 from .passes.graph_plan import GraphPlan
 from .passes.pipeline import passes, run_passes
@@ -29,7 +29,7 @@ def session(config: CanaryConfig | None = None) -> CanarySession:
     with _LOCK:
         if config is None and len(_SESSIONS) == 1:
             return next(iter(_SESSIONS.values()))
-        settings = config or CanaryConfig.from_env()
+        settings = CanaryConfig.from_env() if config is None else require_config(config, "session()")
         return _SESSIONS.setdefault(settings.runtime_key(), CanarySession(settings))
 
 
@@ -68,6 +68,7 @@ def _reset() -> None:
 
 
 kvcanary_backend.reset = _reset  # type: ignore[attr-defined]
+kvcanary_backend.is_kvcanary = True  # type: ignore[attr-defined]  # no inner backend of itself
 
 
 class CanaryBackend:
@@ -80,12 +81,14 @@ class CanaryBackend:
         print(backend.session.summary())
     """
 
+    is_kvcanary = True  # no inner backend of another
+
     def __init__(self, config: CanaryConfig | None = None, owner: CanarySession | None = None):
         """
         Args:
             owner: the session to use, such as an engine's; None makes one.
         """
-        self.config = config or CanaryConfig.from_env()
+        self.config = CanaryConfig.from_env() if config is None else require_config(config, "CanaryBackend()")
         self.session = owner or CanarySession(self.config)
 
     def __call__(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, Literal
 
 from .errors import InvalidSettingError, UnknownSettingError
+
+log = logging.getLogger("kvcanary")
 
 Mode = Literal["raise", "log", "off"]
 
@@ -29,6 +32,10 @@ NO_COPY_VARIABLE = "KVCANARY_EAGER_INPUT_NO_COPY"
 #: Variables that begin like settings and belong to an engine's adapter.
 ADAPTER_PREFIXES = ("KVCANARY_VLLM_",)
 
+#: Largest N of ``verify_fraction = 1/N``, and of ``ring_capacity``: kernels count in 32 bits, a record takes 112 bytes.
+MOST_TURNS = 1 << 30
+MOST_RECORDS = 1 << 24
+
 
 @dataclasses.dataclass(frozen=True)
 class CanaryConfig:
@@ -39,8 +46,8 @@ class CanaryConfig:
             step it happens; ``"log"`` writes one WARNING line per violation and never blocks; ``"off"``
             hands the graph to the inner backend untouched.
         inner: the backend that compiles the rewritten graph: a name torch.compile knows, or a callable.
-        checks: the checks to run, of ``content operand bounds poison chain``, and with an engine's session of
-            ``index owner namespace token digest sweep``.
+        checks: the checks to run, at least one, of ``content operand bounds poison chain``, and with an engine's
+            session of ``index owner namespace token digest sweep``.
         verify_fraction: share of the recorded slots whose bytes are checked each step, ``"1/N"``; each
             slot is checked within N steps.
         digest_bits: bits of content digest stored per slot, layer and half: 32 or 64.
@@ -53,7 +60,7 @@ class CanaryConfig:
         lint: what to do when the compiled code allocates a buffer as large as a pool: ``"off"``,
             ``"warn"`` or ``"raise"``.
         ring_capacity: violations kept in detail between two reads of the ring.
-        dump: directory that receives the graph before and after each pass, or None.
+        dump: directory that receives the graph before and after each pass, or None; made if it does not exist.
         on_violation: called with each :class:`~kvcanary_fx.Violation`, in either mode.
 
     Raises:
@@ -69,13 +76,14 @@ class CanaryConfig:
     rewrite_writes: bool | Literal["auto"] = "auto"
     lint: Literal["off", "warn", "raise"] = "off"
     ring_capacity: int = 65536
-    dump: str | None = None
+    dump: str | os.PathLike[str] | None = None
     on_violation: Callable[[Any], None] | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             validate(field.name, getattr(self, field.name), "CanaryConfig")
         object.__setattr__(self, "checks", tuple(self.checks))
+        object.__setattr__(self, "dump", None if self.dump is None else os.fspath(self.dump))
 
     @property
     def verify_every(self) -> int:
@@ -120,9 +128,19 @@ class CanaryConfig:
 def asked_for(environ: Mapping[str, str] | None = None) -> bool:
     """Whether an engine that loads us as a plugin is to be guarded: ``KVCANARY_MODE`` is set, and is not ``off``.
 
-    Unlike elsewhere there is no default: that the package is installed must change nothing.
+    Unlike elsewhere there is no default: that the package is installed must change nothing.  Other settings without
+    the mode are told, since whoever set them expects a guard.
+
+    Raises:
+        UnknownSettingError: a ``KVCANARY_`` variable names no setting, such as a misspelt ``KVCANARY_MODE``.
     """
-    return (os.environ if environ is None else environ).get(f"{ENV_PREFIX}MODE", "") not in ("", "off")
+    environ = os.environ if environ is None else environ
+    mode = environ.get(f"{ENV_PREFIX}MODE", "")
+    ours = [*_settings_in(environ), *(v for v in environ if v.startswith(ADAPTER_PREFIXES))]
+    given = [variable for variable in ours if environ[variable]]
+    if not mode and given:
+        log.warning("kvcanary.off %s is set, and KVCANARY_MODE is not: nothing is guarded", ", ".join(given))
+    return mode not in ("", "off")
 
 
 def eager_inputs_without_copy(environ: Mapping[str, str] | None = None) -> bool:
@@ -145,10 +163,33 @@ def resolve(config: CanaryConfig | None, options: Mapping[str, Any] | None) -> t
     Raises:
         UnknownSettingError, InvalidSettingError: naming the setting and where it was given.
     """
-    base = CanaryConfig.from_env() if config is None else config
+    base = CanaryConfig.from_env() if config is None else require_config(config, "the backend")
+    if options is not None and not isinstance(options, Mapping):
+        raise InvalidSettingError("options", "torch.compile", options, 'a dict, such as {"kvcanary.mode": "log"}')
     given = dict(options or {})
-    ours = {key: given.pop(key) for key in list(given) if key.startswith(OPTION_PREFIX)}
+    ours = {key: given.pop(key) for key in list(given) if str(key).startswith(OPTION_PREFIX)}
+    for key in given:
+        _require_theirs(str(key))
     return override(base, ours, "options", OPTION_PREFIX), given
+
+
+def _require_theirs(key: str) -> None:
+    """Refuse an option that was meant for us and would go to the inner backend, which may drop it without a word."""
+    prefix, dot, _ = key.partition(".")
+    meant = bool(dot) and difflib.SequenceMatcher(None, prefix.lower(), OPTION_PREFIX[:-1]).ratio() > 0.75
+    if meant or key in names():
+        _require_known("", key, "options", [OPTION_PREFIX + n for n in names()], member=False)
+
+
+def require_config(config: Any, where: str) -> CanaryConfig:
+    """``config``, if it is one.
+
+    Raises:
+        InvalidSettingError: it is not.
+    """
+    if not isinstance(config, CanaryConfig):
+        raise InvalidSettingError("config", where, config, "a CanaryConfig, or None for the environment's settings")
+    return config
 
 
 def override(base: CanaryConfig, settings: Mapping[str, Any], where: str, prefix: str = "") -> CanaryConfig:
@@ -157,12 +198,13 @@ def override(base: CanaryConfig, settings: Mapping[str, Any], where: str, prefix
     Raises:
         UnknownSettingError, InvalidSettingError: naming the setting and ``where`` it was given.
     """
+    base = require_config(base, where)
     changed = {}
     for key, value in settings.items():
         name = key.removeprefix(prefix)
         _require_known(name, key, where, [prefix + n for n in names()])
         changed[name] = validate(name, value, where, shown=key)
-    return dataclasses.replace(base, **changed)
+    return dataclasses.replace(base, **changed) if changed else base
 
 
 def names() -> list[str]:
@@ -192,27 +234,52 @@ def _is_fraction(value: Any) -> bool:
         fraction = Fraction(value)
     except (ValueError, ZeroDivisionError):
         return False
-    return fraction.numerator == 1
+    return fraction.numerator == 1 and fraction.denominator <= MOST_TURNS
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
+def _is_inner(value: Any) -> bool:
+    if isinstance(value, str):
+        return bool(value) and value != "kvcanary"
+    return callable(value) and not getattr(value, "is_kvcanary", False)
+
+
+def _is_directory_to_be(value: Any) -> bool:
+    """Whether the directory can be made, or is there, and written to; so that no graph is lost for want of it."""
+    if value is None:
+        return True
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        return False
+    path = os.path.abspath(os.fspath(value))
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
+
+
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mode": (lambda v: v in ("raise", "log", "off"), "'raise', 'log' or 'off'"),
-    "inner": (lambda v: callable(v) or (isinstance(v, str) and bool(v)), "a backend's name or a callable"),
-    "checks": (
-        lambda v: isinstance(v, tuple | list) and all(c in CHECKS for c in v),
-        f"a tuple of names out of {', '.join(CHECKS)}",
+    "inner": (
+        _is_inner,
+        "the name of a backend for the guarded graph ('inductor', 'aot_eager', 'eager', ...) or a callable, "
+        "not the canary itself",
     ),
-    "verify_fraction": (_is_fraction, "'1' or '1/N' with a whole number N"),
-    "digest_bits": (lambda v: v in (32, 64) and not isinstance(v, bool), "32 or 64"),
+    "checks": (
+        lambda v: isinstance(v, tuple | list) and bool(v) and all(c in CHECKS for c in v),
+        f"a tuple of names, at least one, out of {', '.join(CHECKS)} (mode 'off' checks nothing)",
+    ),
+    "verify_fraction": (_is_fraction, f"'1' or '1/N' with a whole number N, at most {MOST_TURNS}"),
+    "digest_bits": (lambda v: isinstance(v, int) and v in (32, 64), "32 or 64"),
     "placement": (lambda v: v in ("side", "inline"), "'side' or 'inline'"),
     "rewrite_writes": (lambda v: isinstance(v, bool) or v == "auto", "True, False or 'auto'"),
     "lint": (lambda v: v in ("off", "warn", "raise"), "'off', 'warn' or 'raise'"),
-    "ring_capacity": (_is_count, "a whole number above 0"),
-    "dump": (lambda v: v is None or isinstance(v, str), "a directory's path, or None"),
+    "ring_capacity": (lambda v: _is_count(v) and v <= MOST_RECORDS, f"a whole number from 1 to {MOST_RECORDS}"),
+    "dump": (
+        _is_directory_to_be,
+        "None, or the path of a directory that is there or can be made, and can be written to",
+    ),
     "on_violation": (lambda v: v is None or callable(v), "a callable, or None"),
 }
 
@@ -230,19 +297,30 @@ def _parse(name: str, text: str) -> Any:
     return text
 
 
-def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
+def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings that variables stand for, by the variable.
+
+    Raises:
+        UnknownSettingError: a variable that begins like ours and is none.
+    """
     settable = {ENV_PREFIX + n.upper(): n for n in names() if n != "on_violation"}
     found = {}
-    for variable, text in environ.items():
+    for variable in environ:
         others = variable == NO_COPY_VARIABLE or variable.startswith(ADAPTER_PREFIXES)
         if variable.startswith(ENV_PREFIX) and not others:
             _require_known(variable, variable, "the environment", list(settable), member=variable in settable)
-            name = settable[variable]
-            value = _parse(name, text)
-            accepts, expected = _RULES[name]
-            if not accepts(value):
-                raise InvalidSettingError(variable, "the environment", text, expected)
-            found[name] = value
+            found[variable] = settable[variable]
+    return found
+
+
+def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
+    found = {}
+    for variable, name in _settings_in(environ).items():
+        value = _parse(name, environ[variable])
+        accepts, expected = _RULES[name]
+        if not accepts(value):
+            raise InvalidSettingError(variable, "the environment", environ[variable], f"{expected}, or unset")
+        found[name] = value
     return found
 
 

@@ -63,7 +63,7 @@ def install_canary(
         SelfTestError: ``self_test``, and a check does not work here.
         UnknownSettingError, InvalidSettingError: a setting that does not exist, or a value it cannot have.
     """
-    resolved = override(config or CanaryConfig.from_env(), settings, "install_canary()")
+    resolved = override(CanaryConfig.from_env() if config is None else config, settings, "install_canary()")
     if resolved.mode == "off":
         return None
     if self_test:

@@ -135,7 +135,7 @@ def session_of(module: nn.Module) -> CanarySession:
     Raises:
         TypeError: the module is not protected.
     """
-    call = module._compiled_call_impl
+    call = getattr(module, "_compiled_call_impl", None)
     if not isinstance(call, GuardedCall):
         raise TypeError(
             f"{type(module).__name__} is not protected: call kvcanary_fx.protect(model) first, or ask "

@@ -77,12 +77,16 @@ def passes(
 
 
 def run_passes(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], ordered: Sequence[tuple[str, Pass]], dump: str | None = None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    ordered: Sequence[tuple[str, Pass]],
+    dump: str | os.PathLike[str] | None = None,
 ) -> tuple[fx.GraphModule, GraphPlan]:
     """Run the passes on a clone of ``gm``, which stays as it is.
 
     Args:
-        dump: directory for the graph's text before the first and after every pass.
+        dump: directory for the graph's text before the first and after every pass; one that cannot be written to is
+            told in the log.
     """
     plan = GraphPlan(graph_name(gm))
     gm = clone_graph_module(gm)
@@ -109,10 +113,20 @@ def _diff(before: Counter[str], gm: fx.GraphModule) -> str:
     return ", ".join(f"{n:+d} {op}" for op, n in sorted(changed.items())) or "no change"
 
 
-def _dump(gm: fx.GraphModule, plan: GraphPlan, directory: str | None, number: int, name: str) -> None:
+def _dump(
+    gm: fx.GraphModule, plan: GraphPlan, directory: str | os.PathLike[str] | None, number: int, name: str
+) -> None:
+    """Write the graph's text; a directory that takes none is told, and the graph is guarded all the same."""
     if directory is None:
         return
-    os.makedirs(directory, exist_ok=True)
+    text = gm.print_readable(print_output=False)
     stem = re.sub(r"\W+", "_", plan.name).strip("_")
-    with open(os.path.join(directory, f"{stem}.{number}_{name}.txt"), "w") as out:
-        out.write(gm.print_readable(print_output=False))
+    path = os.path.join(directory, f"{stem}.{number}_{name}.txt")
+    try:
+        os.makedirs(directory, exist_ok=True)
+        with open(path, "w", encoding="utf-8") as out:
+            out.write(text)
+    except OSError as e:
+        log.warning(
+            "kvcanary.dump %s is not written, only guarded (%s): give the setting dump another directory", plan.name, e
+        )

@@ -51,11 +51,23 @@ def test_settings_of_requests_and_engine():
     assert (ends_engine.aborts_requests, ends_engine.session_config.mode) == (False, "raise")
     ends_request = settings.from_env({"KVCANARY_MODE": "raise", "KVCANARY_VLLM_ABORT": "request"})
     assert (ends_request.aborts_requests, ends_request.session_config.mode) == (True, "log")
-    assert not settings.from_env({"KVCANARY_MODE": "log", "KVCANARY_VLLM_ABORT": "request"}).aborts_requests
+    assert not settings.from_env({"KVCANARY_MODE": "log"}).aborts_requests
+
+
+@pytest.mark.parametrize("abort", ["engine", "request"])
+def test_what_is_to_be_ended_in_mode_log_is_refused(abort):
+    with pytest.raises(InvalidSettingError, match=r"KVCANARY_VLLM_ABORT.*KVCANARY_MODE=log, which ends nothing"):
+        settings.from_env({"KVCANARY_MODE": "log", "KVCANARY_VLLM_ABORT": abort})
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"KVCANARY_VLLM_ABORT": "all"}, {"KVCANARY_VLLM_ABROT": "engine"}, {"KVCANARY_MODE": "loud"}]
+    "wrong",
+    [
+        {"KVCANARY_VLLM_ABORT": "all"},
+        {"KVCANARY_VLLM_ABROT": "engine"},
+        {"KVCANARY_MODE": "loud"},
+        {"KVCANARY_CHECKS": ""},
+    ],
 )
 def test_wrong_settings_are_refused_by_name(wrong):
     with pytest.raises(InvalidSettingError, match=next(iter(wrong))):
@@ -106,6 +118,19 @@ def test_wrapping_twice_wraps_once_and_a_missing_name_is_told():
     assert [Extends().run() for _ in range(2)] == [["around", "extended", "base"]] * 2
     with pytest.raises(EngineError, match=r"no Base\.walk"):
         patching.wrap(Base, "walk", lambda original: None)
+
+
+def test_property_is_wrapped_once_and_a_missing_one_is_told():
+    class Config:
+        @property
+        def runner(self):
+            return 1
+
+    for _ in range(2):
+        patching.wrap_property(Config, "runner", lambda value, config: (value, type(config)))
+    assert Config().runner == (1, Config)
+    with pytest.raises(EngineError, match=r"no Config\.walker"):
+        patching.wrap_property(Config, "walker", lambda value, config: value)
 
 
 # ---- where a slot's bytes lie

@@ -288,6 +288,18 @@ def test_dump_writes_each_stage(tmp_path):
     assert "kvcanary.verify" in next(tmp_path.glob("*2_insert*")).read_text()
 
 
+@pytest.mark.parametrize("mode", ["raise", "log"])
+def test_directory_that_takes_no_dump_any_more_leaves_the_graph_guarded(tmp_path, mode, caplog):
+    backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(mode=mode, inner="eager", dump=tmp_path / "graphs"))
+    (tmp_path / "graphs").write_text("a file has taken the name since")
+    compiled = torch.compile(INDEX_COPY.run, backend=backend)
+    with torch.no_grad():
+        compiled(*INDEX_COPY.make())
+    assert backend.session.stats().recorded > 0
+    assert "kvcanary.dump" in caplog.text
+    assert "give the setting dump another directory" in caplog.text
+
+
 def test_debug_log_counts_ops_and_time(caplog):
     gm, inputs = dynamo_graph(INDEX_COPY.run, *INDEX_COPY.make())
     with caplog.at_level(logging.DEBUG, "kvcanary.passes"):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+import kvcanary_fx
 from kvcanary_fx import CanaryConfig, InvalidSettingError, UnknownSettingError
-from kvcanary_fx.config import names, resolve
+from kvcanary_fx.config import asked_for, names, resolve
 
 
 def test_defaults():
@@ -55,18 +56,28 @@ def test_typo_in_the_environment_names_the_variable():
         ("mode", "loud"),
         ("inner", 3),
         ("inner", ""),
+        ("inner", "kvcanary"),
+        ("inner", kvcanary_fx.kvcanary_backend),
+        ("inner", kvcanary_fx.CanaryBackend(CanaryConfig())),
         ("checks", "content"),
+        ("checks", ()),
         ("checks", ("contents",)),
         ("verify_fraction", "2/3"),
         ("verify_fraction", 0.5),
         ("verify_fraction", "1/0"),
+        ("verify_fraction", "-1/2"),
+        ("verify_fraction", "1/100000000000000000000"),
         ("digest_bits", 16),
         ("digest_bits", True),
+        ("digest_bits", 32.0),
         ("rewrite_writes", "yes"),
         ("lint", "strict"),
         ("ring_capacity", 0),
         ("ring_capacity", 1.5),
+        ("ring_capacity", 10**30),
         ("dump", 1),
+        ("dump", ""),
+        ("dump", f"{__file__}/below"),
         ("on_violation", "print"),
     ],
 )
@@ -79,11 +90,80 @@ def test_value_that_a_setting_cannot_have(name, value):
 
 @pytest.mark.parametrize(
     ("variable", "text"),
-    [("KVCANARY_DIGEST_BITS", "many"), ("KVCANARY_REWRITE_WRITES", "perhaps"), ("KVCANARY_RING_CAPACITY", "-3")],
+    [
+        ("KVCANARY_DIGEST_BITS", "many"),
+        ("KVCANARY_REWRITE_WRITES", "perhaps"),
+        ("KVCANARY_RING_CAPACITY", "-3"),
+        ("KVCANARY_CHECKS", ""),
+        ("KVCANARY_CHECKS", " , "),
+        ("KVCANARY_DUMP", ""),
+        ("KVCANARY_INNER", "kvcanary"),
+        ("KVCANARY_VERIFY_FRACTION", "1/100000000000000000000"),
+    ],
 )
 def test_value_of_a_variable_that_cannot_be_read(variable, text):
     with pytest.raises(InvalidSettingError, match=f"setting '{variable}' in the environment is '{text}'"):
         CanaryConfig.from_env({variable: text})
+
+
+@pytest.mark.parametrize("key", ["kvcanry.mode", "KVCanary.mode", "kv_canary.mode", "mode", "verify_fraction"])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_option_that_would_go_to_the_inner_backend_by_mistake_is_refused(key, inner):
+    with pytest.raises(UnknownSettingError, match=rf"unknown setting '{key}' in options.*kvcanary\.mode"):
+        resolve(CanaryConfig(inner=inner), {key: "log"})
+
+
+@pytest.mark.parametrize("key", ["triton.cudagraphs", "max_autotune", "cpp.threads"])
+def test_options_of_the_inner_backend_stay_its_own(key):
+    assert resolve(None, {key: True})[1] == {key: True}
+
+
+@pytest.mark.parametrize("options", [["kvcanary.mode"], "kvcanary.mode=log", 3])
+def test_options_that_are_no_dict(options):
+    with pytest.raises(InvalidSettingError, match=r"setting 'options' in torch.compile is .* must be a dict"):
+        resolve(None, options)
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda config: kvcanary_fx.CanaryBackend(config),
+        lambda config: kvcanary_fx.session(config),
+        lambda config: kvcanary_fx.install_canary(config=config),
+        lambda config: resolve(config, None),
+    ],
+    ids=["CanaryBackend", "session", "install_canary", "resolve"],
+)
+@pytest.mark.parametrize("config", ["log", {"mode": "log"}, CanaryConfig, 0])
+def test_config_that_is_none(give, config):
+    with pytest.raises(InvalidSettingError, match=r"setting 'config' in .* must be a CanaryConfig"):
+        give(config)
+
+
+def test_directory_of_a_dump_is_a_path_of_any_kind(tmp_path):
+    assert CanaryConfig(dump=tmp_path / "new" / "deep").dump == str(tmp_path / "new" / "deep")
+    assert not (tmp_path / "new").exists()
+
+
+def test_plugin_of_an_engine_is_asked_for_by_the_mode_alone(caplog):
+    assert [asked_for({"KVCANARY_MODE": mode}) for mode in ("raise", "log", "off", "")] == [True, True, False, False]
+    assert not asked_for({})
+    assert not asked_for({"KVCANARY_MODE": "off", "KVCANARY_CHECKS": "content"})
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("variable", ["KVCANARY_VERIFY_FRACTION", "KVCANARY_VLLM_ABORT"])
+def test_settings_without_the_mode_are_told_to_guard_nothing(variable, caplog):
+    assert not asked_for({variable: "1"})
+    assert [r.message for r in caplog.records] == [
+        f"kvcanary.off {variable} is set, and KVCANARY_MODE is not: nothing is guarded"
+    ]
+
+
+@pytest.mark.parametrize("variable", ["KVCANARY_MOD", "KVCANARY_MDOE", "KVCANARY_VLM_ABORT"])
+def test_misspelt_mode_does_not_run_unguarded(variable):
+    with pytest.raises(UnknownSettingError, match=f"unknown setting '{variable}' in the environment"):
+        asked_for({variable: "raise"})
 
 
 def test_other_variables_are_none_of_our_business():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import vllm
+from vllm.config import VllmConfig
 
 from ... import __version__
 from ...errors import EngineError
 from ..versions import Tested
 from . import blocks, cache_key, cuda_graphs, drafts, graph, metrics, ops, outcomes, runner
+from .patching import wrap_property
 from .settings import VllmSettings
 
 #: As docs/vllm.md lists them.
@@ -50,6 +53,23 @@ def _require_runner_v1() -> None:
     """Model Runner V2 has other hook points: choose the first, unless the user insists on the second."""
     if os.environ.setdefault(_RUNNER_VARIABLE, "0") not in ("0", "false", "False"):
         raise EngineError(f"Model Runner V2 cannot be guarded: unset {_RUNNER_VARIABLE}, or unset KVCANARY_MODE")
+    wrap_property(VllmConfig, "use_v2_model_runner", _refuse_v2)
+
+
+def _refuse_v2(chosen: bool, config: Any) -> bool:
+    """Some features choose the second runner whatever the variable says."""
+    if chosen:
+        attention = getattr(config, "attention_config", None)
+        given = {
+            "watermark_config": getattr(config, "watermark_config", None),
+            "attention_config.hisparse_config": getattr(attention, "hisparse_config", None),
+        }
+        causes = [name for name, value in given.items() if value is not None]
+        raise EngineError(
+            f"vLLM chose Model Runner V2, which cannot be guarded, for {' and '.join(causes) or 'this configuration'}: "
+            "run without it, or unset KVCANARY_MODE"
+        )
+    return chosen
 
 
 def _log_as_vllm_does() -> None:

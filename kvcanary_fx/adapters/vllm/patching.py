@@ -25,10 +25,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     """
     original = vars(owner).get(name)
     if original is None:
-        raise EngineError(
-            f"this vLLM has no {getattr(owner, '__name__', owner)}.{name}, which the canary hooks into: it is too far "
-            "from the tested versions (docs/vllm.md). Unset KVCANARY_MODE to run it unguarded"
-        )
+        raise _missing(owner, name)
     if hasattr(original, _MARK):
         return
 
@@ -38,6 +35,34 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
     setattr(wrapped, _MARK, original)
     setattr(owner, name, wrapped)
+
+
+def wrap_property(owner: type, name: str, around: Callable[[Any, Any], Any]) -> None:
+    """Replace a property by one that gives ``around(value, object)``, once.
+
+    Raises:
+        EngineError: the class has no such property itself.
+    """
+    original = vars(owner).get(name)
+    if not isinstance(original, property) or original.fget is None:
+        raise _missing(owner, name)
+    read = original.fget
+    if hasattr(read, _MARK):
+        return
+
+    @functools.wraps(read)
+    def wrapped(this: Any) -> Any:
+        return around(read(this), this)
+
+    setattr(wrapped, _MARK, read)
+    setattr(owner, name, property(wrapped))
+
+
+def _missing(owner: Any, name: str) -> EngineError:
+    return EngineError(
+        f"this vLLM has no {getattr(owner, '__name__', owner)}.{name}, which the canary hooks into: it is too far "
+        "from the tested versions (docs/vllm.md). Unset KVCANARY_MODE to run it unguarded"
+    )
 
 
 def wrap_in_all(base: type, name: str, around: Callable[..., Any]) -> None:

@@ -54,7 +54,7 @@ def from_env(environ: Mapping[str, str] | None = None) -> VllmSettings:
     """The settings that the environment asks for.
 
     Raises:
-        UnknownSettingError, InvalidSettingError: naming the variable.
+        UnknownSettingError, InvalidSettingError: naming the variable; also one that the mode makes void.
     """
     environ = os.environ if environ is None else environ
     for name in environ:
@@ -63,4 +63,8 @@ def from_env(environ: Mapping[str, str] | None = None) -> VllmSettings:
     abort = environ.get(ABORT_VARIABLE, "engine")
     if abort not in ("engine", "request"):
         raise InvalidSettingError(ABORT_VARIABLE, "the environment", abort, "'engine' or 'request'")
-    return VllmSettings(CanaryConfig.from_env(environ), abort)  # type: ignore[arg-type]
+    config = CanaryConfig.from_env(environ)
+    if ABORT_VARIABLE in environ and config.mode != "raise":
+        expected = f"unset with KVCANARY_MODE={config.mode}, which ends nothing: it belongs to KVCANARY_MODE=raise"
+        raise InvalidSettingError(ABORT_VARIABLE, "the environment", abort, expected)
+    return VllmSettings(config, abort)  # type: ignore[arg-type]
