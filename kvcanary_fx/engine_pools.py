@@ -74,6 +74,7 @@ class EnginePool:
         self._layers: dict[str, list[_Part]] = {}  # by the name of the layer
         self.live_slots = 0  # allocated and not released, as far as the host was told
         self.adopted = 0
+        self.imported: torch.Tensor | None = None  # bool [slots + 1], for reports: the bytes came with import_
         known: dict[object, int] = {}
         for number, layer in enumerate(declared.tensors):
             name = declared.layer_names[number] if declared.layer_names else f"layers.{number}"
@@ -249,6 +250,9 @@ class EnginePool:
         slot_life.name(self.space, given, shadow.marks, who, self._ids.hash(owner))
         inside = (given >= 0) & (given < self.space.slots)
         self.digests[:, :, given[inside]] = shadow.digests[:, :, inside]
+        if self.imported is None:
+            self.imported = torch.zeros(self.space.slots + 1, dtype=torch.bool, device=given.device)
+        self.imported[self._inside(given)] = True
 
     def slot_tensor(self, slots: Slots) -> torch.Tensor:
         """Slots as int64 ``[n]`` on the pool's device.
@@ -305,7 +309,10 @@ class EnginePool:
 
     def forget_content(self, slots: torch.Tensor) -> None:
         """Forget the bytes of slots (int64 ``[n]``), and keep who is in them."""
-        self.digests[:, :, self._inside(slots)] = 0
+        inside = self._inside(slots)
+        self.digests[:, :, inside] = 0
+        if self.imported is not None:
+            self.imported[inside] = False
 
     def _inside(self, slots: torch.Tensor) -> torch.Tensor:
         """The slots that exist; the others were reported."""

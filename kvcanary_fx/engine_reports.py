@@ -21,10 +21,20 @@ def in_tokens(violation: Violation, tokens_per_slot: int) -> Violation:
     return dataclasses.replace(violation, position=(violation.position + 1) * tokens_per_slot - 1)
 
 
+def decode_place(row: Sequence[int], info: HalfInfo, ids: RequestIds) -> Violation:
+    """The record of a ring row about a slot of a pool in all of its layers."""
+    token = row[Ring.DETAIL]
+    told = decode(row, info, token if token >= 0 else None, request=ids.name(row[Ring.REQUEST]))
+    if told.check != "owner":
+        return told
+    return dataclasses.replace(told, owners=(ids.name(told.stored), ids.name(told.found)))
+
+
 def decode_content(
     row: Sequence[int],
     info: HalfInfo,
     space: SlotSpace,
+    imported: torch.Tensor | None,
     plan: RequestPlan | None,
     ids: RequestIds,
     last: RequestPlan | None,
@@ -32,6 +42,7 @@ def decode_content(
     """The record of a ring row that a layer's op wrote.
 
     Args:
+        imported: bool ``[slots + 1]``, the slots whose bytes came from elsewhere; None if there never was one.
         plan: of the forward that is running, which says more than the shadow about a slot that it writes; None
             outside one.
         last: of the forward that ran last, for pools that no allocator names an owner in: one of its requests read
@@ -49,13 +60,16 @@ def decode_content(
         token, position, owner = _planned(plan, slot) or (token, position, owner)
     if not owner and not space.owner_known:
         owner = _reader(plan or last, slot)
-    return decode(
+    told = decode(
         row,
         info,
         token if token >= 0 else None,
         position if position >= 0 else None,
         request if request is not None else ids.name(owner),
     )
+    if told.check != "content":
+        return told
+    return dataclasses.replace(told, text="transfer" if imported is not None and imported[slot] else "engine content")
 
 
 def _reader(plan: RequestPlan | None, slot: int) -> int:

@@ -18,7 +18,7 @@ from .engine_forward import Forward, ForwardIndex, Schedule, beside_capture, che
 from .engine_health import Health
 from .engine_plan import Inputs
 from .engine_pools import EnginePool, find_rivals
-from .engine_reports import decode_content, in_tokens
+from .engine_reports import decode_content, decode_place, in_tokens
 from .engine_stats import EngineStats, engine_stats
 from .errors import EngineError, SessionStateError
 from .kernels import side_stream
@@ -32,7 +32,7 @@ from .request_ids import RequestId, RequestIds
 from .session import CanarySession, take_rows
 from .step_view import StepView
 from .sweep import Sweep
-from .violations import Violation, decode
+from .violations import Violation
 from .window_report import WindowReport, Windows
 
 #: The views of a step that was given no batch.
@@ -115,8 +115,7 @@ class EngineSession(CanarySession):
             pool.space.counters.zero_()
             pool.scales.adopt()
         self.windows.reset()
-        self._violations.clear()
-        self._total = self._told = self._told_total = 0
+        self.found.clear()
         self._ready = True
 
     def close(self) -> None:
@@ -325,16 +324,14 @@ class EngineSession(CanarySession):
     def _decode(self, row: Sequence[int]) -> Violation:
         pool, half = self._spaces.get(row[Ring.HALF]), self.registry.by_id(row[Ring.HALF])
         if pool is not None:
-            token = row[Ring.DETAIL]
-            request = self.ids.name(row[Ring.REQUEST])
-            told = decode(row, pool.info, token if token >= 0 else None, request=request)
-            return in_tokens(told, pool.declared.tokens_per_slot)
+            return in_tokens(decode_place(row, pool.info, self.ids), pool.declared.tokens_per_slot)
         if half is None or half.space is None:
             return super()._decode(row)
         number = half.space.space_id
         plan = self._forward.plans.get(number) if self._forward is not None else None
-        told = decode_content(row, half.info, half.space, plan, self.ids, self.health.last_plan(number))
-        return in_tokens(told, self._spaces[number].declared.tokens_per_slot)
+        pool, last = self._spaces[number], self.health.last_plan(number)
+        told = decode_content(row, half.info, half.space, pool.imported, plan, self.ids, last)
+        return in_tokens(told, pool.declared.tokens_per_slot)
 
     def checks_without_inputs(self) -> dict[str, str]:
         """The checks that cannot run in this session, each with what they lack."""

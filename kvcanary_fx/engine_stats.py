@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from .kernels.buffers import Count
@@ -62,5 +61,5 @@ def engine_stats(session: EngineSession, base: Stats) -> EngineStats:
         slots_checked=sum(c[SpaceCount.CHECKED] for c in counts),
         sweeps=session.sweep.runs,
         swept=session.sweep.checked,
-        by_check=dict(Counter(v.check for v in session.known_violations())),
+        by_check=dict(session.found.by_check),
     )

@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import CaptureError, ConcurrentUseError, EngineError
-from .kernels.buffers import HalfBuffers, IdentityBuffers
+from .kernels.buffers import HalfBuffers, IdentityBuffers, RowState
 from .kernels.digest import seeds
 from .kernels.geometry import merged_dims
 from .kernels.layout import SlotLayout
@@ -87,6 +87,16 @@ def _of_layer(halves: list[PoolHalf], site: SitePlan) -> list[PoolHalf]:
     return [h for h, number in zip(halves, numbers, strict=True) if number == [str(site.number)]]
 
 
+def _called_like_pool(site: SitePlan) -> bool:
+    """Whether the layer has no module's path, but what the names of its pools have in common."""
+    return "/" in site.layer or site.pool == site.layer or site.pool.startswith((f"{site.layer}.", f"{site.layer}["))
+
+
+def _numbered(name: str, twins: int) -> str:
+    """``k``, ``k #2``, ``k #3``: caches that the code calls alike."""
+    return name if twins == 0 else f"{name} #{twins + 1}"
+
+
 def _declared_otherwise(half: PoolHalf, place: Place, site: SitePlan) -> str:
     mine, theirs = half.place.layout, place.layout
     return (
@@ -138,6 +148,13 @@ class PoolHalf:
     space: SlotSpace | None = None  # of an engine's pool
     peers: dict[int, int] = dataclasses.field(default_factory=dict)
     reported: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def last_written(self, slot: int) -> int | None:
+        """Index of the last slot written in the row of ``slot``; None without rows, or before any write."""
+        layout = self.place.layout
+        if not layout.has_rows or slot < 0:
+            return None
+        return int(self.buffers.rows[slot // layout.positions, RowState.NEXT]) - 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -274,15 +291,16 @@ class PoolRegistry:
         else:
             buffers.reset()
         label = _HALF_NUMBERS.get(site.label, 2)
-        twins = sum((h.info.layer, h.info.half) == (site.layer, site.label) for h in self._by_id.values())
+        same = (site.layer, site.label)  # as where each layer is compiled by itself, or a graph breaks in each
+        twins = sum((h.info.layer.partition(" #")[0], h.info.half) == same for h in self._by_id.values())
         half_id = self.new_id()
         half = PoolHalf(
             id=half_id,
             info=HalfInfo(
                 id=half_id,
-                layer=site.layer,
+                layer=_numbered(site.layer, twins) if _called_like_pool(site) else site.layer,
                 half=site.label,
-                pool=site.pool if twins == 0 else f"{site.pool} #{twins + 1}",
+                pool=_numbered(site.pool, twins),
                 rows=place.layout.rows if place.layout.has_rows else None,
                 positions=place.layout.positions,
             ),

@@ -42,13 +42,12 @@ def by_importance(violations: Sequence[Violation]) -> list[Violation]:
     return sorted(violations, key=lambda v: (v.step, _IMPORTANCE.index(v.check)))
 
 
-def emit(violations: Sequence[Violation], config: CanaryConfig) -> None:
-    """Log violations (log mode) and hand them to the user's callback."""
-    if config.mode == "log":
-        for violation in violations[:LINES_PER_DRAIN]:
-            log.warning("%s", violation.line())
-        if len(violations) > LINES_PER_DRAIN:
-            log.warning("kvcanary.violations and %d more in this drain", len(violations) - LINES_PER_DRAIN)
+def emit(violations: Sequence[Violation], lines: Sequence[str], config: CanaryConfig) -> None:
+    """Log what there is to say about violations, and hand each of them to the user's callback."""
+    for line in lines[:LINES_PER_DRAIN]:
+        log.warning("%s", line)
+    if len(lines) > LINES_PER_DRAIN:
+        log.warning("kvcanary.violations and %d more in this drain", len(lines) - LINES_PER_DRAIN)
     if config.on_violation is not None:
         for violation in violations:
             config.on_violation(violation)

@@ -20,6 +20,7 @@ from .errors import CanaryError, KVCacheViolation, MissedChecksError
 from .kernels.buffers import UNKNOWN, Control, Count, Gate, Ring, Word
 from .passes.graph_plan import GraphPlan
 from .pools import PoolRegistry, Storage
+from .violation_log import ViolationLog
 from .violations import HalfInfo, Violation, decode
 
 #: A cache that was dropped before its violations were read.
@@ -48,9 +49,7 @@ class CanarySession:
         self.bindings: list[GraphBinding] = []
         self.uncovered: list[str] = []  # why coverage was lost, in words
         self.calls = 0  # of guarded graphs, whether they ended well or not
-        self._violations: list[Violation] = []
-        self._total = 0  # violations, those that the ring had no room for included
-        self._told = self._told_total = 0  # of both, how many were raised
+        self.found = ViolationLog()
         self._adopted_slots = 0
         self._warned: set[str] = set()
         self._pending: list[_Readback] = []
@@ -146,8 +145,7 @@ class CanarySession:
     def _raise_new(self, cause: BaseException | None = None) -> None:
         """Raise the violations that nobody was told about by an exception."""
         with self._lock:
-            fresh, total = self._violations[self._told :], self._total - self._told_total
-            self._told, self._told_total = len(self._violations), self._total
+            fresh, total = self.found.take_untold()
         if total:
             raise KVCacheViolation(report.by_importance(fresh), total) from cause
 
@@ -188,10 +186,11 @@ class CanarySession:
                 rows, total = take_rows(control)
                 verdict = judge(rows, self.registry, lost=total - len(rows))
                 self._adopted_slots += verdict.adopted_slots
-                self._total += total - verdict.adopted_fingerprints
-                fresh += [self._decode(row) for row in verdict.violations]
-            self._violations += fresh
-        report.emit(fresh, self.config)
+                decoded = [self._decode(row) for row in verdict.violations]
+                self.found.add(decoded, total - verdict.adopted_fingerprints)
+                fresh += decoded
+            lines = list(self.found.lines(fresh)) if self.config.mode == "log" else []
+        report.emit(fresh, lines, self.config)
         return fresh
 
     def _decode(self, row: Sequence[int]) -> Violation:
@@ -200,11 +199,13 @@ class CanarySession:
         if half is None:
             return decode(row, _GONE)
         slot = row[Ring.SLOT]
+        last = half.last_written(slot)
         identity = self.registry.identity_of(half)
         if identity is None or slot < 0:
-            return decode(row, half.info)
+            return decode(row, half.info, last_written=last)
         token, position = int(identity.tokens[slot]), int(identity.positions[slot])
-        return decode(row, half.info, token if token >= 0 else None, None if position == UNKNOWN else position)
+        known = None if position == UNKNOWN else position
+        return decode(row, half.info, token if token >= 0 else None, known, last_written=last)
 
     def _abort(self) -> None:
         """Called from an op on the CPU when an index is out of range, before the write runs."""
@@ -230,17 +231,16 @@ class CanarySession:
                 row = control.blackbox[:-1].tolist()
                 half = self.registry.by_id(row[Ring.HALF])
                 found.append(decode(row, half.info if half is not None else _GONE))
-        self._violations += found
-        self._total += len(found)
+        self.found.add(found, len(found))
 
     def violations(self) -> list[Violation]:
-        """Every violation so far, after reading what the devices have."""
+        """The violations so far, after reading what the devices have: the first 5,000 and the newest 5,000."""
         self.drain()
-        return list(self._violations)
+        return self.found.records()
 
     def known_violations(self) -> list[Violation]:
         """The violations that were read so far; waits for nothing."""
-        return list(self._violations)
+        return self.found.records()
 
     def check(self) -> None:
         """Wait for the devices and raise what was found and not yet raised, in any mode.
@@ -281,7 +281,7 @@ class CanarySession:
             checked=totals[Count.CHECKED],
             recorded=totals[Count.RECORDED],
             adopted=totals[Count.ADOPTED] + self._adopted_slots,
-            violations=self._total,
+            violations=self.found.total,
         )
 
     def checks_without_inputs(self) -> dict[str, str]:

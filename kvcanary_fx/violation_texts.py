@@ -23,6 +23,17 @@ _BY_CHECK = {
         "a kernel with a wrong stride, a flipped bit",
         "what ran since the last step? If the write was legal, tell the canary: session.forget(cache)",
     ),
+    "engine content": Text(
+        "the bytes of a slot changed since they were written (digest {stored}, now {found})",
+        "something else wrote to the slot between two steps: a freed block still in use, a stray copy or off-load, "
+        "a kernel with a wrong stride, a flipped bit",
+        "what ran since the step that wrote it? Loads and copies that are meant to be: pool.import_ or pool.adopt",
+    ),
+    "transfer": Text(
+        "the bytes of a transferred slot are not those that its shadow came with (digest {stored}, now {found})",
+        "a copy that was cut short, mixed up blocks or had not ended when the slot was read, or a layout that differs",
+        "compare the bytes on both ends, and wait for the copy before the step that reads them",
+    ),
     "operand": Text(
         "the slot read back is not what the write was given (operand {stored}, read back {found})",
         "the write went to another slot, used a wrong stride, or changed the values on the way",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 
 from .kernels.buffers import UNKNOWN, Check, Phase, Ring
@@ -45,9 +46,11 @@ class Violation:
         detail: the word of the row that holds a NaN (poison), 1 for a slot written twice (bounds), the
             token (chain).
         request, token: the request and the token in the slot, where an engine told us; else None.
-        why: what exactly failed, such as ``READ_AFTER_FREE``; ``NONE`` where the check says it.
+        why: what exactly failed, such as ``READ_AFTER_FREE``; None where the check says it.
         also: other checks that failed about the same slot at the same moment.
         forward: index of the engine's forward (``session.forward(index)``) in which it was found; None outside one.
+        owners: ids of the requests whose hashes ``stored`` and ``found`` are, in an owner check; None where unknown.
+        text: name of the text that explains it, where neither ``why`` nor ``check`` is.
     """
 
     check: str
@@ -65,12 +68,14 @@ class Violation:
     detail: int = 0
     request: str | int | None = None
     token: int | None = None
-    why: str = Why.NONE.name
+    why: str | None = None
     also: tuple[str, ...] = ()
     forward: int | None = None
+    owners: tuple[str | int | None, str | int | None] = (None, None)
+    text: str | None = None
 
     def line(self) -> str:
-        """The record as one stable line of ``key=value`` pairs."""
+        """The record as one stable line of ``key=value`` pairs; a value that is no plain word is a JSON string."""
         shown = {
             "check": self.check,
             "phase": self.phase,
@@ -82,17 +87,19 @@ class Violation:
             "step": self.step,
             "token": self.token,
             "request": self.request,
-            "stored": self._shown(self.stored),
-            "found": self._shown(self.found),
+            "stored": self._shown(self.stored, self.owners[0]),
+            "found": self._shown(self.found, self.owners[1]),
             "detail": self.detail,
-            "why": None if self.why == Why.NONE.name else self.why.lower(),
+            "why": self.why.lower() if self.why else None,
             "also": ",".join(self.also) or None,
             "forward": self.forward,
             "pool": self.pool,
         }
-        return "kvcanary.violation " + " ".join(f"{k}={'-' if v is None else v}" for k, v in shown.items())
+        return "kvcanary.violation " + " ".join(f"{k}={'-' if v is None else one_word(v)}" for k, v in shown.items())
 
-    def _shown(self, value: int) -> str:
+    def _shown(self, value: int, owner: str | int | None = None) -> str:
+        if owner is not None:
+            return str(owner)
         hashed = self.check in ("content", "operand", "poison", "owner", "namespace", "digest")
         return f"{value & MASK64:#x}" if hashed or self.why == Why.WRONG_PREDECESSOR.name else str(value)
 
@@ -100,14 +107,15 @@ class Violation:
         """The place, in words."""
         place = "all layers" if self.layer == ALL_LAYERS else f"layer {self.layer}, half {self.half}"
         if self.request is not None:
-            place += f", request {self.request}"
+            place += f", request {one_line(self.request)}"
         if self.row is not None:
             place += f", row {self.row}"
         if self.position is not None:
             place += f", position {self.position}"
         if self.token is not None:
             place += f", token {self.token}"
-        return f"{place}, slot {self.slot} of {self.pool}" if self.slot >= 0 else f"{place}, no slot of {self.pool}"
+        pool = one_line(self.pool)
+        return f"{place}, slot {self.slot} of {pool}" if self.slot >= 0 else f"{place}, no slot of {pool}"
 
     def when(self) -> str:
         """The step, and in an engine's session the forward."""
@@ -117,8 +125,8 @@ class Violation:
         """A short text for people: what failed, where, stored and found, the usual meaning, what to try."""
         text = self._text()
         facts = text.what.format(
-            stored=self._shown(self.stored),
-            found=self._shown(self.found),
+            stored=one_line(self._shown(self.stored, self.owners[0])),
+            found=one_line(self._shown(self.found, self.owners[1])),
             value=self.stored,
             hit=self.found,
             detail=self.detail,
@@ -129,13 +137,28 @@ class Violation:
         )
 
     def _text(self) -> Text:
-        if self.why != Why.NONE.name:
+        if self.why is not None:
             return TEXTS[self.why]
+        if self.text is not None:
+            return TEXTS[self.text]
         if self.check != "bounds":
             return TEXTS[self.check]
         if self.detail == 1:
             return TEXTS["twice"]
         return TEXTS["lost" if self.found < 0 else "wrapped"]
+
+
+def one_line(value: object) -> str:
+    """Text from outside, such as an id, without control characters: it can neither forge a line nor colour it."""
+    text = str(value)
+    return text if text.isprintable() else json.dumps(text)
+
+
+def one_word(value: object) -> str:
+    """The same as one word of a line: a JSON string where it has spaces, quotes or nothing at all."""
+    text = one_line(value)
+    plain = bool(text) and not any(c.isspace() or c in '"=' for c in text)
+    return text if plain or text != str(value) else json.dumps(text)
 
 
 #: The check that a reason belongs to, where the ring row has the bits of several.
@@ -166,11 +189,13 @@ def decode(
     token: int | None = None,
     position: int | None = None,
     request: str | int | None = None,
+    last_written: int | None = None,
 ) -> Violation:
     """The record of one ring row.
 
     Args:
         token, position, request: who is in the slot, where the shadow knows it.
+        last_written: index of the slot that was written last in the slot's row.
     """
     slot, origin, why = row[Ring.SLOT], row[Ring.ORIGIN], Why(row[Ring.WHY])
     check = _primary(row[Ring.CHECK], why)
@@ -181,6 +206,8 @@ def decode(
     index = slot % info.positions if in_row else slot
     if in_row and origin != UNKNOWN:
         position = origin + index
+        if origin > 0 and last_written is not None and index > last_written:
+            position -= info.positions  # a ring: what lies behind its newest token is from the round before
     return Violation(
         check=(check.name or "?").lower(),
         phase=Phase(row[Ring.PHASE]).name.lower(),
@@ -197,7 +224,7 @@ def decode(
         detail=row[Ring.DETAIL],
         token=token,
         request=request,
-        why=why.name,
+        why=why.name if why != Why.NONE else None,
         forward=row[Ring.FORWARD] if inside and row[Ring.FORWARD] >= 0 else None,
         also=tuple((c.name or "?").lower() for c in Check if c & row[Ring.CHECK] & ~check),
     )

@@ -209,7 +209,7 @@ def planted(faults: Faults, config: EngineConfig = PLAIN, **settings) -> Served:
 @pytest.mark.parametrize(
     ("fault", "check", "why"),
     [
-        (FlipByte, "content", "NONE"),
+        (FlipByte, "content", None),
         (SwapEntries, "token", "WRONG_TOKEN"),
         (EarlyFree, "owner", "READ_AFTER_FREE"),
     ],

@@ -242,7 +242,7 @@ def test_slots_filled_outside_are_adopted_and_then_guarded():
     toy.add("C", [1, 2, 3], prefix=[9, 10])
     toy.pool.share([9, 10], owner="C")
     toy.run({"C": [12]})
-    assert told(toy) == [("content", "NONE", 9, "B")]
+    assert told(toy) == [("content", None, 9, "B")]
 
 
 def test_a_shadow_that_travels_with_its_bytes_finds_what_was_lost():

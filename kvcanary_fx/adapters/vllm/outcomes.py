@@ -15,6 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
+from ...violations import one_line
 from .blocks import journal_of
 from .journal import ATTRIBUTE
 from .patching import wrap_in_all
@@ -45,7 +46,7 @@ def _update_from_output(
     ended = scheduler.finish_requests(set(flagged), RequestStatus.FINISHED_ERROR)
     outputs = original(scheduler, scheduled, output, *args, **kwargs)
     for request in ended:
-        log.warning("kvcanary.vllm aborted request %s", request.request_id)
+        log.warning("kvcanary.vllm aborted request %s", one_line(request.request_id))
         told = outputs.setdefault(request.client_index, EngineCoreOutputs())
         told.outputs.append(
             EngineCoreOutput(
