@@ -66,10 +66,3 @@ def test_version_is_said_once():
         assert importlib.metadata.version("kvcanary-fx") == kvcanary_fx.__version__
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("the package is not installed")
-
-
-@checkout
-def test_files_are_rooms_and_not_halls():
-    sources = [p for folder in ("kvcanary_fx", "passes", "kernels") for p in (ROOT / folder).rglob("*.py")]
-    long = {str(p.relative_to(ROOT)): n for p in sources if (n := len(p.read_text().splitlines())) > 400}
-    assert long == {}
