@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
-for folder in ("kernels", "passes", "runtime", "bugs", "models", "pools"):
+for folder in ("kernels", "passes", "runtime", "bugs", "models", "pools", "fuzz"):
     sys.path.insert(0, str(Path(__file__).parent / folder))  # helpers next to the tests that use them
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

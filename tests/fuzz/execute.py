@@ -1,0 +1,318 @@
+"""Running one program: guarded, unguarded beside it, and the oracle's verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from containers import wrap
+from faults import apply_fault, reorder, zero_from
+from models import STRAY, VOCAB, adopt, build
+from oracle import Cell, Cells, Oracle
+from program import DTYPES, FAULTS, Event, Program
+from reports import Names, cells_meant
+
+import kvcanary_fx
+from kvcanary_fx import CanaryBackend, CanaryConfig
+
+
+class Failure(AssertionError):
+    """A program that shows a fault of the canary."""
+
+    kind = "failure"
+    program: Program
+
+
+class FalseAlarm(Failure):
+    kind = "false alarm"
+
+
+class SilentMiss(Failure):
+    kind = "missed"
+
+
+class WrongPlace(Failure):
+    kind = "wrong place"
+
+
+class OtherNumbers(Failure):
+    kind = "numeric"
+
+
+class Crash(Failure):
+    kind = "crash"
+
+
+class Invalid(Exception):
+    """The program does not run unguarded either."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a program went.
+
+    Attributes:
+        faults, found, said: faults that were to be found; that were; and those in a cache that the summary calls
+            unguarded.
+        steps: guarded forwards.
+    """
+
+    faults: int = 0
+    found: int = 0
+    said: int = 0
+    steps: int = 0
+    failure: Failure | None = None
+
+
+class Side:
+    """A model and its cache."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.tensors = self.allocate()
+        self.model = build(program, self.tensors)
+        self.cache = wrap(self.tensors, program.container)
+        self.run: Callable[..., torch.Tensor] = self.model
+
+    def allocate(self) -> list[list[torch.Tensor]]:
+        return self.program.layout.allocate(self.program.sizes, DTYPES[self.program.dtype])
+
+    def renew(self, models: list[Any]) -> None:
+        """Go on with a new cache."""
+        self.tensors = self.allocate()
+        self.cache = wrap(self.tensors, self.program.container)
+        for model in models:
+            adopt(self.program, model, self.tensors)
+
+    def cells(self, table: torch.Tensor) -> Cells:
+        program = self.program
+        z, layout = program.sizes, program.layout
+        return {
+            (layer, half): layout.cells(layout.half(self.tensors, layer, half), table, z)
+            for layer in range(z.layers)
+            for half in range(2)
+        }
+
+
+class Run:
+    """One program on its way."""
+
+    def __init__(self, program: Program, inner: str):
+        self.program = program
+        self.table = program.table()
+        self.random = torch.Generator().manual_seed(program.seed + 1)
+        self.plain, self.guarded = Side(program), Side(program)
+        self.outside = build(program, self.guarded.tensors)  # works on the guarded cache, unguarded
+        self.backend = CanaryBackend(CanaryConfig(inner=inner, mode="log"))
+        self.session = self.backend.session
+        self._compile()
+        self.names = Names(program, len(self.guarded.tensors[0]))
+        rolls = program.way.rolls
+        self.oracle = Oracle(self.guarded.cells(self.table), program.rows, program.merged, rolls)
+        self.length = 0
+        self.inside: list[Event] = []
+        self.outcome = Outcome()
+        self.told = 0
+
+    def _compile(self) -> None:
+        side, how = self.guarded, self.program.compiled
+        if how == "model":
+            side.run = torch.compile(side.model, backend=self.backend)
+        elif how == "protect":
+            side.run = kvcanary_fx.protect(side.model, inner=self.backend.config.inner, mode="log")
+            self.session = kvcanary_fx.session_of(side.model)
+        else:
+            for layer in side.model.layers:
+                layer.compile(backend=self.backend)
+
+    # ---- events
+
+    def do(self, event: Event) -> None:
+        if event.what == "step":
+            self.step()
+        elif event.what in FAULTS:
+            self.damage(event)
+        else:
+            self.change(event)
+
+    def damage(self, event: Event) -> None:
+        """Plant a fault, now or inside the next step."""
+        if self.length == 0:
+            return
+        if event.inside and self.program.breaks:
+            self.inside.append(event)
+            return
+        for side in (self.plain, self.guarded):
+            apply_fault(self.program, side.tensors, self.table, event, self.length)
+        self.oracle.counted |= event.counted or self.program.inference
+
+    def change(self, event: Event) -> None:
+        """What code outside may do."""
+        z = self.program.sizes
+        if event.what in ("prefill", "prompt"):
+            if event.what == "prompt":
+                self.length = 0
+            self._forward_outside(event.size)
+        for side in (self.plain, self.guarded):
+            if event.what == "reset":
+                zero_from(self.program, side.tensors, self.table, 0)
+            elif event.what == "crop_zero" and not self.program.way.rolls:
+                zero_from(self.program, side.tensors, self.table, min(event.size, self.length))
+            elif event.what == "reorder":
+                order = [(row + event.size) % z.batch for row in range(z.batch)]
+                reorder(self.program, side.tensors, self.table, order)
+            elif event.what == "new_cache":
+                side.renew([side.model, self.outside] if side is self.guarded else [side.model])
+        if event.what in ("reset", "new_cache"):
+            self.length = 0
+        if event.what in ("crop", "crop_zero") and not self.program.way.rolls:
+            self.length = min(event.size, self.length)
+        if event.what == "new_cache":
+            self.oracle.new_cache(self.guarded.cells(self.table))
+        else:
+            self.oracle.legal(self.guarded.cells(self.table), counted=event.what != "crop" or self.program.inference)
+
+    def _forward_outside(self, count: int) -> None:
+        count = min(count, self._room())
+        if count <= 0:
+            return
+        inputs = self._inputs(count)
+        self._quietly(self.plain.model, inputs, self.plain.cache)
+        self.outside(*inputs, self.guarded.cache)
+        self.length += count
+
+    def _room(self) -> int:
+        z = self.program.sizes
+        return z.length if self.program.way.rolls else z.length - self.length
+
+    def step(self) -> None:
+        count = self.program.tokens
+        if self._room() < count:
+            return
+        inputs, start = self._inputs(count), self.length
+        self._arm(self.plain, start)
+        expected = self._quietly(self.plain.model, inputs, self.plain.cache)
+        must, may = self.oracle.before(self.guarded.cells(self.table), start)
+        self._arm(self.guarded, start, must, may)
+        try:
+            out = self.guarded.run(*inputs, self.guarded.cache)
+        except Exception as e:
+            raise Crash(f"{type(e).__name__}: {e}") from e
+        self.inside.clear()
+        self.length += count
+        self.outcome.steps += 1
+        cells = self.guarded.cells(self.table)
+        self._same_numbers(out, expected)
+        reported = self._judge(must, may)
+        self.oracle.after(cells, start, count, reported)
+
+    def _arm(self, side: Side, start: int, must: set[Cell] | None = None, may: set[Cell] | None = None) -> None:
+        """Let faults happen in the next graph break."""
+        STRAY.clear()
+
+        def happen() -> None:
+            for event in self.inside:
+                apply_fault(self.program, side.tensors, self.table, event, start)
+            if must is not None and may is not None:
+                self.oracle.counted |= any(e.counted for e in self.inside) or self.program.inference
+                first = 1 if self.program.breaks == "layers" else 0
+                more = self.oracle.before(side.cells(self.table), start, first)
+                must.update(more[0])
+                may.update(more[1])
+
+        if self.inside:
+            STRAY.append(happen)
+
+    def _inputs(self, count: int) -> tuple[Any, ...]:
+        program, z = self.program, self.program.sizes
+        ids = torch.randint(0, VOCAB, (z.batch, count), generator=self.random)
+        at = torch.arange(self.length, self.length + count)
+        positions = at.expand(z.batch, count)
+        index = at % z.length
+        if program.layout.of.pool:
+            index = self.table[:, self.length : self.length + count].reshape(-1)
+        slots = torch.arange(z.length)
+        if program.way.rolls:
+            held = slots + (self.length + count - z.length)
+            mask = (held >= 0) & (held <= at.unsqueeze(1))
+        else:
+            mask = slots <= at.unsqueeze(1)
+        model = self.outside
+        positions = positions % z.length
+        tokens = ids if program.shows_ids else (model.embed[ids] + model.places[positions]).transpose(1, 2)
+        return tokens, positions, index, self.length if program.way.start else 0, self.table, mask
+
+    def _quietly(self, model: Any, inputs: tuple[Any, ...], cache: Any) -> torch.Tensor:
+        """Run the plain model."""
+        try:
+            return model(*inputs, cache)
+        except (RuntimeError, NotImplementedError, IndexError) as e:
+            raise Invalid(f"{type(e).__name__}: {e}") from e
+
+    # ---- verdict
+
+    def _same_numbers(self, out: torch.Tensor, expected: torch.Tensor) -> None:
+        pairs = [(out, expected)]
+        pairs += [
+            (a, b)
+            for mine, theirs in zip(self.guarded.tensors, self.plain.tensors, strict=True)
+            for a, b in zip(mine, theirs, strict=True)
+        ]
+        if self.backend.config.inner == "inductor":
+            same = all(torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-3) for a, b in pairs)
+        else:
+            same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+        if not same:
+            raise OtherNumbers(f"step {self.outcome.steps}: differs from the unguarded run")
+
+    def _judge(self, must: set[Cell], may: set[Cell]) -> set[Cell]:
+        """Compare what was reported in this step with what was to be; the cells that were reported."""
+        violations = self.session.violations()
+        fresh, self.told = violations[self.told :], len(violations)
+        reported: set[Cell] = set()
+        for violation in fresh:
+            meant = cells_meant(violation, self.names, self.table)
+            hit = meant & may
+            told = f"step {self.outcome.steps}: {violation.line()}"
+            if not may:
+                raise FalseAlarm(told)
+            if not hit:
+                raise WrongPlace(f"{told}; wrong are {sorted(map(dataclasses.astuple, may))}")
+            if not self.names.precise({(c.layer, c.half) for c in meant}):
+                raise WrongPlace(f"{told}; does not say which layer or half")
+            reported |= hit
+        if self.program.merged:
+            reported |= {dataclasses.replace(c, half=1 - c.half) for c in reported}
+        missed = must - reported
+        self.outcome.faults += len(must)
+        self.outcome.found += len(must & reported)
+        unguarded = self.names.unguarded(self.session.summary()) if missed else set()
+        silent = {c for c in missed if (c.layer, c.half) not in unguarded}
+        if silent:
+            raise SilentMiss(f"step {self.outcome.steps}: {sorted(map(dataclasses.astuple, silent))}")
+        self.outcome.said += len(missed)
+        return reported
+
+
+def run_program(program: Program, inner: str = "eager") -> Outcome:
+    """Run a program; its outcome, with the first failure if there is one.
+
+    Raises:
+        Invalid: it does not run unguarded either.
+    """
+    torch._dynamo.reset()
+    STRAY.clear()
+    logging.getLogger("kvcanary").setLevel(logging.CRITICAL)
+    context: contextlib.AbstractContextManager[Any] = torch.inference_mode() if program.inference else torch.no_grad()
+    with context:
+        run = Run(program, inner)
+        try:
+            for event in program.events:
+                run.do(event)
+        except Failure as failure:
+            run.outcome.failure = failure
+    return run.outcome

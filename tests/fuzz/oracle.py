@@ -1,0 +1,114 @@
+"""What a sanitizer of the cache must, may and must not report: plain torch over the bytes of cells.
+
+Nothing here knows how the canary works.  What is legal follows docs/pools.md:
+
+* What a forward of the guarded model writes is legal.  So is what a program does from outside and calls a prefill, a
+  reset, a crop, a reordering or a new cache.
+* A fault is a change of a cell's bytes by anything else.  It must be reported in the forward that reads the cell, if
+  the cell is guarded: a guarded forward has written it, or it lay below what a guarded forward wrote in its row.
+* A fault cannot be told from a legal change, and may be reported or not, where something that PyTorch counts wrote to
+  the cache since the last forward, and either the row's next write does not continue its last one, or the position
+  has changed in K and V of every layer but the first, and so has every later one in its row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+Key = tuple[int, int]
+Cells = dict[Key, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    layer: int
+    half: int
+    row: int
+    position: int
+
+
+class Oracle:
+    """Keeps what was last legally written.
+
+    Attributes:
+        rows: sequences are rows of the cache, so that a prefill outside is told by where the next write begins.
+    """
+
+    def __init__(self, cells: Cells, rows: bool, merged: bool, written_whole: bool):
+        self.truth = {key: bytes_.clone() for key, bytes_ in cells.items()}
+        self.seen = {key: bytes_.clone() for key, bytes_ in cells.items()}
+        shape = next(iter(cells.values())).shape[:2]
+        self.guarded = torch.zeros(shape, dtype=torch.bool)
+        self.rows, self.merged, self.written_whole = rows, merged, written_whole
+        self.counted = False
+        self._legal_looking = torch.zeros(shape, dtype=torch.bool)
+        self.ended = -1  # where the last guarded write ended, -1 before the first
+
+    def legal(self, cells: Cells, counted: bool) -> None:
+        """Something outside changed the cache legally."""
+        self.truth = {key: bytes_.clone() for key, bytes_ in cells.items()}
+        self.counted |= counted
+
+    def new_cache(self, cells: Cells) -> None:
+        """The next forward works on other tensors."""
+        self.__init__(cells, self.rows, self.merged, self.written_whole)  # type: ignore[misc]
+
+    def before(self, cells: Cells, start: int, first_layer: int = 0) -> tuple[set[Cell], set[Cell]]:
+        """The cells that the coming forward must report, and those that it may report.
+
+        Args:
+            start: the first position that it writes.
+            first_layer: layers before this one have run.
+        """
+        bad = {key: (now != self.truth[key]).any(-1) for key, now in cells.items()}
+        read = torch.zeros_like(self.guarded)
+        read[:, : None if self.written_whole else start] = True
+        self._legal_looking = self._excused(cells, start)
+        must = read & self.guarded & ~self._legal_looking
+        return _cells({key: mask & must for key, mask in bad.items() if key[0] >= first_layer}), _cells(bad)
+
+    def _excused(self, cells: Cells, start: int) -> torch.Tensor:
+        """bool ``[B, S]``: changes here cannot be told from legal ones."""
+        if not self.counted:
+            return torch.zeros_like(self.guarded)
+        if self.rows and not self.written_whole and start != self.ended:
+            return torch.ones_like(self.guarded)
+        layers = {layer for layer, _ in cells}
+        wanted = [key for key in cells if len(layers) == 1 or key[0] > min(layers)]
+        changed = {key: (cells[key] != self.seen[key]).any(-1) for key in cells}
+        if self.merged:  # one fingerprint for both
+            changed = {(layer, half): changed[layer, 0] | changed[layer, 1] for layer, half in changed}
+        legal = torch.ones_like(self.guarded)
+        for key in wanted:
+            legal &= changed[key]
+        if self.rows:
+            end = self.guarded.shape[1] if self.written_whole else max(self.ended, 0)
+            later = legal.clone()
+            later[:, end:] = True
+            closed = later.flip(1).to(torch.int64).cumprod(1).flip(1).to(torch.bool)
+            legal &= closed
+        return legal
+
+    def after(self, cells: Cells, start: int, count: int, reported: set[Cell]) -> None:
+        """A guarded forward has run."""
+        told = {key: torch.zeros_like(self.guarded) for key in cells}
+        for cell in reported:
+            told[cell.layer, cell.half][cell.row, cell.position] = True
+        written = torch.zeros_like(self.guarded)
+        written[:, start : start + count] = True
+        if self.written_whole:
+            written[:] = True
+        for key, now in cells.items():
+            settled = written | told[key] | self._legal_looking
+            self.truth[key] = torch.where(settled.unsqueeze(-1), now, self.truth[key])
+        self.guarded |= written
+        if self.rows:
+            self.guarded[:, :start] = True
+        self.seen = {key: bytes_.clone() for key, bytes_ in cells.items()}
+        self.ended, self.counted = start + count, False
+
+
+def _cells(masks: dict[Key, torch.Tensor]) -> set[Cell]:
+    return {Cell(layer, half, *at) for (layer, half), mask in masks.items() for at in mask.nonzero().tolist()}
