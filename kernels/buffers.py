@@ -181,6 +181,12 @@ class IdentityBuffers:
             chain=torch.zeros(slots + 1, dtype=torch.int64, device=device),
         )
 
+    def reset(self) -> None:
+        """Forget who is in the slots, in place."""
+        self.tokens.fill_(-1)
+        self.positions.fill_(UNKNOWN)
+        self.chain.zero_()
+
 
 @dataclasses.dataclass(frozen=True)
 class Site:

@@ -12,6 +12,7 @@ from torch import fx
 from . import coverage
 from .config import CanaryConfig, require_config, resolve
 from .errors import AnalysisError, CaptureError
+from .passes.functional_cache import REPLACED
 from .passes.graph_plan import GraphPlan
 from .passes.pipeline import passes, run_passes
 from .session import CanarySession
@@ -170,6 +171,13 @@ def inner_compile(
 
 def _announce(plan: GraphPlan, owner: CanarySession) -> None:
     """Say what cannot be guarded, and what to do about it: once for each cache, and once for no cache at all."""
+    replaced = [name for name, why in plan.unguarded if why == REPLACED]
+    if replaced:
+        owner.warn_once(
+            f"replaced {replaced}",
+            f"kvcanary.unguarded {plan.name}: {_some(replaced)}: replaced each step by a new tensor that is computed "
+            "as a whole, so it is not guarded. Write it in place (state.copy_(new)), and it is.",
+        )
     if plan.functional:
         owner.warn_once(
             f"rebuilt {plan.functional}",
@@ -189,8 +197,9 @@ def _announce(plan: GraphPlan, owner: CanarySession) -> None:
         owner.warn_once(
             "no cache",  # a model with graph breaks has many such graphs, and the summary lists them
             f"kvcanary.unguarded {plan.name}: no KV cache is written in this graph, nothing is guarded in it ({why}). "
-            "If the model has a cache, pass it in as a preallocated tensor; `python -m kvcanary_fx explain` shows what "
-            "each graph writes.",
+            "If the model has a cache, it is guarded where the graph writes it in place (index_copy_), or returns it "
+            "with some slots written (index_copy, or an op with an argument called a cache); `python -m kvcanary_fx "
+            "explain` shows what each graph writes.",
         )
 
 

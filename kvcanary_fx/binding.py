@@ -21,6 +21,7 @@ from .kernels.buffers import Check, Control, Count, Gate, IdentityBuffers, Site
 from .kernels.digest import coefficients
 from .passes.graph_plan import GraphPlan
 from .pools import PoolHalf, PoolRegistry, Storage
+from .returned import ReturnedCaches
 
 #: Caches that one graph keeps a binding for.
 MAX_BINDINGS = 1024
@@ -34,6 +35,7 @@ class BoundCall:
     halves: tuple[PoolHalf, ...]
     storages: tuple[tuple[Storage, int, str], ...]  # each with the argument it came from and a pool's name
     opaque: bool  # the graph has attention that finds an engine's pools by itself
+    returned: ReturnedCaches | None = None
 
 
 class GraphBinding:
@@ -47,7 +49,8 @@ class GraphBinding:
         self._traffic, self._entries = threading.Lock(), [0, 0]  # calls begun, calls ended
         self.forgiven = 0  # ops that calls which failed half-way did not run
         self._failed = 0
-        self._arguments = sorted({s.argument for s in plan.sites})
+        self._arguments = sorted({s.argument for s in plan.sites if s.output is None})
+        self._returned = sorted({s.argument for s in plan.sites if s.output is not None})
         self._bound: dict[tuple[Any, ...], BoundCall] = {}
         self._generation = registry.generation
 
@@ -91,6 +94,8 @@ class GraphBinding:
         if self._generation != self._registry.generation or len(self._bound) >= MAX_BINDINGS:
             self._bound.clear()
         key = (capturing, *[_identity(args[i]) for i in self._arguments])
+        if self._returned:  # another tensor each time
+            key = (*key, threading.get_ident(), *[_geometry(args[i]) for i in self._returned])
         call = self._bound.get(key)
         if call is None:
             call = self._bound[key] = self._bind(args, capturing, abort)
@@ -113,11 +118,15 @@ class GraphBinding:
         halves: list[PoolHalf] = []
         numbers = _layer_numbers(self.plan)
         for site, number in zip(self.plan.sites, numbers, strict=True):
+            if site.output is not None:
+                halves.append(self._registry.working_half(site.view(args), site, number))
+                continue
             storage = self._registry.storage_of(args[site.argument])
             storages.setdefault(id(storage), (storage, site.argument, site.pool))
             halves.append(self._registry.half_of(storage, site.view(args), site, number))
         for storage, _, _ in storages.values():
-            self._registry.drop_conflicting(storage, halves)
+            in_place = [h for h, site in zip(halves, self.plan.sites, strict=True) if site.output is None]
+            self._registry.drop_conflicting(storage, in_place)
         identities = self._group(halves)
         context = ForwardContext(
             sites=tuple(self._site(i, half, capturing) for i, half in enumerate(halves)),
@@ -128,7 +137,9 @@ class GraphBinding:
             abort=abort,
             joins=self.plan.joins,
         )
-        return BoundCall(context, tuple(halves), tuple(storages.values()), bool(self.plan.attention))
+        coming_back = [(s, h) for s, h in zip(self.plan.sites, halves, strict=True) if s.output is not None]
+        returned = ReturnedCaches(coming_back, self._registry, args) if coming_back else None
+        return BoundCall(context, tuple(halves), tuple(storages.values()), bool(self.plan.attention), returned)
 
     def _group(self, halves: list[PoolHalf]) -> dict[int, IdentityBuffers]:
         """Tell halves of one slot space about each other; the identity buffers of the sites that lead one."""
@@ -163,7 +174,7 @@ class GraphBinding:
             half_id=half.id,
             seed1=half.seeds[0],
             seed2=half.seeds[1],
-            checks=check_mask(self._config),
+            checks=Check(0) if capturing and self.plan.sites[number].output is not None else check_mask(self._config),
             verify_every=self._config.verify_every,
             lenient=capturing and half.space is None,
             space=half.space,
@@ -205,6 +216,11 @@ def check_mask(config: CanaryConfig) -> Check:
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What must be the same for a binding to stay valid."""
     return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape)
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What must be the same for a working shadow to fit."""
+    return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
 
 
 def _space(half: PoolHalf) -> tuple[Any, ...]:

@@ -156,6 +156,12 @@ class PoolHalf:
             return None
         return int(self.buffers.rows[slot // layout.positions, RowState.NEXT]) - 1
 
+    def forget(self) -> None:
+        """Forget everything recorded, in place."""
+        self.buffers.reset()
+        if self.identity is not None:
+            self.identity.reset()
+
 
 @dataclasses.dataclass(eq=False)
 class Storage:
@@ -165,6 +171,7 @@ class Storage:
     halves: dict[Place, PoolHalf] = dataclasses.field(default_factory=dict)
     declared: list[PoolHalf] = dataclasses.field(default_factory=list)  # by an engine
     aliases: dict[tuple[Place, int], PoolHalf] = dataclasses.field(default_factory=dict)  # of those, by id
+    shadows: dict[object, list[torch.Tensor]] = dataclasses.field(default_factory=dict)  # see returned.py
     version: int | None = None  # of the pool tensor after our last call; None before, or if it keeps none
     user: int | None = None  # ident of the thread that is in a forward over it
     depth: int = 0
@@ -195,6 +202,7 @@ class PoolRegistry:
         self._storages: dict[int, Storage] = {}
         self._retired: dict[tuple[torch.device, int, Place], HalfBuffers] = {}
         self._by_id: dict[int, PoolHalf] = {}
+        self._working: dict[tuple[object, ...], PoolHalf] = {}
         self._next_id = 0
         self.generation = 0  # changes when a half is dropped, so that kept bindings are made anew
         self._lock = threading.Lock()
@@ -227,6 +235,23 @@ class PoolRegistry:
                 half = storage.halves[place] = self._make(view, place, site, number)
         elif half.kind == "read" and site.kind != "read":
             self._gains_writer(half, site)
+        return half
+
+    def working_half(self, view: torch.Tensor, site: SitePlan, number: int) -> PoolHalf:
+        """The half that stands for a cache which a graph returns anew each time, in this thread.
+
+        Raises:
+            CaptureError: it is new and a CUDA graph is being captured.
+        """
+        layout = SlotLayout(tuple(view.shape), site.slot_axes, view.dtype, site.paged)
+        place = Place(int(view.storage_offset()) * view.element_size(), tuple(view.stride()), layout)
+        key = (threading.get_ident(), view.device, place, site.layer, site.label, site.pool, number)
+        half = self._working.get(key)
+        if half is None:
+            if view.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise CaptureError(f"the KV cache {site.pool!r} has no shadow yet")
+            with self._lock:
+                half = self._working[key] = self._make(view, place, site, number)
         return half
 
     def slot_axes_of(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -336,7 +361,10 @@ class PoolRegistry:
         halves = list(storage.halves.values()) if storage else []
         for half in halves:
             half.buffers.reset()
-        return len(halves)
+        returned = len(storage.shadows) if storage else 0
+        if storage:
+            storage.shadows.clear()
+        return len(halves) + returned
 
     def _forget(self, storage: Storage, half: PoolHalf) -> None:
         del storage.halves[half.place]
@@ -396,7 +424,7 @@ class PoolRegistry:
         for key, storage in list(self._storages.items()):
             if storage.reference.expired():
                 del self._storages[key]
-                self.generation += 1
+                self.generation += bool(storage.halves)  # no binding is kept of a tensor that a graph returned
                 for place, half in storage.halves.items():
                     self._by_id.pop(half.id, None)
                     device = half.buffers.digest.device

@@ -93,6 +93,7 @@ def describe_plan(plan: GraphPlan, config: CanaryConfig) -> list[str]:
     for site in plan.sites:
         how = ", ".join(site.writes) or "only read here"
         how = f"a state for each sequence, {how}" if site.kind == "state" else how
+        how += ", returned for the next call" if site.output is not None else ""
         lines.append(f"    guarded  {site.name:40s} {site.pool}, slots on axes {list(site.slot_axes)}, {how}")
     lines += [f"    not      {name}: {why}" for name, why in plan.unguarded]
     lines += [f"    cannot   {name}: rebuilt by cat each step" for name in plan.functional]

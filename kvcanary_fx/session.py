@@ -85,12 +85,16 @@ class CanarySession:
             try:
                 if not capturing:
                     self._note_outside_writes(binding, call, args)
+                elif call.returned is not None:
+                    self.lose_coverage(f"{binding.plan.name}: caches that it returns are not guarded in a CUDA graph")
                 out = compiled(*args, *binding.states)
             except Exception as e:
                 self._after_failure(binding, e)
                 raise
         if not capturing:
             self._remember_versions(call, args)
+            if call.returned is not None:
+                call.returned.store(out)
             try:
                 self._after(binding)
             except RuntimeError as e:  # what ran on the device failed, and this is where it shows
@@ -117,12 +121,20 @@ class CanarySession:
 
     def _note_outside_writes(self, binding: GraphBinding, call: BoundCall, args: Sequence[Any]) -> None:
         """If something else wrote to a pool since our last call, let the kernels know."""
+        lenient = call.returned is not None and call.returned.load(args)
+        for name in call.returned.copied() if call.returned is not None else ():
+            self.warn_once(
+                f"copied {name}",
+                f"kvcanary.unguarded {binding.plan.name}: {name} was never the tensor that a call before returned. If "
+                "one cache goes from call to call as a copy (clone, to), nothing is known of the copy: pass on the "
+                "tensor that the model returned.",
+            )
         for storage, argument, _ in call.storages:
             version = _version(args[argument])
-            if version is None or version != storage.version:
-                for gate in binding.gates.values():
-                    gate[Gate.LENIENT_NEXT] = 1
-                return
+            lenient = lenient or version is None or version != storage.version
+        if lenient:
+            for gate in binding.gates.values():
+                gate[Gate.LENIENT_NEXT] = 1
 
     def _remember_versions(self, call: BoundCall, args: Sequence[Any]) -> None:
         for storage, argument, _ in call.storages:

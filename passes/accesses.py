@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .names import function_name
+from .write_ops import schema_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +74,17 @@ class Accesses:
     inner_values: dict[fx.Node, Any]  # the same for nodes of subgraphs
     roots: dict[Any, fx.Node]  # storage key -> placeholder
     born: dict[Any, fx.Node]  # storage key -> the node that made it and that something wrote to later
+    writers: dict[Any, list[fx.Node]]  # storage key -> what wrote to it later
 
     def root_of(self, node: fx.Node) -> fx.Node | None:
         """The placeholder whose storage ``node``'s value lives in; None if it is not an input's."""
         value = self.values.get(node)
         return self.roots.get(storage_key(value)) if isinstance(value, torch.Tensor) else None
+
+    def writers_of(self, node: fx.Node) -> list[fx.Node]:
+        """What writes to the tensor that ``node`` makes, if that is a copy of an input."""
+        value = self.values.get(node)
+        return self.writers.get(storage_key(value), []) if isinstance(value, torch.Tensor) else []
 
     def of(self, root: fx.Node) -> list[Access]:
         return [a for a in self.accesses if a.root is root]
@@ -89,6 +96,23 @@ class Accesses:
 
 #: Functions that make a tensor to be filled: a cache may be born from one inside the graph.
 FACTORIES = ("zeros", "empty", "full", "new_zeros", "new_empty", "zeros_like", "empty_like")
+
+#: Ops that may return an input updated, in a tensor of its own: a cache that the graph returns instead of writing.
+COPIES = (
+    "clone",
+    "where",
+    "masked_scatter",
+    "masked_fill",
+    "index_copy",
+    "index_put",
+    "_unsafe_index_put",
+    "scatter",
+    "slice_scatter",
+    "select_scatter",
+    "index_add",
+    "index_fill",
+    "scatter_add",
+)
 
 
 def storage_key(tensor: torch.Tensor) -> StorageWeakRef | None:
@@ -192,8 +216,11 @@ class _Replay(fx.Interpreter):
             maker = self.made.get(storage_key(tensor))
             if maker is not None and maker is not n:
                 self.found.born[storage_key(tensor)] = maker
-        if function_name(n) in FACTORIES and isinstance(self.env[n], torch.Tensor):
-            self.made[storage_key(self.env[n])] = n
+                self.found.writers.setdefault(storage_key(tensor), []).append(n)
+        if function_name(n) in FACTORIES or (self.recorder.reads and _may_return_a_cache(n)):
+            for tensor in pytree.tree_leaves(self.env[n]):
+                if isinstance(tensor, torch.Tensor) and storage_key(tensor) not in self.roots:
+                    self.made[storage_key(tensor)] = n
 
     def _run_higher_order(self, n: fx.Node) -> Any:
         """Replay the subgraphs of a higher-order op on its operands; its own outputs come from metadata."""
@@ -218,6 +245,13 @@ class _Replay(fx.Interpreter):
         self.recorder.reads = reads
         self.recorder.writes = _written_by_triton(name, kwargs)
         return _fresh_like(example_value(n))
+
+
+def _may_return_a_cache(node: fx.Node) -> bool:
+    """Whether a call may return what it is given, updated."""
+    schema = schema_of(node.target)
+    custom = schema is not None and schema.name.split("::")[0] not in ("aten", "prims")
+    return custom or function_name(node) in COPIES
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -317,7 +351,7 @@ def trace_accesses(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Accesse
                 value = _same_storage_offset(value)
                 roots[storage_key(value)] = root
             inputs.append(value)
-        found = Accesses([], {}, {}, roots, {})
+        found = Accesses([], {}, {}, roots, {}, {})
         with recorder:
             _Replay(gm, recorder, roots, found).run(*inputs)
     found.accesses.sort(key=lambda a: a.order)

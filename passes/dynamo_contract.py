@@ -13,6 +13,7 @@ Seen on torch 2.11 and 2.13:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,6 +87,25 @@ def _short(frame: str) -> str:
     line = rest.partition("line ")[2].partition(",")[0]
     function = rest.partition(" in ")[2].strip()
     return f"{function}, {path}:{line}"
+
+
+def is_fragment(gm: fx.GraphModule) -> bool:
+    """Whether a graph ends, or may begin, in the middle of a function: at a graph break."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    stack = any("___stack" in _raw_source(n) for n in gm.graph.find_nodes(op="placeholder"))
+    return stack or bool(getattr(reason, "graph_break", False))
+
+
+def is_kept_by_someone(placeholder: fx.Node) -> bool:
+    """Whether an input was an attribute of an object or in a container, and no argument by itself."""
+    return re.fullmatch(r"[LG]\['(kwargs'\]\[')?\w+'\]|", _raw_source(placeholder)) is None
+
+
+def _raw_source(placeholder: fx.Node) -> str:
+    """Dynamo's expression of where an input comes from, ``L['past'][0]``; empty if it has none."""
+    name = getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
+    name = name() if callable(name) else name
+    return name if isinstance(name, str) else ""
 
 
 def fake_values(nodes: Sequence[fx.Node]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Caches that cannot be guarded: rebuilt by ``keys = torch.cat([keys, new])``, replaced, or born in the graph.
 
-Such a cache is no input that the graph writes, so there is no pool to guard.  All we can do is say so, by
-name.
+Such a cache is no input that the graph writes or returns with some slots written (:mod:`.returned_caches`), so there
+is no pool to guard.  All we can do is say so, by name.
 
 Before and after (nothing changes)::
 
@@ -20,8 +20,15 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from .accesses import FACTORIES, Accesses, storage_key
+from .dynamo_contract import is_fragment, is_kept_by_someone
 from .graph_plan import GraphPlan
 from .names import function_name, source_name, state_named
+
+#: Why an input is not guarded that comes back as another tensor, computed from it.
+REPLACED = "replaced by a new tensor each step"
+
+#: Ops whose result is kept in the place of what they are given.
+_PASSED_ON = ("detach", "clone", "contiguous")
 
 
 def find_functional_caches(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: GraphPlan) -> fx.GraphModule:
@@ -37,9 +44,9 @@ def find_functional_caches(gm: fx.GraphModule, example_inputs: Sequence[Any], pl
 
 
 def _is_kept(node: fx.Node, returned: set[fx.Node]) -> bool:
-    """Whether the graph returns a node or a part of it, as a sliding window's last tokens."""
-    parts = [user for user in node.users if user.target is operator.getitem]
-    return node in returned or any(part in returned for part in parts)
+    """Whether the graph returns a node, a part of it, as a sliding window's last tokens, or a copy of it."""
+    parts = [u for u in node.users if u.target is operator.getitem or function_name(u) in _PASSED_ON]
+    return node in returned or any(_is_kept(part, returned) for part in parts)
 
 
 def caches_born_inside(gm: fx.GraphModule, found: Accesses) -> list[fx.Node]:
@@ -55,16 +62,45 @@ def caches_born_inside(gm: fx.GraphModule, found: Accesses) -> list[fx.Node]:
     return born
 
 
-def replaced_caches(gm: fx.GraphModule, found: Accesses) -> list[fx.Node]:
-    """Inputs called a cache or a state that the graph only reads, and returns a new tensor of the same kind for."""
-    written = set(found.written_roots())
-    caches = [p for p in gm.graph.find_nodes(op="placeholder") if p not in written and _is_cache(p) and _is_called(p)]
-    if not caches:
+def replaced_caches(gm: fx.GraphModule, found: Accesses, guarded: Sequence[fx.Node] = ()) -> list[fx.Node]:
+    """Inputs that the graph only reads, and returns a new tensor of the same kind for: caches and states by their name,
+    or by where they come from.
+
+    Args:
+        guarded: inputs that are guarded although they are returned anew.
+    """
+    known = {*found.written_roots(), *guarded}
+    inputs = [p for p in gm.graph.find_nodes(op="placeholder") if p not in known and _may_be_kept(p, found)]
+    if not inputs:
         return []
-    output = next(iter(reversed(gm.graph.nodes)))
-    returned = [n for n in dict.fromkeys(output.all_input_nodes) if isinstance(_value(n), torch.Tensor)]
-    sources = _sources(gm, caches)
-    return [cache for cache in caches if any(cache in sources[n] and _replaces(n, cache) for n in returned)]
+    returned = [n for n in dict.fromkeys(gm.graph.output_node().all_input_nodes) if isinstance(_value(n), torch.Tensor)]
+    sources, whole = _sources(gm, inputs), not is_fragment(gm)
+    return [
+        p
+        for p in inputs
+        if any(p in sources[n] and _replaces(n, p) and _is_state(p, n, returned[0], whole) for n in returned)
+    ]
+
+
+def _may_be_kept(placeholder: fx.Node, found: Accesses) -> bool:
+    value = _value(placeholder)
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or found.root_of(placeholder) is None:
+        return False
+    return value.dim() >= (2 if is_kept_by_someone(placeholder) else 3)
+
+
+def _is_state(placeholder: fx.Node, node: fx.Node, first: fx.Node, whole: bool) -> bool:
+    """Whether ``node`` is what ``placeholder`` becomes, and not what a layer makes of its activations.
+
+    A name decides where there is one.  Otherwise a state is kept in an attribute or a container, or it is returned
+    behind the model's result, of another shape than that.
+    """
+    if _is_called(placeholder):
+        return True
+    if is_kept_by_someone(placeholder):
+        return node is not first
+    shapes = (tuple(map(str, _value(n).shape)) for n in (placeholder, first))
+    return whole and node is not first and len(set(shapes)) == 2
 
 
 def _sources(gm: fx.GraphModule, caches: list[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
@@ -85,7 +121,7 @@ def _replaces(node: fx.Node, cache: fx.Node) -> bool:
 
 def _is_called(placeholder: fx.Node) -> bool:
     name = source_name(placeholder)
-    return state_named(name) is not None or "cache" in name.lower()
+    return state_named(name) is not None or "cache" in name.lower() or name.lower().startswith("past")
 
 
 def _is_cache(node: Any) -> bool:

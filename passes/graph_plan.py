@@ -75,6 +75,7 @@ class SitePlan:
         leads: this site stores who is in each slot, for all halves of its slot space.
         writes: how each write looks in the graph, ``index_copy_``.
         kind: what the half holds.
+        output: the output of the graph that is this cache in the next call, where it is returned and not written.
     """
 
     layer: str
@@ -92,6 +93,7 @@ class SitePlan:
     leads: bool
     writes: tuple[str, ...]
     kind: Kind = "kv"
+    output: int | None = None
 
     @property
     def name(self) -> str:

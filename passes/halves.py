@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ..kernels.plan import Select, Selector, WritePlan
 from .accesses import Access, Accesses, Extent, extent_of
 from .graph_plan import Kind
 from .names import function_name, has_kv_name, module_path, source_name, state_named
+from .returned_caches import Returned
 from .selection import At, Full, Indexed, Part, Selection, Span
 from .states import ancestors, is_running_state, rolled_axis
 from .writes import KVWrite, chosen_axes, read_write
@@ -64,6 +65,7 @@ class Half:
     layer: str = ""
     label: str = ""
     pool: str = ""
+    output: int | None = None  # which output of the graph is this cache in the next call
 
     @property
     def first_access(self) -> Access:
@@ -102,9 +104,11 @@ class _Builder:
         accesses = self.found.of(root)
         nodes = dict.fromkeys(a.node for a in accesses if a.writes)
         writes = [w for node in nodes for w in read_write(node, root, self.found)]
-        return self._group(root, writes, accesses, by_layer)
+        return self.halves_from(root, writes, accesses, by_layer)
 
-    def _group(self, root: fx.Node, writes: list[KVWrite], accesses: list[Access], by_layer: bool) -> list[Half]:
+    def halves_from(
+        self, root: fx.Node, writes: list[KVWrite], accesses: list[Access], by_layer: bool = False
+    ) -> list[Half]:
         grouped: dict[Any, list[tuple[KVWrite, Region, Selection | None]]] = {}
         for write in writes:
             for region, selection in _split(write, self.found):
@@ -311,6 +315,17 @@ def find_halves(
             rejected.append(Rejected(root, why))
     halves.sort(key=lambda h: h.first_access.order)
     return halves, rejected
+
+
+def halves_of_returned(returned: Sequence[Returned], found: Accesses) -> list[Half]:
+    """The halves of caches that the graph returns updated."""
+    builder = _Builder(found, lambda _root, _view: None)
+    halves = []
+    for cache in returned:
+        for half in builder.halves_from(cache.root, cache.writes, found.of(cache.root)):
+            half.output = cache.output
+            halves.append(half)
+    return halves
 
 
 def _not_a_pool(root: fx.Node, found: Accesses) -> str | None:

@@ -31,12 +31,13 @@ import torch
 from torch import fx
 
 from .accesses import Accesses, trace_accesses
-from .functional_cache import caches_born_inside, replaced_caches
+from .functional_cache import REPLACED, caches_born_inside, replaced_caches
 from .graph_plan import GraphPlan, SitePlan, ViewOf
-from .halves import DeclaredAxes, Half, ReadableWrite, Region, Sum, find_halves
+from .halves import DeclaredAxes, Half, ReadableWrite, Region, Sum, find_halves, halves_of_returned
 from .labels import name_halves
 from .names import function_name, layer_number, source_name
 from .only_read import Recorded, find_only_read
+from .returned_caches import find_returned
 from .state_inputs import is_canary, state_input
 from .states import ancestors
 from .token_inputs import TokenInputs, find_token_inputs
@@ -72,12 +73,15 @@ def insert_canaries(
         lambda root: pools_in(example_inputs[places[root]]),
         lambda root, view: declared_axes(example_inputs[places[root]], view),
     )
+    returned = find_returned(gm, found) if recorded is not None else []
+    halves += halves_of_returned(returned, found)
     if recorded is not None:
-        halves += find_only_read(found, lambda root: example_inputs[places[root]], recorded, plan.functional)
+        others = [*plan.functional, *(source_name(r.root) for r in returned)]
+        halves += find_only_read(found, lambda root: example_inputs[places[root]], recorded, others)
     name_halves(halves, found)
     plan.unguarded = [(source_name(r.root), r.why) for r in rejected]
-    replaced = [source_name(n) for n in replaced_caches(gm, found)]
-    plan.unguarded += [(name, "replaced by a new tensor each step") for name in replaced if name not in plan.functional]
+    replaced = [source_name(n) for n in replaced_caches(gm, found, [r.root for r in returned])]
+    plan.unguarded += [(name, REPLACED) for name in replaced if name not in plan.functional]
     plan.born = [n.name for n in caches_born_inside(gm, found)]
     if halves:
         _Inserter(gm, found, plan, chain).guard(halves)
@@ -137,12 +141,13 @@ class _Inserter:
             leads = ahead is not None and self._identify(site, half, ahead, state)
         for readable in half.readable:
             with self._after(readable.write.node):
-                self._record(site, readable, view, state)
+                self._record(site, readable, self._made(readable.write, half.region, view), state)
         for hidden in half.opaque:
             with self._after(hidden.node):
-                self._call("record_changed", view, state, site)
+                self._call("record_changed", self._made(hidden, half.region, view), state, site)
         self.plan.sites.append(self._site_plan(half, leads))
-        self.plan.pool_bytes.append(_bytes_of(half))
+        if half.output is None:  # what is returned has to be made
+            self.plan.pool_bytes.append(_bytes_of(half))
 
     def _match_dtype(self, write: KVWrite, dtype: torch.dtype) -> None:
         """Make the cast of a write's operand to the pool's dtype a node, which write and record share.
@@ -171,7 +176,8 @@ class _Inserter:
     def _numbered(self, readable: ReadableWrite, ahead: ReadableWrite | None) -> ReadableWrite:
         plan = dataclasses.replace(readable.plan, write_id=len(self.plan.writes), ahead=readable is ahead)
         self.plan.writes.append(plan)
-        self.plan.written_by[plan.write_id] = readable.write.node
+        if readable.write.made is None:
+            self.plan.written_by[plan.write_id] = readable.write.node
         return dataclasses.replace(readable, plan=plan)
 
     def _view(self, region: Region, before: fx.Node) -> fx.Node:
@@ -184,6 +190,12 @@ class _Inserter:
                 copies[part] = self.graph.node_copy(part, copies.__getitem__) if late else part
             node = copies[node]
         return self.graph.call_function(operator.getitem, (node, region.index)) if region.index else node
+
+    def _made(self, write: KVWrite, region: Region, view: fx.Node) -> fx.Node:
+        """The half as the write leaves it: the view it had before, or that of the tensor that the write made."""
+        if write.made is None:
+            return view
+        return self.graph.call_function(operator.getitem, (write.made, region.index)) if region.index else write.made
 
     def _operands(self, readable: ReadableWrite) -> tuple[list[fx.Node], list[Any]]:
         """The ``index`` and ``extent`` arguments of the ops for one write."""
@@ -249,6 +261,7 @@ class _Inserter:
             leads=leads,
             writes=tuple(dict.fromkeys(function_name(n) for n in half.nodes_written)),
             kind=half.kind,
+            output=half.output,
         )
 
 

@@ -146,13 +146,13 @@ def _part(
     if value is None or not _is_tensor(value, values) or not _is_tensor(where, values):
         return WritePart(node, opaque="its call names no slots or no operand")
     shape = values[node].shape if half is None else values[node].shape[1:]
-    axes = _slot_axes(shape, values[value].shape)
+    axes = slot_axes_by_token(shape, values[value].shape)
     if axes is None:
         return WritePart(node, opaque="the operand's rows do not fit the pool's")
     return WritePart(node, value, where, axes, half)
 
 
-def _slot_axes(pool: torch.Size, operand: torch.Size) -> tuple[int, ...] | None:
+def slot_axes_by_token(pool: torch.Size, operand: torch.Size) -> tuple[int, ...] | None:
     """The axes of the pool that number slots: those not needed to hold one token of the operand.
 
     They lead, or the pool is ``[pages, heads, page_size, dim]`` and the operand ``[T, heads, dim]``.

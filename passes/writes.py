@@ -46,6 +46,7 @@ class KVWrite:
         slot_axes: the region's slot axes, where the write itself says them.
         half: index on the region's first axis, where one argument holds K and V.
         fill: the write puts a constant, so it says nothing about whether this is a KV cache.
+        made: the tensor that holds the pool after the write, where that is not the one before it.
     """
 
     node: fx.Node
@@ -59,6 +60,7 @@ class KVWrite:
     slot_axes: tuple[int, ...] | None = None
     half: int | None = None
     fill: bool = False
+    made: fx.Node | None = None
 
 
 Reader = Callable[[fx.Node, dict[fx.Node, Any]], KVWrite]
@@ -72,7 +74,7 @@ def _setitem(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
 
 
 def _index_copy(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
-    target, dim, index, value = _bound(node, ("self", "dim", "index", "source"))
+    target, dim, index, value = bound(node, ("self", "dim", "index", "source"))
     selection: Selection = [Full()] * values[target].dim()
     selection[int(dim)] = Indexed(index)
     write = _selected(node, target, selection, value, values)
@@ -81,14 +83,14 @@ def _index_copy(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
 
 
 def _index_put(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
-    target, indices, value, accumulate = _bound(node, ("self", "indices", "values", "accumulate"), accumulate=False)
+    target, indices, value, accumulate = bound(node, ("self", "indices", "values", "accumulate"), accumulate=False)
     parts = tuple(slice(None) if i is None else i for i in indices)
     selection = parse_index(parts, tuple(values[target].shape), values)
     return _selected(node, target, selection, None if accumulate else value, values)
 
 
 def _scatter(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
-    target, dim, index, value = _bound(node, ("self", "dim", "index", "src"))
+    target, dim, index, value = bound(node, ("self", "dim", "index", "src"))
     given, whole = values[index], values[target]
     dim = int(dim) % whole.dim()
     row_axes = [a for a in range(whole.dim()) if a != dim and not (a == 0 and whole.dim() >= 3)]
@@ -104,7 +106,7 @@ def _scatter(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
 
 
 def _copy(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
-    target, value = _bound(node, ("self", "src"))
+    target, value = bound(node, ("self", "src"))
     return _from_functionalised(node, target, value, values) or _whole(node, target, value, values)
 
 
@@ -161,7 +163,7 @@ def _tensor_node(value: Any, values: dict[fx.Node, Any]) -> fx.Node | None:
     return None
 
 
-def _bound(node: fx.Node, names: tuple[str, ...], **defaults: Any) -> list[Any]:
+def bound(node: fx.Node, names: tuple[str, ...], **defaults: Any) -> list[Any]:
     """The call's arguments by position or name, in the order of ``names``."""
     given = dict(zip(names, node.args, strict=False))
     given.update({{"input": "self", "src": names[-1]}.get(k, k): v for k, v in node.kwargs.items()})

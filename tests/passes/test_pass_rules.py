@@ -235,6 +235,61 @@ def test_replaced_by_a_new_tensor_is_told_by_name(name):
     assert f"not      states.{name}: replaced by a new tensor each step" in backend.session.summary()
 
 
+class _Memory(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.memory = torch.zeros(B, D)
+
+    def forward(self, k, kc, pos):
+        kc.index_copy_(2, pos, k)
+        self.memory = self.memory * 0.9 + k.sum((1, 2))
+        return kc.sum() + self.memory.sum()
+
+
+def _past_in_a_tuple(k, kc, pos, past):
+    kc.index_copy_(2, pos, k)
+    return kc.sum(), (past[0] * 0.9 + k.sum(), past[1])
+
+
+def _grown_and_detached(k, kc, pos, keys):
+    kc.index_copy_(2, pos, k)
+    return kc.sum(), torch.cat([keys, k], dim=2).detach()
+
+
+def _behind_the_result(k, kc, pos, s):
+    kc.index_copy_(2, pos, k)
+    return kc.sum(), s * 0.9 + k.sum()
+
+
+def _through_views(k, kc, pos, pool):
+    kc.index_copy_(2, pos, k)
+    return kc.sum(), pool.transpose(1, 2).index_copy(1, pos, k.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("run", "more", "named"),
+    [
+        (_Memory(), (), "memory"),
+        (_past_in_a_tuple, ((torch.zeros(B, D, D), torch.zeros(B, D, D)),), "past[0]"),
+        (_grown_and_detached, (torch.zeros(B, H, T, D),), "keys"),
+        (_behind_the_result, (torch.zeros(B, D, D),), "s"),
+        (_through_views, (torch.zeros(B, H, S, D),), "pool"),
+    ],
+    ids=["attribute", "tuple", "cat and detach", "argument", "update through views"],
+)
+def test_a_second_cache_that_is_made_anew_is_told_by_name(run, more, named, caplog):
+    """Beside a cache that is guarded, so that the graph is not one without any."""
+    backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(inner="eager"))
+    with caplog.at_level(logging.WARNING, "kvcanary"), torch.no_grad():
+        torch.compile(run, backend=backend)(torch.randn(B, H, T, D), torch.zeros(B, H, S, D), torch.arange(T), *more)
+    (plan,) = backend.session.plans
+    assert [s.pool for s in plan.sites] == ["kc"]
+    (told,) = [r.getMessage() for r in caplog.records if "kvcanary.unguarded" in r.getMessage()]
+    assert [*plan.functional, *(name for name, _ in plan.unguarded)] == [named]
+    assert named in told
+    assert named in backend.session.summary()
+
+
 def test_born_in_the_graph_is_told(caplog):
     def run(k, pos):
         kc = torch.zeros(B, H, S, D)
