@@ -192,7 +192,7 @@ def _announce(plan: GraphPlan, owner: CanarySession) -> None:
             "call is not guarded; later ones are, if the cache is passed in. Allocate it before the first call: "
             "Hugging Face's cache.early_initialization(...).",
         )
-    elif not plan.guarded:
+    elif not plan.guarded and not replaced:
         why = _some([f"{name}: {why}" for name, why in plan.unguarded], "; ") or "it writes none of its inputs"
         owner.warn_once(
             "no cache",  # a model with graph breaks has many such graphs, and the summary lists them

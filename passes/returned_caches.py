@@ -217,7 +217,7 @@ def _usual_axes(pool: torch.Tensor) -> tuple[int, ...] | None:
 def _is_cache(root: fx.Node, steps: list[_Step], found: Accesses) -> bool:
     """Whether an input that comes back updated is a cache: by its axes and how it is updated, or by its name."""
     if _is_called(root):
-        return found.values[root].dim() >= 2
+        return bool(found.values[root].dim() >= 2)
     shown = not any(function_name(s.node) in _MASKED for s in steps)
     return bool(shown and found.values[root].dim() >= 3 and found.values[root].is_floating_point())
 
