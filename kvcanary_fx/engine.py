@@ -16,12 +16,15 @@ nothing then.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from . import doctor
+from .arguments import require_whole
 from .config import CanaryConfig, override
 from .engine_forward import Schedule
 from .engine_session import EngineSession
+from .errors import EngineError
 from .pool_layout import KVPool
 
 #: One shared context that does nothing, so that a hook of a canary that is off costs nothing.
@@ -66,10 +69,23 @@ def install_canary(
     resolved = override(CanaryConfig.from_env() if config is None else config, settings, "install_canary()")
     if resolved.mode == "off":
         return None
+    _require_pools(pools)
+    for name, size in {"max_requests": max_requests, "max_tokens": max_tokens}.items():
+        if size is not None:
+            require_whole(name, size, 1, f"{name.removeprefix('max_')}, or None")
     if self_test:
         doctor.require_health(pools, resolved)
     schedule = Schedule(sweep_every, health_every, stats_every, window_report_every)
     return EngineSession(pools, resolved, max_requests, max_tokens, schedule)
+
+
+def _require_pools(pools: Sequence[Any]) -> None:
+    for pool in pools:
+        if not isinstance(pool, KVPool):
+            raise EngineError(
+                f"install_canary takes KVPools, not a {type(pool).__name__}: "
+                "install_canary(KVPool(layers=[(k, v), ...], request_table=table))"
+            )
 
 
 def step(session: EngineSession | None, batch: Any = None) -> contextlib.AbstractContextManager[Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .arguments import integer_tensor, require_whole
 from .binding import Controls
 from .errors import EngineError, SessionStateError
 from .kernels import request_checks
@@ -30,6 +31,11 @@ class Schedule:
     stats: int = 0
     windows: int = 0
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            argument = {"windows": "window_report_every"}.get(field.name, f"{field.name}_every")
+            require_whole(argument, getattr(self, field.name), 0, "steps, 0 for never")
+
 
 @dataclasses.dataclass
 class Forward:
@@ -44,6 +50,9 @@ class Forward:
     index: int
     plans: dict[int, RequestPlan]
     remembered: bool = False
+
+    def __post_init__(self) -> None:
+        require_whole("the index of forward()", self.index, 0, "forwards of the step")
 
     def require(self, index: int) -> None:
         """Refuse to be entered as another forward.
@@ -134,12 +143,20 @@ def check_reads(
     plan = running.plans.get(pool.space.space_id)
     if plan is None:
         return
-    if pages.dim() != 2 or pages.shape[0] < plan.rows.shape[0] or lengths.shape[0] < plan.rows.shape[0]:
+    integer_tensor(pages, "the pages of check_reads")
+    integer_tensor(lengths, "the lengths of check_reads")
+    if (
+        lengths.dim() != 1
+        or pages.dim() != 2
+        or pages.shape[0] < plan.rows.shape[0]
+        or lengths.shape[0] < plan.rows.shape[0]
+    ):
         raise EngineError(
             f"check_reads got pages {list(pages.shape)} and lengths {list(lengths.shape)} for a forward of "
             f"{plan.rows.shape[0]} requests: pages are [bs, columns], lengths [bs]"
         )
     size = declared.table_page_size if page_size is None else page_size
+    require_whole("the page_size of check_reads", size, 1, "slots")
     request_kernels_for(pool.space.block.device).check_reads(pool.space, plan, pages, lengths, size)
 
 

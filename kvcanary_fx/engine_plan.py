@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .arguments import integer_tensor
+from .batch_arguments import require_batch
 from .config import eager_inputs_without_copy
 from .errors import EngineError
 from .kernels import request_checks
@@ -168,12 +170,14 @@ class Inputs:
             StepInputError: a batch that does not fit.
             EngineError: no field for a pool that takes its batch from there.
         """
+        require_batch(batch, [pool.slots_from for pool in self._groups[None]])
         self.main.step = step
         self.main.fill_from(batch)
         views: dict[str | None, StepView] = {None: self.main.view()}
         for field, inputs in self.own.items():
             given = sub_batch(self._groups[field][0], batch)
             if given is not None:
+                require_batch(given, [pool.slots_from for pool in self._groups[field]])
                 inputs.step = step
                 inputs.fill_from(given)
                 views[field] = inputs.view()
@@ -211,7 +215,13 @@ def _history(view: StepView) -> torch.Tensor | None:
     history = getattr(view, "history", None)
     if history is None or view.history_lens is None or not view.num_requests:
         return None
-    given = torch.as_tensor(history, device=view.history_lens.device)
+    try:
+        given = torch.as_tensor(history, device=view.history_lens.device)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise EngineError(
+            f"history must be [bs, length], rows padded to one length, history_lens valid ones ({e})"
+        ) from e
+    integer_tensor(given, "the tokens of history")
     if given.dim() != 2 or given.shape[0] != view.history_lens.shape[0]:
         raise EngineError(f"history is {list(given.shape)}; it must be [bs, length] for {view.num_requests} requests")
     return given

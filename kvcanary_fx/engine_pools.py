@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from .arguments import integers
 from .binding import Controls, check_mask
 from .errors import EngineError
 from .kernels import slot_life
@@ -232,6 +233,7 @@ class EnginePool:
     def export(self, slots: Slots) -> ShadowSlice:
         """The shadow of slots that are about to be moved with their bytes, as tensors of the pool's device."""
         given = self.slot_tensor(slots)
+        self._report_outside(given)
         return ShadowSlice.take(self.space, self.digests, given)
 
     def import_(self, shadow: ShadowSlice, slots: Slots, owner: RequestId | None = None) -> None:
@@ -243,6 +245,8 @@ class EnginePool:
         Raises:
             EngineError: the shadow is of another number of slots, layers or digest bits.
         """
+        if not isinstance(shadow, ShadowSlice):
+            raise EngineError(f"import_ takes what export returned, not a {type(shadow).__name__}")
         given = self.slot_tensor(slots)
         shadow = shadow.to(given.device)
         shadow.require(given.numel(), self.digests, self.name)
@@ -260,10 +264,9 @@ class EnginePool:
         Raises:
             EngineError: they are no integers.
         """
-        given = slots if isinstance(slots, torch.Tensor) else torch.tensor(list(slots), dtype=torch.int64, device="cpu")
-        if given.dtype.is_floating_point or given.dtype == torch.bool:
-            raise EngineError(f"slots are integers, not {given.dtype}")
-        return given.to(device=self.declared.device, dtype=torch.int64, non_blocking=True).reshape(-1)
+        return (
+            integers(slots, "slots").to(device=self.declared.device, dtype=torch.int64, non_blocking=True).reshape(-1)
+        )
 
     # ---- helpers
 
@@ -278,6 +281,13 @@ class EnginePool:
             findings.report(
                 self.space.control, self.space.space_id, Phase.LIFE, at, request=owner, detail=rival.space.tokens[at]
             )
+
+    def _report_outside(self, slots: torch.Tensor) -> None:
+        """Report slots that the pool does not have."""
+        outside = (slots < 0) | (slots >= self.space.slots)
+        findings = Findings(outside, self.space.checks)
+        findings.add(Check.BOUNDS, Why.OUT_OF_RANGE, outside, slots, -1)
+        findings.report(self.space.control, self.space.space_id, Phase.LIFE, slots, detail=-1)
 
     def _name(
         self,
@@ -300,10 +310,11 @@ class EnginePool:
             return None
         if tokens is None or positions is None:
             raise EngineError("adopt takes tokens and positions together, or neither")
-        who, where = (torch.as_tensor(t, dtype=torch.int64, device=slots.device) for t in (tokens, positions))
+        given = {"tokens": tokens, "positions": positions}
+        who, where = (integers(t, what).to(slots.device, torch.int64).reshape(-1) for what, t in given.items())
         if who.numel() != slots.numel() or where.numel() != slots.numel():
             raise EngineError(f"adopt got {slots.numel()} slots, {who.numel()} tokens, {where.numel()} positions")
-        spaces = torch.tensor([namespace], device=slots.device)
+        spaces = integers([namespace], "namespaces").to(slots.device)
         start = namespace_seed(spaces, torch.tensor([SEED], device=slots.device))
         return who, where, start + mix_tensor(who, where).cumsum(0)
 
@@ -323,6 +334,13 @@ class EnginePool:
         slots = self._inside(slots)
         for half, view in zip(self.halves, self.views, strict=True):
             half.buffers.digest[:, slots] = digest_of(half, view, slots)
+
+
+class Pools(dict[str, EnginePool]):
+    """Pools by name; a name that none has is answered with those that there are."""
+
+    def __missing__(self, name: object) -> EnginePool:
+        raise EngineError(f"the session has no pool {name!r}: its pools are {', '.join(map(repr, self))}")
 
 
 class _Part(NamedTuple):

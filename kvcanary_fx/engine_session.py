@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .arguments import require_whole
 from .backend import CanaryBackend
 from .binding import BoundCall
 from .config import CanaryConfig
@@ -17,7 +18,7 @@ from .context import ForwardContext
 from .engine_forward import Forward, ForwardIndex, Schedule, beside_capture, check_before, check_reads, remember
 from .engine_health import Health
 from .engine_plan import Inputs
-from .engine_pools import EnginePool, find_rivals
+from .engine_pools import EnginePool, Pools, find_rivals
 from .engine_reports import decode_content, decode_place, in_tokens
 from .engine_stats import EngineStats, engine_stats
 from .errors import EngineError, SessionStateError
@@ -28,7 +29,7 @@ from .kernels.side_stream import capturing
 from .kernels.slot_space import RequestPlan
 from .polling import Poll
 from .pool_layout import KVPool, Slots
-from .request_ids import RequestId, RequestIds
+from .request_ids import RequestId, RequestIds, require_ids
 from .session import CanarySession, take_rows
 from .step_view import StepView
 from .sweep import Sweep
@@ -71,7 +72,7 @@ class EngineSession(CanarySession):
             )
         self.ids = RequestIds()
         self.pools_in = self._pools_in
-        self.pools = {p.name: EnginePool(p, self.registry, self.controls, config, self.ids) for p in pools}
+        self.pools = Pools((p.name, EnginePool(p, self.registry, self.controls, config, self.ids)) for p in pools)
         self._spaces = {p.space.space_id: p for p in self.pools.values()}
         find_rivals(list(self.pools.values()))
         devices = dict.fromkeys(p.device for p in pools if side_stream.can_fork(p.device))
@@ -269,6 +270,7 @@ class EngineSession(CanarySession):
         A captured loop of forwards reads the tensor at each replay; refill it with those of the requests to come.
         """
         device = next(iter(self.pools.values())).declared.device
+        require_ids(request_ids)
         return torch.tensor(self.ids.hashes(request_ids), dtype=torch.int64, device=device)
 
     # ---- hooks of CanarySession
@@ -379,6 +381,8 @@ class EngineSession(CanarySession):
             KVCacheViolation: mode ``raise``, and they differ.
         """
         chosen = self.pool if pool is None else self.pools[pool]
+        for digest in (mine, theirs):
+            require_whole("a digest", digest, -(1 << 63), "64 bits, as session.digest() returns")
         self.sweep.report_digest(chosen, mine, theirs, self.ids.hash(request))
         self._look()
         return mine == theirs

@@ -11,6 +11,7 @@ import torch
 
 from .errors import EngineError
 from .kernels.layout import POOL_DTYPES
+from .pool_arguments import is_integer, shared_bytes, wrong_argument
 
 #: Labels of a layer's tensors, in the order in which they are given.
 HALF_LABELS = ("K", "V", "K scale", "V scale")
@@ -83,22 +84,28 @@ class KVPool:
     allocations: bool = True
 
     def __post_init__(self) -> None:
+        self._refuse_if(wrong_argument(self))
         if not self.layers or not all(len(layer) for layer in self.layers):
             self._refuse("has no layers, or a layer without tensors: give layers=[(k, v), ...]")
         if self.layer_names is not None and len(self.layer_names) != len(self.layers):
             self._refuse(f"has {len(self.layers)} layers and {len(self.layer_names)} layer_names")
         table = self.request_table
-        if table.dim() != 2 or table.dtype.is_floating_point:
+        if table.dim() != 2 or not is_integer(table):
             self._refuse(
                 f"has a request_table that is {table.dtype} {list(table.shape)}; it must be integer [requests, width]"
             )
         self._require_one_device()
         self._require_slots()
+        self._refuse_if(shared_bytes(self.tensors))
         self._require_index_space()
         self._require_numbering()
 
     def _refuse(self, why: str) -> None:
         raise EngineError(f"pool {self.name!r} {why}")
+
+    def _refuse_if(self, why: str | None) -> None:
+        if why is not None:
+            self._refuse(why)
 
     def _require_one_device(self) -> None:
         devices = list(dict.fromkeys(str(tensor.device) for layer in self.tensors for tensor in layer))

@@ -15,7 +15,7 @@ from torch import nn
 
 from .backend import CanaryBackend
 from .config import CanaryConfig, override
-from .errors import UnguardedForwardError
+from .errors import InvalidSettingError, UnguardedForwardError
 from .session import CanarySession
 
 M = TypeVar("M", bound=nn.Module)
@@ -123,9 +123,20 @@ def _protect(target: Any, config: CanaryConfig, compile_options: dict[str, Any])
     raise TypeError(f"protect takes an nn.Module class or instance, not {type(target).__name__}")
 
 
+_COMPILE_OPTIONS = {
+    "dynamic": ((bool, type(None)), "True, False or None"),
+    "fullgraph": ((bool,), "True or False"),
+    "compile_mode": ((str, type(None)), "a mode of torch.compile, or None"),
+    "compile_options": ((dict, type(None)), "a dict of options of torch.compile, or None"),
+}
+
+
 def take_compile_options(settings: dict[str, Any]) -> dict[str, Any]:
     """Take the settings that are torch.compile's out of ``settings``, under the names that they have there."""
     names = {"dynamic": "dynamic", "fullgraph": "fullgraph", "compile_mode": "mode", "compile_options": "options"}
+    for name, (kinds, expected) in _COMPILE_OPTIONS.items():
+        if name in settings and not isinstance(settings[name], kinds):
+            raise InvalidSettingError(name, "protect()", settings[name], expected)
     return {theirs: settings.pop(ours) for ours, theirs in names.items() if ours in settings}
 
 

@@ -5,11 +5,24 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
+
+from .errors import EngineError
 
 RequestId = str | int
 
 #: Ids remembered for reports; the oldest are forgotten first.
 KEPT = 1 << 20
+
+
+def require_ids(requests: Any) -> None:
+    """Refuse what is no list of ids, such as one string, whose letters would be taken for ids.
+
+    Raises:
+        EngineError: ``requests`` is no sequence.
+    """
+    if isinstance(requests, str | bytes) or not isinstance(requests, Sequence):
+        raise EngineError(f"request_ids is {requests!r}: give a list with an id, a string or an int, for each request")
 
 
 class RequestIds:

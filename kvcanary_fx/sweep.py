@@ -49,12 +49,11 @@ class Sweep:
         """
         self.runs += 1
         checked = 0
-        for engine_pool in self._session.pools.values():
-            if pool in (None, engine_pool.name):
-                chosen = self._due(engine_pool) if slots is None else engine_pool.slot_tensor(slots)
-                self._check_place(engine_pool, chosen)
-                checked += self._check_bytes(engine_pool, chosen)
-                self._check_reserved(engine_pool)
+        for engine_pool in self._session.pools.values() if pool is None else [self._session.pools[pool]]:
+            chosen = self._due(engine_pool) if slots is None else engine_pool.slot_tensor(slots)
+            self._check_place(engine_pool, chosen)
+            checked += self._check_bytes(engine_pool, chosen)
+            self._check_reserved(engine_pool)
         self.checked += checked
         return checked
 

@@ -30,9 +30,12 @@ class ShadowSlice:
 
     @classmethod
     def take(cls, space: SlotSpace, digests: torch.Tensor, slots: torch.Tensor) -> ShadowSlice:
-        """A copy of what is known about ``slots`` (int64 ``[n]``)."""
-        marks = space.flags[slots] & int(MARKS)
-        return cls(space.tokens[slots], space.positions[slots], space.chain[slots], marks, digests[:, :, slots])
+        """A copy of what is known about ``slots`` (int64 ``[n]``); nothing is of those that do not exist."""
+        outside = (slots < 0) | (slots >= space.slots)
+        at = torch.where(outside, space.nowhere, slots)
+        marks = torch.where(outside, 0, space.flags[at] & int(MARKS))
+        content = digests[:, :, at.clamp(max=space.slots - 1)].masked_fill(outside, 0)
+        return cls(space.tokens[at], space.positions[at], space.chain[at], marks, content)
 
     def to(self, device: torch.device | str) -> ShadowSlice:
         """The same on another device, such as the host that holds the bytes meanwhile."""
