@@ -3,7 +3,7 @@
 ``torch.compile(model, backend="kvcanary")`` guards every KV cache that the model writes.
 """
 
-from .backend import CanaryBackend, kvcanary_backend, session, sessions
+from .backend import CanaryBackend, kvcanary_backend, register_name, session, sessions
 from .config import CanaryConfig
 from .context import (
     ForwardContext,
@@ -89,3 +89,5 @@ __all__ = [
     "step",
 ]
 __version__ = "0.1.0"
+
+register_name()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -68,8 +70,22 @@ def _reset() -> None:
         coverage.forget_watched(shared)
 
 
+def _session_for(options: Mapping[str, Any]) -> CanarySession:
+    """The session of the graphs that are compiled with these options."""
+    return session(resolve(None, options)[0])
+
+
 kvcanary_backend.reset = _reset  # type: ignore[attr-defined]
 kvcanary_backend.is_kvcanary = True  # type: ignore[attr-defined]  # no inner backend of itself
+kvcanary_backend.session_for = _session_for  # type: ignore[attr-defined]
+
+
+def register_name() -> None:
+    """Make ``backend="kvcanary"`` known where no installed package does so by its entry point, as in a checkout."""
+    coverage.listen()
+    if not importlib.metadata.entry_points(group="torch_dynamo_backends", name="kvcanary"):
+        with contextlib.suppress(AssertionError):  # it is registered: the package was imported anew
+            torch._dynamo.register_backend(kvcanary_backend, name="kvcanary")
 
 
 class CanaryBackend:
@@ -91,6 +107,7 @@ class CanaryBackend:
         """
         self.config = CanaryConfig.from_env() if config is None else require_config(config, "CanaryBackend()")
         self.session = owner or CanarySession(self.config)
+        coverage.listen()
 
     def __call__(
         self,
@@ -106,6 +123,10 @@ class CanaryBackend:
     def reset(self) -> None:
         """Called by torch._dynamo.reset()."""
         coverage.forget_watched(self.session)
+
+    def session_for(self, options: Mapping[str, Any]) -> CanarySession:
+        """The session of the graphs that are compiled with these options."""
+        return self.session
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CanaryBackend:
         return self  # Hugging Face's CompileConfig copies its backend; the session must stay the same
@@ -134,15 +155,25 @@ def compile_graph(
         owner.report_lost(AnalysisError(e), e)
         return inner_compile(gm, example_inputs, config, mode, options)
     _announce(plan, owner)
+    entered = owner.entered
     if not plan.guarded:
         owner.add_graph(plan)
-        return inner_compile(gm, example_inputs, config, mode, options)
+        plain = inner_compile(gm, example_inputs, config, mode, options)
+
+        def unguarded(*args: Any) -> Any:
+            entered.unguarded += 1
+            return plain(*args)
+
+        return unguarded
     coverage.watch_recompile_limit(owner)
+    if not owner.calls_are_judged:
+        coverage.watch_calls(owner)
     binding = owner.add_graph(plan)
     inputs = [*example_inputs, *binding.states]
     compiled = inner_compile(rewritten, inputs, config, mode, options, plan)
 
     def guarded(*args: Any) -> Any:
+        entered.guarded += 1
         return owner.run(binding, compiled, args)
 
     return guarded

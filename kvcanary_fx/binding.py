@@ -48,6 +48,7 @@ class GraphBinding:
         self.counters: list[torch.Tensor] = []
         self._traffic, self._entries = threading.Lock(), [0, 0]  # calls begun, calls ended
         self.forgiven = 0  # ops that calls which failed half-way did not run
+        self.unsettled = False  # a call failed, and what it did not run is not forgiven yet
         self._failed = 0
         self._arguments = sorted({s.argument for s in plan.sites if s.output is None})
         self._returned = sorted({s.argument for s in plan.sites if s.output is not None})
@@ -103,10 +104,25 @@ class GraphBinding:
         return call
 
     def forgive_failure(self) -> None:
-        """A call ended in an exception: the ops it did not reach are not missing."""
-        steps, ran = self.progress()
+        """The call that the caller is in ends in an exception: the ops it did not reach are not missing."""
         self._failed += 1
-        self.forgiven = steps * self.plan.ops - ran
+        self.unsettled = True  # if a second Ctrl-C interrupts what follows, the next call does it
+        self.settle(inside=1)
+
+    def settle(self, inside: int = 0) -> None:
+        """Forgive what failed calls did not run, once no other call is in the middle of the graph.
+
+        Args:
+            inside: calls that are to count as ended, the caller's own.
+        """
+        if not self.unsettled:
+            return
+        calls = begun, ended = self.calls()
+        if begun != ended + inside:
+            return
+        steps, ran = self.progress()
+        if self.calls() == calls:
+            self.forgiven, self.unsettled = steps * self.plan.ops - ran, False
 
     def progress(self) -> tuple[int, int]:
         """``(calls, ops that ran)`` so far; waits for the device."""

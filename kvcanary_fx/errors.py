@@ -49,15 +49,22 @@ class MissedChecksError(CoverageError):
 
 
 class UnguardedForwardError(CoverageError):
-    """A protected module ran without any of its checks."""
+    """A protected module, or a compiled function, ran without any of its checks."""
 
-    def __init__(self, module: str, layers: Sequence[str]):
+    def __init__(self, module: str, layers: Sequence[str], why: str | None = None):
+        """
+        Args:
+            layers: those that were guarded before.
+            why: the cause and the way out; None if Dynamo does not say.
+        """
         named = ", ".join(layers[:4]) + (f" and {len(layers) - 4} more" if len(layers) > 4 else "")
-        super().__init__(
-            f"{module} ran without a single check of its KV cache, although these were guarded before: {named}. "
-            "Its forward ran eagerly: the recompile limit was hit, compilation is disabled here, or a graph break "
-            "sits in a loop. TORCH_LOGS=recompiles,graph_breaks shows which."
+        before = f", although these were guarded before: {named}" if layers else ""
+        unknown = (
+            "Dynamo passed over it, so it ran eagerly. A graph break that cannot be resumed from (in a loop, in a "
+            "`with` or `try`), torch.compiler.disable, the recompile limit, or an earlier call that could not be "
+            "compiled does that: TORCH_LOGS=recompiles,graph_breaks shows which, torch._dynamo.reset() tries again"
         )
+        super().__init__(f"{module} ran without a single check of its KV cache{before}: {why or unknown}.")
 
 
 class RecompileLimitError(CoverageError):
@@ -65,10 +72,23 @@ class RecompileLimitError(CoverageError):
 
     def __init__(self, function: str, limit: str, value: object, reason: object):
         super().__init__(
-            f"{function} hit torch._dynamo.config.{limit} ({value}): new shapes of it run eagerly from here on, "
-            f"without a check of the KV cache. Last reason to recompile: {reason}. Mark the size that varies as "
-            f"dynamic (torch.compile(dynamic=True), torch._dynamo.mark_dynamic), or raise the limit."
+            f"{function} hit torch._dynamo.config.{limit} ({value}): what is not compiled of it yet runs eagerly from "
+            f"here on, without a check of the KV cache. Last reason to recompile: {reason}. {_fewer_compiles(reason)}, "
+            f"or raise torch._dynamo.config.{limit}."
         )
+
+
+def _fewer_compiles(reason: object) -> str:
+    """What makes Dynamo compile a function less often, by its last reason to compile it again."""
+    text = str(reason)
+    if "BACKEND_MATCH" in text or "different backend" in text:
+        return (
+            "Every backend object compiles the function for itself: use one for all models "
+            "(torch.compile(backend='kvcanary') shares one)"
+        )
+    if "size" in text or "stride" in text or "shape" in text:
+        return "Mark the size that varies as dynamic (torch.compile(dynamic=True), torch._dynamo.mark_dynamic)"
+    return "Keep what that names constant, pass numbers that vary as tensors, use one backend object for all models"
 
 
 class UnrecordedLayersError(CoverageError):

@@ -12,10 +12,12 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from .backend import CanaryBackend
 from .config import CanaryConfig, override
 from .errors import InvalidSettingError, UnguardedForwardError
+from .passes import dynamo_calls
 from .session import CanarySession
 
 M = TypeVar("M", bound=nn.Module)
@@ -31,23 +33,50 @@ class GuardedCall:
     def __init__(self, module: nn.Module, backend: CanaryBackend, compile_options: dict[str, Any]):
         self._module = module
         self.session: CanarySession = backend.session
-        self._compiled = torch.compile(module._call_impl, backend=backend, **compile_options)
+        self.session.calls_are_judged = True
+        options = dynamo_calls.isolation() | compile_options
+        self._compiled = torch.compile(module._call_impl, backend=backend, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module
-        if torch.compiler.is_compiling() or self.session.config.mode == "off":
-            return module._call_impl(*args, **kwargs)
-        before = self.session.calls
+        """The module's call.
+
+        Raises:
+            UnguardedForwardError: mode ``raise``, and Dynamo did not compile the forward.
+        """
+        if dynamo_calls.tracing_here() or self.session.config.mode == "off":
+            return self._module._call_impl(*args, **kwargs)
+        obstacle = dynamo_calls.obstacle()
+        if obstacle is not None:  # Dynamo would pass over this code from here on
+            self._ran_eagerly(obstacle)
+            return self._module._call_impl(*args, **kwargs)
+        entered = self.session.entered
+        guarded, unguarded = entered.guarded, entered.unguarded
         result = self._compiled(*args, **kwargs)
-        if self.session.calls == before:
-            self._ran_unguarded(module)
+        if (entered.guarded, entered.unguarded) == (guarded, unguarded):
+            self._called_no_graph(result, args, kwargs)
         return result
 
-    def _ran_unguarded(self, module: nn.Module) -> None:
-        """The forward called no guarded graph; an error only if an earlier forward did."""
-        layers = list(dict.fromkeys(s.layer for p in self.session.plans for s in p.sites))
-        if layers:
-            self.session.report_lost(UnguardedForwardError(type(module).__name__, layers))
+    def _called_no_graph(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Dynamo compiled nothing of the forward: because it does not, or because there is nothing in it."""
+        why = dynamo_calls.stance()
+        if why is not None or not self._passes_on(result, (args, kwargs)):
+            self._ran_eagerly(why)
+
+    def _passes_on(self, result: Any, given: Any) -> bool:
+        """Whether a result is nothing but what the module was given or holds: a forward without an operation."""
+        held = [*pytree.tree_leaves(given), *self._module.parameters(), *self._module.buffers()]
+        known = {id(leaf) for leaf in held}
+        leaves = pytree.tree_leaves(result)
+        return all(id(leaf) in known or isinstance(leaf, str | int | float | None) for leaf in leaves)
+
+    def _ran_eagerly(self, why: str | None) -> None:
+        """Report it, unless all that was compiled of the module so far has nothing to guard."""
+        plans = self.session.plans
+        if plans and not any(plan.guarded for plan in plans):
+            return
+        layers = list(dict.fromkeys(s.layer for p in plans for s in p.sites))
+        error = self.session.limit_hit if why is None else None
+        self.session.report_lost(error or UnguardedForwardError(type(self._module).__name__, layers, why))
 
 
 class _ClassHook:

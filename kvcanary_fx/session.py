@@ -16,7 +16,8 @@ from .adoption import judge
 from .binding import BoundCall, Controls, GraphBinding
 from .config import ENGINE_CHECKS, CanaryConfig
 from .context import ForwardContext, forward_context
-from .errors import CanaryError, KVCacheViolation, MissedChecksError
+from .coverage import GraphCalls
+from .errors import CanaryError, KVCacheViolation, MissedChecksError, RecompileLimitError
 from .kernels.buffers import UNKNOWN, Control, Count, Gate, Ring, Word
 from .passes.graph_plan import GraphPlan
 from .pools import PoolRegistry, Storage
@@ -41,6 +42,9 @@ class CanarySession:
     #: Layers whose checks an engine calls itself, since no graph shows them.
     eager_layers: tuple[str, ...] = ()
 
+    #: Who calls the compiled functions sees to it that each call is guarded.
+    calls_are_judged = False
+
     def __init__(self, config: CanaryConfig | None = None):
         self.config = config or CanaryConfig.from_env()
         self.registry = PoolRegistry(self.config.planes)
@@ -48,13 +52,13 @@ class CanarySession:
         self.plans: list[GraphPlan] = []
         self.bindings: list[GraphBinding] = []
         self.uncovered: list[str] = []  # why coverage was lost, in words
-        self.calls = 0  # of guarded graphs, whether they ended well or not
+        self.limit_hit: RecompileLimitError | None = None  # by a function that was to be compiled for this session
+        self.entered = GraphCalls()  # by the thread that asks
         self.found = ViolationLog()
         self._adopted_slots = 0
         self._warned: set[str] = set()
         self._pending: list[_Readback] = []
         self._lock = threading.RLock()
-        self._inside = threading.local()
 
     # ---- compile time
 
@@ -81,14 +85,13 @@ class CanarySession:
         abort = self._abort if self.config.mode == "raise" and binding.plan.devices[0].type == "cpu" else None
         call = binding.bind(args, capturing, abort)
         with self._inside_of(call), forward_context(self._context_of(call)), binding.inside():
-            self.calls += 1
             try:
                 if not capturing:
                     self._note_outside_writes(binding, call, args)
                 elif call.returned is not None:
                     self.lose_coverage(f"{binding.plan.name}: caches that it returns are not guarded in a CUDA graph")
                 out = compiled(*args, *binding.states)
-            except Exception as e:
+            except BaseException as e:  # Ctrl-C as well: what it kept from running is not missing
                 self._after_failure(binding, e)
                 raise
         if not capturing:
@@ -224,15 +227,20 @@ class CanarySession:
         self.drain()
         self._raise_new()
 
-    def _after_failure(self, binding: GraphBinding, cause: Exception) -> None:
-        """A forward failed: if the rings know why, raise that in its place (raise mode)."""
+    def _after_failure(self, binding: GraphBinding, cause: BaseException) -> None:
+        """A forward failed: if the rings know why, raise that in its place (raise mode).
+
+        An order to stop, such as ``KeyboardInterrupt``, is no error: nothing takes its place, and what the rings
+        have is raised after the next forward.
+        """
+        stopped = not isinstance(cause, Exception)
         try:
-            if not isinstance(cause, KVCacheViolation):
-                self.drain()
             binding.forgive_failure()
+            if not stopped and not isinstance(cause, KVCacheViolation):
+                self.drain()
         except RuntimeError:  # the device is lost, as after a device-side assert
             self._read_blackbox()
-        if self.config.mode == "raise":
+        if self.config.mode == "raise" and not stopped:
             self._raise_new(cause)
 
     def _read_blackbox(self) -> None:
@@ -332,9 +340,12 @@ class _Readback:
     words: list[torch.Tensor]  # per device: the control's words, then the graph's gate
     events: list[torch.cuda.Event]
     alone: bool  # no thread was in the graph while they were read: one in the middle of it has run some of the ops
+    forgiven: int  # ops that failed calls did not run, by then
 
     @classmethod
     def start(cls, binding: GraphBinding, controls: Controls, wait: bool) -> _Readback:
+        binding.settle()
+        forgiven = binding.forgiven
         words, events, (begun, ended) = [], [], binding.calls()
         for device, gate in binding.gates.items():
             both = torch.cat((controls(device).words, gate))
@@ -344,7 +355,8 @@ class _Readback:
                 events.append(torch.cuda.Event())
                 events[-1].record(torch.cuda.current_stream(device))
             words.append(both)
-        return cls(binding, words, events, alone=begun == ended and binding.calls() == (begun, ended))
+        alone = begun == ended and binding.calls() == (begun, ended) and not binding.unsettled
+        return cls(binding, words, events, alone, forgiven)
 
     def arrived(self) -> bool:
         return all(e.query() for e in self.events)
@@ -359,7 +371,7 @@ class _Readback:
         at = len(Word)
         lists = [w.tolist() for w in self.words]
         steps = max(w[at + Gate.STEP] for w in lists)
-        ran = sum(w[at + Gate.OPS] for w in lists) + self.binding.forgiven
+        ran = sum(w[at + Gate.OPS] for w in lists) + self.forgiven
         return bool(steps > 0 and ran == steps * self.binding.plan.ops)
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from ..backend import CanaryBackend
 from ..config import CanaryConfig, override
 from ..engine_session import EngineSession
+from ..passes import dynamo_calls
 from ..protect import GuardedCall, take_compile_options
 from .huggingface_batching import GuardedManager
 from .huggingface_versions import require_known_version
@@ -58,7 +59,7 @@ class Protection(GuardedCall):
             hook(model, name, wrapper)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or "write_index" in kwargs:  # a batch over a paged cache: guarded at update
+        if dynamo_calls.tracing_here() or "write_index" in kwargs:  # a batch over a paged cache: guarded at update
             return self._module._call_impl(*args, **kwargs)
         cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
         if cache is not None and not self._ready(cache, args, kwargs):

@@ -176,7 +176,8 @@ class GuardedProcessor:
         """A layer's write and read, with the checks of its slots around."""
         if not self._layers.running:
             if not self._warming_up:
-                self.session.report_lost(UnguardedForwardError(type(self._model).__name__, self._names()))
+                why = "transformers ran a batch that it had not prepared before: please report it, with its version"
+                self.session.report_lost(UnguardedForwardError(type(self._model).__name__, self._names(), why))
             return original(key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
         group = self._of_layer[layer_idx]
         layer, written = group.layers[layer_idx], kwargs["write_index"][group.index]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 from torch._guards import TracingContext
 
+from kvcanary_fx.passes import dynamo_calls
 from kvcanary_fx.passes.dynamo_contract import append_static_input, clone_graph_module, graph_name, opaque_type_name
 from kvcanary_fx.passes.names import source_name
 
@@ -170,6 +173,74 @@ def test_the_tracing_context_says_which_function_is_compiled():
 
     compiled_with(backend)
     assert seen == ["forward"]
+
+
+def test_tracing_is_known_to_the_thread_that_traces_alone():
+    seen = {}
+
+    def backend(gm, example_inputs):
+        seen["compiling"] = dynamo_calls.tracing_here()
+        other = threading.Thread(target=lambda: seen.update(beside=dynamo_calls.tracing_here()))
+        other.start()
+        other.join()
+        return gm.forward
+
+    @torch.compile(backend=backend)
+    def traced(x):
+        return x + 1 if dynamo_calls.tracing_here() else x - 1
+
+    assert traced(torch.zeros(1)).item() == 1
+    assert seen == {"compiling": True, "beside": False}
+    assert not dynamo_calls.tracing_here()
+
+
+def test_the_backend_that_dynamo_compiles_for_and_its_options():
+    seen = []
+
+    def backend(gm, example_inputs, options):
+        seen.append(dynamo_calls.backend_at_work())
+        return gm.forward
+
+    torch.compile(lambda x: x + 1, backend=backend, options={"a": 1})(torch.zeros(1))
+    assert seen == [(backend, {"a": 1})]
+    assert dynamo_calls.backend_at_work() is None
+
+
+@pytest.mark.parametrize("isolated", [{}, dynamo_calls.isolation()], ids=["shared", "isolated"])
+def test_hooks_run_around_each_call_of_a_compiled_callable(isolated):
+    calls = []
+
+    def backend(gm, example_inputs):
+        hooks, cache = dynamo_calls.enter_hooks()
+        assert (cache >= 0) is bool(isolated)
+        assert not dynamo_calls.at_recompile_limit(code, cache)
+        found.append(cache)
+        hooks.append(lambda: calls.append("before") or (lambda: calls.append("after")))
+        return gm.forward
+
+    def plus(x):
+        return x + 1
+
+    code, found = plus.__code__, []
+    compiled = torch.compile(plus, backend=backend, **isolated)
+    compiled(torch.zeros(1))
+    assert calls == []
+    compiled(torch.zeros(1))
+    with torch.compiler.set_stance("force_eager"):
+        compiled(torch.zeros(1))
+    assert calls == ["before", "after"] * 2
+    with torch._dynamo.config.patch(recompile_limit=1):
+        assert dynamo_calls.at_recompile_limit(code, found[0])
+
+
+def test_the_compilers_stance_and_what_keeps_it_from_compiling():
+    assert dynamo_calls.stance() is None
+    with torch.compiler.set_stance("force_eager"):
+        assert "set_stance('force_eager')" in dynamo_calls.stance()
+    assert dynamo_calls.obstacle() is None
+    seen = []
+    torch.vmap(lambda x: (seen.append(dynamo_calls.obstacle()), x)[1])(torch.zeros(2))
+    assert "function transform" in seen[0]
 
 
 def test_inductors_wrapper_checks_options_and_applies_modes():

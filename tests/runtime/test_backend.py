@@ -14,6 +14,7 @@ from toys import Rig
 
 import kvcanary_fx
 from kvcanary_fx import CanaryBackend, CanaryConfig
+from kvcanary_fx.backend import register_name
 
 
 def write(kc, k, pos):
@@ -42,6 +43,24 @@ def test_by_name_without_importing_us():
         pytest.skip("the package is not installed, so its entry point does not exist")
     torch.compile(write, backend="kvcanary", options={"kvcanary.inner": "eager"})(*args())
     assert kvcanary_fx.session().stats().recorded == 2
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_by_name_from_a_checkout_without_an_install(monkeypatch, installed):
+    """Where there is an entry point, torch registers what it leads to, and refuses a name that is taken."""
+    registry = torch._dynamo.backends.registry
+    for names in (registry._BACKENDS, registry._COMPILER_FNS):
+        monkeypatch.setattr(registry, "_BACKENDS" if names is registry._BACKENDS else "_COMPILER_FNS", dict(names))
+    registry._BACKENDS.pop("kvcanary", None)
+    registry._COMPILER_FNS.pop("kvcanary", None)
+    found = [importlib.metadata.EntryPoint("kvcanary", "kvcanary_fx.backend:kvcanary_backend", "")] if installed else []
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **query: found)
+    register_name()
+    register_name()  # the package imported anew
+    assert ("kvcanary" in registry._COMPILER_FNS) is not installed
+    if not installed:
+        torch.compile(write, backend="kvcanary", options={"kvcanary.inner": "eager"})(*args())
+        assert kvcanary_fx.session().stats().recorded == 2
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])

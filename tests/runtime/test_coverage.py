@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils.flop_counter import FlopCounterMode
 from toys import Rig
 
 import kvcanary_fx
 from kvcanary_fx import CanaryBackend, CanaryConfig, CoverageError
+from kvcanary_fx.passes import dynamo_calls
 from kvcanary_fx.passes.state_inputs import is_canary
 
 
@@ -79,14 +83,192 @@ def test_recompile_limit_of_an_unguarded_function_is_none_of_ours():
 
 
 def test_protected_module_whose_forward_went_eager():
-    rig = Rig.build()
-    model = kvcanary_fx.protect(rig.model, inner="eager", dynamic=False)
-    rig.guarded = model
+    rig = Rig.protected_model(dynamic=False)
     rig.step(2)
     with torch._dynamo.config.patch(disable=True), pytest.raises(CoverageError) as caught:
         rig.step(1)
     assert "Decoder ran without a single check" in str(caught.value)
     assert "layers.0, layers.1" in str(caught.value)
+    assert "compilation is disabled" in str(caught.value)
+    rig.step(1)  # and afterwards it is guarded again
+    assert rig.session.stats().steps == 2
+
+
+def counted_under_a_mode(rig):
+    with FlopCounterMode(display=False):
+        rig.step(1)
+
+
+def in_the_stance(name):
+    def run(rig):
+        with torch.compiler.set_stance(name):
+            rig.step(1)
+
+    return run
+
+
+def with_dynamo_off(rig):
+    with torch._dynamo.config.patch(disable=True):
+        rig.step(1)
+
+
+def under_vmap(rig):
+    torch.vmap(lambda x: (rig.step(1), x)[1], randomness="same")(torch.zeros(2))
+
+
+EAGER = {
+    "force_eager": (in_the_stance("force_eager"), "set_stance('force_eager') is in force"),
+    "eager_on_recompile": (in_the_stance("eager_on_recompile"), "set_stance('eager_on_recompile') is in force"),
+    "disabled": (with_dynamo_off, "compilation is disabled"),
+    "vmap": (under_vmap, "under a function transform"),
+    "dispatch mode": (counted_under_a_mode, "a TorchDispatchMode is active"),
+}
+
+
+@pytest.mark.parametrize(("run", "cause"), EAGER.values(), ids=EAGER)
+def test_a_protected_module_that_runs_eagerly_is_told_why(run, cause):
+    rig = Rig.protected_model(mode="log", dynamic=False)
+    first = cause not in (EAGER["eager_on_recompile"][1], EAGER["dispatch mode"][1])
+    if not first:
+        rig.step(2)
+    run(rig)
+    (said,) = rig.session.uncovered
+    assert "Decoder ran without a single check" in said
+    assert cause in said
+    assert ("layers.0, layers.1" in said) is not first
+    assert cause in rig.session.summary()
+    rig.step(2)  # guarded again
+    assert rig.session.entered.guarded == (1 if first else 2)
+
+
+def test_vmap_over_a_protected_module_leaves_the_next_one_guarded():
+    rigs = [Rig.protected_model(mode="log") for _ in range(2)]
+    under_vmap(rigs[0])
+    rigs[1].step(2)
+    assert rigs[1].session.stats().steps == 1
+    assert rigs[1].session.uncovered == []
+
+
+def test_a_protected_module_that_runs_eagerly_raises():
+    rig = Rig.protected_model()
+    with torch.compiler.set_stance("force_eager"), pytest.raises(CoverageError, match="set_stance"):
+        rig.step(2)
+
+
+def test_a_protected_module_that_dynamo_passes_over_raises():
+    class Broken(nn.Module):
+        def forward(self, x):
+            for _ in range(2):
+                with open("/dev/null"):
+                    torch._dynamo.graph_break()
+            return x + 1
+
+    model = kvcanary_fx.protect(Broken(), inner="eager")
+    with pytest.raises(CoverageError, match=r"Broken ran without a single check.* Dynamo passed over it"):
+        model(torch.zeros(2))
+
+
+def test_every_instance_of_a_protected_class_is_guarded(caplog):
+    with torch._dynamo.config.patch(recompile_limit=2), caplog.at_level(logging.WARNING):
+        rigs = [Rig.protected_model(mode="log", break_at=1) for _ in range(3)]
+        for rig in rigs:
+            rig.step(2)
+    if dynamo_calls.isolation():
+        assert [r.session.stats().recorded for r in rigs] == [2 * 2 * 2 * 2] * 3
+        assert [r.session.uncovered for r in rigs] == [[]] * 3
+    else:
+        assert rigs[-1].session.uncovered
+        assert rigs[0].session.uncovered == []
+
+
+def test_recompile_limit_is_told_to_the_model_that_hit_it_and_what_to_do():
+    rigs = [Rig.build(mode="log") for _ in range(3)]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for rig in rigs:
+            rig.step(2)
+    assert [len(r.session.uncovered) for r in rigs] == [0, 0, 1]
+    assert "use one for all models" in rigs[2].session.uncovered[0]
+    assert "mark_dynamic" not in rigs[2].session.uncovered[0]
+
+
+def test_recompile_limit_is_noticed_whatever_the_level_of_torchs_log():
+    rig = Rig.build(compile_options={"dynamic": False})
+    logger = logging.getLogger("torch._dynamo")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with torch._dynamo.config.patch(recompile_limit=2):
+            rig.step(2)
+            rig.step(3)
+            with pytest.raises(CoverageError, match=r"hit torch\._dynamo\.config\.recompile_limit \(2\)"):
+                rig.step(4)
+    finally:
+        logger.setLevel(level)
+
+
+@pytest.mark.parametrize(("run", "cause"), list(EAGER.values())[:4], ids=list(EAGER)[:4])
+def test_a_compiled_model_that_runs_eagerly_after_it_was_guarded(run, cause):
+    rig = Rig.build(mode="log", compile_options={"dynamic": False})
+    rig.step(2)
+    run(rig)
+    (said,) = rig.session.uncovered
+    assert "'forward' (" in said
+    assert "layers.0, layers.1" in said
+    assert cause in said
+
+
+def test_a_call_in_another_stance_that_is_guarded_all_the_same():
+    rig = Rig.build(compile_options={"dynamic": False})
+    rig.step(2)
+    with torch.compiler.set_stance("eager_on_recompile"):
+        rig.step(2)
+    assert rig.session.uncovered == []
+
+
+class MayCache(nn.Module):
+    """Writes a cache only if it is given one."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x, pos=None, cache=None):
+        k = self.lin(x)
+        if cache is None:
+            return k
+        cache[:, pos] = k
+        return x @ cache.transpose(1, 2)
+
+
+def test_a_protected_module_called_without_a_cache_has_nothing_to_guard():
+    model, x = kvcanary_fx.protect(MayCache(), inner="eager"), torch.randn(1, 1, 8)
+    with torch.no_grad():
+        model(x)
+        for step in range(2):
+            model(x, torch.tensor([step]), torch.zeros(1, 16, 8))
+            model(x)
+    session = kvcanary_fx.session_of(model)
+    assert session.uncovered == []
+    assert session.entered.guarded == 2
+
+
+def test_a_protected_module_without_a_cache_may_run_eagerly():
+    model = kvcanary_fx.protect(MayCache(), inner="eager")
+    with torch.no_grad():
+        model(torch.randn(1, 1, 8))
+        with torch.compiler.set_stance("force_eager"):
+            model(torch.randn(1, 1, 8))
+    assert kvcanary_fx.session_of(model).uncovered == []
+
+
+def test_a_protected_module_without_an_operation_is_none_that_runs_eagerly():
+    class Passes(nn.Module):
+        def forward(self, x):
+            return {"x": x, "done": True}
+
+    model = kvcanary_fx.protect(Passes(), inner="eager")
+    model(torch.zeros(2))
+    assert kvcanary_fx.session_of(model).uncovered == []
 
 
 def test_stale_binding_is_not_coverage_of_a_new_cache():
@@ -120,6 +302,39 @@ def test_a_pass_that_fails_is_an_error_in_raise_mode_and_a_warning_in_log_mode(m
         rig.step(2)
     assert "NotImplementedError: no such thing" in caplog.text
     assert rig.session.uncovered
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+@pytest.mark.parametrize("mode", ["raise", "log"])
+def test_a_forward_that_was_stopped_leaves_nothing_missing(stop, mode):
+    armed = []
+
+    def inner(gm, example_inputs):
+        class Stopped(torch.fx.Interpreter):
+            def run_node(self, node):
+                if armed and "record" in str(node.target):
+                    raise armed.pop()
+                return super().run_node(node)
+
+        return lambda *args: Stopped(gm).run(*args)
+
+    rig = Rig.build(inner=inner, mode=mode, compile_options={"dynamic": False})
+    rig.step(1)
+    armed.append(stop())
+    with pytest.raises(stop):
+        rig.step(1)
+    rig.length -= 1  # the token is run again
+    rig.step(1)
+    rig.step(1)
+    assert rig.session.violations() == []
+    assert rig.session.uncovered == []
+    rig.flip(position=0)
+    if mode == "raise":
+        with pytest.raises(kvcanary_fx.KVCacheViolation):
+            rig.step(1)
+    else:
+        rig.step(1)
+        assert rig.session.violations()
 
 
 def unguarded(caplog) -> list[str]:

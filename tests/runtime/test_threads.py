@@ -138,6 +138,65 @@ def test_checks_of_several_threads_are_all_counted(monkeypatch):
     assert first.session.uncovered == []
 
 
+def test_a_protected_model_is_guarded_while_another_thread_compiles():
+    compiling, leave = threading.Event(), threading.Event()
+
+    def slow(gm, example_inputs):
+        compiling.set()
+        leave.wait(10)
+        return gm.forward
+
+    rig = Rig.protected_model(dynamic=False)
+    rig.step(1)
+    compiler = threading.Thread(target=torch.compile(lambda x: x + 1, backend=slow), args=(torch.zeros(2),))
+    compiler.start()
+    compiling.wait(10)
+    try:
+        for _ in range(3):
+            rig.step(1)
+    finally:
+        leave.set()
+        compiler.join()
+    assert rig.session.stats().steps == 4
+    assert rig.session.uncovered == []
+
+
+def test_a_forward_that_fails_beside_another_is_forgiven_to_itself_alone():
+    """Two threads in one graph, the one is stopped while the other is in the middle: neither's checks are missing."""
+    begun, leave = threading.Event(), threading.Event()
+
+    def inner(gm, example_inputs):
+        class Slow(torch.fx.Interpreter):
+            def run_node(self, node):
+                out = super().run_node(node)
+                if "begin" in str(node.target) and threading.current_thread().name == "holder":
+                    begun.set()
+                    leave.wait(10)
+                if "verify" in str(node.target) and threading.current_thread().name == "stopped":
+                    raise KeyboardInterrupt
+                return out
+
+        return lambda *args: Slow(gm).run(*args)
+
+    rig = Rig.build(inner=inner)
+    other = dataclasses.replace(rig, caches=new_caches())
+    rig.step(2)
+    holder = threading.Thread(target=other.step, args=(2,), name="holder")
+    holder.start()
+    begun.wait(10)
+
+    def stopped():
+        with pytest.raises(KeyboardInterrupt):
+            rig.step(2)
+
+    assert in_thread(stopped, "stopped") is None
+    leave.set()
+    holder.join()
+    for _ in range(2):
+        rig.step(2)
+    assert rig.session.uncovered == []
+
+
 def test_a_context_belongs_to_its_thread():
     seen = []
 

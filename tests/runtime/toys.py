@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kvcanary_fx import CanaryBackend, CanaryConfig
+from kvcanary_fx import CanaryBackend, CanaryConfig, protect, session_of
 
 VOCAB, DIM, HEADS, HEAD_DIM = 50, 16, 2, 8
 
@@ -79,9 +79,16 @@ class Rig:
         guarded = torch.compile(model, backend=backend, **(compile_options or {}))
         return cls(model, backend, guarded, new_caches(layers, batch, slots, device))
 
+    @classmethod
+    def protected_model(cls, break_at: int | None = None, **settings: Any) -> Rig:
+        """A model that is guarded by ``protect`` instead."""
+        rig = cls.build(break_at=break_at)
+        rig.guarded = protect(rig.model, **{"inner": "eager", **settings})
+        return rig
+
     @property
     def session(self):
-        return self.backend.session
+        return self.backend.session if self.guarded is not self.model else session_of(self.model)
 
     def step(self, tokens: int = 1, guarded: bool = True, at: int | None = None, positions: Any = None) -> torch.Tensor:
         """Run one forward; ``guarded=False`` is code outside the compiled graph."""

@@ -1,0 +1,112 @@
+"""The private contracts around a *call* of a compiled function, all in this file, each pinned by a test.
+
+What torch says in public about these is either global, where a thread has to know of itself, or only in its logs.
+
+Seen on torch 2.11 and 2.13:
+
+* ``TracingContext`` belongs to a thread, and is set while it is in Dynamo, in AOTAutograd or in non-strict export.
+  ``torch.compiler.is_compiling()`` is true in every thread while any of them compiles (2.13).
+* Dynamo passes over every function that is called under a transform of functorch, under a TorchDispatchMode that is not
+  torch's own, or while it is switched off, and over the same code ever after.
+* ``enter_exit_hooks`` of a compiled callable run around each of its calls, in whatever stance, compiled or not.
+* The function that compiles a frame, ``_compile``, has its backend in ``compiler_fn``, in wrappers.
+* An isolated callable (2.13) is not affected by what was passed over in others, and has a recompile limit of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
+
+
+def tracing_here() -> bool:
+    """Whether this thread's code is traced by Dynamo, which takes it for a constant, or run for torch.export."""
+    return torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None
+
+
+def isolation() -> dict[str, Any]:
+    """The argument that gives a compiled callable a cache of its own, where torch.compile has it."""
+    known = inspect.signature(torch.compile).parameters
+    return {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
+
+
+def obstacle() -> str | None:
+    """What makes Dynamo pass over every function that this thread calls now, and the way out; None if nothing does."""
+    if torch._C._functorch.get_dynamic_layer_stack_depth():
+        return (
+            "it was called under a function transform (torch.vmap, torch.func), where Dynamo compiles nothing: call it "
+            "outside of the transform, or compile the function that transforms it with backend='kvcanary'"
+        )
+    if torch._C._len_torch_dispatch_stack() and any_torch_dispatch_mode_on_stack():
+        return (
+            "a TorchDispatchMode is active (a counter of FLOPs, a debugger), under which Dynamo compiles nothing: call "
+            "it outside of that mode"
+        )
+    if torch._dynamo.config.disable:
+        return (
+            "compilation is disabled (torch._dynamo.config.disable, TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE): "
+            "enable it, or set mode='off' where nothing is to be guarded"
+        )
+    return None
+
+
+def backend_at_work() -> tuple[Any, Mapping[str, Any]] | None:
+    """The backend that Dynamo is compiling for in this thread, and its options; None if it compiles nothing."""
+    for frame in _stack():
+        if frame.f_code.co_name == "_compile" and "compiler_fn" in frame.f_locals:
+            return _unwrapped(frame.f_locals["compiler_fn"])
+    return None
+
+
+def _unwrapped(compiler_fn: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The backend that was given to torch.compile, and the options given with it."""
+    backend = torch._dynamo.eval_frame.innermost_backend(compiler_fn)
+    options = getattr(backend, "kwargs", {}).get("options", {})
+    return getattr(backend, "compiler_fn", backend), options
+
+
+def enter_hooks() -> tuple[list[Callable[[], Callable[[], None]]], int] | None:
+    """What runs around every call of the compiled callable that this thread is in, and the number of its own cache.
+
+    Returns:
+        A list of functions that are called before, each returns one that is called afterwards; and the number, -1 for
+        the cache that callables share.  None if the thread is in no compiled callable.
+    """
+    for frame in _stack():
+        context: Any = frame.f_locals.get("self") if frame.f_code.co_name == "compile_wrapper" else None
+        if hasattr(context, "enter_exit_hooks"):
+            return context.enter_exit_hooks, getattr(context, "_isolate_recompiles_id", -1)
+    return None
+
+
+def at_recompile_limit(code: types.CodeType, cache: int) -> bool:
+    """Whether Dynamo has compiled a function as often as it may in the cache with this number."""
+    entries = getattr(torch._dynamo.eval_frame, "_get_cache_entries_for_region", None)
+    shared = torch._dynamo.eval_frame._debug_get_cache_entry_list
+    found = entries(code, cache) if entries is not None else shared(code)
+    return len(found) >= torch._dynamo.config.recompile_limit
+
+
+def _stack() -> Iterator[types.FrameType]:
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def stance() -> str | None:
+    """What the compiler's stance keeps from being compiled, and the way out; None in the default stance."""
+    name: str = torch._dynamo.eval_frame._stance.stance
+    if name == "default":
+        return None
+    return (
+        f"torch.compiler.set_stance({name!r}) is in force, in which compiled functions run eagerly: leave it for "
+        "forwards that are to be guarded"
+    )
