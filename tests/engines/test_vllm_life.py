@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm_rig import Rig, prompt
+
+from kvcanary_fx import EngineError
 
 
 @pytest.fixture
@@ -80,6 +84,64 @@ def test_host_that_runs_ahead_of_the_device_is_silent(engine, monkeypatch):
     rig.run()
     assert rig.session.violations() == []
     assert rig.session.stats().slots_checked > 7 * 50
+
+
+def test_bfloat16_is_guarded_also_where_vllm_would_take_amx_tiles(engine, monkeypatch, caplog):
+    """This CPU may have no AMX: vLLM's choice is made for it."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    from kvcanary_fx.adapters.vllm import cpu_attention, plugin
+
+    plugin.register()  # as vLLM does
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+        assert cpu_attn._get_attn_isa(torch.bfloat16, 32, 32, "auto") == "vec"
+    caplog.clear()
+    caplog.set_level("WARNING", "kvcanary")
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_attn, "_get_attn_isa", lambda *g: cpu_attention.without_tiles(lambda *_: "amx", *g))
+        rig = engine(dtype="bfloat16")
+    assert "kvcanary.vllm attention runs without AMX tiles" in caplog.text
+    name = list(rig.layers())[1]
+
+    def flip(step):
+        if step == 4:
+            page = rig.layers()[name].kv_cache.view(torch.int16)[rig.pages("A")[0][0], 1]
+            page.view(-1)[7:8].bitwise_xor_(1 << 4)
+
+    rig.add("A", prompt(5, 50), length=6)
+    rig.run(flip)
+    assert {(v.check, v.layer, v.half, str(v.request)[:2]) for v in rig.session.violations()} == {
+        ("content", name, "K", "A-")
+    }
+
+
+def test_model_of_which_nothing_can_be_guarded_runs_in_mode_log_and_says_so(engine, monkeypatch, caplog):
+    from kvcanary_fx.adapters.vllm import pools, runner, settings
+
+    caplog.set_level("WARNING", "kvcanary")
+    monkeypatch.setattr(pools, "_halves", lambda layer, size: "it is a riddle")
+    rig = engine()
+    assert rig.guard is None
+    told = [r.message for r in caplog.records if "kvcanary.unguarded" in r.message]
+    assert "it is a riddle" in told[0]
+    assert told[1] == "kvcanary.unguarded no KV cache group of this model can be guarded: it runs unguarded"
+    rig.add("A", prompt(5, 50), length=3)
+    rig.run()
+    assert len(rig.tokens["A"]) == 3
+    with pytest.raises(EngineError, match="unset KVCANARY_MODE, or set it to log"):
+        runner.guard(rig.runner, settings.from_env({"KVCANARY_MODE": "raise"}), False)
+
+
+def test_model_without_a_kv_cache_is_told(caplog):
+    from kvcanary_fx.adapters.vllm import runner, settings
+
+    caplog.set_level("WARNING", "kvcanary")
+    bare = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[]))
+    runner.guard(bare, settings.from_env({"KVCANARY_MODE": "raise"}), False)
+    assert [r.message for r in caplog.records] == [
+        "kvcanary.unguarded this model has no KV cache: there is nothing to guard"
+    ]
 
 
 def test_salts_keep_prefixes_apart(engine):

@@ -12,7 +12,7 @@ import torch
 
 from kvcanary_fx import EngineError
 from kvcanary_fx.adapters.versions import Tested
-from kvcanary_fx.adapters.vllm import counts, identity, layouts, patching, settings
+from kvcanary_fx.adapters.vllm import counts, cpu_attention, identity, layouts, patching, settings
 from kvcanary_fx.adapters.vllm.tables import Ledger
 from kvcanary_fx.engine_stats import EngineStats
 from kvcanary_fx.errors import InvalidSettingError
@@ -186,6 +186,47 @@ def test_layout_that_is_no_strided_view_is_refused(write):
 def test_quantised_cache_is_refused():
     cache = torch.zeros(5, HEADS, SIZE, 2 * DIM, dtype=torch.uint8)
     assert layouts.find(cache, SIZE, ((HEADS, DIM), (HEADS, DIM)), transposed) is None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "cache", "expected"),
+    [
+        ("amx", None, "vec"),
+        ("amx", "auto", "vec"),
+        ("amx", "fp8_e4m3", "amx"),
+        ("vec", "auto", "vec"),
+        ("neon", None, "neon"),
+    ],
+)
+def test_attention_under_guard_takes_no_amx_tiles(chosen, cache, expected, caplog):
+    given = []
+
+    def choose(*arguments):
+        given.append(arguments)
+        return chosen
+
+    assert cpu_attention.without_tiles(choose, torch.bfloat16, 64, head_size=32, kv_cache_dtype=cache) == expected
+    assert given == [(torch.bfloat16, 64, 32, cache)]
+    assert ["without AMX tiles" in r.message for r in caplog.records] == [True] * (chosen != expected)
+
+
+def amx(key, value, cache, slots):
+    """What vLLM's AMX kernels store, in blocks of 32 tokens: a head's K, then its V, in words of two elements."""
+    pages, heads, size, width = cache.shape
+    dim = width // 2
+    blocks = cache.view(pages, heads, 2, size * dim)
+    for token, slot in enumerate(slots.tolist()):
+        page, at = divmod(slot, size)
+        keys = blocks[page, :, 0].view(heads, size // 16, dim // 2, 16, 2)
+        values = blocks[page, :, 1].view(heads, dim // 16, size // 2, 16, 2)
+        keys[:, at // 16, :, at % 16] = key[token].view(heads, dim // 2, 2)
+        values[:, :, at // 2, :, at % 2] = value[token].view(heads, dim // 16, 16)
+
+
+def test_layout_of_amx_tiles_is_no_strided_view_whatever_the_block_is():
+    for size in (32, 64):
+        cache = torch.zeros(3, HEADS, size, 2 * 32, dtype=torch.bfloat16)
+        assert layouts.find(cache, size, ((HEADS, 32), (HEADS, 32)), amx) is None
 
 
 # ---- block tables

@@ -9,7 +9,7 @@ from typing import Any
 
 from tiny_configs import CONFIGS
 
-#: float32: with bfloat16 a CPU that has AMX keeps KV in tiles, which the adapter does not guard.
+#: float32: with bfloat16 a CPU that has AMX keeps KV in tiles, unless it is guarded: other tokens.
 DTYPE = "float32"
 
 #: What a machine without a GPU, a network or a model hub needs.

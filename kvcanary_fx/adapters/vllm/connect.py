@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from ... import __version__
 from ...errors import EngineError
 from ..versions import Tested
-from . import blocks, cache_key, cuda_graphs, drafts, graph, metrics, ops, outcomes, runner
+from . import blocks, cache_key, cpu_attention, cuda_graphs, drafts, graph, metrics, ops, outcomes, runner
 from .patching import wrap_property
 from .settings import VllmSettings
 
@@ -40,6 +40,7 @@ def connect(settings: VllmSettings) -> None:
     self_test = TESTED.warn_outside(vllm.__version__)
     ops.register()
     cache_key.extend(settings.cache_key(__version__))
+    cpu_attention.hook()
     cuda_graphs.hook()
     graph.hook()
     runner.hook(settings, self_test)

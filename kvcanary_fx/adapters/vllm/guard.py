@@ -22,7 +22,7 @@ from .books import Books
 from .counts import Counts
 from .drafts import Drafts, Proposal
 from .journal import ATTRIBUTE, Message
-from .pools import Group, draft_groups, guarded_groups
+from .pools import Group, draft_groups
 from .settings import VllmSettings
 from .tables import Ledger
 
@@ -45,11 +45,9 @@ class Guard:
         scheduled: the ``SchedulerOutput`` of the step that is running.
     """
 
-    def __init__(self, runner: Any, settings: VllmSettings, self_test: bool):
+    def __init__(self, runner: Any, settings: VllmSettings, self_test: bool, groups: list[Group]):
         self.settings = settings
-        self.groups: list[Group] = guarded_groups(runner)
-        if not self.groups:
-            raise EngineError("no KV cache group of this model can be guarded (see the warnings above)")
+        self.groups = groups
         self.drafts: Drafts | None = None
         self.in_flight = False
         self.books = Books(self)

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from ...errors import EngineError
 from . import cuda_graphs, registry
 from .guard import Guard
 from .journal import ATTRIBUTE
 from .patching import wrap_in_all
+from .pools import guarded_groups
 from .settings import VllmSettings
+
+log = logging.getLogger("kvcanary")
+
+
+def guard(runner: Any, settings: VllmSettings, self_test: bool) -> None:
+    """Guard a model runner that got its KV cache, if it has any that can be.
+
+    Raises:
+        EngineError: mode ``raise``, and it has a KV cache, of which nothing can be guarded.
+    """
+    if not runner.kv_cache_config.kv_cache_groups:
+        log.warning("kvcanary.unguarded this model has no KV cache: there is nothing to guard")
+        return
+    groups = guarded_groups(runner)
+    if groups:
+        cuda_graphs.require_none_full(runner)
+        registry.add(runner, Guard(runner, settings, self_test, groups))
+        return
+    if settings.config.mode == "raise":
+        raise EngineError(
+            "no KV cache group of this model can be guarded (the warnings above say why): unset KVCANARY_MODE, "
+            "or set it to log, to run it unguarded"
+        )
+    log.warning("kvcanary.unguarded no KV cache group of this model can be guarded: it runs unguarded")
 
 
 def hook(settings: VllmSettings, self_test: bool) -> None:
@@ -23,9 +50,8 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
     ) -> Any:
         made = original(runner, kv_cache_config, *args, **kwargs)
         profiling = kwargs.get("is_profiling", args[0] if args else False)
-        if not profiling and runner.kv_cache_config.kv_cache_groups:
-            cuda_graphs.require_none_full(runner)
-            registry.add(runner, Guard(runner, settings, self_test))
+        if not profiling:
+            guard(runner, settings, self_test)
         return made
 
     def execute_model(
