@@ -58,7 +58,7 @@ class Ring(enum.IntEnum):
     REQUEST = 10  # hash of the request's id, 0 if unknown
     POSITION = 11  # token position, UNKNOWN where nothing shows it
     WHY = 12  # what exactly failed, a slot_space.Why; 0 where the check says it
-    FORWARD = 13  # index of the engine's forward, Word.FORWARD when it was found
+    FORWARD = 13  # which forward of which step of the engine, Word.FORWARD when it was found
 
 
 class Word(enum.IntEnum):
@@ -68,7 +68,16 @@ class Word(enum.IntEnum):
     DRAINED = 1  # rows the host has taken out; a row lies at its number modulo the capacity
     STEP = 2  # guarded graph calls
     BOXED = 3  # whether the black box has a row
-    FORWARD = 4  # index of the engine's forward that began last, -1 before the first and without an engine
+    FORWARD = 4  # int32 each: index of the engine's forward that began last, number of its step; -1 without an engine
+
+
+#: The halves of :attr:`Word.FORWARD`.
+HALF_FORWARD, HALF_STEP = 0, 1
+
+
+def forward_and_step(word: int) -> tuple[int, int]:
+    """The halves of :attr:`Word.FORWARD`, each -1 where no engine told."""
+    return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000, word >> 32
 
 
 class Gate(enum.IntEnum):

@@ -13,7 +13,7 @@ from .arguments import integer_tensor, require_whole
 from .binding import Controls
 from .errors import EngineError, SessionStateError
 from .kernels import request_checks
-from .kernels.buffers import Gate, Word
+from .kernels.buffers import HALF_FORWARD, HALF_STEP, Gate, Word
 from .kernels.ops import kernels_for, request_kernels_for
 from .kernels.side_stream import SideStream, capturing
 from .kernels.slot_space import RequestPlan
@@ -67,20 +67,31 @@ class Forward:
             )
 
 
-class ForwardIndex:
-    """Tells the devices which forward runs: what they report carries it, also long after in a drain."""
+class Clock:
+    """Tells the devices which step and which forward runs: what they report carries both, also long after in a drain.
+
+    Both are halves of one word, since forwards are captured and steps are not.
+    """
 
     def __init__(self, controls: Controls):
         self._controls, self._last, self._captured = controls, -1, False
 
-    def tell(self, index: int) -> None:
+    def begin_step(self, number: int) -> None:
+        """A step of the engine begins.  Not told to a graph that is being captured: its replays are other steps."""
+        if not capturing():
+            self._fill(HALF_STEP, number)
+
+    def begin_forward(self, index: int) -> None:
         """A forward begins.  Launches only what changes; a captured forward tells its own index at each replay."""
         self._captured = self._captured or capturing()
         if index == self._last and not self._captured:
             return
         self._last = index
+        self._fill(HALF_FORWARD, index)
+
+    def _fill(self, half: int, value: int) -> None:
         for control in self._controls.by_device.values():
-            control.words[Word.FORWARD].fill_(index)
+            control.words.view(torch.int32)[2 * Word.FORWARD + half].fill_(value)
 
 
 @contextlib.contextmanager

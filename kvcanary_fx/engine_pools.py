@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +25,7 @@ from .pool_layout import KVPool, Slots
 from .pool_scales import Scales
 from .pools import Place, PoolHalf, PoolRegistry
 from .request_ids import RequestId, RequestIds
-from .transfer import ShadowSlice
+from .transfer import Part, ShadowSlice
 from .violations import ALL_LAYERS, HalfInfo
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class EnginePool:
         self.imported: torch.Tensor | None = None  # bool [slots + 1], for reports: the bytes came with import_
         known: dict[object, int] = {}
         for number, layer in enumerate(declared.tensors):
-            name = declared.layer_names[number] if declared.layer_names else f"layers.{number}"
+            name = declared.names_of_layers[number]
             for place, tensor in enumerate(layer):
                 reader = _address(tensor) in known
                 if not reader:
@@ -101,7 +102,7 @@ class EnginePool:
                 digest=self.digests[len(self.halves)],
                 rows=torch.zeros(1, len(RowState), dtype=torch.int32, device=tensor.device),
             ),
-            seeds=seeds(number, place),
+            seeds=seeds(declared.layer_numbers[number], place),
             layer_number=number,
             address=tensor.data_ptr(),
             space=self.space,
@@ -144,6 +145,14 @@ class EnginePool:
             name: tuple(LayerHalf(sites[p.half], self.views[p.half], p.place, p.reader) for p in parts)
             for name, parts in self._layers.items()
         }
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """What a shadow must know of the pool's tensors."""
+        return tuple(
+            Part(h.info.layer, h.info.half, h.seeds, h.place.layout.row_bytes, h.place.layout.dtype)
+            for h in self.halves
+        )
 
     # ---- the life of slots
 
@@ -234,7 +243,7 @@ class EnginePool:
         """The shadow of slots that are about to be moved with their bytes, as tensors of the pool's device."""
         given = self.slot_tensor(slots)
         self._report_outside(given)
-        return ShadowSlice.take(self.space, self.digests, given)
+        return ShadowSlice.take(self.space, self.digests, given, self.parts)
 
     def import_(self, shadow: ShadowSlice, slots: Slots, owner: RequestId | None = None) -> None:
         """The slots received the bytes of exported ones: the next reader checks that all of them arrived.
@@ -243,15 +252,18 @@ class EnginePool:
             owner: id of the request that they were loaded for, if known: loading over another's is a violation.
 
         Raises:
-            EngineError: the shadow is of another number of slots, layers or digest bits.
+            EngineError: the shadow is of another number of slots or digest bits, lacks one of the pool's layers, or is
+                of rows with other bytes (``shadow.without_bytes()`` is of any).
         """
         if not isinstance(shadow, ShadowSlice):
             raise EngineError(f"import_ takes what export returned, not a {type(shadow).__name__}")
         given = self.slot_tensor(slots)
-        shadow = shadow.to(given.device)
-        shadow.require(given.numel(), self.digests, self.name)
+        shadow = shadow.fitted(given.numel(), self.parts, self._planes, self.name).to(given.device)
         who = (shadow.tokens, shadow.positions, shadow.chain)
         slot_life.name(self.space, given, shadow.marks, who, self._ids.hash(owner))
+        if not shadow.exact:
+            self._fingerprint(given)
+            return
         inside = (given >= 0) & (given < self.space.slots)
         self.digests[:, :, given[inside]] = shadow.digests[:, :, inside]
         if self.imported is None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from . import engine_inputs
 from .arguments import require_whole
 from .backend import CanaryBackend
 from .binding import BoundCall
 from .config import CanaryConfig
 from .context import ForwardContext
-from .engine_forward import Forward, ForwardIndex, Schedule, beside_capture, check_before, check_reads, remember
+from .engine_forward import Clock, Forward, Schedule, beside_capture, check_before, check_reads, remember
 from .engine_health import Health
 from .engine_plan import Inputs
 from .engine_pools import EnginePool, Pools, find_rivals
@@ -47,6 +48,7 @@ class EngineSession(CanarySession):
         pools: the pools by name.
         inputs: the persistent buffers of a step's inputs, shared by captured and eager forwards.
         own_inputs: those of pools with batches of their own, by the batch's field.
+        given: the inputs of checks that the engine gave so far.
         windows: what the pools with a window were seen to hold.
         backend: for ``torch.compile(model, backend=session.backend)``.
     """
@@ -80,17 +82,18 @@ class EngineSession(CanarySession):
         self._inputs = Inputs(pools, max_requests, max_tokens, self.ids)
         self.inputs, self.own_inputs = self._inputs.main, self._inputs.own
         self.backend = CanaryBackend(config, self)
-        self.steps = 0
+        self.steps = self._begun = 0
         self.schedule = schedule or Schedule()
         self.sweep = Sweep(self, self.schedule.sweep)
         self.health, self.windows = Health(self), Windows(self)
         self._poll = Poll(self.controls)
+        self.given = engine_inputs.GivenInputs()
         self._layers: dict[tuple[int, ...], dict[str, tuple[LayerHalf, ...]]] = {}  # by the gates of a graph
         self._ready = self._closed = False
         self._step: Mapping[str | None, StepView] | None = None
         self._thread: threading.Thread | None = None  # that is in a step
         self._forward: Forward | None = None
-        self._index = ForwardIndex(self.controls)
+        self._clock = Clock(self.controls)
 
     def _pools_in(self, tensor: Any) -> int:
         return self.registry.pools_in(tensor) if isinstance(tensor, torch.Tensor) else 0
@@ -116,6 +119,8 @@ class EngineSession(CanarySession):
             pool.space.counters.zero_()
             pool.scales.adopt()
         self.windows.reset()
+        self._begun = 0
+        self.given.reset()
         self.found.clear()
         self._ready = True
 
@@ -157,7 +162,9 @@ class EngineSession(CanarySession):
         self._require_open()
         self._require_no_step()
         self._thread = threading.current_thread()
+        self._begun += 1
         try:
+            self._clock.begin_step(self._begun)
             self._step = self._view_of(batch) if batch is not None else _EMPTY
             yield self
             self.steps += 1
@@ -193,7 +200,7 @@ class EngineSession(CanarySession):
         view = self._step if batch is None else self._view_of(batch)
         self._forward = Forward(index, {} if view is _EMPTY else self._plans(view))
         try:
-            self._index.tell(index)
+            self._clock.begin_forward(index)
             self._before(self._forward)
             try:
                 yield
@@ -210,7 +217,9 @@ class EngineSession(CanarySession):
             side.join()
 
     def _view_of(self, batch: Any) -> Mapping[str | None, StepView]:
-        return self._inputs.fill(batch, self.steps)
+        views = self._inputs.fill(batch, self._begun)
+        self.given.note(batch)
+        return views
 
     def _before(self, running: Forward) -> None:
         with beside_capture(self._sides.values()) as beside:
@@ -252,6 +261,7 @@ class EngineSession(CanarySession):
         if self._forward is None:
             raise SessionStateError("check_reads() outside forward(): it compares with the plan of the running forward")
         self._join()
+        self.given.called("check_reads")
         check_reads(self.pool if pool is None else self.pools[pool], self._forward, pages, lengths, page_size)
 
     @property
@@ -337,12 +347,11 @@ class EngineSession(CanarySession):
 
     def checks_without_inputs(self) -> dict[str, str]:
         """The checks that cannot run in this session, each with what they lack."""
-        lacking = {}
-        if not any(p.declared.allocations for p in self.pools.values()):
-            lacking["owner"] = "no pool reports allocate and release (KVPool(allocations=False))"
-        if not self.sweep.every:
-            lacking["sweep"] = "no schedule (install_canary(sweep_every=N)); session.sweep.run() runs one"
-        return lacking
+        return engine_inputs.without_inputs(self)
+
+    def checks_in_part(self) -> dict[str, str]:
+        """The checks that run without some of their inputs, each with what is lost."""
+        return engine_inputs.in_part(self)
 
     def stats(self) -> EngineStats:
         """Counts since the session was ready; waits for the devices."""
@@ -383,6 +392,7 @@ class EngineSession(CanarySession):
         chosen = self.pool if pool is None else self.pools[pool]
         for digest in (mine, theirs):
             require_whole("a digest", digest, -(1 << 63), "64 bits, as session.digest() returns")
+        self.given.called("compare_digests")
         self.sweep.report_digest(chosen, mine, theirs, self.ids.hash(request))
         self._look()
         return mine == theirs

@@ -44,7 +44,8 @@ class KVPool:
         slots_from: the batch's field with the slots planned for this pool.
         reserved: slots that take the padding of a batch.
         token_offset: the slot of position p holds the token of position p + token_offset (an EAGLE draft's: 1).
-        window: tokens that attention sees, the newest included; None for all.
+        window: tokens that attention sees, the token itself included, as in a Hugging Face config's
+            ``sliding_window``; None for all.
         ring: a request's row is used again and again: position p is in column ``p // table_page_size`` modulo
             the width.  Needs a window that fits into the row.
         tokens_per_slot: tokens that a slot stands for, in a compressed cache: slot e of a request is written when
@@ -168,6 +169,21 @@ class KVPool:
     def tensors(self) -> list[list[torch.Tensor]]:
         """Each layer's halves as views ``[slots, ...]`` or ``[pages, page_size, ...]``, K and V apart."""
         return [[view for tensor in layer for view in self._views(tensor)] for layer in self.layers]
+
+    @functools.cached_property
+    def names_of_layers(self) -> list[str]:
+        """``layer_names``, or what stands for them."""
+        return list(self.layer_names or (f"layers.{number}" for number in range(len(self.layers))))
+
+    @functools.cached_property
+    def layer_numbers(self) -> list[int]:
+        """The number of each layer in the whole model, which its digests start from: the last one in its name.
+
+        Its place in the pool where names have none, or the same one twice: a shadow then fits pools that are cut alike.
+        """
+        numbers = [[int(part) for part in name.split(".") if part.isdecimal()] for name in self.names_of_layers]
+        found = [own[-1] for own in numbers if own]
+        return found if len(set(found)) == len(self.layers) else list(range(len(self.layers)))
 
     def _views(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         parts = [tensor]

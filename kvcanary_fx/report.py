@@ -65,6 +65,7 @@ def summarise(session: CanarySession) -> str:
     ]
     for why, checks in _by_reason(session).items():
         lines.append(f"  off {', '.join(checks)}: {why}")
+    lines += [f"  in part {c}: {why}" for c, why in session.checks_in_part().items() if c in session.config.checks]
     lines += [line for plan in plans for line in describe_plan(plan, session.config)]
     if session.eager_layers:
         lines.append(f"  guarded around each call of their own: {', '.join(session.eager_layers)}")

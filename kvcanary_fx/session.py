@@ -308,6 +308,10 @@ class CanarySession:
         """The checks that cannot run in this session, each with what they lack."""
         return dict.fromkeys(ENGINE_CHECKS, "only an engine knows what they need (kvcanary_fx.install_canary)")
 
+    def checks_in_part(self) -> dict[str, str]:
+        """The checks that run without some of what they need, each with what is lost."""
+        return {}
+
     def summary(self) -> str:
         """What is protected, what is off and why, and the counts so far, as text."""
         return report.summarise(self)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from .kernels.buffers import UNKNOWN, Check, Phase, Ring
+from .kernels.buffers import UNKNOWN, Check, Phase, Ring, forward_and_step
 from .kernels.chain import MASK64
 from .kernels.slot_space import Why
 from .violation_texts import TEXTS, Text
@@ -35,7 +35,8 @@ class Violation:
         check: ``content``, ``operand``, ``bounds``, ``poison``, ``chain``, ``index``, ``owner``, ``namespace``,
             ``token`` or ``digest``.
         phase: ``pre`` (before the layer's write), ``post``, ``sweep``, or ``life`` (an engine handed slots around).
-        step: number of the guarded graph call on this device.
+        step: number of the guarded graph call on this device; in an engine's session of the engine's step, 1 for the
+            first one after ``mark_ready()``.  What is found between two steps has that of the one before.
         layer, half, pool: ``model.layers.3.self_attn``, ``K``, ``past_key_values.layers[3].keys``; layer ``*``
             where a slot of an engine's pool is wrong in all of them.
         row: batch row (or page) of the slot, None where the pool has none.
@@ -202,6 +203,7 @@ def decode(
     if row[Ring.POSITION] != UNKNOWN:
         position = row[Ring.POSITION]
     inside = row[Ring.PHASE] in (Phase.PRE, Phase.POST)  # the others happen between forwards
+    forward, step = forward_and_step(row[Ring.FORWARD])
     in_row = info.rows is not None and slot >= 0
     index = slot % info.positions if in_row else slot
     if in_row and origin != UNKNOWN:
@@ -211,7 +213,7 @@ def decode(
     return Violation(
         check=(check.name or "?").lower(),
         phase=Phase(row[Ring.PHASE]).name.lower(),
-        step=row[Ring.STEP],
+        step=step if step >= 0 else row[Ring.STEP],
         layer=info.layer,
         half=info.half,
         pool=info.pool,
@@ -225,6 +227,6 @@ def decode(
         token=token,
         request=request,
         why=why.name if why != Why.NONE else None,
-        forward=row[Ring.FORWARD] if inside and row[Ring.FORWARD] >= 0 else None,
+        forward=forward if inside and forward >= 0 else None,
         also=tuple((c.name or "?").lower() for c in Check if c & row[Ring.CHECK] & ~check),
     )

@@ -103,7 +103,7 @@ class Engine:
         with kvcanary_fx.forward(self.session):  # canary
             for group, reads in zip(self.groups, plan.reads, strict=True):
                 if self.session is not None:
-                    self.session.check_reads(reads[: len(plan.work)], plan.lengths, pool=group.name)  # canary
+                    self.session.check_reads(reads[: len(plan.work)], plan.lengths, group.name, page_size=1)  # canary
             out, hidden = self.model(plan.tensors(self.config))
         if self.draft:
             self.draft.keep(plan, hidden)

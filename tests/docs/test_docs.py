@@ -35,7 +35,7 @@ def test_readme_code_runs(capsys):
     assert "kvcanary.violation check=content" in out
     assert "half=V row=0 position=0 slot=0" in out
     assert "[owner] attention is about to read a slot that is free" in out
-    assert "request request-7, position 1, token 1, slot 6 of kv, step 1" in out
+    assert "request request-7, position 1, token 1, slot 6 of kv, step 2" in out
     assert kvcanary_fx.session_of(names["model"]).stats().violations == 1
 
 

@@ -223,6 +223,64 @@ def test_summary_names_pools_and_what_is_off():
     assert "4 tensors, window 4, allocations not reported, so owner is off" in toy.session.summary()
 
 
+def test_summary_names_the_inputs_that_no_batch_had_and_what_is_lost():
+    toy = prefilled(history=False)
+    for slot in (6, 7):
+        toy.take("A", [slot])
+        with toy.session.step(toy.plan({"A": [slot]}, positions=None, request_ids=None)), toy.session.forward():
+            pass
+    text = toy.session.summary()
+    assert "checks content, operand, bounds, poison, chain, index, owner, " in text
+    assert "off token: no batch had history or history_lens, of 3: tokens are not compared" in text
+    assert "off namespace: no batch had namespaces, of 3: all requests count as of one namespace" in text
+    assert "off digest: session.compare_digests was not called" in text
+    assert "in part chain: 2 of 3 batches had no positions" in text
+    assert "in part owner: 2 of 3 batches had no request_ids: a slot of another request" in text
+    assert "in part index: session.check_reads was not called: the page table" in text
+
+
+def test_summary_lists_a_check_whose_inputs_came_each_time_as_on():
+    toy = prefilled()
+    toy.run({"A": [6]}, namespaces=[0])
+    toy.session.compare_digests(1, 1)
+    toy.take("A", [7])
+    with toy.session.step(toy.plan({"A": [7]}, namespaces=[0])), toy.session.forward():
+        toy.session.check_reads(torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([5]))
+    text = toy.session.summary()
+    for check in ("token", "chain", "owner", "index", "digest"):
+        assert f"off {check}" not in text
+        assert f"in part {check}" not in text
+    assert "in part namespace: 1 of 3 batches had no namespaces" in text
+
+
+def test_history_without_its_lengths_is_said_and_not_taken_for_a_check(caplog):
+    toy = prefilled()
+    for slot in (6, 7):
+        toy.run({"A": [slot]}, history_lens=None)
+    lines = [r.getMessage() for r in caplog.records if "kvcanary.unguarded" in r.getMessage()]
+    assert len(lines) == 1
+    assert "the batch has no history_lens" in lines[0]
+    assert "in part token: 2 of 3 batches had no history_lens" in toy.session.summary()
+
+
+def test_reports_count_the_steps_of_the_engine_whatever_it_calls_in_them():
+    toy = prefilled(width=20)
+    for slot in (6, 7, 8, 9):
+        with toy.session.step():
+            toy.take("A", [slot])
+            batch = toy.plan({"A": [slot]})
+            toy.requests["A"].stored += 1
+            with toy.session.forward(0, batch), torch.no_grad():
+                for _ in range(2):  # a graph that is called twice in each forward
+                    toy.model(toy.kv, torch.zeros(1, 4), torch.tensor(batch.slots), torch.tensor([0]))
+        if slot == 8:
+            flip(toy, 0, 0, 4)
+    assert [(v.check, v.step) for v in toy.found()] == [("content", 5)]
+    toy.pool.release([4, 4], owner="A")  # between two steps
+    assert [(v.check, v.step) for v in toy.found()[1:]] == [("owner", 5)]
+    assert "step=5" in toy.found()[0].line()
+
+
 # ---- slots that are filled elsewhere
 
 
@@ -266,6 +324,46 @@ def test_forgotten_slots_may_be_rewritten():
     flip(toy, 0, 0, 4)
     toy.run({"A": [6]})
     assert toy.found() == []
+
+
+def test_a_shadow_is_cut_by_layers_for_a_stage_that_has_some_of_them():
+    def stage(name: str) -> Toy:
+        return Toy(pools=lambda toy: (KVPool(toy.kv[1:], toy.table, layer_names=[name]),))
+
+    here, there = prefilled(), stage("model.layers.1.attn")
+    for shadow in (here.pool.export([3, 4, 5]), here.pool.export([3, 4, 5]).of_layers(["layers.1"])):
+        there.pool.allocate([9, 10, 11], owner="A")
+        for mine, theirs in zip(here.kv[1], there.kv[1], strict=True):
+            theirs[[9, 10, 11]] = mine[[3, 4, 5]]
+        there.pool.import_(shadow, [9, 10, 11])
+        there.session.sweep.run([9, 10, 11])
+        assert there.found() == []
+        there.kv[1][0][10] += 1
+        there.session.sweep.run([9, 10, 11])
+        (v,) = there.found()
+        assert (v.check, v.layer, v.half, v.slot) == ("content", "model.layers.1.attn", "K", 10)
+        there.session.mark_ready()
+        there.pool.release([9, 10, 11])
+    with pytest.raises(EngineError, match=r"no layer 'layers\.7': it has"):
+        here.pool.export([3]).of_layers(["layers.7"])
+    with pytest.raises(EngineError, match=r"the shadow has no K of layers\.5 .* layer_names with the layers' numbers"):
+        stage("layers.5").pool.import_(here.pool.export([3]), [9])
+
+
+def test_a_shadow_of_rows_with_other_bytes_is_refused_and_may_come_without_them():
+    here, there = prefilled(), Toy(dtype=torch.bfloat16)
+    shadow = here.pool.export([3, 4, 5])
+    there.add("A", here.requests["A"].tokens)
+    there.take("A", [9, 10, 11])
+    with pytest.raises(EngineError, match=r"\(16 bytes of float32\), pool 'kv' has .* \(8 bytes of bfloat16"):
+        there.pool.import_(shadow, [9, 10, 11])
+    there.pool.import_(shadow.without_bytes(), [9, 10, 11])
+    there.requests["A"].stored = 3
+    there.run({"A": [12]})
+    assert there.found() == []  # who is in the slots is known, and what has arrived is what is checked
+    there.kv[0][0][10] = 7
+    there.run({"A": [13]})
+    assert told(there) == [("content", "NONE", 10, "A")]
 
 
 def test_all_slots_of_a_pool_may_be_forgotten_at_once():
