@@ -36,7 +36,7 @@ from types import ModuleType
 import torch
 
 from ..context import ForwardContext, get_forward_context
-from . import cpu, request_checks
+from . import cpu, pool_bytes, request_checks
 from .buffers import Check, Phase, RowState, Site
 from .counting import count_op
 from .identity import name_slots
@@ -76,6 +76,11 @@ def kernels_for(device: torch.device) -> ModuleType:
 def request_kernels_for(device: torch.device) -> ModuleType:
     """The implementation of the identity checks for a device."""
     return importlib.import_module(".gpu_requests", __package__) if device.type == "cuda" else request_checks
+
+
+def pool_kernels_for(device: torch.device) -> ModuleType:
+    """The implementation of the checks that take all tensors of an engine's pool at once."""
+    return importlib.import_module(".gpu_pool_bytes", __package__) if device.type == "cuda" else pool_bytes
 
 
 def _begin(state: torch.Tensor) -> None:

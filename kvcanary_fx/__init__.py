@@ -35,6 +35,7 @@ from .errors import (
 from .passes.attention_ops import register_attention_op
 from .passes.write_ops import register_kv_write
 from .pool_layout import KVPool
+from .prefixes import Prefix
 from .protect import protect, session_of
 from .session import CanarySession, Stats
 from .step_inputs import StepInputs
@@ -62,6 +63,7 @@ __all__ = [
     "KVPool",
     "LintError",
     "MissingContextError",
+    "Prefix",
     "SelfTestError",
     "SessionStateError",
     "ShadowSlice",

@@ -8,9 +8,12 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import InvalidSettingError, UnknownSettingError
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("kvcanary")
 
@@ -50,6 +53,8 @@ class CanaryConfig:
             session of ``index owner namespace token digest sweep``.
         verify_fraction: share of the recorded slots whose bytes are checked each step, ``"1/N"``; each
             slot is checked within N steps.
+        verify_after: whether an engine's session checks the bytes of what a forward read behind it as well, which finds
+            what is written to them while it runs: True, False, or ``"auto"``: on a CPU, where ``verify_fraction`` is 1.
         digest_bits: bits of content digest stored per slot, layer and half: 32 or 64.
         placement: where the checks of an engine's opaque attention run on a GPU: ``"side"``, on a stream of their own
             beside the model's, or ``"inline"``, in the model's own.  Inline is for engines that capture a graph in
@@ -71,6 +76,7 @@ class CanaryConfig:
     inner: str | Callable[..., Any] = "inductor"
     checks: tuple[str, ...] = CHECKS
     verify_fraction: str = "1"
+    verify_after: bool | Literal["auto"] = "auto"
     digest_bits: int = 32
     placement: Literal["side", "inline"] = "side"
     rewrite_writes: bool | Literal["auto"] = "auto"
@@ -90,6 +96,12 @@ class CanaryConfig:
         """N of ``verify_fraction = 1/N``."""
         return Fraction(self.verify_fraction).denominator
 
+    def verifies_after(self, device: torch.device) -> bool:
+        """Whether the bytes of a pool on this device are checked behind a forward as well."""
+        if self.verify_after == "auto":
+            return device.type == "cpu" and self.verify_every == 1
+        return bool(self.verify_after)
+
     @property
     def rewrite(self) -> bool | Literal["parts"]:
         """What the pass of that name is asked for."""
@@ -108,6 +120,7 @@ class CanaryConfig:
             self.mode,
             self.checks,
             self.verify_every,
+            self.verify_after,
             self.digest_bits,
             self.placement,
             self.ring_capacity,
@@ -271,6 +284,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"a tuple of names, at least one, out of {', '.join(CHECKS)} (mode 'off' checks nothing)",
     ),
     "verify_fraction": (_is_fraction, f"'1' or '1/N' with a whole number N, at most {MOST_TURNS}"),
+    "verify_after": (lambda v: isinstance(v, bool) or v == "auto", "True, False or 'auto'"),
     "digest_bits": (lambda v: isinstance(v, int) and v in (32, 64), "32 or 64"),
     "placement": (lambda v: v in ("side", "inline"), "'side' or 'inline'"),
     "rewrite_writes": (lambda v: isinstance(v, bool) or v == "auto", "True, False or 'auto'"),
@@ -292,7 +306,7 @@ def _parse(name: str, text: str) -> Any:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if name in ("digest_bits", "ring_capacity"):
         return int(text) if text.isascii() and text.isdigit() else text
-    if name == "rewrite_writes":
+    if name in ("rewrite_writes", "verify_after"):
         return _BOOLEANS.get(text.strip().lower(), text)
     return text
 

@@ -11,9 +11,10 @@ import torch
 
 from .arguments import integer_tensor, require_whole
 from .binding import Controls
+from .config import CanaryConfig
 from .errors import EngineError, SessionStateError
 from .kernels import request_checks
-from .kernels.buffers import HALF_FORWARD, HALF_STEP, Gate, Word
+from .kernels.buffers import HALF_FORWARD, HALF_STEP, Phase, Word
 from .kernels.ops import kernels_for, request_kernels_for
 from .kernels.side_stream import SideStream, capturing
 from .kernels.slot_space import RequestPlan
@@ -140,6 +141,17 @@ def remember(pools: Mapping[int, EnginePool], running: Forward) -> None:
         request_kernels_for(space.block.device).store(space, plan)
 
 
+def check_after(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPlan], config: CanaryConfig) -> None:
+    """The bytes of what a forward read, once more: something may have written to them while it ran.
+
+    What was told before the forward is not told again, since the digest found stands for the one stored.
+    """
+    for number in plans:
+        pool = pools[number]
+        if config.verifies_after(pool.declared.device):
+            pool.verify_bytes(pool.space.listed, pool.space.listed_count, None, Phase.POST)
+
+
 def check_reads(
     pool: EnginePool, running: Forward, pages: torch.Tensor, lengths: torch.Tensor, page_size: int | None
 ) -> None:
@@ -185,8 +197,6 @@ def _check_bytes(pool: EnginePool) -> None:
     """The bytes of the slots that the walk found: the graphs that read them may never write them, and then have
     nothing to guard."""
     device = pool.space.block.device
-    if pool.outside_gate is None:
-        pool.outside_gate = torch.zeros(len(Gate), dtype=torch.int64, device=device)
     for half in (half for layer in pool.layer_halves(pool.outside_gate).values() for half in layer):
         if not half.reader:
             kernels_for(device).verify(half.site, half.view, None)

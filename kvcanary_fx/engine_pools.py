@@ -12,14 +12,17 @@ from .arguments import integers
 from .binding import Controls, check_mask
 from .errors import EngineError
 from .kernels import slot_life
-from .kernels.buffers import Check, Count, HalfBuffers, Phase, RowState, Site
+from .kernels.buffers import Check, Count, Gate, HalfBuffers, Phase, RowState, Site
 from .kernels.chain import SEED, mix_tensor
 from .kernels.cpu import digest_rows
 from .kernels.digest import coefficients, seeds
 from .kernels.findings import Findings
 from .kernels.layer_ops import LayerHalf
 from .kernels.layout import SlotLayout
+from .kernels.ops import pool_kernels_for
+from .kernels.pool_bytes import PoolBytes
 from .kernels.request_checks import namespace_seed
+from .kernels.request_tokens import repeats
 from .kernels.slot_space import REFERENCE, Flag, SlotSpace, Why
 from .pool_layout import KVPool, Slots
 from .pool_scales import Scales
@@ -72,7 +75,6 @@ class EnginePool:
         self.views: list[torch.Tensor] = []
         self.counters: list[torch.Tensor] = []  # int64 [len(Count)] each, of what opaque attention does
         self.rivals: list[EnginePool] = []
-        self.outside_gate: torch.Tensor | None = None  # of checks that are in no graph
         self._layers: dict[str, list[_Part]] = {}  # by the name of the layer
         self.live_slots = 0  # allocated and not released, as far as the host was told
         self.adopted = 0
@@ -88,6 +90,10 @@ class EnginePool:
                 part = _Part(known[_address(tensor)], place, reader)
                 self._layers.setdefault(name, []).append(part)
         self.scales = Scales(declared, registry, self.space, config.planes)
+        self.outside_gate = torch.zeros(len(Gate), dtype=torch.int64, device=device)  # of checks that are in no graph
+        self.bytes = PoolBytes(tuple(self._sites(self.outside_gate)), tuple(self.views), self.space)
+        if device.type == "cuda":
+            pool_kernels_for(device).prepare(self.bytes)
 
     def _declare(self, registry: PoolRegistry, number: int, name: str, place: int, tensor: torch.Tensor) -> None:
         declared = self.declared
@@ -126,9 +132,16 @@ class EnginePool:
         Args:
             gate: int64 ``[len(Gate)]``, of the graph that the ops are in.
         """
-        sites = []
-        for half, counters in zip(self.halves, self.counters, strict=True):
-            site = Site(
+        sites = self._sites(gate)
+        return {
+            name: tuple(LayerHalf(sites[p.half], self.views[p.half], p.place, p.reader) for p in parts)
+            for name, parts in self._layers.items()
+        }
+
+    def _sites(self, gate: torch.Tensor) -> list[Site]:
+        """What a kernel needs of each half, in a graph with this gate."""
+        return [
+            Site(
                 layout=half.place.layout,
                 half=half.buffers,
                 control=self.space.control,
@@ -140,11 +153,8 @@ class EnginePool:
                 checks=self.checks,
                 space=self.space,
             )
-            sites.append(site)
-        return {
-            name: tuple(LayerHalf(sites[p.half], self.views[p.half], p.place, p.reader) for p in parts)
-            for name, parts in self._layers.items()
-        }
+            for half, counters in zip(self.halves, self.counters, strict=True)
+        ]
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -172,11 +182,19 @@ class EnginePool:
     def release(self, slots: Slots, owner: RequestId | None = None) -> None:
         """One reference to each slot was dropped; a slot without references is free.
 
+        The bytes of those are compared once more, in all layers and whatever ``verify_fraction`` is: nobody will read
+        them again.
+
         Args:
             owner: id of the one that lets go, if known: letting go of another's slot is then a violation.
         """
         given = self.slot_tensor(slots)
-        slot_life.release(self.space, given, self._ids.hash(owner))
+        space = self.space
+        at = torch.where((given >= 0) & (given < space.slots), given, space.nowhere)
+        owners, held = space.owners[at], space.flags[at] >= REFERENCE
+        slot_life.release(space, given, self._ids.hash(owner))
+        gone = held & (space.flags[at] < REFERENCE) & ~repeats(at, space.nowhere)
+        self.verify_bytes(torch.where(gone, at, -1), None, owners, Phase.LIFE)
         self.live_slots -= given.numel()
 
     def share(self, slots: Slots, owner: RequestId | None = None) -> None:
@@ -262,6 +280,7 @@ class EnginePool:
         who = (shadow.tokens, shadow.positions, shadow.chain)
         slot_life.name(self.space, given, shadow.marks, who, self._ids.hash(owner))
         if not shadow.exact:
+            self.forget_content(given)
             self._fingerprint(given)
             return
         inside = (given >= 0) & (given < self.space.slots)
@@ -269,6 +288,13 @@ class EnginePool:
         if self.imported is None:
             self.imported = torch.zeros(self.space.slots + 1, dtype=torch.bool, device=given.device)
         self.imported[self._inside(given)] = True
+
+    def verify_bytes(
+        self, slots: torch.Tensor, count: torch.Tensor | None, owners: torch.Tensor | None, phase: Phase
+    ) -> None:
+        """Compare the bytes of slots in all layers.  See :func:`.kernels.pool_bytes.verify_slots`."""
+        if self.checks & Check.CONTENT:
+            pool_kernels_for(slots.device).verify_slots(self.bytes, slots, count, owners, phase)
 
     def slot_tensor(self, slots: Slots) -> torch.Tensor:
         """Slots as int64 ``[n]`` on the pool's device.

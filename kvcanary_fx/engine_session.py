@@ -16,7 +16,7 @@ from .backend import CanaryBackend
 from .binding import BoundCall
 from .config import CanaryConfig
 from .context import ForwardContext
-from .engine_forward import Clock, Forward, Schedule, beside_capture, check_before, check_reads, remember
+from .engine_forward import Clock, Forward, Schedule, beside_capture, check_after, check_before, check_reads, remember
 from .engine_health import Health
 from .engine_plan import Inputs
 from .engine_pools import EnginePool, Pools, find_rivals
@@ -231,6 +231,7 @@ class EngineSession(CanarySession):
 
     def _after_forward(self, running: Forward) -> None:
         remember(self._spaces, running)
+        check_after(self._spaces, running.plans, self.config)
         self._look()
 
     def _look(self) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
-from .engine_pools import EnginePool, digest_of
+from .engine_pools import EnginePool
 from .kernels.buffers import Check, Phase
-from .kernels.cpu import packed, poisoned_words, rows_as_words
+from .kernels.cpu import poisoned_words, rows_as_words
 from .kernels.findings import Findings
 from .kernels.layout import FLOAT_DTYPES
+from .kernels.prefix_checks import check_listed
 from .kernels.slot_space import REFERENCE, Flag, Why
 from .pool_layout import Slots
+from .prefixes import Prefix, listed_slots
 
 if TYPE_CHECKING:
     from .engine_session import EngineSession
@@ -31,31 +34,64 @@ class Sweep:
         self._session, self.every, self.budget = session, every, budget
         self.runs = self.checked = 0
         self._next: dict[str, int] = {}
+        self._watched: dict[str, Callable[[], Iterable[Prefix]]] = {}
 
     def after_step(self) -> None:
         """Run if the schedule says so."""
-        if self.every and self._session.steps % self.every == 0:
-            self.run()
+        if not self.every or self._session.steps % self.every:
+            return
+        self.run()
+        for name, prefixes in self._watched.items():
+            pool = self._session.pools[name]
+            check_listed(pool.space, listed_slots(prefixes(), pool, self._session.ids))
 
-    def run(self, slots: Slots | None = None, pool: str | None = None) -> int:
-        """Check the bytes of slots, in every layer, and that they are not free.
+    def run(self, slots: Slots | None = None, pool: str | None = None, prefixes: Iterable[Prefix] | None = None) -> int:
+        """Check the bytes of slots in every layer, that they are not free, and of prefixes who is in them.
 
         Args:
-            slots: integer ``[n]``, such as the rows of a prefix cache; None: the written ones, within the budget.
+            slots: integer ``[n]``, in any order; None: the written ones, within the budget.
             pool: name of the pool; None for all.
+            prefixes: what a prefix cache lists, with the order of the slots: positions, what each token follows,
+                namespaces, owners and tokens are compared as a forward that took the prefix would do.  Without
+                ``slots``, these slots are the ones that are looked at, whatever the budget.
 
         Returns:
             How many fingerprints were compared.
         """
         self.runs += 1
-        checked = 0
+        checked, given = 0, None if prefixes is None else list(prefixes)
         for engine_pool in self._session.pools.values() if pool is None else [self._session.pools[pool]]:
-            chosen = self._due(engine_pool) if slots is None else engine_pool.slot_tensor(slots)
-            self._check_place(engine_pool, chosen)
-            checked += self._check_bytes(engine_pool, chosen)
-            self._check_reserved(engine_pool)
+            checked += self._run(engine_pool, slots, given)
         self.checked += checked
         return checked
+
+    def watch(self, prefixes: Callable[[], Iterable[Prefix]] | None, pool: str | None = None) -> None:
+        """What scheduled sweeps take for the prefixes of a pool, besides the written slots.
+
+        Args:
+            prefixes: called at each scheduled sweep; None for none.
+            pool: name of the pool; None for all.
+
+        Raises:
+            EngineError: no such pool.
+        """
+        for name in list(self._session.pools) if pool is None else [self._session.pools[pool].name]:
+            self._watched.pop(name, None)
+            if prefixes is not None:
+                self._watched[name] = prefixes
+
+    def _run(self, pool: EnginePool, slots: Slots | None, prefixes: list[Prefix] | None) -> int:
+        chosen = pool.slot_tensor(slots) if slots is not None else None
+        if prefixes is not None:
+            listed = listed_slots(prefixes, pool, self._session.ids)
+            check_listed(pool.space, listed)
+            if chosen is None:
+                self._check_reserved(pool)
+                return self._check_bytes(pool, listed.slots.unique())
+        chosen = self._due(pool) if chosen is None else chosen
+        self._check_place(pool, chosen)
+        self._check_reserved(pool)
+        return self._check_bytes(pool, chosen)
 
     def _due(self, pool: EnginePool) -> torch.Tensor:
         """The next slice of the written slots."""
@@ -89,18 +125,9 @@ class Sweep:
         if not pool.space.checks & Check.CONTENT:
             return 0
         slots = slots[(slots >= 0) & (slots < pool.space.slots)]
-        checked = 0
-        for half, view in zip(pool.halves, pool.views, strict=True):
-            stored, found = half.buffers.digest[:, slots], digest_of(half, view, slots)
-            recorded = stored[0] != 0
-            bad = (stored != found).any(0)
-            findings = Findings(recorded, pool.space.checks)
-            findings.add(Check.CONTENT, Why.NONE, bad, packed(stored), packed(found))
-            where, owners = pool.space.positions[slots], pool.space.owners[slots]
-            findings.report(pool.space.control, half.id, Phase.SWEEP, slots, where, owners)
-            half.buffers.digest[:, slots] = torch.where(recorded & bad, found, stored)
-            checked += int(recorded.sum())
-        return checked
+        recorded = int((pool.digests[:, 0, slots] != 0).sum())
+        pool.verify_bytes(slots, None, None, Phase.SWEEP)
+        return recorded
 
     def _check_reserved(self, pool: EnginePool) -> None:
         """A reserved slot takes padding, and is read by masked tiles: a NaN there poisons them, as 0 * NaN is NaN."""

@@ -64,9 +64,7 @@ class ShadowSlice:
     exact: bool = True
 
     @classmethod
-    def take(
-        cls, space: SlotSpace, digests: torch.Tensor, slots: torch.Tensor, parts: tuple[Part, ...]
-    ) -> ShadowSlice:
+    def take(cls, space: SlotSpace, digests: torch.Tensor, slots: torch.Tensor, parts: tuple[Part, ...]) -> ShadowSlice:
         """A copy of what is known about ``slots`` (int64 ``[n]``); nothing is of those that do not exist."""
         outside = (slots < 0) | (slots >= space.slots)
         at = torch.where(outside, space.nowhere, slots)

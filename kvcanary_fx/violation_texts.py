@@ -34,6 +34,18 @@ _BY_CHECK = {
         "a copy that was cut short, mixed up blocks or had not ended when the slot was read, or a layout that differs",
         "compare the bytes on both ends, and wait for the copy before the step that reads them",
     ),
+    "content post": Text(
+        "the bytes of a slot changed while the forward that reads it ran (digest {stored}, now {found})",
+        "a write of this very forward that went astray (a padded or stale slot number, a kernel's wrong stride), or a "
+        "copy, an off-load, another stream beside it",
+        "compare the slots that each layer writes with the plan; what it has computed so far may be wrong already",
+    ),
+    "content life": Text(
+        "the bytes of a slot had changed when it was released (digest {stored}, now {found})",
+        "something wrote to the slot after it was read for the last time: the request's last output may be wrong or "
+        "not, the next victim's will be",
+        "what ran since the request's last step? If the write was legal, tell the canary: pool.forget(slots)",
+    ),
     "operand": Text(
         "the slot read back is not what the write was given (operand {stored}, read back {found})",
         "the write went to another slot, used a wrong stride, or changed the values on the way",

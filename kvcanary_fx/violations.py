@@ -125,6 +125,8 @@ class Violation:
     def explain(self) -> str:
         """A short text for people: what failed, where, stored and found, the usual meaning, what to try."""
         text = self._text()
+        if self.phase == "sweep":  # which reads nothing
+            text = text._replace(what=text.what.replace("attention is about to read", "a prefix cache lists"))
         facts = text.what.format(
             stored=one_line(self._shown(self.stored, self.owners[0])),
             found=one_line(self._shown(self.found, self.owners[1])),
@@ -140,6 +142,8 @@ class Violation:
     def _text(self) -> Text:
         if self.why is not None:
             return TEXTS[self.why]
+        if self.check == "content" and self.phase in ("post", "life") and self.text != "transfer":
+            return TEXTS[f"content {self.phase}"]
         if self.text is not None:
             return TEXTS[self.text]
         if self.check != "bounds":

@@ -25,6 +25,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from kvcanary_fx.kernels import gpu, gpu_requests
+from kvcanary_fx.kernels.buffers import Phase
 
 #: Layers' kernels without a slot space: seeds that reach all of them, both digest sizes, and every unit of a row.
 SEEDS = range(6)
@@ -89,6 +90,10 @@ def engine() -> None:
     batch = toy.plan({"A": [5]})
     with toy.session.step(batch), toy.session.forward():
         toy.session.check_reads(torch.tensor([[3, 4]]), torch.tensor([2]))
+    for bits in (32, 64):
+        pool = Toy(digest_bits=bits, verify_after=True).pool
+        pool.verify_bytes(torch.tensor([3, 4]), None, torch.tensor([1, 1]), Phase.LIFE)
+        pool.verify_bytes(pool.space.listed, pool.space.listed_count, None, Phase.POST)
 
 
 def spaces() -> None:

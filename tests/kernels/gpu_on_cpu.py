@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvcanary_fx.kernels import gpu, gpu_requests
+from kvcanary_fx.kernels import gpu, gpu_pool_bytes, gpu_requests
+
+KERNELS = (("kernels_for", gpu), ("request_kernels_for", gpu_requests), ("pool_kernels_for", gpu_pool_bytes))
 
 
 def use_gpu_kernels(replace: Callable[[Any, str, Any], None]) -> None:
@@ -16,6 +18,6 @@ def use_gpu_kernels(replace: Callable[[Any, str, Any], None]) -> None:
         replace: ``setattr``, or a fixture's that undoes it.
     """
     for name, module in list(sys.modules.items()):
-        for finder, kernels in (("kernels_for", gpu), ("request_kernels_for", gpu_requests)):
+        for finder, kernels in KERNELS:
             if name.startswith("kvcanary_fx") and hasattr(module, finder):
                 replace(module, finder, lambda device, kernels=kernels: kernels)

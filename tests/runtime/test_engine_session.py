@@ -156,6 +156,96 @@ def test_verify_fraction_keeps_its_bound():
     assert steps <= 4
 
 
+# ---- behind a forward, and before a release
+
+
+def while_it_runs(toy: Toy, act) -> None:
+    """Let the toy's forwards do something besides, once they have read and written everything."""
+    compiled = toy.model
+
+    def model(*args):
+        compiled(*args)
+        act()
+
+    toy.model = model
+
+
+def test_a_stray_write_into_a_prefix_is_found_behind_the_forward_it_happened_in():
+    toy = prefilled()
+    toy.add("B", [1, 2])
+    toy.run({"B": [9]})
+    while_it_runs(toy, lambda: flip(toy, 1, 0, 4))
+    toy.run({"A": [6], "B": [10]})
+    (v,) = toy.found()
+    assert (v.check, v.phase, v.layer, v.half) == ("content", "post", "layers.1", "K")
+    assert (v.slot, v.position, v.token, v.request, v.step, v.forward) == (4, 1, 6, "A", 3, 0)
+    assert "while the forward that reads it ran" in v.explain()
+    while_it_runs(toy, lambda: flip(toy, 1, 0, 4))  # puts it right, and the other model makes it wrong again
+    toy.run({"A": [7]})
+    assert len(toy.found()) == 1
+
+
+def test_what_was_told_before_a_forward_is_not_told_again_behind_it():
+    toy = prefilled()
+    flip(toy, 0, 1, 4)
+    toy.run({"A": [6]})
+    assert [(v.phase, v.slot) for v in toy.found()] == [("pre", 4)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "phases"),
+    [
+        (dict(verify_after=False), ["pre"]),
+        (dict(verify_fraction="1/2"), ["pre"]),
+        (dict(verify_fraction="1/2", verify_after=True), ["post"]),
+    ],
+    ids=["switched off", "off where not everything is compared", "switched on"],
+)
+def test_verify_after_is_a_setting(settings, phases):
+    toy = prefilled(width=20, **settings)
+    while_it_runs(toy, lambda: flip(toy, 0, 0, 4) if toy.session.steps == 1 else None)
+    toy.requests["A"].tokens += [0] * 4
+    for slot in (6, 7, 8):
+        toy.run({"A": [slot]})
+    assert [v.phase for v in toy.found()] == phases
+
+
+@pytest.mark.parametrize(("layer", "half"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize("fraction", ["1", "1/64"])
+def test_bytes_that_changed_after_the_last_read_are_found_at_the_release(layer, half, fraction):
+    toy = prefilled(verify_fraction=fraction)
+    flip(toy, layer, half, 4)
+    toy.done("A")
+    (v,) = toy.found()
+    assert (v.check, v.phase, v.layer, v.half) == ("content", "life", f"layers.{layer}", "KV"[half])
+    assert (v.slot, v.position, v.request, v.forward) == (4, 1, "A", None)
+    assert "when it was released" in v.explain()
+    toy.add("B", [1, 2, 3])
+    toy.run({"B": [4, 3]})
+    toy.done("B")
+    assert len(toy.found()) == 1
+
+
+def test_a_shared_slot_is_looked_at_when_its_last_reference_goes():
+    toy = prefilled()
+    toy.pool.share([3, 4, 5], owner="B")
+    flip(toy, 0, 0, 4)
+    toy.pool.release([3, 4, 5], owner="A")
+    assert toy.found() == []
+    toy.pool.release([3, 4, 4, 99], owner="B")
+    assert [(v.check, v.phase, v.slot) for v in toy.found()] == [
+        ("owner", "life", 4), ("bounds", "life", 99), ("content", "life", 4)
+    ]  # fmt: skip
+
+
+def test_slots_that_were_forgotten_are_released_in_silence():
+    toy = prefilled()
+    toy.pool.forget([4])
+    flip(toy, 0, 0, 4)
+    toy.done("A")
+    assert toy.found() == []
+
+
 # ---- owners
 
 
@@ -363,7 +453,7 @@ def test_a_shadow_of_rows_with_other_bytes_is_refused_and_may_come_without_them(
     assert there.found() == []  # who is in the slots is known, and what has arrived is what is checked
     there.kv[0][0][10] = 7
     there.run({"A": [13]})
-    assert told(there) == [("content", "NONE", 10, "A")]
+    assert told(there) == [("content", None, 10, "A")]
 
 
 def test_all_slots_of_a_pool_may_be_forgotten_at_once():

@@ -1,0 +1,88 @@
+"""The bytes of slots in all tensors of a pool at once: the Triton kernel and plain torch say the same."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kvcanary_fx import KVPool
+from kvcanary_fx.binding import Controls
+from kvcanary_fx.config import CanaryConfig
+from kvcanary_fx.engine_pools import EnginePool
+from kvcanary_fx.kernels import gpu_pool_bytes, pool_bytes
+from kvcanary_fx.kernels.buffers import Phase, Ring, Word
+from kvcanary_fx.pools import PoolRegistry
+from kvcanary_fx.request_ids import RequestIds
+
+SLOTS = 24
+
+
+def tensors(kind: str, device: str) -> list[list[torch.Tensor]]:
+    """Two layers of a pool, with random bytes."""
+    generator = torch.Generator("cpu").manual_seed(1)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator, device="cpu").to(device)
+
+    if kind == "slots":
+        return [[drawn(SLOTS, 2, 24) for _ in "kv"] for _ in range(2)]
+    if kind == "unlike":  # rows of K, of V and of a scale differ: a launch each
+        return [[drawn(SLOTS, 2, 24), drawn(SLOTS, 16), drawn(SLOTS, 3)] for _ in range(2)]
+    if kind == "interleaved":
+        both = drawn(2, SLOTS, 2, 2, 8)
+        return [[both[layer, :, 0], both[layer, :, 1]] for layer in range(2)]
+    return [[drawn(6, 2, 4, 7) for _ in "kv"] for _ in range(2)]
+
+
+def made(kind: str, bits: int, device: str, capacity: int) -> EnginePool:
+    table = torch.zeros(1, SLOTS, dtype=torch.int32, device=device)
+    declared = KVPool(tensors(kind, device), table, paged=kind == "HND", order="HND" if kind == "HND" else "NHD")
+    config = CanaryConfig(digest_bits=bits, ring_capacity=capacity)
+    pool = EnginePool(declared, PoolRegistry(config.planes), Controls(capacity), config, RequestIds())
+    pool.allocate(range(1, SLOTS), owner="A")
+    pool.adopt(range(1, 20), tokens=range(19), positions=range(19))
+    return pool
+
+
+def rows(pool: EnginePool) -> list[list[int]]:
+    control = pool.space.control
+    kept = min(int(control.words[Word.HEAD]), control.capacity)
+    return sorted(control.ring[:kept].tolist())
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("kind", ["slots", "unlike", "interleaved", "HND"])
+@pytest.mark.parametrize("listed", [True, False], ids=["listed on the device", "told by an allocator"])
+def test_both_find_the_same_and_keep_the_same(kind, bits, listed, device):
+    rng = random.Random(kind)
+    one, other = made(kind, bits, "cpu", 64), made(kind, bits, device, 64)
+    for _ in range(6):
+        half, slot = rng.randrange(len(one.halves)), rng.randrange(1, SLOTS)
+        for pool in (one, other):
+            layout = pool.halves[half].place.layout
+            first = layout.slots_first(pool.views[half])
+            at = (slot // layout.positions, slot % layout.positions) if layout.two_axes else (slot,)
+            row = first[at]
+            row[(0,) * row.dim()] ^= 1 << 3
+    slots = [rng.randrange(-1, SLOTS) for _ in range(3)] + list(range(1, SLOTS))
+    slots = list(dict.fromkeys(slots))
+    for verify, pool in ((pool_bytes.verify_slots, one), (gpu_pool_bytes.verify_slots, other)):
+        where = pool.space.block.device
+        given = torch.tensor(slots, dtype=torch.int32 if listed else torch.int64, device=where)
+        count = torch.tensor([len(slots) - 5], dtype=torch.int32, device=where) if listed else None
+        owners = None if listed else torch.arange(len(slots), device=where)
+        for _ in range(2):  # what was told is not told again
+            verify(pool.bytes, given, count, owners, Phase.POST if listed else Phase.LIFE)
+    assert rows(other) == rows(one) != []
+    assert torch.equal(other.digests.cpu(), one.digests)
+    assert {row[Ring.HALF] for row in rows(one)} <= {half.id for half in one.halves}
+
+
+def test_more_findings_than_the_ring_holds_are_counted(device):
+    one, other = made("slots", 32, "cpu", 3), made("slots", 32, device, 3)
+    for verify, pool in ((pool_bytes.verify_slots, one), (gpu_pool_bytes.verify_slots, other)):
+        pool.views[0].add_(1)
+        verify(pool.bytes, torch.arange(1, 20, device=pool.space.block.device), None, None, Phase.LIFE)
+        assert int(pool.space.control.words[Word.HEAD]) == 19
