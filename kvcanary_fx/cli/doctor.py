@@ -2,6 +2,7 @@
 
 Pools of several layouts and types are made on the device, written by a compiled model, and damaged in every way
 that a check is for.  A check that stays silent, or one that speaks without a fault, does not work on this machine.
+First of all, an environment in which vLLM would not load the canary is told.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 
 import torch
 
+from ..adapters.vllm.settings import left_out
 from ..config import CanaryConfig
 from ..doctor import examine
 from ..pool_layout import KVPool
@@ -24,6 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    why = left_out()
+    if why is not None:
+        print(f"  FAIL {why}")
+        return 1
     failed = examined = 0
     for dtype in DTYPES:
         for paged in (False, True):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvcanary_fx import EngineError
+from kvcanary_fx.__main__ import main
 from kvcanary_fx.adapters.versions import Tested
 from kvcanary_fx.adapters.vllm import counts, cpu_attention, identity, layouts, patching, settings
 from kvcanary_fx.adapters.vllm.tables import Ledger
@@ -72,6 +73,27 @@ def test_what_is_to_be_ended_in_mode_log_is_refused(abort):
 def test_wrong_settings_are_refused_by_name(wrong):
     with pytest.raises(InvalidSettingError, match=next(iter(wrong))):
         settings.from_env({"KVCANARY_MODE": "log", **wrong})
+
+
+@pytest.mark.parametrize(
+    ("variables", "remedy"),
+    [
+        ({"VLLM_PLUGINS": "other"}, "VLLM_PLUGINS=other,kvcanary"),
+        ({"VLLM_PLUGINS": ""}, "VLLM_PLUGINS=kvcanary"),
+        ({"VLLM_PLUGINS": "other,kvcanary"}, None),
+        ({"VLLM_PLUGINS": "other", "KVCANARY_MODE": "off"}, None),
+        ({}, None),
+    ],
+)
+def test_doctor_tells_that_vllm_would_not_load_the_canary(variables, remedy, monkeypatch, capsys):
+    for name, value in {"KVCANARY_MODE": "raise", **variables}.items():
+        monkeypatch.setenv(name, value)
+    why = settings.left_out()
+    assert (why is None) == (remedy is None)
+    if remedy is not None:
+        assert why.endswith(f": {remedy}")
+        assert main(["doctor"]) == 1
+        assert f"FAIL {why}" in capsys.readouterr().out
 
 
 def test_cache_key_differs_by_version_and_checks():

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Literal
 
-from ...config import CanaryConfig
+from ...config import CanaryConfig, asked_for
 from ...errors import InvalidSettingError
 
 #: In mode ``raise``: what a violation ends, ``engine`` or the ``request`` it names.
@@ -48,6 +48,21 @@ class VllmSettings:
             version: of kvcanary_fx.
         """
         return hashlib.sha256(f"kvcanary_fx {version} {sorted(self.config.checks)}".encode()).hexdigest()[:10]
+
+
+def left_out(environ: Mapping[str, str] | None = None) -> str | None:
+    """Why vLLM would not load the plugin with these variables, as text; None if it would, or nobody asked for it.
+
+    vLLM imports nothing of a plugin that ``VLLM_PLUGINS`` does not name, so there the canary itself cannot say it.
+    """
+    environ = os.environ if environ is None else environ
+    named = environ.get("VLLM_PLUGINS")
+    if named is None or "kvcanary" in named.split(",") or not asked_for(environ):
+        return None
+    return (
+        f"VLLM_PLUGINS={named} leaves the canary out, so that vLLM runs unguarded and without a word whatever "
+        f"KVCANARY_MODE is: VLLM_PLUGINS={','.join(filter(None, [named, 'kvcanary']))}"
+    )
 
 
 def from_env(environ: Mapping[str, str] | None = None) -> VllmSettings:
