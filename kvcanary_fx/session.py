@@ -142,6 +142,7 @@ class CanarySession:
     def _remember_versions(self, call: BoundCall, args: Sequence[Any]) -> None:
         for storage, argument, _ in call.storages:
             storage.version = _version(args[argument])
+            storage.shadows.clear()  # of the tensor as a call before returned it
 
     def _after(self, binding: GraphBinding) -> None:
         """Look at what calls reported: at once in raise mode, when it has arrived in log mode."""

@@ -186,6 +186,23 @@ def test_changes_by_torch_between_two_calls_are_adopted_and_a_new_cache_starts_a
     assert chain.backend.session.violations() == []
 
 
+def test_one_cache_may_be_returned_and_written_in_turn():
+    chain = Chain(attention(index_copy))
+
+    def in_place(q, k, v, kc, vc, pos):
+        kc.index_copy_(2, pos, k)
+        vc.index_copy_(2, pos, v)
+        return F.scaled_dot_product_attention(q, kc, vc)
+
+    write = torch.compile(in_place, backend=chain.backend, dynamic=False)
+    chain.step(3)
+    for _ in range(3):
+        chain.step()
+        with torch.no_grad():
+            write(*torch.randn(3, B, H, 1, D), *chain.caches, torch.tensor([1]))
+    assert chain.backend.session.violations() == []
+
+
 class Attributes(nn.Module):
     """Replaces its buffers and a list's entries."""
 
