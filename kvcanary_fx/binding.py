@@ -43,8 +43,9 @@ class GraphBinding:
 
     def __init__(self, plan: GraphPlan, config: CanaryConfig, registry: PoolRegistry, controls: Controls):
         self.plan, self._config, self._registry, self._controls = plan, config, registry, controls
-        self.states = [torch.zeros(1, dtype=torch.int32, device=d) for d in plan.devices]
-        self.gates = {d: torch.zeros(len(Gate), dtype=torch.int64, device=d) for d in plan.devices}
+        with torch.inference_mode(False):
+            self.states = [torch.zeros(1, dtype=torch.int32, device=d) for d in plan.devices]
+            self.gates = {d: torch.zeros(len(Gate), dtype=torch.int64, device=d) for d in plan.devices}
         self.counters: list[torch.Tensor] = []
         self._traffic, self._entries = threading.Lock(), [0, 0]  # calls begun, calls ended
         self.forgiven = 0  # ops that calls which failed half-way did not run
@@ -99,7 +100,8 @@ class GraphBinding:
             key = (*key, threading.get_ident(), *[_geometry(args[i]) for i in self._returned])
         call = self._bound.get(key)
         if call is None:
-            call = self._bound[key] = self._bind(args, capturing, abort)
+            with torch.inference_mode(False):  # its memory is written outside of that mode as well
+                call = self._bound[key] = self._bind(args, capturing, abort)
             self._generation = self._registry.generation
         return call
 

@@ -203,6 +203,17 @@ def test_one_cache_may_be_returned_and_written_in_turn():
     assert chain.backend.session.violations() == []
 
 
+def test_inference_mode_may_come_and_go():
+    chain = Chain(attention(index_copy))
+    for inside in (True, False, True):
+        with torch.inference_mode(inside):
+            chain.start()
+            chain.step(3)
+            chain.step()
+            chain.step()
+    assert chain.backend.session.violations() == []
+
+
 class Attributes(nn.Module):
     """Replaces its buffers and a list's entries."""
 
