@@ -24,6 +24,7 @@ from ..engine_session import EngineSession
 from ..passes import dynamo_calls
 from ..protect import GuardedCall, take_compile_options
 from .huggingface_batching import GuardedManager
+from .huggingface_caches import has_tensors, make_room, needed_length, setting, why_not_static
 from .huggingface_versions import require_known_version
 from .instance_hooks import hook, unhook
 
@@ -49,6 +50,7 @@ class Protection(GuardedCall):
         super().__init__(model, CanaryBackend(config), options)
         self._config, self._install = config, install
         self._manager: GuardedManager | None = None
+        self._not_static: str | None = None  # why the generate that is running has no static cache
 
     @property
     def batch_session(self) -> EngineSession | None:
@@ -70,15 +72,16 @@ class Protection(GuardedCall):
         """Whether a forward over this cache can run compiled; gives a new cache its tensors first."""
         if not getattr(cache, "is_compileable", True):
             self.session.lose_coverage(
-                f"{type(cache).__name__} is rebuilt in each step, so there is nothing that keeps its place to guard: "
-                "use cache_implementation='static'"
+                self._not_static
+                or f"{type(cache).__name__} is rebuilt in each step, so there is nothing that keeps its place to "
+                "guard: use cache_implementation='static'"
             )
             return False
         layers = getattr(cache, "layers", None)
         if layers is None:  # a pair of caches: the prefill, which runs the encoder too, makes their tensors
             parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
-            return all(layer.is_initialized for part in parts if part is not None for layer in part.layers)
-        if not all(layer.is_initialized for layer in layers):
+            return all(has_tensors(layer) for part in parts if part is not None for layer in part.layers)
+        if not all(has_tensors(layer) for layer in layers):
             self._make_tensors(cache, {"input_ids": args[0]} | inputs if args else inputs)
         return True
 
@@ -93,13 +96,20 @@ class Protection(GuardedCall):
 
     def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``generate`` over a cache that keeps its place, with every forward through the guarded call."""
-        given: Any = kwargs.get("generation_config") or self._module.generation_config
-        named = kwargs.get("cache_implementation", given.cache_implementation)
-        passed = any(kwargs.get(name) is not None for name in ("past_key_values", "cache_params"))
-        if named is None and not passed and "assistant_model" not in kwargs and kwargs.get("use_cache", True):
+        model = self._module
+        cached = kwargs.get("use_cache", True) and setting(model, kwargs, "cache_implementation") is None
+        passed = next((kwargs[n] for n in ("past_key_values", "cache_params") if kwargs.get(n) is not None), None)
+        outer, self._not_static = self._not_static, why_not_static(model, kwargs)
+        if passed is not None:
+            tokens = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+            make_room(passed, model, needed_length(model, kwargs, tokens))
+        elif cached and self._not_static is None:
             kwargs["cache_implementation"] = "static"
         # otherwise transformers compiles the decode step itself, around our call
-        return original(*args, **kwargs | {"disable_compile": True})
+        try:
+            return original(*args, **kwargs | {"disable_compile": True})
+        finally:
+            self._not_static = outer  # drafting by early exit calls generate within generate
 
     def _start(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         manager = original(*args, **kwargs)

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+from test_families import HOLDS
 
 import kvcanary_fx
 from kvcanary_fx import tiny
@@ -34,6 +35,28 @@ def _on(device):
 def generate(model, ids, **options):
     defaults = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
     return model.generate(ids, **defaults | options)
+
+
+def check_generate(arch, **settings):
+    """Same tokens as the plain model's, silent, and a bit flipped in each layer is reported for each layer."""
+    try:
+        model = tiny.build(arch)
+    except (AttributeError, KeyError) as e:
+        pytest.skip(f"transformers {transformers.__version__} has no {arch}: {e!r}")
+    ids = tiny.prompt(model, 2, PROMPT)
+    # over its dynamic cache transformers gives it other tokens
+    static = dict(cache_implementation="static") if arch == "deepseek_v32" else {}
+    plain = generate(model, ids, disable_compile=True, **static)
+    model = huggingface.protect(model, mode="log", **settings)
+    assert torch.equal(generate(model, ids, **static), plain)
+    session = kvcanary_fx.session_of(model)
+    assert (session.violations(), session.uncovered) == ([], [])
+    assert session.calls in (NEW, NEW - 1)  # an encoder-decoder's prefill is adopted
+    flips = FlipEachLayer(model, NEW - 2)
+    generate(model, ids, stopping_criteria=transformers.StoppingCriteriaList([flips]), **static)
+    told = {v.layer for v in session.violations() if v.check == "content"}
+    assert {n for n in flips.layers if any(f".{n}." in f"{layer}." for layer in told)} == flips.layers
+    assert len(flips.layers) >= 2
 
 
 class AfterStep(transformers.StoppingCriteria):
@@ -147,6 +170,84 @@ def test_an_encoder_decoders_prefill_is_adopted():
     assert stats.violations == 0
     assert stats.adopted > 0
     assert stats.checked > 0
+
+
+class FlipEachLayer(transformers.StoppingCriteria):
+    """Never stops; flips a bit of the first row of every layer of the cache of a running generate, after a step."""
+
+    def __init__(self, model, step):
+        self.step, self.steps, self.cache, original = step, 0, None, model._prepare_static_cache
+        self.layers: set[int] = set()
+
+        def prepare(*args, **kwargs):
+            self.cache = original(*args, **kwargs)
+            return self.cache
+
+        model._prepare_static_cache = prepare
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.steps += 1
+        for layer, half, tensor in tiny.cache_tensors(self.cache) if self.steps == self.step else []:
+            if layer not in self.layers and "cross" not in half:
+                self.layers.add(layer)
+                written = tensor.data.view(torch.int32).reshape(tensor.shape[0], -1)[0].nonzero()[0]
+                tensor.data.view(torch.int32).view(tensor.shape[0], -1)[0, written] ^= 1 << 5
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+@pytest.mark.parametrize("arch", [a for a in HOLDS if a not in ("gemma3", "deepseek_v3")])  # which have tests above
+def test_generate_of_every_family_is_guarded(arch, device):
+    check_generate(arch, inner="eager")
+
+
+def test_drafted_tokens_are_generated_as_without_us_and_said_to_be_unguarded():
+    ids = tiny.prompt(tiny.build("llama"), 1, PROMPT)
+    ways = [
+        lambda: dict(prompt_lookup_num_tokens=3),
+        lambda: dict(assistant_early_exit=1),
+        lambda: dict(assistant_model=huggingface.protect(tiny.build("llama", layers=1, seed=1), inner="eager")),
+    ]
+    for options in ways:
+        plain = generate(tiny.build("llama"), ids, **options())
+        model = huggingface.protect(tiny.build("llama"), inner="eager")
+        assert torch.equal(generate(model, ids, **options()), plain)
+        session = kvcanary_fx.session_of(model)
+        assert session.calls == 0
+        assert [why.partition(" with drafted tokens")[0] for why in session.uncovered] == ["generate"]
+        assert "Generate without drafts to guard them" in session.summary()
+
+
+def test_a_model_that_transformers_has_no_static_cache_for_keeps_its_own():
+    config = transformers.GPTNeoConfig(
+        vocab_size=64, hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]],
+        max_position_embeddings=64, window_size=4,
+    )  # fmt: skip
+    model = transformers.GPTNeoForCausalLM(config).eval()
+    ids = torch.randint(3, 64, (2, PROMPT))
+    plain = generate(model, ids)
+    huggingface.protect(model, inner="eager")
+    assert torch.equal(generate(model, ids), plain)
+    assert "GPTNeoForCausalLM has the same tokens only over a DynamicCache" in kvcanary_fx.session_of(model).summary()
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+def test_the_returned_cache_has_room_for_the_next_turns(arch):
+    def turns(model):
+        ids, cache = tiny.prompt(tiny.build(arch), 2, PROMPT), {}
+        for more in (3, 9, 5):  # past gemma3's window in the second
+            out = generate(model, ids, max_new_tokens=more, return_dict_in_generate=True, **cache)
+            cache = dict(past_key_values=out.past_key_values)
+            ids = torch.cat((out.sequences, out.sequences[:, :4]), 1)
+        return out.sequences
+
+    torch.manual_seed(5)
+    plain = turns(tiny.build(arch))
+    model = huggingface.protect(tiny.build(arch), inner="eager")
+    torch.manual_seed(5)
+    assert torch.equal(turns(model), plain)
+    session = kvcanary_fx.session_of(model)
+    assert session.violations() == []
+    assert session.uncovered == []
 
 
 def test_off_leaves_the_model_as_it_was():

@@ -1,0 +1,100 @@
+"""Which cache ``generate`` of a protected model runs over: static where it can be, and with room for another turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+#: Models that transformers does not mark as fit for a compiled static cache, and that are: seen in their tests.
+_FIT = ("FalconH1ForCausalLM", "MambaForCausalLM", "Zamba2ForCausalLM")
+
+#: Models that it marks, and whose tokens are others over a static cache than over a dynamic one: seen with 5.23.
+_OTHER_TOKENS = ("DeepseekV32ForCausalLM",)
+
+
+def setting(model: Any, options: dict[str, Any], name: str) -> Any:
+    """What ``generate(**options)`` takes ``name`` to be: its argument, its configuration's, or the model's."""
+    if options.get(name) is not None:
+        return options[name]
+    given = getattr(options.get("generation_config"), name, None)
+    return given if given is not None else getattr(model.generation_config, name, None)
+
+
+def why_not_static(model: Any, options: dict[str, Any]) -> str | None:
+    """Why a call of ``generate`` cannot have a static cache; None if it can."""
+    if options.get("assistant_model") is not None or any(
+        setting(model, options, name)
+        for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "is_assistant")
+    ):
+        return (
+            "generate with drafted tokens (assistant_model, prompt_lookup_num_tokens, assistant_early_exit) needs a "
+            "cache that can be cropped, which transformers has only as one that is rebuilt in each step: these calls "
+            "run unguarded. Generate without drafts to guard them"
+        )
+    name = type(model).__name__
+    fit = getattr(type(model), "_can_compile_fullgraph", True) or name in _FIT
+    if fit and name not in _OTHER_TOKENS:
+        return None
+    return (
+        f"{name} has the same tokens only over a DynamicCache, which is rebuilt in each step: transformers does not "
+        "support a static one for it, or it gives other tokens. Its calls run unguarded; cache_implementation='static' "
+        "guards them"
+    )
+
+
+def has_tensors(layer: Any) -> bool:
+    """Whether a layer of a cache has been written, so that its tensors exist."""
+    states = [
+        *getattr(layer, "is_conv_states_initialized", {}).values(),
+        *getattr(layer, "is_recurrent_states_initialized", {}).values(),
+    ]
+    return getattr(layer, "is_initialized", True) and (not states or any(states))
+
+
+def needed_length(model: Any, options: dict[str, Any], tokens: torch.Tensor | None) -> int:
+    """How many tokens a cache must hold for a call of ``generate``; 0 if that does not show.
+
+    Args:
+        tokens: int64 ``[batch, n]``, the whole text so far.
+    """
+    new = setting(model, options, "max_new_tokens")
+    if new is not None:
+        return tokens.shape[1] + int(new) if tokens is not None else 0
+    return int(setting(model, options, "max_length") or 0)
+
+
+def make_room(cache: Any, model: Any, length: int) -> bool:
+    """Let a static cache that was filled by an earlier turn hold ``length`` tokens, with what is in it.
+
+    A static cache of ``generate`` has the exact size of its call; a dynamic one, which it stands for, grows.
+
+    Returns:
+        Whether tensors were replaced by larger ones.
+    """
+    from transformers.cache_utils import StaticCache, StaticLayer
+
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
+    if not any(isinstance(layer, StaticLayer) for layer in layers):
+        return False
+    sizes = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=length).layers
+    grown = False
+    for layer, size in zip(layers, sizes, strict=False):
+        if isinstance(layer, StaticLayer) and layer.max_cache_len < getattr(size, "max_cache_len", 0):
+            _grow(layer, size.max_cache_len)
+            grown = True
+    return grown
+
+
+def _grow(layer: Any, length: int) -> None:
+    """Larger tensors with the same contents, for one layer of a cache."""
+    for name, axis in (("keys", 2), ("values", 2), ("indexer_keys", 1)):
+        tensor = getattr(layer, name, None)
+        if isinstance(tensor, torch.Tensor):
+            shape = list(tensor.shape)
+            shape[axis] = length
+            larger = tensor.new_zeros(shape)
+            larger.narrow(axis, 0, tensor.shape[axis]).copy_(tensor)
+            torch._dynamo.mark_static_address(larger)
+            setattr(layer, name, larger)
+    layer.max_cache_len = length
