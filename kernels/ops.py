@@ -29,6 +29,7 @@ All other memory is found through the ForwardContext.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from types import ModuleType
@@ -37,7 +38,7 @@ import torch
 
 from ..context import ForwardContext, get_forward_context
 from . import cpu, pool_bytes, request_checks
-from .buffers import Check, Phase, RowState, Site
+from .buffers import Check, Count, Phase, RowState, Site
 from .counting import count_op
 from .identity import name_slots
 from .plan import Resolved, WritePlan
@@ -171,6 +172,19 @@ def _watch(kv: torch.Tensor, state: torch.Tensor, site: int) -> None:
         rows[:, RowState.NEXT].fill_(positions)
         first = torch.full((here.layout.rows,), positions, dtype=torch.int32, device=kv.device)
     kernels.verify(here, kv, first, ops=1)
+    if here.watched and not here.layout.has_rows:
+        _take_as_found(here, kv, kernels)
+
+
+def _take_as_found(here: Site, kv: torch.Tensor, kernels: ModuleType) -> None:
+    """Fingerprint the slots that nothing is known of: a cache without rows shows no row's end to adopt up to."""
+    every = torch.arange(here.layout.slots, device=kv.device)
+    fresh = torch.where(here.half.digest[0] == 0, every, -1)
+    quiet = dataclasses.replace(here, checks=here.checks & ~Check.POISON)  # it may be memory that nobody set
+    kernels.record(quiet, kv, fresh, None, 0, None, None)
+    taken = (fresh >= 0).sum()
+    here.counters[Count.ADOPTED] += taken
+    here.counters[Count.RECORDED] -= taken
 
 
 def _identify(

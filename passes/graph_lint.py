@@ -20,7 +20,7 @@ def check_canary_rules(gm: fx.GraphModule, plan: GraphPlan, after: str) -> None:
 
     * every op but ``index_put_`` threads one of the state inputs;
     * the first op of a state is its ``begin``;
-    * every record of a site comes after the site's verify, if it has one.
+    * every record comes after the verify of its write, and after the site's, if it has one.
 
     Raises:
         BrokenGraphError: naming the pass and the rule.
@@ -40,9 +40,15 @@ def check_canary_rules(gm: fx.GraphModule, plan: GraphPlan, after: str) -> None:
             raise BrokenGraphError(plan.name, after, f"{node.name} is out of order with its graph's begin")
         begun.add(state)
         if op == "record":
-            recorded.add(_argument(node, "site"))
-        if op == "verify" and _argument(node, "site") in recorded:
+            recorded |= {("site", _argument(node, "site")), ("write", _argument(node, "write"))}
+        if op == "verify" and _checked(node) in recorded:
             raise BrokenGraphError(plan.name, after, f"{node.name} checks a half after it was recorded")
+
+
+def _checked(node: fx.Node) -> object:
+    """What a verify must come before: one write, of several to its half, or all of them."""
+    write = _argument(node, "write")
+    return ("site", _argument(node, "site")) if write == -1 else ("write", write)
 
 
 def _argument(node: fx.Node, name: str) -> object:

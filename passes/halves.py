@@ -12,10 +12,12 @@ from torch import fx
 from ..kernels.layout import POOL_DTYPES
 from ..kernels.plan import Select, Selector, WritePlan
 from .accesses import Access, Accesses, Extent, extent_of
+from .attention_reads import AttentionReads, SlotAxes
+from .destinations import Destination, Region, destinations
 from .graph_plan import Kind
 from .names import function_name, has_kv_name, module_path, source_name, state_named
 from .returned_caches import Returned
-from .selection import At, Full, Indexed, Part, Selection, Span
+from .selection import Full, Indexed, Part, Selection, Span
 from .states import ancestors, is_running_state, rolled_axis
 from .writes import KVWrite, chosen_axes, read_write
 
@@ -23,33 +25,34 @@ from .writes import KVWrite, chosen_axes, read_write
 DeclaredAxes = Callable[[Any, torch.Tensor], tuple[int, ...] | None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Region:
-    """A fixed part of a graph value: ``node`` itself, or ``node[index]`` with constant indices."""
-
-    node: fx.Node
-    index: tuple[Any, ...] = ()
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[self.index] if self.index else tensor
-
-
 @dataclasses.dataclass
 class ReadableWrite:
     """A write with its place in the graph's op arguments.
 
-    ``index`` and ``extent`` are what the canary ops receive for this write: nodes, or ints in ``extent``.
+    Attributes:
+        index, extent: what the canary ops receive for this write: nodes, or ints in ``extent``.
+        part: which part of the operand is this half's, where K and V are written at once; () for all of it.
     """
 
     write: KVWrite
     plan: WritePlan
     index: list[fx.Node]
     extent: list[Any]
+    part: tuple[Any, ...] = ()
+    own_value: fx.Node | None = None  # the node made of that part
+
+    @property
+    def value(self) -> fx.Node | None:
+        """The operand as it is compared with the half."""
+        return self.own_value or self.write.value
 
 
 @dataclasses.dataclass
 class Half:
-    """One guarded half: a region of a pool and the writes to it."""
+    """One guarded half: a region of a pool and the writes to it.
+
+    ``read_as`` is ``"K"`` or ``"V"`` where the graph's attention reads it as that, in the nodes ``attention``.
+    """
 
     root: fx.Node
     region: Region
@@ -66,6 +69,8 @@ class Half:
     label: str = ""
     pool: str = ""
     output: int | None = None  # which output of the graph is this cache in the next call
+    read_as: str | None = None
+    attention: frozenset[fx.Node] = frozenset()
 
     @property
     def first_access(self) -> Access:
@@ -97,8 +102,8 @@ class Rejected:
 class _Builder:
     """Collects the halves of one graph."""
 
-    def __init__(self, found: Accesses, declared_axes: DeclaredAxes):
-        self.found, self.declared_axes = found, declared_axes
+    def __init__(self, found: Accesses, reads: AttentionReads, declared_axes: DeclaredAxes):
+        self.found, self.reads, self.declared_axes = found, reads, declared_axes
 
     def halves_of(self, root: fx.Node, by_layer: bool) -> list[Half]:
         accesses = self.found.of(root)
@@ -109,28 +114,29 @@ class _Builder:
     def halves_from(
         self, root: fx.Node, writes: list[KVWrite], accesses: list[Access], by_layer: bool = False
     ) -> list[Half]:
-        grouped: dict[Any, list[tuple[KVWrite, Region, Selection | None]]] = {}
+        grouped: dict[Any, list[tuple[KVWrite, Destination]]] = {}
         for write in writes:
-            for region, selection in _split(write, self.found):
+            for to in destinations(write, self.found, self.reads):
                 layer = module_path(write.node) if by_layer else ""
-                grouped.setdefault((layer, _key(region, self.found)), []).append((write, region, selection))
+                grouped.setdefault((layer, _key(to.region, self.found)), []).append((write, to))
         return [self._half(root, group, accesses) for group in grouped.values()]
 
-    def _half(
-        self, root: fx.Node, group: list[tuple[KVWrite, Region, Selection | None]], accesses: list[Access]
-    ) -> Half:
-        region = group[0][1]
+    def _half(self, root: fx.Node, group: list[tuple[KVWrite, Destination]], accesses: list[Access]) -> Half:
+        region = group[0][1].region
         view = region.of(self.found.values[region.node])
-        state = is_running_state(root, [write for write, _, _ in group], self.found)
-        slot_axes = (0,) if state else _slot_axes(group, view)
-        if all(write.flat is not None or write.opaque is not None for write, _, _ in group):  # no index shows them
+        part = self.reads.source_of(region.node, region.index)
+        read_as = self.reads.half_of(part)
+        state = not self.reads.of(part) and is_running_state(root, [write for write, _ in group], self.found)
+        slots = SlotAxes((0,), paged=False) if state else _slot_axes(group, view, self.reads.slot_axes(part))
+        if all(write.flat is not None or write.opaque is not None for write, _ in group):  # no index shows them
             declared = self.declared_axes(root, view)
-            slot_axes = declared if declared is not None and len(declared) == len(slot_axes) else slot_axes
+            if declared is not None and len(declared) == len(slots.axes):
+                slots = dataclasses.replace(slots, axes=declared)
         half = Half(
             root=root,
             region=region,
-            slot_axes=slot_axes,
-            paged=len(slot_axes) == 2 and _is_paged(group),
+            slot_axes=slots.axes,
+            paged=slots.paged,
             shape=tuple(view.shape),
             dtype=view.dtype,
             extent=extent_of(view),
@@ -138,10 +144,12 @@ class _Builder:
             opaque=[],
             accesses=[],
             kind="state" if state else "kv",
+            read_as=read_as,
+            attention=frozenset(r.attention for r in self.reads.of(part)),
         )
         half.accesses = [a for a in accesses if a.extent.overlaps(half.extent)]
-        for write, _, selection in group:
-            readable = None if selection is None else self._readable(write, selection, half)
+        for write, to in group:
+            readable = None if to.selection is None else self._readable(write, to, half)
             if readable is None:
                 write.opaque = write.opaque or "it selects along axes that hold one slot's bytes"
                 half.opaque.append(write)
@@ -149,8 +157,9 @@ class _Builder:
                 half.readable.append(readable)
         return half
 
-    def _readable(self, write: KVWrite, selection: Selection, half: Half) -> ReadableWrite | None:
+    def _readable(self, write: KVWrite, to: Destination, half: Half) -> ReadableWrite | None:
         """The write in terms of the half's slot axes; None if it selects along another axis."""
+        selection = to.selection or []
         if any(not isinstance(p, Full) for a, p in enumerate(selection) if a not in half.slot_axes):
             return None
         index: list[fx.Node] = []
@@ -166,7 +175,7 @@ class _Builder:
             wraps=write.wraps,
             skips=write.flat is not None,
         )
-        return ReadableWrite(write, plan, index, extent)
+        return ReadableWrite(write, plan, index, extent, to.part)
 
 
 def _selector(part: Part, axis: int, write: KVWrite, index: list[fx.Node], extent: list[Any]) -> Selector:
@@ -198,91 +207,48 @@ def _key(region: Region, found: Accesses) -> tuple[Any, ...]:
     return (str(view.storage_offset()), *map(str, view.shape), *map(str, view.stride()))
 
 
-def _split(write: KVWrite, found: Accesses) -> list[tuple[Region, Selection | None]]:
-    """Separate what is fixed about a destination (the region) from what the step selects in it."""
-    view = found.values[write.region]
-    if write.half is not None:
-        return [(Region(write.region, (write.half,)), [Full()] * (view.dim() - 1))]
-    if write.opaque is not None:
-        regions = [Region(write.region)] if write.slot_axes else _opaque_regions(write, view)
-        return [(region, None) for region in regions]
-    if write.flat is not None:
-        return [(Region(write.region), [Full()] * view.dim())]
-    assert write.selection is not None
-    fixed, rest = _fix(write.selection)
-    return [(Region(write.region, fixed), rest)]
+def _slot_axes(group: list[tuple[KVWrite, Destination]], view: torch.Tensor, shown: SlotAxes | None) -> SlotAxes:
+    """The axes that number slots: those the writes select along, and the sequences' axis before them.
 
-
-def _fix(selection: Selection) -> tuple[tuple[Any, ...], Selection]:
-    """``(constant index, the rest)``: constant integers, and constant slices of the last axes, are structure."""
-    last_indexed = max((a for a, p in enumerate(selection) if isinstance(p, Indexed)), default=-1)
-    moving = [a for a, p in enumerate(selection) if _moves(p, a, selection, last_indexed)]
-    if not moving:  # only constants: the last integer is the slot
-        moving = [a for a, p in enumerate(selection) if isinstance(p, At)][-1:]
-    fixed = tuple(slice(None) if a in moving else _constant(p) for a, p in enumerate(selection))
-    rest = [p if a in moving else Full() for a, p in enumerate(selection) if a in moving or not isinstance(p, At)]
-    return (fixed if any(f != slice(None) for f in fixed) else ()), rest
-
-
-def _constant(part: Part) -> Any:
-    """A part as a constant index."""
-    if isinstance(part, At):
-        return part.index
-    if isinstance(part, Span):
-        return slice(part.start, part.stop if part.length is None else part.start + part.length)
-    return slice(None)
-
-
-def _moves(part: Part, axis: int, selection: Selection, last_indexed: int) -> bool:
-    """Whether a part says which slots are written, and not which layer or half."""
-    if isinstance(part, Indexed):
-        return True
-    if isinstance(part, Span):
-        variable = any(isinstance(x, fx.Node) for x in (part.start, part.stop, part.length))
-        return variable or (axis < len(selection) - 1 and (last_indexed < 0 or axis < last_indexed))
-    return isinstance(part, At) and isinstance(part.index, fx.Node)
-
-
-def _opaque_regions(write: KVWrite, view: torch.Tensor) -> list[Region]:
-    """K and V of an engine's pool that keeps both in one tensor: [2, ...] or [pages, 2, ...]."""
-    if view.dim() >= 4 and view.shape[0] == 2:
-        return [Region(write.region, (0,)), Region(write.region, (1,))]
-    if view.dim() >= 5 and view.shape[1] == 2:
-        return [Region(write.region, (slice(None), 0)), Region(write.region, (slice(None), 1))]
-    return [Region(write.region)]
-
-
-def _slot_axes(group: list[tuple[KVWrite, Region, Selection | None]], view: torch.Tensor) -> tuple[int, ...]:
-    """The axes that number slots: those the writes select along, and the batch axis before them."""
-    for write, _, _ in group:
+    Args:
+        shown: what the graph's attention says.
+    """
+    for write, _ in group:
+        if write.opaque is not None and write.made is not None and shown is not None:
+            return shown  # what a returned cache's operands show is less
         if write.slot_axes is not None:
-            return write.slot_axes
+            return SlotAxes(write.slot_axes, _is_paged(group))
     merged: Selection = [Full()] * view.dim()
-    for _, _, selection in group:
-        merged = [m if isinstance(p, Full) else p for m, p in zip(merged, selection or merged, strict=True)]
-    return chosen_axes(merged, view.dim()) or _guess_axes(group, view)
+    for _, to in group:
+        merged = [m if isinstance(p, Full) else p for m, p in zip(merged, to.selection or merged, strict=True)]
+    chosen = chosen_axes(merged, view.dim())
+    if chosen is None:
+        return shown or SlotAxes(_guess_axes([write for write, _ in group], view), _is_paged(group))
+    if shown is not None and not shown.paged and not isinstance(merged[shown.axes[-1]], Full):
+        return shown
+    return SlotAxes(chosen, len(chosen) == 2 and _is_paged(group))
 
 
-def _is_paged(group: list[tuple[KVWrite, Region, Selection | None]]) -> bool:
+def _is_paged(group: list[tuple[KVWrite, Destination]]) -> bool:
     """Whether the first of two slot axes numbers pages: a slot_mapping says so, or ``slot // page_size``."""
-    for write, _, selection in group:
+    for write, to in group:
         if write.flat is not None or (write.opaque is not None and write.slot_axes is None):
             return True
-        indexed = [p.tensor for p in selection or () if isinstance(p, Indexed)]
+        indexed = [p.tensor for p in to.selection or () if isinstance(p, Indexed)]
         if len(indexed) == 2 and function_name(indexed[0]) in ("floordiv", "floor_divide", "div", "__floordiv__"):
             return True
     return False
 
 
-def _guess_axes(group: list[tuple[KVWrite, Region, Selection | None]], view: torch.Tensor) -> tuple[int, ...]:
+def _guess_axes(writes: list[KVWrite], view: torch.Tensor) -> tuple[int, ...]:
     """The slot axes of a half that is only ever written whole, or by an op that hides where.
 
     A window that rolls tells its axis by what it rolls or concatenates along.  Otherwise: an engine's
     ``[slots, H, D]`` or ``[pages, page_size, H, D]`` for hidden writes, ``[B, H, S, D]`` for whole ones.
     """
-    if any(write.opaque is not None for write, _, _ in group):
+    if any(write.opaque is not None for write in writes):
         return (0, 1) if view.dim() >= 4 else (0,)
-    for write, _, _ in group:
+    for write in writes:
         axis = None if write.value is None else rolled_axis(write.value, view.dim())
         if axis:
             return (0, axis)
@@ -291,17 +257,19 @@ def _guess_axes(group: list[tuple[KVWrite, Region, Selection | None]], view: tor
 
 def find_halves(
     found: Accesses,
+    reads: AttentionReads,
     declared: Callable[[fx.Node], int] = lambda _: 0,
     declared_axes: DeclaredAxes = lambda _root, _view: None,
 ) -> tuple[list[Half], list[Rejected]]:
     """Every half that the graph writes, and every written input that is not a KV cache, with the reason.
 
     Args:
+        reads: how the graph's attention reads its inputs.
         declared: how many pools an engine keeps in an input: one is a KV pool however it is used; where there are
             several, two layers that write the same bytes are not the same layer.
         declared_axes: by what axes of a view of an input an engine numbers its slots.
     """
-    builder = _Builder(found, declared_axes)
+    builder = _Builder(found, reads, declared_axes)
     halves: list[Half] = []
     rejected: list[Rejected] = []
     for root in found.written_roots():
@@ -317,9 +285,9 @@ def find_halves(
     return halves, rejected
 
 
-def halves_of_returned(returned: Sequence[Returned], found: Accesses) -> list[Half]:
+def halves_of_returned(returned: Sequence[Returned], found: Accesses, reads: AttentionReads) -> list[Half]:
     """The halves of caches that the graph returns updated."""
-    builder = _Builder(found, lambda _root, _view: None)
+    builder = _Builder(found, reads, lambda _root, _view: None)
     halves = []
     for cache in returned:
         for half in builder.halves_from(cache.root, cache.writes, found.of(cache.root)):
@@ -343,6 +311,7 @@ def _not_kv(halves: list[Half], root: fx.Node, found: Accesses) -> str | None:
     readable = [r.write for h in halves for r in h.readable]
     opaque = [w for h in halves for w in h.opaque]
     named = has_kv_name(source_name(root)) or state_named(source_name(root)) is not None
+    named |= any(h.attention for h in halves)  # what attention reads needs no name
     if all(w.fill for w in readable + opaque):
         return "only constants are written to it: a mask or a buffer being cleared"
     if opaque:

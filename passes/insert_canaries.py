@@ -30,10 +30,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..kernels.plan import Select
 from .accesses import Accesses, trace_accesses
+from .attention_reads import AttentionReads
+from .destinations import Region
 from .functional_cache import REPLACED, caches_born_inside, replaced_caches
 from .graph_plan import GraphPlan, SitePlan, ViewOf
-from .halves import DeclaredAxes, Half, ReadableWrite, Region, Sum, find_halves, halves_of_returned
+from .halves import DeclaredAxes, Half, ReadableWrite, Sum, find_halves, halves_of_returned
 from .labels import name_halves
 from .names import function_name, layer_number, source_name
 from .only_read import Recorded, find_only_read
@@ -68,16 +71,19 @@ def insert_canaries(
         return gm
     found = trace_accesses(gm, example_inputs)
     places = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    reads = AttentionReads(found)
     halves, rejected = find_halves(
         found,
+        reads,
         lambda root: pools_in(example_inputs[places[root]]),
         lambda root, view: declared_axes(example_inputs[places[root]], view),
     )
     returned = find_returned(gm, found) if recorded is not None else []
-    halves += halves_of_returned(returned, found)
+    halves += halves_of_returned(returned, found, reads)
     if recorded is not None:
         others = [*plan.functional, *(source_name(r.root) for r in returned)]
-        halves += find_only_read(found, lambda root: example_inputs[places[root]], recorded, others)
+        only_read = find_only_read(found, reads, lambda root: example_inputs[places[root]], recorded, others)
+        halves, rejected = halves + only_read[0], rejected + only_read[1]
     name_halves(halves, found)
     plan.unguarded = [(source_name(r.root), r.why) for r in rejected]
     replaced = [source_name(n) for n in replaced_caches(gm, found, [r.root for r in returned])]
@@ -98,6 +104,7 @@ class _Inserter:
         self.places = {n: i for i, n in enumerate(self.graph.find_nodes(op="placeholder"))}
         self.order = {n: i for i, n in enumerate(self.graph.nodes)}
         self.tokens = find_token_inputs(gm, found) if chain else TokenInputs(None, None, "it is switched off")
+        self.casts: set[fx.Node] = set()  # operands in their pool's dtype
         self.tails: dict[fx.Node, fx.Node] = {}  # the last op inserted after a write
         self.led: set[tuple[Any, ...]] = set()  # slot spaces that have an identify op
 
@@ -124,9 +131,12 @@ class _Inserter:
         site, state, first = len(self.plan.sites), self._state_for(half), half.first_access.node
         for readable in half.readable:
             self._match_dtype(readable.write, half.dtype)
+        half.readable = [self._apart(r) for r in half.readable]
         ahead = None if half.opaque else self._known_before(half, first)
-        half.readable = [self._numbered(r, ahead) for r in half.readable]
-        ahead = next((r for r in half.readable if r.plan.ahead), None)
+        others = self._to_other_rows(half, ahead)
+        half.readable = [self._numbered(r, r is ahead or r in others) for r in half.readable]
+        known = [r for r in half.readable if r.plan.ahead]
+        ahead, others = next(iter(known), None), known[1:]
         with self.graph.inserting_before(first):
             view = self._view(half.region, first)
             if half.kind == "read":
@@ -135,10 +145,14 @@ class _Inserter:
                 self._call("observe", view, state, site)
             elif half.reads_old:
                 write = ahead.plan.write_id if ahead else -1
-                value = ahead.write.value if ahead and ahead.write.node is first else None
+                value = ahead.value if ahead and ahead.write.node is first else None
                 index, extent = self._operands(ahead) if ahead else ([], [])
                 self._call("verify", view, value, index, extent, state, site, write)
             leads = ahead is not None and self._identify(site, half, ahead, state)
+        for other in others:
+            with self.graph.inserting_before(other.write.node):
+                index, extent = self._operands(other)
+                self._call("verify", view, other.value, index, extent, state, site, other.plan.write_id)
         for readable in half.readable:
             with self._after(readable.write.node):
                 self._record(site, readable, self._made(readable.write, half.region, view), state)
@@ -155,7 +169,7 @@ class _Inserter:
         Seen under Inductor: a write of bf16 into fp8 is computed from the unrounded float32, so that the slot
         differs from bf16 rounded to fp8.  A custom op may scale as it casts: its operand says nothing.
         """
-        if write.value is None or self.found.values[write.value].dtype == dtype:
+        if write.value is None or write.value in self.casts or self.found.values[write.value].dtype == dtype:
             return
         if write.flat is not None or write.value not in write.node.all_input_nodes:
             write.value = None
@@ -164,6 +178,15 @@ class _Inserter:
             cast = self.graph.call_method("to", (write.value, dtype))
         write.node.replace_input_with(write.value, cast)
         write.value = cast
+        self.casts.add(cast)
+
+    def _apart(self, readable: ReadableWrite) -> ReadableWrite:
+        """Make the half's part of an operand a node, where K and V are written at once."""
+        if not readable.part or readable.write.value is None:
+            return readable
+        with self.graph.inserting_before(readable.write.node):
+            part = self.graph.call_function(operator.getitem, (readable.write.value, readable.part))
+        return dataclasses.replace(readable, own_value=part)
 
     def _known_before(self, half: Half, first: fx.Node) -> ReadableWrite | None:
         """The half's first write, if the graph has computed its slots before ``first``."""
@@ -173,8 +196,21 @@ class _Inserter:
         needed = [n for n in (*write.index, *_nodes_in(write.extent)) if self.order[n] >= self.order[first]]
         return None if needed else write
 
-    def _numbered(self, readable: ReadableWrite, ahead: ReadableWrite | None) -> ReadableWrite:
-        plan = dataclasses.replace(readable.plan, write_id=len(self.plan.writes), ahead=readable is ahead)
+    def _to_other_rows(self, half: Half, ahead: ReadableWrite | None) -> list[ReadableWrite]:
+        """The writes of a loop over sequences: each of them shows how far its own sequence goes, and no other."""
+        if ahead is None or len(half.slot_axes) != 2 or half.paged:
+            return []
+        rows = {id(r): _constant_row(r) for r in half.readable}
+        seen = {rows[id(ahead)]}
+        fresh = []
+        for readable in half.readable:
+            if rows[id(readable)] is not None and None not in seen and rows[id(readable)] not in seen:
+                seen.add(rows[id(readable)])
+                fresh.append(readable)
+        return fresh
+
+    def _numbered(self, readable: ReadableWrite, ahead: bool) -> ReadableWrite:
+        plan = dataclasses.replace(readable.plan, write_id=len(self.plan.writes), ahead=ahead)
         self.plan.writes.append(plan)
         if readable.write.made is None:
             self.plan.written_by[plan.write_id] = readable.write.node
@@ -230,8 +266,8 @@ class _Inserter:
 
     def _record(self, site: int, readable: ReadableWrite, view: fx.Node, state: fx.Node) -> None:
         index, extent = self._operands(readable)
-        value, positions = readable.write.value, self.tokens.positions
-        self._call("record", view, value, index, extent, positions, state, site, readable.plan.write_id)
+        positions = self.tokens.positions
+        self._call("record", view, readable.value, index, extent, positions, state, site, readable.plan.write_id)
 
     @contextlib.contextmanager
     def _after(self, node: fx.Node) -> Iterator[None]:
@@ -263,6 +299,14 @@ class _Inserter:
             kind=half.kind,
             output=half.output,
         )
+
+
+def _constant_row(readable: ReadableWrite) -> tuple[Any, ...] | None:
+    """The sequences that a write goes to, if they are constants: the first numbers of its extent."""
+    kind = readable.plan.selectors[0].kind
+    count = {Select.INT: 1, Select.RANGE: 2}.get(kind, 0)
+    row = tuple(readable.extent[:count])
+    return row if row and all(isinstance(x, int) for x in row) else None
 
 
 def _nodes_in(extent: list[Any]) -> list[fx.Node]:

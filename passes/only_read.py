@@ -9,7 +9,8 @@ Before and after::
     attn = scaled_dot_product_attention(q, keys, values)
 
 The graph has no write that says what a cache is.  Two things do: another graph of the session writes the same
-memory, or the input is called the keys or values of a cache.
+memory, or attention reads it as K or V, and it is called a cache or kept somewhere.  How attention reads it shows the
+axes of its slots; where it does not, the cache is named in ``plan.unguarded``.
 """
 
 from __future__ import annotations
@@ -23,57 +24,104 @@ from torch import fx, nn
 
 from ..kernels.layout import FLOAT_DTYPES, POOL_DTYPES
 from .accesses import Accesses, extent_of
-from .halves import Half, Region
+from .attention_reads import AttentionReads, SlotAxes
+from .destinations import Region
+from .dynamo_contract import is_kept_by_someone
+from .halves import Half, Rejected
 from .names import half_named, source_name
 
 #: From an example input to the slot axes of the half that it is, all of it, in the session's registry.
 Recorded = Callable[[torch.Tensor], tuple[int, ...] | None]
 
-_CACHE = re.compile(r"cache|past|kv", re.IGNORECASE)
+#: What keys and values are called that were computed by the graph before, not kept.
+_PASSING = re.compile(r"[qkv]|_*x?[qkv]_?\d*|query|key|value|.*(states|new|layer|stack).*", re.IGNORECASE)
+
+_READ = "it is only read in this graph"
+
+_CACHE = re.compile(r"cache|past|kv|pool|(^|[._])[kv]c($|[._\d\[])", re.IGNORECASE)
 
 
 def find_only_read(
-    found: Accesses, given: Callable[[fx.Node], Any], recorded: Recorded, functional: Sequence[str]
-) -> list[Half]:
-    """The halves that a graph reads and does not write, in the order of their first read.
+    found: Accesses,
+    reads: AttentionReads,
+    given: Callable[[fx.Node], Any],
+    recorded: Recorded,
+    functional: Sequence[str],
+) -> tuple[list[Half], list[Rejected]]:
+    """The halves that a graph reads and does not write, in the order of their first read; and what may be a cache,
+    and is read in a way that does not show where its slots are.
 
     Args:
+        reads: how the graph's attention reads its inputs.
         given: the example input of a placeholder.
         functional: names of caches that are rebuilt each step: the tensor at hand will not be seen again.
     """
     written = set(found.written_roots())
-    halves = []
+    halves: list[Half] = []
+    rejected: list[Rejected] = []
     for root in dict.fromkeys(a.root for a in found.accesses):
-        if root in written or source_name(root) in functional:
+        if root in written or source_name(root) in functional or not _can_be(found.values[root], given(root)):
             continue
-        axes = _slot_axes(root, found.values[root], given(root), recorded)
-        if axes is not None:
-            halves.append(_half(root, axes, found))
-    return halves
+        known = recorded(given(root))
+        made = _halves(root, found, reads) if known is None else [_half(root, (), SlotAxes(known, False), found, reads)]
+        if known is not None or (made and _is_called(root)):
+            halves += made
+        else:
+            why = _why_not(root, found.values[root], reads, shown=bool(made))
+            rejected += [] if why is None else [Rejected(root, why)]
+    return halves, rejected
 
 
-def _slot_axes(root: fx.Node, fake: torch.Tensor, given: Any, recorded: Recorded) -> tuple[int, ...] | None:
-    """The slot axes of a cache; None for an input that is none.
+def _can_be(fake: torch.Tensor, given: Any) -> bool:
+    return fake.dtype in POOL_DTYPES and isinstance(given, torch.Tensor) and not isinstance(given, nn.Parameter)
 
-    By name alone only ``[B, H, S, D]`` is taken: with other ranks nothing says which axis counts tokens.
-    """
-    if fake.dtype not in POOL_DTYPES or not isinstance(given, torch.Tensor) or isinstance(given, nn.Parameter):
-        return None
-    known = recorded(given)
-    if known is not None:
-        return known
+
+def _is_called(root: fx.Node) -> bool:
+    """Whether an input that attention reads is a cache by its name, or by being kept in an object or a container: keys
+    and values that another graph of the same forward has computed are none."""
+    return is_kept_by_someone(root) or _CACHE.search(source_name(root)) is not None
+
+
+def _why_not(root: fx.Node, fake: torch.Tensor, reads: AttentionReads, shown: bool) -> str | None:
+    """Why an input that may be a cache is not guarded; None if it is none."""
     name = source_name(root)
+    if fake.dim() < 3 or fake.dtype not in FLOAT_DTYPES:
+        return None
+    if shown:
+        return None if _PASSING.fullmatch(name) else f"{_READ}, and neither its name nor its place says that it is kept"
     called = half_named(name.split(".")[-1]) is not None and _CACHE.search(name) is not None
-    return (0, 2) if called and fake.dim() == 4 and fake.dtype in FLOAT_DTYPES else None
+    if called or (_is_called(root) and reads.of(reads.source_of(root))):
+        return f"{_READ}, in a way that does not show which of its axes counts tokens"
+    return None
 
 
-def _half(root: fx.Node, slot_axes: tuple[int, ...], found: Accesses) -> Half:
-    view = found.values[root]
+def _halves(root: fx.Node, found: Accesses, reads: AttentionReads) -> list[Half]:
+    """The halves that attention reads of an input; none if one of them does not show its slot axes."""
+    whole = reads.source_of(root)
+    parts: dict[tuple[Any, ...], None] = {}
+    for read in reads.of(whole):
+        index: list[Any] = [slice(None)] * found.values[root].dim()
+        for axis, chosen in read.source.picked:
+            if not reads.is_within(whole, axis):
+                index[axis] = chosen
+        parts[tuple(index) if any(i != slice(None) for i in index) else ()] = None
+    halves = []
+    for part in parts:
+        axes = reads.slot_axes(reads.source_of(root, part))
+        if axes is None:
+            return []
+        halves.append(_half(root, part, axes, found, reads))
+    return halves if len(parts) == 1 or () not in parts else []
+
+
+def _half(root: fx.Node, index: tuple[Any, ...], axes: SlotAxes, found: Accesses, reads: AttentionReads) -> Half:
+    part = reads.source_of(root, index)
+    view = Region(root, index).of(found.values[root])
     return Half(
         root=root,
-        region=Region(root),
-        slot_axes=slot_axes,
-        paged=False,
+        region=Region(root, index),
+        slot_axes=axes.axes,
+        paged=axes.paged,
         shape=tuple(view.shape),
         dtype=view.dtype,
         extent=extent_of(view),
@@ -81,4 +129,6 @@ def _half(root: fx.Node, slot_axes: tuple[int, ...], found: Accesses) -> Half:
         opaque=[],
         accesses=found.of(root),
         kind="read",
+        read_as=reads.half_of(part),
+        attention=frozenset(r.attention for r in reads.of(part)),
     )

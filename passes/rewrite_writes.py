@@ -38,6 +38,7 @@ def rewrite_writes(
         parts_only: only where a half is a part of its input, K and V or all layers in one tensor.  Inductor
             copies the whole input there, and once more for each canary op that looks at it in between.
     """
+    replaced: dict[fx.Node, None] = {}
     for record in [n for n in gm.graph.nodes if is_canary(n) and n.target is torch.ops.kvcanary.record.default]:
         view, value, index, extent, _, _, site, write = record.args
         node = plan.written_by.get(write)
@@ -47,10 +48,12 @@ def rewrite_writes(
         with gm.graph.inserting_before(record):  # where the sizes it takes are known
             arguments = (view, value, index, extent, site, write)
             gm.graph.call_function(torch.ops.kvcanary.index_put_.default, arguments)
+        replaced[node] = None
+        plan.rewritten += 1
+    for node in replaced:  # K and V may be written by one
         if node.args and isinstance(node.args[0], fx.Node):
             node.replace_all_uses_with(node.args[0])  # an in-place op returns its destination
         gm.graph.erase_node(node)
-        plan.rewritten += 1
     gm.graph.lint()
     gm.recompile()
     return gm

@@ -205,6 +205,31 @@ def interleaved(q, k, v, kv, slot):
     return attend(q, heads_first(kv[:, 0]), heads_first(kv[:, 1]))
 
 
+# ---- K and V written at once, sequences written one by one
+
+
+def stacked_at_once(q, k, v, kv, slot):
+    kv[:, slot] = torch.stack([tokens_first(k), tokens_first(v)])
+    return attend(q, heads_first(kv[0]), heads_first(kv[1]))
+
+
+def pairs_at_once(q, k, v, kv, slot):
+    kv[slot] = torch.stack([tokens_first(k), tokens_first(v)], dim=1)
+    return attend(q, heads_first(kv[:, 0]), heads_first(kv[:, 1]))
+
+
+def rows_at_once(q, k, v, kv, pos):
+    kv[:, :, :, pos] = torch.stack([k, v])
+    return attend(q, *kv.unbind(0))
+
+
+def row_by_row(q, k, v, kc, vc, pos):
+    for row in range(B):
+        kc[row].index_copy_(1, pos, k[row])
+        vc[row].index_copy_(1, pos, v[row])
+    return attend(q, kc, vc)
+
+
 # ---- paged pools
 
 
@@ -313,6 +338,7 @@ class Idiom:
         caches: which arguments after q, k, v are caches.
         halves: how many halves must be guarded.
         readable: slots and operand are known, so operand and bounds run.
+        writes: how many ops write a half.
         name: the function's name.
     """
 
@@ -320,6 +346,7 @@ class Idiom:
     make: Callable[[], tuple[Any, ...]]
     halves: int = 2
     readable: bool = True
+    writes: int = 1
 
     @property
     def name(self) -> str:
@@ -361,6 +388,10 @@ IDIOMS = [
     Idiom(select_int_in_index, one_tensor(2, SLOTS, H, D)),
     Idiom(stacked_layers, one_tensor(2, 2, SLOTS, H, D), halves=4),
     Idiom(interleaved, one_tensor(SLOTS, 2, H, D)),
+    Idiom(stacked_at_once, one_tensor(2, SLOTS, H, D)),
+    Idiom(pairs_at_once, one_tensor(SLOTS, 2, H, D)),
+    Idiom(rows_at_once, lambda: (*_qkv(B), torch.zeros(2, B, H, S, D), torch.tensor([3, 4]))),
+    Idiom(row_by_row, static_cache, writes=B),
     Idiom(paged_view, paged),
     Idiom(page_and_offset, paged),
     Idiom(custom_op, paged),

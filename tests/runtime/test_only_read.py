@@ -113,7 +113,7 @@ def test_read_first_and_written_later():
     key_cache = torch.zeros(B, H, S, D)
 
     def read(q, key_cache):
-        return q + key_cache.sum()
+        return F.scaled_dot_product_attention(q, key_cache, key_cache)
 
     def write(new, key_cache, pos):
         key_cache.index_copy_(2, pos, new)
@@ -121,15 +121,94 @@ def test_read_first_and_written_later():
 
     look, fill = (torch.no_grad()(torch.compile(f, backend=backend, fullgraph=True)) for f in (read, write))
     for n in range(4):
-        look(torch.randn(1), key_cache)
+        look(torch.randn(B, H, 1, D), key_cache)
         fill(torch.randn(B, H, 1, D), key_cache, torch.tensor([n]))
     assert backend.session.violations() == []
     (half,) = backend.session.registry.halves()
     assert half.kind == "kv"
     key_cache.data[0, 0, 1, 1] += 1
     with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
-        look(torch.randn(1), key_cache)
+        look(torch.randn(B, H, 1, D), key_cache)
     assert [(v.row, v.index) for v in caught.value.violations] == [(0, 1)]
+
+
+class EagerWriter:
+    """Layers whose caches eager code writes in the middle of the forward, which breaks the graph."""
+
+    def __init__(
+        self, order: tuple[int, ...], layers: int = 2, batch: int = B, attention=F.scaled_dot_product_attention
+    ):
+        self.backend = CanaryBackend(CanaryConfig(inner="eager", mode="log"))
+        self.order, self.batch, self.length = order, batch, 0
+        shape = [(batch, H, S, D)[axis] for axis in order]
+        self.caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(layers)]
+        back = [order.index(axis) for axis in range(4)]
+
+        @torch._dynamo.disable
+        def put(pool, mask, new):
+            pool.permute(back).transpose(1, 2)[mask] = new[mask.any(1)][:, :, 0]
+
+        def layer(q, k_pool, v_pool, mask):
+            put(k_pool, mask, q)
+            put(v_pool, mask, q * 2)
+            return attention(q, k_pool.permute(back), v_pool.permute(back))
+
+        self.layer = torch.no_grad()(torch.compile(layer, backend=self.backend))
+
+    def step(self) -> None:
+        q = torch.randn(self.batch, H, 1, D)
+        mask = torch.zeros(self.batch, S, dtype=torch.bool)
+        mask[:, self.length % S] = True
+        self.length += 1
+        for pools in self.caches:
+            q = self.layer(q, *pools, mask)
+
+    def told(self) -> list[tuple[str, int | None, int]]:
+        return [(v.half, v.row, v.index) for v in self.backend.session.violations()]
+
+
+ORDERS = {"BHSD": (0, 1, 2, 3), "BSHD": (0, 2, 1, 3), "HBSD": (1, 0, 2, 3), "SBHD": (2, 0, 1, 3)}
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_a_masked_write_that_breaks_the_graph(order, layers):
+    writer = EagerWriter(order, layers)
+    for _ in range(3):
+        writer.step()
+    assert writer.told() == []
+    row = None if order[0] == 2 else B - 1  # in the last order the sequences share a slot
+    for pools in writer.caches:
+        for pool, half in zip(pools, "KV", strict=True):
+            pool.data.permute([order.index(axis) for axis in range(4)])[B - 1, 1, 1, 3] += 1
+            writer.step()
+            assert writer.told()[-1] == (half, row, 1)
+    assert len(writer.told()) == 2 * layers
+
+
+def test_a_cache_whose_slot_axes_nothing_shows_is_named():
+    def hidden(q, k, v):
+        return q + (q * k.mean() * v.mean()).exp()
+
+    writer = EagerWriter(ORDERS["BSHD"], attention=hidden)
+    writer.step()
+    plan = next(p for p in writer.backend.session.plans if p.unguarded)
+    assert plan.sites == []
+    why = "it is only read in this graph, in a way that does not show which of its axes counts tokens"
+    assert plan.unguarded == [("k_pool", why), ("v_pool", why)]
+    assert why in writer.backend.session.summary()
+
+
+def test_keys_and_values_on_their_way_between_graphs_are_no_cache():
+    def run(q, x):
+        k, v = x + 1, x * 2
+        torch._dynamo.graph_break()
+        return F.scaled_dot_product_attention(q, k, v)
+
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+    with torch.no_grad():
+        torch.compile(run, backend=backend)(torch.randn(B, H, 1, D), torch.randn(B, H, S, D))
+    assert [(p.sites, p.unguarded) for p in backend.session.plans] == [([], []), ([], [])]
 
 
 def test_what_is_no_cache_is_not_watched():

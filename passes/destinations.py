@@ -1,0 +1,242 @@
+"""Where a write goes: what is fixed about a destination (layer, K or V) and what the step selects in it (slots).
+
+``kv[layer][0, :, pos] = k`` is a write to the region ``kv[layer][0]`` at ``[:, pos]``.  Two things cannot be told from
+the index alone, and are told from how attention reads the tensor (:mod:`.attention_reads`): a constant index may be a
+sequence's (``keys[row][:, pos] = k[row]`` in a loop over rows), and K and V may be written at once
+(``kv[:, slots] = torch.stack([k, v])``: two regions).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .accesses import Accesses
+from .attention_reads import AttentionReads
+from .names import function_name, half_named, source_name
+from .selection import At, Full, Indexed, Part, Selection, Span, Unreadable, selected_by
+from .writes import KVWrite
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A fixed part of a graph value: ``node`` itself, or ``node[index]`` with constant indices."""
+
+    node: fx.Node
+    index: tuple[Any, ...] = ()
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[self.index] if self.index else tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Destination:
+    """One region that a write goes to.
+
+    Attributes:
+        selection: what the write selects in it; None when opaque.
+        part: the index of what it receives in the write's operand; () for all of it.
+    """
+
+    region: Region
+    selection: Selection | None
+    part: tuple[Any, ...] = ()
+
+
+def destinations(write: KVWrite, found: Accesses, reads: AttentionReads) -> list[Destination]:
+    """The regions that a write goes to: one, or K and V."""
+    view = found.values[write.region]
+    if write.half is not None:
+        return [Destination(Region(write.region, (write.half,)), [Full()] * (view.dim() - 1))]
+    if write.opaque is not None:
+        return [Destination(region, None) for region in _opaque_regions(write, found, reads)]
+    if write.flat is not None:
+        return [Destination(Region(write.region), [Full()] * view.dim())]
+    node, selection = _with_rows(write.region, write.selection, found, reads)
+    rows = {a for a, p in enumerate(selection) if _is_constant(p) and reads.is_within(reads.source_of(node), a)}
+    fixed, rest = _fix(selection, rows)
+    halves = _kv_axis(node, selection, write, found, reads)
+    if halves is None:
+        return [Destination(Region(node, fixed if any(f != slice(None) for f in fixed) else ()), rest)]
+    apart = _parts(write, selection, halves, found)
+    if apart is None:
+        write.opaque = "it writes K and V at once, in an order of axes that differs from the cache's"
+        return [Destination(Region(node, _with(fixed, halves, half)), None) for half in (0, 1)]
+    place = halves - sum(isinstance(f, int) for f in fixed[:halves])
+    rest = rest[:place] + rest[place + 1 :]
+    return [Destination(Region(node, _with(fixed, halves, half)), rest, apart[half]) for half in (0, 1)]
+
+
+def _with(fixed: tuple[Any, ...], axis: int, half: int) -> tuple[Any, ...]:
+    return (*fixed[:axis], half, *fixed[axis + 1 :])
+
+
+def _is_constant(part: Part) -> bool:
+    if isinstance(part, Span):
+        return not any(isinstance(x, fx.Node) for x in (part.start, part.stop, part.length))
+    return isinstance(part, At) and isinstance(part.index, int)
+
+
+def _with_rows(
+    node: fx.Node, selection: Selection | None, found: Accesses, reads: AttentionReads
+) -> tuple[fx.Node, Selection]:
+    """The tensor whose sequences are picked one by one, in place of ``node``, some of them, and the selection in it."""
+    selection = [Full()] * found.values[node].dim() if selection is None else selection
+    while True:
+        picked = _picked_from(node, found)
+        if picked is None or not reads.is_within(reads.source_of(picked[0]), picked[1]):
+            return node, selection
+        parent, axis, part = picked
+        if isinstance(part, At):
+            selection = [*selection[:axis], part, *selection[axis:]]
+        elif isinstance(selection[axis], Full):
+            selection = [*selection[:axis], part, *selection[axis + 1 :]]
+        else:
+            return node, selection
+        node = parent
+
+
+def _picked_from(node: fx.Node, found: Accesses) -> tuple[fx.Node, int, Part] | None:
+    """``(parent, axis, part)`` where a node is a constant part of an axis of its parent, and nothing else."""
+    parent = node.args[0] if node.args else None
+    if isinstance(parent, fx.Node) and node.target is operator.getitem and function_name(parent) == "unbind":
+        whole = parent.args[0]
+        return (whole, _unbound_dim(parent, found), At(node.args[1])) if isinstance(whole, fx.Node) else None
+    try:
+        picked = selected_by(node, found.values)
+    except Unreadable:
+        return None
+    if picked is None:
+        return None
+    parts = [(axis, part) for axis, part in enumerate(picked[1]) if not isinstance(part, Full)]
+    if len(parts) != 1 or not _is_constant(parts[0][1]):
+        return None
+    return picked[0], *parts[0]
+
+
+def _unbound_dim(node: fx.Node, found: Accesses) -> int:
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    whole = node.args[0]
+    assert isinstance(dim, int)
+    assert isinstance(whole, fx.Node)
+    return dim % int(found.values[whole].dim())
+
+
+def _fix(selection: Selection, rows: set[int]) -> tuple[tuple[Any, ...], Selection]:
+    """``(constant index, the rest)``: constant integers, and constant slices of the last axes, are structure.
+
+    Args:
+        rows: axes whose constant integer is a sequence's, and so part of a slot's number.
+    """
+    last_indexed = max((a for a, p in enumerate(selection) if isinstance(p, Indexed)), default=-1)
+    moving = [a for a, p in enumerate(selection) if a in rows or _moves(p, a, selection, last_indexed)]
+    if not set(moving) - rows:  # only constants: the last integer is the slot
+        moving += [a for a, p in enumerate(selection) if isinstance(p, At) and a not in rows][-1:]
+    fixed = tuple(slice(None) if a in moving else _constant(p) for a, p in enumerate(selection))
+    rest = [p if a in moving else Full() for a, p in enumerate(selection) if a in moving or not isinstance(p, At)]
+    return fixed, rest
+
+
+def _constant(part: Part) -> Any:
+    """A part as a constant index."""
+    if isinstance(part, At):
+        return part.index
+    if isinstance(part, Span):
+        return slice(part.start, part.stop if part.length is None else part.start + part.length)
+    return slice(None)
+
+
+def _moves(part: Part, axis: int, selection: Selection, last_indexed: int) -> bool:
+    """Whether a part says which slots are written, and not which layer or half."""
+    if isinstance(part, Indexed):
+        return True
+    if isinstance(part, Span):
+        variable = any(isinstance(x, fx.Node) for x in (part.start, part.stop, part.length))
+        return variable or (axis < len(selection) - 1 and (last_indexed < 0 or axis < last_indexed))
+    return isinstance(part, At) and isinstance(part.index, fx.Node)
+
+
+def _kv_axis(node: fx.Node, selection: Selection, write: KVWrite, found: Accesses, reads: AttentionReads) -> int | None:
+    """The axis along which a write puts K and V at once; None if it writes one of them."""
+    view, source = found.values[node], reads.source_of(node)
+    for axis, part in enumerate(selection[:-1]):
+        if not isinstance(part, Full) or not isinstance(view.shape[axis], int) or view.shape[axis] != 2:
+            continue
+        shown = reads.is_kv_axis(source, axis)
+        if shown or (shown is None and _is_stacked(write, axis, selection, found)):
+            return axis
+    return None
+
+
+def _is_stacked(write: KVWrite, axis: int, selection: Selection, found: Accesses) -> bool:
+    """Whether the operand is a ``stack`` of two along an axis of a tensor that is not called K or V itself."""
+    value = write.value
+    if value is None or function_name(value) != "stack" or half_named(_input_name(write, found)) is not None:
+        return False
+    given = value.args[0] if value.args else value.kwargs.get("tensors")
+    dim = value.args[1] if len(value.args) > 1 else value.kwargs.get("dim", 0)
+    dims = found.values[value].dim()
+    place = _operand_axis(write, selection, axis, found)
+    return isinstance(given, list | tuple) and len(given) == 2 and isinstance(dim, int) and dim % dims == place
+
+
+def _input_name(write: KVWrite, found: Accesses) -> str:
+    root = found.root_of(write.region)
+    return "" if root is None else source_name(root)
+
+
+def _parts(
+    write: KVWrite, selection: Selection, axis: int, found: Accesses
+) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+    """What K and V get of the operand; None where the parts would not have the axes of a write to one half."""
+    indexed = [a for a, p in enumerate(selection) if isinstance(p, Indexed)]
+    if write.grid is not None:
+        return None  # the index has the axis, too
+    if indexed and indexed[0] < axis < indexed[-1] and indexed != [0, *indexed[1:]]:
+        return None  # without the axis between them, the index tensors' axes would not come first
+    if write.value is None:
+        return (), ()
+    place = _operand_axis(write, selection, axis, found)
+    if place < 0:
+        return (), ()  # the same for both
+    before = (slice(None),) * place
+    one = found.values[write.value].shape[place] == 1
+    return (*before, 0), (*before, 0 if one else 1)
+
+
+def _operand_axis(write: KVWrite, selection: Selection, axis: int, found: Accesses) -> int:
+    """The axis of a write's operand that goes along an axis that the write takes whole; negative if it has none."""
+    left = [a for a, p in enumerate(selection) if not isinstance(p, At)]
+    indexed = [left.index(a) for a, p in enumerate(selection) if isinstance(p, Indexed)]
+    assert write.value is not None
+    dims = max((_dims_of(p, found) for p in selection if isinstance(p, Indexed)), default=0)
+    place = left.index(axis)
+    if indexed and write.grid is None:
+        adjacent = indexed[-1] - indexed[0] == len(indexed) - 1
+        before = sum(i < place for i in indexed)
+        ahead = not adjacent or indexed[0] < place
+        place += (dims if ahead else 0) - before
+    rank = len(left) - len(indexed) + dims
+    return place - (rank - int(found.values[write.value].dim()))
+
+
+def _dims_of(part: Indexed, found: Accesses) -> int:
+    return int(found.values[part.tensor].dim())
+
+
+def _opaque_regions(write: KVWrite, found: Accesses, reads: AttentionReads) -> list[Region]:
+    """Where a write goes that hides where: K and V, if the tensor holds both, [2, ...] or [pages, 2, ...]."""
+    node, _ = _with_rows(write.region, None, found, reads)
+    if write.slot_axes:
+        return [Region(write.region)]
+    view, source = found.values[node], reads.source_of(node)
+    for axis, dims in ((0, 4), (1, 5)):
+        if view.dim() >= dims and view.shape[axis] == 2:
+            shown = reads.is_kv_axis(source, axis)
+            if shown or (shown is None and half_named(_input_name(write, found)) is None):
+                return [Region(node, (*(slice(None),) * axis, half)) for half in (0, 1)]
+    return [Region(node)]
