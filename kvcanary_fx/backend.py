@@ -153,18 +153,11 @@ def compile_graph(
     except Exception as e:
         # Not every exception may reach Dynamo: it takes some for a graph break, and runs on unguarded.
         owner.report_lost(AnalysisError(e), e)
-        return inner_compile(gm, example_inputs, config, mode, options)
+        return _unguarded(inner_compile(gm, example_inputs, config, mode, options), owner)
     _announce(plan, owner)
-    entered = owner.entered
     if not plan.guarded:
         owner.add_graph(plan)
-        plain = inner_compile(gm, example_inputs, config, mode, options)
-
-        def unguarded(*args: Any) -> Any:
-            entered.unguarded += 1
-            return plain(*args)
-
-        return unguarded
+        return _unguarded(inner_compile(gm, example_inputs, config, mode, options), owner)
     coverage.watch_recompile_limit(owner)
     if not owner.calls_are_judged:
         coverage.watch_calls(owner)
@@ -172,11 +165,24 @@ def compile_graph(
     inputs = [*example_inputs, *binding.states]
     compiled = inner_compile(rewritten, inputs, config, mode, options, plan)
 
+    entered = owner.entered
+
     def guarded(*args: Any) -> Any:
         entered.guarded += 1
         return owner.run(binding, compiled, args)
 
     return guarded
+
+
+def _unguarded(compiled: Callable[..., Any], owner: CanarySession) -> Callable[..., Any]:
+    """A graph without a check, as it counts: it is compiled, so its function does not run eagerly."""
+    entered = owner.entered
+
+    def unguarded(*args: Any) -> Any:
+        entered.unguarded += 1
+        return compiled(*args)
+
+    return unguarded
 
 
 def inner_compile(

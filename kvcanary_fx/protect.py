@@ -23,6 +23,12 @@ from .session import CanarySession
 M = TypeVar("M", bound=nn.Module)
 
 
+_WHY_APART = (
+    "a module that kvcanary_fx.protect guards keeps its own graphs: compile it with backend='kvcanary', or without "
+    "fullgraph=True"
+)
+
+
 class GuardedCall:
     """The compiled call of one module, and the proof that its checks ran.
 
@@ -36,6 +42,8 @@ class GuardedCall:
         self.session.calls_are_judged = True
         options = dynamo_calls.isolation() | compile_options
         self._compiled = torch.compile(module._call_impl, backend=backend, **options)
+        self._apart = dynamo_calls.behind_a_break(_call, _WHY_APART)
+        dynamo_calls.constant(_inlined)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's call.
@@ -43,6 +51,8 @@ class GuardedCall:
         Raises:
             UnguardedForwardError: mode ``raise``, and Dynamo did not compile the forward.
         """
+        if torch.compiler.is_dynamo_compiling() and self.session.config.mode != "off" and not _inlined():
+            return self._apart(self, *args, **kwargs)
         if dynamo_calls.tracing_here() or self.session.config.mode == "off":
             return self._module._call_impl(*args, **kwargs)
         obstacle = dynamo_calls.obstacle()
@@ -55,6 +65,27 @@ class GuardedCall:
         if (entered.guarded, entered.unguarded) == (guarded, unguarded):
             self._called_no_graph(result, args, kwargs)
         return result
+
+    def __del__(self) -> None:
+        """``module.compile(...)`` has put a call of its own in this one's place: put the guard back."""
+        module = self.__dict__.get("_module")
+        now = module.__dict__.get("_compiled_call_impl") if module is not None else None
+        if now is None or isinstance(now, GuardedCall) or self.session.config.mode == "off":
+            return
+        kept = object.__new__(type(self))
+        kept.__dict__.update(self.__dict__)
+        module.__dict__["_compiled_call_impl"] = kept
+        kept.say_that_it_stays()
+
+    def say_that_it_stays(self) -> None:
+        """Log that ``module.compile(...)`` does nothing to a module that is guarded."""
+        name = type(self._module).__name__
+        self.session.warn_once(
+            "compiled again",
+            f"kvcanary.kept {name}.compile(...) would have replaced the guard, so the guard stays, and the call "
+            "changes nothing. Give protect what it asked for (compile_mode=, compile_options=, dynamic=, fullgraph=, "
+            "inner=), or take the guard off before: protect(model, mode='off').",
+        )
 
     def _called_no_graph(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Dynamo compiled nothing of the forward: because it does not, or because there is nothing in it."""
@@ -77,6 +108,16 @@ class GuardedCall:
         layers = list(dict.fromkeys(s.layer for p in plans for s in p.sites))
         error = self.session.limit_hit if why is None else None
         self.session.report_lost(error or UnguardedForwardError(type(self._module).__name__, layers, why))
+
+
+def _call(guarded: GuardedCall, *args: Any, **kwargs: Any) -> Any:
+    return guarded(*args, **kwargs)
+
+
+def _inlined() -> bool:
+    """Whether a protected module may be part of the graph that Dynamo traces now: one for export, or a guarded one."""
+    at_work = dynamo_calls.backend_at_work()
+    return at_work is None or hasattr(at_work[0], "session_for")
 
 
 class _ClassHook:
@@ -117,6 +158,11 @@ def protect(target: Any = None, **settings: Any) -> Any:
     place and returned; a copy of it is a plain module until it is protected itself, while copies of an
     instance of a protected class are protected.
 
+    The guard stays where the module is compiled again: ``module.compile(...)`` changes nothing, and
+    ``torch.compile(module, backend=...)`` breaks its graph around the module, unless its backend is the canary's.  A
+    protected part of a bigger model is traced into that model's graph, guarded if the bigger one's backend is: protect
+    what you call, or compile it with ``backend="kvcanary"``.
+
     Args:
         target: an ``nn.Module`` class or instance; None when settings are given to the decorator.
         settings: settings of :class:`CanaryConfig` (``mode="log"``), and of torch.compile: ``dynamic``,
@@ -143,6 +189,7 @@ def protect(target: Any = None, **settings: Any) -> Any:
 
 def _protect(target: Any, config: CanaryConfig, compile_options: dict[str, Any]) -> Any:
     if isinstance(target, type) and issubclass(target, nn.Module):
+        target.compile = _keeping_the_guard(target.compile)  # type: ignore[method-assign]
         target._compiled_call_impl = _ClassHook(config, compile_options)  # type: ignore[assignment]
         return target
     if isinstance(target, nn.Module):
@@ -158,6 +205,20 @@ _COMPILE_OPTIONS = {
     "compile_mode": ((str, type(None)), "a mode of torch.compile, or None"),
     "compile_options": ((dict, type(None)), "a dict of options of torch.compile, or None"),
 }
+
+
+def _keeping_the_guard(compile_module: Callable[..., None]) -> Callable[..., None]:
+    """``nn.Module.compile`` of a protected class: it would replace the guard."""
+
+    @functools.wraps(compile_module)
+    def compile_guarded(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        call = self._compiled_call_impl
+        if isinstance(call, GuardedCall) and call.session.config.mode != "off":
+            call.say_that_it_stays()
+        else:
+            compile_module(self, *args, **kwargs)
+
+    return compile_guarded
 
 
 def take_compile_options(settings: dict[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class CanarySession:
         self.bindings: list[GraphBinding] = []
         self.uncovered: list[str] = []  # why coverage was lost, in words
         self.limit_hit: RecompileLimitError | None = None  # by a function that was to be compiled for this session
+        self.calls = 0  # of guarded graphs, whether they ended well or not
         self.entered = GraphCalls()  # by the thread that asks
         self.found = ViolationLog()
         self._adopted_slots = 0
@@ -85,6 +86,7 @@ class CanarySession:
         abort = self._abort if self.config.mode == "raise" and binding.plan.devices[0].type == "cpu" else None
         call = binding.bind(args, capturing, abort)
         with self._inside_of(call), forward_context(self._context_of(call)), binding.inside():
+            self.calls += 1
             try:
                 if not capturing:
                     self._note_outside_writes(binding, call, args)

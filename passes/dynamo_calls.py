@@ -58,11 +58,26 @@ def obstacle() -> str | None:
 
 
 def backend_at_work() -> tuple[Any, Mapping[str, Any]] | None:
-    """The backend that Dynamo is compiling for in this thread, and its options; None if it compiles nothing."""
+    """The backend that Dynamo is compiling for in this thread, and its options; None if it compiles or traces for none.
+
+    What is exported has no backend.
+    """
     for frame in _stack():
         if frame.f_code.co_name == "_compile" and "compiler_fn" in frame.f_locals:
-            return _unwrapped(frame.f_locals["compiler_fn"])
+            return None if frame.f_locals.get("export") else _unwrapped(frame.f_locals["compiler_fn"])
     return None
+
+
+def behind_a_break(function: Callable[..., Any], why: str) -> Callable[..., Any]:
+    """``function`` as Dynamo does not trace it: it breaks the graph and calls it as it is."""
+    disabled: Callable[..., Any] = torch.compiler.disable(function, reason=why)
+    return disabled
+
+
+def constant(function: Callable[[], bool]) -> Callable[[], bool]:
+    """``function`` as Dynamo takes it when it traces a call of it: it calls it then, and its result is a constant."""
+    marked: Callable[[], bool] = torch.compiler.assume_constant_result(function)
+    return marked
 
 
 def _unwrapped(compiler_fn: Any) -> tuple[Any, Mapping[str, Any]]:

@@ -32,7 +32,7 @@ log = logging.getLogger("kvcanary")
 
 #: Settings of ``install_canary`` that a session over a paged cache takes.
 _INSTALL = ("sweep_every", "health_every", "stats_every", "self_test")
-_WRAPPED = ("generate", "generate_batch", "init_continuous_batching")
+_WRAPPED = ("generate", "generate_batch", "init_continuous_batching", "compile")
 
 
 class Protection(GuardedCall):
@@ -57,7 +57,8 @@ class Protection(GuardedCall):
         return self._manager.session if self._manager is not None else None
 
     def wrap(self, model: Any) -> None:
-        for name, wrapper in zip(_WRAPPED, (self._generate, self._generate_batch, self._start), strict=True):
+        wrappers = (self._generate, self._generate_batch, self._start, self._compile)
+        for name, wrapper in zip(_WRAPPED, wrappers, strict=True):
             hook(model, name, wrapper)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,6 +117,9 @@ class Protection(GuardedCall):
         if self._manager is None or self._manager.of is not manager:
             self._manager = GuardedManager(manager, self._config, self._install, self._about_to_run)
         return manager
+
+    def _compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.say_that_it_stays()
 
     def _about_to_run(self, processor: Any) -> None:
         if self.before_batch is not None:

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import Unsupported
 
 import kvcanary_fx
 from kvcanary_fx import KVCacheViolation, UnknownSettingError, protect, session_of
@@ -170,3 +171,70 @@ def test_compile_options_are_passed_on():
     model = protect(Plain(), inner="eager", fullgraph=True, dynamic=True)
     run(model)
     assert len(session_of(model).plans) == 1
+
+
+# ---- compiled again
+
+
+def guarded_steps(model, call, start):
+    before = session_of(model).calls
+    run(call, 2, start)
+    return session_of(model).calls - before
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda: protect(Plain(), inner="eager", dynamic=False), Guarded], ids=["one", "class"]
+)
+def test_a_guarded_module_that_is_compiled_again_stays_guarded(kind, caplog):
+    model = kind()
+    with caplog.at_level("WARNING", "kvcanary"):
+        model.compile(backend="eager")
+        model.compile(backend="eager")
+    assert guarded_steps(model, model, 0) == 2
+    (said,) = [r.getMessage() for r in caplog.records if "kvcanary.kept" in r.getMessage()]
+    assert ".compile(...) would have replaced the guard" in said
+    assert "protect(model, mode='off')" in said
+    assert guarded_steps(model, torch.compile(model, backend="eager"), 2) == 2
+    corrupt(model)
+    with pytest.raises(KVCacheViolation):
+        run(model, 1, 4)
+
+
+def test_a_guarded_module_in_a_graph_without_breaks_names_the_way_out():
+    model = protect(Plain(), inner="eager")
+    with pytest.raises(Unsupported, match="compile it with backend='kvcanary', or without fullgraph=True"):
+        run(torch.compile(model, backend="eager", fullgraph=True))
+
+
+def test_a_guarded_module_is_part_of_a_guarded_graph():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = protect(Plain(), inner="eager")
+
+        def forward(self, x, pos):
+            return self.inner(x, pos) * 2
+
+    for outer in (Outer(), protect(Plain(), inner="eager")):
+        backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(inner="eager"))
+        run(torch.compile(outer, backend=backend, fullgraph=True))
+        assert backend.session.stats().steps == 3
+        assert session_of(getattr(outer, "inner", outer)).calls == 0
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_guarded_module_is_exported_as_it_is(strict):
+    x, pos = torch.randn(1, 1, 8), torch.tensor([0])
+    sizes = [
+        len(torch.export.export(model, (x, pos), strict=strict).graph.nodes)
+        for model in (Plain(), protect(Plain(), inner="eager"))
+    ]
+    assert sizes[0] == sizes[1]
+
+
+def test_a_module_whose_guard_is_off_may_be_compiled():
+    model = protect(protect(Plain(), inner="eager"), mode="off")
+    model.compile(backend="eager")
+    run(model)
+    with pytest.raises(TypeError, match="is not protected"):
+        session_of(model)

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 
+import eight_threads
 import pytest
 import torch
 from toys import Rig, new_caches
@@ -159,6 +160,15 @@ def test_a_protected_model_is_guarded_while_another_thread_compiles():
         compiler.join()
     assert rig.session.stats().steps == 4
     assert rig.session.uncovered == []
+
+
+def test_forwards_beside_compiling_threads_are_guarded_or_reported():
+    """The long run is ``eight_threads.py --seconds 600``."""
+    seen = eight_threads.run(seconds=2)
+    assert seen.errors == set()
+    assert seen.silent == 0
+    assert seen.share >= 0.99
+    assert min(seen.guarded, seen.compiled) > 0
 
 
 def test_a_forward_that_fails_beside_another_is_forgiven_to_itself_alone():
