@@ -120,7 +120,7 @@ class Control:
 
     words: torch.Tensor  # int64 [len(Word)]
     ring: torch.Tensor  # int64 [capacity + 1, len(Ring)]; the last row takes what has no room
-    stamps: torch.Tensor  # int64 [2, slots]: who wrote a slot last, and which slots were written twice
+    stamps: torch.Tensor  # int64 [2, slots]: which write reached a slot last, and which slots were written twice
     blackbox: torch.Tensor | None = None  # pinned int64 [len(Ring) + 1]: survives a device-side assert
 
     @classmethod
@@ -149,7 +149,8 @@ class HalfBuffers:
 
     digest: torch.Tensor  # int32 [planes, slots]; plane 0 is zero where nothing is recorded
     rows: torch.Tensor  # int32 [rows, len(RowState)]
-    baseline: torch.Tensor | None = None  # int32 [slots]: digests before a write we cannot read
+    #: int32 [slots]: digests before a write that may reach any slot; 0 where nothing was recorded
+    baseline: torch.Tensor | None = None
 
     @classmethod
     def allocate(cls, layout: SlotLayout, planes: int, device: torch.device) -> HalfBuffers:
@@ -210,7 +211,8 @@ class Site:
     seed1: int
     seed2: int
     checks: Check
-    verify_every: int = 1  # each step checks the slots with (slot + step) % verify_every == 0; no engine's pool
+    #: a step checks the slots with (slot + step) % verify_every == 0, and those it is about to write; no engine's pool
+    verify_every: int = 1
     lenient: bool = False  # something may rewrite the pool unseen between two calls (captured graphs)
     space: SlotSpace | None = None  # of an engine's pool: which slots are about to be read
     watched: bool = False  # no graph writes the half: what it holds when first seen is what it should hold

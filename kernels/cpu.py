@@ -12,7 +12,7 @@ import torch
 
 from .buffers import NOT_WRITTEN, UNKNOWN, Check, Count, Gate, IdentityBuffers, Phase, Ring, RowState, Site, Word
 from .counting import count_op
-from .digest import ZERO_STANDS_FOR, as_int32, coefficients
+from .digest import ZERO_STANDS_FOR, as_int32, coefficients, empty_digest
 from .identity import identify_with
 from .layout import SlotLayout, poison_mask
 from .plan import Resolved, WritePlan
@@ -155,6 +155,7 @@ def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int
         write_id: tells this write from the others of the graph.
     """
     reached = slots >= 0
+    site.control.stamps[0, slots[reached]] = _epoch(site, write_id)
     _mark_duplicates(site, slots, write_id)
     if not site.checks & Check.BOUNDS:
         return
@@ -184,7 +185,7 @@ def _mark_duplicates(site: Site, slots: torch.Tensor, write_id: int) -> None:
     site.control.stamps[1, unique[counts > 1]] = _epoch(site, write_id)
 
 
-def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int = 0) -> None:
+def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int = 0, coming: int | None = None) -> None:
     """Content: compare every due slot with its digest, and keep what was found.
 
     A mismatch is reported once, because the digest found replaces the one stored.
@@ -195,12 +196,16 @@ def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int 
             none).  A row whose next write does not continue the last one was changed by somebody else;
             where that is possible (lenient) its slots are adopted instead of reported.
         ops: how many ops to count as run, see :mod:`.counting`.
+        coming: number of the write to come, whose slots :func:`check_plan` has stamped: they are due whatever their
+            turn, since the record of the write replaces their digests.
 
     In an engine's pool those are due that the walk listed, and nothing is adopted: it says what it writes elsewhere.
     """
     site.counters[Count.VERIFY_RUNS] += 1
     count_op(site.gate, ops)
-    slots, shifted = _due_slots(site, first) if site.space is None else (_read_slots(site, site.space), None)
+    slots, shifted = _due_slots(site, first, coming) if site.space is None else (_read_slots(site, site.space), None)
+    if site.half.baseline is not None and site.space is None:
+        site.half.baseline.copy_(site.half.digest[0])
     if not site.checks & Check.CONTENT:
         slots = slots[:0]
     found = digest_slots(site, view, slots)
@@ -218,7 +223,7 @@ def _read_slots(site: Site, space: SlotSpace) -> torch.Tensor:
     return slots[site.half.digest[0, slots] != 0]
 
 
-def _due_slots(site: Site, first: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _due_slots(site: Site, first: torch.Tensor | None, coming: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Recorded slots whose turn it is: int64 ``[n]``; and where a change may be legal, :func:`_shifted_slots`."""
     now = bool(site.gate[Gate.LENIENT_NOW])
     shifted = _shifted_slots(site, first) if now or site.lenient else None
@@ -226,6 +231,8 @@ def _due_slots(site: Site, first: torch.Tensor | None) -> tuple[torch.Tensor, to
     if site.verify_every > 1 and not now:
         slot = torch.arange(due.numel(), device=due.device)
         turn = (slot + site.gate[Gate.STEP]) % site.verify_every == 0
+        if coming is not None:
+            turn |= site.control.stamps[0, : due.numel()] == _epoch(site, coming)
         due &= turn if shifted is None else turn | shifted
     return due.nonzero().squeeze(1), shifted
 
@@ -243,8 +250,15 @@ def _tell_changed(site: Site, slots: torch.Tensor, found: torch.Tensor, shifted:
         packed(found)[blamed],
         lenient=shifted is not None,
     )
-    site.half.digest[:, slots] = found
+    _keep(site, slots, found)
     site.counters[Count.ADOPTED] += adopted.sum()
+
+
+def _keep(site: Site, slots: torch.Tensor, found: torch.Tensor) -> None:
+    """Take ``found`` for what slots hold before this step's write."""
+    site.half.digest[:, slots] = found
+    if site.half.baseline is not None and site.space is None:
+        site.half.baseline[slots] = found[0]
 
 
 def verify_halves(sites: Sequence[Site], views: Sequence[torch.Tensor], ops: int = 0) -> None:
@@ -272,7 +286,7 @@ def adopt(site: Site, view: torch.Tensor, first: torch.Tensor) -> None:
     position = torch.arange(layout.positions, device=empty.device)
     below = (position < first.unsqueeze(1)) & (first != NOT_WRITTEN).unsqueeze(1)
     slots = (empty & below).view(-1).nonzero().squeeze(1)
-    site.half.digest[:, slots] = digest_slots(site, view, slots)
+    _keep(site, slots, digest_slots(site, view, slots))
     site.counters[Count.ADOPTED] += slots.numel()
 
 
@@ -361,19 +375,38 @@ def poisoned_words(words: torch.Tensor, layout: SlotLayout) -> torch.Tensor:
 
 
 def snapshot(site: Site, view: torch.Tensor) -> None:
-    """Keep the digest of every slot, written or not: the "before" of a write we cannot read."""
+    """Keep the digest of every slot, written or not: the "before" of a write we cannot read.
+
+    Slots that nobody recorded and that hold anything but zeros were written outside, and are adopted: nothing shows
+    how far a sequence goes.  Not in an engine's pool, where the engine says so.
+    """
     assert site.half.baseline is not None
     every = torch.arange(site.layout.slots, device=view.device)
-    site.half.baseline.copy_(digest_slots(site, view, every)[0])
+    found = digest_slots(site, view, every)
+    site.half.baseline.copy_(found[0])
+    if site.space is None:
+        empty = torch.tensor(empty_digest(_seeds(site)), dtype=torch.int32, device=found.device)[: found.shape[0]]
+        fresh = (site.half.digest[0] == 0) & (found != empty.unsqueeze(1)).any(0)
+        site.half.digest[:, fresh] = found[:, fresh]
+        site.counters[Count.ADOPTED] += fresh.sum()
 
 
-def record_changed(site: Site, view: torch.Tensor) -> None:
-    """Fingerprint the slots whose bytes differ from :func:`snapshot`, and look for NaN and Inf in them."""
+def record_changed(site: Site, view: torch.Tensor, planned: torch.Tensor | None = None) -> None:
+    """Fingerprint the slots whose bytes differ from :func:`snapshot`, and look for NaN and Inf in them.
+
+    Args:
+        planned: bool ``[slots + 1]``, the slots that this forward may write, where an engine said so.  Another one that
+            changed is a violation, and keeps the digest it had.
+    """
     assert site.half.baseline is not None
     site.counters[Count.RECORD_RUNS] += 1
     every = torch.arange(site.layout.slots, device=view.device)
     now = digest_slots(site, view, every)
     slots = (now[0] != site.half.baseline).nonzero().squeeze(1)
+    if planned is not None:
+        stray, slots = slots[~planned[slots]], slots[planned[slots]]
+        if site.checks & Check.INDEX:
+            report(site, Phase.POST, Check.INDEX, stray, packed(site.half.digest[:, stray]), packed(now[:, stray]))
     site.half.digest[:, slots] = now[:, slots]
     site.counters[Count.RECORDED] += slots.numel()
     if site.checks & Check.POISON and slots.numel():

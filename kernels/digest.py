@@ -81,6 +81,11 @@ def stored_form(h1: int) -> int:
     return h1 or ZERO_STANDS_FOR
 
 
+def empty_digest(seeds: tuple[int, int]) -> tuple[int, int]:
+    """What the shadow keeps for a row of zeros, signed: words of zero add nothing to the seeds."""
+    return as_int32(stored_form(seeds[0])), as_int32(seeds[1])
+
+
 def as_int32(x: int) -> int:
     """The signed 32-bit integer with the bits of the unsigned ``x``."""
     x &= MASK32

@@ -54,7 +54,15 @@ def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int
         )
 
 
-def _scan(site: Site, view: torch.Tensor, first: torch.Tensor | None, mode: int, ops: int = 0) -> None:
+def _scan(
+    site: Site,
+    view: torch.Tensor,
+    first: torch.Tensor | None,
+    mode: int,
+    ops: int = 0,
+    coming: int | None = None,
+    planned: torch.Tensor | None = None,
+) -> None:
     """One pass over all slots of the half."""
     layout = site.layout
     if layout.slots == 0:
@@ -71,10 +79,18 @@ def _scan(site: Site, view: torch.Tensor, first: torch.Tensor | None, mode: int,
             site.counters,
             first if first is not None and has_first else site.half.rows,
             baseline,
+            site.control.stamps,
+            planned if planned is not None else site.half.digest,
             slot_stride0=geometry.slot_strides[0],
             slot_stride1=geometry.slot_strides[1],
             every=site.verify_every,
+            write_id=coming or 0,
             ops=ops,
+            COMING=coming is not None and site.verify_every > 1,
+            KEEPS=site.half.baseline is not None and site.space is None,
+            ADOPTS=site.space is None,
+            PLANNED=planned is not None,
+            INDEX=bool(site.checks & Check.INDEX),
             LENIENT=site.lenient,
             CONTENT=bool(site.checks & Check.CONTENT),
             HAS_FIRST=has_first,
@@ -90,10 +106,10 @@ def _scan(site: Site, view: torch.Tensor, first: torch.Tensor | None, mode: int,
         )
 
 
-def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int = 0) -> None:
+def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int = 0, coming: int | None = None) -> None:
     """Content: compare every due slot with its digest.  See :func:`.cpu.verify`."""
     if site.space is None:
-        _scan(site, view, first, tk.VERIFY, ops)
+        _scan(site, view, first, tk.VERIFY, ops, coming)
     else:
         _verify_listed(site, view, ops)
 
@@ -113,13 +129,13 @@ def adopt(site: Site, view: torch.Tensor, first: torch.Tensor) -> None:
 
 
 def snapshot(site: Site, view: torch.Tensor) -> None:
-    """Keep the digest of every slot: the "before" of a write we cannot read."""
+    """Keep the digest of every slot: the "before" of a write we cannot read.  See :func:`.cpu.snapshot`."""
     _scan(site, view, None, tk.SNAPSHOT)
 
 
-def record_changed(site: Site, view: torch.Tensor) -> None:
-    """Fingerprint the slots whose bytes differ from :func:`snapshot`."""
-    _scan(site, view, None, tk.CHANGED)
+def record_changed(site: Site, view: torch.Tensor, planned: torch.Tensor | None = None) -> None:
+    """Fingerprint the slots whose bytes differ from :func:`snapshot`.  See :func:`.cpu.record_changed`."""
+    _scan(site, view, None, tk.CHANGED, planned=planned)
 
 
 def record(

@@ -15,7 +15,8 @@ All other memory is found through the ForwardContext.
 ``kvcanary::record(kv, value, index, extent, positions, state, site, write)``
     after a write: fingerprints the slots written and compares them with ``value``, the operand.
 ``kvcanary::observe(kv, state, site)`` and ``kvcanary::record_changed(kv, state, site)``
-    around a write that cannot be read in the graph: fingerprint what changed in between.
+    around a write that cannot be read in the graph: fingerprint what changed in between.  In an engine's pool, slots
+    that this forward does not write must not change.
 ``kvcanary::watch(kv, state, site)``
     before the first read of a half that the graph does not write: checks the content of recorded slots.  Where no
     graph writes the half, slots seen for the first time are fingerprinted as they are.
@@ -43,7 +44,7 @@ from .counting import count_op
 from .identity import name_slots
 from .plan import Resolved, WritePlan
 from .positions import last_of_rows, per_row
-from .request_checks import taken_of
+from .request_checks import planned_slots, taken_of
 from .turns import taking_turns
 
 NAMESPACE = "kvcanary"
@@ -101,13 +102,14 @@ def _verify(
 ) -> None:
     context = get_forward_context()
     here, kernels = context.sites[site], kernels_for(kv.device)
-    first = None
+    first = coming = None
     if write >= 0:
         plan = context.plans[write]
+        coming = plan.write_id
         resolved = kernels.resolve(plan, here.layout, index, extent, kv.device)
         _check_bounds(context, here, plan, resolved, kernels, Phase.PRE)
         first = None if plan.covers_all else kernels.first_positions(here.layout, resolved.slots)
-    kernels.verify(here, kv, first, ops=1)
+    kernels.verify(here, kv, first, ops=1, coming=coming)
 
 
 def _check_bounds(
@@ -135,6 +137,8 @@ def _record(
     resolved = kernels.resolve(plan, here.layout, index, extent, kv.device)
     if not plan.ahead:
         _check_bounds(context, here, plan, resolved, kernels, Phase.POST)
+        if here.layout.has_rows and not plan.covers_all:  # verify did not know where the row goes on
+            kernels.adopt(here, kv, kernels.first_positions(here.layout, resolved.slots))
     requests = context.requests.get(here.space.space_id) if here.space is not None else None
     if here.space is not None and requests is not None:
         received = taken_of(requests, resolved.slots)
@@ -158,8 +162,11 @@ def _observe(kv: torch.Tensor, state: torch.Tensor, site: int) -> None:
 
 
 def _record_changed(kv: torch.Tensor, state: torch.Tensor, site: int) -> None:
-    here = get_forward_context().sites[site]
-    kernels_for(kv.device).record_changed(here, kv)
+    context = get_forward_context()
+    here = context.sites[site]
+    requests = context.requests.get(here.space.space_id) if here.space is not None else None
+    planned = planned_slots(here.space, requests) if here.space is not None and requests is not None else None
+    kernels_for(kv.device).record_changed(here, kv, planned)
     count_op(here.gate)
 
 

@@ -22,7 +22,7 @@ from .buffers import (
 )
 from .chain import MASK64, SEED, mix
 from .counting import count_op
-from .digest import MASK32, as_int32, digest_reference, stored_form
+from .digest import MASK32, as_int32, digest_reference, empty_digest, stored_form
 from .layout import poison_mask
 from .slot_space import Flag
 
@@ -112,22 +112,27 @@ def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int
                 _report(site, phase, Check.BOUNDS, slot, slot, slot, detail=1)
         if slot >= 0:
             seen.add(slot)
+            site.control.stamps[0, slot] = _epoch(site, write_id)
 
 
-def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int = 0) -> None:
+def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int = 0, coming: int | None = None) -> None:
     site.counters[Count.VERIFY_RUNS] += 1
     count_op(site.gate, ops)
     now = bool(site.gate[Gate.LENIENT_NOW]) and site.space is None
     lenient = (now or site.lenient) and site.space is None
+    baseline = site.half.baseline if site.space is None else None
     for slot in range(site.layout.slots):
         stored = site.half.digest[:, slot].tolist()
+        if baseline is not None:
+            baseline[slot] = stored[0]
         if stored[0] == 0 or not site.checks & Check.CONTENT:
             continue
         if site.space is not None and int(site.space.reads[slot]) != int(site.space.clock[0]):
             continue
         shifted = _is_shifted(site, slot, first)
         turn = site.space is not None or (slot + int(site.gate[Gate.STEP])) % site.verify_every == 0
-        if not (now or turn or (lenient and shifted)):
+        rewritten = coming is not None and int(site.control.stamps[0, slot]) == _epoch(site, coming)
+        if not (now or turn or rewritten or (lenient and shifted)):
             continue
         site.counters[Count.CHECKED] += 1
         found = digest_of(site, row_bytes(site, view, slot))
@@ -138,6 +143,8 @@ def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int 
         else:
             _report(site, Phase.PRE, Check.CONTENT, slot, _packed(stored), _packed(found), lenient=lenient)
         site.half.digest[:, slot] = torch.tensor(found, dtype=torch.int32)
+        if baseline is not None:
+            baseline[slot] = found[0]
     if first is not None:
         adopt(site, view, first)
 
@@ -156,9 +163,14 @@ def adopt(site: Site, view: torch.Tensor, first: torch.Tensor) -> None:
         row, position = divmod(slot, site.layout.positions)
         below = int(first[row]) != NOT_WRITTEN and position < int(first[row])
         if below and int(site.half.digest[0, slot]) == 0:
-            found = digest_of(site, row_bytes(site, view, slot))
-            site.half.digest[:, slot] = torch.tensor(found, dtype=torch.int32)
-            site.counters[Count.ADOPTED] += 1
+            _adopt_slot(site, slot, digest_of(site, row_bytes(site, view, slot)))
+
+
+def _adopt_slot(site: Site, slot: int, found: list[int]) -> None:
+    site.half.digest[:, slot] = torch.tensor(found, dtype=torch.int32)
+    site.counters[Count.ADOPTED] += 1
+    if site.half.baseline is not None:
+        site.half.baseline[slot] = found[0]
 
 
 def record(
@@ -229,17 +241,27 @@ def _update_rows(site: Site, slots: list[int], last_position: torch.Tensor | Non
 
 def snapshot(site: Site, view: torch.Tensor) -> None:
     assert site.half.baseline is not None
+    empty = list(empty_digest((site.seed1, site.seed2)))[: site.half.digest.shape[0]]
     for slot in range(site.layout.slots):
-        site.half.baseline[slot] = digest_of(site, row_bytes(site, view, slot))[0]
+        found = digest_of(site, row_bytes(site, view, slot))
+        site.half.baseline[slot] = found[0]
+        if site.space is None and int(site.half.digest[0, slot]) == 0 and found != empty:
+            _adopt_slot(site, slot, found)
 
 
-def record_changed(site: Site, view: torch.Tensor) -> None:
+def record_changed(site: Site, view: torch.Tensor, planned: torch.Tensor | None = None) -> None:
     assert site.half.baseline is not None
     site.counters[Count.RECORD_RUNS] += 1
     for slot in range(site.layout.slots):
         data = row_bytes(site, view, slot)
         found = digest_of(site, data)
-        if found[0] != int(site.half.baseline[slot]):
+        if found[0] == int(site.half.baseline[slot]):
+            continue
+        if planned is not None and not bool(planned[slot]):
+            if site.checks & Check.INDEX:
+                stored = site.half.digest[:, slot].tolist()
+                _report(site, Phase.POST, Check.INDEX, slot, _packed(stored), _packed(found))
+        else:
             site.half.digest[:, slot] = torch.tensor(found, dtype=torch.int32)
             site.counters[Count.RECORDED] += 1
             _check_poison(site, slot, data)

@@ -302,6 +302,14 @@ def _chain_before(space: SlotSpace, plan: RequestPlan, written: Written) -> torc
     return through_writers(torch.where(known, last, -1), stored, written) if plan.in_flight else stored
 
 
+def planned_slots(space: SlotSpace, plan: RequestPlan) -> torch.Tensor:
+    """bool ``[slots + 1]``: the slots that a forward may write, those that it plans to and the reserved ones."""
+    mask = (space.flags & int(Flag.RESERVED)) != 0
+    if plan.real_slots is not None:
+        mask.index_fill_(0, torch.where(plan.real_slots < 0, space.nowhere, plan.real_slots), True)
+    return mask
+
+
 def taken_of(plan: RequestPlan, received: torch.Tensor) -> torch.Tensor:
     """The slots that a write received, as ``check_received`` takes them: one for each of the plan's tokens.
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .buffers import UNKNOWN
-from .digest import as_int32
+from .digest import ZERO_STANDS_FOR, as_int32
 from .slot_space import COLUMNS, Column
 from .triton_digest import digest_of_rows, first_poison
 
@@ -40,7 +40,9 @@ _ROW_ORIGIN: tl.constexpr = tl.constexpr(1)
 _ROW_COLUMNS: tl.constexpr = tl.constexpr(3)
 _RING_COLUMNS: tl.constexpr = tl.constexpr(14)
 _UNKNOWN: tl.constexpr = tl.constexpr(UNKNOWN)
+_ZERO_STANDS_FOR: tl.constexpr = tl.constexpr(as_int32(ZERO_STANDS_FOR))
 _CONTENT_BIT: tl.constexpr = tl.constexpr(1)
+_INDEX_BIT: tl.constexpr = tl.constexpr(32)
 _POISON_BIT: tl.constexpr = tl.constexpr(8)
 _RESERVED: tl.constexpr = tl.constexpr(2)
 _SPACE_COLUMNS: tl.constexpr = tl.constexpr(COLUMNS)
@@ -218,12 +220,15 @@ def scan_kernel(
     counters_ptr,  # int64 [len(Count)]
     first_ptr,  # int32 [rows]
     baseline_ptr,  # int32 [slots_total]
+    stamp_ptr,  # int64 [2, at least slots_total]
+    planned_ptr,  # bool [slots_total + 1]
     coef_ptr,  # int32 [2, words_in_row]
     digest_ptr,  # int32 [PLANES, slots_total]
     words_ptr, ring_ptr, capacity, rows_ptr,  # int32 [rows, _ROW_COLUMNS]
-    slots_total, seed1, seed2, words_in_row, half, positions, every, ops, slot_stride0, slot_stride1,
+    slots_total, seed1, seed2, words_in_row, half, positions, every, write_id, ops, slot_stride0, slot_stride1,
     units, n1, n2, n3, d0, d1, d2, d3,
-    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr, COMING: tl.constexpr,
+    KEEPS: tl.constexpr, ADOPTS: tl.constexpr, PLANNED: tl.constexpr, INDEX: tl.constexpr,
     NOT_WRITTEN: tl.constexpr, LENIENT: tl.constexpr, CONTENT: tl.constexpr, MODE: tl.constexpr,
     UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr, POISON_MASK: tl.constexpr,
     POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
@@ -248,6 +253,9 @@ def scan_kernel(
         below = coming & (position < first)
     recorded = inside & (stored1 != 0)
     turn = (slot + tl.load(gate_ptr + _GATE_STEP)) % every == 0
+    if COMING:  # what the write to come replaces is due now or never
+        epoch = tl.load(words_ptr + _STEP) * 65536 + write_id
+        turn = turn | (tl.load(stamp_ptr + slot, mask=recorded, other=-1) == epoch)
     due = recorded & (now | turn | (lenient & shifted))
     if (MODE != _VERIFY) or (not CONTENT):
         due = due & (slot < 0)
@@ -255,6 +263,7 @@ def scan_kernel(
     work = due | adopted
     if (MODE == _SNAPSHOT) or (MODE == _CHANGED):
         work = inside
+    before = stored1
     if tl.program_id(0) == 0:
         if MODE == _VERIFY:
             tl.atomic_add(counters_ptr + _VERIFY_RUNS, tl.full([], 1, tl.int64))
@@ -272,8 +281,25 @@ def scan_kernel(
         )  # fmt: skip
         if MODE == _SNAPSHOT:
             tl.store(baseline_ptr + slot, h1, mask=work)
+            if ADOPTS:
+                filled = h1 != tl.where(seed1 == 0, _ZERO_STANDS_FOR, seed1)
+                if PLANES == 2:
+                    filled = filled | (h2 != seed2)
+                fresh = filled & inside & (stored1 == 0)
+                tl.store(digest_ptr + slot, h1, mask=fresh)
+                if PLANES == 2:
+                    tl.store(digest_ptr + slots_total + slot, h2, mask=fresh)
+                tl.atomic_add(counters_ptr + _ADOPTED, tl.sum(fresh.to(tl.int64), axis=0))
         elif MODE == _CHANGED:
             changed = work & (h1 != tl.load(baseline_ptr + slot, mask=inside, other=0))
+            if PLANNED:
+                stray = changed & (tl.load(planned_ptr + slot, mask=inside, other=0) == 0)
+                changed = changed & (stray == 0)
+                if INDEX:
+                    report(
+                        words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _INDEX_BIT, 0, stray, slot,
+                        packed(stored1, stored2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), HAS_ROWS,
+                    )  # fmt: skip
             tl.store(digest_ptr + slot, h1, mask=changed)
             if PLANES == 2:
                 tl.store(digest_ptr + slots_total + slot, h2, mask=changed)
@@ -294,5 +320,11 @@ def scan_kernel(
             tl.store(digest_ptr + slot, h1, mask=bad | adopted)
             if PLANES == 2:
                 tl.store(digest_ptr + slots_total + slot, h2, mask=bad | adopted)
+            before = tl.where(bad | adopted, h1, before)
             tl.atomic_add(counters_ptr + _CHECKED, tl.sum(due.to(tl.int64), axis=0))
             tl.atomic_add(counters_ptr + _ADOPTED, tl.sum((taken | adopted).to(tl.int64), axis=0))
+    if KEEPS:
+        if MODE == _VERIFY:
+            tl.store(baseline_ptr + slot, before, mask=inside)
+        if MODE == _ADOPT:
+            tl.store(baseline_ptr + slot, before, mask=adopted)

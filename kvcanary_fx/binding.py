@@ -177,7 +177,8 @@ class GraphBinding:
         device, layout = half.buffers.digest.device, half.place.layout
         if number == len(self.counters):
             self.counters.append(torch.zeros(len(Count), dtype=torch.int64, device=device))
-        if self.plan.sites[number].opaque and half.buffers.baseline is None:
+        site = self.plan.sites[number]
+        if site.whole and half.buffers.baseline is None:
             half.buffers.baseline = torch.zeros(layout.slots, dtype=torch.int32, device=device)
         control = self._controls(device)
         # all memory the ops keep is made here, never inside an op: that may run in a CUDA graph's own pool
@@ -193,7 +194,7 @@ class GraphBinding:
             seed1=half.seeds[0],
             seed2=half.seeds[1],
             checks=Check(0) if capturing and self.plan.sites[number].output is not None else check_mask(self._config),
-            verify_every=self._config.verify_every,
+            verify_every=self._config.verify_every if site.foreseen else 1,
             lenient=capturing and half.space is None,
             space=half.space,
             watched=half.kind == "read",

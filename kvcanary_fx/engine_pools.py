@@ -65,7 +65,7 @@ class EnginePool:
             window=declared.sees,
             once=declared.written_once,
             owner_known=declared.allocations,
-            verify_every=config.verify_every,
+            verify_every=1 if declared.state else config.verify_every,  # each step replaces the digests of states
         )
         controls.reserve_stamps(device, declared.slots)
         tensors = len({_address(tensor) for layer in declared.tensors for tensor in layer})

@@ -71,6 +71,11 @@ _BY_CHECK = {
         "an overflow in the layer before, a fully masked row, or uninitialised memory in a padded token",
         "look at the layer's input; clear the slot before it is read: 0 * NaN is NaN even under a mask",
     ),
+    "index": Text(
+        "an op of the graph changed a slot that no token of this step goes to (digest {stored}, now {found})",
+        "a custom op that writes a slot too many, the slot beside, or padding outside of the reserved slots",
+        "compare the slots that the op writes with the batch's; declare where it pads: KVPool(reserved=...)",
+    ),
     "chain": Text(
         "the token's position is {found} where its predecessor's asks for {stored}",
         "position ids and cache position ran apart: a position bumped twice, or built without the cache's offset",

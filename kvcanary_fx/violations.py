@@ -102,6 +102,7 @@ class Violation:
         if owner is not None:
             return str(owner)
         hashed = self.check in ("content", "operand", "poison", "owner", "namespace", "digest")
+        hashed |= self.check == "index" and self.why is None  # bytes that changed where nothing was planned
         return f"{value & MASK64:#x}" if hashed or self.why == Why.WRONG_PREDECESSOR.name else str(value)
 
     def where(self) -> str:

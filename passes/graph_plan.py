@@ -76,6 +76,8 @@ class SitePlan:
         writes: how each write looks in the graph, ``index_copy_``.
         kind: what the half holds.
         output: the output of the graph that is this cache in the next call, where it is returned and not written.
+        whole: a write reaches every slot, or one may.
+        foreseen: before the first access it is known which slots the graph writes.
     """
 
     layer: str
@@ -94,6 +96,8 @@ class SitePlan:
     writes: tuple[str, ...]
     kind: Kind = "kv"
     output: int | None = None
+    whole: bool = False
+    foreseen: bool = True
 
     @property
     def name(self) -> str:

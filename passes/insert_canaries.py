@@ -280,6 +280,7 @@ class _Inserter:
     def _site_plan(self, half: Half, leads: bool) -> SitePlan:
         region = half.region
         nodes = sorted(ancestors(region.node), key=self.order.__getitem__)
+        whole = bool(half.opaque) or any(r.plan.covers_all for r in half.readable)
         argument = next(n for n in nodes if n.op == "placeholder" and self.found.root_of(n) is half.root)
         return SitePlan(
             layer=half.layer,
@@ -298,6 +299,8 @@ class _Inserter:
             writes=tuple(dict.fromkeys(function_name(n) for n in half.nodes_written)),
             kind=half.kind,
             output=half.output,
+            whole=whole,
+            foreseen=not whole and all(r.plan.ahead for r in half.readable),
         )
 
 

@@ -28,7 +28,7 @@ from kvcanary_fx.kernels import gpu, gpu_requests
 from kvcanary_fx.kernels.buffers import Phase
 
 #: Layers' kernels without a slot space: seeds that reach all of them, both digest sizes, and every unit of a row.
-SEEDS = range(6)
+SEEDS = (0, 1, 3, 4, 6, 9)
 
 
 class NoDevice:

@@ -14,7 +14,7 @@ from kvcanary_fx.kernels.layout import FLOAT_DTYPES, POOL_DTYPES, SlotLayout
 from kvcanary_fx.kernels.plan import first_positions
 from kvcanary_fx.kernels.slot_space import SlotSpace
 
-ALL_CHECKS = Check.CONTENT | Check.OPERAND | Check.BOUNDS | Check.POISON | Check.CHAIN
+ALL_CHECKS = Check.CONTENT | Check.OPERAND | Check.BOUNDS | Check.POISON | Check.CHAIN | Check.INDEX
 
 
 @dataclasses.dataclass
@@ -70,6 +70,7 @@ class Scene:
             "ring": sorted(site.control.ring[:kept].tolist()),
             "gate": site.gate.tolist(),
             "counters": site.counters.tolist(),
+            "reached": (site.control.stamps[0] == site.control.stamps[0].max()).tolist(),
             "stamped": (site.control.stamps[1] == site.control.stamps[1].max()).tolist(),
             "tokens": self.identity.tokens[:-1].tolist(),
             "positions": self.identity.positions[:-1].tolist(),
@@ -157,7 +158,7 @@ def random_scene(seed: int, capacity: int = 64, dtype: torch.dtype | None = None
         half_id=rng.randint(0, 100),
         seed1=rng.randrange(2**32),
         seed2=rng.randrange(2**32),
-        checks=ALL_CHECKS if rng.random() < 0.8 else Check(rng.randrange(32)),
+        checks=ALL_CHECKS if rng.random() < 0.8 else Check(rng.randrange(64)),
         verify_every=rng.choice([1, 1, 2, 3]),
         lenient=rng.random() < 0.2,
     )
@@ -178,6 +179,8 @@ class Step:
     last_position: torch.Tensor | None
     moved: int | None
     opaque: bool
+    coming: int | None
+    planned: torch.Tensor | None
     use_values: bool
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -211,6 +214,8 @@ def random_step(scene: Scene) -> Step:
         last_position=torch.randint(0, 50, (layout.rows,)) if rng.random() < 0.3 else None,
         moved=rng.choice([None, None, None, 0, 1, 2]),
         opaque=rng.random() < 0.2,
+        coming=rng.choice([None, 3, 3]),
+        planned=torch.rand(layout.slots + 1) < 0.7 if rng.random() < 0.5 else None,
         use_values=rng.random() < 0.8,
         tokens=torch.tensor([[rng.randrange(100)] for _ in range(n)], dtype=torch.int64).reshape(n, 1),
         positions=torch.tensor([[rng.randrange(4)] for _ in range(n)], dtype=torch.int64).reshape(n, 1),
@@ -249,10 +254,10 @@ def play(kernels: ModuleType, scene: Scene, step: Step) -> None:
         kernels.verify(site, view, None)
         kernels.snapshot(site, view)
         write(scene, step)
-        kernels.record_changed(site, view)
+        kernels.record_changed(site, view, step.planned if site.space is not None else None)
         return
     kernels.check_plan(site, step.slots, step.raw, 3, 0)
-    kernels.verify(site, view, step.first, ops=2)
+    kernels.verify(site, view, step.first, ops=2, coming=step.coming)
     rows = (step.slots // site.layout.positions).tolist()
     if site.layout.has_rows and rows and len(set(rows)) == len(rows):  # a batch has one entry per row
         kernels.identify(site, scene.identity, step.slots.unsqueeze(1), step.tokens, step.positions)

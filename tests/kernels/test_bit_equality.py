@@ -82,6 +82,7 @@ def test_constants_of_the_kernels_are_those_of_the_buffers():
         "_RING_COLUMNS": len(Ring),
         "_CONTENT_BIT": buffers.Check.CONTENT,
         "_POISON_BIT": buffers.Check.POISON,
+        "_INDEX_BIT": buffers.Check.INDEX,
     }
     for name, value in pairs.items():
         assert getattr(triton_kernels, name).value == int(value), name

@@ -77,3 +77,13 @@ def test_clean_run_is_silent(shape, kernel, device):
         assert recorded > 0
         if not isinstance(group, Cross):
             assert rig.session.stats().checked >= verified * len(group.bytes_of[0])
+
+
+def test_states_are_compared_in_each_step_when_a_fraction_is_checked(device):
+    rig = Rig(groups_of("recurrent and conv state", device), verify_fraction="1/8")
+    state = rig.groups[1]
+    rig.run("A", 3)
+    for step in range(8):
+        rig.flip(state, 0, step % 2, rig.live(state))
+        rig.run("A")
+        assert len(rig.found()) == step + 1

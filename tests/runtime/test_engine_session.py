@@ -246,6 +246,43 @@ def test_slots_that_were_forgotten_are_released_in_silence():
     assert toy.found() == []
 
 
+# ---- ops that do not show where they write
+
+
+@torch.library.custom_op("test_engine_session::store", mutates_args=("k_pool", "v_pool"))
+def store(x: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, given: torch.Tensor) -> None:
+    k_pool[given] = x.unsqueeze(1)
+    v_pool[given] = 2 * x.unsqueeze(1)
+
+
+store.register_fake(lambda x, k_pool, v_pool, given: None)
+
+
+def attend_by_store(pools, x, slots, reads):
+    for k_pool, v_pool in pools:
+        store(x, k_pool, v_pool, slots)
+        x = x + k_pool[reads].mean() + v_pool[reads].mean()
+    return x
+
+
+def test_an_op_that_nobody_registered_may_write_the_planned_slots_and_the_reserved_ones_only():
+    toy = prefilled(model=attend_by_store)
+    toy.add("B", [1, 2, 3, 4])
+    toy.run({"B": [8], "A": [6]})
+    toy.take("B", [9])
+    toy.forward(toy.plan({"B": [9]}), slots=[0])  # a store kernel may send what it pads with to a reserved slot
+    assert toy.found() == []
+    batch = toy.plan({"B": [9]})
+    toy.forward(batch, slots=[4])  # A's
+    found = toy.found()
+    assert [(v.check, v.phase, v.layer, v.half, v.slot, v.request) for v in found] == [
+        ("index", "post", f"layers.{layer}", half, 4, "A") for layer in (0, 1) for half in "KV"
+    ]
+    assert "changed a slot that no token of this step goes to" in found[0].explain()
+    toy.run({"A": [7]})  # what was violated stays so: the bytes are still not A's
+    assert {(v.check, v.slot, v.request) for v in toy.found()[4:]} == {("content", 4, "A")}
+
+
 # ---- owners
 
 
