@@ -202,7 +202,7 @@ class CanarySession:
         with self._lock:
             for control in self.controls.by_device.values():
                 rows, total = take_rows(control)
-                verdict = judge(rows, self.registry, lost=total - len(rows))
+                verdict = judge(rows, self.registry, control.stamps, lost=total - len(rows))
                 self._adopted_slots += verdict.adopted_slots
                 decoded = [self._decode(row) for row in verdict.violations]
                 self.found.add(decoded, total - verdict.adopted_fingerprints)

@@ -6,20 +6,34 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from kvcanary_fx.adoption import judge
-from kvcanary_fx.kernels.buffers import Check, Ring
+from kvcanary_fx.kernels.buffers import Check, HalfBuffers, Ring
+from kvcanary_fx.kernels.layout import SlotLayout
 from kvcanary_fx.pools import PoolRegistry
 
 
 def registry(layers: int, halves: int, kind: str) -> PoolRegistry:
     """Halves numbered layer by layer; slots without rows."""
     peers = {layer * halves + half: layer for layer in range(layers) for half in range(halves)}
-    layout = SimpleNamespace(has_rows=False)
+    layout = SlotLayout((8, 4), (0,), torch.float32)
     made = {
-        n: SimpleNamespace(peers=peers, kind=kind, place=SimpleNamespace(layout=layout), reported={}) for n in peers
+        n: SimpleNamespace(
+            id=n,
+            peers=peers,
+            kind=kind,
+            place=SimpleNamespace(layout=layout),
+            reported={},
+            seeds=(1, 2),
+            buffers=HalfBuffers.allocate(layout, 1, torch.device("cpu")),
+        )
+        for n in peers
     }
     return cast(PoolRegistry, SimpleNamespace(by_id=made.get))
+
+
+STAMPS = torch.full((2, 8), -1, dtype=torch.int64)
 
 
 def changed(half: int, slot: int = 3) -> list[int]:
@@ -36,7 +50,8 @@ def changed(half: int, slot: int = 3) -> list[int]:
         pytest.param(2, 2, "kv", [2, 3], True, id="K and V of all but the first layer, where they only know the token"),
         pytest.param(2, 2, "kv", [3], False, id="one half of a layer"),
         pytest.param(3, 2, "kv", [2, 3], False, id="one layer of two above the first"),
-        pytest.param(2, 1, "kv", [0, 1], False, id="a latent in two layers: one half above the first says nothing"),
+        pytest.param(2, 1, "kv", [0, 1], True, id="a latent in two layers"),
+        pytest.param(2, 1, "kv", [1], False, id="one of two latents: one half above the first says nothing"),
         pytest.param(3, 1, "kv", [1, 2], True, id="a latent in three layers"),
         pytest.param(2, 1, "state", [0, 1], True, id="the states of two layers"),
         pytest.param(2, 1, "state", [1], False, id="one state of two layers"),
@@ -46,7 +61,7 @@ def changed(half: int, slot: int = 3) -> list[int]:
 )
 def test_a_slot_that_changed_in_these_halves_was(layers: int, halves: int, kind: str, hit: list[int], adopted: bool):
     rows = [changed(half) for half in hit]
-    verdict = judge(rows, registry(layers, halves, kind))
+    verdict = judge(rows, registry(layers, halves, kind), STAMPS)
     assert (verdict.adopted_slots, verdict.adopted_fingerprints) == ((1, len(hit)) if adopted else (0, 0))
     assert verdict.violations == ([] if adopted else rows)
 
@@ -55,11 +70,11 @@ def test_where_nothing_else_can_have_written_no_pattern_is_legal():
     rows: list[Any] = [changed(half) for half in range(4)]
     for row in rows:
         row[Ring.LENIENT] = 0
-    assert judge(rows, registry(2, 2, "kv")).violations == rows
+    assert judge(rows, registry(2, 2, "kv"), STAMPS).violations == rows
 
 
 def test_of_two_slots_the_one_that_changed_everywhere_is_adopted():
     legal, flipped = [changed(half, 5) for half in range(4)], changed(2, 6)
-    verdict = judge([*legal[:3], flipped, legal[3]], registry(2, 2, "kv"))
+    verdict = judge([*legal[:3], flipped, legal[3]], registry(2, 2, "kv"), STAMPS)
     assert verdict.violations == [flipped]
     assert verdict.adopted_slots == 1

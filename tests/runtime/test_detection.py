@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import HEAD_DIM, HEADS, Rig, new_caches
+from toys import HEAD_DIM, HEADS, Rig, new_caches, write_by_op, write_in_subgraph, write_rolled, write_where
 
 import kvcanary_fx
 from kvcanary_fx import CanaryBackend, CanaryConfig, KVCacheViolation
@@ -146,6 +146,119 @@ def test_within_n_steps_when_a_fraction_is_checked(every):
         for _ in range(every):
             rig.step()
         assert rig.found() == [content(1, "V", 1, position)]
+
+
+def test_states_are_compared_before_each_rewrite_when_a_fraction_is_checked():
+    def step(x, conv_states, ssm_states):
+        conv_states.copy_(torch.cat((conv_states, x[..., :1]), dim=-1)[..., 1:])
+        ssm_states.copy_(ssm_states * 0.5 + x)
+        return ssm_states.sum() + conv_states.sum()
+
+    backend = CanaryBackend(CanaryConfig(inner="eager", mode="log", verify_fraction="1/8"))
+    run = torch.no_grad()(torch.compile(step, backend=backend))
+    states = [torch.randn(2, 4, 4), torch.randn(2, 4, 8)]
+    run(torch.randn(2, 4, 8), *states)
+    wanted = []
+    for n in range(16):
+        which, sequence = n // 2 % 2, n % 2
+        states[which].data[sequence, 1, 2] += 1
+        run(torch.randn(2, 4, 8), *states)
+        wanted.append((n + 2, ("conv_states", "ssm_states")[which], sequence))
+    assert [(v.step, v.pool, v.slot) for v in backend.session.violations()] == wanted
+
+
+def test_a_slot_is_compared_before_it_is_written_again_when_a_fraction_is_checked():
+    rig = Rig.build(verify_fraction="1/64", mode="log")
+    rig.step(8)
+    rig.flip(1, 0, row=1, position=5)
+    rig.step(at=5)
+    assert rig.found() == [content(1, "K", 1, 5)]
+
+
+@pytest.mark.parametrize("write", [write_where, write_rolled, write_in_subgraph])
+def test_a_cache_that_may_be_written_anywhere_is_compared_whole_when_a_fraction_is_checked(write):
+    rig = Rig.build(write=write, verify_fraction="1/64", mode="log")
+    rig.step(8)
+    for position in (1, 7):
+        rig.flip(1, 0, row=1, position=24 - rig.length + position if write is write_rolled else position)
+        rig.step()
+    assert [v.step for v in rig.session.violations()] == [2, 3]
+
+
+def written_where_the_old_says(cache, new, at):
+    """The slot depends on what was read before: until then nobody knows which."""
+    seen = (cache.sum() * 0).long()
+    cache.index_copy_(2, at + seen, new)
+    return cache.sum()
+
+
+def test_a_write_that_nobody_can_foresee_is_compared_when_a_fraction_is_checked():
+    backend = CanaryBackend(CanaryConfig(inner="eager", mode="log", verify_fraction="1/64"))
+    run = torch.no_grad()(torch.compile(written_where_the_old_says, backend=backend))
+    cache = torch.zeros(2, HEADS, 12, HEAD_DIM)
+    for position in (0, 1, 1):
+        run(cache, torch.randn(2, HEADS, 1, HEAD_DIM), torch.tensor([position]))
+        cache.data[1, 0, 1, 3] += 1
+    assert [(v.step, v.row, v.index) for v in backend.session.violations()] == [(3, 1, 1)]
+
+
+@pytest.mark.parametrize("write", [write_in_subgraph, write_by_op], ids=["axes shown", "nothing shown"])
+def test_prefix_from_outside_is_guarded_where_the_graph_hides_its_slots(write):
+    rig = Rig.build(batch=3, write=write, mode="log")
+    rig.step(5, guarded=False)
+    rig.step()
+    adopted = rig.session.stats().adopted
+    assert adopted == 2 * 2 * (3 * 5 if write is write_in_subgraph else 3 * HEADS)  # layers, halves, slots
+    rig.flip(1, 0, row=1, position=3)
+    rig.step()
+    assert [(v.check, v.step) for v in rig.session.violations()] == [("content", 2)]
+    assert rig.session.stats().adopted == adopted
+
+
+def test_prefix_from_outside_is_guarded_where_nobody_can_foresee_the_write():
+    backend = CanaryBackend(CanaryConfig(inner="eager", mode="log"))
+    run = torch.no_grad()(torch.compile(written_where_the_old_says, backend=backend))
+    cache = torch.zeros(2, HEADS, 12, HEAD_DIM)
+    cache[:, :, :5] = torch.randn(2, HEADS, 5, HEAD_DIM)
+    run(cache, torch.randn(2, HEADS, 1, HEAD_DIM), torch.tensor([5]))
+    assert backend.session.stats().adopted == 2 * 5
+    for n in (0, 1):
+        cache.data[n, 1, 2 * n, 3] += 1
+        run(cache, torch.randn(2, HEADS, 1, HEAD_DIM), torch.tensor([6 + n]))
+    assert [(v.step, v.row, v.index) for v in backend.session.violations()] == [(2, 0, 0), (3, 1, 2)]
+
+
+@pytest.mark.parametrize("zeroed", [True, False], ids=["zeroed", "overwritten"])
+@pytest.mark.parametrize(("layers", "break_at"), [(1, None), (2, 1), (3, 2)])
+def test_newest_token_of_one_layer_changed_by_an_op(layers, break_at, zeroed):
+    """K and V of the only layer in a graph: the pattern says little, so a single slot is not enough."""
+    rig = Rig.build(layers, break_at=break_at, mode="log")
+    rig.step(5, guarded=False)
+    rig.step()
+    rig.step()
+    for tensor in rig.caches[layers - 1]:
+        tensor[0, :, 6] = 0 if zeroed else torch.randn(HEADS, HEAD_DIM)
+    rig.step()
+    assert [(f[0], *f[2:]) for f in rig.found()] == [("content", half, 0, 6) for half in "KV"]
+
+
+def test_newest_tokens_emptied_in_all_layers_while_the_sequence_goes_on():
+    rig = Rig.build(2, mode="log")
+    rig.step(6)
+    for pair in rig.caches:
+        for tensor in pair:
+            tensor[0, :, 4:] = 0
+    rig.step()
+    assert {f[3:] for f in rig.found()} == {(0, 4), (0, 5)}
+
+
+def test_a_row_copied_in_part_is_no_beam():
+    rig = Rig.build(1, mode="log")
+    rig.step(6)
+    for tensor in rig.caches[0]:
+        tensor[0, :, 2] = tensor[1, :, 2]
+    rig.step()
+    assert rig.found() == [content(0, half, 0, 2) for half in "KV"]
 
 
 def test_fraction_checks_that_share_of_the_slots():

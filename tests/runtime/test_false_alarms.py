@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from toys import Rig, new_caches
+from toys import Rig, new_caches, write_at_index, write_by_op, write_in_subgraph, write_rolled, write_where
 
 import kvcanary_fx
 from kvcanary_fx import CanaryBackend, CanaryConfig
@@ -179,6 +179,88 @@ def test_beams_reordered_into_new_tensors(rig):
         rig.caches = [tuple(t.index_select(0, torch.tensor(order)) for t in pair) for pair in rig.caches]
         rig.step()
     assert silent(rig)
+
+
+#: Writes that name their slots, that reach all of them, and that hide them.
+WRITES = pytest.mark.parametrize(
+    "write", [write_at_index, write_where, write_rolled, write_in_subgraph, write_by_op], ids=lambda w: w.__name__
+)
+write_by_op.__name__ = "write_by_op"
+
+
+@WRITES
+@pytest.mark.parametrize("layers", [1, 2])
+def test_reset_and_beams_whatever_way_the_cache_is_written(layers, write):
+    rig = Rig.build(layers, batch=3, slots=32, write=write)
+    rig.step(4, guarded=False)
+    for _ in range(3):
+        rig.step()
+    for prompt in (lambda: None, lambda: rig.step(7, guarded=False), lambda: rig.step(5)):
+        rig.reset()
+        prompt()
+        rig.step()
+        rig.step()
+    for order in ([1, 0, 2], [0, 0, 1], [2, 2, 2]):
+        for pair in rig.caches:
+            for tensor in pair:
+                tensor.copy_(tensor[order])
+        rig.step()
+    assert silent(rig)
+
+
+def test_reset_of_a_cache_with_a_slot_that_nobody_ever_wrote():
+    """A prompt is encoded into a cache with room for one token more, which only other graphs read."""
+
+    def encode(new, past):
+        for i, layer in enumerate(past):
+            for half, cache in enumerate(layer):
+                cache.index_copy_(2, torch.arange(5), new * (i + 1) + half)
+        return new.sum()
+
+    def read(past):
+        return sum(k.sum() + v.mean() for k, v in past)
+
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+    fill, look = (torch.no_grad()(torch.compile(f, backend=backend)) for f in (encode, read))
+    past = [tuple(torch.zeros(2, 2, 6, 8) for _ in "kv") for _ in range(2)]
+    fill(torch.randn(2, 2, 5, 8), past)
+    look(past)
+    for length in (0, 5, 3):
+        for tensor in (t for layer in past for t in layer):
+            tensor.zero_()
+            tensor[:, :, :length] = torch.randn(2, 2, length, 8)
+        look(past)
+    assert backend.session.violations() == []
+
+
+@pytest.mark.parametrize("shared", [[1], [0, 3], [0, 1, 4]])
+def test_prompt_that_shares_tokens_with_the_last_one_in_a_cache_of_one_layer(shared):
+    """A token's K and V in the only layer depend on nothing but the token: they stay where the prompts agree."""
+    rig = Rig.build(1)
+    tokens = torch.randperm(50)[:16].view(2, 8)
+    tokens[1, shared] = tokens[0, shared]
+    for prompt, length in zip(tokens, (7, 8), strict=True):  # the step after it continues the row
+        index = torch.arange(length)
+        with torch.no_grad():
+            rig.model(prompt[:length].expand(2, length), index.expand(2, length), index, rig.caches)
+        rig.length = length
+        rig.step()
+    assert silent(rig)
+
+
+def test_states_swapped_and_reset_in_a_model_with_one_of_them():
+    def step(x, ssm_states):
+        ssm_states.copy_(ssm_states * 0.5 + x)
+        return ssm_states.sum()
+
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+    run = torch.no_grad()(torch.compile(step, backend=backend))
+    state = torch.zeros(3, 4, 8)
+    for change in (lambda: state.copy_(state[[2, 0, 1]]), state.zero_, lambda: state[1].zero_()):
+        run(torch.randn(3, 4, 8), state)
+        change()
+    run(torch.randn(3, 4, 8), state)
+    assert backend.session.violations() == []
 
 
 def test_cropped_and_continued(rig):

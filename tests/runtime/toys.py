@@ -3,27 +3,59 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from kvcanary_fx import CanaryBackend, CanaryConfig, protect, session_of
 
 VOCAB, DIM, HEADS, HEAD_DIM = 50, 16, 2, 8
 
 
+def write_at_index(cache: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> None:
+    cache.index_copy_(2, index, new)
+
+
+def write_where(cache: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> None:
+    """All of the cache, the new tokens in their places."""
+    hit = (torch.arange(cache.shape[2], device=index.device).unsqueeze(1) == index).any(1)
+    cache.copy_(torch.where(hit.view(1, 1, -1, 1), cache.index_copy(2, index, new), cache))
+
+
+def write_rolled(cache: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> None:
+    """A window: the newest token is always in the last slot."""
+    cache.copy_(torch.cat((cache, new), dim=2)[:, :, -cache.shape[2] :])
+
+
+def write_in_subgraph(cache: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> None:
+    """Where the graph does not show the slots, only the axis."""
+    checkpoint(write_at_index, cache, index, new, use_reentrant=False)
+
+
+@torch.library.custom_op("toys::store", mutates_args=("cache",))
+def write_by_op(cache: torch.Tensor, where: torch.Tensor, new: torch.Tensor) -> None:
+    """Where the graph shows nothing."""
+    cache.index_copy_(2, where, new)
+
+
+write_by_op.register_fake(lambda cache, where, new: None)
+
+
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, write: Callable[..., None] = write_at_index) -> None:
         super().__init__()
+        self.write = write
         self.qkv = nn.Linear(DIM, 3 * HEADS * HEAD_DIM, bias=False)
         self.out = nn.Linear(HEADS * HEAD_DIM, DIM, bias=False)
 
     def forward(self, x, cache, index, mask):
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)
-        cache[0].index_copy_(2, index, k)
-        cache[1].index_copy_(2, index, v)
+        self.write(cache[0], index, k)
+        self.write(cache[1], index, v)
         y = F.scaled_dot_product_attention(q, cache[0], cache[1], attn_mask=mask)
         return x + self.out(y.transpose(1, 2).flatten(-2))
 
@@ -31,11 +63,13 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """Logits of the last token; writes K and V of each token at ``index`` of every row."""
 
-    def __init__(self, layers: int = 2, break_at: int | None = None) -> None:
+    def __init__(
+        self, layers: int = 2, break_at: int | None = None, write: Callable[..., None] = write_at_index
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, DIM)
         self.places = nn.Embedding(64, DIM)
-        self.layers = nn.ModuleList([Layer() for _ in range(layers)])
+        self.layers = nn.ModuleList([Layer(write) for _ in range(layers)])
         self.head = nn.Linear(DIM, VOCAB, bias=False)
         self.break_at = break_at
 
@@ -68,12 +102,13 @@ class Rig:
         slots: int = 24,
         device: str = "cpu",
         break_at: int | None = None,
+        write: Callable[..., None] = write_at_index,
         compile_options: dict[str, Any] | None = None,
         backend: CanaryBackend | None = None,
         **settings: Any,
     ) -> Rig:
         torch.manual_seed(0)
-        model = Decoder(layers, break_at).to(device).eval()
+        model = Decoder(layers, break_at, write).to(device).eval()
         settings = {"inner": "eager", **settings}
         backend = backend or CanaryBackend(CanaryConfig(**settings))
         guarded = torch.compile(model, backend=backend, **(compile_options or {}))
