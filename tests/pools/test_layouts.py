@@ -15,7 +15,7 @@ from rig import Rig
 from shapes import SHAPES, WINDOW
 
 import kvcanary_fx
-from kvcanary_fx import Batch, EngineError, KVPool, doctor
+from kvcanary_fx import Batch, EngineError, KVCacheViolation, KVPool, doctor
 from kvcanary_fx.config import CanaryConfig
 
 TABLE = torch.zeros(4, 16, dtype=torch.int32)
@@ -264,6 +264,18 @@ def test_second_write_of_a_cross_attention_cache_is_reported():
     again = Batch([1, 2, 3, 4], slots, [1], [0], [4], request_ids=["A"])
     rig.run("A", encoder=again)
     assert {(v.check, v.why, v.slot) for v in rig.found()} == {("owner", "WRITTEN_BEFORE", s) for s in slots}
+
+
+def test_second_write_whose_tokens_are_wrong_too_raises_the_violation():
+    """The rows of the ring have two checks each; which of them leads was not said, and the report itself failed."""
+    cross = Cross("cross", "nhd")
+    rig = Rig([Group("self", "nhd"), cross], mode="raise")
+    rig.run("A", 9)
+    again = Batch([1, 2, 3, 4], cross.table[1, :4].tolist(), [1], [0], [4], request_ids=["A"])
+    again.history, again.history_lens = torch.full((1, 4), 99), [4]
+    with pytest.raises(KVCacheViolation, match="written once") as caught:
+        rig.run("A", encoder=again)
+    assert {(v.check, v.also) for v in caught.value.violations} == {("owner", ("token",))}
 
 
 def test_batch_without_the_field_of_a_pools_own_batch_is_an_error():
