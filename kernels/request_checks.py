@@ -117,8 +117,6 @@ def _walk_columns(space: SlotSpace, plan: RequestPlan, start: int, stop: int) ->
     slot = table_slots(plan, requests, position)
     outside = (slot < 0) | (slot >= space.slots)
     at = torch.where(outside, space.nowhere, slot)
-    if plan.slot_map is not None:  # what it maps to a reserved slot has left the window
-        live = live & ((space.flags[at] & int(Flag.RESERVED)) == 0)
     findings = Findings(live, space.checks)
     _check_place(findings, space, plan, slot, at, outside)
     before = table_slots(plan, requests, (position - 1).clamp(min=0))
@@ -227,7 +225,8 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     at = torch.where(outside | ~real, space.nowhere, slot)
     flags, owner, mine = space.flags[at], space.owners[at], plan.owners[request]
     reserved = (flags & Flag.RESERVED) != 0
-    findings = Findings(real & ~_left_out(space, plan, request, position, slot, reserved), space.checks)
+    nowhere = (reserved & ~outside) | (slot == -1)
+    findings = Findings(real & ~(nowhere & _behind_window(space, plan, request, position, real)), space.checks)
     findings.add(Check.BOUNDS, Why.OUT_OF_RANGE, outside, slot, -1)
     findings.add(Check.BOUNDS, Why.RESERVED_SLOT, reserved & ~outside, slot, slot)
     findings.stop(outside | reserved)
@@ -253,19 +252,19 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     findings.report(space.control, space.space_id, Phase.PRE, slot, position, request=mine, detail=tokens)
 
 
-def _left_out(
-    space: SlotSpace,
-    plan: RequestPlan,
-    request: torch.Tensor,
-    position: torch.Tensor,
-    slot: torch.Tensor,
-    reserved: torch.Tensor,
+def _behind_window(
+    space: SlotSpace, plan: RequestPlan, request: torch.Tensor, position: torch.Tensor, real: torch.Tensor
 ) -> torch.Tensor:
-    """bool ``[n]``: tokens of a long prefill that no later forward reads and that are rightly stored nowhere."""
+    """bool ``[n]``: tokens of a long prefill that no later forward reads, so that they may be stored nowhere.
+
+    Never a request's newest token, which attention reads in this very forward.
+    """
     if space.window is None:
-        return torch.zeros_like(reserved)
-    total = plan.prefix_lens.to(torch.int64) + plan.extend_lens
-    return (reserved | (slot == -1)) & (position <= total[request] - space.window)
+        return torch.zeros_like(real)
+    newest = plan.prefix_lens.to(torch.int64) + plan.extend_lens - 1
+    if plan.parents is not None:  # a tree is not as deep as it has tokens
+        newest = torch.zeros_like(newest).scatter_reduce(0, request, torch.where(real, position, 0), "amax")
+    return position <= newest[request] - max(space.window - 1, 1)
 
 
 def store(space: SlotSpace, plan: RequestPlan) -> None:

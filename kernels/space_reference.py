@@ -75,8 +75,6 @@ def _check_row(space: SlotSpace, plan: RequestPlan, request: int) -> None:
 
 def _walk_slot(space: SlotSpace, plan: RequestPlan, request: int, position: int, first: int) -> None:
     entry, slot = Entry(space), _table_slot(plan, request, position)
-    if plan.slot_map is not None and 0 <= slot < space.slots and int(space.flags[slot]) & Flag.RESERVED:
-        return
     space.counters[SpaceCount.CHECKED] += 1
     owner = int(plan.owners[request])
     if not 0 <= slot < space.slots:
@@ -185,9 +183,13 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
 def _left_out(space: SlotSpace, plan: RequestPlan, request: int, position: int, slot: int) -> bool:
     if space.window is None:
         return False
-    total = int(plan.prefix_lens[request]) + int(plan.extend_lens[request])
     nowhere = slot == -1 or (0 <= slot < space.slots and bool(int(space.flags[slot]) & Flag.RESERVED))
-    return nowhere and position <= total - space.window
+    if not nowhere:
+        return False
+    newest = int(plan.prefix_lens[request]) + int(plan.extend_lens[request]) - 1
+    if plan.parents is not None:
+        newest = max(_position(plan, j, other, place) for j, other, place in _tokens(plan) if other == request)
+    return position < newest and position <= newest - space.window + 1
 
 
 def _check_writer(entry: Entry, space: SlotSpace, slot: int, request: int) -> None:

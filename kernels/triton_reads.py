@@ -142,8 +142,6 @@ def walk_kernel(
         outside = (slot < 0) | (slot >= slots)
         at = tl.where(outside, slots, slot)
         token, where, flags, chain, holder = entry_of(wide_ptr, at, live)
-        if HAS_MAP:  # what it maps to a reserved slot has left the window
-            live = live & ((flags & RESERVED) == 0)
         tl.atomic_add(counters_ptr + CHECKED, tl.sum(live.to(tl.int64), axis=0))
 
         reserved = (flags & RESERVED) != 0

@@ -110,9 +110,10 @@ def writes_kernel(
     reserved = (flags & RESERVED) != 0
 
     # tokens of a long prefill that no later forward reads are rightly stored nowhere
-    total = tl.load(prefix_ptr + request, mask=real, other=0).to(tl.int64)
-    total += tl.load(extend_ptr + request, mask=real, other=0).to(tl.int64)
-    real = real & ((((reserved & (outside == 0)) | (slot == -1)) & (position <= total - window)) == 0)
+    newest = tl.load(prefix_ptr + request, mask=real, other=0).to(tl.int64) - 1
+    newest += tl.load(extend_ptr + request, mask=real, other=0).to(tl.int64)
+    nowhere = (reserved & (outside == 0)) | (slot == -1)
+    real = real & ((nowhere & (position <= newest - tl.maximum(window - 1, 1))) == 0)
 
     zero = tl.zeros_like(i)
     bits, why, stored, found = zero, zero, zero, zero

@@ -40,7 +40,7 @@ class KVPool:
         kv_axis: the axis, of length 2, along which each tensor holds K and V; None: a tensor holds one of them.
         table_page_size: slots of one entry of the request table.
         slot_map: integer, from the index space of the table to this pool's, for a sliding window with slots
-            of its own; what it maps to a reserved slot is outside the window.
+            of its own; what it maps to a reserved slot is outside the window, and reported if it is not.
         slots_from: the batch's field with the slots planned for this pool.
         reserved: slots that take the padding of a batch.
         token_offset: the slot of position p holds the token of position p + token_offset (an EAGLE draft's: 1).
@@ -132,6 +132,11 @@ class KVPool:
                 self._refuse(f"has scales[{name!r}] of {scale.dtype} {list(scale.shape)}; it must be floating-point")
 
     def _require_index_space(self) -> None:
+        if self.window is not None and self.window < 1:
+            self._refuse(
+                f"has window={self.window}: it counts the tokens that attention sees, the newest included, so it is at "
+                "least 1; None is no window"
+            )
         room = self.request_table.shape[1] * self.table_page_size
         if self.ring and (self.window is None or self.window > room):
             self._refuse(

@@ -91,8 +91,9 @@ _BY_REASON = {
     ),
     Why.RESERVED_SLOT: Text(
         "slot {value} is reserved for padding, and a real token points at it",
-        "a table row that was never filled, or a padded index used for a real token",
-        "check how the row was filled, and where the padded batch ends",
+        "a table row that was never filled, a slot_map whose entry was cleared while the window still reads it, or a "
+        "padded index used for a real token",
+        "check how the row was filled, when the map's entries are cleared, and where the padded batch ends",
     ),
     Why.PLANNED_TWICE: Text(
         "two tokens of one step are to go to slot {value}",

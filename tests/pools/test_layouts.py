@@ -38,6 +38,8 @@ def test_examples_of_the_documentation_run():
 
 REFUSED = {
     "ring without a window": (dict(ring=True), "a window that fits"),
+    "window of no tokens": (dict(window=0), "at least 1"),
+    "negative window": (dict(window=-1), "at least 1"),
     "ring shorter than its window": (dict(ring=True, window=17), "a window that fits"),
     "state with a row of slots": (dict(state=True), r"\[requests, 1\]"),
     "compressed window": (dict(tokens_per_slot=4, window=8), "count tokens"),
@@ -144,6 +146,51 @@ def test_opaque_layer_that_reads_anothers_cache_records_nothing():
     assert session.stats().recorded == 2 * 3  # K and V of three tokens, once
     assert len(session.pool.halves) == 2
     assert session.uncovered == []
+
+
+# ---- windows whose slots are found through a map
+
+
+def mapped() -> tuple[Rig, Mapped]:
+    """Request A with nine tokens, of which a window still sees some, in a pool behind a map."""
+    full = Group("full", "nhd")
+    swa = Mapped("swa", "nhd", full, WINDOW)
+    rig = Rig([full, swa])
+    rig.run("A", 9)
+    return rig, swa
+
+
+@pytest.mark.parametrize("back", [1, WINDOW - 1], ids=["newest", "oldest"])
+@pytest.mark.parametrize("free", [True, False], ids=["and the slot freed", "alone"])
+def test_map_entry_cleared_while_the_window_still_reads_it_is_reported(back, free):
+    """As a prefix cache does that frees a page of the window one step too early."""
+    rig, swa = mapped()
+    full = int(swa.table[1, 9 - back])
+    if free:
+        swa.guard.release([int(swa.map[full])], owner="A")
+    swa.map[full] = 0
+    rig.run("A")
+    found = [(v.check, v.why, v.position, v.pool, v.request) for v in rig.found()]
+    assert found == [("bounds", "RESERVED_SLOT", 9 - back, "swa", "A")]
+
+
+def test_map_entry_cleared_once_the_window_has_left_it_is_silent():
+    rig, swa = mapped()
+    left = swa.table[1, : 9 - WINDOW + 1].long()
+    assert swa.map[left].tolist() == [0] * len(left)
+    rig.run("A")
+    assert rig.found() == []
+
+
+@pytest.mark.parametrize("window", [1, WINDOW])
+def test_newest_token_without_a_slot_is_reported_whatever_the_window(window):
+    full = Group("full", "nhd")
+    swa = Mapped("swa", "nhd", full, window)
+    rig = Rig([full, swa])
+    rig.run("A", 3)
+    rig.run("A", late=lambda: swa.map.__setitem__(int(swa.table[1, 3]), 0))
+    found = [(v.check, v.why, v.phase, v.position) for v in rig.found() if v.pool == "swa" and v.check == "bounds"]
+    assert found == [("bounds", "RESERVED_SLOT", "pre", 3)]
 
 
 # ---- scales per tensor
