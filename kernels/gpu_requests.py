@@ -12,10 +12,10 @@ import torch
 import triton
 
 from . import request_checks, triton_reads, triton_writes
-from .buffers import Check
+from .buffers import UNKNOWN, Check
 from .geometry import on_device
 from .request_checks import walked
-from .slot_space import ENDLESS, RequestPlan, SlotSpace
+from .slot_space import ENDLESS, Flag, RequestPlan, SlotSpace
 
 #: Positions, tokens, requests and sums of earlier blocks that a program looks at together.
 BLOCK_POSITIONS = 128
@@ -72,6 +72,7 @@ def _request_args(plan: RequestPlan) -> dict[str, Any]:
     return dict(
         counts_ptr=plan.counts,
         row_ptr=plan.rows.contiguous(),
+        padding=plan.padding_row if plan.padding_row is not None else UNKNOWN,
         prefix_ptr=plan.prefix_lens.contiguous(),
         owner_ptr=plan.owners.contiguous(),
     )
@@ -87,20 +88,35 @@ def _space_args(plan: RequestPlan) -> dict[str, Any]:
     return dict(spaces_ptr=spaces.contiguous(), HAS_SPACES=plan.namespaces is not None)
 
 
+def _list_args(plan: RequestPlan, ends: torch.Tensor) -> dict[str, Any]:
+    """What tells which of the added tokens are real, and each one's request."""
+    bs = plan.rows.shape[0]
+    return dict(
+        bs=bs, steps=bs.bit_length(), ends_ptr=ends, n=plan.slots.shape[0], HAS_PADDING=plan.padding_row is not None
+    )
+
+
 def _token_args(plan: RequestPlan) -> dict[str, Any]:
-    """What tells each added token's request."""
+    """The added tokens."""
     bs, ends = plan.rows.shape[0], plan.ends
     if ends is None:
         ends = torch.empty(bs, dtype=torch.int64, device=plan.slots.device)
         triton_writes.ends_kernel[(1,)](plan.counts, bs, plan.extend_lens.contiguous(), ends, BLOCK=BLOCK_REQUESTS)
     return dict(
-        bs=bs,
-        steps=bs.bit_length(),
-        ends_ptr=ends,
         token_ptr=plan.tokens.contiguous(),
         slot_ptr=plan.slots.contiguous(),
-        n=plan.slots.shape[0],
         BLOCK=BLOCK_TOKENS,
+        **_list_args(plan, ends),
+    )
+
+
+def _plan_args(space: SlotSpace, plan: RequestPlan) -> dict[str, Any]:
+    """The slots that the forward writes, and the mark that they get."""
+    return dict(
+        planned_ptr=space.planned,
+        slots=space.slots,
+        slot_ptr=plan.slots.contiguous(),
+        mark=0 if plan.in_flight else int(Flag.PLANNED),
     )
 
 
@@ -108,26 +124,38 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
     """Before a forward: is every slot that attention will read the one it should be?  See :mod:`.request_checks`."""
     bs, known = plan.rows.shape[0], plan.rows.shape[0] > 0 and plan.table.numel() > 0
     ring, request = _ring_args(space, space.space_id), _request_args(plan)
+    tokens, writes = _list_args(plan, plan.memory_for("ends", bs)), _plan_args(space, plan)
+    blocks = triton.cdiv(plan.slots.shape[0], BLOCK_TOKENS)
     with on_device(space.block):
         triton_reads.open_kernel[(max(1, triton.cdiv(bs, BLOCK_REQUESTS)),)](
-            space.clock,
-            space.counters,
-            space.listed_count,
-            bs=bs,
+            space.block,
+            clock_ptr=space.clock,
+            counters_ptr=space.counters,
+            listed_count_ptr=space.listed_count,
             extend_ptr=plan.extend_lens.contiguous(),
-            ends_ptr=plan.memory_for("ends", bs),
             table_rows=plan.table.shape[0],
             width=plan.width,
+            PLAN=blocks == 1,
+            TOKENS=BLOCK_TOKENS,
             BLOCK=BLOCK_REQUESTS,
             **request,
+            **tokens,
+            **writes,
             **(ring if known else ring | dict(checks=0)),
         )
+        if blocks > 1:
+            del request["prefix_ptr"], request["owner_ptr"]
+            triton_writes.plan_kernel[(blocks,)](
+                space.block, clock_ptr=space.clock, BLOCK=BLOCK_TOKENS, **request, **tokens, **writes
+            )
+            request = _request_args(plan)
         stop = walked(space, plan)
         if not known or stop <= 0:
             return
         triton_reads.walk_kernel[(triton.cdiv(stop, BLOCK_POSITIONS), bs)](
             space.block,
             clock_ptr=space.clock,
+            planned_ptr=space.planned,
             counters_ptr=space.counters,
             listed_ptr=space.listed,
             listed_count_ptr=space.listed_count,
@@ -136,6 +164,7 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
             every=space.verify_every,
             BLOCK=BLOCK_POSITIONS,
             **request,
+            **tokens,
             **_space_args(plan),
             **_wide(space),
             **_table_args(plan),
@@ -152,22 +181,17 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     if plan.parents is not None:  # a tree: small, and rare enough for the code that runs on any device
         request_checks.check_writes(space, plan)
         return
-    grid = (triton.cdiv(n, BLOCK_TOKENS),)
-    stamps = dict(planned_ptr=space.planned, clock_ptr=space.clock)
     with on_device(space.block):
-        tokens = _token_args(plan)
-        if grid[0] > 1:
-            stamped = {k: v for k, v in tokens.items() if k != "token_ptr"}
-            triton_writes.stamp_kernel[grid](slots=space.slots, counts_ptr=plan.counts, **stamps, **stamped)
-        triton_writes.writes_kernel[grid](
+        triton_writes.writes_kernel[(triton.cdiv(n, BLOCK_TOKENS),)](
+            space.block,
+            planned_ptr=space.planned,
+            clock_ptr=space.clock,
             real_ptr=plan.memory_for("real_slots", n),
             extend_ptr=plan.extend_lens.contiguous(),
             window=space.window if space.window is not None else ENDLESS,
             once=int(space.once),
-            STAMPED=grid[0] > 1,
             HAS_TABLE=plan.table.numel() > 0,
-            **stamps,
-            **tokens,
+            **_token_args(plan),
             **_request_args(plan),
             **_position_args(plan),
             **_wide(space),
@@ -206,7 +230,6 @@ def store(space: SlotSpace, plan: RequestPlan) -> None:
             **_space_args(plan),
             **_table_args(plan),
         )
-        del request["row_ptr"]
         triton_writes.store_kernel[(triton.cdiv(n, BLOCK_TOKENS),)](
             space.block, counters_ptr=space.counters, SUM_BLOCK=BLOCK_SUMS, **request, **common
         )
@@ -220,13 +243,11 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
     if plan.parents is not None:
         request_checks.check_received(space, plan, received, half_id)
         return
-    request = _request_args(plan)
-    del request["row_ptr"]
     with on_device(space.block):
         triton_writes.received_kernel[(triton.cdiv(n, BLOCK_TOKENS),)](
             received_ptr=received.contiguous(),
             received_count=received.shape[0],
-            **request,
+            **_request_args(plan),
             **_token_args(plan),
             **_ring_args(space, half_id),
         )

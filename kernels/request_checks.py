@@ -13,6 +13,7 @@ import torch
 from .buffers import Check, Phase
 from .chain import SEED, mix_tensor
 from .findings import Findings
+from .planned_writes import plan_writes, rival_writers, unmark_writes
 from .request_tokens import (
     Written,
     links_up_to,
@@ -69,6 +70,7 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
     """
     space.clock.add_(1)
     space.counters[SpaceCount.FORWARDS] += 1
+    plan_writes(space, plan)
     stamped = []
     if plan.rows.shape[0] and plan.table.numel():
         _check_rows(space, plan)
@@ -160,6 +162,8 @@ def _check_place(
         findings.add(Check.OWNER, Why.FOREIGN_READ, foreign & ~free, request, owner)
     unwritten = (flags & Flag.WRITTEN) == 0
     findings.add(Check.POISON, Why.NEVER_WRITTEN, unwritten, 0, 0)
+    rival, writer = rival_writers(space, plan, at)
+    findings.add(Check.INDEX, Why.READ_WHILE_WRITTEN, rival, request, writer)
     findings.stop(unwritten)
     rejected = (flags & Flag.REJECTED) != 0
     findings.add(Check.TOKEN, Why.REJECTED_TOKEN, rejected, 0, space.tokens[at].to(torch.int64))
@@ -214,7 +218,7 @@ def _check_token(
 
 
 def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
-    """Before a forward: may its tokens go where they are planned to go?  Writes ``plan.real_slots``."""
+    """Before a forward, after its :func:`walk`: may its tokens go where they are planned to?  Writes ``real_slots``."""
     if plan.slots.shape[0] == 0 or plan.rows.shape[0] == 0:
         return
     request, place, real = token_requests(plan)
@@ -250,6 +254,7 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     tokens = plan.tokens.to(torch.int64)
     _check_token(findings, space, plan, request, position, tokens)
     findings.report(space.control, space.space_id, Phase.PRE, slot, position, request=mine, detail=tokens)
+    unmark_writes(space, plan)
 
 
 def _behind_window(

@@ -11,15 +11,22 @@ from .slot_space import RequestPlan
 
 def real_requests(plan: RequestPlan) -> torch.Tensor:
     """bool ``[bs]``: requests that are no padding."""
+    counted = _counted(plan)
+    return counted if plan.padding_row is None else counted & (plan.rows != plan.padding_row)
+
+
+def _counted(plan: RequestPlan) -> torch.Tensor:
+    """bool ``[bs]``: requests whose tokens are among the batch's; what is padding by its row has some, too."""
     return torch.arange(plan.rows.shape[0], device=plan.rows.device) < plan.counts[0]
 
 
 def token_requests(plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(request, place, real)`` of each added token: its request's number, its place among the request's
     added tokens, and whether it is real rather than padding.  int64, int64, bool ``[n]``."""
-    lens = torch.where(real_requests(plan), plan.extend_lens.to(torch.int64), 0)
+    lens = torch.where(_counted(plan), plan.extend_lens.to(torch.int64), 0)
     request, place, there = laid_out(lens, plan.slots.shape[0])
-    return request, place, there & (torch.arange(place.shape[0], device=place.device) < plan.counts[1])
+    there = there & (torch.arange(place.shape[0], device=place.device) < plan.counts[1])
+    return request, place, there if plan.padding_row is None else there & real_requests(plan)[request]
 
 
 def laid_out(lens: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -64,7 +71,7 @@ def links_up_to(plan: RequestPlan, link: torch.Tensor, place: torch.Tensor) -> t
 
 def _first_token(plan: RequestPlan) -> torch.Tensor:
     """int64 ``[bs]``: the number of each request's first added token, within the padded list."""
-    lens = torch.where(real_requests(plan), plan.extend_lens.to(torch.int64), 0)
+    lens = torch.where(_counted(plan), plan.extend_lens.to(torch.int64), 0)
     return (lens.cumsum(0) - lens).clamp(max=plan.slots.shape[0] - 1)
 
 

@@ -23,6 +23,7 @@ class Flag(enum.IntFlag):
     RESERVED = 2  # takes the padding of a batch; no token may live there
     NAMELESS = 4  # holds a token that nobody named: its identity is not checked
     REJECTED = 8  # holds a drafted token that the target did not accept: to be overwritten, not to be read
+    PLANNED = 16  # the forward that begins writes it, and no request may read what another writes; until check_writes
 
 
 #: The bits that say what a slot holds; the others, who may use it.
@@ -62,6 +63,7 @@ class Why(enum.IntEnum):
     DIGEST_DIFFERS = 24
     WRITTEN_BEFORE = 25
     REJECTED_TOKEN = 26
+    READ_WHILE_WRITTEN = 27
 
 
 class SpaceCount(enum.IntEnum):
@@ -101,7 +103,8 @@ class SlotSpace:
 
     Attributes:
         block: int32 ``[slots + 1, COLUMNS]``.
-        planned: int64 ``[slots + 1]``, which token was planned for the slot first; for the kernels alone.
+        planned: int64 ``[slots + 1]``, which added token of a forward was planned for the slot first, less the
+            forward's :meth:`epoch`; what earlier forwards left is larger.
         listed: int32 ``[slots]``, the slots whose ``reads`` is ``clock``, in any order; not kept by the reference.
         listed_count: int32 ``[1]``, how many they are.
         clock: number of the forward that is running.
@@ -202,6 +205,10 @@ class SlotSpace:
             space.flags[slot] = Flag.RESERVED | REFERENCE
         return space
 
+    def epoch(self) -> torch.Tensor:
+        """int64 ``[1]``: what the running forward takes from the numbers in ``planned``."""
+        return (self.clock.to(torch.int64) + 1) << 32
+
     def to(self, device: torch.device | str) -> SlotSpace:
         """The same space with its buffers on another device; the ring stays where it is."""
         buffers = ("block", "planned", "listed", "listed_count", "clock", "counters")
@@ -250,6 +257,7 @@ class RequestPlan:
         taken: int64 ``[n]`` or None, the batch's tokens that this plan's are, where it has fewer: a write that
             received a slot for each token of the batch received these.
         in_flight: some request's prefix has slots that another request writes in this very forward.
+        padding_row: a request with this row is padding, wherever it stands in the batch; None: there is no such row.
     """
 
     counts: torch.Tensor
@@ -274,6 +282,7 @@ class RequestPlan:
     reads: RequestPlan | None = None
     taken: torch.Tensor | None = None
     in_flight: bool = False
+    padding_row: int | None = None
 
     def memory_for(self, name: str, entries: int) -> torch.Tensor:
         """The memory of ``ends`` or ``real_slots``; made here for a plan that came without.

@@ -52,16 +52,35 @@ def _namespace(plan: RequestPlan, request: int) -> int:
 def walk(space: SlotSpace, plan: RequestPlan) -> None:
     space.clock.add_(1)
     space.counters[SpaceCount.FORWARDS] += 1
+    writers = _plan_writes(space, plan)
     if plan.rows.shape[0] == 0 or plan.table.numel() == 0:
         return
-    for request in range(int(plan.counts[0])):
+    for request in _requests(plan):
         _check_row(space, plan, request)
-    for request in range(int(plan.counts[0])):
+    for request in _requests(plan):
         prefix = int(plan.prefix_lens[request])
         first = 0 if space.window is None else max(prefix - space.window + 1, 0)
         for position in range(first, prefix if plan.ring else min(prefix, plan.columns, plan.width)):
             if _row_exists(plan, request):
-                _walk_slot(space, plan, request, position, first)
+                _walk_slot(space, plan, request, position, first, writers)
+
+
+def _requests(plan: RequestPlan) -> list[int]:
+    """The requests that are no padding."""
+    return [r for r in range(int(plan.counts[0])) if int(plan.rows[r]) != plan.padding_row]
+
+
+def _plan_writes(space: SlotSpace, plan: RequestPlan) -> dict[int, int]:
+    """Mark the slots that the forward writes; for each of them the request whose token goes there first."""
+    writers: dict[int, int] = {}
+    for i, request, _ in _tokens(plan):
+        slot = int(plan.slots[i])
+        if 0 <= slot < space.slots and slot not in writers:
+            writers[slot] = request
+            space.planned[slot] = i - int(space.epoch())
+            if not plan.in_flight:
+                space.flags[slot] = int(space.flags[slot]) | Flag.PLANNED
+    return writers
 
 
 def _check_row(space: SlotSpace, plan: RequestPlan, request: int) -> None:
@@ -73,7 +92,9 @@ def _check_row(space: SlotSpace, plan: RequestPlan, request: int) -> None:
     entry.report(Phase.PRE, -1, UNKNOWN, int(plan.owners[request]), -1)
 
 
-def _walk_slot(space: SlotSpace, plan: RequestPlan, request: int, position: int, first: int) -> None:
+def _walk_slot(
+    space: SlotSpace, plan: RequestPlan, request: int, position: int, first: int, writers: dict[int, int]
+) -> None:
     entry, slot = Entry(space), _table_slot(plan, request, position)
     space.counters[SpaceCount.CHECKED] += 1
     owner = int(plan.owners[request])
@@ -85,7 +106,9 @@ def _walk_slot(space: SlotSpace, plan: RequestPlan, request: int, position: int,
     if flags & Flag.RESERVED:
         entry.add(Check.BOUNDS, Why.RESERVED_SLOT, slot, slot)
     else:
-        _check_reader(entry, space, slot, owner)
+        writer = writers.get(slot, request) if flags & Flag.PLANNED else request
+        rival = None if writer == request else int(plan.owners[writer])
+        _check_reader(entry, space, slot, owner, None if rival == owner != 0 else rival)
         if flags & Flag.WRITTEN and not flags & Flag.NAMELESS:
             _check_identity(entry, space, plan, request, position, slot, first)
     entry.report(Phase.PRE, slot, position, owner, int(space.tokens[slot]))
@@ -94,7 +117,7 @@ def _walk_slot(space: SlotSpace, plan: RequestPlan, request: int, position: int,
         space.reads[slot] = space.clock[0]
 
 
-def _check_reader(entry: Entry, space: SlotSpace, slot: int, request: int) -> None:
+def _check_reader(entry: Entry, space: SlotSpace, slot: int, request: int, rival: int | None) -> None:
     flags, owner = int(space.flags[slot]), int(space.owners[slot])
     if space.owner_known:
         if flags < REFERENCE:
@@ -103,7 +126,9 @@ def _check_reader(entry: Entry, space: SlotSpace, slot: int, request: int) -> No
             entry.add(Check.OWNER, Why.FOREIGN_READ, request, owner)
     if not flags & Flag.WRITTEN:
         entry.add(Check.POISON, Why.NEVER_WRITTEN, 0, 0)
-    elif flags & Flag.REJECTED:
+    if rival is not None:
+        entry.add(Check.INDEX, Why.READ_WHILE_WRITTEN, request, rival)
+    if flags & Flag.WRITTEN and flags & Flag.REJECTED:
         entry.add(Check.TOKEN, Why.REJECTED_TOKEN, 0, int(space.tokens[slot]))
 
 
@@ -143,7 +168,8 @@ def _tokens(plan: RequestPlan) -> list[tuple[int, int, int]]:
     for request in range(int(plan.counts[0])):
         found += [(request, place) for place in range(int(plan.extend_lens[request]))]
     real = min(int(plan.counts[1]), plan.slots.shape[0])
-    return [(i, request, place) for i, (request, place) in enumerate(found[:real])]
+    told = enumerate(found[:real])
+    return [(i, request, place) for i, (request, place) in told if int(plan.rows[request]) != plan.padding_row]
 
 
 def _parent(plan: RequestPlan, i: int, place: int) -> int:
@@ -178,6 +204,9 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
             _check_against_plan(entry, plan, i, request, place)
             _check_token(entry, space, plan, request, position, int(plan.tokens[i]))
         entry.report(Phase.PRE, slot, position, owner, int(plan.tokens[i]))
+    for i, _, _ in _tokens(plan):
+        if 0 <= int(plan.slots[i]) < space.slots:
+            space.flags[plan.slots[i]] = int(space.flags[plan.slots[i]]) & ~int(Flag.PLANNED)
 
 
 def _left_out(space: SlotSpace, plan: RequestPlan, request: int, position: int, slot: int) -> bool:
@@ -270,7 +299,7 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
 
 
 def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, lengths: torch.Tensor, size: int) -> None:
-    for request in range(int(plan.counts[0])):
+    for request in _requests(plan):
         if not _row_exists(plan, request) or not plan.table.numel():
             continue
         total, given = int(plan.prefix_lens[request]) + int(plan.extend_lens[request]), int(lengths[request])

@@ -29,6 +29,7 @@ OWNER: tl.constexpr = tl.constexpr(int(Column.OWNER) // 2)
 
 WRITTEN: tl.constexpr = tl.constexpr(int(Flag.WRITTEN))
 RESERVED: tl.constexpr = tl.constexpr(int(Flag.RESERVED))
+PLANNED: tl.constexpr = tl.constexpr(int(Flag.PLANNED))
 NAMELESS: tl.constexpr = tl.constexpr(int(Flag.NAMELESS))
 REJECTED: tl.constexpr = tl.constexpr(int(Flag.REJECTED))
 REFERENCE: tl.constexpr = tl.constexpr(slot_space.REFERENCE)
@@ -66,6 +67,7 @@ NOT_PLANNED: tl.constexpr = tl.constexpr(int(Why.NOT_THE_PLANNED_SLOT))
 TABLE_DIFFERS: tl.constexpr = tl.constexpr(int(Why.TABLE_DIFFERS))
 READ_DIFFERS: tl.constexpr = tl.constexpr(int(Why.READ_DIFFERS))
 LENGTH_DIFFERS: tl.constexpr = tl.constexpr(int(Why.LENGTH_DIFFERS))
+READ_WHILE_WRITTEN: tl.constexpr = tl.constexpr(int(Why.READ_WHILE_WRITTEN))
 
 PRE: tl.constexpr = tl.constexpr(int(Phase.PRE))
 POST: tl.constexpr = tl.constexpr(int(Phase.POST))
@@ -81,6 +83,7 @@ PER_STEP = [
     "bs", "n", "steps", "stop", "slots", "map_size", "history_width", "history_stride", "history_step", "table_rows",
     "row_stride", "page_stride", "columns", "received_count", "room", "pages_stride", "pages_step", "window", "offset",
     "capacity", "source", "checks", "width", "every", "once",
+    "padding", "mark",
 ]  # fmt: skip
 
 
@@ -174,12 +177,13 @@ def expected_token(
 
 
 @triton.jit
-def token_request(i, n, counts_ptr, ends_ptr, bs, steps):
+def token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING: tl.constexpr):
     """``(request, place, real)`` of added tokens, see :func:`.request_tokens.token_requests`; int64, int64, bool.
 
     Args:
         ends_ptr: int64 ``[bs]``, where each request's tokens end, as :func:`find_ends` leaves it.
         steps: halvings until one of ``bs`` requests is left.
+        padding: the row that means padding, where there is one.
     """
     # a captured launch has a larger bs than the step: only the ends of real requests are known
     requests = tl.minimum(tl.load(counts_ptr), bs)
@@ -199,12 +203,15 @@ def token_request(i, n, counts_ptr, ends_ptr, bs, steps):
             request = tl.where(later, middle + 1, request)
             last = tl.where(later, last, middle)
         begin = tl.load(ends_ptr + request - 1, mask=real & (request > 0), other=0)
-    return tl.where(real, request, 0), i - begin, real
+    request = tl.where(real, request, 0)
+    if HAS_PADDING:
+        real = real & (tl.load(row_ptr + request, mask=real, other=0).to(tl.int64) != padding)
+    return request, i - begin, real
 
 
 @triton.jit
 def find_ends(counts_ptr, extend_ptr, ends_ptr, bs, BLOCK: tl.constexpr):
-    """Where each request's added tokens end; by one program."""
+    """Where each request's added tokens end, and their number; by one program."""
     requests = tl.load(counts_ptr)
     total = tl.full([], 0, tl.int64)
     for r0 in range(0, bs, BLOCK):
@@ -212,6 +219,19 @@ def find_ends(counts_ptr, extend_ptr, ends_ptr, bs, BLOCK: tl.constexpr):
         lens = tl.load(extend_ptr + r, mask=(r < bs) & (r < requests), other=0).to(tl.int64)
         tl.store(ends_ptr + r, total + tl.cumsum(lens, axis=0), mask=r < bs)
         total += tl.sum(lens, axis=0)
+    return total
+
+
+@triton.jit
+def plan_writes(planned_ptr, block_ptr, clock, slots, i, slot, real, mark):
+    """Leave in each slot that a forward writes the first token that goes there, and the mark ``PLANNED`` or none.
+
+    What an earlier forward left in ``planned`` is larger.
+    """
+    real = real & (slot >= 0) & (slot < slots)
+    at = tl.where(real, slot, slots)
+    tl.atomic_min(planned_ptr + at, i - ((clock.to(tl.int64) + 1) << 32), mask=real)
+    tl.atomic_or(block_ptr + at * COLUMNS + FLAGS, tl.zeros_like(at).to(tl.int32) + mark, mask=real)
 
 
 @triton.jit

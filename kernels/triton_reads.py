@@ -27,10 +27,12 @@ from .triton_identity import (
     OUT_OF_RANGE,
     OWNER_BIT,
     PER_STEP,
+    PLANNED,
     POISON,
     PRE,
     READ_AFTER_FREE,
     READ_DIFFERS,
+    READ_WHILE_WRITTEN,
     READS,
     REFERENCE,
     REJECTED,
@@ -51,29 +53,44 @@ from .triton_identity import (
     mix,
     namespace_seed,
     note,
+    plan_writes,
     table_slot,
     tell,
+    token_request,
 )
 
 
 @triton.jit(do_not_specialize=PER_STEP)
 def open_kernel(
+    block_ptr, planned_ptr, slots,  # int32 [slots + 1, 8], int64 [slots + 1]
     clock_ptr, counters_ptr, listed_count_ptr,  # int32 [1], int64 [len(SpaceCount)], int32 [1]
-    counts_ptr, bs, row_ptr, prefix_ptr, extend_ptr, owner_ptr, ends_ptr,  # integer [bs] each
+    counts_ptr, bs, steps, row_ptr, padding, prefix_ptr, extend_ptr, owner_ptr, ends_ptr,  # integer [bs] each
+    slot_ptr, n, mark,  # integer [n]
     table_rows, width,
     words_ptr, ring_ptr, capacity, source, checks,
-    BLOCK: tl.constexpr,
+    HAS_PADDING: tl.constexpr, PLAN: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A forward begins: count it, and look at the rows of the request table that it names."""
+    """A forward begins: count it, note the slots that it writes, if they are few, and look at the rows of the request
+    table that it names."""
     if tl.program_id(0) == 0:
-        find_ends(counts_ptr, extend_ptr, ends_ptr, bs, BLOCK)
-        tl.store(clock_ptr, tl.load(clock_ptr) + 1)
+        total = find_ends(counts_ptr, extend_ptr, ends_ptr, bs, BLOCK)
+        clock = tl.load(clock_ptr) + 1
+        tl.store(clock_ptr, clock)
         tl.store(listed_count_ptr, tl.zeros([], tl.int32))
         tl.store(counters_ptr + FORWARDS, tl.load(counters_ptr + FORWARDS) + 1)
+        if PLAN:
+            i = tl.arange(0, TOKENS).to(tl.int64)
+            real = (i < n) & (i < tl.load(counts_ptr + 1)) & (i < total)
+            slot = tl.load(slot_ptr + i, mask=real, other=-1).to(tl.int64)
+            if HAS_PADDING:
+                tl.debug_barrier()  # the ends
+                _, _, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING)
+            plan_writes(planned_ptr, block_ptr, clock, slots, i, slot, real, mark)
     if (BOUNDS & checks) != 0:
         request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         live = (request < bs) & (request < tl.load(counts_ptr))
         row = tl.load(row_ptr + request, mask=live, other=0).to(tl.int64)
+        live = live & (row != padding)
         length = tl.load(prefix_ptr + request, mask=live, other=0).to(tl.int64)
         length += tl.load(extend_ptr + request, mask=live, other=0).to(tl.int64)
         zero = tl.zeros_like(request)
@@ -115,13 +132,15 @@ def chain_before(
 def walk_kernel(
     block_ptr, wide_ptr, clock_ptr, counters_ptr,  # int32 [slots + 1, 8], the same as int64, int32 [1], int64
     listed_ptr, listed_count_ptr,  # int32 [slots], int32 [1]
-    slots, counts_ptr, row_ptr, prefix_ptr, owner_ptr, spaces_ptr,  # integer [bs] each
+    planned_ptr,  # int64 [slots + 1]
+    slots, counts_ptr, row_ptr, padding, prefix_ptr, owner_ptr, spaces_ptr,  # integer [bs] each
+    ends_ptr, bs, steps, n,  # int64 [bs]
     table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
     history_ptr, history_stride, history_step, history_width, history_lens_ptr,
     stop, window, offset, every,
     words_ptr, ring_ptr, capacity, source, checks,
     PAGE: tl.constexpr, HAS_SPACES: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
-    HAS_HISTORY: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Before a forward: is every slot that attention will read the one it should be?"""
     request = tl.program_id(1).to(tl.int64)
@@ -130,7 +149,7 @@ def walk_kernel(
     first = tl.maximum(prefix - window + 1, 0)
     start_at = first if RING else tl.zeros_like(first)  # the positions in a ring have no end, those in a window have
     begin = tl.program_id(0).to(tl.int64) * BLOCK + start_at
-    exists = (request < tl.load(counts_ptr)) & (row >= 0) & (row < table_rows)
+    exists = (request < tl.load(counts_ptr)) & (row >= 0) & (row < table_rows) & (row != padding)
     if exists & (begin < prefix) & (begin + BLOCK > first):
         owner = tl.load(owner_ptr + request)
         position = begin + tl.arange(0, BLOCK)
@@ -151,6 +170,7 @@ def walk_kernel(
         written = (flags & WRITTEN) != 0
         named = there & written & ((flags & NAMELESS) == 0)
         rejected = there & written & ((flags & REJECTED) != 0)
+        planned = there & ((flags & PLANNED) != 0)
         zero = tl.zeros_like(position)
         expected, wrong = token, named & (slots < 0)
         if HAS_HISTORY:
@@ -172,7 +192,7 @@ def walk_kernel(
             enters - 1, enters > first, entered, PAGE, HAS_MAP, RING,
         )  # fmt: skip
         torn = chain != base + tl.cumsum(tl.where(live, link, 0), axis=0)
-        suspect = live & ((named == 0) | free | foreign | rejected | wrong | misplaced | strange | torn)
+        suspect = live & ((named == 0) | free | foreign | rejected | planned | wrong | misplaced | strange | torn)
         if tl.max(suspect.to(tl.int32), axis=0) != 0:  # what is wrong is worked out only where something may be
             follows = named & (position > first)
             before = table_slot(
@@ -197,6 +217,17 @@ def walk_kernel(
             )
             bits, why, stored, found = note(
                 bits, why, stored, found, there, written == 0, zero, zero, checks, POISON, NEVER_WRITTEN
+            )
+            # which of the batch's requests writes the slot; two entries with one owner are one request
+            number = tl.load(planned_ptr + at, mask=planned, other=0) + ((tl.load(clock_ptr).to(tl.int64) + 1) << 32)
+            fresh = planned & (number >= 0) & (number < n)
+            writer, _, fresh = token_request(
+                tl.where(fresh, number, n), n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING
+            )
+            whose = tl.load(owner_ptr + writer, mask=fresh, other=0)
+            rival = fresh & (writer != request) & ((owner == 0) | (whose != owner))
+            bits, why, stored, found = note(
+                bits, why, stored, found, there, rival, zero + owner, whose, checks, INDEX, READ_WHILE_WRITTEN
             )
             bits, why, stored, found = note(
                 bits, why, stored, found, there, rejected, zero, token, checks, TOKEN_BIT, REJECTED_TOKEN
@@ -229,7 +260,7 @@ def walk_kernel(
 
 @triton.jit(do_not_specialize=PER_STEP)
 def reads_kernel(
-    counts_ptr, row_ptr, prefix_ptr, extend_ptr, owner_ptr,
+    counts_ptr, row_ptr, padding, prefix_ptr, extend_ptr, owner_ptr,
     table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
     pages_ptr, pages_stride, pages_step, lengths_ptr, room, window,  # integer [bs, room // SIZE], integer [bs]
     words_ptr, ring_ptr, capacity, source, checks,
@@ -239,7 +270,7 @@ def reads_kernel(
     request = tl.program_id(1).to(tl.int64)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     row = tl.load(row_ptr + request).to(tl.int64)
-    if (request < tl.load(counts_ptr)) & (row >= 0) & (row < table_rows):
+    if (request < tl.load(counts_ptr)) & (row >= 0) & (row < table_rows) & (row != padding):
         owner = tl.load(owner_ptr + request)
         given = tl.load(lengths_ptr + request).to(tl.int64)
         total = tl.load(prefix_ptr + request).to(tl.int64) + tl.load(extend_ptr + request).to(tl.int64)

@@ -22,6 +22,7 @@ from .triton_identity import (
     OVERWRITE,
     OWNER_BIT,
     PER_STEP,
+    PLANNED,
     PLANNED_TWICE,
     POSITION,
     POST,
@@ -47,6 +48,7 @@ from .triton_identity import (
     mix,
     namespace_seed,
     note,
+    plan_writes,
     table_slot,
     tell,
     token_request,
@@ -62,44 +64,34 @@ def ends_kernel(
     find_ends(counts_ptr, extend_ptr, ends_ptr, bs, BLOCK)
 
 
-@triton.jit
-def stamp(planned_ptr, clock_ptr, slots, i, slot, real):
-    """Leave in each planned slot the first token that goes there; what an earlier forward left is larger."""
-    real = real & (slot >= 0) & (slot < slots)
-    epoch = (tl.load(clock_ptr).to(tl.int64) + 1) << 32
-    tl.atomic_min(planned_ptr + tl.where(real, slot, slots), i - epoch, mask=real)
-
-
 @triton.jit(do_not_specialize=PER_STEP)
-def stamp_kernel(
-    planned_ptr, clock_ptr, slots,  # int64 [slots + 1], int32 [1]
-    counts_ptr, bs, steps, ends_ptr, slot_ptr, n,
-    BLOCK: tl.constexpr,
+def plan_kernel(
+    block_ptr, planned_ptr, clock_ptr, slots,  # int32 [slots + 1, 8], int64 [slots + 1], int32 [1]
+    counts_ptr, bs, steps, ends_ptr, row_ptr, padding, slot_ptr, n, mark,
+    HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Before the walk: note the slots that the forward writes, where they are more than one program takes."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    _, _, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps)
+    _, _, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING)
     slot = tl.load(slot_ptr + i, mask=real, other=-1).to(tl.int64)
-    stamp(planned_ptr, clock_ptr, slots, i, slot, real)
+    plan_writes(planned_ptr, block_ptr, tl.load(clock_ptr), slots, i, slot, real, mark)
 
 
 @triton.jit(do_not_specialize=PER_STEP)
 def writes_kernel(
-    wide_ptr, planned_ptr, clock_ptr, slots,
-    counts_ptr, bs, steps, ends_ptr, row_ptr, prefix_ptr, extend_ptr, owner_ptr,
+    block_ptr, wide_ptr, planned_ptr, clock_ptr, slots,
+    counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, extend_ptr, owner_ptr,
     token_ptr, slot_ptr, position_ptr, real_ptr, n,  # integer [n] each
     table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
     history_ptr, history_stride, history_step, history_width, history_lens_ptr, offset, window, once,
     words_ptr, ring_ptr, capacity, source, checks,
     PAGE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
-    HAS_HISTORY: tl.constexpr, HAS_POSITIONS: tl.constexpr, STAMPED: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Before a forward: may its tokens go where they are planned to go?"""
+    """Before a forward, after the walk: may its tokens go where they are planned to go?"""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    request, place, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps)
+    request, place, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING)
     slot = tl.load(slot_ptr + i, mask=real, other=0).to(tl.int64)
-    if not STAMPED:  # one program has all tokens
-        stamp(planned_ptr, clock_ptr, slots, i, slot, real)
-        tl.debug_barrier()
     position = tl.load(prefix_ptr + request, mask=real, other=0).to(tl.int64) + place
     owner = tl.load(owner_ptr + request, mask=real, other=0)
     token = tl.load(token_ptr + i, mask=real, other=0).to(tl.int64)
@@ -108,6 +100,8 @@ def writes_kernel(
     at = tl.where(outside, slots, slot)
     _, _, flags, _, holder = entry_of(wide_ptr, at, real)
     reserved = (flags & RESERVED) != 0
+    # the walk is over
+    tl.store(block_ptr + at * COLUMNS + FLAGS, flags & (-1 - PLANNED), mask=real & (outside == 0))
 
     # tokens of a long prefill that no later forward reads are rightly stored nowhere
     newest = tl.load(prefix_ptr + request, mask=real, other=0).to(tl.int64) - 1
@@ -125,8 +119,7 @@ def writes_kernel(
     )
     there = real & (outside == 0) & (reserved == 0)
     epoch = (tl.load(clock_ptr).to(tl.int64) + 1) << 32
-    # volatile: the stamp went past this core's cache
-    earlier = tl.load(planned_ptr + at, mask=there, other=0, volatile=True) + epoch < i
+    earlier = tl.load(planned_ptr + at, mask=there, other=0) + epoch < i
     bits, why, stored, found = note(bits, why, stored, found, there, earlier, slot, slot, checks, BOUNDS, PLANNED_TWICE)
     free, shared = flags < REFERENCE, flags >= 2 * REFERENCE
     foreign = (holder != 0) & (owner != 0) & (holder != owner) & (free == 0) & (shared == 0)
@@ -183,15 +176,15 @@ def kept_tokens(block_ptr, slots, slot_ptr, i, real):
 @triton.jit(do_not_specialize=PER_STEP)
 def links_kernel(
     block_ptr, wide_ptr, slots, links_ptr, sums_ptr, before_ptr,  # ..., int64 [n], int64 [blocks], int64 [bs]
-    counts_ptr, bs, steps, ends_ptr, row_ptr, prefix_ptr, spaces_ptr,
+    counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, spaces_ptr,
     token_ptr, slot_ptr, position_ptr, n,
     table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
     PAGE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_SPACES: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What :func:`store_kernel` needs of other tokens: sums of their links, and the chain before each request."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    request, place, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps)
+    request, place, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING)
     _, kept = kept_tokens(block_ptr, slots, slot_ptr, i, real)
     token = tl.load(token_ptr + i, mask=kept, other=0).to(tl.int64)
     if HAS_POSITIONS:
@@ -220,14 +213,14 @@ def links_kernel(
 @triton.jit(do_not_specialize=PER_STEP)
 def store_kernel(
     block_ptr, wide_ptr, counters_ptr, slots, links_ptr, sums_ptr, before_ptr,
-    counts_ptr, bs, steps, ends_ptr, prefix_ptr, token_ptr, slot_ptr, position_ptr, n,
-    HAS_POSITIONS: tl.constexpr, BLOCK: tl.constexpr, SUM_BLOCK: tl.constexpr,
+    counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, token_ptr, slot_ptr, position_ptr, n,
+    HAS_POSITIONS: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr, SUM_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """After a forward, after :func:`links_kernel`: remember who is in the slots that it wrote."""
     number = tl.program_id(0).to(tl.int64)
     begin = number * BLOCK
     i = begin + tl.arange(0, BLOCK)
-    request, place, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps)
+    request, place, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING)
     at, kept = kept_tokens(block_ptr, slots, slot_ptr, i, real)
     token = tl.load(token_ptr + i, mask=kept, other=0)
     if HAS_POSITIONS:
@@ -258,14 +251,14 @@ def store_kernel(
 
 @triton.jit(do_not_specialize=PER_STEP)
 def received_kernel(
-    counts_ptr, bs, steps, ends_ptr, prefix_ptr, owner_ptr, token_ptr, slot_ptr, n,
+    counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, owner_ptr, token_ptr, slot_ptr, n,
     received_ptr, received_count,  # int64 [received_count]
     words_ptr, ring_ptr, capacity, source, checks,
-    BLOCK: tl.constexpr,
+    HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """In a layer's write: are the slots it received the planned ones, in the order of the tokens?"""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    request, place, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps)
+    request, place, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING)
     planned = tl.load(slot_ptr + i, mask=real, other=0).to(tl.int64)
     got = tl.load(received_ptr + i, mask=real & (i < received_count), other=-1).to(tl.int64)
     zero = tl.zeros_like(i)

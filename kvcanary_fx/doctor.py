@@ -73,6 +73,7 @@ class Scratch:
             slot_map=None,
             slots_from="slots",
             reserved=(0,),
+            padding_row=None,
             window=None,
             ring=False,
             tokens_per_slot=1,

@@ -132,6 +132,7 @@ def plan_of(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> Req
         ends=view.request_ends,
         real_slots=getattr(view, _real_slots(place)),
         ring=pool.ring,
+        padding_row=pool.padding_row,
         in_flight=bool(getattr(view, "in_flight", False)),
     )
     return narrowed(pool, place, plan, view)

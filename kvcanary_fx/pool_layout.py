@@ -43,6 +43,8 @@ class KVPool:
             of its own; what it maps to a reserved slot is outside the window, and reported if it is not.
         slots_from: the batch's field with the slots planned for this pool.
         reserved: slots that take the padding of a batch.
+        padding_row: a row of the request table that means padding wherever it stands in the batch, as SGLang's row 0:
+            what such an entry reads and writes is not checked.  None: padding stands at the end of a batch.
         token_offset: the slot of position p holds the token of position p + token_offset (an EAGLE draft's: 1).
         window: tokens that attention sees, the token itself included, as in a Hugging Face config's
             ``sliding_window``; None for all.
@@ -74,6 +76,7 @@ class KVPool:
     slot_map: torch.Tensor | None = None
     slots_from: str = "slots"
     reserved: tuple[int, ...] = (0,)
+    padding_row: int | None = None
     token_offset: int = 0
     window: int | None = None
     ring: bool = False
@@ -136,6 +139,11 @@ class KVPool:
             self._refuse(
                 f"has window={self.window}: it counts the tokens that attention sees, the newest included, so it is at "
                 "least 1; None is no window"
+            )
+        if self.padding_row is not None and not 0 <= self.padding_row < self.request_table.shape[0]:
+            self._refuse(
+                f"has padding_row={self.padding_row}, and a request_table of {self.request_table.shape[0]} rows: give "
+                "the row that padded entries of a batch have, or None"
             )
         room = self.request_table.shape[1] * self.table_page_size
         if self.ring and (self.window is None or self.window > room):

@@ -205,6 +205,13 @@ _BY_REASON = {
         "stale tail columns, a plan of an earlier step, raw block numbers after a swap",
         "rebuild the kernel's page table from the request table in each step, replays included",
     ),
+    Why.READ_WHILE_WRITTEN: Text(
+        "attention is about to read a slot that another request of the same forward writes ({found})",
+        "a slot handed out twice, a row that still names a slot after it was given on, a prefix listed before it is "
+        "computed",
+        "if the prefix is meant, and each layer writes all tokens before attention reads any, say "
+        "Batch.in_flight=True; else let the reader wait for the next forward",
+    ),
     Why.LENGTH_DIFFERS: Text(
         "the kernel will read {found} positions, the request has {stored}",
         "a length of an earlier step, or padding taken for a token",

@@ -103,7 +103,8 @@ class Violation:
             return str(owner)
         hashed = self.check in ("content", "operand", "poison", "owner", "namespace", "digest")
         hashed |= self.check == "index" and self.why is None  # bytes that changed where nothing was planned
-        return f"{value & MASK64:#x}" if hashed or self.why == Why.WRONG_PREDECESSOR.name else str(value)
+        hashed |= self.why in (Why.WRONG_PREDECESSOR.name, Why.READ_WHILE_WRITTEN.name)
+        return f"{value & MASK64:#x}" if hashed else str(value)
 
     def where(self) -> str:
         """The place, in words."""
@@ -178,7 +179,9 @@ _CHECK_OF = {
     Check.CHAIN: (Why.WRONG_POSITION, Why.WRONG_PREDECESSOR),
     Check.NAMESPACE: (Why.OTHER_NAMESPACE,),
     Check.TOKEN: (Why.WRONG_TOKEN, Why.REJECTED_TOKEN),
-    Check.INDEX: (Why.NOT_THE_PLANNED_SLOT, Why.TABLE_DIFFERS, Why.READ_DIFFERS, Why.LENGTH_DIFFERS),
+    Check.INDEX: (
+        Why.NOT_THE_PLANNED_SLOT, Why.TABLE_DIFFERS, Why.READ_DIFFERS, Why.LENGTH_DIFFERS, Why.READ_WHILE_WRITTEN,
+    ),
     Check.DIGEST: (Why.DIGEST_DIFFERS,),
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ import torch
 
 from . import report
 from .kernels.request_checks import CHUNK, table_slots
+from .kernels.request_tokens import real_requests
 from .kernels.slot_space import REFERENCE, Flag, RequestPlan, SpaceCount
 
 if TYPE_CHECKING:
@@ -106,8 +107,7 @@ class Windows:
             return GroupReport(pool.name, pool.declared.window, verified)
         other = self._last.get(base.space.space_id) if base is not None and base is not pool else None
         total = plan.prefix_lens.to(torch.int64) + plan.extend_lens
-        real = torch.arange(total.shape[0], device=total.device) < plan.counts[0]
-        total = torch.where(real, total, 0).clamp(max=plan.width)
+        total = torch.where(real_requests(plan), total, 0).clamp(max=plan.width)
         sums = torch.zeros(5, dtype=torch.int64, device=total.device)
         for start in range(0, int(total.max()), CHUNK):
             position = torch.arange(start, start + CHUNK, device=total.device).unsqueeze(0)

@@ -103,6 +103,7 @@ def random_plan(rng: random.Random, space: SlotSpace, unique: bool) -> RequestPl
         history=integers((requests + padding) * 8, 0, 3).view(-1, 8) if rng.random() < 0.4 else None,
         history_lens=integers(requests + padding, 0, 9),
         parents=random_trees(rng, extend, padding) if rng.random() < 0.25 else None,
+        padding_row=rng.choice([None, None, None, 0, 1]),
         in_flight=rng.random() < 0.2,
     )
 
@@ -161,9 +162,7 @@ def play(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, Slo
         for impl, own in impls:
             device = own.tokens.device
             here, there = moved(plan, device), moved(writes, device)
-            impl.walk(own, here)
-            if here.ends is not None:  # a captured launch sees what an earlier step left of larger batches
-                here.ends[int(plan.counts[0]) :] = poison(number)
+            _walk(impl, own, [here] if writes is plan else [here, there], number)
             impl.check_writes(own, there)
             impl.check_received(own, there, received.to(device), 9)
             if not plan.ring:
@@ -180,6 +179,13 @@ def play(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, Slo
         for _, own in impls:
             own.control.words[Word.DRAINED] = own.control.words[Word.HEAD]
     return plans
+
+
+def _walk(impl: ModuleType, space: SlotSpace, plans: list[RequestPlan], number: int) -> None:
+    for plan in plans:
+        impl.walk(space, plan)
+        if plan.ends is not None:  # a captured launch sees what an earlier step left of larger batches
+            plan.ends[int(plan.counts[0]) :] = poison(number)
 
 
 def _random_life(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, SlotSpace]]) -> None:

@@ -40,6 +40,7 @@ REFUSED = {
     "ring without a window": (dict(ring=True), "a window that fits"),
     "window of no tokens": (dict(window=0), "at least 1"),
     "negative window": (dict(window=-1), "at least 1"),
+    "padding row that does not exist": (dict(padding_row=4), "padding_row=4"),
     "ring shorter than its window": (dict(ring=True, window=17), "a window that fits"),
     "state with a row of slots": (dict(state=True), r"\[requests, 1\]"),
     "compressed window": (dict(tokens_per_slot=4, window=8), "count tokens"),

@@ -9,7 +9,7 @@ import torch
 from toy import Toy
 
 import kvcanary_fx
-from kvcanary_fx import EngineError, KVCacheViolation, KVPool, SessionStateError, StepInputError
+from kvcanary_fx import Batch, EngineError, KVCacheViolation, KVPool, SessionStateError, StepInputError
 from kvcanary_fx.errors import CoverageError
 
 
@@ -59,6 +59,23 @@ def test_flipped_bit_is_found_with_layer_half_request_position_and_token(layer, 
     (v,) = toy.found()
     assert (v.check, v.phase, v.layer, v.half) == ("content", "pre", f"layers.{layer}", "KV"[half])
     assert (v.slot, v.position, v.token, v.request) == (4, 1, 6, "A")
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["in front", "behind"])
+@pytest.mark.parametrize("row", [0, None], ids=["declared", "not declared"])
+def test_row_that_means_padding_is_silent_wherever_it_stands(first, row):
+    """As SGLang's row 0: what such an entry seems to read and write is nobody's."""
+    toy = prefilled(pools=lambda toy: (KVPool(toy.kv, toy.table, padding_row=row),))
+    toy.take("A", [6])
+    fields = dict(input_ids=[0, 8], slots=[0, 6], positions=[5, 3], request_rows=[0, 1], prefix_lens=[5, 3])
+    fields |= dict(request_ids=["padding", "A"], history=[[1] * 7, toy.requests["A"].tokens], history_lens=[7, 7])
+    batch = Batch(**{k: v if first else v[::-1] for k, v in fields.items()})
+    toy.forward(batch)
+    toy.requests["A"].stored += 1
+    assert (told(toy) == []) == (row == 0)
+    flip(toy, 0, 0, 6)
+    toy.run({"A": [7]})
+    assert told(toy)[-1] == ("content", None, 6, "A")
 
 
 def test_bytes_that_nobody_is_about_to_read_are_the_sweeps_business():

@@ -17,10 +17,13 @@ HISTORY = [[5, 6, 7, 8, 0], [5, 6, 7, 9, 0]]
 class Rig:
     """Request A writes three tokens and B one after them, all in one forward; slots 3 to 5 are shared."""
 
-    def __init__(self):
+    def __init__(self, **declared):
+        self.ids = ["A", "B"]
         self.kv = [tuple(torch.zeros(SLOTS, HEADS, DIM) for _ in range(2))]
         self.table = torch.tensor([[3, 4, 5, 6], [3, 4, 5, 7]], dtype=torch.int32)
-        self.session = kvcanary_fx.install_canary(KVPool(self.kv, self.table, layer_names=["L"]), mode="log")
+        self.session = kvcanary_fx.install_canary(
+            KVPool(self.kv, self.table, layer_names=["L"], **declared), mode="log"
+        )
         self.session.mark_ready()
         self.layers = LayerChecks(self.session)
         self.session.pool.allocate([3, 4, 5])
@@ -29,7 +32,7 @@ class Rig:
 
     def run(self, tokens, slots, prefix, extend, in_flight=False, shift=0):
         batch = Batch(
-            tokens, slots, [0, 1], prefix, extend, request_ids=["A", "B"], history=HISTORY, history_lens=[4, 4],
+            tokens, slots, [0, 1], prefix, extend, request_ids=self.ids, history=HISTORY, history_lens=[4, 4],
             in_flight=in_flight,
         )  # fmt: skip
         key, value = torch.randn(2, len(slots), HEADS, DIM)
@@ -87,6 +90,29 @@ def test_prefixes_that_are_stairs_of_one_text_are_silent(order):
 def test_without_the_word_of_the_engine_it_is_a_read_of_what_nobody_wrote():
     found = Rig().run([5, 6, 7, 8, 9], [3, 4, 5, 6, 7], [0, 3], [4, 1])
     assert {(check, why, request) for check, why, _, request in found} == {("poison", "NEVER_WRITTEN", "B")}
+
+
+def written_under_a_reader(ids=("A", "B"), in_flight=False, **declared):
+    """A prefix that two requests have, and then a forward in which A writes its second slot again, as B reads it."""
+    rig = Rig(**declared)
+    rig.ids = list(ids)
+    rig.run([5, 6, 7], [3, 4, 5], [0, 0], [3, 0])
+    found = rig.run([6, 9], [4, 7], [1, 3], [1, 1], in_flight=in_flight)
+    return [v for v in found if v[0] == "index"]  # the rig looks at the bytes after it wrote
+
+
+@pytest.mark.parametrize("allocations", [True, False])
+def test_slot_that_another_request_of_the_forward_writes_is_reported_to_its_reader(allocations):
+    """The slot is anybody's, and the token is the one that was there: no other check of who is where can tell."""
+    assert written_under_a_reader(allocations=allocations) == [("index", "READ_WHILE_WRITTEN", 1, "B")]
+
+
+def test_slot_that_the_engine_says_is_written_in_flight_may_be_read():
+    assert written_under_a_reader(in_flight=True) == []
+
+
+def test_two_entries_of_a_batch_that_are_one_request_may_write_what_they_read():
+    assert written_under_a_reader(ids=("A", "A")) == []
 
 
 def test_wrong_token_in_flight_is_found():
