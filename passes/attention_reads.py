@@ -101,15 +101,16 @@ class AttentionReads:
         row = next((i for i, own in enumerate(part.axes) if own in rows), 0 if len(part.axes) >= 3 else places[0])
         return SlotAxes((row, *places) if row < places[0] else tuple(places), paged=False)
 
-    def is_within(self, part: Source | None, axis: int) -> bool:
-        """Whether an axis of a part is the half's own, though the graph picks from it with constants: sequences one by
-        one, or heads."""
+    def is_row_axis(self, part: Source | None, axis: int) -> bool:
+        """Whether an axis of a part counts sequences, though the graph picks them one by one with constants.
+
+        An axis of heads is none: a write to one head is no write to a slot, so that nothing could be said of its
+        operand, and what else changes beside it would be taken for written.
+        """
         if part is None or len(part.axes[axis]) != 1:
             return False
         (own,) = part.axes[axis]
         reads = self.of(part)
-        if any(own in NO_AXIS.union(*r.source.axes) for r in reads if own not in dict(r.source.picked)):
-            return True  # attention reads along it
         if any(r.rows == frozenset([own]) for r in reads):
             return True
         picked = [r for r in reads if own in dict(r.source.picked)]

@@ -57,7 +57,7 @@ def destinations(write: KVWrite, found: Accesses, reads: AttentionReads) -> list
     if write.flat is not None:
         return [Destination(Region(write.region), [Full()] * view.dim())]
     node, selection = _with_rows(write.region, write.selection, found, reads)
-    rows = {a for a, p in enumerate(selection) if _is_constant(p) and reads.is_within(reads.source_of(node), a)}
+    rows = {a for a, p in enumerate(selection) if _is_constant(p) and reads.is_row_axis(reads.source_of(node), a)}
     fixed, rest = _fix(selection, rows)
     halves = _kv_axis(node, selection, write, found, reads)
     if halves is None:
@@ -88,7 +88,7 @@ def _with_rows(
     selection = [Full()] * found.values[node].dim() if selection is None else selection
     while True:
         picked = _picked_from(node, found)
-        if picked is None or not reads.is_within(reads.source_of(picked[0]), picked[1]):
+        if picked is None or not reads.is_row_axis(reads.source_of(picked[0]), picked[1]):
             return node, selection
         parent, axis, part = picked
         if isinstance(part, At):

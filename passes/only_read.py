@@ -102,7 +102,7 @@ def _halves(root: fx.Node, found: Accesses, reads: AttentionReads) -> list[Half]
     for read in reads.of(whole):
         index: list[Any] = [slice(None)] * found.values[root].dim()
         for axis, chosen in read.source.picked:
-            if not reads.is_within(whole, axis):
+            if not reads.is_row_axis(whole, axis):
                 index[axis] = chosen
         parts[tuple(index) if any(i != slice(None) for i in index) else ()] = None
     halves = []
