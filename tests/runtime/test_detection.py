@@ -208,7 +208,7 @@ def test_prefix_from_outside_is_guarded_where_the_graph_hides_its_slots(write):
     rig.step(5, guarded=False)
     rig.step()
     adopted = rig.session.stats().adopted
-    assert adopted == 2 * 2 * (3 * 5 if write is write_in_subgraph else 3 * HEADS)  # layers, halves, slots
+    assert adopted == 2 * 2 * 3 * 5  # layers, halves, rows, tokens
     rig.flip(1, 0, row=1, position=3)
     rig.step()
     assert [(v.check, v.step) for v in rig.session.violations()] == [("content", 2)]
