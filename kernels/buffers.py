@@ -102,7 +102,7 @@ class Count(enum.IntEnum):
 class RowState(enum.IntEnum):
     """Columns of :attr:`HalfBuffers.rows`, int32 each."""
 
-    NEXT = 0  # index after the last slot written in this row
+    NEXT = 0  # index after the last slot written in this row; in an engine's pool 1 once anything was recorded
     ORIGIN = 1  # token position of the row's slot 0, or UNKNOWN
     LENGTH = 2  # tokens the last write put into this row
 

@@ -17,8 +17,9 @@ from .identity import identify_with
 from .layout import SlotLayout, poison_mask
 from .plan import Resolved, WritePlan
 from .plan import first_positions as first_positions
+from .planned_writes import is_planned, lost_writes
 from .row_state import update_rows
-from .slot_space import Flag, SlotSpace
+from .slot_space import Flag, SlotSpace, Why
 
 #: Words digested at a time: bounds the scratch memory of a check at about 64 MiB.
 CHUNK_WORDS = 1 << 22
@@ -103,6 +104,7 @@ def report(
     found: torch.Tensor | int,
     detail: torch.Tensor | int = 0,
     lenient: bool = False,
+    why: Why = Why.NONE,
 ) -> None:
     """Append one ring row per slot in ``slots``; rows for which there is no room are counted and dropped."""
     n = slots.numel()
@@ -121,7 +123,8 @@ def report(
     rows[:, Ring.FOUND] = found
     rows[:, Ring.DETAIL] = detail
     rows[:, Ring.POSITION] = UNKNOWN
-    if site.space is not None and check is Check.CONTENT:  # who is in the slot may be gone when the row is read
+    rows[:, Ring.WHY] = int(why)
+    if site.space is not None and (check is Check.CONTENT or why):  # who is in the slot may be gone when this is read
         rows[:, Ring.REQUEST], rows[:, Ring.POSITION] = site.space.owners[slots], site.space.positions[slots]
     rows[:, Ring.FORWARD] = control.words[Word.FORWARD]
     head, drained = int(control.words[Word.HEAD]), int(control.words[Word.DRAINED])
@@ -185,7 +188,14 @@ def _mark_duplicates(site: Site, slots: torch.Tensor, write_id: int) -> None:
     site.control.stamps[1, unique[counts > 1]] = _epoch(site, write_id)
 
 
-def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int = 0, coming: int | None = None) -> None:
+def verify(
+    site: Site,
+    view: torch.Tensor,
+    first: torch.Tensor | None,
+    ops: int = 0,
+    coming: int | None = None,
+    in_flight: bool = False,
+) -> None:
     """Content: compare every due slot with its digest, and keep what was found.
 
     A mismatch is reported once, because the digest found replaces the one stored.
@@ -198,29 +208,41 @@ def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int 
         ops: how many ops to count as run, see :mod:`.counting`.
         coming: number of the write to come, whose slots :func:`check_plan` has stamped: they are due whatever their
             turn, since the record of the write replaces their digests.
+        in_flight: the forward reads what it writes itself, and has not yet.
 
     In an engine's pool those are due that the walk listed, and nothing is adopted: it says what it writes elsewhere.
+    One that a forward was to write, and that has no digest, was never written.
     """
     site.counters[Count.VERIFY_RUNS] += 1
     count_op(site.gate, ops)
-    slots, shifted = _due_slots(site, first, coming) if site.space is None else (_read_slots(site, site.space), None)
-    if site.half.baseline is not None and site.space is None:
-        site.half.baseline.copy_(site.half.digest[0])
+    if site.space is None:
+        slots, shifted = _due_slots(site, first, coming)
+        if site.half.baseline is not None:
+            site.half.baseline.copy_(site.half.digest[0])
+    else:
+        slots, shifted = _read_slots(site, site.space, in_flight), None
     if not site.checks & Check.CONTENT:
         slots = slots[:0]
     found = digest_slots(site, view, slots)
+    recorded = site.half.digest[0, slots] != 0
     bad = (found != site.half.digest[:, slots]).any(0)
     if bool(bad.any()):
+        lost, bad = bad & ~recorded, bad & recorded
+        report(site, Phase.PRE, Check.POISON, slots[lost], 0, 0, why=Why.NEVER_WRITTEN)
+        site.half.digest[:, slots[lost]] = found[:, lost]
         _tell_changed(site, slots[bad], found[:, bad], shifted)
-    site.counters[Count.CHECKED] += slots.numel()
+    site.counters[Count.CHECKED] += recorded.sum()
     if first is not None:
         adopt(site, view, first)
 
 
-def _read_slots(site: Site, space: SlotSpace) -> torch.Tensor:
-    """Slots of an engine's pool whose turn it is: int64 ``[n]``."""
+def _read_slots(site: Site, space: SlotSpace, in_flight: bool) -> torch.Tensor:
+    """Slots of an engine's pool whose turn it is, and that have a digest or should have: int64 ``[n]``."""
     slots = space.listed[: int(space.listed_count)].to(torch.int64)
-    return slots[site.half.digest[0, slots] != 0]
+    recorded = site.half.digest[0, slots] != 0
+    if not site.checks & Check.POISON or not int(site.half.rows[0, RowState.NEXT]) or bool(recorded.all()):
+        return slots[recorded]
+    return slots[recorded | lost_writes(space, slots, in_flight)]
 
 
 def _due_slots(site: Site, first: torch.Tensor | None, coming: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -261,10 +283,10 @@ def _keep(site: Site, slots: torch.Tensor, found: torch.Tensor) -> None:
         site.half.baseline[slots] = found[0]
 
 
-def verify_halves(sites: Sequence[Site], views: Sequence[torch.Tensor], ops: int = 0) -> None:
+def verify_halves(sites: Sequence[Site], views: Sequence[torch.Tensor], ops: int = 0, in_flight: bool = False) -> None:
     """:func:`verify` for all halves of a layer of an engine's pool; ``ops`` are counted once."""
     for site, view in zip(sites, views, strict=True):
-        verify(site, view, None, ops)
+        verify(site, view, None, ops, in_flight=in_flight)
         ops = 0
 
 
@@ -299,6 +321,7 @@ def record(
     last_position: torch.Tensor | None = None,
     moved: int | None = None,
     ops: int = 0,
+    planned: bool = False,
 ) -> None:
     """Fingerprint the slots just written; compare them with the operand; look for NaN and Inf.
 
@@ -310,6 +333,8 @@ def record(
         moved: None for a write at chosen slots; for a write of all slots (a window that rolls), the tokens
             it took in, 0 if unknown.
         ops: how many ops to count as run, see :mod:`.counting`.
+        planned: the slots are what a write received.  Those that the plan of the forward does not have keep the digest
+            of what belongs there, so that their next reader finds what was done to them.
     """
     live = slots >= 0
     site.counters[Count.RECORD_RUNS] += 1
@@ -333,6 +358,11 @@ def record(
             bad &= ~takes_padding(site, slots)
         expected = packed(digest_words(given[bad], _seeds(site), planes))
         report(site, Phase.POST, Check.OPERAND, slots[bad], expected, packed(found)[bad])
+    if site.space is not None:
+        site.half.rows[0, RowState.NEXT] = 1
+        if planned:
+            kept = is_planned(site.space, slots)
+            slots, found = slots[kept], found[:, kept]
     site.half.digest[:, slots] = found
 
 

@@ -106,18 +106,25 @@ def _scan(
         )
 
 
-def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int = 0, coming: int | None = None) -> None:
+def verify(
+    site: Site,
+    view: torch.Tensor,
+    first: torch.Tensor | None,
+    ops: int = 0,
+    coming: int | None = None,
+    in_flight: bool = False,
+) -> None:
     """Content: compare every due slot with its digest.  See :func:`.cpu.verify`."""
     if site.space is None:
         _scan(site, view, first, tk.VERIFY, ops, coming)
     else:
-        _verify_listed(site, view, ops)
+        _verify_listed(site, view, ops, in_flight)
 
 
-def _verify_listed(site: Site, view: torch.Tensor, ops: int) -> None:
+def _verify_listed(site: Site, view: torch.Tensor, ops: int, in_flight: bool) -> None:
     """The slots that the walk of this forward listed; an engine says what else it writes, nothing is adopted."""
     if site.checks & Check.CONTENT and site.layout.slots:
-        verify_halves([site], [view], ops)
+        verify_halves([site], [view], ops, in_flight)
         return
     site.counters[Count.VERIFY_RUNS : Count.VERIFY_RUNS + 1].add_(1)
     count_op(site.gate, ops)
@@ -147,10 +154,11 @@ def record(
     last_position: torch.Tensor | None = None,
     moved: int | None = None,
     ops: int = 0,
+    planned: bool = False,
 ) -> None:
     """Fingerprint the slots just written.  See :func:`.cpu.record`."""
     update_rows(site.layout, site.half.rows, slots, last_position, moved)
-    record_halves([site], [view], slots, [values], write_id, ops)
+    record_halves([site], [view], slots, [values], write_id, ops, planned)
 
 
 def identify(

@@ -66,17 +66,17 @@ def _launches(parts: Sequence[_Part]) -> Iterator[tuple[_Part, _Part]]:
         yield first, waiting.pop(0) if waiting and first.alike(waiting[0]) else first
 
 
-def verify_halves(sites: Sequence[Site], views: Sequence[torch.Tensor], ops: int = 0) -> None:
+def verify_halves(sites: Sequence[Site], views: Sequence[torch.Tensor], ops: int = 0, in_flight: bool = False) -> None:
     """Content of the slots that the walk of this forward listed.  See :func:`.cpu.verify_halves`."""
     parts = [_Part(site, geometry_of(view, site.layout.slot_axes)) for site, view in zip(sites, views, strict=True)]
     for a, b in _launches(parts):
         space = a.site.space
         assert space is not None  # of an engine's pool: others are scanned
-        _verify(a, b, space, ops)
+        _verify(a, b, space, ops, in_flight)
         ops = 0
 
 
-def _verify(a: _Part, b: _Part, space: SlotSpace, ops: int) -> None:
+def _verify(a: _Part, b: _Part, space: SlotSpace, ops: int, in_flight: bool = False) -> None:
     due = -(-a.site.layout.slots // space.verify_every)  # no more than these can be listed, but the grid may be smaller
     programs = strided_grid(due, LISTED_SLOTS, a.geometry.base.device)
     with on_device(a.geometry.base):
@@ -87,7 +87,12 @@ def _verify(a: _Part, b: _Part, space: SlotSpace, ops: int) -> None:
             a.site.counters,
             listed_ptr=space.listed,
             count_ptr=space.listed_count,
+            block_ptr=space.block,
             wide_ptr=space.block.view(torch.int64),
+            planned_ptr=space.planned,
+            clock_ptr=space.clock,
+            ahead=int(in_flight),
+            NEVER=bool(a.site.checks & Check.POISON),
             ops=ops,
             slot_stride0=a.geometry.slot_strides[0],
             slot_stride1=a.geometry.slot_strides[1],
@@ -107,6 +112,7 @@ def record_halves(
     values: Sequence[torch.Tensor | None],
     write_id: int,
     ops: int = 0,
+    planned: bool = False,
 ) -> None:
     """Fingerprint the slots just written.  See :func:`.cpu.record_halves`."""
     parts = []
@@ -115,12 +121,12 @@ def record_halves(
         operand = geometry_of(value, (0,)) if compared and value is not None else None
         parts.append(_Part(site, geometry_of(view, site.layout.slot_axes), operand))
     for a, b in _launches(parts):
-        _record(a, b, slots, write_id, ops)
+        _record(a, b, slots, write_id, ops, planned)
         ops = 0
 
 
-def _record(a: _Part, b: _Part, slots: torch.Tensor, write_id: int, ops: int) -> None:
-    site, n = a.site, slots.shape[0]
+def _record(a: _Part, b: _Part, slots: torch.Tensor, write_id: int, ops: int, planned: bool = False) -> None:
+    site, space, n = a.site, a.site.space, slots.shape[0]
     operand, other_operand = a.operand or a.geometry, b.operand or b.geometry
     mask, bits = poison_mask(site.layout.dtype) if site.checks & Check.POISON else (0, 1)
     tile = FEW if n <= FEW_SLOTS else MANY
@@ -138,12 +144,15 @@ def _record(a: _Part, b: _Part, slots: torch.Tensor, write_id: int, ops: int) ->
             stamp_ptr=site.control.stamps,
             stamp_count=site.control.stamps.shape[1],
             write_id=write_id,
-            block_ptr=site.space.block if site.space is not None else site.half.rows,
+            block_ptr=space.block if space is not None else site.half.rows,
+            planned_ptr=space.planned if space is not None else site.control.words,
+            clock_ptr=space.clock if space is not None else site.half.rows,
             slot_stride0=a.geometry.slot_strides[0],
             slot_stride1=a.geometry.slot_strides[1],
             token_stride=operand.slot_strides[1],
             OPERAND=a.operand is not None,
-            HAS_SPACE=site.space is not None,
+            HAS_SPACE=space is not None,
+            PLANNED=planned and space is not None,
             UNIT=a.geometry.unit,
             OPERAND_UNIT=operand.unit,
             ELEMENT=site.layout.dtype.itemsize,

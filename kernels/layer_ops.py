@@ -67,7 +67,9 @@ def verify_layer(device: torch.device, layer: str) -> None:
     due = _verified(_halves(context, layer))
     if due:
         with _beside(context.sides.get(device)):
-            kernels_for(device).verify_halves([h.site for h in due], [h.view for h in due], 1)
+            plan = context.requests.get(due[0].site.space.space_id) if due[0].site.space is not None else None
+            in_flight = plan is not None and plan.in_flight
+            kernels_for(device).verify_halves([h.site for h in due], [h.view for h in due], 1, in_flight)
 
 
 def _verified(halves: tuple[LayerHalf, ...]) -> list[LayerHalf]:

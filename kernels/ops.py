@@ -109,7 +109,13 @@ def _verify(
         resolved = kernels.resolve(plan, here.layout, index, extent, kv.device)
         _check_bounds(context, here, plan, resolved, kernels, Phase.PRE)
         first = None if plan.covers_all else kernels.first_positions(here.layout, resolved.slots)
-    kernels.verify(here, kv, first, ops=1, coming=coming)
+    kernels.verify(here, kv, first, ops=1, coming=coming, in_flight=_in_flight(context, here))
+
+
+def _in_flight(context: ForwardContext, site: Site) -> bool:
+    """Whether some request of the forward reads what another one writes in it."""
+    plan = context.requests.get(site.space.space_id) if site.space is not None else None
+    return plan is not None and plan.in_flight
 
 
 def _check_bounds(
@@ -152,12 +158,14 @@ def _record(
     last = None
     if here.layout.has_rows:
         last = last_of_rows(_on(kv.device, positions), here.layout.rows, resolved.slots.shape[0])
-    kernels.record(here, kv, resolved.slots, rows, plan.write_id, last, moved, ops=1)
+    planned = requests is not None
+    kernels.record(here, kv, resolved.slots, rows, plan.write_id, last, moved, ops=1, planned=planned)
 
 
 def _observe(kv: torch.Tensor, state: torch.Tensor, site: int) -> None:
-    here, kernels = get_forward_context().sites[site], kernels_for(kv.device)
-    kernels.verify(here, kv, None, ops=1)
+    context = get_forward_context()
+    here, kernels = context.sites[site], kernels_for(kv.device)
+    kernels.verify(here, kv, None, ops=1, in_flight=_in_flight(context, here))
     kernels.snapshot(here, kv)
 
 
@@ -171,14 +179,15 @@ def _record_changed(kv: torch.Tensor, state: torch.Tensor, site: int) -> None:
 
 
 def _watch(kv: torch.Tensor, state: torch.Tensor, site: int) -> None:
-    here, kernels = get_forward_context().sites[site], kernels_for(kv.device)
+    context = get_forward_context()
+    here, kernels = context.sites[site], kernels_for(kv.device)
     first = None
     if here.watched and here.layout.has_rows:
         # every slot is old: a row ends after its last slot, and the write to come "continues" there
         rows, positions = here.half.rows, here.layout.positions
         rows[:, RowState.NEXT].fill_(positions)
         first = torch.full((here.layout.rows,), positions, dtype=torch.int32, device=kv.device)
-    kernels.verify(here, kv, first, ops=1)
+    kernels.verify(here, kv, first, ops=1, in_flight=_in_flight(context, here))
     if here.watched and not here.layout.has_rows:
         _take_as_found(here, kv, kernels)
 

@@ -49,6 +49,16 @@ def is_planned(space: SlotSpace, slots: torch.Tensor) -> torch.Tensor:
     return (token >= 0) & (token < 1 << 32)
 
 
+def lost_writes(space: SlotSpace, slots: torch.Tensor, in_flight: bool) -> torch.Tensor:
+    """bool ``[n]``: of listed slots without a digest, those that must have one, as a forward stored a token there.
+
+    Args:
+        in_flight: the running forward writes some of what it reads, and has not yet.
+    """
+    named = (space.flags[slots] & int(Flag.NAMELESS)) == 0
+    return named & ~is_planned(space, slots) if in_flight else named
+
+
 def rival_writers(space: SlotSpace, plan: RequestPlan, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of slots that requests read, those that another request of the batch writes, and its owner.
 

@@ -24,7 +24,7 @@ from .chain import MASK64, SEED, mix
 from .counting import count_op
 from .digest import MASK32, as_int32, digest_reference, empty_digest, stored_form
 from .layout import poison_mask
-from .slot_space import Flag
+from .slot_space import Flag, SlotSpace, Why
 
 
 def row_bytes(site: Site, view: torch.Tensor, slot: int) -> bytes:
@@ -51,7 +51,15 @@ def _packed(planes: list[int]) -> int:
 
 
 def _report(
-    site: Site, phase: Phase, check: Check, slot: int, stored: int, found: int, detail: int = 0, lenient: bool = False
+    site: Site,
+    phase: Phase,
+    check: Check,
+    slot: int,
+    stored: int,
+    found: int,
+    detail: int = 0,
+    lenient: bool = False,
+    why: Why = Why.NONE,
 ) -> None:
     words, ring = site.control.words, site.control.ring
     head, drained = int(words[Word.HEAD]), int(words[Word.DRAINED])
@@ -59,7 +67,7 @@ def _report(
     if head - drained >= site.control.capacity:
         return
     row = max(slot, 0) // site.layout.positions if site.layout.has_rows else 0
-    known = site.space if check is Check.CONTENT else None
+    known = site.space if check is Check.CONTENT or why else None
     values = {
         Ring.STEP: int(words[Word.STEP]),
         Ring.HALF: site.half_id,
@@ -73,7 +81,7 @@ def _report(
         Ring.DETAIL: detail,
         Ring.REQUEST: int(known.owners[slot]) if known is not None else 0,
         Ring.POSITION: int(known.positions[slot]) if known is not None else UNKNOWN,
-        Ring.WHY: 0,
+        Ring.WHY: int(why),
         Ring.FORWARD: int(words[Word.FORWARD]),
     }
     for column, value in values.items():
@@ -115,7 +123,14 @@ def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int
             site.control.stamps[0, slot] = _epoch(site, write_id)
 
 
-def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int = 0, coming: int | None = None) -> None:
+def verify(
+    site: Site,
+    view: torch.Tensor,
+    first: torch.Tensor | None,
+    ops: int = 0,
+    coming: int | None = None,
+    in_flight: bool = False,
+) -> None:
     site.counters[Count.VERIFY_RUNS] += 1
     count_op(site.gate, ops)
     now = bool(site.gate[Gate.LENIENT_NOW]) and site.space is None
@@ -125,9 +140,14 @@ def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int 
         stored = site.half.digest[:, slot].tolist()
         if baseline is not None:
             baseline[slot] = stored[0]
-        if stored[0] == 0 or not site.checks & Check.CONTENT:
+        if not site.checks & Check.CONTENT:
             continue
         if site.space is not None and int(site.space.reads[slot]) != int(site.space.clock[0]):
+            continue
+        if stored[0] == 0:
+            if site.space is not None and _is_lost(site, site.space, slot, in_flight):
+                _report(site, Phase.PRE, Check.POISON, slot, 0, 0, why=Why.NEVER_WRITTEN)
+                site.half.digest[:, slot] = torch.tensor(digest_of(site, row_bytes(site, view, slot)))
             continue
         shifted = _is_shifted(site, slot, first)
         turn = site.space is not None or (slot + int(site.gate[Gate.STEP])) % site.verify_every == 0
@@ -147,6 +167,17 @@ def verify(site: Site, view: torch.Tensor, first: torch.Tensor | None, ops: int 
             baseline[slot] = found[0]
     if first is not None:
         adopt(site, view, first)
+
+
+def _is_lost(site: Site, space: SlotSpace, slot: int, in_flight: bool) -> bool:
+    """Whether a slot without a digest should have one: a forward stored a token there, and the half is recorded."""
+    if not site.checks & Check.POISON or not int(site.half.rows[0, RowState.NEXT]):
+        return False
+    return not int(space.flags[slot]) & Flag.NAMELESS and not (in_flight and _is_planned(space, slot))
+
+
+def _is_planned(space: SlotSpace, slot: int) -> bool:
+    return 0 <= int(space.planned[slot]) + int(space.epoch()) < 1 << 32
 
 
 def _is_shifted(site: Site, slot: int, first: torch.Tensor | None) -> bool:
@@ -182,7 +213,10 @@ def record(
     last_position: torch.Tensor | None = None,
     moved: int | None = None,
     ops: int = 0,
+    planned: bool = False,
 ) -> None:
+    if site.space is not None:
+        site.half.rows[0, RowState.NEXT] = 1
     site.counters[Count.RECORD_RUNS] += 1
     count_op(site.gate, ops)
     _update_rows(site, slots.tolist(), last_position, moved)
@@ -199,7 +233,8 @@ def record(
             given = bytes(values[i].contiguous().view(torch.uint8).flatten().tolist())
             if given != data:
                 _report(site, Phase.POST, Check.OPERAND, slot, _packed(digest_of(site, given)), _packed(found))
-        site.half.digest[:, slot] = torch.tensor(found, dtype=torch.int32)
+        if not planned or site.space is None or _is_planned(site.space, slot):
+            site.half.digest[:, slot] = torch.tensor(found, dtype=torch.int32)
 
 
 def _check_poison(site: Site, slot: int, data: bytes) -> None:

@@ -51,7 +51,7 @@ _FLAGS: tl.constexpr = tl.constexpr(int(Column.FLAGS))
 
 #: Arguments that differ between the sites and steps of one model.  Triton compiles a kernel anew for a value of
 #: 1 and for a multiple of 16: without this list a decode step of 8 layers compiled 16 kernels instead of 4.
-PER_SITE = ["n", "half", "other_half", "seed1", "seed2", "other_seed1", "other_seed2", "write_id", "ops"]
+PER_SITE = ["n", "half", "other_half", "seed1", "seed2", "other_seed1", "other_seed2", "write_id", "ops", "ahead"]
 
 
 def as_signed(x: int) -> int:
@@ -76,14 +76,14 @@ def report(
     nobody, nowhere = tl.zeros_like(slot), tl.zeros_like(slot) + _UNKNOWN
     report_of(
         words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, check, lenient, mask, slot, stored, found,
-        detail, nobody, nowhere, HAS_ROWS,
+        detail, nobody, nowhere, 0, HAS_ROWS,
     )  # fmt: skip
 
 
 @triton.jit
 def report_of(
     words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, check, lenient, mask, slot, stored, found,
-    detail, request, where, HAS_ROWS: tl.constexpr,
+    detail, request, where, WHY: tl.constexpr, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
     """:func:`report`, of slots whose request and token position are known."""
     number = tl.atomic_add(words_ptr + _HEAD + tl.zeros_like(slot), tl.full(slot.shape, 1, tl.int64), mask=mask)
@@ -106,7 +106,7 @@ def report_of(
     tl.store(at + 9, detail, mask=keep)
     tl.store(at + 10, request, mask=keep)
     tl.store(at + 11, where, mask=keep)
-    tl.store(at + 12, tl.zeros_like(slot), mask=keep)
+    tl.store(at + 12, tl.zeros_like(slot) + WHY, mask=keep)
     tl.store(at + 13, tl.load(words_ptr + _FORWARD) + tl.zeros_like(slot), mask=keep)
 
 

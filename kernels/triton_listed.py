@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from .triton_digest import digest_of_rows
-from .triton_identity import entry_of
-from .triton_kernels import _GATE_OPS, PER_SITE, packed, report_of
+from .triton_identity import COLUMNS, FLAGS, NAMELESS, NEVER_WRITTEN, entry_of
+from .triton_kernels import _GATE_OPS, _POISON_BIT, _ROW_NEXT, PER_SITE, packed, report_of
 
 _CONTENT_BIT: tl.constexpr = tl.constexpr(1)
 _VERIFY_RUNS: tl.constexpr = tl.constexpr(0)
@@ -20,7 +20,8 @@ def verify_listed_kernel(
     gate_ptr,  # int64 [len(Gate)]
     counters_ptr, other_counters_ptr,  # int64 [len(Count)]
     listed_ptr, count_ptr,  # int32 [slots_total], int32 [1]
-    wide_ptr,  # int64 [slots_total + 1, 4], who is in the slots
+    block_ptr, wide_ptr,  # int32 [slots_total + 1, 8], the same as int64: who is in the slots
+    planned_ptr, clock_ptr, ahead,  # int64 [slots_total + 1], int32 [1]
     coef_ptr,  # int32 [2, words_in_row]
     digest_ptr, other_digest_ptr,  # int32 [PLANES, slots_total]
     words_ptr, ring_ptr, capacity, rows_ptr, other_rows_ptr,
@@ -28,7 +29,7 @@ def verify_listed_kernel(
     slot_stride0, slot_stride1,
     units, n1, n2, n3, d0, d1, d2, d3,
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, NEVER: tl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs goes through the list, whatever its length: the launch can be captured."""
     other = tl.program_id(1) == 1
@@ -49,13 +50,24 @@ def verify_listed_kernel(
         slot = tl.load(listed_ptr + i, mask=i < count, other=0).to(tl.int64)
         stored1 = tl.load(digest_ptr + slot, mask=i < count, other=0)
         due = stored1 != 0
-        if tl.max(due.to(tl.int32), axis=0) != 0:
+        work = due
+        if NEVER:
+            lost = (i < count) & (stored1 == 0)
+            if tl.max(lost.to(tl.int32), axis=0) != 0:
+                lost = lost & (tl.load(rows_ptr + _ROW_NEXT) != 0)
+                flags = tl.load(block_ptr + slot * COLUMNS + FLAGS, mask=lost, other=0)
+                number = tl.load(planned_ptr + slot, mask=lost, other=0)
+                number += (tl.load(clock_ptr).to(tl.int64) + 1) << 32
+                coming = (ahead != 0) & (number >= 0) & (number < 4294967296)
+                lost = lost & ((flags & NAMELESS) == 0) & (coming == 0)
+                work = due | lost
+        if tl.max(work.to(tl.int32), axis=0) != 0:
             if TWO_AXES:
                 start = slot // positions * slot_stride0 + slot % positions * slot_stride1
             else:
                 start = slot * slot_stride1
             h1, h2, _ = digest_of_rows(
-                base, start, due, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+                base, start, work, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
                 UNIT, PLANES, BLOCK, BLOCK_WORDS, 0, 1, UNIT,
             )  # fmt: skip
             stored2 = h2
@@ -67,11 +79,23 @@ def verify_listed_kernel(
                 report_of(
                     words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 0, _CONTENT_BIT, 0, bad, slot,
                     packed(stored1, stored2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), owner, where,
-                    HAS_ROWS,
+                    0, HAS_ROWS,
                 )  # fmt: skip
                 tl.store(digest_ptr + slot, h1, mask=bad)
                 if PLANES == 2:
                     tl.store(digest_ptr + slots_total + slot, h2, mask=bad)
+            if NEVER:
+                missing = work & (stored1 == 0)
+                if tl.max(missing.to(tl.int32), axis=0) != 0:
+                    _token, place, _flags, _chain, holder = entry_of(wide_ptr, slot, missing)
+                    zero = tl.zeros_like(slot)
+                    report_of(
+                        words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 0, _POISON_BIT, 0, missing, slot,
+                        zero, zero, zero, holder, place, NEVER_WRITTEN, HAS_ROWS,
+                    )  # fmt: skip
+                    tl.store(digest_ptr + slot, h1, mask=missing)
+                    if PLANES == 2:
+                        tl.store(digest_ptr + slots_total + slot, h2, mask=missing)
             checked += tl.sum(due.to(tl.int64), axis=0)
     if checked > 0:
         tl.atomic_add(counters_ptr + _CHECKED, checked)

@@ -12,6 +12,7 @@ from .triton_kernels import (
     _RECORD_RUNS,
     _RECORDED,
     _RESERVED,
+    _ROW_NEXT,
     _SPACE_COLUMNS,
     _STEP,
     PER_SITE,
@@ -61,7 +62,7 @@ def record_kernel(
     gate_ptr, ops,  # int64 [len(Gate)]
     counters_ptr, other_counters_ptr,  # int64 [len(Count)]
     stamp_ptr, stamp_count, write_id,  # int64 [2, stamp_count]
-    block_ptr,  # int32 [slots + 1, 8], of an engine's pool
+    block_ptr, planned_ptr, clock_ptr,  # of an engine's pool: int32 [slots + 1, 8], int64 [slots + 1], int32 [1]
     coef_ptr,  # int32 [2, words_in_row]
     digest_ptr, other_digest_ptr,  # int32 [PLANES, slots_total]
     words_ptr, ring_ptr, capacity, rows_ptr, other_rows_ptr,
@@ -72,6 +73,7 @@ def record_kernel(
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, OPERAND: tl.constexpr, HAS_SPACE: tl.constexpr,
     UNIT: tl.constexpr, OPERAND_UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr,
     POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    PLANNED: tl.constexpr,
 ):  # fmt: skip
     """A bounded number of programs goes through the slots: with one each, their atomic adds took turns."""
     other = tl.program_id(1) == 1
@@ -84,6 +86,8 @@ def record_kernel(
     half = tl.where(other, other_half, half)
     if tl.program_id(0) == 0:
         tl.atomic_add(counters_ptr + _RECORD_RUNS, tl.full([], 1, tl.int64))
+        if HAS_SPACE:
+            tl.store(rows_ptr + _ROW_NEXT, tl.full([], 1, tl.int32))
         if tl.program_id(1) == 0:
             tl.atomic_add(gate_ptr + _GATE_OPS, tl.full([], 0, tl.int64) + ops)
     recorded = tl.full([], 0, tl.int64)
@@ -92,6 +96,10 @@ def record_kernel(
         slot = tl.load(slot_ptr + i, mask=i < n, other=-1)
         live = slot >= 0
         at = tl.maximum(slot, 0)
+        kept = live
+        if PLANNED:  # what a write received, but was not to write, keeps the digest of what belongs there
+            number = tl.load(planned_ptr + at, mask=live, other=0) + ((tl.load(clock_ptr).to(tl.int64) + 1) << 32)
+            kept = live & (number >= 0) & (number < 4294967296)
         if TWO_AXES:
             start = (at // positions) * slot_stride0 + (at % positions) * slot_stride1
         else:
@@ -130,8 +138,8 @@ def record_kernel(
                     words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _OPERAND_BIT, 0, bad, slot,
                     packed(v1, v2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), HAS_ROWS,
                 )  # fmt: skip
-        tl.store(digest_ptr + at, h1, mask=live)
+        tl.store(digest_ptr + at, h1, mask=kept)
         if PLANES == 2:
-            tl.store(digest_ptr + slots_total + at, h2, mask=live)
+            tl.store(digest_ptr + slots_total + at, h2, mask=kept)
     if recorded > 0:
         tl.atomic_add(counters_ptr + _RECORDED, recorded)

@@ -122,7 +122,7 @@ def check_before(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPla
         kernels.check_writes(pool.space, plan)
         pool.scales.check()
         if pool.declared.written_once:
-            _check_bytes(pool)
+            _check_bytes(pool, plan.in_flight)
 
 
 def remember(pools: Mapping[int, EnginePool], running: Forward) -> None:
@@ -193,10 +193,10 @@ def _name_ahead(pool: EnginePool, plan: RequestPlan) -> None:
     request_checks.store(pool.space, plan)
 
 
-def _check_bytes(pool: EnginePool) -> None:
+def _check_bytes(pool: EnginePool, in_flight: bool) -> None:
     """The bytes of the slots that the walk found: the graphs that read them may never write them, and then have
     nothing to guard."""
     device = pool.space.block.device
     for half in (half for layer in pool.layer_halves(pool.outside_gate).values() for half in layer):
         if not half.reader:
-            kernels_for(device).verify(half.site, half.view, None)
+            kernels_for(device).verify(half.site, half.view, None, in_flight=in_flight)

@@ -9,7 +9,7 @@ import torch
 
 from .kernels import request_tokens
 from .kernels.buffers import UNKNOWN, Check, Ring
-from .kernels.slot_space import RequestPlan, SlotSpace
+from .kernels.slot_space import RequestPlan, SlotSpace, Why
 from .request_ids import RequestIds
 from .violations import HalfInfo, Violation, decode
 
@@ -25,7 +25,7 @@ def decode_place(row: Sequence[int], info: HalfInfo, ids: RequestIds) -> Violati
     """The record of a ring row about a slot of a pool in all of its layers."""
     token = row[Ring.DETAIL]
     told = decode(row, info, token if token >= 0 else None, request=ids.name(row[Ring.REQUEST]))
-    if told.check != "owner":
+    if told.check != "owner" and told.why != Why.READ_WHILE_WRITTEN.name:
         return told
     return dataclasses.replace(told, owners=(ids.name(told.stored), ids.name(told.found)))
 

@@ -162,8 +162,10 @@ _BY_REASON = {
     ),
     Why.NEVER_WRITTEN: Text(
         "attention is about to read a slot that nobody wrote since it was allocated",
-        "a gap between the cached prefix and the first new token, a load that did not arrive, a rank that did not load",
-        "compare prefix length with what was really stored; after a load call pool.adopt or pool.import_",
+        "a gap between the cached prefix and the first new token, a load that did not arrive, a rank that did not load "
+        "or a layer that did not write",
+        "compare prefix length with what was really stored; after a load call pool.adopt or pool.import_, and "
+        "pool.forget for what something that is not guarded writes",
     ),
     Why.WRONG_POSITION: Text(
         "position {found} where position {stored} belongs",

@@ -37,6 +37,7 @@ RUNTIME = [
 
 #: The files with checks in them, and the tests that must notice.
 TARGETS = {
+    "kernels/planned_writes.py": SPACES,
     "kernels/request_checks.py": SPACES,
     "kernels/request_tokens.py": SPACES,
     "kernels/triton_reads.py": INTERPRETED,

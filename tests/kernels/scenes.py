@@ -12,7 +12,7 @@ import torch
 from kvcanary_fx.kernels.buffers import NOT_WRITTEN, Check, Control, Count, Gate, HalfBuffers, IdentityBuffers, Site
 from kvcanary_fx.kernels.layout import FLOAT_DTYPES, POOL_DTYPES, SlotLayout
 from kvcanary_fx.kernels.plan import first_positions
-from kvcanary_fx.kernels.slot_space import SlotSpace
+from kvcanary_fx.kernels.slot_space import Flag, SlotSpace
 
 ALL_CHECKS = Check.CONTENT | Check.OPERAND | Check.BOUNDS | Check.POISON | Check.CHAIN | Check.INDEX
 
@@ -148,6 +148,11 @@ def random_scene(seed: int, capacity: int = 64, dtype: torch.dtype | None = None
         space.clock.fill_(1)
         read = space.reads[:-1].nonzero().flatten()
         space.listed[: read.numel()], space.listed_count[0] = read, read.numel()
+        # of a slot without a digest it matters who named it, and whether this forward is to write it
+        known = random.Random(seed)
+        for slot in range(layout.slots):
+            space.flags[slot] = int(space.flags[slot]) | known.choice([Flag.WRITTEN, Flag.WRITTEN | Flag.NAMELESS])
+            space.planned[slot] = known.randint(0, 9) - (int(space.epoch()) if known.random() < 0.5 else 0)
     site = Site(
         layout=layout,
         space=space,
@@ -184,6 +189,8 @@ class Step:
     use_values: bool
     tokens: torch.Tensor
     positions: torch.Tensor
+    by_plan: bool
+    in_flight: bool
 
 
 def random_step(scene: Scene) -> Step:
@@ -219,6 +226,8 @@ def random_step(scene: Scene) -> Step:
         use_values=rng.random() < 0.8,
         tokens=torch.tensor([[rng.randrange(100)] for _ in range(n)], dtype=torch.int64).reshape(n, 1),
         positions=torch.tensor([[rng.randrange(4)] for _ in range(n)], dtype=torch.int64).reshape(n, 1),
+        by_plan=bool(raw.sum() % 2),
+        in_flight=bool(raw.sum() // 2 % 2),
     )
 
 
@@ -257,10 +266,10 @@ def play(kernels: ModuleType, scene: Scene, step: Step) -> None:
         kernels.record_changed(site, view, step.planned if site.space is not None else None)
         return
     kernels.check_plan(site, step.slots, step.raw, 3, 0)
-    kernels.verify(site, view, step.first, ops=2, coming=step.coming)
+    kernels.verify(site, view, step.first, ops=2, coming=step.coming, in_flight=step.in_flight)
     rows = (step.slots // site.layout.positions).tolist()
     if site.layout.has_rows and rows and len(set(rows)) == len(rows):  # a batch has one entry per row
         kernels.identify(site, scene.identity, step.slots.unsqueeze(1), step.tokens, step.positions)
     write(scene, step)
     values = step.values if step.use_values else None
-    kernels.record(site, view, step.slots, values, 3, step.last_position, step.moved, ops=3)
+    kernels.record(site, view, step.slots, values, 3, step.last_position, step.moved, ops=3, planned=step.by_plan)

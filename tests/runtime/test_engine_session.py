@@ -425,6 +425,77 @@ def test_reports_count_the_steps_of_the_engine_whatever_it_calls_in_them():
     assert "step=5" in toy.found()[0].line()
 
 
+# ---- writes that do not arrive
+
+
+def without_a_write(toy: Toy, slots: list[int]) -> None:
+    """A forward of A whose model does not run: the plan stands, nothing is written."""
+    toy.take("A", slots)
+    with toy.session.step(toy.plan({"A": slots})), toy.session.forward():
+        pass
+    toy.requests["A"].stored += len(slots)
+
+
+def never_written(toy: Toy) -> list[tuple[str, str, int, int | None]]:
+    return [(v.layer, v.half, v.slot, v.position) for v in toy.found() if v.why == "NEVER_WRITTEN"]
+
+
+def test_step_that_wrote_nothing_is_reported_by_the_next_reader_in_every_layer_once():
+    toy = prefilled()
+    without_a_write(toy, [6])
+    assert toy.found() == []
+    toy.run({"A": [7]})
+    assert sorted(never_written(toy)) == [(f"layers.{n}", half, 6, 3) for n in (0, 1) for half in "KV"]
+    assert {(v.check, v.request, v.token) for v in toy.found()} == {("poison", "A", 8)}
+    toy.run({"A": [8]})
+    assert len(toy.found()) == 4
+
+
+def test_layer_that_wrote_nothing_is_named():
+    toy = prefilled()
+    toy.run({"A": [6]})
+    toy.pool.digests[2:, :, 6] = 0  # layer 1 of that step
+    toy.run({"A": [7]})
+    assert sorted(never_written(toy)) == [("layers.1", half, 6, 3) for half in "KV"]
+
+
+@pytest.mark.parametrize("off", ["content", "poison"])
+def test_step_that_wrote_nothing_is_silent_where_the_check_is_off(off):
+    toy = prefilled(checks=tuple(c for c in kvcanary_fx.config.CHECKS if c != off))
+    without_a_write(toy, [6])
+    toy.run({"A": [7]})
+    assert toy.found() == []
+
+
+def test_slots_that_were_forgotten_or_that_no_layer_records_need_no_fingerprint():
+    toy = prefilled()
+    toy.pool.forget([4])
+    toy.run({"A": [6]})
+    toy = Toy()
+    toy.add("A", [5, 6, 7, 8, 9])
+    without_a_write(toy, [3, 4])
+    with toy.session.step(toy.plan({"A": []})), toy.session.forward():
+        toy.session.pool.scales.check()
+    assert toy.found() == []
+
+
+def test_write_that_goes_elsewhere_does_not_become_the_truth_of_its_victim():
+    toy = prefilled()
+    toy.add("B", [20, 21, 22, 23])
+    toy.run({"B": [9, 10]})
+    toy.take("A", [6])
+    toy.forward(toy.plan({"A": [6]}), slots=[9])  # B's first token is overwritten
+    toy.requests["A"].stored += 1
+    strayed = toy.found()
+    assert {(v.why, v.slot) for v in strayed} == {("NOT_THE_PLANNED_SLOT", 6)}
+    toy.run({"B": [11]})
+    hurt = toy.found()[len(strayed) :]
+    assert {(v.check, v.slot, v.request, v.position) for v in hurt} == {("content", 9, "B", 0)}
+    assert len(hurt) == 4
+    toy.run({"A": [7]})
+    assert {(half, slot) for _, half, slot, _ in never_written(toy)} == {("K", 6), ("V", 6)}
+
+
 # ---- slots that are filled elsewhere
 
 
