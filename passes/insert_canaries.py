@@ -34,6 +34,7 @@ from ..kernels.plan import Select
 from .accesses import Accesses, trace_accesses
 from .attention_reads import AttentionReads
 from .destinations import Region
+from .early_values import EarlyValues
 from .functional_cache import REPLACED, caches_born_inside, replaced_caches
 from .graph_plan import GraphPlan, SitePlan, ViewOf
 from .halves import DeclaredAxes, Half, ReadableWrite, Sum, find_halves, halves_of_returned
@@ -104,6 +105,7 @@ class _Inserter:
         self.places = {n: i for i, n in enumerate(self.graph.find_nodes(op="placeholder"))}
         self.order = {n: i for i, n in enumerate(self.graph.nodes)}
         self.tokens = find_token_inputs(gm, found) if chain else TokenInputs(None, None, "it is switched off")
+        self.early = EarlyValues(gm.graph, found, self.order)
         self.casts: set[fx.Node] = set()  # operands in their pool's dtype
         self.tails: dict[fx.Node, fx.Node] = {}  # the last op inserted after a write
         self.led: set[tuple[Any, ...]] = set()  # slot spaces that have an identify op
@@ -146,9 +148,9 @@ class _Inserter:
             elif half.reads_old:
                 write = ahead.plan.write_id if ahead else -1
                 value = ahead.value if ahead and ahead.write.node is first else None
-                index, extent = self._operands(ahead) if ahead else ([], [])
+                index, extent = self._operands(ahead, first) if ahead else ([], [])
                 self._call("verify", view, value, index, extent, state, site, write)
-            leads = ahead is not None and self._identify(site, half, ahead, state)
+            leads = ahead is not None and self._identify(site, half, ahead, first, state)
         for other in others:
             with self.graph.inserting_before(other.write.node):
                 index, extent = self._operands(other)
@@ -189,12 +191,11 @@ class _Inserter:
         return dataclasses.replace(readable, own_value=part)
 
     def _known_before(self, half: Half, first: fx.Node) -> ReadableWrite | None:
-        """The half's first write, if the graph has computed its slots before ``first``."""
+        """The half's first write, if its slots can be computed before ``first``."""
         if not half.readable or not half.reads_old:
             return None
         write = min(half.readable, key=lambda r: self.order[r.write.node])
-        needed = [n for n in (*write.index, *_nodes_in(write.extent)) if self.order[n] >= self.order[first]]
-        return None if needed else write
+        return write if self.early.possible((*write.index, *_nodes_in(write.extent)), first) else None
 
     def _to_other_rows(self, half: Half, ahead: ReadableWrite | None) -> list[ReadableWrite]:
         """The writes of a loop over sequences: each of them shows how far its own sequence goes, and no other."""
@@ -233,33 +234,36 @@ class _Inserter:
             return view
         return self.graph.call_function(operator.getitem, (write.made, region.index)) if region.index else write.made
 
-    def _operands(self, readable: ReadableWrite) -> tuple[list[fx.Node], list[Any]]:
-        """The ``index`` and ``extent`` arguments of the ops for one write."""
-        extent = [self._sum(e) if isinstance(e, Sum) else e for e in readable.extent]
+    def _operands(self, readable: ReadableWrite, before: fx.Node | None = None) -> tuple[list[fx.Node], list[Any]]:
+        """The ``index`` and ``extent`` arguments of the ops for one write, where the graph has it or before a node."""
+        at = (lambda n: n) if before is None else (lambda n: self.early.of(n, before))
+        extent = [
+            self._sum(fx.map_arg((e.a, e.b), at)) if isinstance(e, Sum) else fx.map_arg(e, at) for e in readable.extent
+        ]
         if readable.plan.covers_all and self._is_batched(self.tokens.tokens):
             extent.append(self._token_count(self.tokens.tokens))
-        return list(readable.index), extent
+        return [at(n) for n in readable.index], extent
 
     def _is_batched(self, tokens: fx.Node | None) -> bool:
         return tokens is not None and self.found.values[tokens].dim() == 2
 
-    def _sum(self, total: Sum) -> Any:
-        if isinstance(total.a, int) and isinstance(total.b, int):
-            return total.a + total.b
-        return self.graph.call_function(operator.add, (total.a, total.b))
+    def _sum(self, terms: tuple[Any, Any]) -> Any:
+        if all(isinstance(term, int) for term in terms):
+            return sum(terms)
+        return self.graph.call_function(operator.add, terms)
 
     def _token_count(self, tokens: fx.Node | None) -> Any:
         assert tokens is not None
         count = self.found.values[tokens].shape[1]
         return count if isinstance(count, int) else self.graph.call_method("size", (tokens, 1))
 
-    def _identify(self, site: int, half: Half, ahead: ReadableWrite, state: fx.Node) -> bool:
+    def _identify(self, site: int, half: Half, ahead: ReadableWrite, first: fx.Node, state: fx.Node) -> bool:
         """Insert the identity op for the half's slot space, once; whether this site got it."""
         space = (self.found.values[half.root].device, *(str(half.shape[a]) for a in half.slot_axes))
         if self.tokens.tokens is None or ahead.plan.covers_all or space in self.led:
             return False
         self.led.add(space)
-        index, extent = self._operands(ahead)
+        index, extent = self._operands(ahead, first)
         tokens, positions = self.tokens.tokens, self.tokens.positions
         self._call("identify", tokens, positions, index, extent, state, site, ahead.plan.write_id)
         return True

@@ -13,8 +13,9 @@ from containers import wrap
 from faults import apply_fault, reorder, zero_from
 from models import STRAY, VOCAB, adopt, build
 from oracle import Cell, Cells, Oracle
-from program import DTYPES, FAULTS, Event, Program
+from program import DTYPES, FAULTS, OF_AN_OP, Event, Program
 from reports import Names, cells_meant
+from write_idioms import GLITCH
 
 import kvcanary_fx
 from kvcanary_fx import CanaryBackend, CanaryConfig
@@ -88,6 +89,15 @@ class Side:
         for model in models:
             adopt(self.program, model, self.tensors)
 
+    def forward(self, inputs: tuple[Any, ...]) -> torch.Tensor:
+        """One forward; a model that returns a new cache works on that from now on."""
+        out = self.run(*inputs, self.cache)
+        if self.program.way.unit != "new":
+            return out
+        out, self.tensors = out
+        self.cache = wrap(self.tensors, self.program.container)
+        return out
+
     def cells(self, table: torch.Tensor) -> Cells:
         program = self.program
         z, layout = program.sizes, program.layout
@@ -111,10 +121,11 @@ class Run:
         self.session = self.backend.session
         self._compile()
         self.names = Names(program, len(self.guarded.tensors[0]))
-        rolls = program.way.rolls
-        self.oracle = Oracle(self.guarded.cells(self.table), program.rows, program.merged, rolls)
+        self.oracle = self.new_oracle()
         self.length = 0
         self.inside: list[Event] = []
+        self.glitch: list[Any] = []
+        self.resting: tuple[Any, ...] | None = None
         self.outcome = Outcome()
         self.told = 0
 
@@ -129,6 +140,11 @@ class Run:
             for layer in side.model.layers:
                 layer.compile(backend=self.backend)
 
+    def new_oracle(self) -> Oracle:
+        program = self.program
+        self.named: dict[tuple[str, str, str], set[int]] = {}  # by what reports call it, the layers that were meant
+        return Oracle(self.guarded.cells(self.table), program.rows, program.merged, program.way.rolls)
+
     # ---- events
 
     def do(self, event: Event) -> None:
@@ -136,6 +152,10 @@ class Run:
             self.step()
         elif event.what in FAULTS:
             self.damage(event)
+        elif event.what in OF_AN_OP:
+            self.glitch = [event.layer % self.program.sizes.layers, event.half % 2, event.what]
+        elif event.what == "turns":
+            self.take_turns()
         else:
             self.change(event)
 
@@ -143,12 +163,25 @@ class Run:
         """Plant a fault, now or inside the next step."""
         if self.length == 0:
             return
-        if event.inside and self.program.breaks:
+        if event.inside and self.program.breaks and not self.program.way.rolls:
             self.inside.append(event)
             return
         for side in (self.plain, self.guarded):
             apply_fault(self.program, side.tensors, self.table, event, self.length)
         self.oracle.counted |= event.counted or self.program.inference
+
+    def take_turns(self) -> None:
+        """Go on with the other cache: at first a new one, then the one that rested."""
+        sides = (self.plain, self.guarded)
+        rested, self.resting = self.resting, (*((s.tensors, s.cache) for s in sides), self.oracle, self.length)
+        if rested is None:
+            self.change(Event("new_cache"))
+            return
+        for side, (side.tensors, side.cache) in zip(sides, rested, strict=False):
+            for model in (side.model, self.outside) if side is self.guarded else (side.model,):
+                adopt(self.program, model, side.tensors)
+        self.oracle, self.length = rested[2:]
+        self.named = {}
 
     def change(self, event: Event) -> None:
         """What code outside may do."""
@@ -172,7 +205,7 @@ class Run:
         if event.what in ("crop", "crop_zero") and not self.program.way.rolls:
             self.length = min(event.size, self.length)
         if event.what == "new_cache":
-            self.oracle.new_cache(self.guarded.cells(self.table))
+            self.oracle = self.new_oracle()
         else:
             self.oracle.legal(self.guarded.cells(self.table), counted=event.what != "crop" or self.program.inference)
 
@@ -181,8 +214,10 @@ class Run:
         if count <= 0:
             return
         inputs = self._inputs(count)
-        self._quietly(self.plain.model, inputs, self.plain.cache)
-        self.outside(*inputs, self.guarded.cache)
+        self._quietly(inputs)
+        guarded, self.guarded.run = self.guarded.run, self.outside
+        self.guarded.forward(inputs)
+        self.guarded.run = guarded
         self.length += count
 
     def _room(self) -> int:
@@ -195,11 +230,13 @@ class Run:
             return
         inputs, start = self._inputs(count), self.length
         self._arm(self.plain, start)
-        expected = self._quietly(self.plain.model, inputs, self.plain.cache)
+        GLITCH[:] = self.glitch
+        expected = self._quietly(inputs)
         must, may = self.oracle.before(self.guarded.cells(self.table), start)
         self._arm(self.guarded, start, must, may)
+        GLITCH[:] = self.glitch
         try:
-            out = self.guarded.run(*inputs, self.guarded.cache)
+            out = self.guarded.forward(inputs)
         except Exception as e:
             raise Crash(f"{type(e).__name__}: {e}") from e
         self.inside.clear()
@@ -207,6 +244,9 @@ class Run:
         self.outcome.steps += 1
         cells = self.guarded.cells(self.table)
         self._same_numbers(out, expected)
+        if self.glitch:
+            badly = self.oracle.written((self.glitch[0], self.glitch[1]), start, count)
+            must, may, self.glitch = must | badly, may | badly, []
         reported = self._judge(must, may)
         self.oracle.after(cells, start, count, reported)
 
@@ -246,10 +286,10 @@ class Run:
         tokens = ids if program.shows_ids else (model.embed[ids] + model.places[positions]).transpose(1, 2)
         return tokens, positions, index, self.length if program.way.start else 0, self.table, mask
 
-    def _quietly(self, model: Any, inputs: tuple[Any, ...], cache: Any) -> torch.Tensor:
+    def _quietly(self, inputs: tuple[Any, ...]) -> torch.Tensor:
         """Run the plain model."""
         try:
-            return model(*inputs, cache)
+            return self.plain.forward(inputs)
         except (RuntimeError, NotImplementedError, IndexError) as e:
             raise Invalid(f"{type(e).__name__}: {e}") from e
 
@@ -282,8 +322,11 @@ class Run:
                 raise FalseAlarm(told)
             if not hit:
                 raise WrongPlace(f"{told}; wrong are {sorted(map(dataclasses.astuple, may))}")
-            if not self.names.precise({(c.layer, c.half) for c in meant}):
+            name = (violation.layer, violation.half, violation.pool)
+            layers = {c.layer for c in hit} & self.named.setdefault(name, {c.layer for c in hit})
+            if not layers or not self.names.precise({(c.layer, c.half) for c in meant}):
                 raise WrongPlace(f"{told}; does not say which layer or half")
+            self.named[name] = layers
             reported |= hit
         if self.program.merged:
             reported |= {dataclasses.replace(c, half=1 - c.half) for c in reported}

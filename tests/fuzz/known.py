@@ -6,26 +6,32 @@ from collections.abc import Callable
 
 from program import Program
 
-_WHOLE = ("index_copy_back", "where_back", "where_setitem", "scatter_back", "slice_scatter_back", "cat_back",
-          "one_hot_back", "masked_scatter", "rolled", "rolled_by_cat", "rolled_in_place", "zero_added_first",
-          "functionalised_op")  # fmt: skip
 _BY_ROW = ("row_loop", "row_index_copy", "rows_unbound", "head_loop", "heads_split")
 _HIDDEN = ("op_hidden_pair", "op_hidden_rows", "op_hidden_both", "in_checkpoint", "in_cond", "in_region",
-           "slice_foreach", "foreach_copy", "out_of_an_op", "added_onto_zeros", "linear_put")  # fmt: skip
-_LEGAL = ("prompt", "reset", "crop", "crop_zero", "reorder", "prefill")
+           "slice_foreach", "foreach_copy", "out_of_an_op", "added_onto_zeros", "boolean_mask",
+           "linear_put")  # fmt: skip
+_WHOLE = ("index_copy_back", "where_back", "where_setitem", "scatter_back", "slice_scatter_back", "cat_back",
+          "one_hot_back", "masked_scatter", "zero_added_first", "functionalised_op")  # fmt: skip
+_LEGAL = ("prompt", "reset", "crop", "crop_zero", "reorder", "prefill", "turns", "new_cache")
 
 KNOWN: dict[str, Callable[[Program], bool]] = {
-    "K and V written at once into one tensor: the axis of K and V is taken for rows": lambda p: p.way.unit == "both",
-    "a write with a mask breaks the graph, and changes every slot": lambda p: p.idiom == "boolean_mask",
-    "a loop over rows or heads: rows become K and V, heads rows": lambda p: p.idiom in _BY_ROW,
-    "written whole: slots on axes 0 and 2, whatever the layout; a reset": lambda p: p.idiom in _WHOLE,
-    "writes that hide where: axes guessed, prefixes not adopted": lambda p: p.idiom in _HIDDEN,
+    "K and V written at once through narrow, chunk: half swapped, or both": lambda p: p.way.unit == "both",
+    "a loop over rows or heads, in one tensor or with a reset": lambda p: p.idiom in _BY_ROW,
+    "writes that hide where: legal changes reported": lambda p: p.idiom in _HIDDEN,
+    "written whole: a prompt over a longer one; nothing says where the next write goes": lambda p: (
+        p.idiom in _WHOLE and any(e.what in ("prompt", "crop", "crop_zero") for e in p.events)
+    ),
+    "heads merged with sequences: each head is a row": lambda p: p.idiom == "heads_merged",
+    "a window that rolls, in a layer by itself": lambda p: p.way.rolls,
     "one layer: a legal rewrite that leaves a token's K and V as they were": lambda p: (
         p.sizes.layers == 1 and any(e.what in _LEGAL for e in p.events)
     ),
-    "a layer to a graph: layers of other graphs are not asked": lambda p: bool(p.breaks) or p.compiled == "layers",
-    "K and V side by side: V is checked before it is known where it goes": lambda p: p.layout.packing == "joint",
-    "layers in one tensor, no module to tell them apart": lambda p: p.loop and p.layout.packing != "pair",
+    "a layer to a graph: names, and one graph that reads what another one writes": lambda p: (
+        bool(p.breaks) or p.compiled == "layers"
+    ),
+    "K and V side by side in a row: taken for one half": lambda p: p.layout.packing == "joint",
+    "layers in one tensor, no module to tell them apart": lambda p: p.loop and p.one_tensor,
+    "a new cache for each step": lambda p: p.way.unit == "new",
 }
 
 

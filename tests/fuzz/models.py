@@ -90,6 +90,10 @@ def _layer_code(program: Program, weight: str, tensors: Sequence[str], layer: in
         write = [f"{program.idiom}({halves[0]}, {halves[1]}, {k}, {v}, at)"]
     else:
         write = [f"{program.idiom}({halves[0]}, {k}, at)", *stop["between"], f"{program.idiom}({halves[1]}, {v}, at)"]
+    if way.unit == "new":
+        write = [f"kc = {program.idiom}({halves[0]}, {k}, at)", *stop["between"]]
+        write.append(f"vc = {program.idiom}({halves[1]}, {v}, at)")
+        halves = ["kc", "vc"]
     back = ".to(x.dtype)" if low else ""
     gathered = "[table].transpose(1, 2)" if of.pool else ""
     read = [f"{name} = {of.read.format(half)}{gathered}{back}" for name, half in zip("kv", halves, strict=True)]
@@ -110,7 +114,8 @@ def code(program: Program) -> str:
     )
     new = new.replace(f"start, {program.tokens},", "start, positions.shape[1],")
     embed = "(self.embed[tokens] + self.places[positions]).transpose(1, 2)" if program.shows_ids else "tokens"
-    lines = [new, f"x = {embed}"]
+    returns = program.way.unit == "new"
+    lines = [new, f"x = {embed}", *["kept = []"] * returns]
     for layer in range(program.sizes.layers):
         if layer and program.breaks == "layers":
             lines.append("broken()")
@@ -122,11 +127,13 @@ def code(program: Program) -> str:
             tensors = [f"{owner}.{t}" for t in tensors]
         if program.loop:
             lines += _layer_code(program, f"self.layers[{layer}].weight", tensors, layer)
-        elif owned and not program.one_tensor:
-            lines.append(f"x = self.layers[{layer}](x, at, table, mask)")
         else:
-            lines.append(f"x = self.layers[{layer}](x, at, table, mask, {', '.join(tensors)})")
-    text = _function("forward", f"self, tokens, positions, index, start, table, mask, {argument}=None", lines)
+            given = [] if owned and not program.one_tensor else tensors
+            got = "x, kc, vc" if returns else "x"
+            lines.append(f"{got} = self.layers[{layer}]({', '.join(['x', 'at', 'table', 'mask', *given])})")
+        lines += ["kept.append([kc, vc])"] * returns
+    takes = f"self, tokens, positions, index, start, table, mask, {argument}=None"
+    text = _function("forward", takes, lines, "x, kept" if returns else "x")
     if program.loop:
         return text
     given = list(attribute_names(count, program.names))
@@ -136,11 +143,12 @@ def code(program: Program) -> str:
     else:
         tensors = given
     body = _layer_code(program, "self.weight", tensors, "self.number")
-    return _function("layer", ", ".join(["self", "x", "at", "table", "mask", *given]), body) + text
+    takes = ", ".join(["self", "x", "at", "table", "mask", *given])
+    return _function("layer", takes, body, "x, kc, vc" if returns else "x") + text
 
 
-def _function(name: str, arguments: str, lines: Sequence[str]) -> str:
-    return "".join([f"def {name}({arguments}):\n", *(f"    {line}\n" for line in lines), "    return x\n\n"])
+def _function(name: str, arguments: str, lines: Sequence[str], result: str) -> str:
+    return "".join([f"def {name}({arguments}):\n", *(f"    {line}\n" for line in lines), f"    return {result}\n\n"])
 
 
 def build(program: Program, tensors: Sequence[Sequence[torch.Tensor]]) -> Any:

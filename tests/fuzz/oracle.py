@@ -51,10 +51,6 @@ class Oracle:
         self.truth = {key: bytes_.clone() for key, bytes_ in cells.items()}
         self.counted |= counted
 
-    def new_cache(self, cells: Cells) -> None:
-        """The next forward works on other tensors."""
-        self.__init__(cells, self.rows, self.merged, self.written_whole)  # type: ignore[misc]
-
     def before(self, cells: Cells, start: int, first_layer: int = 0) -> tuple[set[Cell], set[Cell]]:
         """The cells that the coming forward must report, and those that it may report.
 
@@ -90,6 +86,12 @@ class Oracle:
             closed = later.flip(1).to(torch.int64).cumprod(1).flip(1).to(torch.bool)
             legal &= closed
         return legal
+
+    def written(self, half: Key, start: int, count: int) -> set[Cell]:
+        """The cells of a half that a forward was to write."""
+        there = torch.zeros_like(self.guarded)
+        there[:, start : start + count] = True
+        return _cells({half: there})
 
     def after(self, cells: Cells, start: int, count: int, reported: set[Cell]) -> None:
         """A guarded forward has run."""

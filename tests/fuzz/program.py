@@ -18,7 +18,9 @@ class Event:
     Attributes:
         what: ``step``: a forward of the guarded model.  Legal changes from outside: ``prefill`` (``size`` tokens by
             the plain model), ``reset``, ``prompt`` (from position 0 on, over what is there), ``crop``, ``crop_zero``,
-            ``reorder``, ``reorder_new``, ``new_cache``.  Faults: ``flip``, ``zero``, ``copy``, ``swap``, ``head``.
+            ``reorder``, ``reorder_new``, ``new_cache``, ``turns`` (another cache, and back the next time).  Faults:
+            ``flip``, ``zero``, ``copy``, ``swap``, ``head``; ``slot``, ``stride``, ``mirror``: an op of the next step
+            writes to the next slot, to a wrong one, or other bytes.
         size: of a prefill or a crop, in tokens.
         layer, half, row, position: where a fault hits; taken modulo what there is.
         counted: the fault is an op that PyTorch's version counter sees.
@@ -35,13 +37,14 @@ class Event:
     inside: bool = False
 
     def __str__(self) -> str:
-        if self.what not in FAULTS:
-            return self.what if self.what in ("step", "reset", "new_cache") else f"{self.what} {self.size}"
+        if self.what not in FAULTS + OF_AN_OP:
+            return self.what if self.what in ("step", "reset", "new_cache", "turns") else f"{self.what} {self.size}"
         how = " counted" * self.counted + " inside" * self.inside
         return f"{self.what} {'KV'[self.half % 2]}{self.layer} row {self.row} position {self.position}{how}"
 
 
 FAULTS = ("flip", "zero", "copy", "swap", "head")
+OF_AN_OP = ("slot", "stride", "mirror")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,5 +112,5 @@ class Program:
     def table(self) -> torch.Tensor:
         """The slots of a pool by sequence and position: int64 ``[B, S]``."""
         z = self.sizes
-        free = torch.randperm(z.slots - PAGE, generator=torch.Generator().manual_seed(self.seed)) + PAGE
+        free = torch.randperm(z.slots - 2 * PAGE, generator=torch.Generator().manual_seed(self.seed)) + PAGE
         return free[: z.batch * z.length].view(z.batch, z.length)

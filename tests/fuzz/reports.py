@@ -18,9 +18,6 @@ class Names:
     def __init__(self, program: Program, count: int):
         self.program = program
         self.count = count
-        self.index = r"(\.\d+)" * {"layers": 1, "kv0": 1, "kv1": 1, "layers_kv": 2, "kv_layers": 2}.get(
-            program.layout.packing, 0
-        )
         z = program.sizes
         self.keys = [(layer, half) for layer in range(z.layers) for half in range(2)]
         self.base = {key: self._base(*key) for key in self.keys}
@@ -32,7 +29,9 @@ class Names:
         layer, place = 0 if program.one_tensor else layer, half if self.count == 2 else 0
         if program.compiled == "layers" and not program.loop and program.container not in ATTRIBUTES:
             return attribute_names(self.count, program.names)[place]  # an argument of the layer
-        return _plain(expression(program.container, program.names, layer, place, self.count))
+        owned = program.container in ATTRIBUTES and not program.one_tensor and program.compiled != "layers"
+        owner = f"layers.{layer}." if owned else ""
+        return owner + _plain(expression(program.container, program.names, layer, place, self.count))
 
     def _full(self, layer: int, half: int) -> str:
         """The same with the indices that pick the half, where they are constants."""
@@ -55,13 +54,16 @@ class Names:
         if module is not None and not program.loop and program.compiled != "layers":
             meant = {key for key in meant if key[0] == int(module.group(1))}
         by_name = {key for key in self.keys if _same(pool, self.full[key])}
-        by_name = by_name or {key for key in self.keys if _same(re.sub(self.index + "$", "", pool), self.base[key])}
+        shorter = [pool, *(pool[: m.start()] for m in reversed([*re.finditer(r"\.\d+(?=\.|$)", pool)]))]
+        for said in shorter:  # without the indices that pick the half
+            by_name = by_name or {key for key in self.keys if _same(said, self.base[key])}
         return meant & by_name if by_name else meant
 
     def precise(self, meant: set[Key]) -> bool:
         """Whether a report says which layer and which half."""
         layers, halves = {layer for layer, _ in meant}, {half for _, half in meant}
-        alone = self.program.compiled == "layers"  # each layer is then a model to itself
+        # each layer is then a model to itself, or its module is lost at the break: numbers tell them apart
+        alone = self.program.compiled == "layers" or self.program.breaks != ""
         return (len(layers) == 1 or alone) and (len(halves) == 1 or self.program.merged)
 
     def unguarded(self, summary: str) -> set[Key]:
@@ -74,12 +76,12 @@ class Names:
 
 def _plain(name: str) -> str:
     """A name with its parts separated by dots, without a trailing number of its own."""
-    name = re.sub(r" #\d+$", "", name)
+    name = re.sub(r" #\d+$", "", name.strip('"'))
     return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", name)
 
 
 def _same(said: str, name: str) -> bool:
-    return said == name or said.endswith("." + name)
+    return said == name or said.endswith("." + name) or name.endswith("." + said)
 
 
 def cells_meant(violation: Violation, names: Names, table: torch.Tensor) -> set[Cell]:

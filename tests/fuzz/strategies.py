@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from containers import CONTAINERS
+from containers import ARGUMENTS, CONTAINERS
 from hypothesis import strategies as st
 from layouts import FAMILIES, Layout, Sizes
-from program import DTYPES, FAULTS, Event, Program
+from program import DTYPES, FAULTS, OF_AN_OP, Event, Program
 from write_idioms import IDIOMS, Idiom
 
 LENGTH = 12
-LEGAL = ("prefill", "prompt", "reset", "crop", "crop_zero", "reorder", "new_cache")
+LEGAL = ("prefill", "prompt", "reset", "crop", "crop_zero", "reorder", "new_cache", "turns")
 BREAKS = ("", "layers", "before", "between", "after")
 
 
@@ -31,7 +31,7 @@ def faults(draw: st.DrawFn) -> Event:
 
 
 @st.composite
-def lives(draw: st.DrawFn) -> tuple[Event, ...]:
+def lives(draw: st.DrawFn, way: Idiom) -> tuple[Event, ...]:
     """What happens to a program: steps, legal changes and at most two faults, each followed by a step."""
     step = Event("step")
     events: list[Event] = []
@@ -41,8 +41,9 @@ def lives(draw: st.DrawFn) -> tuple[Event, ...]:
     for _ in range(draw(st.integers(0, 2))):
         change = draw(st.sampled_from(LEGAL))
         events += [Event(change, draw(st.integers(1, 5))), *[step] * draw(st.integers(1, 2))]
+    mishaps = st.builds(Event, st.sampled_from(OF_AN_OP), layer=st.integers(0, 3), half=st.integers(0, 1))
     for _ in range(draw(st.integers(0, 2))):
-        events += [draw(faults()), *[step] * draw(st.integers(1, 2))]
+        events += [draw(mishaps if way.name == "op_badly" else faults()), *[step] * draw(st.integers(1, 2))]
     return tuple(events)
 
 
@@ -54,6 +55,8 @@ def programs(draw: st.DrawFn) -> Program:
     count = 2 if layout.packing in ("pair", "layers") else 1
     if way.named:
         containers = tuple(c for c in CONTAINERS if c not in ("list", "tuple", "dict", "flat", "columns"))
+    if way.unit == "new":
+        containers = ARGUMENTS
     if count == 1:
         containers = tuple(c for c in containers if c != "fields")
     sizes = Sizes(
@@ -78,5 +81,5 @@ def programs(draw: st.DrawFn) -> Program:
         shows_ids=draw(st.booleans()),
         inference=draw(st.integers(0, 4)) == 4,
         seed=draw(st.integers(0, 999)),
-        events=draw(lives()),
+        events=draw(lives(way)),
     )

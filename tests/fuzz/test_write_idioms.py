@@ -19,7 +19,7 @@ def cells_after_a_step(way: str, layout: Layout) -> list[torch.Tensor]:
     x = torch.randn(2, 2, 2, 4, generator=torch.Generator().manual_seed(0))
     mask = torch.arange(6) <= at.unsqueeze(1)
     with torch.no_grad():
-        side.model(x, at.expand(2, 2), index, 1, table, mask, side.cache)
+        side.forward((x, at.expand(2, 2), index, 1, table, mask))
     return list(side.cells(table).values())
 
 

@@ -14,6 +14,8 @@ import torch
 from layouts import PAGE
 from torch.utils.checkpoint import checkpoint
 
+from kvcanary_fx import register_kv_write
+
 
 class At(NamedTuple):
     """Where the new tokens go.
@@ -444,6 +446,34 @@ def _(k, v, kv_cache, meta):
     return None
 
 
+#: What ``store_badly`` does wrong: in how many calls, in which half, how.
+GLITCH: list[Any] = []
+
+
+@torch.library.custom_op("kvcanary_fuzz::keep", mutates_args=("first", "second"))
+def keep(first: torch.Tensor, second: torch.Tensor, a: torch.Tensor, b: torch.Tensor, where: torch.Tensor) -> None:
+    first.view(-1, *a.shape[1:])[where] = a
+    second.view(-1, *b.shape[1:])[where] = b
+
+
+@keep.register_fake
+def _(first, second, a, b, where):
+    return None
+
+
+register_kv_write("kvcanary_fuzz::keep", slots="where", pools={"first": "a", "second": "b"})
+
+
+@torch.library.custom_op("kvcanary_fuzz::returned", mutates_args=())
+def returned(kv_cache: torch.Tensor, new: torch.Tensor, index: torch.Tensor, axis: int) -> torch.Tensor:
+    return kv_cache.index_copy(axis, index, new)
+
+
+@returned.register_fake
+def _(kv_cache, new, index, axis):
+    return torch.empty_like(kv_cache)
+
+
 def op_one(cache, new, at):
     torch.ops.kvcanary_fuzz.store_one(new, cache, at.index)
 
@@ -453,6 +483,38 @@ def op_one(cache, new, at):
 
 def op_pair(kc, vc, k, v, at):
     torch.ops.kvcanary_fuzz.store_pair(k, v, kc, vc, at.index)
+
+
+@torch.library.custom_op("kvcanary_fuzz::store_badly", mutates_args=("k_cache", "v_cache"))
+def store_badly(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """The same, as long as nothing is in :data:`GLITCH`: calls until it strikes, the half, and how."""
+    for half, (cache, new) in enumerate(((k_cache, k), (v_cache, v))):
+        slots, fresh = slot_mapping, new
+        if GLITCH and GLITCH[0] == 0 and GLITCH[1] == half:
+            if GLITCH[2] == "slot":
+                slots = slots + 1
+            elif GLITCH[2] == "stride":
+                slots = slots * 2 % (cache.numel() // new[0].numel())
+            else:
+                fresh = new.flip(-1)
+        cache.view(-1, *new.shape[1:])[slots] = fresh
+    if GLITCH:
+        GLITCH[0] -= 1
+
+
+@store_badly.register_fake
+def _(k, v, k_cache, v_cache, slot_mapping):
+    return None
+
+
+def op_badly(kc, vc, k, v, at):
+    torch.ops.kvcanary_fuzz.store_badly(k, v, kc, vc, at.index)
+
+
+def op_registered(kc, vc, k, v, at):
+    torch.ops.kvcanary_fuzz.keep(kc, vc, k, v, at.index)
 
 
 def op_hidden_pair(kc, vc, k, v, at):
@@ -517,6 +579,37 @@ def joint_setitem(kv, k, v, at):
     kv[_full(at.axis, at.index)] = torch.cat((k, v), -1)
 
 
+# ---- a new cache for each step: what is returned is the cache of the next one
+
+
+def new_index_copy(cache, new, at):
+    return cache.index_copy(at.axis, at.index, new)
+
+
+def new_scatter(cache, new, at):
+    return cache.scatter(at.axis, _spread(at.index, at.axis, new), new)
+
+
+def new_slice_scatter(cache, new, at):
+    return torch.slice_scatter(cache, new, at.axis, at.start, at.start + at.count)
+
+
+def new_where(cache, new, at):
+    wide = torch.zeros_like(cache).index_copy(at.axis, at.index, new)
+    hit = torch.zeros(cache.shape[at.axis], dtype=torch.bool).index_fill(0, at.index, True)
+    return torch.where(_spread(hit, at.axis, cache), wide, cache)
+
+
+def new_of_an_op(cache, new, at):
+    return torch.ops.kvcanary_fuzz.returned(cache, new, at.index, at.axis)
+
+
+def new_clone(cache, new, at):
+    cache = cache.clone()
+    cache[_full(at.axis, at.index)] = new
+    return cache
+
+
 ROWS = ("bhsd", "bshd", "sbhd", "bsf")
 ONE_AXIS = (*ROWS, "flat", "flatf")
 SHARED = ("kv0", "kv1", "joint", "layers", "layers_kv", "kv_layers")
@@ -528,7 +621,8 @@ class Idiom:
     """One way to write a cache.
 
     Attributes:
-        unit: what ``write`` is given: a half, a ``pair`` of halves, or the tensor that holds ``both``.
+        unit: what ``write`` is given: a half, a ``pair`` of halves, or the tensor that holds ``both``; or a half of
+            which it returns a ``new`` one.
         families, packings: the layouts that it fits.
         rolls: all cells are written, moved by the number of new tokens.
         start: it wants the position as an int.
@@ -591,6 +685,11 @@ ALL = (
     Idiom(foreach_copy, ROWS, ANY, "pair", start=True),
     Idiom(pair_loop, ONE_AXIS, ANY, "pair"),
     Idiom(values_first, ONE_AXIS, ANY, "pair"),
+    Idiom(op_badly, _POOLS, ("pair", "kv0", "layers", "layers_kv", "kv_layers"), "pair"),
+    Idiom(op_registered, _POOLS, ("pair", "kv0", "layers", "layers_kv", "kv_layers"), "pair"),
+    *(Idiom(write, ONE_AXIS, ("pair",), "new") for write in (new_index_copy, new_scatter, new_where, new_of_an_op)),
+    Idiom(new_clone, ONE_AXIS, ("pair",), "new"),
+    Idiom(new_slice_scatter, ROWS, ("pair",), "new", start=True),
     Idiom(op_hidden_both, _POOLS, ("kv0",), "both"),
     Idiom(stacked_setitem, ONE_AXIS, ("kv0",), "both"),
     Idiom(stacked_index_copy, ONE_AXIS, ("kv0",), "both"),

@@ -37,6 +37,23 @@ def test_prefill_outside_the_graph_is_adopted(rig):
     assert rig.session.stats().adopted == 5 * 2 * 2 * 2  # slots, rows, layers, halves
 
 
+def test_cropped_where_slots_of_v_are_computed_behind_the_write_of_k():
+    """Seen: V's check did not know where its next write goes, and took the tail, zeroed outside, for lost tokens."""
+
+    def layer(q, k, v, kv, pos):
+        for new, part in ((k, kv[..., :8]), (v, kv[..., 8:])):
+            part.index_put_((torch.arange(2).unsqueeze(1), pos.unsqueeze(0)), new)
+        return torch.nn.functional.scaled_dot_product_attention(q, kv[..., :8], kv[..., 8:])
+
+    backend = CanaryBackend(CanaryConfig(inner="eager", mode="log"))
+    run, kv = torch.compile(layer, backend=backend), torch.zeros(2, 16, 16)
+    with torch.no_grad():
+        for n in (0, 1, 2, 3, 4, 5, 3, 4, 5):
+            kv[:, n:] = 0
+            run(*torch.randn(3, 2, 1, 8), kv, torch.tensor([n]))
+    assert backend.session.violations() == []
+
+
 def test_second_prefill_chunk_outside_the_graph(rig):
     rig.step(4)
     rig.step()

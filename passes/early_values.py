@@ -1,0 +1,83 @@
+"""Values that a check needs before the graph computes them: the slots of a write to a cache that was read before.
+
+Before and after (``early`` computes the nodes in the order they had)::
+
+    verify = torch.ops.kvcanary.verify(values, None, [], [], state, 1, -1)
+    cat = torch.cat([values, v])
+    arange = torch.arange(2)
+    values[arange, position] = v
+
+    arange_1 = torch.arange(2)
+    verify = torch.ops.kvcanary.verify(values, None, [arange_1, position], [], state, 1, 3)
+    cat = torch.cat([values, v])
+    ...
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+from torch import fx
+
+from .accesses import Accesses
+from .names import function_name
+from .states import ancestors
+
+#: What slots are computed with: of the same inputs always the same, and nothing is written.
+_PURE = {
+    "arange", "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "view", "reshape", "flatten",
+    "unflatten", "transpose", "permute", "movedim", "t", "T", "mT", "contiguous", "clone", "to", "long",
+    "int", "type_as", "getitem", "getattr", "size", "select", "narrow", "split", "chunk", "unbind", "cat",
+    "stack", "repeat", "repeat_interleave", "gather", "index_select", "where", "clamp", "minimum", "maximum",
+    "min", "max", "add", "sub", "mul", "neg", "floordiv", "floor_divide", "div", "truediv", "mod",
+    "remainder", "cumsum", "sum", "eq", "ne", "lt", "le", "gt", "ge",
+}  # fmt: skip
+
+
+class EarlyValues:
+    """Computes values of a graph once more, in front of where they are wanted."""
+
+    def __init__(self, graph: fx.Graph, found: Accesses, order: dict[fx.Node, int]):
+        """
+        Args:
+            order: of the nodes before the graph was edited.
+        """
+        self._graph, self._order = graph, order
+        self._written = set(found.written_roots())
+        self._found = found
+
+    def possible(self, nodes: Iterable[fx.Node], before: fx.Node) -> bool:
+        """Whether all of ``nodes`` can be had in front of ``before``."""
+        return all(self._is_pure(part) for node in nodes for part in self._late(node, before))
+
+    def of(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        """``node``, or its copy at the insertion point if it comes too late."""
+        if self._order.get(node, -1) < self._order[before]:
+            return node
+        copies: dict[fx.Node, fx.Node] = {}
+        for part in self._late(node, before):
+            copies[part] = self._graph.node_copy(part, lambda n: copies.get(n, n))
+        return copies[node]
+
+    def _late(self, node: fx.Node, before: fx.Node) -> list[fx.Node]:
+        """What has to be computed once more, in order."""
+        late = [n for n in ancestors(node) if self._order.get(n, -1) >= self._order[before]]
+        return sorted(late, key=self._order.__getitem__)
+
+    def _is_pure(self, node: fx.Node) -> bool:
+        if node.op not in ("call_function", "call_method") or function_name(node).strip("_") not in _PURE:
+            return False
+        sources = [n for n in ancestors(node) if n is node or n.op in ("placeholder", "get_attr")]
+        return not any(self._may_change(n) for n in (*sources, *node.all_input_nodes))
+
+    def _may_change(self, node: fx.Node) -> bool:
+        """Whether the graph writes to a node's tensor."""
+        if self._found.root_of(node) in self._written:
+            return True
+        return any(_writes(user) and user.all_input_nodes[0] is node for user in node.users)
+
+
+def _writes(node: fx.Node) -> bool:
+    name = function_name(node)
+    return node.target is operator.setitem or (name.endswith("_") and not name.startswith("__"))
