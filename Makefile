@@ -29,7 +29,7 @@ test-vllm: .venv-vllm/installed
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/engines
 
 test-sglang: .venv-sglang/installed
-	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests/engines/test_sglang.py
+	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests/engines/test_sglang.py tests/engines/test_sglang_schedules.py
 
 lint: .venv-test/linters
 	.venv-test/bin/ruff check .

@@ -244,7 +244,9 @@ class Engine:
 
     def _run(self, forward: Forward) -> None:
         guarded, padding = self.guarded, TOKENS - len(forward.input_ids)
-        x = guarded.embeddings[forward.input_ids + [0] * padding, [p % WIDTH for p in forward.positions] + [0] * padding]
+        x = guarded.embeddings[
+            forward.input_ids + [0] * padding, [p % WIDTH for p in forward.positions] + [0] * padding
+        ]
         slots = [torch.tensor(k + [0] * padding) for k in forward.kernel]
         reads = [s for w in forward.work for s in self.readable(w.request)] + forward.kernel[0]
         reads = (reads + [0] * READS)[:READS]
@@ -270,7 +272,7 @@ class Engine:
             text = rng.choice(self.texts)
             tokens = text[: rng.randrange(1, 13)] + [rng.randrange(1, VOCABULARY) for _ in range(rng.randrange(1, 4))]
             self.born += 1
-            self.waiting.append(Request(f"r{self.born}", tokens, min(len(tokens) + rng.randrange(1, 6), WIDTH - 4)))
+            self.waiting.append(Request(f"r{self.born}", tokens, min(len(tokens) + rng.randrange(1, 8), WIDTH - 4)))
         while self.waiting and self.free_rows and len(self.running) < 3:
             self._admit(self.waiting.pop(0))
 

@@ -11,7 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from scheduled_engine import CACHE, LAYERS, SLOTS, VOCABULARY, WINDOW, Engine, Forward, Node, Request, Work, _meanwhile
+from scheduled_engine import (
+    CACHE,
+    LAYERS,
+    SLOTS,
+    VOCABULARY,
+    WIDTH,
+    WINDOW,
+    Engine,
+    Forward,
+    Node,
+    Request,
+    Work,
+    _meanwhile,
+)
 
 Act = Callable[[Engine, Any], bool]
 
@@ -103,9 +116,7 @@ def flip_in(layer: int, half: int, engine: Engine, forward: Forward) -> bool:
 
 for _layer in range(LAYERS):
     for _half, _name in enumerate("KV"):
-        fault(f"flip before the forward, layer {_layer} {_name}", "planned")(
-            functools.partial(flip_in, _layer, _half)
-        )
+        fault(f"flip before the forward, layer {_layer} {_name}", "planned")(functools.partial(flip_in, _layer, _half))
 
 
 @fault("flip between steps, whoever reads it", "between")
@@ -682,6 +693,9 @@ def left_early(engine: Engine, request: Request) -> bool:
 @fault("rejected draft read", "rejected", drafts=True)
 def rejected_read(engine: Engine, subject: tuple[Request, int]) -> bool:
     request, end = subject
+    if end + 1 > WIDTH - 4:
+        return False
+    request.goal = max(request.goal, end + 1)  # it goes on, so that they are read
     rejected = end - request.stored
     engine.pool.reject([engine.slot(e) for e in engine.entries(request, request.stored, end)])
     request.tokens += [engine.rng.randrange(1, VOCABULARY) for _ in range(rejected)]
