@@ -4,6 +4,7 @@ reuse, padding, or a sliding window with slots of its own.  Faults are planted w
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
@@ -159,6 +160,7 @@ class Engine:
     Attributes:
         strike: plants the fault at one of the engine's points; returns whether it did, just now.
         trie: the root of the prefix cache.
+        seen: how often what happened, so that nobody takes a dull schedule for a proof.
     """
 
     def __init__(self, guarded: Guarded, rng: random.Random, strike: Callable[[str, Engine, Any], bool] | None = None):
@@ -177,6 +179,7 @@ class Engine:
         self.keeps_rejected = rng.random() < 0.5
         self.caches = self.map is None and rng.random() < 0.85
         self.born = 0
+        self.seen: collections.Counter[str] = collections.Counter()
 
     def strike(self, point: str, subject: Any = None) -> bool:
         return self._strike is not None and self._strike(point, self, subject)
@@ -287,11 +290,14 @@ class Engine:
             node = found
             request.nodes.append(node)
             request.stored += 1
+        self.seen["cache hits"] += bool(request.nodes)
         self.strike("admitted", request)
         self._hold(request, request.nodes)
         self.table[request.row, : request.stored] = torch.tensor([n.slot for n in request.nodes], dtype=torch.int32)
 
     def _hold(self, request: Request, nodes: list[Node]) -> None:
+        if not nodes:
+            return
         for node in nodes:
             node.users += 1
         self.pool.share([n.slot for n in nodes], owner=request.name)
@@ -320,6 +326,7 @@ class Engine:
     def _pad(self, forward: Forward) -> None:
         """Row 0 is padding: without tokens anywhere in a batch, with one of slot 0 each at its end."""
         for _ in range(self.rng.choice([0, 0, 1, 2])):
+            self.seen["padded rows"] += 1
             inside = self.rng.random() < 0.4
             at = self.rng.randrange(len(forward.rows)) if inside else len(forward.rows)
             forward.rows.insert(at, 0)
@@ -338,6 +345,9 @@ class Engine:
         tokens = request.tokens[request.stored : request.stored + self.chunk]
         drafted = self.rng.randrange(1, self.drafts + 1) if left == 1 and self.drafts else 0
         tokens = tokens + [self.rng.randrange(1, VOCABULARY) for _ in range(drafted)]
+        self.seen[
+            "chunks" if left > self.chunk else "drafts" if drafted else "decodes" if left == 1 else "prefills"
+        ] += 1
         needed = max(len(tokens) - request.spare, 0)
         if not self._make_room(needed, request):
             self.retract(request)
@@ -363,11 +373,13 @@ class Engine:
 
     def evict(self, node: Node) -> None:
         assert node.parent is not None
+        self.seen["evictions"] += 1
         node.parent.children.pop(node.token, None)
         self.give([node.slot], CACHE)
 
     def retract(self, request: Request) -> None:
         """A request gives its slots back and waits."""
+        self.seen["retractions"] += 1
         self.running.remove(request)
         if self.strike("retracted", request):
             self.running.append(request)  # it goes on as if nothing had happened
@@ -384,6 +396,8 @@ class Engine:
         self.free_rows.append(request.row)
 
     def drop(self, request: Request) -> None:
+        if not request.nodes:
+            return
         for node in request.nodes:
             node.users -= 1
         self.pool.release([n.slot for n in request.nodes], owner=request.name)
@@ -411,6 +425,7 @@ class Engine:
 
     def _reject(self, request: Request, end: int) -> None:
         rejected = self.entries(request, request.stored, end)
+        self.seen["rejected drafts"] += len(rejected)
         if rejected and self.strike("rejected", (request, end)):
             return
         if self.keeps_rejected:
@@ -427,6 +442,7 @@ class Engine:
         gone = [e for e in self.entries(request, 0, max(0, request.stored - WINDOW + early)) if self.slot(e)]
         if not gone:
             return
+        self.seen["left a window"] += len(gone)
         slots = [self.slot(e) for e in gone]
         self.pool.release(slots, owner=request.name)
         self.free += slots
@@ -434,7 +450,8 @@ class Engine:
 
     def cache(self, request: Request) -> None:
         """Put what a running request has stored into the cache; it shares from there on."""
-        node, new, copies = request.nodes[-1] if request.nodes else self.trie, [], []
+        node = request.nodes[-1] if request.nodes else self.trie
+        new, copies, held = [], [], []
         for position in range(len(request.nodes), request.stored):
             slot, token = int(self.table[request.row, position]), request.tokens[position]
             if token in node.children:
@@ -444,13 +461,15 @@ class Engine:
             else:
                 node.children[token] = node = Node(token, slot, node)
                 new.append(slot)
-            node.users += 1
-            request.nodes.append(node)
-            self.pool.share([node.slot], owner=request.name)
-        self.pool.hand_over(new, owner=CACHE)
-        self.give(copies, request.name)
+            held.append(node)
+        if held:
+            self._hold(request, held)
+            request.nodes += held
+            self.pool.hand_over(new, owner=CACHE)
+            self.give(copies, request.name)
 
     def finish(self, request: Request) -> None:
+        self.seen["requests"] += 1
         if self.strike("finished", request):
             return
         if self.caches:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import multiprocessing
@@ -49,6 +50,7 @@ class Outcome(NamedTuple):
     ours: int | None
     theirs: int | None
     what: str
+    seen: dict[str, int]
 
     @property
     def verdict(self) -> str:
@@ -111,7 +113,7 @@ def run(name: str, seed: str) -> Outcome:
             theirs, what = step, f"{what} theirs: {reference.reasons()};"
         if ours is not None and theirs is not None:
             break
-    return Outcome(name, seed, planter.planted, ours, theirs, what)
+    return Outcome(name, seed, planter.planted, ours, theirs, what, engine.seen)
 
 
 def schedule(task: tuple[str, str]) -> Outcome:
@@ -129,7 +131,9 @@ def tasks(args: argparse.Namespace) -> list[tuple[str, str]]:
     names = [n for n in FAULTS if args.only is None or args.only in n]
     random.Random(args.seed).shuffle(names)  # so that a few schedules have other classes with another seed
     faulty = [(names[i % len(names)], f"{args.seed}/{i}") for i in range(args.faulty)]
-    return [("clean", f"{args.seed}/clean {i}") for i in range(args.clean)] + faulty
+    chosen = [("clean", f"{args.seed}/clean {i}") for i in range(args.clean)] + faulty
+    random.Random(args.seed).shuffle(chosen)
+    return chosen
 
 
 def early(outcome: Outcome) -> bool:
@@ -180,10 +184,11 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.jobs, context, begin) as workers:
         done = workers.map(schedule, todo, chunksize=8) if args.jobs > 1 else map(schedule, todo)
-        for outcome in done:
-            outcomes.append(outcome)
-            if len(outcomes) % 100 == 0:
-                print(f"{len(outcomes)} of {len(todo)}", file=sys.stderr, flush=True)
+        with contextlib.suppress(KeyboardInterrupt):  # what is done by then is worth a table
+            for outcome in done:
+                outcomes.append(outcome)
+                if len(outcomes) % 100 == 0:
+                    print(f"{len(outcomes)} of {len(todo)}", file=sys.stderr, flush=True)
     return report(outcomes)
 
 
@@ -195,7 +200,9 @@ def report(outcomes: list[Outcome]) -> int:
     known = [o for o in behind if o.name in KNOWN and o.ours is not None]
     missed = [o for o in behind if o not in known]
     clean = sum(o.name == "clean" for o in outcomes)
-    print(f"{clean} clean schedules; {len(outcomes) - clean - len(planted)} faults found no place\n")
+    print(f"{clean} clean schedules; {len(outcomes) - clean - len(planted)} faults found no place")
+    seen = sum((collections.Counter(o.seen) for o in outcomes), collections.Counter())
+    print("in all of them " + ", ".join(f"{count} {what}" for what, count in sorted(seen.items())) + "\n")
     if planted:
         print(table(planted))
     for title, listed in {

@@ -25,13 +25,27 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not on sys.path")
 def test_whatever_sglang_reports_is_reported_in_that_step_or_before_and_clean_schedules_are_silent():
-    done = run("--clean", "8", "--faulty", "32", "--seed", "3")
+    done = run("--clean", "8", "--faulty", "24", "--seed", "3")
     assert done.returncode == 0, done.stdout + done.stderr
     total = re.search(r"^all +(\d+) +(\d+)", done.stdout, re.MULTILINE)
     assert total is not None, done.stdout
     planted, both = int(total[1]), int(total[2])
-    assert planted >= 30  # the others found no place
-    assert both >= 16  # SGLang's side is awake
+    assert planted >= 22  # the others found no place
+    assert both >= 12  # SGLang's side is awake
+    seen = re.findall(r"\d+ ([a-z ]+)", done.stdout.splitlines()[1])
+    assert seen == [
+        "cache hits",
+        "chunks",
+        "decodes",
+        "drafts",
+        "evictions",
+        "left a window",
+        "padded rows",
+        "prefills",
+        "rejected drafts",
+        "requests",
+        "retractions",
+    ]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="sglang is installed")
@@ -56,7 +70,7 @@ def test_without_sglang_it_says_how_to_give_it():
     ],
 )
 def test_what_ends_with_an_error(name, planted, ours, theirs, status, verdict, capsys):
-    outcome = Outcome(name, "0/0", planted, ours, theirs, "")
+    outcome = Outcome(name, "0/0", planted, ours, theirs, "", {})
     assert report([outcome]) == status
     assert outcome.verdict == verdict
     assert ("'0/0' planted" in capsys.readouterr().out) == bool(status)
