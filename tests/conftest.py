@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import sys
 from pathlib import Path
@@ -11,11 +13,23 @@ import torch
 if not torch.cuda.is_available():
     # Triton's interpreter stands in for a GPU; the variable is read when a kernel is defined.
     os.environ["TRITON_INTERPRET"] = "1"
+# A worker each has a core: a pool of compile workers beside it imports torch once more for each of them.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 
 for folder in ("kernels", "passes", "runtime", "bugs", "models", "pools", "fuzz"):
     sys.path.insert(0, str(Path(__file__).parent / folder))  # helpers next to the tests that use them
+
+if "TORCH_TRACE" not in os.environ:
+    # PyTorch renders every graph, guard and tensor for its structured trace as soon as that has a handler, and pytest
+    # gives its own to every logger that does not propagate.
+    _trace = logging.getLogger("torch.__trace")
+    _trace.handlers.clear()
+    _trace.addHandler = lambda handler: None
+
+# Dynamo flushes the processor's caches for 40 ms a compile, to log how long the guards take.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -27,6 +41,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: no collection needs to look at it.  Dynamo allocates millions of objects that
+    live for one compile, and with the default threshold a tenth of the time was the collector's."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
 
 
 @pytest.fixture(autouse=True)
