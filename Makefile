@@ -44,7 +44,8 @@ wheel: .venv-test/linters
 	.venv-test/bin/pip install -q --force-reinstall --no-deps dist/*.whl
 	mkdir -p build/wheel-test
 	cp -r tests examples pyproject.toml build/wheel-test
-	cd build/wheel-test && CANARY_TEST_SEEDS=60 OMP_NUM_THREADS=1 ../../.venv-test/bin/pytest -n auto --dist worksteal -m "not slow" \
+	cd build/wheel-test && CANARY_TEST_SEEDS=60 OMP_NUM_THREADS=1 ../../.venv-test/bin/pytest \
+	    -n auto --dist worksteal -m "not slow" \
 	    tests/packaging tests/docs tests/cli tests/kernels tests/passes tests/runtime tests/bugs
 
 clean:
