@@ -68,7 +68,7 @@ class SitePlan:
         view: from the graph's arguments to the view whose slots are guarded.
         slot_axes: axes of that view that number slots.
         paged: the first of two slot axes numbers pages, not sequences.
-        part: the half is a part of its input (K and V, or all layers, in one tensor).
+        part: the half is a part of its input (K and V, or all layers, in one tensor), or is written in several parts.
         opaque: why the slots and operand of a write are unknown, or None.
         has_operand: what is written is compared with what was meant.
         verified: old bytes are checked; false where the graph overwrites them unseen.

@@ -35,8 +35,9 @@ def rewrite_writes(
     Custom ops are left alone: they write in place already.
 
     Args:
-        parts_only: only where a half is a part of its input, K and V or all layers in one tensor.  Inductor
-            copies the whole input there, and once more for each canary op that looks at it in between.
+        parts_only: only where a half is a part of its input, K and V or all layers in one tensor, or is written in
+            parts, as by a loop over its rows.  Inductor copies the whole input there, and once more for each canary op
+            that looks at it in between.
     """
     replaced: dict[fx.Node, None] = {}
     for record in [n for n in gm.graph.nodes if is_canary(n) and n.target is torch.ops.kvcanary.record.default]:

@@ -18,7 +18,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 
-for folder in ("kernels", "passes", "runtime", "bugs", "models", "pools", "fuzz"):
+for folder in ("kernels", "passes", "runtime", "bugs", "models", "pools"):
     sys.path.insert(0, str(Path(__file__).parent / folder))  # helpers next to the tests that use them
 
 if "TORCH_TRACE" not in os.environ:

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from containers import wrap
-from faults import apply_fault, reorder, zero_from
-from models import STRAY, VOCAB, adopt, build
-from oracle import Cell, Cells, Oracle
-from program import DTYPES, FAULTS, OF_AN_OP, Event, Program
-from reports import Names, cells_meant
-from write_idioms import GLITCH
 
 import kvcanary_fx
+from fuzz.containers import wrap
+from fuzz.faults import apply_fault, reorder, zero_from
+from fuzz.models import STRAY, VOCAB, adopt, build
+from fuzz.oracle import Cell, Cells, Oracle
+from fuzz.program import DTYPES, FAULTS, OF_AN_OP, Event, Program
+from fuzz.reports import Names, cells_meant
+from fuzz.write_idioms import GLITCH
 from kvcanary_fx import CanaryBackend, CanaryConfig
 
 

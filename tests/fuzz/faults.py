@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from program import Event, Program
+
+from fuzz.program import Event, Program
 
 Tensors = Sequence[Sequence[torch.Tensor]]
 _BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from program import Program
+from fuzz.program import Program
 
 _BY_ROW = ("row_loop", "row_index_copy", "rows_unbound", "head_loop", "heads_split")
 _HIDDEN = ("op_hidden_pair", "op_hidden_rows", "op_hidden_both", "in_checkpoint", "in_cond", "in_region",

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from containers import ARGUMENT, ATTRIBUTES, attach, attribute_names, expression
-from layouts import PAGE
-from program import Program
 from torch import nn
-from write_idioms import IDIOMS, At
+
+from fuzz.containers import ARGUMENT, ATTRIBUTES, attach, attribute_names, expression
+from fuzz.layouts import PAGE
+from fuzz.program import Program
+from fuzz.write_idioms import IDIOMS, At
 
 VOCAB = 12
 

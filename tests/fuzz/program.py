@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from layouts import OF_ALL_LAYERS, PAGE, Layout, Sizes
-from write_idioms import IDIOMS, Idiom
+
+from fuzz.layouts import OF_ALL_LAYERS, PAGE, Layout, Sizes
+from fuzz.write_idioms import IDIOMS, Idiom
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import torch
-from containers import ATTRIBUTES, attribute_names, expression
-from oracle import Cell, Key
-from program import Program
 
+from fuzz.containers import ATTRIBUTES, attribute_names, expression
+from fuzz.oracle import Cell, Key
+from fuzz.program import Program
 from kvcanary_fx import Violation
 
 

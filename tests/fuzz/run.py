@@ -21,16 +21,17 @@ from pathlib import Path
 from unittest import mock
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    sys.path[:0] = [str(p) for p in Path(__file__).parents[1:3]]  # tests, and the checkout
 
 import torch
-from execute import Failure, Invalid, Outcome, run_program
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
-from known import known
-from models import code
-from program import Program
-from strategies import programs
+
+from fuzz.execute import Failure, Invalid, Outcome, run_program
+from fuzz.known import known
+from fuzz.models import code
+from fuzz.program import Program
+from fuzz.strategies import programs
 
 #: Largest share of programs whose cache the summary may call unguarded.
 SAID = 0.05

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from containers import ARGUMENTS, CONTAINERS
 from hypothesis import strategies as st
-from layouts import FAMILIES, Layout, Sizes
-from program import DTYPES, FAULTS, OF_AN_OP, Event, Program
-from write_idioms import IDIOMS, Idiom
+
+from fuzz.containers import ARGUMENTS, CONTAINERS
+from fuzz.layouts import FAMILIES, Layout, Sizes
+from fuzz.program import DTYPES, FAULTS, OF_AN_OP, Event, Program
+from fuzz.write_idioms import IDIOMS, Idiom
 
 LENGTH = 12
 LEGAL = ("prefill", "prompt", "reset", "crop", "crop_zero", "reorder", "new_cache", "turns")

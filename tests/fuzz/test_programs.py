@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from run import run_seed
+
+from fuzz.run import run_seed
 
 EACH = 40
 

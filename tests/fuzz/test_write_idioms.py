@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from execute import Side
-from layouts import FAMILIES, PACKINGS, Layout, Sizes
-from program import Program
-from write_idioms import ALL, Idiom
+
+from fuzz.execute import Side
+from fuzz.layouts import FAMILIES, PACKINGS, Layout, Sizes
+from fuzz.program import Program
+from fuzz.write_idioms import ALL, Idiom
 
 
 def cells_after_a_step(way: str, layout: Layout) -> list[torch.Tensor]:

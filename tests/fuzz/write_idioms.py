@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from layouts import PAGE
 from torch.utils.checkpoint import checkpoint
 
+from fuzz.layouts import PAGE
 from kvcanary_fx import register_kv_write
 
 

@@ -87,6 +87,11 @@ POOL = {
     ],
     "token_offset": [(v, "whole number of tokens, 0 or more") for v in (-1, 0.5, True, None)],
     "window": [(1.5, "whole number"), (True, "whole number"), ("8", "whole number")],
+    "padding_row": [
+        *((v, "number of a row of the request table, or None") for v in (1.5, True, "0")),
+        (99, "request_table of 4 rows"),
+        (-1, "request_table of 4 rows"),
+    ],
     "ring": [(1, "True or False"), (None, "True or False")],
     "tokens_per_slot": [(0, "at least one"), (-2, "at least one"), (1.5, "whole number"), (True, "whole number")],
     "state": [(1, "True or False")],

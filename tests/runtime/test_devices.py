@@ -17,7 +17,7 @@ from opaque_engine import Layer as OpaqueLayer
 from toys import VOCAB, Decoder, Rig, new_caches
 
 import kvcanary_fx
-from kvcanary_fx import Batch, CanaryBackend, CanaryConfig, EngineError, KVPool, engine_plan
+from kvcanary_fx import Batch, CanaryBackend, CanaryConfig, EngineError, KVPool, engine_plan, pool_layout
 from kvcanary_fx.kernels.buffers import Count, Gate
 from kvcanary_fx.kernels.slot_space import RequestPlan
 
@@ -293,13 +293,15 @@ def test_a_plan_goes_where_its_pool_is_with_all_that_kernels_follow():
 
 def test_a_capture_over_two_devices_is_refused(monkeypatch):
     monkeypatch.setattr(engine_plan, "capturing", lambda: True)
-    meta = torch.zeros(4, 2, 4, device="meta")
-    pool = KVPool([(meta, meta)], torch.zeros(2, 4, dtype=torch.int32, device="meta"))
+    monkeypatch.setattr(KVPool, "device", torch.device("meta"))  # which no pool may really be on
+    kv = torch.zeros(4, 2, 4)
+    pool = KVPool([(kv, kv.clone())], torch.zeros(2, 4, dtype=torch.int32))
     with pytest.raises(EngineError, match="is on meta and the step inputs are not: a CUDA graph cannot be captured"):
         engine_plan._there(pool, plan("cpu"))
 
 
-def test_a_pool_with_layers_on_two_devices_is_refused():
+def test_a_pool_with_layers_on_two_devices_is_refused(monkeypatch):
+    monkeypatch.setattr(pool_layout, "wrong_argument", lambda pool: None)  # meta stands for a second device here
     kv = [tuple(torch.zeros(4, 2, 4, device=d) for _ in range(2)) for d in ("cpu", "meta")]
     with pytest.raises(EngineError, match="has tensors on cpu, meta: the layers of each device are a pool of their"):
         KVPool(kv, torch.zeros(2, 4, dtype=torch.int32))

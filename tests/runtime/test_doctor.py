@@ -34,7 +34,8 @@ def test_every_check_reports_its_fault(dtype, paged):
     ("module", "function", "checks"),
     [
         (cpu, "verify", {"content"}),
-        (request_checks, "walk", {"bounds", "content", "owner", "namespace"}),
+        # it also notes what is planned to be written, without which nothing is recorded that a sweep could compare
+        (request_checks, "walk", {"bounds", "content", "owner", "namespace", "sweep"}),
         (request_checks, "check_writes", {"chain"}),
     ],
 )

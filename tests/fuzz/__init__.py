@@ -1,0 +1,1 @@
+"""Random programs against an oracle of what was last legally written."""
