@@ -68,7 +68,7 @@ def test_soak_shows_what_was_reported_and_fails(capsys, monkeypatch):
     monkeypatch.setattr(soak, "serve", functools.partial(soak.serve, faults=BadWire()))
     assert soak.main([*SIZES, "--slot-checks", "1", "--requests", "3"]) == 1
     out = capsys.readouterr().out
-    assert "[content] the bytes of a slot changed" in out
+    assert "[content] the bytes of a transferred slot are not those that its shadow came with" in out
     assert table(out)["violations"] > 0
 
 
