@@ -97,12 +97,8 @@ class Accesses:
 #: Functions that make a tensor to be filled: a cache may be born from one inside the graph.
 FACTORIES = ("zeros", "empty", "full", "new_zeros", "new_empty", "zeros_like", "empty_like")
 
-#: Ops that may return an input updated, in a tensor of its own: a cache that the graph returns instead of writing.
-COPIES = (
-    "clone",
-    "where",
-    "masked_scatter",
-    "masked_fill",
+#: Ops that return their first argument with some of its slots written.
+UPDATES = (
     "index_copy",
     "index_put",
     "_unsafe_index_put",
@@ -113,6 +109,12 @@ COPIES = (
     "index_fill",
     "scatter_add",
 )
+
+#: The same, of any tensor as well: only where the input has a cache's name.
+MASKED_UPDATES = ("where", "masked_scatter", "masked_fill")
+
+#: Ops that may return an input updated, in a tensor of its own: a cache that the graph returns instead of writing.
+COPIES = ("clone", *MASKED_UPDATES, *UPDATES)
 
 
 def storage_key(tensor: torch.Tensor) -> StorageWeakRef | None:

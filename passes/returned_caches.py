@@ -24,27 +24,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from .accesses import Accesses
+from .accesses import MASKED_UPDATES, UPDATES, Accesses
 from .names import function_name, has_kv_name, source_name, state_named
 from .selection import At, Full, Selection, Unreadable, parse_span
 from .write_ops import named_arguments, read_custom_op, schema_of, slot_axes_by_token
 from .writes import READERS, KVWrite, bound
-
-#: Ops that return their first argument with some of its slots written.
-_UPDATES = (
-    "index_copy",
-    "index_put",
-    "_unsafe_index_put",
-    "scatter",
-    "slice_scatter",
-    "select_scatter",
-    "index_add",
-    "index_fill",
-    "scatter_add",
-)
-
-#: The same, of any tensor as well: only where the input has a cache's name.
-_MASKED = ("where", "masked_scatter", "masked_fill")
 
 #: Ops that return what they are given, in a tensor of its own or not.
 _PASSING = ("clone", "detach", "contiguous")
@@ -118,10 +102,10 @@ def _way_to_input(node: fx.Node, found: Accesses) -> tuple[fx.Node, list[_Step]]
 def _step(node: fx.Node, kind: tuple[Any, ...], found: Accesses) -> _Step | None:
     """The update that ``node`` is the result of, if it is one."""
     name = function_name(node)
-    if name in _UPDATES:
+    if name in UPDATES:
         given = _first(node)
         return None if given is None else _Step(node, given)
-    return _masked(node, kind, found) if name in _MASKED else _custom(node, kind, found)
+    return _masked(node, kind, found) if name in MASKED_UPDATES else _custom(node, kind, found)
 
 
 def _first(node: fx.Node) -> fx.Node | None:
@@ -218,7 +202,7 @@ def _is_cache(root: fx.Node, steps: list[_Step], found: Accesses) -> bool:
     """Whether an input that comes back updated is a cache: by its axes and how it is updated, or by its name."""
     if _is_called(root):
         return bool(found.values[root].dim() >= 2)
-    shown = not any(function_name(s.node) in _MASKED for s in steps)
+    shown = not any(function_name(s.node) in MASKED_UPDATES for s in steps)
     return bool(shown and found.values[root].dim() >= 3 and found.values[root].is_floating_point())
 
 
