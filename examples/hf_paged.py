@@ -18,8 +18,8 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import kvcanary_fx
-from kvcanary_fx import tiny
 from kvcanary_fx.adapters import huggingface
+from kvcanary_fx.proof import tiny
 
 NEW, PAGE = 12, 4
 

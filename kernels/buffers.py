@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .layout import SlotLayout
+from .writes.layout import SlotLayout
 
 if TYPE_CHECKING:
-    from .slot_space import SlotSpace
+    from .slots.space import SlotSpace
 
 
 class Check(enum.IntFlag):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .buffers import UNKNOWN, Check, Control, Phase, Ring, Word
-from .slot_space import Why
+from .slots.space import Why
 
 #: A column of a report: one value for all entries, or one each.
 Column = torch.Tensor | int

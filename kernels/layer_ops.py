@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from ..context import ForwardContext, get_forward_context
 from ..errors import UnknownLayerError
 from .buffers import Check, Site
+from .context import ForwardContext, get_forward_context
 from .counting import count_op
 from .ops import NAMESPACE, join_side, kernels_for
 from .side_stream import SideStream
-from .slot_space import RequestPlan
+from .slots.space import RequestPlan
 from .turns import taking_turns
 
 #: From an opaque layer object to the layer's name, by the attention op it belongs to.

@@ -37,15 +37,17 @@ from types import ModuleType
 
 import torch
 
-from ..context import ForwardContext, get_forward_context
-from . import cpu, pool_bytes, request_checks
 from .buffers import Check, Count, Phase, RowState, Site
+from .content import cpu
+from .content import pool as pool_bytes
+from .context import ForwardContext, get_forward_context
 from .counting import count_op
-from .identity import name_slots
-from .plan import Resolved, WritePlan
-from .positions import last_of_rows, per_row
-from .request_checks import planned_slots, taken_of
+from .slots import checks as request_checks
+from .slots.checks import planned_slots, taken_of
+from .slots.identity import name_slots
+from .slots.positions import last_of_rows, per_row
 from .turns import taking_turns
+from .writes.plan import Resolved, WritePlan
 
 NAMESPACE = "kvcanary"
 

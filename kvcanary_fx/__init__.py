@@ -3,19 +3,18 @@
 ``torch.compile(model, backend="kvcanary")`` guards every KV cache that the model writes.
 """
 
-from .backend import CanaryBackend, kvcanary_backend, register_name, session, sessions
+from .compile.backend import CanaryBackend, kvcanary_backend, register_name, session, sessions
+from .compile.protect import protect, session_of
 from .config import CanaryConfig
-from .context import (
-    ForwardContext,
-    forward_context,
-    get_forward_context,
-    has_forward_context,
-    override_forward_context,
-)
-from .engine import forward, install_canary, step
-from .engine_plan import Batch
-from .engine_pools import EnginePool
-from .engine_session import EngineSession
+from .engine.batch import Batch
+from .engine.guarded_pool import EnginePool
+from .engine.kv_pool import KVPool
+from .engine.observers.windows import GroupReport, WindowReport
+from .engine.prefixes import Prefix
+from .engine.session import EngineSession
+from .engine.step_inputs import StepInputs
+from .engine.step_view import StepView
+from .engine.transfer import ShadowSlice
 from .errors import (
     CanaryError,
     CaptureError,
@@ -32,17 +31,18 @@ from .errors import (
     UnknownLayerError,
     UnknownSettingError,
 )
+from .install import forward, install_canary, step
+from .kernels.context import (
+    ForwardContext,
+    forward_context,
+    get_forward_context,
+    has_forward_context,
+    override_forward_context,
+)
 from .passes.attention_ops import register_attention_op
 from .passes.write_ops import register_kv_write
-from .pool_layout import KVPool
-from .prefixes import Prefix
-from .protect import protect, session_of
-from .session import CanarySession, Stats
-from .step_inputs import StepInputs
-from .step_view import StepView
-from .transfer import ShadowSlice
-from .violations import Violation
-from .window_report import GroupReport, WindowReport
+from .reports.violation import Violation
+from .runtime.session import CanarySession, Stats
 
 __all__ = [
     "Batch",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .violations import Violation
+    from .reports.violation import Violation
 
 
 class CanaryError(Exception):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from ..kernels.layout import POOL_DTYPES
+from ..kernels.writes.layout import POOL_DTYPES
 from .accesses import Accesses
 from .axis_flow import NO_AXIS, Axis, Source, argument, follow, index, passes_on
 from .names import function_name

@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from ..kernels.plan import WritePlan
+from ..kernels.writes.plan import WritePlan
 
 #: What a half holds: tokens that the graph writes, one running state per sequence, or tokens that it only reads.
 Kind = Literal["kv", "state", "read"]

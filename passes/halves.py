@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..kernels.layout import POOL_DTYPES
-from ..kernels.plan import Select, Selector, WritePlan
+from ..kernels.writes.layout import POOL_DTYPES
+from ..kernels.writes.plan import Select, Selector, WritePlan
 from .accesses import Access, Accesses, Extent, extent_of
 from .attention_reads import AttentionReads, SlotAxes
 from .destinations import Destination, Region, destinations

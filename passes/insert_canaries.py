@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..kernels.plan import Select
+from ..kernels.writes.plan import Select
 from .accesses import Accesses, trace_accesses
 from .attention_reads import AttentionReads
 from .destinations import Region

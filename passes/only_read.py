@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..kernels.layout import FLOAT_DTYPES, POOL_DTYPES
+from ..kernels.writes.layout import FLOAT_DTYPES, POOL_DTYPES
 from .accesses import Accesses, extent_of
 from .attention_reads import AttentionReads, SlotAxes
 from .destinations import Region

@@ -54,7 +54,7 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
     """Every test starts with an empty Dynamo cache, no settings and no shared sessions."""
-    from kvcanary_fx import backend
+    from kvcanary_fx.compile import backend
 
     for name in [n for n in os.environ if n.startswith("KVCANARY_")]:
         monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""The perturbations of :mod:`kvcanary_fx.perturb`, planted in this engine: one strike in each short run."""
+"""The perturbations of :mod:`kvcanary_fx.proof.perturb`, planted in this engine: one strike in each short run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from engine import Engine
 from faults import Faults
 from workload import BOS, VOCAB, Request, State
 
-from kvcanary_fx import EnginePool, Violation, perturb
-from kvcanary_fx.perturb import Spot
+from kvcanary_fx import EnginePool, Violation
+from kvcanary_fx.proof import perturb
+from kvcanary_fx.proof.perturb import Spot
 
 #: Pages of the pool; a run may have fewer of them, so that some evict and retract.
 PAGES, FEWER = 24, 10

@@ -19,8 +19,9 @@ from prefix_cache import PrefixCache
 from transfer import move
 from workload import Request, State
 
-from kvcanary_fx import Violation, perturb
-from kvcanary_fx.kernels.slot_space import REFERENCE
+from kvcanary_fx import Violation
+from kvcanary_fx.kernels.slots.space import REFERENCE
+from kvcanary_fx.proof import perturb
 
 #: Steps after which a run must have ended.
 MAX_STEPS = 80

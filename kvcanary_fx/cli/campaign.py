@@ -33,8 +33,8 @@ from typing import Any
 import torch
 
 from ..errors import EngineError
-from ..perturb import CLASSES
-from ..report import muted
+from ..proof.perturb import CLASSES
+from ..reports.summary import muted
 
 #: Where the laboratory is in a checkout.
 FOLDER = Path("examples") / "paged_engine"

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from .. import tiny
-from ..backend import CanaryBackend
+from ..compile.backend import CanaryBackend
 from ..config import CanaryConfig
 from ..errors import KVCacheViolation, MissingExtraError
+from ..proof import tiny
 
 PROMPT, NEW = 6, 16
 

@@ -13,8 +13,8 @@ import torch
 
 from ..adapters.vllm.settings import left_out
 from ..config import CanaryConfig
-from ..doctor import examine
-from ..pool_layout import KVPool
+from ..engine.kv_pool import KVPool
+from ..proof.doctor import examine
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 

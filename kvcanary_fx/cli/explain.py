@@ -19,11 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from .. import report
 from ..config import CanaryConfig
 from ..errors import UnloadableTargetError
 from ..passes.graph_plan import GraphPlan
 from ..passes.pipeline import passes, run_passes
+from ..reports import summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         print("The call compiled no graph: it ran eagerly, so nothing can be guarded.")
         return 1
     for plan, gm in graphs:
-        print("\n".join(report.describe_plan(plan, config)).strip())
+        print("\n".join(summary.describe_plan(plan, config)).strip())
         for name in plan.functional:
             print(f"    {name}: use a preallocated cache, such as Hugging Face's StaticCache")
         if not args.no_graph and plan.guarded:

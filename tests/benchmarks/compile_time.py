@@ -64,7 +64,7 @@ def measure(variant: str, device: str, profile: Path | None = None) -> dict[str,
     from transformers import StaticCache
 
     import kvcanary_fx
-    from kvcanary_fx import tiny
+    from kvcanary_fx.proof import tiny
 
     model = tiny.build("llama", LAYERS, device=device)
     cache = StaticCache(config=model.config, max_cache_len=64)

@@ -17,10 +17,10 @@ import svg_plot
 import torch
 
 import kernels
-from kvcanary_fx.kernels import gpu
 from kvcanary_fx.kernels.buffers import Count, Gate, HalfBuffers, Site, Word
-from kvcanary_fx.kernels.layout import SlotLayout
-from kvcanary_fx.kernels.slot_space import SpaceCount
+from kvcanary_fx.kernels.content import gpu
+from kvcanary_fx.kernels.slots.space import SpaceCount
+from kvcanary_fx.kernels.writes.layout import SlotLayout
 
 REQUESTS = 8
 CONTEXTS = [1024 * 2**n for n in range(8)]

@@ -16,10 +16,11 @@ from collections.abc import Callable
 import report
 import torch
 
-from kvcanary_fx.kernels import gpu, gpu_requests
 from kvcanary_fx.kernels.buffers import Check, Control, Count, Gate, HalfBuffers, Site
-from kvcanary_fx.kernels.layout import SlotLayout
-from kvcanary_fx.kernels.slot_space import RequestPlan, SlotSpace
+from kvcanary_fx.kernels.content import gpu
+from kvcanary_fx.kernels.slots import gpu as gpu_requests
+from kvcanary_fx.kernels.slots.space import RequestPlan, SlotSpace
+from kvcanary_fx.kernels.writes.layout import SlotLayout
 
 DEVICE = torch.device("cuda")
 CHECKS = Check.BOUNDS | Check.POISON | Check.CHAIN | Check.INDEX | Check.OWNER | Check.NAMESPACE | Check.TOKEN

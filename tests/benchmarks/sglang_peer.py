@@ -27,10 +27,10 @@ import sglang_kernels
 from sglang_kernels import PeerMissingError
 
 import kernels
-from kvcanary_fx.kernels import gpu
 from kvcanary_fx.kernels.buffers import Count
-from kvcanary_fx.kernels.layout import SlotLayout
-from kvcanary_fx.kernels.slot_space import SpaceCount
+from kvcanary_fx.kernels.content import gpu
+from kvcanary_fx.kernels.slots.space import SpaceCount
+from kvcanary_fx.kernels.writes.layout import SlotLayout
 
 #: ``(requests, stored, added)`` of each, as in `kernels.py`.
 DECODES, PREFILLS = ((1, 4096, 1), (64, 4096, 1), (256, 4096, 1)), ((1, 0, 4096), (64, 0, 4096))

@@ -19,7 +19,7 @@ import kvcanary_fx
 from kvcanary_fx import KVPool
 from kvcanary_fx.config import CanaryConfig
 from kvcanary_fx.kernels.buffers import Ring
-from kvcanary_fx.kernels.slot_space import COLUMNS
+from kvcanary_fx.kernels.slots.space import COLUMNS
 
 #: Bytes a slot that do not depend on the model: who is in it (a block of columns), which token was planned for it,
 #: its place in the list of slots to read, and two stamps of writes.

@@ -17,7 +17,7 @@ import transfers  # noqa: F401
 from cases import BUGS, Bug
 
 from kvcanary_fx import Violation
-from kvcanary_fx.report import by_importance
+from kvcanary_fx.reports.summary import by_importance
 
 EVERY = pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.number)
 

@@ -9,7 +9,7 @@ from cases import Outcome, bug
 from toy import Toy, attend
 
 from kvcanary_fx import KVPool
-from kvcanary_fx.transfer import ShadowSlice
+from kvcanary_fx.engine.transfer import ShadowSlice
 
 #: The tensors of each layer: a pool, or some rows on their way.
 Layers = Sequence[Sequence[torch.Tensor]]

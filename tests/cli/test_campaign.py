@@ -10,7 +10,7 @@ import pytest
 from kvcanary_fx.__main__ import main
 from kvcanary_fx.cli import campaign
 from kvcanary_fx.cli.campaign import Tally
-from kvcanary_fx.perturb import Strike
+from kvcanary_fx.proof.perturb import Strike
 
 
 def test_table_and_json(capsys, tmp_path):

@@ -75,7 +75,7 @@ def test_every_error_a_user_can_meet_is_documented():
 def test_shadow_memory_is_what_the_settings_page_says():
     """An 8B model with grouped-query attention: 32 layers, 8 heads of 128, bf16."""
     from kvcanary_fx.kernels.buffers import Control, HalfBuffers, IdentityBuffers
-    from kvcanary_fx.kernels.layout import SlotLayout
+    from kvcanary_fx.kernels.writes.layout import SlotLayout
 
     slots, layers = 1 << 16, 32
     layout = SlotLayout((1, 8, slots, 128), (0, 2), torch.bfloat16)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvcanary_fx import Batch, EngineSession, KVPool, Prefix, install_canary
-from kvcanary_fx.kernels.slot_space import REFERENCE
+from kvcanary_fx.kernels.slots.space import REFERENCE
 
 LAYERS, DIM = 2, 4
 SLOTS, ROWS, WIDTH = 33, 6, 24

@@ -15,7 +15,7 @@ from kvcanary_fx.__main__ import main
 from kvcanary_fx.adapters.versions import Tested
 from kvcanary_fx.adapters.vllm import counts, cpu_attention, identity, layouts, patching, settings
 from kvcanary_fx.adapters.vllm.tables import Ledger
-from kvcanary_fx.engine_stats import EngineStats
+from kvcanary_fx.engine.observers.stats import EngineStats
 from kvcanary_fx.errors import InvalidSettingError
 
 

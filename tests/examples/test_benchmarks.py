@@ -152,10 +152,10 @@ def test_first_launches_of_our_kernels_are_what_compiling_takes(monkeypatch):
 
     monkeypatch.setattr(JITFunction, "run", launch)
     times = compile_time.KernelTimes()
-    ours, other = kernel("kvcanary_fx.kernels.triton_records"), kernel("inductor")
+    ours, other = kernel("kvcanary_fx.kernels.content.triton_layer"), kernel("inductor")
     made = [JITFunction.run(*what) for what in ((ours, "a"), (ours, "a"), (other, "a"), (ours, "b"))]
     assert made == ["launched"] * 4
-    assert [name for name, _ in times.seconds] == ["kernel of kvcanary_fx.kernels.triton_records"] * 2
+    assert [name for name, _ in times.seconds] == ["kernel of kvcanary_fx.kernels.content.triton_layer"] * 2
 
 
 def test_plot_has_every_line_and_mark():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcanary_fx import tiny
+from kvcanary_fx.proof import tiny
 
 transformers = pytest.importorskip("transformers")
 

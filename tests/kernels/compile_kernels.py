@@ -24,8 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from kvcanary_fx.kernels import gpu, gpu_requests
 from kvcanary_fx.kernels.buffers import Phase
+from kvcanary_fx.kernels.content import gpu
+from kvcanary_fx.kernels.slots import gpu as gpu_requests
 
 #: Layers' kernels without a slot space: seeds that reach all of them, both digest sizes, and every unit of a row.
 SEEDS = (0, 1, 3, 4, 6, 9)

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvcanary_fx.kernels import gpu, gpu_pool_bytes, gpu_requests
+from kvcanary_fx.kernels.content import gpu
+from kvcanary_fx.kernels.content import gpu_pool as gpu_pool_bytes
+from kvcanary_fx.kernels.slots import gpu as gpu_requests
 
 KERNELS = (("kernels_for", gpu), ("request_kernels_for", gpu_requests), ("pool_kernels_for", gpu_pool_bytes))
 

@@ -18,9 +18,20 @@ from typing import Any
 
 import torch
 
-from kvcanary_fx.kernels import gpu_requests, request_checks, slot_life, space_reference
 from kvcanary_fx.kernels.buffers import Check, Control, Word
-from kvcanary_fx.kernels.slot_space import RequestPlan, SlotSpace
+from kvcanary_fx.kernels.slots import (
+    checks as request_checks,
+)
+from kvcanary_fx.kernels.slots import (
+    gpu as gpu_requests,
+)
+from kvcanary_fx.kernels.slots import (
+    life as slot_life,
+)
+from kvcanary_fx.kernels.slots import (
+    naive as space_reference,
+)
+from kvcanary_fx.kernels.slots.space import RequestPlan, SlotSpace
 
 ALL = Check.BOUNDS | Check.POISON | Check.CHAIN | Check.INDEX | Check.OWNER | Check.NAMESPACE | Check.TOKEN
 

@@ -10,9 +10,9 @@ from types import ModuleType
 import torch
 
 from kvcanary_fx.kernels.buffers import NOT_WRITTEN, Check, Control, Count, Gate, HalfBuffers, IdentityBuffers, Site
-from kvcanary_fx.kernels.layout import FLOAT_DTYPES, POOL_DTYPES, SlotLayout
-from kvcanary_fx.kernels.plan import first_positions
-from kvcanary_fx.kernels.slot_space import Flag, SlotSpace
+from kvcanary_fx.kernels.slots.space import Flag, SlotSpace
+from kvcanary_fx.kernels.writes.layout import FLOAT_DTYPES, POOL_DTYPES, SlotLayout
+from kvcanary_fx.kernels.writes.plan import first_positions
 
 ALL_CHECKS = Check.CONTENT | Check.OPERAND | Check.BOUNDS | Check.POISON | Check.CHAIN | Check.INDEX
 

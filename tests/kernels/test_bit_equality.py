@@ -13,10 +13,26 @@ import pytest
 import torch
 from scenes import ALL_CHECKS, play, random_scene, random_step, to_device
 
-from kvcanary_fx.kernels import buffers, cpu, gpu, gpu_halves, reference, triton_kernels, triton_records
+from kvcanary_fx.kernels import buffers
 from kvcanary_fx.kernels.buffers import Check, Count, Gate, HalfBuffers, Ring, RowState, Word
-from kvcanary_fx.kernels.layout import SlotLayout
-from kvcanary_fx.kernels.slot_space import SlotSpace
+from kvcanary_fx.kernels.content import (
+    cpu,
+    gpu,
+)
+from kvcanary_fx.kernels.content import (
+    gpu_layer as gpu_halves,
+)
+from kvcanary_fx.kernels.content import (
+    naive as reference,
+)
+from kvcanary_fx.kernels.content import (
+    triton_half as triton_kernels,
+)
+from kvcanary_fx.kernels.content import (
+    triton_layer as triton_records,
+)
+from kvcanary_fx.kernels.slots.space import SlotSpace
+from kvcanary_fx.kernels.writes.layout import SlotLayout
 
 SEEDS = int(os.environ.get("CANARY_TEST_SEEDS", "300"))
 BLOCKS = 10

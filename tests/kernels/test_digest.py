@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import random_scene
 
-from kvcanary_fx.kernels import cpu, digest, reference
-from kvcanary_fx.kernels.chain import MASK64, mix, mix_tensor
+from kvcanary_fx.kernels.content import cpu, digest
+from kvcanary_fx.kernels.content import naive as reference
+from kvcanary_fx.kernels.slots.chain import MASK64, mix, mix_tensor
 
 rows = st.binary(min_size=1, max_size=70)
 words32 = st.integers(0, 2**32 - 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcanary_fx.kernels.buffers import UNKNOWN, IdentityBuffers
-from kvcanary_fx.kernels.identity import name_slots
+from kvcanary_fx.kernels.slots.identity import name_slots
 
 
 def named(positions):

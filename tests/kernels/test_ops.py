@@ -7,10 +7,10 @@ import torch
 from scenes import random_scene
 
 import kvcanary_fx
-from kvcanary_fx.context import ForwardContext, forward_context, get_forward_context, has_forward_context
 from kvcanary_fx.kernels.buffers import Gate
+from kvcanary_fx.kernels.context import ForwardContext, forward_context, get_forward_context, has_forward_context
 from kvcanary_fx.kernels.ops import SCHEMAS
-from kvcanary_fx.kernels.plan import Select, Selector, WritePlan
+from kvcanary_fx.kernels.writes.plan import Select, Selector, WritePlan
 
 
 def _context(scene) -> ForwardContext:

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcanary_fx.kernels import cpu, gpu
-from kvcanary_fx.kernels.layout import SlotLayout
-from kvcanary_fx.kernels.plan import Resolved, Select, Selector, WritePlan
-from kvcanary_fx.kernels.positions import last_of_rows, per_row
+from kvcanary_fx.kernels.content import cpu, gpu
+from kvcanary_fx.kernels.slots.positions import last_of_rows, per_row
+from kvcanary_fx.kernels.writes.layout import SlotLayout
+from kvcanary_fx.kernels.writes.plan import Resolved, Select, Selector, WritePlan
 
 ALL, INT, RANGE, TENSOR, FLAT, GRID = (Select.ALL, Select.INT, Select.RANGE, Select.TENSOR, Select.FLAT, Select.GRID)
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from kvcanary_fx import KVPool
-from kvcanary_fx.binding import Controls
 from kvcanary_fx.config import CanaryConfig
-from kvcanary_fx.engine_pools import EnginePool
-from kvcanary_fx.kernels import gpu_pool_bytes, pool_bytes
+from kvcanary_fx.engine.guarded_pool import EnginePool
+from kvcanary_fx.engine.request_ids import RequestIds
 from kvcanary_fx.kernels.buffers import Phase, Ring, Word
-from kvcanary_fx.pools import PoolRegistry
-from kvcanary_fx.request_ids import RequestIds
+from kvcanary_fx.kernels.content import gpu_pool as gpu_pool_bytes
+from kvcanary_fx.kernels.content import pool as pool_bytes
+from kvcanary_fx.runtime.binding import Controls
+from kvcanary_fx.runtime.registry import PoolRegistry
 
 SLOTS = 24
 

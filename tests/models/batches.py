@@ -9,8 +9,8 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api
 
-from kvcanary_fx import tiny
 from kvcanary_fx.adapters import huggingface
+from kvcanary_fx.proof import tiny
 
 PAGE = 4
 

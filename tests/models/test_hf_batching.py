@@ -21,8 +21,8 @@ from transformers.generation.continuous_batching import (
     offloading_manager,
 )
 
-from kvcanary_fx import tiny
 from kvcanary_fx.adapters import huggingface
+from kvcanary_fx.proof import tiny
 
 ARCHITECTURES = ["gemma3", "llama", "mixtral", "qwen3"]
 NAME = "model.layers.{}.self_attn"

@@ -10,9 +10,18 @@ import torch
 from test_families import HOLDS
 
 import kvcanary_fx
-from kvcanary_fx import tiny
-from kvcanary_fx.adapters import huggingface, huggingface_batching, huggingface_proof, huggingface_versions
+from kvcanary_fx.adapters import huggingface
+from kvcanary_fx.adapters.huggingface import (
+    batching as huggingface_batching,
+)
+from kvcanary_fx.adapters.huggingface import (
+    proof as huggingface_proof,
+)
+from kvcanary_fx.adapters.huggingface import (
+    versions as huggingface_versions,
+)
 from kvcanary_fx.adapters.versions import Tested
+from kvcanary_fx.proof import tiny
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 

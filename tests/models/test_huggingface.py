@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import kvcanary_fx
-from kvcanary_fx import CanaryBackend, CanaryConfig, tiny
+from kvcanary_fx import CanaryBackend, CanaryConfig
+from kvcanary_fx.proof import tiny
 
 transformers = pytest.importorskip("transformers")
 

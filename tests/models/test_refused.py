@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcanary_fx import CanaryBackend, CanaryConfig, tiny
+from kvcanary_fx import CanaryBackend, CanaryConfig
+from kvcanary_fx.proof import tiny
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,7 +7,7 @@ import torch
 from idioms import IDIOMS
 
 from kvcanary_fx import CanaryConfig
-from kvcanary_fx.inductor import compile_and_read
+from kvcanary_fx.compile.inductor import compile_and_read
 from kvcanary_fx.passes.code_lint import pool_sized_buffers
 from kvcanary_fx.passes.pipeline import passes, run_passes
 

@@ -9,7 +9,7 @@ import torch
 from forms import FORMS, PAGE, Form, Tensors
 
 from kvcanary_fx import Batch, EnginePool, KVPool
-from kvcanary_fx.kernels.slot_space import REFERENCE, Flag
+from kvcanary_fx.kernels.slots.space import REFERENCE, Flag
 
 SLOTS, ROWS, WIDTH, LAYERS = 48, 4, 32, 2
 

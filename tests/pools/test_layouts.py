@@ -15,8 +15,9 @@ from rig import Rig
 from shapes import SHAPES, WINDOW
 
 import kvcanary_fx
-from kvcanary_fx import Batch, EngineError, KVCacheViolation, KVPool, doctor
+from kvcanary_fx import Batch, EngineError, KVCacheViolation, KVPool
 from kvcanary_fx.config import CanaryConfig
+from kvcanary_fx.proof import doctor
 
 TABLE = torch.zeros(4, 16, dtype=torch.int32)
 

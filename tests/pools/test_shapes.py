@@ -8,7 +8,7 @@ from pool_faults import FAULTS, Told, fits
 from rig import Rig
 from shapes import SHAPES, groups_of
 
-from kvcanary_fx.kernels.layout import FLOAT_DTYPES
+from kvcanary_fx.kernels.writes.layout import FLOAT_DTYPES
 
 EVERY = pytest.mark.parametrize("shape", SHAPES)
 #: Faults whose report says more than one thing: a wrong table is wrong for every pool that uses it.

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from kvcanary_fx.adoption import judge
 from kvcanary_fx.kernels.buffers import Check, HalfBuffers, Ring
-from kvcanary_fx.kernels.layout import SlotLayout
-from kvcanary_fx.pools import PoolRegistry
+from kvcanary_fx.kernels.writes.layout import SlotLayout
+from kvcanary_fx.runtime.adoption import judge
+from kvcanary_fx.runtime.registry import PoolRegistry
 
 
 def registry(layers: int, halves: int, kind: str) -> PoolRegistry:

@@ -14,7 +14,7 @@ from toys import Rig
 
 import kvcanary_fx
 from kvcanary_fx import CanaryBackend, CanaryConfig
-from kvcanary_fx.backend import register_name
+from kvcanary_fx.compile.backend import register_name
 
 
 def write(kc, k, pos):
@@ -53,7 +53,11 @@ def test_by_name_from_a_checkout_without_an_install(monkeypatch, installed):
         monkeypatch.setattr(registry, "_BACKENDS" if names is registry._BACKENDS else "_COMPILER_FNS", dict(names))
     registry._BACKENDS.pop("kvcanary", None)
     registry._COMPILER_FNS.pop("kvcanary", None)
-    found = [importlib.metadata.EntryPoint("kvcanary", "kvcanary_fx.backend:kvcanary_backend", "")] if installed else []
+    found = (
+        [importlib.metadata.EntryPoint("kvcanary", "kvcanary_fx.compile.backend:kvcanary_backend", "")]
+        if installed
+        else []
+    )
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **query: found)
     register_name()
     register_name()  # the package imported anew

@@ -10,8 +10,9 @@ from toys import VOCAB, Rig, new_caches
 
 import kvcanary_fx
 from kvcanary_fx import CanaryBackend, CanaryConfig, CaptureError, KVCacheViolation
-from kvcanary_fx.kernels import triton_kernels, triton_records
 from kvcanary_fx.kernels.buffers import Gate
+from kvcanary_fx.kernels.content import triton_half as triton_kernels
+from kvcanary_fx.kernels.content import triton_layer as triton_records
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from toy import Toy
 
-from kvcanary_fx import CanaryConfig, doctor
+from kvcanary_fx import CanaryConfig
+from kvcanary_fx.proof import doctor
 
 
 @pytest.fixture

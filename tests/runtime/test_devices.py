@@ -17,9 +17,11 @@ from opaque_engine import Layer as OpaqueLayer
 from toys import VOCAB, Decoder, Rig, new_caches
 
 import kvcanary_fx
-from kvcanary_fx import Batch, CanaryBackend, CanaryConfig, EngineError, KVPool, engine_plan, pool_layout
+from kvcanary_fx import Batch, CanaryBackend, CanaryConfig, EngineError, KVPool
+from kvcanary_fx.engine import batch as engine_plan
+from kvcanary_fx.engine import kv_pool as pool_layout
 from kvcanary_fx.kernels.buffers import Count, Gate
-from kvcanary_fx.kernels.slot_space import RequestPlan
+from kvcanary_fx.kernels.slots.space import RequestPlan
 
 LAYERS, SLOTS = 4, 16
 

@@ -7,9 +7,11 @@ import torch
 from toy import Toy
 
 import kvcanary_fx
-from kvcanary_fx import CanaryConfig, KVPool, doctor
+from kvcanary_fx import CanaryConfig, KVPool
 from kvcanary_fx.errors import SelfTestError
-from kvcanary_fx.kernels import cpu, request_checks
+from kvcanary_fx.kernels.content import cpu
+from kvcanary_fx.kernels.slots import checks as request_checks
+from kvcanary_fx.proof import doctor
 
 
 def pool(dtype=torch.float32, paged=False) -> KVPool:

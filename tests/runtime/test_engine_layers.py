@@ -7,7 +7,7 @@ import torch
 
 import kvcanary_fx
 from kvcanary_fx import Batch, KVPool
-from kvcanary_fx.engine_layers import EagerLayers
+from kvcanary_fx.engine.layers import EagerLayers
 
 SLOTS, HEADS, DIM = 16, 2, 4
 

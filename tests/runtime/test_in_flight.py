@@ -7,7 +7,7 @@ import torch
 
 import kvcanary_fx
 from kvcanary_fx import Batch, KVPool, SessionStateError
-from kvcanary_fx.engine_layers import LayerChecks
+from kvcanary_fx.engine.layers import LayerChecks
 from kvcanary_fx.kernels.layer_ops import record_layer, verify_layer
 
 SLOTS, HEADS, DIM = 16, 2, 4

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import kvcanary_fx
-from kvcanary_fx import EngineError, KVPool, perturb
-from kvcanary_fx.perturb import Spot, Target
-from kvcanary_fx.perturbation import flip_bit, row_of
-from kvcanary_fx.report import muted
+from kvcanary_fx import EngineError, KVPool
+from kvcanary_fx.proof import perturb
+from kvcanary_fx.proof.perturb import Spot, Target
+from kvcanary_fx.proof.perturbation import flip_bit, row_of
+from kvcanary_fx.reports.summary import muted
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "paged_engine"))
 

@@ -6,10 +6,10 @@ import pytest
 
 from kvcanary_fx.config import CHECKS
 from kvcanary_fx.kernels.buffers import UNKNOWN, Check, Ring
-from kvcanary_fx.kernels.slot_space import Why
-from kvcanary_fx.report import by_importance
-from kvcanary_fx.violation_texts import TEXTS
-from kvcanary_fx.violations import ALL_LAYERS, HalfInfo, decode
+from kvcanary_fx.kernels.slots.space import Why
+from kvcanary_fx.reports.summary import by_importance
+from kvcanary_fx.reports.texts import TEXTS
+from kvcanary_fx.reports.violation import ALL_LAYERS, HalfInfo, decode
 
 POOL = HalfInfo(7, ALL_LAYERS, "*", "kv", None, 8)
 

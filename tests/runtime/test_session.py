@@ -160,7 +160,7 @@ def test_shadows_of_dropped_caches_are_released():
 def test_log_mode_goes_on_while_several_read_backs_are_on_their_way(monkeypatch):
     rig = struck(mode="log")
     arrived = iter([False] * 6 + [True] * 100)
-    readback = sys.modules["kvcanary_fx.session"]._Readback  # the package's attribute of that name is a function
+    readback = sys.modules["kvcanary_fx.runtime.session"]._Readback
     monkeypatch.setattr(readback, "arrived", lambda self: next(arrived))
     for _ in range(3):
         rig.step()

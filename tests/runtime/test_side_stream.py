@@ -16,8 +16,10 @@ from opaque_engine import DIM, HEADS, METADATA, Model
 from test_opaque_attention import LAYERS, Rig
 from torch._inductor.utils import run_and_get_code
 
-from kvcanary_fx import engine_forward
-from kvcanary_fx.kernels import gpu, gpu_requests, layer_ops, side_stream
+from kvcanary_fx.engine import forward as engine_forward
+from kvcanary_fx.kernels import layer_ops, side_stream
+from kvcanary_fx.kernels.content import gpu
+from kvcanary_fx.kernels.slots import gpu as gpu_requests
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcanary_fx import step_inputs, step_slot
+from kvcanary_fx.engine import step_inputs, step_slot
+from kvcanary_fx.engine.step_inputs import StepInputs
+from kvcanary_fx.engine.step_view import Axis, StepView
 from kvcanary_fx.errors import StepInputError
-from kvcanary_fx.step_inputs import StepInputs
-from kvcanary_fx.step_view import Axis, StepView
 
 POISON = -77
 

@@ -13,9 +13,10 @@ from toys import Rig, new_caches
 
 import kvcanary_fx
 from kvcanary_fx import ConcurrentUseError, MissingContextError, has_forward_context
-from kvcanary_fx.kernels import cpu, ops
+from kvcanary_fx.kernels import ops
 from kvcanary_fx.kernels.buffers import Gate
-from kvcanary_fx.session import _Readback
+from kvcanary_fx.kernels.content import cpu
+from kvcanary_fx.runtime.session import _Readback
 
 
 def in_thread(work, name="other"):

@@ -17,9 +17,10 @@ from torch import nn
 from toy import Toy
 from toys import Rig
 
-from kvcanary_fx import CanaryBackend, CanaryConfig, KVCacheViolation, violation_log
-from kvcanary_fx.violation_log import KEPT, LINES, UNTOLD, ViolationLog
-from kvcanary_fx.violations import Violation
+from kvcanary_fx import CanaryBackend, CanaryConfig, KVCacheViolation
+from kvcanary_fx.reports import log as violation_log
+from kvcanary_fx.reports.log import KEPT, LINES, UNTOLD, ViolationLog
+from kvcanary_fx.reports.violation import Violation
 
 WRONG = Violation(
     check="owner", phase="pre", step=1, layer="*", half="*", pool="kv", row=None, index=4, slot=4, position=3,

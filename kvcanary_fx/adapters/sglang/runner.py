@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import torch
 
 from ...config import CanaryConfig
-from ...engine import install_canary
-from ...engine_layers import EagerLayers
-from ...engine_pools import EnginePool
-from ...engine_session import EngineSession
-from ...kernels.slot_space import REFERENCE, Flag
-from ...pool_layout import KVPool
-from ..instance_hooks import hook
+from ...engine.guarded_pool import EnginePool
+from ...engine.kv_pool import KVPool
+from ...engine.layers import EagerLayers
+from ...engine.session import EngineSession
+from ...install import install_canary
+from ...kernels.slots.space import REFERENCE, Flag
+from ..hooks import hook
 
 
 def why_not(runner: Any) -> str | None:

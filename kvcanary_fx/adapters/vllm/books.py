@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from ...engine_pools import EnginePool
+    from ...engine.guarded_pool import EnginePool
     from .guard import Guard
 
 #: Who a block belongs to that no request has and the prefix cache keeps.

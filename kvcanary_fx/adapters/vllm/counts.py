@@ -20,11 +20,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ...engine_stats import EngineStats
+from ...engine.observers.stats import EngineStats
 from .settings import COUNTS_VARIABLE
 
 if TYPE_CHECKING:
-    from ...engine_session import EngineSession
+    from ...engine.session import EngineSession
 
 log = logging.getLogger("kvcanary")
 

@@ -24,8 +24,8 @@ import torch
 from vllm.v1.spec_decode import llm_base_proposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from ...engine_layers import LayerChecks
-from ...engine_session import EngineSession
+from ...engine.layers import LayerChecks
+from ...engine.session import EngineSession
 from . import ops, registry
 from .batches import draft_batch, kernel_tables
 from .patching import wrap, wrap_in_all

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from vllm.forward_context import get_forward_context
 
-from ...engine import install_canary
-from ...engine_layers import LayerChecks
-from ...engine_session import EngineSession
+from ...engine.layers import LayerChecks
+from ...engine.session import EngineSession
 from ...errors import EngineError
-from ...violations import Violation
+from ...install import install_canary
+from ...reports.violation import Violation
 from . import ops
 from .batches import kernel_tables, make_batch
 from .books import Books

@@ -10,7 +10,7 @@ backends they take no state: vLLM's graphs are called with the inputs that Dynam
 
 Wherever attention runs outside of such a graph (eager mode, a model that is not compiled, a step that skips the
 compiled graph), the implementation of vLLM's own op makes the two calls.  Both find what they need in the context that
-:class:`~kvcanary_fx.engine_layers.LayerChecks` publishes, and do nothing without one: a warm-up, or an
+:class:`~kvcanary_fx.engine.layers.LayerChecks` publishes, and do nothing without one: a warm-up, or an
 unguarded draft.
 """
 
@@ -28,7 +28,7 @@ from vllm.platforms import current_platform
 from vllm.utils import torch_utils
 from vllm.utils.torch_utils import LayerNameType
 
-from ...context import has_forward_context
+from ...kernels.context import has_forward_context
 from ...kernels.layer_ops import record_layer, verify_layer
 
 NAMESPACE = "kvcanary_vllm"

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from ...violations import one_line
+from ...reports.violation import one_line
 from .blocks import journal_of
 from .journal import ATTRIBUTE
 from .patching import wrap_in_all

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from ...pool_layout import KVPool
+from ...engine.kv_pool import KVPool
 from . import layouts
 
 log = logging.getLogger("kvcanary")

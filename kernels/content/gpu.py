@@ -1,0 +1,195 @@
+"""The checks on a GPU: Triton kernels and their launches.  Bit-equal to :mod:`.naive`.
+
+No launch depends on data: grids are fixed by shapes, lengths and steps are read from device memory, and
+nothing waits for the device, so every function here may run while a CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from ..buffers import NOT_WRITTEN, Check, Count, IdentityBuffers, Phase, Site
+from ..counting import count_op
+from ..slots.identity import identify_with
+from ..writes.geometry import geometry_of, on_device
+from ..writes.gpu import first_positions as first_positions
+from ..writes.gpu import resolve as resolve
+from ..writes.gpu import update_rows
+from ..writes.layout import poison_mask
+from . import triton_half as tk
+from .gpu_layer import record_halves as record_halves
+from .gpu_layer import verify_halves as verify_halves
+from .launch_args import BLOCK_SLOTS, digest_args, row_args, site_args
+
+
+def begin(control_words: torch.Tensor, gate: torch.Tensor) -> None:
+    """Start one call of a guarded graph."""
+    with on_device(gate):
+        tk.begin_kernel[(1,)](control_words, gate)
+
+
+def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int, phase: Phase) -> None:
+    """Bounds: indices outside the pool, and two tokens sent to one slot.  See :func:`.cpu.check_plan`."""
+    n = slots.shape[0]
+    if n == 0:
+        return
+    with on_device(slots):
+        tk.plan_kernel[(triton.cdiv(n, 128),)](
+            slots.contiguous(),
+            raw.contiguous(),
+            n,
+            site.control.stamps,
+            site.control.stamps.shape[1],
+            site.space.block if site.space is not None else site.half.rows,
+            write_id,
+            site.control.blackbox if site.control.blackbox is not None else site.control.words,
+            phase=int(phase),
+            CHECK=int(Check.BOUNDS),
+            REPORT=bool(site.checks & Check.BOUNDS),
+            HAS_BOX=site.control.blackbox is not None,
+            HAS_SPACE=site.space is not None,
+            BLOCK=128,
+            **site_args(site),
+        )
+
+
+def _scan(
+    site: Site,
+    view: torch.Tensor,
+    first: torch.Tensor | None,
+    mode: int,
+    ops: int = 0,
+    coming: int | None = None,
+    planned: torch.Tensor | None = None,
+) -> None:
+    """One pass over all slots of the half."""
+    layout = site.layout
+    if layout.slots == 0:
+        count_op(site.gate, ops)
+        return
+    geometry = geometry_of(view, layout.slot_axes)
+    mask, bits = poison_mask(layout.dtype) if site.checks & Check.POISON else (0, 1)
+    has_first = first is not None and layout.has_rows
+    baseline = site.half.baseline if site.half.baseline is not None else site.half.digest
+    with on_device(view):
+        tk.scan_kernel[(triton.cdiv(layout.slots, BLOCK_SLOTS),)](
+            geometry.base,
+            site.gate,
+            site.counters,
+            first if first is not None and has_first else site.half.rows,
+            baseline,
+            site.control.stamps,
+            planned if planned is not None else site.half.digest,
+            slot_stride0=geometry.slot_strides[0],
+            slot_stride1=geometry.slot_strides[1],
+            every=site.verify_every,
+            write_id=coming or 0,
+            ops=ops,
+            COMING=coming is not None and site.verify_every > 1,
+            KEEPS=site.half.baseline is not None and site.space is None,
+            ADOPTS=site.space is None,
+            PLANNED=planned is not None,
+            INDEX=bool(site.checks & Check.INDEX),
+            LENIENT=site.lenient,
+            CONTENT=bool(site.checks & Check.CONTENT),
+            HAS_FIRST=has_first,
+            NOT_WRITTEN=NOT_WRITTEN,
+            MODE=mode,
+            UNIT=geometry.unit,
+            ELEMENT=layout.dtype.itemsize,
+            POISON_MASK=mask,
+            POISON_BITS=bits,
+            **row_args(geometry),
+            **digest_args(site),
+            **site_args(site),
+        )
+
+
+def verify(
+    site: Site,
+    view: torch.Tensor,
+    first: torch.Tensor | None,
+    ops: int = 0,
+    coming: int | None = None,
+    in_flight: bool = False,
+) -> None:
+    """Content: compare every due slot with its digest.  See :func:`.cpu.verify`."""
+    if site.space is None:
+        _scan(site, view, first, tk.VERIFY, ops, coming)
+    else:
+        _verify_listed(site, view, ops, in_flight)
+
+
+def _verify_listed(site: Site, view: torch.Tensor, ops: int, in_flight: bool) -> None:
+    """The slots that the walk of this forward listed; an engine says what else it writes, nothing is adopted."""
+    if site.checks & Check.CONTENT and site.layout.slots:
+        verify_halves([site], [view], ops, in_flight)
+        return
+    site.counters[Count.VERIFY_RUNS : Count.VERIFY_RUNS + 1].add_(1)
+    count_op(site.gate, ops)
+
+
+def adopt(site: Site, view: torch.Tensor, first: torch.Tensor) -> None:
+    """Record, unverified, the slots below the coming write that nobody recorded."""
+    _scan(site, view, first, tk.ADOPT)
+
+
+def snapshot(site: Site, view: torch.Tensor) -> None:
+    """Keep the digest of every slot: the "before" of a write we cannot read.  See :func:`.cpu.snapshot`."""
+    _scan(site, view, None, tk.SNAPSHOT)
+
+
+def record_changed(site: Site, view: torch.Tensor, planned: torch.Tensor | None = None) -> None:
+    """Fingerprint the slots whose bytes differ from :func:`snapshot`.  See :func:`.cpu.record_changed`."""
+    _scan(site, view, None, tk.CHANGED, planned=planned)
+
+
+def record(
+    site: Site,
+    view: torch.Tensor,
+    slots: torch.Tensor,
+    values: torch.Tensor | None,
+    write_id: int,
+    last_position: torch.Tensor | None = None,
+    moved: int | None = None,
+    ops: int = 0,
+    planned: bool = False,
+) -> None:
+    """Fingerprint the slots just written.  See :func:`.cpu.record`."""
+    update_rows(site.layout, site.half.rows, slots, last_position, moved)
+    record_halves([site], [view], slots, [values], write_id, ops, planned)
+
+
+def identify(
+    site: Site, identity: IdentityBuffers, slots: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Chain: does a decoded token's position follow its predecessor's?  See :mod:`.slots.identity`."""
+    identify_with(_report, site, identity, slots, tokens, positions)
+
+
+def _report(
+    site: Site,
+    phase: Phase,
+    check: Check,
+    mask: torch.Tensor,
+    slots: torch.Tensor,
+    stored: torch.Tensor,
+    found: torch.Tensor,
+    detail: torch.Tensor,
+) -> None:
+    """Append a ring row for every ``mask``ed entry of the int64 vectors."""
+    n = slots.shape[0]
+    with on_device(slots):
+        tk.report_kernel[(triton.cdiv(n, 128),)](
+            mask.contiguous(),
+            slots.contiguous(),
+            stored.contiguous(),
+            found.contiguous(),
+            detail.contiguous(),
+            n,
+            phase=int(phase),
+            check=int(check),
+            BLOCK=128,
+            **site_args(site),
+        )

@@ -1,0 +1,85 @@
+"""The launch that compares the bytes of slots in all tensors of an engine's pool.  See :mod:`.pool`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from ..buffers import Phase, Site
+from ..writes.geometry import Geometry, geometry_of, on_device
+from .digest import coefficients
+from .launch_args import row_args, strided_grid
+from .pool import PoolBytes
+from .triton_half import as_signed
+from .triton_pool import verify_slots_kernel
+
+#: As of the check of listed slots, see :mod:`.gpu_layer`.
+SLOTS, WORDS = 8, 128
+
+
+def prepare(pool: PoolBytes) -> None:
+    """Make the tables of the launches: not from inside a CUDA graph, which cannot copy them from the host.
+
+    Tensors that lie in memory alike take one launch: most often all of a pool's.
+    """
+    groups: list[tuple[Geometry, list[int]]] = []
+    for i, (site, view) in enumerate(zip(pool.sites, pool.views, strict=True)):
+        geometry = geometry_of(view, site.layout.slot_axes)
+        for known, members in groups:
+            if known.alike(geometry) and pool.sites[members[0]].layout == site.layout:
+                members.append(i)
+                break
+        else:
+            groups.append((geometry, [i]))
+    for _, members in groups:
+        rows = [_entry(pool.sites[i], pool.views[i]) for i in members]
+        device = pool.views[0].device
+        pool.table.append((torch.tensor(rows, dtype=torch.int64, device="cpu").to(device), tuple(members)))
+
+
+def _entry(site: Site, view: torch.Tensor) -> list[int]:
+    address = geometry_of(view, site.layout.slot_axes).base.data_ptr()
+    return [address, site.half.digest.data_ptr(), as_signed(site.seed1), as_signed(site.seed2), site.half_id]
+
+
+def verify_slots(
+    pool: PoolBytes, slots: torch.Tensor, count: torch.Tensor | None, owners: torch.Tensor | None, phase: Phase
+) -> None:
+    """Compare the bytes of slots with their digests.  See :func:`.pool.verify_slots`."""
+    n, space = slots.shape[0], pool.space
+    if n == 0:
+        return
+    if not pool.table:
+        prepare(pool)
+    for table, members in pool.table:
+        site, view = pool.sites[members[0]], pool.views[members[0]]
+        geometry, words = geometry_of(view, site.layout.slot_axes), site.layout.words
+        programs = -(-strided_grid(n * len(members), SLOTS, slots.device) // len(members))
+        with on_device(slots):
+            verify_slots_kernel[(programs, len(members))](
+                table,
+                slots.contiguous(),
+                count if count is not None else space.listed_count,
+                n,
+                owners if owners is not None else space.counters,
+                wide_ptr=space.block.view(torch.int64),
+                coef_ptr=coefficients(words, slots.device),
+                words_ptr=space.control.words,
+                ring_ptr=space.control.ring,
+                capacity=space.control.capacity,
+                slots_total=site.layout.slots,
+                words_in_row=words,
+                positions=site.layout.positions,
+                slot_stride0=geometry.slot_strides[0],
+                slot_stride1=geometry.slot_strides[1],
+                HAS_COUNT=count is not None,
+                HAS_OWNERS=owners is not None,
+                TWO_AXES=site.layout.two_axes,
+                UNIT=geometry.unit,
+                PLANES=site.half.digest.shape[0],
+                BLOCK=SLOTS,
+                BLOCK_WORDS=min(WORDS, triton.next_power_of_2(words)),
+                PHASE=int(phase),
+                num_warps=1,
+                **row_args(geometry),
+            )

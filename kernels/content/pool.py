@@ -1,0 +1,61 @@
+"""The bytes of slots in every tensor of an engine's pool, compared in one go: behind a forward, and before a release.
+
+In plain torch, for the CPU; on a GPU :mod:`.gpu_pool` does the same in a launch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ..buffers import Check, Phase, Site
+from ..findings import Findings
+from ..slots.space import SlotSpace, Why
+from .cpu import digest_slots, packed
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PoolBytes:
+    """All tensors of an engine's pool.
+
+    Attributes:
+        sites, views: one for each of the pool's halves.
+    """
+
+    sites: tuple[Site, ...]
+    views: tuple[torch.Tensor, ...]
+    space: SlotSpace
+    table: list[tuple[torch.Tensor, tuple[int, ...]]] = dataclasses.field(default_factory=list)  # of the launches
+
+
+def verify_slots(
+    pool: PoolBytes, slots: torch.Tensor, count: torch.Tensor | None, owners: torch.Tensor | None, phase: Phase
+) -> None:
+    """Compare the bytes of slots with their digests, in all halves, and keep what was found: told once.
+
+    Slots without a digest are left out; which ones are due is the caller's to say, ``verify_fraction`` has no part.
+
+    Args:
+        slots: integer ``[n]``, each slot once; negative ones are skipped.
+        count: int32 ``[1]``, how many of them there are, the first ones; None for all.
+        owners: int64 ``[n]``, whose they are in a report; None for what is known now.
+        phase: stands in the report.
+    """
+    slots = slots if count is None else slots[: int(count)]
+    there = slots >= 0
+    slots = slots[there].to(torch.int64)
+    if not slots.numel():
+        return
+    space = pool.space
+    owners = space.owners[slots] if owners is None else owners[there]
+    for site, view in zip(pool.sites, pool.views, strict=True):
+        stored, found = site.half.digest[:, slots], digest_slots(site, view, slots)
+        recorded = stored[0] != 0
+        bad = recorded & (stored != found).any(0)
+        if not bool(bad.any()):  # as almost always
+            continue
+        findings = Findings(recorded, space.checks)
+        findings.add(Check.CONTENT, Why.NONE, bad, packed(stored), packed(found))
+        findings.report(space.control, site.half_id, phase, slots, space.positions[slots], owners)
+        site.half.digest[:, slots] = torch.where(recorded, found, stored)

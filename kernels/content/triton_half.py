@@ -1,0 +1,330 @@
+"""Triton kernels of the checks.
+
+Every pointer is to elements, offsets are int64 before they are multiplied, shapes are in the comments of
+the parameters.  Sums of int32 wrap, on a GPU as in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..buffers import UNKNOWN
+from ..slots.space import COLUMNS, Column
+from .digest import ZERO_STANDS_FOR, as_int32
+from .triton_digest import digest_of_rows, first_poison
+
+VERIFY, ADOPT, SNAPSHOT, CHANGED = 0, 1, 2, 3
+
+# Columns and words of kvcanary_fx.kernels.buffers, as the kernels need them; a test compares them.
+_VERIFY: tl.constexpr = tl.constexpr(VERIFY)
+_ADOPT: tl.constexpr = tl.constexpr(ADOPT)
+_SNAPSHOT: tl.constexpr = tl.constexpr(SNAPSHOT)
+_CHANGED: tl.constexpr = tl.constexpr(CHANGED)
+_HEAD: tl.constexpr = tl.constexpr(0)
+_DRAINED: tl.constexpr = tl.constexpr(1)
+_STEP: tl.constexpr = tl.constexpr(2)
+_BOXED: tl.constexpr = tl.constexpr(3)
+_FORWARD: tl.constexpr = tl.constexpr(4)
+_GATE_STEP: tl.constexpr = tl.constexpr(0)
+_LENIENT_NEXT: tl.constexpr = tl.constexpr(1)
+_LENIENT_NOW: tl.constexpr = tl.constexpr(2)
+_GATE_OPS: tl.constexpr = tl.constexpr(3)
+_VERIFY_RUNS: tl.constexpr = tl.constexpr(0)
+_RECORD_RUNS: tl.constexpr = tl.constexpr(1)
+_CHECKED: tl.constexpr = tl.constexpr(2)
+_RECORDED: tl.constexpr = tl.constexpr(3)
+_ADOPTED: tl.constexpr = tl.constexpr(4)
+_ROW_NEXT: tl.constexpr = tl.constexpr(0)
+_ROW_ORIGIN: tl.constexpr = tl.constexpr(1)
+_ROW_COLUMNS: tl.constexpr = tl.constexpr(3)
+_RING_COLUMNS: tl.constexpr = tl.constexpr(14)
+_UNKNOWN: tl.constexpr = tl.constexpr(UNKNOWN)
+_ZERO_STANDS_FOR: tl.constexpr = tl.constexpr(as_int32(ZERO_STANDS_FOR))
+_CONTENT_BIT: tl.constexpr = tl.constexpr(1)
+_INDEX_BIT: tl.constexpr = tl.constexpr(32)
+_POISON_BIT: tl.constexpr = tl.constexpr(8)
+_RESERVED: tl.constexpr = tl.constexpr(2)
+_SPACE_COLUMNS: tl.constexpr = tl.constexpr(COLUMNS)
+_FLAGS: tl.constexpr = tl.constexpr(int(Column.FLAGS))
+
+
+#: Arguments that differ between the sites and steps of one model.  Triton compiles a kernel anew for a value of
+#: 1 and for a multiple of 16: without this list a decode step of 8 layers compiled 16 kernels instead of 4.
+PER_SITE = ["n", "half", "other_half", "seed1", "seed2", "other_seed1", "other_seed2", "write_id", "ops", "ahead"]
+
+
+def as_signed(x: int) -> int:
+    """A 32-bit word as the signed integer that a kernel argument takes."""
+    return as_int32(x)
+
+
+@triton.jit
+def packed(h1, h2, PLANES: tl.constexpr):
+    low = h1.to(tl.int64) & 0xFFFFFFFF
+    if PLANES == 2:
+        low |= h2.to(tl.int64) << 32
+    return low
+
+
+@triton.jit
+def report(
+    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, check, lenient, mask, slot, stored, found,
+    detail, HAS_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Append a ring row for every masked lane; rows without room are counted and dropped."""
+    nobody, nowhere = tl.zeros_like(slot), tl.zeros_like(slot) + _UNKNOWN
+    report_of(
+        words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, check, lenient, mask, slot, stored, found,
+        detail, nobody, nowhere, 0, HAS_ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def report_of(
+    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, check, lenient, mask, slot, stored, found,
+    detail, request, where, WHY: tl.constexpr, HAS_ROWS: tl.constexpr,
+):  # fmt: skip
+    """:func:`report`, of slots whose request and token position are known."""
+    number = tl.atomic_add(words_ptr + _HEAD + tl.zeros_like(slot), tl.full(slot.shape, 1, tl.int64), mask=mask)
+    keep = mask & (number - tl.load(words_ptr + _DRAINED) < capacity)
+    if HAS_ROWS:
+        row = tl.maximum(slot, 0) // positions
+    else:
+        row = tl.zeros_like(slot)
+    origin = tl.load(rows_ptr + row * _ROW_COLUMNS + _ROW_ORIGIN, mask=mask, other=0).to(tl.int64)
+    at = ring_ptr + (number % capacity) * _RING_COLUMNS
+    tl.store(at + 0, tl.load(words_ptr + _STEP) + tl.zeros_like(slot), mask=keep)
+    tl.store(at + 1, tl.zeros_like(slot) + half, mask=keep)
+    tl.store(at + 2, tl.zeros_like(slot) + check, mask=keep)
+    tl.store(at + 3, tl.zeros_like(slot) + phase, mask=keep)
+    tl.store(at + 4, tl.zeros_like(slot) + lenient, mask=keep)
+    tl.store(at + 5, slot, mask=keep)
+    tl.store(at + 6, origin, mask=keep)
+    tl.store(at + 7, stored, mask=keep)
+    tl.store(at + 8, found, mask=keep)
+    tl.store(at + 9, detail, mask=keep)
+    tl.store(at + 10, request, mask=keep)
+    tl.store(at + 11, where, mask=keep)
+    tl.store(at + 12, tl.zeros_like(slot) + WHY, mask=keep)
+    tl.store(at + 13, tl.load(words_ptr + _FORWARD) + tl.zeros_like(slot), mask=keep)
+
+
+@triton.jit
+def report_poison(
+    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, poisoned, slot, base, start, words_in_row,
+    units, n1, n2, n3, d0, d1, d2, d3,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, POISON_MASK: tl.constexpr,
+    POISON_BITS: tl.constexpr, ELEMENT: tl.constexpr, HAS_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Report the written slots with a NaN or an Inf, each with the first that it has."""
+    if tl.max(poisoned.to(tl.int32), axis=0) != 0:
+        poison = first_poison(
+            base, start, poisoned, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+            UNIT, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
+        )  # fmt: skip
+        report(
+            words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _POISON_BIT, 0, poisoned, slot,
+            tl.zeros_like(slot), poison & 0xFFFFFFFF, poison >> 32, HAS_ROWS,
+        )  # fmt: skip
+
+
+@triton.jit
+def begin_kernel(
+    words_ptr,  # int64 [len(Word)]
+    gate_ptr,  # int64 [len(Gate)]
+):
+    tl.store(words_ptr + _STEP, tl.load(words_ptr + _STEP) + 1)
+    tl.store(gate_ptr + _GATE_STEP, tl.load(gate_ptr + _GATE_STEP) + 1)
+    tl.store(gate_ptr + _LENIENT_NOW, tl.load(gate_ptr + _LENIENT_NEXT))
+    tl.store(gate_ptr + _LENIENT_NEXT, tl.zeros([], tl.int64))
+    tl.store(gate_ptr + _GATE_OPS, tl.load(gate_ptr + _GATE_OPS) + 1)
+
+
+@triton.jit(do_not_specialize=PER_SITE)
+def report_kernel(
+    mask_ptr, slot_ptr, stored_ptr, found_ptr, detail_ptr, n,  # bool [n], int64 [n] each
+    words_ptr, ring_ptr, capacity, rows_ptr, half, positions, phase, check,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < n
+    mask = (tl.load(mask_ptr + i, mask=live, other=0) != 0) & live
+    slot = tl.load(slot_ptr + i, mask=live, other=0)
+    stored = tl.load(stored_ptr + i, mask=live, other=0)
+    found = tl.load(found_ptr + i, mask=live, other=0)
+    detail = tl.load(detail_ptr + i, mask=live, other=0)
+    report(
+        words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, check, 0, mask, slot, stored, found, detail,
+        HAS_ROWS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=PER_SITE)
+def plan_kernel(
+    slot_ptr, raw_ptr, n,  # int64 [n] each
+    stamp_ptr, stamp_count,  # int64 [2, stamp_count]
+    block_ptr,  # int32 [slots + 1, 8], of an engine's pool
+    write_id,
+    box_ptr,  # int64 [ring columns + 1] in host memory
+    words_ptr, ring_ptr, capacity, rows_ptr, half, positions, phase,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, CHECK: tl.constexpr, REPORT: tl.constexpr,
+    HAS_BOX: tl.constexpr, HAS_SPACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < n
+    slot = tl.load(slot_ptr + i, mask=live, other=-1)
+    raw = tl.load(raw_ptr + i, mask=live, other=-1)
+    step = tl.load(words_ptr + _STEP)
+    epoch = tl.full([BLOCK], 0, tl.int64) + step * 65536 + write_id
+    reached = live & (slot >= 0)
+    at = tl.maximum(slot, 0)
+    seen = tl.atomic_xchg(stamp_ptr + at, epoch, mask=reached)
+    twice = reached & (seen == epoch)
+    told = tl.atomic_xchg(stamp_ptr + stamp_count + at, epoch, mask=twice)
+    if REPORT:
+        outside = live & (raw != slot)
+        report(
+            words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, CHECK, 0, outside, slot, raw, slot,
+            tl.zeros_like(slot), HAS_ROWS,
+        )  # fmt: skip
+        first = twice & (told != epoch)
+        if HAS_SPACE:
+            first = first & (
+                (tl.load(block_ptr + at * _SPACE_COLUMNS + _FLAGS, mask=reached, other=0) & _RESERVED) == 0
+            )
+        elif not HAS_ROWS:
+            first = first & (slot != 0)
+        report(
+            words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, CHECK, 0, first, slot, slot, slot,
+            tl.full(slot.shape, 1, tl.int64), HAS_ROWS,
+        )  # fmt: skip
+        if HAS_BOX:
+            zero = tl.zeros_like(slot)
+            before = tl.atomic_add(words_ptr + _BOXED + zero, zero + 1, mask=outside)
+            mine = outside & (before == 0)
+            tl.store(box_ptr + 0 + zero, zero + step, mask=mine)
+            tl.store(box_ptr + 1 + zero, zero + half, mask=mine)
+            tl.store(box_ptr + 2 + zero, zero + CHECK, mask=mine)
+            tl.store(box_ptr + 3 + zero, zero + phase, mask=mine)
+            tl.store(box_ptr + 5 + zero, slot, mask=mine)
+            tl.store(box_ptr + 7 + zero, raw, mask=mine)
+            tl.store(box_ptr + 8 + zero, slot, mask=mine)
+            tl.store(box_ptr + _RING_COLUMNS + zero, zero + 1, mask=mine)
+
+
+@triton.jit(do_not_specialize=PER_SITE)
+def scan_kernel(
+    base,  # the view's first unit
+    gate_ptr,  # int64 [len(Gate)]
+    counters_ptr,  # int64 [len(Count)]
+    first_ptr,  # int32 [rows]
+    baseline_ptr,  # int32 [slots_total]
+    stamp_ptr,  # int64 [2, at least slots_total]
+    planned_ptr,  # bool [slots_total + 1]
+    coef_ptr,  # int32 [2, words_in_row]
+    digest_ptr,  # int32 [PLANES, slots_total]
+    words_ptr, ring_ptr, capacity, rows_ptr,  # int32 [rows, _ROW_COLUMNS]
+    slots_total, seed1, seed2, words_in_row, half, positions, every, write_id, ops, slot_stride0, slot_stride1,
+    units, n1, n2, n3, d0, d1, d2, d3,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr, COMING: tl.constexpr,
+    KEEPS: tl.constexpr, ADOPTS: tl.constexpr, PLANNED: tl.constexpr, INDEX: tl.constexpr,
+    NOT_WRITTEN: tl.constexpr, LENIENT: tl.constexpr, CONTENT: tl.constexpr, MODE: tl.constexpr,
+    UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr, POISON_MASK: tl.constexpr,
+    POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = slot < slots_total
+    stored1 = tl.load(digest_ptr + slot, mask=inside, other=0)
+    stored2 = tl.zeros_like(stored1)
+    if PLANES == 2:
+        stored2 = tl.load(digest_ptr + slots_total + slot, mask=inside, other=0)
+    row = slot // positions
+    position = slot % positions
+    now = tl.load(gate_ptr + _LENIENT_NOW) != 0
+    lenient = now | LENIENT
+    shifted = inside & (slot < 0)
+    below = shifted
+    if HAS_FIRST:
+        first = tl.load(first_ptr + row, mask=inside, other=NOT_WRITTEN)
+        after = tl.load(rows_ptr + row * _ROW_COLUMNS + _ROW_NEXT, mask=inside, other=0)
+        coming = inside & (first != NOT_WRITTEN)
+        shifted = coming & (first != after)
+        below = coming & (position < first)
+    recorded = inside & (stored1 != 0)
+    turn = (slot + tl.load(gate_ptr + _GATE_STEP)) % every == 0
+    if COMING:  # what the write to come replaces is due now or never
+        epoch = tl.load(words_ptr + _STEP) * 65536 + write_id
+        turn = turn | (tl.load(stamp_ptr + slot, mask=recorded, other=-1) == epoch)
+    due = recorded & (now | turn | (lenient & shifted))
+    if (MODE != _VERIFY) or (not CONTENT):
+        due = due & (slot < 0)
+    adopted = below & (stored1 == 0)
+    work = due | adopted
+    if (MODE == _SNAPSHOT) or (MODE == _CHANGED):
+        work = inside
+    before = stored1
+    if tl.program_id(0) == 0:
+        if MODE == _VERIFY:
+            tl.atomic_add(counters_ptr + _VERIFY_RUNS, tl.full([], 1, tl.int64))
+            tl.atomic_add(gate_ptr + _GATE_OPS, tl.full([], 0, tl.int64) + ops)
+        if MODE == _CHANGED:
+            tl.atomic_add(counters_ptr + _RECORD_RUNS, tl.full([], 1, tl.int64))
+    if tl.sum(work.to(tl.int32), axis=0) > 0:
+        if TWO_AXES:
+            start = row * slot_stride0 + position * slot_stride1
+        else:
+            start = slot * slot_stride1
+        h1, h2, poisoned = digest_of_rows(
+            base, start, work, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+            UNIT, PLANES, BLOCK, BLOCK_WORDS, POISON_MASK if MODE == _CHANGED else 0, POISON_BITS, ELEMENT,
+        )  # fmt: skip
+        if MODE == _SNAPSHOT:
+            tl.store(baseline_ptr + slot, h1, mask=work)
+            if ADOPTS:
+                filled = h1 != tl.where(seed1 == 0, _ZERO_STANDS_FOR, seed1)
+                if PLANES == 2:
+                    filled = filled | (h2 != seed2)
+                fresh = filled & inside & (stored1 == 0)
+                tl.store(digest_ptr + slot, h1, mask=fresh)
+                if PLANES == 2:
+                    tl.store(digest_ptr + slots_total + slot, h2, mask=fresh)
+                tl.atomic_add(counters_ptr + _ADOPTED, tl.sum(fresh.to(tl.int64), axis=0))
+        elif MODE == _CHANGED:
+            changed = work & (h1 != tl.load(baseline_ptr + slot, mask=inside, other=0))
+            if PLANNED:
+                stray = changed & (tl.load(planned_ptr + slot, mask=inside, other=0) == 0)
+                changed = changed & (stray == 0)
+                if INDEX:
+                    report(
+                        words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _INDEX_BIT, 0, stray, slot,
+                        packed(stored1, stored2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), HAS_ROWS,
+                    )  # fmt: skip
+            tl.store(digest_ptr + slot, h1, mask=changed)
+            if PLANES == 2:
+                tl.store(digest_ptr + slots_total + slot, h2, mask=changed)
+            tl.atomic_add(counters_ptr + _RECORDED, tl.sum(changed.to(tl.int64), axis=0))
+            report_poison(
+                words_ptr, ring_ptr, capacity, rows_ptr, positions, half, poisoned & changed, slot, base, start,
+                words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+                UNIT, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT, HAS_ROWS,
+            )  # fmt: skip
+        else:
+            bad = due & ((h1 != stored1) | (h2 != stored2)) if PLANES == 2 else due & (h1 != stored1)
+            taken = bad & lenient & shifted
+            report(
+                words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 0, _CONTENT_BIT, lenient.to(tl.int64),
+                bad & (taken == 0), slot, packed(stored1, stored2, PLANES), packed(h1, h2, PLANES),
+                tl.zeros_like(slot), HAS_ROWS,
+            )  # fmt: skip
+            tl.store(digest_ptr + slot, h1, mask=bad | adopted)
+            if PLANES == 2:
+                tl.store(digest_ptr + slots_total + slot, h2, mask=bad | adopted)
+            before = tl.where(bad | adopted, h1, before)
+            tl.atomic_add(counters_ptr + _CHECKED, tl.sum(due.to(tl.int64), axis=0))
+            tl.atomic_add(counters_ptr + _ADOPTED, tl.sum((taken | adopted).to(tl.int64), axis=0))
+    if KEEPS:
+        if MODE == _VERIFY:
+            tl.store(baseline_ptr + slot, before, mask=inside)
+        if MODE == _ADOPT:
+            tl.store(baseline_ptr + slot, before, mask=adopted)

@@ -1,0 +1,98 @@
+"""The ForwardContext: what the canary ops of one forward look up, because a graph cannot carry it.
+
+The ops in a compiled graph hold a site number and tensors.  Everything else (the shadow, the ring, the
+layout) is found through the context published for this forward.  It is a ``ContextVar``, so threads do
+not see each other's, and leaving a context restores the one before it, so a draft model may run inside
+its target.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import MissingContextError
+
+if TYPE_CHECKING:
+    from .buffers import Control, IdentityBuffers, Site
+    from .layer_ops import LayerHalf
+    from .side_stream import SideStream
+    from .slots.space import RequestPlan
+    from .writes.plan import WritePlan
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardContext:
+    """References for one call of one guarded graph.  Holds no data of the batch.
+
+    Attributes:
+        sites: what the kernels need, one entry per site number of the graph.
+        plans: the graph's writes, by write number.
+        identities: who is in each slot, by site number; only sites that lead a slot space have one.
+        controls: the violation ring of each device in use.
+        gates: the graph's own step counter, by device.
+        abort: called on the CPU when an index is out of range, before the write runs; raises.
+        requests: what the forward of an engine is to read and write, by the number of the slot space.
+        layers: the tensors of an engine's layers, by the layer's name.
+        joins: the graph ends with a join, so that its ops may leave work on another stream.
+        sides: of a graph that joins, the stream on which the checks of layers run, by device; in the model's own
+            stream where there is none.
+    """
+
+    sites: tuple[Site, ...]
+    plans: tuple[WritePlan, ...]
+    identities: dict[int, IdentityBuffers]
+    controls: dict[torch.device, Control]
+    gates: dict[torch.device, torch.Tensor]
+    abort: Callable[[], None] | None = None
+    requests: Mapping[int, RequestPlan] = dataclasses.field(default_factory=dict)
+    layers: Mapping[str, tuple[LayerHalf, ...]] = dataclasses.field(default_factory=dict)
+    joins: bool = False
+    sides: Mapping[torch.device, SideStream] = dataclasses.field(default_factory=dict)
+
+
+_CONTEXT: contextvars.ContextVar[ForwardContext | None] = contextvars.ContextVar("kvcanary_forward", default=None)
+
+
+@contextlib.contextmanager
+def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
+    """Publish ``context`` in this thread until the block ends, then restore what was there before."""
+    token = _CONTEXT.set(context)
+    try:
+        yield context
+    finally:
+        _CONTEXT.reset(token)
+
+
+@contextlib.contextmanager
+def override_forward_context(**fields: Any) -> Iterator[ForwardContext]:
+    """Change some fields of the context for an inner scope, such as the pools of a draft; the outer one stays.
+
+    Raises:
+        MissingContextError: no guarded forward is running here.
+        TypeError: a field that does not exist.
+    """
+    with forward_context(dataclasses.replace(get_forward_context(), **fields)) as inner:
+        yield inner
+
+
+def get_forward_context() -> ForwardContext:
+    """The context of the forward that is running in this thread.
+
+    Raises:
+        MissingContextError: no guarded forward is running here.
+    """
+    context = _CONTEXT.get()
+    if context is None:
+        raise MissingContextError()
+    return context
+
+
+def has_forward_context() -> bool:
+    """Whether a guarded forward is running in this thread."""
+    return _CONTEXT.get() is not None

@@ -1,0 +1,276 @@
+"""The identity checks on a GPU: launches of the kernels.  Bit-equal to :mod:`.naive`.
+
+Grids are fixed by shapes, lengths are read from device memory and nothing waits for the device, so every function
+may run while a CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from ..buffers import UNKNOWN, Check
+from ..writes.geometry import on_device
+from . import checks as request_checks
+from . import triton_reads, triton_writes
+from .checks import walked
+from .space import ENDLESS, Flag, RequestPlan, SlotSpace
+
+#: Positions, tokens, requests and sums of earlier blocks that a program looks at together.
+BLOCK_POSITIONS = 128
+BLOCK_TOKENS = 256
+BLOCK_REQUESTS = 256
+BLOCK_SUMS = 256
+
+
+def _wide(space: SlotSpace) -> dict[str, Any]:
+    return dict(wide_ptr=space.block.view(torch.int64), slots=space.slots)
+
+
+def _ring_args(space: SlotSpace, source: int) -> dict[str, Any]:
+    control = space.control
+    checks = space.checks if space.owner_known else space.checks & ~Check.OWNER
+    return dict(
+        words_ptr=control.words, ring_ptr=control.ring, capacity=control.capacity, source=source, checks=int(checks)
+    )
+
+
+def _table_args(plan: RequestPlan) -> dict[str, Any]:
+    table, slot_map = plan.table, plan.slot_map
+    return dict(
+        table_ptr=table,
+        row_stride=table.stride(0),
+        page_stride=table.stride(1),
+        table_rows=table.shape[0],
+        columns=table.shape[1],
+        map_ptr=slot_map.contiguous() if slot_map is not None else table,
+        map_size=slot_map.shape[0] if slot_map is not None else 0,
+        PAGE=plan.page_size,
+        HAS_MAP=slot_map is not None,
+        RING=plan.ring,
+    )
+
+
+def _history_args(space: SlotSpace, plan: RequestPlan) -> dict[str, Any]:
+    history, lens = plan.history, plan.history_lens
+    known = history is not None and lens is not None and history.numel() > 0
+    if history is None or lens is None or not known:
+        history, lens = plan.owners.unsqueeze(1), plan.owners
+    return dict(
+        history_ptr=history,
+        history_stride=history.stride(0),
+        history_step=history.stride(1),
+        history_width=history.shape[1],
+        history_lens_ptr=lens.contiguous(),
+        offset=space.token_offset,
+        HAS_HISTORY=known,
+    )
+
+
+def _request_args(plan: RequestPlan) -> dict[str, Any]:
+    return dict(
+        counts_ptr=plan.counts,
+        row_ptr=plan.rows.contiguous(),
+        padding=plan.padding_row if plan.padding_row is not None else UNKNOWN,
+        prefix_ptr=plan.prefix_lens.contiguous(),
+        owner_ptr=plan.owners.contiguous(),
+    )
+
+
+def _position_args(plan: RequestPlan) -> dict[str, Any]:
+    positions = plan.positions if plan.positions is not None else plan.tokens
+    return dict(position_ptr=positions.contiguous(), HAS_POSITIONS=plan.positions is not None)
+
+
+def _space_args(plan: RequestPlan) -> dict[str, Any]:
+    spaces = plan.namespaces if plan.namespaces is not None else plan.owners
+    return dict(spaces_ptr=spaces.contiguous(), HAS_SPACES=plan.namespaces is not None)
+
+
+def _list_args(plan: RequestPlan, ends: torch.Tensor) -> dict[str, Any]:
+    """What tells which of the added tokens are real, and each one's request."""
+    bs = plan.rows.shape[0]
+    return dict(
+        bs=bs, steps=bs.bit_length(), ends_ptr=ends, n=plan.slots.shape[0], HAS_PADDING=plan.padding_row is not None
+    )
+
+
+def _token_args(plan: RequestPlan) -> dict[str, Any]:
+    """The added tokens."""
+    bs, ends = plan.rows.shape[0], plan.ends
+    if ends is None:
+        ends = torch.empty(bs, dtype=torch.int64, device=plan.slots.device)
+        triton_writes.ends_kernel[(1,)](plan.counts, bs, plan.extend_lens.contiguous(), ends, BLOCK=BLOCK_REQUESTS)
+    return dict(
+        token_ptr=plan.tokens.contiguous(),
+        slot_ptr=plan.slots.contiguous(),
+        BLOCK=BLOCK_TOKENS,
+        **_list_args(plan, ends),
+    )
+
+
+def _plan_args(space: SlotSpace, plan: RequestPlan) -> dict[str, Any]:
+    """The slots that the forward writes, and the mark that they get."""
+    return dict(
+        planned_ptr=space.planned,
+        slots=space.slots,
+        slot_ptr=plan.slots.contiguous(),
+        mark=0 if plan.in_flight else int(Flag.PLANNED),
+    )
+
+
+def walk(space: SlotSpace, plan: RequestPlan) -> None:
+    """Before a forward: is every slot that attention will read the one it should be?  See :mod:`.checks`."""
+    bs, known = plan.rows.shape[0], plan.rows.shape[0] > 0 and plan.table.numel() > 0
+    ring, request = _ring_args(space, space.space_id), _request_args(plan)
+    tokens, writes = _list_args(plan, plan.memory_for("ends", bs)), _plan_args(space, plan)
+    blocks = triton.cdiv(plan.slots.shape[0], BLOCK_TOKENS)
+    with on_device(space.block):
+        triton_reads.open_kernel[(max(1, triton.cdiv(bs, BLOCK_REQUESTS)),)](
+            space.block,
+            clock_ptr=space.clock,
+            counters_ptr=space.counters,
+            listed_count_ptr=space.listed_count,
+            extend_ptr=plan.extend_lens.contiguous(),
+            table_rows=plan.table.shape[0],
+            width=plan.width,
+            PLAN=blocks == 1,
+            TOKENS=BLOCK_TOKENS,
+            BLOCK=BLOCK_REQUESTS,
+            **request,
+            **tokens,
+            **writes,
+            **(ring if known else ring | dict(checks=0)),
+        )
+        if blocks > 1:
+            del request["prefix_ptr"], request["owner_ptr"]
+            triton_writes.plan_kernel[(blocks,)](
+                space.block, clock_ptr=space.clock, BLOCK=BLOCK_TOKENS, **request, **tokens, **writes
+            )
+            request = _request_args(plan)
+        stop = walked(space, plan)
+        if not known or stop <= 0:
+            return
+        triton_reads.walk_kernel[(triton.cdiv(stop, BLOCK_POSITIONS), bs)](
+            space.block,
+            clock_ptr=space.clock,
+            planned_ptr=space.planned,
+            counters_ptr=space.counters,
+            listed_ptr=space.listed,
+            listed_count_ptr=space.listed_count,
+            stop=stop,
+            window=space.window if space.window is not None else ENDLESS,
+            every=space.verify_every,
+            BLOCK=BLOCK_POSITIONS,
+            **request,
+            **tokens,
+            **_space_args(plan),
+            **_wide(space),
+            **_table_args(plan),
+            **_history_args(space, plan),
+            **ring,
+        )
+
+
+def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
+    """Before a forward, after :func:`walk`: may its tokens go where they are planned to go?"""
+    n = plan.slots.shape[0]
+    if n == 0 or plan.rows.shape[0] == 0:
+        return
+    if plan.parents is not None:  # a tree: small, and rare enough for the code that runs on any device
+        request_checks.check_writes(space, plan)
+        return
+    with on_device(space.block):
+        triton_writes.writes_kernel[(triton.cdiv(n, BLOCK_TOKENS),)](
+            space.block,
+            planned_ptr=space.planned,
+            clock_ptr=space.clock,
+            real_ptr=plan.memory_for("real_slots", n),
+            extend_ptr=plan.extend_lens.contiguous(),
+            window=space.window if space.window is not None else ENDLESS,
+            once=int(space.once),
+            HAS_TABLE=plan.table.numel() > 0,
+            **_token_args(plan),
+            **_request_args(plan),
+            **_position_args(plan),
+            **_wide(space),
+            **_table_args(plan),
+            **_history_args(space, plan),
+            **_ring_args(space, space.space_id),
+        )
+
+
+def store(space: SlotSpace, plan: RequestPlan) -> None:
+    """After a forward: remember who is in the slots that it wrote."""
+    n, bs = plan.slots.shape[0], plan.rows.shape[0]
+    if n == 0 or bs == 0:
+        return
+    if plan.parents is not None or plan.in_flight:  # the kernels take the chain before a request from its slot
+        request_checks.store(space, plan)
+        return
+    blocks, device = triton.cdiv(max(n, bs), BLOCK_TOKENS), space.block.device
+    links, sums, before = (torch.empty(k, dtype=torch.int64, device=device) for k in (n, blocks, bs))
+    request = _request_args(plan)
+    del request["owner_ptr"]
+    with on_device(space.block):
+        common = dict(
+            links_ptr=links,
+            sums_ptr=sums,
+            before_ptr=before,
+            **_token_args(plan),
+            **_position_args(plan),
+            **_wide(space),
+        )
+        triton_writes.links_kernel[(blocks,)](
+            space.block,
+            HAS_TABLE=plan.table.numel() > 0,
+            **request,
+            **common,
+            **_space_args(plan),
+            **_table_args(plan),
+        )
+        triton_writes.store_kernel[(triton.cdiv(n, BLOCK_TOKENS),)](
+            space.block, counters_ptr=space.counters, SUM_BLOCK=BLOCK_SUMS, **request, **common
+        )
+
+
+def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, half_id: int) -> None:
+    """In a layer's write: are the slots it received the planned ones?  See :mod:`.checks`."""
+    n = plan.slots.shape[0]
+    if n == 0 or plan.rows.shape[0] == 0 or not space.checks & Check.INDEX:
+        return
+    if plan.parents is not None:
+        request_checks.check_received(space, plan, received, half_id)
+        return
+    with on_device(space.block):
+        triton_writes.received_kernel[(triton.cdiv(n, BLOCK_TOKENS),)](
+            received_ptr=received.contiguous(),
+            received_count=received.shape[0],
+            **_request_args(plan),
+            **_token_args(plan),
+            **_ring_args(space, half_id),
+        )
+
+
+def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, lengths: torch.Tensor, size: int) -> None:
+    """Before attention: does the page table that its kernel gets say what the request table says?"""
+    bs, room = plan.rows.shape[0], pages.shape[1] * size
+    if bs == 0 or not plan.table.numel():
+        return
+    with on_device(space.block):
+        triton_reads.reads_kernel[(max(1, triton.cdiv(room, BLOCK_POSITIONS)), bs)](
+            extend_ptr=plan.extend_lens.contiguous(),
+            pages_ptr=pages,
+            pages_stride=pages.stride(0),
+            pages_step=pages.stride(1),
+            lengths_ptr=lengths.contiguous(),
+            room=room,
+            window=space.window if space.window is not None else ENDLESS,
+            SIZE=size,
+            BLOCK=BLOCK_POSITIONS,
+            **_request_args(plan),
+            **_table_args(plan),
+            **_ring_args(space, space.space_id),
+        )

@@ -1,0 +1,169 @@
+"""What an engine's allocator does to slots: allocate, share, release; and slots that are filled from elsewhere.
+
+Vectorised torch without host syncs.  Bit-equal to :mod:`.naive_life`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..buffers import UNKNOWN, Check, Phase
+from ..findings import Findings
+from .space import MARKS, REFERENCE, Flag, SlotSpace, Why
+from .tokens import repeats
+
+
+def allocate(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+    """Hand free slots to an owner.  What they held is forgotten.
+
+    Args:
+        slots: int64 ``[n]``.
+        owner: hash of the owner's id, 0 for anybody.
+    """
+    findings, at = _checked(space, slots)
+    taken = (space.flags[at] >= REFERENCE) | repeats(at, space.nowhere)
+    if space.owner_known:
+        findings.add(Check.OWNER, Why.DOUBLE_ALLOCATE, taken, space.owners[at], owner)
+    _report(findings, space, slots, at, owner)
+    space.flags[at] = REFERENCE
+    space.owners[at] = owner
+    space.tokens[at] = -1
+    space.positions[at] = UNKNOWN
+    space.chain[at] = 0
+
+
+def release(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+    """Drop one reference to each slot; a slot without references is free.
+
+    Args:
+        slots: int64 ``[n]``.
+        owner: hash of the id of the one that lets go, 0 if that is not known.
+    """
+    findings, at = _checked(space, slots)
+    flags, holder = space.flags[at], space.owners[at]
+    free = (flags < REFERENCE) | (repeats(at, space.nowhere) & (flags < 2 * REFERENCE))
+    if space.owner_known:
+        stranger = (holder != 0) & (holder != owner) & (flags < 2 * REFERENCE) & (owner != 0)
+        findings.add(Check.OWNER, Why.DOUBLE_FREE, free, holder, owner)
+        findings.add(Check.OWNER, Why.FOREIGN_FREE, stranger & ~free, holder, owner)
+    _report(findings, space, slots, at, owner)
+    # once its owner has let go, a shared slot belongs to nobody in particular
+    leaves = (flags >= 2 * REFERENCE) & ((owner == 0) | (holder == owner))
+    space.owners[at] = torch.where(leaves, 0, holder)
+    dropped = torch.zeros_like(space.flags).scatter_add(0, at, torch.full_like(at, REFERENCE, dtype=torch.int32))
+    left = (space.flags // REFERENCE * REFERENCE - dropped).clamp(min=0)
+    touched = dropped > 0
+    touched[space.nowhere] = False
+    kept = torch.where(left > 0, space.flags % REFERENCE, 0)
+    space.flags.copy_(torch.where(touched, left + kept, space.flags))
+    space.owners.copy_(torch.where(touched & (left == 0), 0, space.owners))
+
+
+def share(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+    """Add one reference to each slot: a shared slot is read by several and written by nobody.
+
+    Args:
+        slots: int64 ``[n]``.
+        owner: hash of the id of the one that shares, for reports.
+    """
+    findings, at = _checked(space, slots)
+    if space.owner_known:
+        findings.add(Check.OWNER, Why.SHARE_AFTER_FREE, space.flags[at] < REFERENCE, owner, 0)
+    _report(findings, space, slots, at, owner)
+    space.flags.scatter_add_(0, at, torch.full_like(at, REFERENCE, dtype=torch.int32))
+    space.flags[space.nowhere] = 0  # what it takes must not pile up
+
+
+def hand_over(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+    """Slots go to another owner with what they hold; the number of references stays.
+
+    Args:
+        slots: int64 ``[n]``.
+        owner: hash of the new owner's id, 0 for anybody.
+    """
+    findings, at = _checked(space, slots)
+    if space.owner_known:
+        findings.add(Check.OWNER, Why.SHARE_AFTER_FREE, space.flags[at] < REFERENCE, owner, 0)
+    _report(findings, space, slots, at, owner)
+    space.owners[at] = owner
+
+
+def name(
+    space: SlotSpace,
+    slots: torch.Tensor,
+    marks: torch.Tensor,
+    who: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    owner: int,
+) -> None:
+    """Slots were filled outside a forward.
+
+    Args:
+        slots: int64 ``[n]``.
+        marks: int32 ``[n]``, those of the bits :data:`MARKS` that they have from now on.
+        who: tokens, positions and chain, integer ``[n]`` each; None leaves what is known.
+        owner: hash of the id of the request that they were filled for, 0 if that is not known.
+    """
+    findings, at = _checked(space, slots)
+    if space.owner_known:
+        flags, holder = space.flags[at], space.owners[at]
+        free = flags < REFERENCE
+        foreign = (holder != 0) & (holder != owner) & (owner != 0)
+        findings.add(Check.OWNER, Why.WRITE_AFTER_FREE, free, owner, 0)
+        findings.add(Check.OWNER, Why.OVERWRITE, foreign & ~free, owner, holder)
+    _report(findings, space, slots, at, owner)
+    kept = space.flags[at] & ~int(MARKS)
+    space.flags[at] = kept | marks
+    if who is not None:
+        tokens, positions, chain = who
+        space.tokens[at] = tokens.to(torch.int32)
+        space.positions[at] = positions.to(torch.int32)
+        space.chain[at] = chain.to(torch.int64)
+
+
+def reject(space: SlotSpace, slots: torch.Tensor) -> None:
+    """Slots hold drafted tokens that were not accepted: they may be overwritten, but not be read before that.
+
+    Args:
+        slots: int64 ``[n]``; those that hold nothing stay as they are.
+    """
+    findings, at = _checked(space, slots)
+    findings.report(space.control, space.space_id, Phase.LIFE, slots, UNKNOWN, 0, -1)
+    flags = space.flags[at]
+    space.flags[at] = torch.where((flags & int(Flag.WRITTEN)) != 0, flags | int(Flag.REJECTED), flags)
+
+
+def forget(space: SlotSpace, slots: torch.Tensor) -> None:
+    """Something is going to rewrite slots: who is in them is not known any more.
+
+    Reserved slots stay reserved, free ones free: nobody reads those before they are handed out and written again.
+
+    Args:
+        slots: int64 ``[n]``.
+    """
+    outside = (slots < 0) | (slots >= space.slots)
+    findings = Findings(torch.ones_like(outside), space.checks)
+    findings.add(Check.BOUNDS, Why.OUT_OF_RANGE, outside, slots, -1)
+    findings.report(space.control, space.space_id, Phase.LIFE, slots, UNKNOWN, 0, -1)
+    at = torch.where(outside, space.nowhere, slots)
+    flags = space.flags[at]
+    kept = outside | (flags < REFERENCE) | ((flags & int(Flag.RESERVED)) != 0)
+    space.flags[at] = torch.where(kept, flags, (flags & ~int(MARKS)) | int(Flag.WRITTEN | Flag.NAMELESS))
+
+
+def _report(findings: Findings, space: SlotSpace, slots: torch.Tensor, at: torch.Tensor, owner: int) -> None:
+    nowhere = at == space.nowhere
+    position = torch.where(nowhere, UNKNOWN, space.positions[at])
+    token = torch.where(nowhere, -1, space.tokens[at])
+    findings.report(space.control, space.space_id, Phase.LIFE, slots, position, owner, token)
+
+
+def _checked(space: SlotSpace, slots: torch.Tensor) -> tuple[Findings, torch.Tensor]:
+    """The findings of slots that an engine names, and where to look them up; reserved and impossible ones nowhere."""
+    outside = (slots < 0) | (slots >= space.slots)
+    at = torch.where(outside, space.nowhere, slots)
+    reserved = (space.flags[at] & int(Flag.RESERVED)) != 0
+    findings = Findings(torch.ones_like(outside), space.checks)
+    findings.add(Check.BOUNDS, Why.OUT_OF_RANGE, outside, slots, -1)
+    findings.add(Check.BOUNDS, Why.RESERVED_SLOT, reserved & ~outside, slots, slots)
+    findings.stop(outside | reserved)
+    return findings, torch.where(reserved, space.nowhere, at)

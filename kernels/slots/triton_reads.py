@@ -1,0 +1,304 @@
+"""Triton kernels of what a forward reads: one lane per position of each request, one launch for the whole batch.
+
+What is checked is said in :mod:`.naive`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_shared import (
+    BOUNDS,
+    CHAIN,
+    CHAIN_BIT,
+    CHECKED,
+    COLUMNS,
+    FLAGS,
+    FOREIGN_READ,
+    FORWARDS,
+    INDEX,
+    LENGTH_DIFFERS,
+    NAMELESS,
+    NAMESPACE,
+    NEVER_WRITTEN,
+    NO_SUCH_ROW,
+    OTHER_NAMESPACE,
+    OUT_OF_RANGE,
+    OWNER_BIT,
+    PER_STEP,
+    PLANNED,
+    POISON,
+    PRE,
+    READ_AFTER_FREE,
+    READ_DIFFERS,
+    READ_WHILE_WRITTEN,
+    READS,
+    REFERENCE,
+    REJECTED,
+    REJECTED_TOKEN,
+    RESERVED,
+    RESERVED_SLOT,
+    ROW_TOO_NARROW,
+    TOKEN_BIT,
+    UNKNOWN,
+    WIDE,
+    WRITTEN,
+    WRONG_POSITION,
+    WRONG_PREDECESSOR,
+    WRONG_TOKEN,
+    entry_of,
+    expected_token,
+    find_ends,
+    mix,
+    namespace_seed,
+    note,
+    plan_writes,
+    table_slot,
+    tell,
+    token_request,
+)
+
+
+@triton.jit(do_not_specialize=PER_STEP)
+def open_kernel(
+    block_ptr, planned_ptr, slots,  # int32 [slots + 1, 8], int64 [slots + 1]
+    clock_ptr, counters_ptr, listed_count_ptr,  # int32 [1], int64 [len(SpaceCount)], int32 [1]
+    counts_ptr, bs, steps, row_ptr, padding, prefix_ptr, extend_ptr, owner_ptr, ends_ptr,  # integer [bs] each
+    slot_ptr, n, mark,  # integer [n]
+    table_rows, width,
+    words_ptr, ring_ptr, capacity, source, checks,
+    HAS_PADDING: tl.constexpr, PLAN: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A forward begins: count it, note the slots that it writes, if they are few, and look at the rows of the request
+    table that it names."""
+    if tl.program_id(0) == 0:
+        total = find_ends(counts_ptr, extend_ptr, ends_ptr, bs, BLOCK)
+        clock = tl.load(clock_ptr) + 1
+        tl.store(clock_ptr, clock)
+        tl.store(listed_count_ptr, tl.zeros([], tl.int32))
+        tl.store(counters_ptr + FORWARDS, tl.load(counters_ptr + FORWARDS) + 1)
+        if PLAN:
+            i = tl.arange(0, TOKENS).to(tl.int64)
+            real = (i < n) & (i < tl.load(counts_ptr + 1)) & (i < total)
+            slot = tl.load(slot_ptr + i, mask=real, other=-1).to(tl.int64)
+            if HAS_PADDING:
+                tl.debug_barrier()  # the ends
+                _, _, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING)
+            plan_writes(planned_ptr, block_ptr, clock, slots, i, slot, real, mark)
+    if (BOUNDS & checks) != 0:
+        request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        live = (request < bs) & (request < tl.load(counts_ptr))
+        row = tl.load(row_ptr + request, mask=live, other=0).to(tl.int64)
+        live = live & (row != padding)
+        length = tl.load(prefix_ptr + request, mask=live, other=0).to(tl.int64)
+        length += tl.load(extend_ptr + request, mask=live, other=0).to(tl.int64)
+        zero = tl.zeros_like(request)
+        bits, why, stored, found = zero, zero, zero, zero
+        bits, why, stored, found = note(
+            bits, why, stored, found, live, (row < 0) | (row >= table_rows), zero + table_rows, row,
+            checks, BOUNDS, NO_SUCH_ROW,
+        )  # fmt: skip
+        bits, why, stored, found = note(
+            bits, why, stored, found, live, length > width, zero + width, length, checks, BOUNDS, ROW_TOO_NARROW
+        )
+        owner = tl.load(owner_ptr + request, mask=live, other=0)
+        tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, -1, UNKNOWN, owner, -1, PRE)
+
+
+@triton.jit
+def is_named(block_ptr, slots, slot, mask):
+    """Whether slots of the request table hold tokens with names."""
+    known = mask & (slot >= 0) & (slot < slots)
+    flags = tl.load(block_ptr + tl.where(known, slot, slots) * COLUMNS + FLAGS, mask=known, other=0)
+    return known & ((flags & WRITTEN) != 0) & ((flags & NAMELESS) == 0)
+
+
+@triton.jit
+def chain_before(
+    block_ptr, wide_ptr, slots, table_ptr, row, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
+    position, mask, otherwise, PAGE: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """The chain in the slot of one position, or ``otherwise`` where that position cannot be compared with."""
+    slot = table_slot(
+        table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, mask,
+        PAGE, HAS_MAP, RING,
+    )  # fmt: skip
+    known = is_named(block_ptr, slots, slot, mask)
+    return tl.where(known, tl.load(wide_ptr + tl.where(known, slot, slots) * WIDE + CHAIN), otherwise)
+
+
+@triton.jit(do_not_specialize=PER_STEP)
+def walk_kernel(
+    block_ptr, wide_ptr, clock_ptr, counters_ptr,  # int32 [slots + 1, 8], the same as int64, int32 [1], int64
+    listed_ptr, listed_count_ptr,  # int32 [slots], int32 [1]
+    planned_ptr,  # int64 [slots + 1]
+    slots, counts_ptr, row_ptr, padding, prefix_ptr, owner_ptr, spaces_ptr,  # integer [bs] each
+    ends_ptr, bs, steps, n,  # int64 [bs]
+    table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
+    history_ptr, history_stride, history_step, history_width, history_lens_ptr,
+    stop, window, offset, every,
+    words_ptr, ring_ptr, capacity, source, checks,
+    PAGE: tl.constexpr, HAS_SPACES: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Before a forward: is every slot that attention will read the one it should be?"""
+    request = tl.program_id(1).to(tl.int64)
+    prefix = tl.load(prefix_ptr + request).to(tl.int64)
+    row = tl.load(row_ptr + request).to(tl.int64)
+    first = tl.maximum(prefix - window + 1, 0)
+    start_at = first if RING else tl.zeros_like(first)  # the positions in a ring have no end, those in a window have
+    begin = tl.program_id(0).to(tl.int64) * BLOCK + start_at
+    exists = (request < tl.load(counts_ptr)) & (row >= 0) & (row < table_rows) & (row != padding)
+    if exists & (begin < prefix) & (begin + BLOCK > first):
+        owner = tl.load(owner_ptr + request)
+        position = begin + tl.arange(0, BLOCK)
+        live = (position >= first) & (position < prefix) & (position - start_at < stop)
+        slot = table_slot(
+            table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, live,
+            PAGE, HAS_MAP, RING,
+        )  # fmt: skip
+        outside = (slot < 0) | (slot >= slots)
+        at = tl.where(outside, slots, slot)
+        token, where, flags, chain, holder = entry_of(wide_ptr, at, live)
+        tl.atomic_add(counters_ptr + CHECKED, tl.sum(live.to(tl.int64), axis=0))
+
+        reserved = (flags & RESERVED) != 0
+        there = live & (outside == 0) & (reserved == 0)
+        free = flags < REFERENCE
+        foreign = (holder != 0) & (owner != 0) & (holder != owner) & (flags < 2 * REFERENCE) & (free == 0)
+        written = (flags & WRITTEN) != 0
+        named = there & written & ((flags & NAMELESS) == 0)
+        rejected = there & written & ((flags & REJECTED) != 0)
+        planned = there & ((flags & PLANNED) != 0)
+        zero = tl.zeros_like(position)
+        expected, wrong = token, named & (slots < 0)
+        if HAS_HISTORY:
+            valid, expected = expected_token(
+                history_ptr, history_stride, history_step, history_width, history_lens_ptr, request + zero, position,
+                offset, named,
+            )  # fmt: skip
+            wrong = valid & (token != expected)
+        misplaced = where != position
+        link = mix(token, where)
+        start = namespace_seed(spaces_ptr, request + zero, named, HAS_SPACES) + link
+        strange = (position == 0) & (misplaced == 0) & (chain != start)
+        # A chain is a sum of links.  Where all slots have names, each follows its predecessor if the sums over the
+        # block agree, and no predecessor but the block's own has to be looked up.
+        enters = tl.maximum(begin, first)
+        entered = tl.sum(tl.where(position == enters, chain - link, 0), axis=0)
+        base = chain_before(
+            block_ptr, wide_ptr, slots, table_ptr, row, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
+            enters - 1, enters > first, entered, PAGE, HAS_MAP, RING,
+        )  # fmt: skip
+        torn = chain != base + tl.cumsum(tl.where(live, link, 0), axis=0)
+        suspect = live & ((named == 0) | free | foreign | rejected | planned | wrong | misplaced | strange | torn)
+        if tl.max(suspect.to(tl.int32), axis=0) != 0:  # what is wrong is worked out only where something may be
+            follows = named & (position > first)
+            before = table_slot(
+                table_ptr, row, row_stride, page_stride, table_rows, columns, position - 1, map_ptr, map_size, follows,
+                PAGE, HAS_MAP, RING,
+            )  # fmt: skip
+            comparable = follows & is_named(block_ptr, slots, before, follows)
+            after = tl.load(wide_ptr + tl.where(comparable, before, slots) * WIDE + CHAIN) + link
+            broken = comparable & (chain != after)
+            bits, why, stored, found = zero, zero, zero, zero
+            bits, why, stored, found = note(
+                bits, why, stored, found, live, outside, slot, zero - 1, checks, BOUNDS, OUT_OF_RANGE
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, live, reserved & (outside == 0), slot, slot, checks, BOUNDS, RESERVED_SLOT
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, there, free, zero + owner, zero, checks, OWNER_BIT, READ_AFTER_FREE
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, there, foreign, zero + owner, holder, checks, OWNER_BIT, FOREIGN_READ
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, there, written == 0, zero, zero, checks, POISON, NEVER_WRITTEN
+            )
+            # which of the batch's requests writes the slot; two entries with one owner are one request
+            number = tl.load(planned_ptr + at, mask=planned, other=0) + ((tl.load(clock_ptr).to(tl.int64) + 1) << 32)
+            fresh = planned & (number >= 0) & (number < n)
+            writer, _, fresh = token_request(
+                tl.where(fresh, number, n), n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING
+            )
+            whose = tl.load(owner_ptr + writer, mask=fresh, other=0)
+            rival = fresh & (writer != request) & ((owner == 0) | (whose != owner))
+            bits, why, stored, found = note(
+                bits, why, stored, found, there, rival, zero + owner, whose, checks, INDEX, READ_WHILE_WRITTEN
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, there, rejected, zero, token, checks, TOKEN_BIT, REJECTED_TOKEN
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, named, wrong, expected, token, checks, TOKEN_BIT, WRONG_TOKEN
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, named, misplaced, position, where, checks, CHAIN_BIT, WRONG_POSITION
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, named, strange, start, chain, checks, NAMESPACE, OTHER_NAMESPACE
+            )
+            bits, why, stored, found = note(
+                bits, why, stored, found, named, broken, after, chain, checks, CHAIN_BIT, WRONG_PREDECESSOR
+            )
+            detail = tl.where(outside, -1, token)
+            tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, owner, detail, PRE)
+        # the slots found sound are listed once, however many requests share them, for the layers' content checks
+        turn = (tl.load(counts_ptr + 2) % every).to(tl.int32)
+        due = live & (outside == 0) & written & (flags >= REFERENCE) & ((at.to(tl.int32) + turn) % every == 0)
+        clock = tl.load(clock_ptr)
+        read = tl.atomic_xchg(block_ptr + at * COLUMNS + READS, tl.zeros_like(flags) + clock, mask=due)
+        fresh = (due & (read != clock)).to(tl.int32)
+        count = tl.sum(fresh, axis=0)
+        if count > 0:
+            place = tl.atomic_add(listed_count_ptr, count) + tl.cumsum(fresh, axis=0) - 1
+            tl.store(listed_ptr + place, at.to(tl.int32), mask=fresh != 0)
+
+
+@triton.jit(do_not_specialize=PER_STEP)
+def reads_kernel(
+    counts_ptr, row_ptr, padding, prefix_ptr, extend_ptr, owner_ptr,
+    table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
+    pages_ptr, pages_stride, pages_step, lengths_ptr, room, window,  # integer [bs, room // SIZE], integer [bs]
+    words_ptr, ring_ptr, capacity, source, checks,
+    PAGE: tl.constexpr, SIZE: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Before attention: does the page table that its kernel gets say what the request table says?"""
+    request = tl.program_id(1).to(tl.int64)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    row = tl.load(row_ptr + request).to(tl.int64)
+    if (request < tl.load(counts_ptr)) & (row >= 0) & (row < table_rows) & (row != padding):
+        owner = tl.load(owner_ptr + request)
+        given = tl.load(lengths_ptr + request).to(tl.int64)
+        total = tl.load(prefix_ptr + request).to(tl.int64) + tl.load(extend_ptr + request).to(tl.int64)
+        position = begin + tl.arange(0, BLOCK)
+        zero = tl.zeros_like(position)
+        if begin == 0:
+            once = position == 0
+            bits, why, stored, found = zero, zero, zero, zero
+            bits, why, stored, found = note(
+                bits, why, stored, found, once, given > room + zero, zero + room, zero + given,
+                checks, BOUNDS, ROW_TOO_NARROW,
+            )  # fmt: skip
+            bits, why, stored, found = note(
+                bits, why, stored, found, once, given + zero != total, zero + total, zero + given,
+                checks, INDEX, LENGTH_DIFFERS,
+            )  # fmt: skip
+            tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, -1, UNKNOWN, owner, -1, PRE)
+        live = (position < tl.minimum(tl.minimum(given, total), room)) & (position > total - 1 - window)
+        page = tl.load(
+            pages_ptr + request * pages_stride + position // SIZE * pages_step, mask=live, other=0
+        ).to(tl.int64)  # fmt: skip
+        got = page * SIZE + position % SIZE
+        slot = table_slot(
+            table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, live,
+            PAGE, HAS_MAP, RING,
+        )  # fmt: skip
+        bits, why, stored, found = zero, zero, zero, zero
+        bits, why, stored, found = note(
+            bits, why, stored, found, live, got != slot, slot, got, checks, INDEX, READ_DIFFERS
+        )
+        tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, owner, -1, PRE)

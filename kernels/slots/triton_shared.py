@@ -1,0 +1,251 @@
+"""What the Triton kernels of the identity checks share: the words they read, and how a failure is told.
+
+The kernels are in :mod:`.triton_reads` and :mod:`.triton_writes`, their launches in :mod:`.gpu`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .. import buffers
+from ..buffers import Check, Phase, Ring, Word
+from . import chain
+from . import space as slot_space
+from .space import Column, Flag, SpaceCount, Why
+
+MIX_A: tl.constexpr = tl.constexpr(chain.mix_constants()[0])
+MIX_B: tl.constexpr = tl.constexpr(chain.mix_constants()[1])
+MIX_C: tl.constexpr = tl.constexpr(chain.mix_constants()[2])
+SEED: tl.constexpr = tl.constexpr(chain.SEED)
+UNKNOWN: tl.constexpr = tl.constexpr(buffers.UNKNOWN)
+
+COLUMNS: tl.constexpr = tl.constexpr(slot_space.COLUMNS)
+WIDE: tl.constexpr = tl.constexpr(slot_space.COLUMNS // 2)
+TOKEN: tl.constexpr = tl.constexpr(int(Column.TOKEN))
+POSITION: tl.constexpr = tl.constexpr(int(Column.POSITION))
+FLAGS: tl.constexpr = tl.constexpr(int(Column.FLAGS))
+READS: tl.constexpr = tl.constexpr(int(Column.READS))
+CHAIN: tl.constexpr = tl.constexpr(int(Column.CHAIN) // 2)
+OWNER: tl.constexpr = tl.constexpr(int(Column.OWNER) // 2)
+
+WRITTEN: tl.constexpr = tl.constexpr(int(Flag.WRITTEN))
+RESERVED: tl.constexpr = tl.constexpr(int(Flag.RESERVED))
+PLANNED: tl.constexpr = tl.constexpr(int(Flag.PLANNED))
+NAMELESS: tl.constexpr = tl.constexpr(int(Flag.NAMELESS))
+REJECTED: tl.constexpr = tl.constexpr(int(Flag.REJECTED))
+REFERENCE: tl.constexpr = tl.constexpr(slot_space.REFERENCE)
+
+FORWARDS: tl.constexpr = tl.constexpr(int(SpaceCount.FORWARDS))
+CHECKED: tl.constexpr = tl.constexpr(int(SpaceCount.CHECKED))
+RECORDED: tl.constexpr = tl.constexpr(int(SpaceCount.RECORDED))
+
+BOUNDS: tl.constexpr = tl.constexpr(int(Check.BOUNDS))
+POISON: tl.constexpr = tl.constexpr(int(Check.POISON))
+CHAIN_BIT: tl.constexpr = tl.constexpr(int(Check.CHAIN))
+INDEX: tl.constexpr = tl.constexpr(int(Check.INDEX))
+OWNER_BIT: tl.constexpr = tl.constexpr(int(Check.OWNER))
+NAMESPACE: tl.constexpr = tl.constexpr(int(Check.NAMESPACE))
+TOKEN_BIT: tl.constexpr = tl.constexpr(int(Check.TOKEN))
+
+OUT_OF_RANGE: tl.constexpr = tl.constexpr(int(Why.OUT_OF_RANGE))
+RESERVED_SLOT: tl.constexpr = tl.constexpr(int(Why.RESERVED_SLOT))
+PLANNED_TWICE: tl.constexpr = tl.constexpr(int(Why.PLANNED_TWICE))
+ROW_TOO_NARROW: tl.constexpr = tl.constexpr(int(Why.ROW_TOO_NARROW))
+NO_SUCH_ROW: tl.constexpr = tl.constexpr(int(Why.NO_SUCH_ROW))
+READ_AFTER_FREE: tl.constexpr = tl.constexpr(int(Why.READ_AFTER_FREE))
+FOREIGN_READ: tl.constexpr = tl.constexpr(int(Why.FOREIGN_READ))
+WRITE_AFTER_FREE: tl.constexpr = tl.constexpr(int(Why.WRITE_AFTER_FREE))
+OVERWRITE: tl.constexpr = tl.constexpr(int(Why.OVERWRITE))
+WRITE_SHARED: tl.constexpr = tl.constexpr(int(Why.WRITE_SHARED))
+NEVER_WRITTEN: tl.constexpr = tl.constexpr(int(Why.NEVER_WRITTEN))
+WRONG_POSITION: tl.constexpr = tl.constexpr(int(Why.WRONG_POSITION))
+WRONG_PREDECESSOR: tl.constexpr = tl.constexpr(int(Why.WRONG_PREDECESSOR))
+OTHER_NAMESPACE: tl.constexpr = tl.constexpr(int(Why.OTHER_NAMESPACE))
+WRITTEN_BEFORE: tl.constexpr = tl.constexpr(int(Why.WRITTEN_BEFORE))
+WRONG_TOKEN: tl.constexpr = tl.constexpr(int(Why.WRONG_TOKEN))
+REJECTED_TOKEN: tl.constexpr = tl.constexpr(int(Why.REJECTED_TOKEN))
+NOT_PLANNED: tl.constexpr = tl.constexpr(int(Why.NOT_THE_PLANNED_SLOT))
+TABLE_DIFFERS: tl.constexpr = tl.constexpr(int(Why.TABLE_DIFFERS))
+READ_DIFFERS: tl.constexpr = tl.constexpr(int(Why.READ_DIFFERS))
+LENGTH_DIFFERS: tl.constexpr = tl.constexpr(int(Why.LENGTH_DIFFERS))
+READ_WHILE_WRITTEN: tl.constexpr = tl.constexpr(int(Why.READ_WHILE_WRITTEN))
+
+PRE: tl.constexpr = tl.constexpr(int(Phase.PRE))
+POST: tl.constexpr = tl.constexpr(int(Phase.POST))
+HEAD: tl.constexpr = tl.constexpr(int(Word.HEAD))
+DRAINED: tl.constexpr = tl.constexpr(int(Word.DRAINED))
+STEP: tl.constexpr = tl.constexpr(int(Word.STEP))
+FORWARD: tl.constexpr = tl.constexpr(int(Word.FORWARD))
+RING: tl.constexpr = tl.constexpr(len(Ring))
+
+#: Arguments that differ between steps, pools and sessions: Triton would compile a kernel anew for each value of 1 and
+#: for each multiple of 16.
+PER_STEP = [
+    "bs", "n", "steps", "stop", "slots", "map_size", "history_width", "history_stride", "history_step", "table_rows",
+    "row_stride", "page_stride", "columns", "received_count", "room", "pages_stride", "pages_step", "window", "offset",
+    "capacity", "source", "checks", "width", "every", "once",
+    "padding", "mark",
+]  # fmt: skip
+
+
+@triton.jit
+def mix(token, position):
+    """:func:`.chain.mix_tensor`: shifts of int64 are arithmetic, so what they bring in is masked."""
+    x = token * MIX_A + position * MIX_B
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * MIX_B
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * MIX_C
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def namespace_seed(spaces_ptr, request, mask, HAS_SPACES: tl.constexpr):
+    """Where each request's chain starts."""
+    seed = tl.zeros_like(request) + SEED
+    if HAS_SPACES:
+        space = tl.load(spaces_ptr + request, mask=mask, other=0).to(tl.int64)
+        seed = tl.where(space == 0, seed, seed + mix(space, tl.zeros_like(space) - 1))
+    return seed
+
+
+@triton.jit
+def table_slot(
+    table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, mask,
+    PAGE: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """The slot that the request table gives for a position, in this pool's index space."""
+    row = tl.minimum(tl.maximum(row, 0), table_rows - 1)
+    page = tl.maximum(position, 0) // PAGE
+    page = page % columns if RING else tl.minimum(page, columns - 1)
+    raw = tl.load(table_ptr + row * row_stride + page * page_stride, mask=mask, other=0).to(tl.int64)
+    slot = raw * PAGE + position % PAGE
+    if HAS_MAP:
+        known = mask & (slot >= 0) & (slot < map_size)
+        slot = tl.load(map_ptr + tl.where(known, slot, 0), mask=known, other=-1).to(tl.int64)
+    return slot
+
+
+@triton.jit
+def note(bits, why, stored, found, live, bad, expected, got, checks, CHECK: tl.constexpr, WHY: tl.constexpr):
+    """Note a failed check, if it is one of ``checks``: every one leaves its bit, the first is the one that is told."""
+    bad = bad & live & ((checks & CHECK) != 0)
+    # not (bits == 0): Triton 3.6 compiled that to false for some checks on an H200; the random plans show it
+    first = bad & (why == 0)
+    bits = bits | tl.where(bad, CHECK, 0).to(tl.int64)
+    why = tl.where(first, WHY, why)
+    stored = tl.where(first, expected, stored)
+    found = tl.where(first, got, found)
+    return bits, why, stored, found
+
+
+@triton.jit
+def tell(
+    words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, request, detail,
+    PHASE: tl.constexpr,
+):  # fmt: skip
+    """Append a ring row for each lane with a failure; rows without room are counted and dropped."""
+    mask = bits != 0
+    if tl.max(bits, axis=0) != 0:
+        zero = tl.zeros_like(bits)
+        number = tl.atomic_add(words_ptr + HEAD + zero, zero + 1, mask=mask)
+        keep = mask & (number - tl.load(words_ptr + DRAINED) < capacity)
+        at = ring_ptr + (number % capacity) * RING
+        tl.store(at + 0, tl.load(words_ptr + STEP) + zero, mask=keep)
+        tl.store(at + 1, zero + source, mask=keep)
+        tl.store(at + 2, bits, mask=keep)
+        tl.store(at + 3, zero + PHASE, mask=keep)
+        tl.store(at + 4, zero, mask=keep)
+        tl.store(at + 5, zero + slot, mask=keep)
+        tl.store(at + 6, zero + UNKNOWN, mask=keep)
+        tl.store(at + 7, stored, mask=keep)
+        tl.store(at + 8, found, mask=keep)
+        tl.store(at + 9, zero + detail, mask=keep)
+        tl.store(at + 10, zero + request, mask=keep)
+        tl.store(at + 11, zero + position, mask=keep)
+        tl.store(at + 12, why, mask=keep)
+        tl.store(at + 13, tl.load(words_ptr + FORWARD) + zero, mask=keep)
+
+
+@triton.jit
+def expected_token(
+    history_ptr, history_stride, history_step, history_width, history_lens_ptr, request, position, offset, mask
+):
+    """``(whether the request's history has the position, its token there)``."""
+    place = position + offset
+    length = tl.load(history_lens_ptr + request, mask=mask, other=0).to(tl.int64)
+    valid = mask & (place < tl.minimum(length, history_width))
+    at = history_ptr + request * history_stride + tl.minimum(place, history_width - 1) * history_step
+    return valid, tl.load(at, mask=valid, other=0).to(tl.int64)
+
+
+@triton.jit
+def token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING: tl.constexpr):
+    """``(request, place, real)`` of added tokens, see :func:`.tokens.token_requests`; int64, int64, bool.
+
+    Args:
+        ends_ptr: int64 ``[bs]``, where each request's tokens end, as :func:`find_ends` leaves it.
+        steps: halvings until one of ``bs`` requests is left.
+        padding: the row that means padding, where there is one.
+    """
+    # a captured launch has a larger bs than the step: only the ends of real requests are known
+    requests = tl.minimum(tl.load(counts_ptr), bs)
+    total = tl.load(ends_ptr + tl.maximum(requests - 1, 0), mask=requests > 0, other=0)
+    real = (i < n) & (i < tl.load(counts_ptr + 1)) & (i < total)
+    # a decode batch has one token each: the first guess is right
+    request, guess = i, real & (i < requests)
+    begin = tl.load(ends_ptr + i - 1, mask=guess & (i > 0), other=0)
+    right = guess & (begin <= i) & (i < tl.load(ends_ptr + i, mask=guess, other=0))
+    if tl.min((right | (real == 0)).to(tl.int32), axis=0) == 0:
+        request = tl.zeros_like(i)
+        last = request + requests
+        for _ in range(steps):
+            middle = (request + last) // 2
+            open_ = real & (request < last)
+            later = open_ & (tl.load(ends_ptr + middle, mask=open_, other=0) <= i)
+            request = tl.where(later, middle + 1, request)
+            last = tl.where(later, last, middle)
+        begin = tl.load(ends_ptr + request - 1, mask=real & (request > 0), other=0)
+    request = tl.where(real, request, 0)
+    if HAS_PADDING:
+        real = real & (tl.load(row_ptr + request, mask=real, other=0).to(tl.int64) != padding)
+    return request, i - begin, real
+
+
+@triton.jit
+def find_ends(counts_ptr, extend_ptr, ends_ptr, bs, BLOCK: tl.constexpr):
+    """Where each request's added tokens end, and their number; by one program."""
+    requests = tl.load(counts_ptr)
+    total = tl.full([], 0, tl.int64)
+    for r0 in range(0, bs, BLOCK):
+        r = r0 + tl.arange(0, BLOCK)
+        lens = tl.load(extend_ptr + r, mask=(r < bs) & (r < requests), other=0).to(tl.int64)
+        tl.store(ends_ptr + r, total + tl.cumsum(lens, axis=0), mask=r < bs)
+        total += tl.sum(lens, axis=0)
+    return total
+
+
+@triton.jit
+def plan_writes(planned_ptr, block_ptr, clock, slots, i, slot, real, mark):
+    """Leave in each slot that a forward writes the first token that goes there, and the mark ``PLANNED`` or none.
+
+    What an earlier forward left in ``planned`` is larger.
+    """
+    real = real & (slot >= 0) & (slot < slots)
+    at = tl.where(real, slot, slots)
+    tl.atomic_min(planned_ptr + at, i - ((clock.to(tl.int64) + 1) << 32), mask=real)
+    tl.atomic_or(block_ptr + at * COLUMNS + FLAGS, tl.zeros_like(at).to(tl.int32) + mark, mask=real)
+
+
+@triton.jit
+def entry_of(wide_ptr, at, mask):
+    """``(token, position, flags, chain, owner)`` of slots, in four loads of eight bytes.
+
+    A tile of a slot's 32 bytes, taken apart afterwards, was slower: 20.4 us against 15.7 us for the walk of 64
+    requests of 4,096 tokens (H200, Triton 3.6).
+    """
+    base = wide_ptr + at * WIDE
+    who = tl.load(base, mask=mask, other=0)
+    state = tl.load(base + 1, mask=mask, other=0)
+    chain = tl.load(base + CHAIN, mask=mask, other=0)
+    owner = tl.load(base + OWNER, mask=mask, other=0)
+    return who.to(tl.int32).to(tl.int64), who >> 32, state.to(tl.int32), chain, owner

@@ -1,0 +1,40 @@
+"""How far each row of a cache was written, and which token position it starts at.  Free of host syncs."""
+
+from __future__ import annotations
+
+import torch
+
+from ..buffers import UNKNOWN, RowState, Site
+
+
+def update_rows(site: Site, slots: torch.Tensor, last_position: torch.Tensor | None, moved: int | None) -> None:
+    """Note a write in the rows it touched.
+
+    Args:
+        slots: int64 ``[n]``; -1 is skipped.
+        last_position: int64 ``[rows]``, the token position of the last token of each row, if known.
+        moved: None for a write at chosen slots; for a write of all slots (a window that rolls), the tokens
+            it took in, 0 if unknown.
+    """
+    layout, rows = site.layout, site.half.rows
+    if not layout.has_rows or slots.numel() == 0:
+        return
+    live = slots >= 0
+    row = torch.where(live, slots // layout.positions, layout.rows)  # one row more takes what is skipped
+    last = torch.full((layout.rows + 1,), -1, dtype=torch.int64, device=slots.device)
+    last = last.scatter_reduce(0, row, slots % layout.positions, "amax")[:-1]
+    length = torch.zeros(layout.rows + 1, dtype=torch.int64, device=slots.device)
+    length = length.scatter_add(0, row, torch.ones_like(row))[:-1]
+    old = rows.to(torch.int64)
+    if last_position is not None:
+        origin = last_position - last
+    elif moved is None:
+        origin = torch.zeros_like(last)
+    else:
+        end = old[:, RowState.ORIGIN] + old[:, RowState.NEXT] + moved
+        known = (old[:, RowState.ORIGIN] != UNKNOWN) & (moved > 0)
+        origin = torch.where(known, end - layout.positions, UNKNOWN)
+    if moved is not None:
+        length = torch.full_like(length, moved)
+    fresh = torch.stack((last + 1, origin, length), dim=1).to(torch.int32)
+    rows.copy_(torch.where((last >= 0).unsqueeze(1), fresh, rows))

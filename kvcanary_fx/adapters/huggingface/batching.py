@@ -1,0 +1,219 @@
+"""Continuous batching over a PagedAttentionCache: an engine's session for each processor of batches.
+
+The cache's ``update`` writes K and V, and transformers keeps it out of compiled graphs, because functionalising views
+of one tensor copies that tensor in every layer.  So the checks of a layer run around ``update``, in eager, whether or
+not the rest of the model is compiled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...config import CanaryConfig
+from ...engine.layers import EagerLayers
+from ...engine.session import EngineSession
+from ...errors import CanaryError, UnguardedForwardError
+from ...install import install_canary
+from ..hooks import hook
+from .blocks import BlockLife
+from .groups import Group
+
+log = logging.getLogger("kvcanary")
+
+
+class GuardedManager:
+    """A ContinuousBatchingManager whose batches are guarded.
+
+    Attributes:
+        session: of the processor that the manager has or had last; None before the first.
+    """
+
+    def __init__(self, manager: Any, config: CanaryConfig, install: dict[str, Any], before: Callable[[Any], None]):
+        """
+        Args:
+            before: called with a processor that has a batch prepared, before it is checked.
+        """
+        self._manager, self._config, self._install, self._before = manager, config, install, before
+        self._processor: GuardedProcessor | None = None
+        _turn_off_what_hides_slots(manager.continuous_batching_config)
+        hook(manager, "_create_batch_processor", self._create)
+
+    @property
+    def of(self) -> Any:
+        """transformers' manager."""
+        return self._manager
+
+    @property
+    def session(self) -> EngineSession | None:
+        return self._processor.session if self._processor is not None else None
+
+    def _create(self, original: Callable[[], Any]) -> Any:
+        processor = original()
+        if self._processor is None or self._processor.processor is not processor:
+            self._processor = GuardedProcessor(
+                processor, self._manager.model, self._config, self._install, self._before
+            )
+        return processor
+
+    def raise_what_ended_it(self) -> None:
+        """Raise the violation that ended the manager's loop: transformers keeps it as text in the requests' results.
+
+        Raises:
+            KVCacheViolation, CoverageError: mode ``raise``, and a check failed in a batch, or while blocks were freed.
+        """
+        fatal = self._manager.background_thread_status.fatal_error
+        if isinstance(fatal, CanaryError):
+            raise fatal
+        if self.session is not None and self._config.mode == "raise":
+            self.session.check()
+
+
+class GuardedProcessor:
+    """A ContinuousBatchProcessor with a session over its cache.
+
+    Attributes:
+        processor: transformers' object.
+        session: guards its pools, one per attention type.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        model: Any,
+        config: CanaryConfig,
+        install: dict[str, Any],
+        before: Callable[[Any], None],
+    ):
+        self.processor, self._model, self._before = processor, model, before
+        cache, names = processor.cache, attention_names(model)
+        requests = processor.cb_config.max_requests_per_batch
+        self._groups = [
+            Group(name, allocator, requests, lambda i: names.get(i, f"layers.{i}"))
+            for name, allocator in cache.cache_allocators.items()
+        ]
+        session = install_canary(*[g.pool() for g in self._groups], config=config, **install)
+        assert session is not None  # with mode="off" nothing of this is set up
+        self.session: EngineSession = session
+        self._layers = EagerLayers(session)
+        self._of_layer = {number: group for group in self._groups for number in group.layers}
+        life = BlockLife(cache, [(group, session.pools[group.name]) for group in self._groups])
+        life.watch_offloading(processor.offloading_manager)
+        self._warming_up = False
+        hook(processor, "warmup", self._warmup)
+        hook(processor, "_generation_step", self._step)
+        hook(cache, "update", self._update)
+        cache.update = torch.compiler.disable(cache.update)
+        session.mark_ready()
+
+    def _warmup(self, original: Callable[..., Any], model: Any) -> None:
+        self._warming_up = True
+        try:
+            original(model)
+        finally:
+            self._warming_up = False
+
+    def _step(self, original: Callable[..., Any], model: Any) -> None:
+        """One batch: what it is to read and write is checked, then the model runs."""
+        self._before(self.processor)
+        with self.session.step(self._batch()), self.session.forward():
+            self._check_reads()
+            original(model)
+
+    def _batch(self) -> dict[str, Any]:
+        """The batch that is prepared, as the session takes it; fills the request tables."""
+        io = self.processor.inputs_and_outputs
+        states = [future.state for future in io.requests_in_batch]
+        added = [future.query_length for future in io.requests_in_batch]
+        names = [state.request_id for state in states]
+        history = [state.initial_tokens + state.generated_tokens for state in states]
+        lengths = [len(tokens) for tokens in history]
+        padded = torch.zeros(len(states), max(lengths), dtype=torch.int64)
+        for i, tokens in enumerate(history):
+            padded[i, : len(tokens)] = torch.tensor(tokens)
+        total = sum(added)
+        for group in self._groups:
+            group.fill_table(names)
+        return {
+            "input_ids": io.input_ids[:total],
+            "positions": io.position_ids[:total],
+            "request_rows": range(len(states)),
+            "request_ids": names,
+            # the batch was prepared, and with that each request moved on
+            "prefix_lens": [s.position_offset - n for s, n in zip(states, added, strict=True)],
+            "extend_lens": added,
+            "history": padded,
+            "history_lens": lengths,
+        } | {g.field: g.slots_of(io.write_index_storage[g.index, :total]) for g in self._groups}
+
+    def _check_reads(self) -> None:
+        """Compare the indices that attention gathers by with the block tables; a ring's are in no such order."""
+        io = self.processor.inputs_and_outputs
+        if io.max_kv_read == 0:
+            return
+        for group in self._groups:
+            if group.window is not None:
+                continue
+            lengths = [future.state.position_offset for future in io.requests_in_batch]
+            index = io.read_index_storage[group.index, : io.true_read_sizes[group.index]]
+            pages = torch.nn.utils.rnn.pad_sequence(
+                list(group.slots_of(index).split(lengths)), batch_first=True, padding_value=-1
+            )
+            read = torch.tensor(lengths, device=pages.device)
+            self.session.check_reads(pages, read, pool=group.name, page_size=1)
+
+    def _update(
+        self,
+        original: Callable[..., Any],
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's write and read, with the checks of its slots around."""
+        if not self._layers.running:
+            if not self._warming_up:
+                why = "transformers ran a batch that it had not prepared before: please report it, with its version"
+                self.session.report_lost(UnguardedForwardError(type(self._model).__name__, self._names(), why))
+            return original(key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
+        group = self._of_layer[layer_idx]
+        layer, written = group.layers[layer_idx], kwargs["write_index"][group.index]
+        self._layers.verify(layer)
+        attended: tuple[torch.Tensor, torch.Tensor] = original(key_states, value_states, layer_idx, kwargs)
+        key, value = (states.squeeze(0).transpose(0, 1) for states in (key_states, value_states))
+        self._layers.record(layer, key, value, group.slots_of(written))
+        return attended
+
+    def _names(self) -> list[str]:
+        return [name for group in self._groups for name in group.layers.values()]
+
+
+def attention_names(model: Any) -> dict[int, str]:
+    """The path of the module that is each layer's attention, by the layer's number."""
+    found: dict[int, str] = {}
+    for path, module in model.named_modules():
+        number = getattr(module, "layer_idx", None)
+        if isinstance(number, int) and hasattr(module, "is_causal"):
+            found.setdefault(number, path)
+    return found
+
+
+def _turn_off_what_hides_slots(config: Any) -> None:
+    """Turn off the modes of continuous batching in which the canary could not see what is read and written."""
+    hiding = {
+        "CUDA graphs": any(config.cuda_graph_booleans),
+        "asynchronous batching": bool(config.use_async_batching),
+        "the decode fast path": bool(config.max_blocks_per_request),
+    }
+    off = [name for name, on in hiding.items() if on]
+    if off:
+        log.warning(
+            "kvcanary.huggingface %s turned off in guarded batches: the canary checks the slots of a batch from the "
+            "host, around each layer's cache update",
+            " and ".join(off),
+        )
+    config.use_cuda_graph, config.use_async_batching = (False, False), False
+    config.max_blocks_per_request, config.decode_compile_config = 0, None

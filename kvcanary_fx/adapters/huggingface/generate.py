@@ -1,0 +1,200 @@
+"""Hugging Face transformers: one call guards a model's ``generate`` and ``generate_batch``.
+
+::
+
+    from kvcanary_fx.adapters import huggingface
+
+    huggingface.protect(model)
+    model.generate(ids)  # the prefill, too
+    model.generate_batch(prompts)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...compile.backend import CanaryBackend
+from ...compile.protect import GuardedCall, take_compile_options
+from ...config import CanaryConfig, override
+from ...engine.session import EngineSession
+from ...passes import dynamo_calls
+from ..hooks import hook, unhook
+from .batching import GuardedManager
+from .caches import has_tensors, make_room, needed_length, setting, why_not_static
+from .versions import require_known_version
+
+log = logging.getLogger("kvcanary")
+
+#: Settings of ``install_canary`` that a session over a paged cache takes.
+_INSTALL = ("sweep_every", "health_every", "stats_every", "self_test")
+_WRAPPED = ("generate", "generate_batch", "init_continuous_batching", "compile")
+
+
+class Protection(GuardedCall):
+    """The guarded calls of one model: the compiled forward, and the managers of its batches.
+
+    Attributes:
+        batch_session: over the paged cache of the last ``generate_batch``, or manager; None before.
+        before_batch: called with transformers' processor when a batch is prepared, before it is checked: where faults
+            can be planted.
+    """
+
+    before_batch: Callable[[Any], None] | None = None
+
+    def __init__(self, model: nn.Module, config: CanaryConfig, options: dict[str, Any], install: dict[str, Any]):
+        super().__init__(model, CanaryBackend(config), options)
+        self._config, self._install = config, install
+        self._manager: GuardedManager | None = None
+        self._not_static: str | None = None  # why the generate that is running has no static cache
+
+    @property
+    def batch_session(self) -> EngineSession | None:
+        return self._manager.session if self._manager is not None else None
+
+    def wrap(self, model: Any) -> None:
+        wrappers = (self._generate, self._generate_batch, self._start, self._compile)
+        for name, wrapper in zip(_WRAPPED, wrappers, strict=True):
+            hook(model, name, wrapper)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if dynamo_calls.tracing_here() or "write_index" in kwargs:  # a batch over a paged cache: guarded at update
+            return self._module._call_impl(*args, **kwargs)
+        cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
+        if cache is not None and not self._ready(cache, args, kwargs):
+            return self._module._call_impl(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def _ready(self, cache: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> bool:
+        """Whether a forward over this cache can run compiled; gives a new cache its tensors first."""
+        if not getattr(cache, "is_compileable", True):
+            self.session.lose_coverage(
+                self._not_static
+                or f"{type(cache).__name__} is rebuilt in each step, so there is nothing that keeps its place to "
+                "guard: use cache_implementation='static'"
+            )
+            return False
+        layers = getattr(cache, "layers", None)
+        if layers is None:  # a pair of caches: the prefill, which runs the encoder too, makes their tensors
+            parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+            return all(has_tensors(layer) for part in parts if part is not None for layer in part.layers)
+        if not all(has_tensors(layer) for layer in layers):
+            self._make_tensors(cache, {"input_ids": args[0]} | inputs if args else inputs)
+        return True
+
+    def _make_tensors(self, cache: Any, inputs: dict[str, Any]) -> None:
+        """One token through the plain model.  Made inside a graph, tensors of a cache are its outputs, unguarded."""
+        given = {name: inputs.get(name) for name in ("input_ids", "inputs_embeds")}
+        first = {name: tokens[:, :1] for name, tokens in given.items() if tokens is not None}
+        name = "cache_params" if "cache_params" in inputs else "past_key_values"
+        with torch.no_grad():
+            self._module._call_impl(**first, **{name: cache}, use_cache=True)
+        cache.reset()
+
+    def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``generate`` over a cache that keeps its place, with every forward through the guarded call."""
+        model = self._module
+        cached = kwargs.get("use_cache", True) and setting(model, kwargs, "cache_implementation") is None
+        passed = next((kwargs[n] for n in ("past_key_values", "cache_params") if kwargs.get(n) is not None), None)
+        outer, self._not_static = self._not_static, why_not_static(model, kwargs)
+        if passed is not None:
+            tokens = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+            make_room(passed, model, needed_length(model, kwargs, tokens))
+        elif cached and self._not_static is None:
+            kwargs["cache_implementation"] = "static"
+        # otherwise transformers compiles the decode step itself, around our call
+        try:
+            return original(*args, **kwargs | {"disable_compile": True})
+        finally:
+            self._not_static = outer  # drafting by early exit calls generate within generate
+
+    def _start(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        manager = original(*args, **kwargs)
+        if self._manager is None or self._manager.of is not manager:
+            self._manager = GuardedManager(manager, self._config, self._install, self._about_to_run)
+        return manager
+
+    def _compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.say_that_it_stays()
+
+    def _about_to_run(self, processor: Any) -> None:
+        if self.before_batch is not None:
+            self.before_batch(processor)
+
+    def _generate_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        results = original(*args, **kwargs)
+        if self._manager is not None:
+            self._manager.raise_what_ended_it()
+        return results
+
+
+def protect(model: Any, **settings: Any) -> Any:
+    """Guard everything that ``generate`` and ``generate_batch`` of a Hugging Face model keep in a KV cache.
+
+    ``generate`` uses a static cache unless it is told otherwise, and each of its forwards, the prefill too, is
+    compiled with the canary.  ``generate_batch``, and the managers of ``init_continuous_batching``, get an engine's
+    session over the paged cache: its blocks, tables, indices, tokens and bytes are checked in every batch.
+
+    Args:
+        model: a ``PreTrainedModel``, guarded in place.  A deep copy of it is a plain model.
+        settings: those of :func:`kvcanary_fx.protect`, and ``sweep_every``, ``health_every``, ``stats_every`` and
+            ``self_test`` of :func:`kvcanary_fx.install_canary`.
+
+    Returns:
+        ``model``; untouched with ``mode="off"``.
+
+    Raises:
+        TypeError: ``model`` has no ``generate``.
+        UnknownSettingError, InvalidSettingError: a setting that does not exist, or a value it cannot have.
+        SelfTestError: an untested version of transformers, in which a planted fault was not found.
+    """
+    if not isinstance(model, nn.Module) or not hasattr(model, "generate"):
+        raise TypeError(
+            f"huggingface.protect takes a transformers model with generate, not {type(model).__name__}: "
+            "kvcanary_fx.protect guards any other module"
+        )
+    options = take_compile_options(settings)
+    install = {name: settings.pop(name) for name in _INSTALL if name in settings}
+    config = override(CanaryConfig.from_env(), settings, "huggingface.protect()")
+    if config.mode == "off":
+        return model
+    unprotect(model)
+    require_known_version()
+    return attach(model, config, options, install)
+
+
+def attach(model: Any, config: CanaryConfig, options: dict[str, Any], install: dict[str, Any]) -> Any:
+    """What :func:`protect` does once everything is settled."""
+    protection = Protection(model, config, options, install)
+    model._compiled_call_impl = protection
+    protection.wrap(model)
+    return model
+
+
+def unprotect(model: Any) -> Any:
+    """Make a model plain again; returns it."""
+    if isinstance(model._compiled_call_impl, Protection):
+        model._compiled_call_impl = None
+        for name in _WRAPPED:
+            unhook(model, name)
+    return model
+
+
+def batch_session(model: Any) -> EngineSession:
+    """The session over the paged cache of the model's last ``generate_batch`` or manager.
+
+    Raises:
+        TypeError: the model is not protected, or had no batch yet.
+    """
+    protection = model._compiled_call_impl
+    session = protection.batch_session if isinstance(protection, Protection) else None
+    if session is None:
+        raise TypeError(
+            f"{type(model).__name__} has no session over a paged cache: call huggingface.protect(model), then "
+            "generate_batch or a manager of init_continuous_batching makes one"
+        )
+    return session

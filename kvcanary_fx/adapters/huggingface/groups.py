@@ -1,0 +1,97 @@
+"""A group of layers of a PagedAttentionCache: its tensors as a pool, its block tables as a request table.
+
+transformers keeps one byte tensor for all layers.  An allocator per attention type divides it into blocks; a block has
+a page for each layer of the group, and a page the keys and then the values of ``tokens_per_page`` tokens.  Indices of
+reads and writes count rows of that tensor, of which a block has ``block_physical_stride``; layer views are shifted, so
+that one index serves all layers of a group.  Here a slot is ``block * tokens_per_page + offset``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ...engine.kv_pool import KVPool
+
+
+class Group:
+    """One allocator, as the canary sees it.
+
+    Args:
+        name: the attention type, ``full_attention`` or ``sliding_attention``; the pool's name.
+        allocator: transformers' CacheAllocator of the group.
+        requests: the most requests that a batch can have.
+        layer_name: from a layer's number to its name in reports.
+
+    Attributes:
+        index: the allocator's place among those of the cache.
+        table: int32 ``[requests, width]``, the blocks of each request of the running batch; slots, if the window of
+            a sliding group is not a whole number of pages.
+        window: tokens that attention sees, None for all.
+        layers: names of the layers, by their number in the model.
+    """
+
+    def __init__(self, name: str, allocator: Any, requests: int, layer_name: Callable[[int], str]):
+        self.name, self.allocator = name, allocator
+        self.index: int = allocator.index
+        self.page: int = allocator.tokens_per_page
+        self.stride: int = allocator.block_physical_stride
+        self.window: int | None = getattr(allocator, "sliding_window", None)
+        #: Slots of one entry of the table: a ring of 10 slots in pages of 4 repeats after 10, not 12.
+        self.entry = self.page if self.window is None or self.window % self.page == 0 else 1
+        self.layers = {number: layer_name(number) for number in allocator.layer_indices}
+        room = allocator.num_blocks * self.page if self.window is None else self.window
+        device = allocator.cache_tensor.device
+        self.table = torch.full((requests, room // self.entry), -1, dtype=torch.int32, device=device)
+        self.trash = range(2 * allocator.blocks_per_sector * self.page)
+
+    def pool(self) -> KVPool:
+        """The tensors of all layers, as views of the cache."""
+        tensor = self.allocator.cache_tensor
+        rows = tensor.view(-1, *tensor.shape[2:])  # K and V of a token lie apart, so they are rows of their own
+        blocks = rows.view(-1, self.stride, *rows.shape[1:])
+        pages = blocks.split(self.page, dim=1)
+        return KVPool(
+            layers=list(zip(pages[0::2], pages[1::2], strict=True)),
+            request_table=self.table,
+            name=self.name,
+            layer_names=list(self.layers.values()),
+            paged=True,
+            table_page_size=self.entry,
+            slots_from=self.field,
+            reserved=tuple(self.trash),
+            window=self.window,
+            ring=self.window is not None,
+        )
+
+    @property
+    def field(self) -> str:
+        """The batch's field with the slots planned for this group."""
+        return f"{self.name}_slots"
+
+    def slots_of(self, index: torch.Tensor) -> torch.Tensor:
+        """Slots of transformers' cache indices, int64; -1 for a row that is no layer's first page."""
+        block, offset = index.div(self.stride, rounding_mode="floor"), index % self.stride
+        return torch.where(offset < self.page, block * self.page + offset, -1)
+
+    def slots_in(self, blocks: Iterable[int]) -> torch.Tensor:
+        """All slots of blocks, int64 ``[blocks * page]`` on the host."""
+        first = torch.tensor(list(blocks), dtype=torch.int64).reshape(-1, 1) * self.page
+        return (first + torch.arange(self.page)).flatten()
+
+    def fill_table(self, request_ids: Sequence[str]) -> None:
+        """Copy the requests' block tables, one row each in this order."""
+        rows = [self._row(self.allocator.block_table.get(name, [])) for name in request_ids]
+        width = min(max(map(len, rows), default=0), self.table.shape[1])
+        filled = torch.full((len(rows), width), -1, dtype=torch.int32)
+        for i, row in enumerate(rows):
+            filled[i, : len(row)] = torch.tensor(row[:width], dtype=torch.int32)
+        self.table[: len(rows), :width] = filled.to(self.table.device)
+        self.table[: len(rows), width:] = -1
+
+    def _row(self, blocks: Sequence[int]) -> Sequence[int]:
+        if self.entry == self.page:
+            return blocks
+        return self.slots_in(blocks).tolist()[: self.window]

@@ -1,0 +1,142 @@
+"""Self-proof of the adapter: a tiny random model generates, clean and with faults planted between its steps.
+
+What is planted goes through the methods that the adapter wraps.  If transformers no longer calls them, or means
+something else by them, a fault stays unreported or a clean run does not stay silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ...compile.protect import session_of
+from ...config import CanaryConfig
+from ...proof import tiny
+from ...proof.doctor import Finding
+from ...reports.summary import muted
+
+#: Plants a fault in a cache, or in a processor of batches that has a batch prepared.
+Plant = Callable[[Any], None]
+
+_PROMPTS = [list(range(3, 14)), list(range(20, 29)), list(range(3, 12))]
+
+
+def examine() -> Iterator[Finding]:
+    """Each fault and what was reported; first a run of both ways to generate without any."""
+    with muted(), _quiet_transformers():
+        told = tuple(dict.fromkeys((*_tried(_generate, None), *_tried(_batch, None))))
+        yield Finding("silence", "nothing", not told, told)
+        yield _finding("content", "a flipped bit in what a prefill wrote", _tried(_generate, _flip))
+        for check, fault, plant in (
+            ("content", "a flipped bit in a paged cache", _flip_in_block),
+            ("owner", "a block freed while its request reads it", _free_early),
+            ("index", "a read index of another slot", _misread),
+        ):
+            yield _finding(check, fault, _tried(_batch, plant))
+
+
+def _finding(check: str, fault: str, told: tuple[str, ...]) -> Finding:
+    return Finding(check, fault, told[:1] == (check,), told)
+
+
+def _tried(run: Callable[[Plant | None], tuple[str, ...]], plant: Plant | None) -> tuple[str, ...]:
+    """What a run reports; in a version that nobody knows it may also end in any way."""
+    try:
+        with torch.device("cpu"):  # the tiny models are there, whatever the user's default is
+            return run(plant)
+    except Exception as e:
+        return (f"{type(e).__name__}: {e}",)
+
+
+def _generate(plant: Plant | None) -> tuple[str, ...]:
+    """What is reported of ``generate`` with a fault between the prefill and the first decode step."""
+    from transformers import StaticCache
+
+    model = _protected()
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    with torch.no_grad():
+        ids = torch.tensor([_PROMPTS[0]])
+        for step in range(3):
+            ids = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+            if step == 0 and plant is not None:
+                plant(cache)
+    return _checks(session_of(model))
+
+
+def _batch(plant: Plant | None) -> tuple[str, ...]:
+    """What is reported of ``generate_batch`` with a fault before its fourth batch; ``adapter`` if it fails."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    from . import batch_session
+
+    model = _protected()
+    steps = 0
+
+    def strike(processor: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 4 and plant is not None:
+            plant(processor)
+
+    model._compiled_call_impl.before_batch = strike
+    results = model.generate_batch(
+        _PROMPTS,
+        generation_config=GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(page_size=4, num_blocks=32, max_batch_tokens=16),
+    )
+    session = batch_session(model)
+    session.sweep.run()
+    if len(results) < len(_PROMPTS) or any(r.error for r in results.values()):
+        return ("adapter",)
+    return _checks(session)
+
+
+def _protected() -> Any:
+    from . import attach
+
+    return attach(tiny.build("llama"), CanaryConfig(mode="log", inner="eager"), {}, {})
+
+
+def _checks(session: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(v.check for v in session.violations()))
+
+
+def _flip(cache: Any) -> None:
+    cache.layers[1].values.data.view(torch.int32)[0, 0, 2, 3] ^= 1
+
+
+def _flip_in_block(processor: Any) -> None:
+    allocator = processor.cache.layer_to_allocator[1]
+    block = next(iter(allocator.block_table.values()))[0]
+    keys = allocator._kv_token_views[1][0]
+    keys[block * allocator.block_physical_stride].view(torch.int32)[0, 0] ^= 1
+
+
+def _free_early(processor: Any) -> None:
+    allocator = processor.cache.layer_to_allocator[1]
+    blocks = [table[0] for table in allocator.block_table.values() if len(table) > 1]
+    for _ in range(3):  # a shared block has several references
+        allocator.pool.free_blocks(allocator.index, blocks[:1])
+
+
+def _misread(processor: Any) -> None:
+    index = processor.inputs_and_outputs.read_index_storage[0]
+    index[2] = index[1]
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keep to ourselves what transformers logs about tiny models and small caches."""
+    names = ("transformers", "ContinuousBatchingLogger")
+    before = {name: logging.getLogger(name).level for name in names}
+    try:
+        for name in names:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)

@@ -1,0 +1,1 @@
+"""What torch.compile calls: the backend, the decorator, and whether guarded code runs."""

@@ -1,0 +1,245 @@
+"""The backend: ``torch.compile(model, backend=kvcanary_backend)``, or ``backend="kvcanary"`` by name."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..config import CanaryConfig, require_config, resolve
+from ..errors import AnalysisError, CaptureError
+from ..passes.functional_cache import REPLACED
+from ..passes.graph_plan import GraphPlan
+from ..passes.pipeline import passes, run_passes
+from ..runtime.session import CanarySession
+from . import coverage
+
+_SESSIONS: dict[tuple[object, ...], CanarySession] = {}
+_LOCK = threading.Lock()
+
+
+def session(config: CanaryConfig | None = None) -> CanarySession:
+    """The session shared by all models compiled with these settings.
+
+    Args:
+        config: None stands for the settings of the environment; if only one session exists, that one.
+    """
+    with _LOCK:
+        if config is None and len(_SESSIONS) == 1:
+            return next(iter(_SESSIONS.values()))
+        settings = CanaryConfig.from_env() if config is None else require_config(config, "session()")
+        return _SESSIONS.setdefault(settings.runtime_key(), CanarySession(settings))
+
+
+def sessions() -> list[CanarySession]:
+    """Every shared session so far."""
+    with _LOCK:
+        return list(_SESSIONS.values())
+
+
+def kvcanary_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """A torch.compile backend that guards every KV cache the graph writes, then compiles with Inductor.
+
+    Args:
+        mode: as torch.compile's, handed to the inner backend (``"reduce-overhead"``).
+        options: as torch.compile's, handed to the inner backend; keys that start with ``kvcanary.`` are
+            settings of :class:`CanaryConfig` (``{"kvcanary.mode": "log"}``).
+
+    Raises:
+        UnknownSettingError, InvalidSettingError: a setting that does not exist, or a value it cannot have.
+        LintError: ``kvcanary.lint="raise"`` and the compiled code copies a pool.
+    """
+    config, rest = resolve(None, options)
+    return compile_graph(gm, example_inputs, config, session(config), mode, rest)
+
+
+def _reset() -> None:
+    """Called by torch._dynamo.reset(), through the attribute that it looks for on a backend."""
+    for shared in sessions():
+        coverage.forget_watched(shared)
+
+
+def _session_for(options: Mapping[str, Any]) -> CanarySession:
+    """The session of the graphs that are compiled with these options."""
+    return session(resolve(None, options)[0])
+
+
+kvcanary_backend.reset = _reset  # type: ignore[attr-defined]
+kvcanary_backend.is_kvcanary = True  # type: ignore[attr-defined]  # no inner backend of itself
+kvcanary_backend.session_for = _session_for  # type: ignore[attr-defined]
+
+
+def register_name() -> None:
+    """Make ``backend="kvcanary"`` known where no installed package does so by its entry point, as in a checkout."""
+    coverage.listen()
+    if not importlib.metadata.entry_points(group="torch_dynamo_backends", name="kvcanary"):
+        with contextlib.suppress(AssertionError):  # it is registered: the package was imported anew
+            torch._dynamo.register_backend(kvcanary_backend, name="kvcanary")
+
+
+class CanaryBackend:
+    """A backend with settings and a session of its own.
+
+    Example::
+
+        backend = kvcanary_fx.CanaryBackend(CanaryConfig(mode="log"))
+        model = torch.compile(model, backend=backend)
+        print(backend.session.summary())
+    """
+
+    is_kvcanary = True  # no inner backend of another
+
+    def __init__(self, config: CanaryConfig | None = None, owner: CanarySession | None = None):
+        """
+        Args:
+            owner: the session to use, such as an engine's; None makes one.
+        """
+        self.config = CanaryConfig.from_env() if config is None else require_config(config, "CanaryBackend()")
+        self.session = owner or CanarySession(self.config)
+        coverage.listen()
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        config, rest = resolve(self.config, options)
+        return compile_graph(gm, example_inputs, config, self.session, mode, rest)
+
+    def reset(self) -> None:
+        """Called by torch._dynamo.reset()."""
+        coverage.forget_watched(self.session)
+
+    def session_for(self, options: Mapping[str, Any]) -> CanarySession:
+        """The session of the graphs that are compiled with these options."""
+        return self.session
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CanaryBackend:
+        return self  # Hugging Face's CompileConfig copies its backend; the session must stay the same
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: CanaryConfig,
+    owner: CanarySession,
+    mode: str | None,
+    options: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Rewrite a graph, compile it with the inner backend, and bracket its calls."""
+    if config.mode == "off":
+        return inner_compile(gm, example_inputs, config, mode, options)
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise CaptureError("this graph is not compiled yet")
+    side, recorded = config.placement == "side", owner.registry.slot_axes_of
+    declared = owner.registry.declared_axes
+    ordered = passes("chain" in config.checks, config.rewrite, owner.pools_in, side, recorded, declared)
+    try:
+        rewritten, plan = run_passes(gm, example_inputs, ordered, config.dump)
+    except Exception as e:
+        # Not every exception may reach Dynamo: it takes some for a graph break, and runs on unguarded.
+        owner.report_lost(AnalysisError(e), e)
+        return _unguarded(inner_compile(gm, example_inputs, config, mode, options), owner)
+    _announce(plan, owner)
+    if not plan.guarded:
+        owner.add_graph(plan)
+        return _unguarded(inner_compile(gm, example_inputs, config, mode, options), owner)
+    coverage.watch_recompile_limit(owner)
+    if not owner.calls_are_judged:
+        coverage.watch_calls(owner)
+    binding = owner.add_graph(plan)
+    inputs = [*example_inputs, *binding.states]
+    compiled = inner_compile(rewritten, inputs, config, mode, options, plan)
+
+    entered = owner.entered
+
+    def guarded(*args: Any) -> Any:
+        entered.guarded += 1
+        return owner.run(binding, compiled, args)
+
+    return guarded
+
+
+def _unguarded(compiled: Callable[..., Any], owner: CanarySession) -> Callable[..., Any]:
+    """A graph without a check, as it counts: it is compiled, so its function does not run eagerly."""
+    entered = owner.entered
+
+    def unguarded(*args: Any) -> Any:
+        entered.unguarded += 1
+        return compiled(*args)
+
+    return unguarded
+
+
+def inner_compile(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    config: CanaryConfig,
+    mode: str | None,
+    options: Mapping[str, Any],
+    plan: GraphPlan | None = None,
+) -> Callable[..., Any]:
+    """What the inner backend makes of a graph, with ``mode`` and ``options`` as torch.compile passes them."""
+    if config.inner == "inductor":
+        from .inductor import compile_with_inductor
+
+        return compile_with_inductor(gm, inputs, mode, options, plan, config.lint)
+    inner = torch._dynamo.lookup_backend(config.inner) if isinstance(config.inner, str) else config.inner
+    arguments = {k: v for k, v in (("mode", mode), ("options", dict(options))) if v}
+    if arguments and isinstance(config.inner, str) and config.inner in ("eager", "aot_eager"):
+        arguments = {}  # these take neither, and torch.compile's own wrapper is not here to say so
+    compiled: Callable[..., Any] = inner(gm, list(inputs), **arguments)
+    return compiled
+
+
+def _announce(plan: GraphPlan, owner: CanarySession) -> None:
+    """Say what cannot be guarded, and what to do about it: once for each cache, and once for no cache at all."""
+    replaced = [name for name, why in plan.unguarded if why == REPLACED]
+    if replaced:
+        owner.warn_once(
+            f"replaced {replaced}",
+            f"kvcanary.unguarded {plan.name}: {_some(replaced)}: replaced each step by a new tensor that is computed "
+            "as a whole, so it is not guarded. Write it in place (state.copy_(new)), and it is.",
+        )
+    if plan.functional:
+        owner.warn_once(
+            f"rebuilt {plan.functional}",
+            f"kvcanary.unguarded {plan.name}: the cache is rebuilt by cat each step ({_some(plan.functional)}), so "
+            "there is nothing to guard between steps. Use a cache that is written in place: Hugging Face's "
+            "StaticCache (generate(..., cache_implementation='static')), or a preallocated tensor and index_copy_.",
+        )
+    elif plan.born:
+        owner.warn_once(
+            f"born {plan.born}",
+            f"kvcanary.unguarded {plan.name}: the cache is created inside this graph ({_some(plan.born)}), so this "
+            "call is not guarded; later ones are, if the cache is passed in. Allocate it before the first call: "
+            "Hugging Face's cache.early_initialization(...).",
+        )
+    elif not plan.guarded and not replaced:
+        why = _some([f"{name}: {why}" for name, why in plan.unguarded], "; ") or "it writes none of its inputs"
+        owner.warn_once(
+            "no cache",  # a model with graph breaks has many such graphs, and the summary lists them
+            f"kvcanary.unguarded {plan.name}: no KV cache is written in this graph, nothing is guarded in it ({why}). "
+            "If the model has a cache, it is guarded where the graph writes it in place (index_copy_), or returns it "
+            "with some slots written (index_copy, or an op with an argument called a cache); `python -m kvcanary_fx "
+            "explain` shows what each graph writes.",
+        )
+
+
+def _some(names: Sequence[str], separator: str = ", ") -> str:
+    """The first few of many names."""
+    return separator.join(names[:4]) + (f"{separator}and {len(names) - 4} more" if len(names) > 4 else "")

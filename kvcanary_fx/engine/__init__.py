@@ -1,0 +1,1 @@
+"""A session that knows an engine's pools, requests and steps."""

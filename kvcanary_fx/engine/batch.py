@@ -1,0 +1,228 @@
+"""What a batch looks like to the canary, and the plan of a forward that comes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..config import eager_inputs_without_copy
+from ..errors import EngineError
+from ..kernels.side_stream import capturing
+from ..kernels.slots import checks as request_checks
+from ..kernels.slots.space import RequestPlan
+from .arguments import integer_tensor
+from .batch_arguments import require_batch
+from .kv_pool import KVPool
+from .plans import narrowed, register, sub_batch
+from .request_ids import RequestId, RequestIds
+from .step_inputs import StepInputs
+from .step_view import StepView
+
+
+@dataclasses.dataclass
+class Batch:
+    """One forward as an engine plans it; any object or mapping with these fields will do.
+
+    Attributes:
+        input_ids: integer ``[n]``, the tokens to add, request after request.
+        slots: integer ``[n]``, where they go.
+        request_rows: integer ``[bs]``, each request's row in the request table.
+        prefix_lens: integer ``[bs]``, tokens that are in the pool already.
+        extend_lens: integer ``[bs]``, tokens to add; None for one each.
+        positions: integer ``[n]`` or None.
+        request_ids: strings or ints, ``bs`` of them, or None; or what :meth:`EngineSession.owners` makes of them.
+        namespaces: integer ``[bs]`` or None; 0 is the default namespace.
+        history: integer ``[bs, length]`` or None, the requests' own token ids, for the token check.
+        history_lens: integer ``[bs]``, how many of them are valid.
+        in_flight: the prefix of some request has slots that another one writes in this very forward, as engines do
+            that list a page in their prefix cache before it is computed.  Each layer must write all of its tokens
+            before attention reads any.
+        parents: integer ``[n]`` or None: the added tokens of a request are a tree, and each follows the one with this
+            number among them, an earlier one, or the prefix, -1.  Their slots are in the request's row one after the
+            other; their position is the prefix's length plus their depth.
+        real_counts: int64 ``[2]`` on the device, how many requests and tokens of the batch are real, the first ones;
+            None: all.  For a loop of forwards that is captured once, and replayed for fewer requests.
+
+    A pool may take slots of its own from a further field (``KVPool.slots_from``), or a whole batch of its own
+    (``KVPool.batch``).
+    """
+
+    input_ids: Any
+    slots: Any
+    request_rows: Any
+    prefix_lens: Any
+    extend_lens: Any = None
+    positions: Any = None
+    request_ids: Sequence[RequestId] | torch.Tensor | None = None
+    namespaces: Any = None
+    history: Any = None
+    history_lens: Any = None
+    parents: Any = None
+    real_counts: torch.Tensor | None = None
+    in_flight: bool = False
+
+
+def step_inputs(
+    pools: Sequence[KVPool], max_requests: int | None, max_tokens: int | None, ids: RequestIds
+) -> StepInputs:
+    """The registry of what the checks need of a batch."""
+    inputs = StepInputs(
+        pools[0].device,
+        max_requests=max_requests,
+        max_tokens=max_tokens,
+        no_copy=eager_inputs_without_copy(),
+    )
+    for name in ("request_rows", "prefix_lens", "extend_lens", "namespaces", "history_lens"):
+        inputs.register(name, "batch", torch.int64)
+    for name in dict.fromkeys(["input_ids", "positions", "parents", *(p.slots_from for p in pools)]):
+        inputs.register(name, "tokens", torch.int64)
+
+    def owners(batch: Any, filled: StepInputs) -> torch.Tensor:
+        given = batch.get("request_ids") if isinstance(batch, Mapping) else getattr(batch, "request_ids", None)
+        if isinstance(given, torch.Tensor):
+            return given
+        hashes = ids.hashes(given) if given is not None else [0] * filled.num_requests
+        return torch.tensor(hashes, dtype=torch.int64, device="cpu")
+
+    inputs.register("owners", "batch", torch.int64, compute=owners)
+    # memory that the checks of a forward fill, at addresses that captured graphs can keep
+    inputs.register_memory("request_ends", "batch", torch.int64)
+    for place, pool in enumerate(pools):
+        inputs.register_memory(_real_slots(place), "tokens", torch.int64, pad=-1)
+        register(pool, place, inputs)
+    return inputs
+
+
+def _real_slots(place: int) -> str:
+    """Where the step inputs keep the real slots of the pool that was given in this place."""
+    return f"real_slots_{place}"
+
+
+def plan_of(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> RequestPlan:
+    """The plan of the forward for the pool that was given in this place, out of the step inputs."""
+    missing = [n for n in ("input_ids", "request_rows", "prefix_lens") if getattr(view, n) is None]
+    if missing:
+        raise EngineError(f"the batch has no {', '.join(missing)}: pool {pool.name!r} needs them (see Batch)")
+    slots = getattr(view, pool.slots_from)
+    if slots is None:
+        raise EngineError(f"the batch has no {pool.slots_from!r}, where pool {pool.name!r} takes its slots from")
+    extend = view.extend_lens if view.extend_lens is not None else torch.ones_like(view.prefix_lens)
+    if pool.slot_map is not None and pool.slots_from == "slots":
+        slots = request_checks.mapped(slots, pool.slot_map)
+    plan = RequestPlan(
+        counts=inputs.counts,
+        rows=view.request_rows,
+        prefix_lens=view.prefix_lens,
+        extend_lens=extend,
+        tokens=view.input_ids,
+        slots=slots,
+        positions=view.positions,
+        owners=view.owners,
+        namespaces=view.namespaces,
+        table=pool.request_table,
+        columns=pool.request_table.shape[1] * pool.table_page_size,
+        page_size=pool.table_page_size,
+        slot_map=pool.slot_map,
+        history=_history(view),
+        history_lens=view.history_lens,
+        parents=view.parents,
+        ends=view.request_ends,
+        real_slots=getattr(view, _real_slots(place)),
+        ring=pool.ring,
+        padding_row=pool.padding_row,
+        in_flight=bool(getattr(view, "in_flight", False)),
+    )
+    return narrowed(pool, place, plan, view)
+
+
+class Inputs:
+    """The step inputs of all pools: those of the engine's batch, and those of batches that pools have of their own.
+
+    Attributes:
+        main: of the engine's batch.
+        own: of the others, by the batch's field that they come from.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[KVPool],
+        max_requests: int | None,
+        max_tokens: int | None,
+        ids: RequestIds,
+    ):
+        self._groups: dict[str | None, list[KVPool]] = {None: [p for p in pools if p.batch is None]}
+        for pool in pools:
+            if pool.batch is not None:
+                self._groups.setdefault(pool.batch, []).append(pool)
+        made = {
+            field: step_inputs(group or pools[:1], max_requests, max_tokens, ids)
+            for field, group in self._groups.items()
+        }
+        self.main = made.pop(None)
+        self.own: dict[str, StepInputs] = {field: inputs for field, inputs in made.items() if field is not None}
+
+    def fill(self, batch: Any, step: int) -> dict[str | None, StepView]:
+        """Take in a batch; the views of it, by the field that they come from.
+
+        Raises:
+            StepInputError: a batch that does not fit.
+            EngineError: no field for a pool that takes its batch from there.
+        """
+        require_batch(batch, [pool.slots_from for pool in self._groups[None]])
+        self.main.step = step
+        self.main.fill_from(batch)
+        views: dict[str | None, StepView] = {None: self.main.view()}
+        for field, inputs in self.own.items():
+            given = sub_batch(self._groups[field][0], batch)
+            if given is not None:
+                require_batch(given, [pool.slots_from for pool in self._groups[field]])
+                inputs.step = step
+                inputs.fill_from(given)
+                views[field] = inputs.view()
+        return views
+
+    def plans(self, views: Mapping[str | None, StepView]) -> dict[str, RequestPlan]:
+        """What each pool is to be read and written at, by its name; nothing of pools without a batch."""
+        return {
+            pool.name: _there(pool, plan_of(pool, place, views[field], self.main if field is None else self.own[field]))
+            for field, group in self._groups.items()
+            if field in views
+            for place, pool in enumerate(group)
+        }
+
+
+def _there(pool: KVPool, plan: RequestPlan) -> RequestPlan:
+    """The plan on the pool's device; the step inputs are on that of the first pool.
+
+    Raises:
+        EngineError: while a CUDA graph is captured, whose replays would see none of the copies.
+    """
+    if pool.device == plan.counts.device:
+        return plan
+    moved = plan.to(pool.device)
+    if moved is not plan and capturing():
+        raise EngineError(
+            f"pool {pool.name!r} is on {pool.device} and the step inputs are not: a CUDA graph cannot be captured over "
+            "both. Give each device a session of its own, install_canary(...) for its pools"
+        )
+    return moved
+
+
+def _history(view: StepView) -> torch.Tensor | None:
+    """The requests' own token ids, ``[bs, length]``: the batch's tensor as it is, since its length varies."""
+    history = getattr(view, "history", None)
+    if history is None or view.history_lens is None or not view.num_requests:
+        return None
+    try:
+        given = torch.as_tensor(history, device=view.history_lens.device)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise EngineError(
+            f"history must be [bs, length], rows padded to one length, history_lens valid ones ({e})"
+        ) from e
+    integer_tensor(given, "the tokens of history")
+    if given.dim() != 2 or given.shape[0] != view.history_lens.shape[0]:
+        raise EngineError(f"history is {list(given.shape)}; it must be [bs, length] for {view.num_requests} requests")
+    return given

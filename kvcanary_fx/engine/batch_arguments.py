@@ -1,0 +1,103 @@
+"""What the fields of a :class:`~.batch.Batch` may be: types, shapes, dtypes, and values where the host has them.
+
+Values on a GPU are not looked at: that would wait for the device in each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import StepInputError
+from .arguments import integer_tensor
+from .request_ids import require_ids
+
+#: Fields with one integer for each token, or for each request.
+_LISTED = (
+    "input_ids",
+    "positions",
+    "parents",
+    "request_rows",
+    "prefix_lens",
+    "extend_lens",
+    "namespaces",
+    "history_lens",
+)
+
+
+def require_batch(batch: Any, slots_from: Sequence[str]) -> None:
+    """
+    Args:
+        slots_from: the fields that pools take their slots from.
+
+    Raises:
+        StepInputError, EngineError: naming the field.
+    """
+    for name in (*_LISTED, *slots_from):
+        _require_listed(name, field_of(batch, name))
+    _require_lengths(batch)
+    given = field_of(batch, "request_ids")
+    if isinstance(given, torch.Tensor):
+        _require_listed("request_ids", given)
+    elif given is not None:
+        require_ids(given)
+    _require_counts(field_of(batch, "real_counts"))
+    in_flight = field_of(batch, "in_flight")
+    if in_flight is not None and not isinstance(in_flight, bool):
+        raise StepInputError(f"in_flight is {in_flight!r}", "Give True or False, known to the host")
+
+
+def field_of(batch: Any, name: str) -> Any:
+    """A field of a batch, which may be any object or mapping; None where it has none."""
+    return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
+
+
+def _require_listed(name: str, value: Any) -> None:
+    """Refuse what would be converted to other numbers, or taken along another axis."""
+    nested = False
+    if isinstance(value, torch.Tensor):
+        integer_tensor(value, f"the batch's {name}")
+        nested = value.dim() > 1
+    elif isinstance(value, Sequence) and len(value):  # the numbers are looked at when they are copied
+        if isinstance(value[0], bool):
+            raise StepInputError(f"the batch's {name} is a list of bool", "Give whole numbers")
+        nested = isinstance(value[0], Sequence)
+    if nested:
+        remedy = "Give one for each request, or for each token"
+        if name == "positions":
+            remedy = "Give one for each token; where a token has several (M-RoPE), leave positions out"
+        raise StepInputError(f"the batch's {name} has more than one dimension", remedy)
+
+
+def _require_lengths(batch: Any) -> None:
+    """Where the host has them: no length is below 0, and there are tokens enough."""
+    for name in ("prefix_lens", "extend_lens"):
+        values = _on_host(field_of(batch, name))
+        if values is not None and min(values, default=0) < 0:
+            raise StepInputError(f"the batch's {name} is {min(values)} for a request", "Give 0 or more for each")
+    added, tokens = _on_host(field_of(batch, "extend_lens")), field_of(batch, "input_ids")
+    if added is not None and tokens is not None and hasattr(tokens, "__len__") and sum(added) > len(tokens):
+        raise StepInputError(
+            f"the batch's extend_lens add up to {sum(added)} tokens, and it has {len(tokens)} input_ids",
+            "Give the ids of all tokens that the forward adds, request after request",
+        )
+
+
+def _on_host(values: Any) -> list[int] | None:
+    if isinstance(values, torch.Tensor):
+        return values.tolist() if values.device.type == "cpu" and values.dim() == 1 else None
+    if isinstance(values, Sequence) and all(isinstance(value, int) for value in values):
+        return list(values)
+    return None
+
+
+def _require_counts(real: Any) -> None:
+    if real is None:
+        return
+    if not isinstance(real, torch.Tensor) or real.dtype != torch.int64 or tuple(real.shape) != (2,):
+        what = f"{real.dtype} {list(real.shape)}" if isinstance(real, torch.Tensor) else repr(real)
+        raise StepInputError(
+            f"real_counts is {what}", "Give an int64 [2] on the device: how many requests and tokens are real"
+        )

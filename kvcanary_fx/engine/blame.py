@@ -1,0 +1,98 @@
+"""The record of a violation about a slot's bytes in an engine's pool: whose slot it is, and what is in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from ..kernels.buffers import UNKNOWN, Check, Ring
+from ..kernels.slots import tokens
+from ..kernels.slots.space import RequestPlan, SlotSpace, Why
+from ..reports.violation import HalfInfo, Violation, decode
+from .request_ids import RequestIds
+
+
+def in_tokens(violation: Violation, tokens_per_slot: int) -> Violation:
+    """The record with the position of the token that completes its slot, where a slot stands for several."""
+    if tokens_per_slot == 1 or violation.position is None:
+        return violation
+    return dataclasses.replace(violation, position=(violation.position + 1) * tokens_per_slot - 1)
+
+
+def decode_place(row: Sequence[int], info: HalfInfo, ids: RequestIds) -> Violation:
+    """The record of a ring row about a slot of a pool in all of its layers."""
+    token = row[Ring.DETAIL]
+    told = decode(row, info, token if token >= 0 else None, request=ids.name(row[Ring.REQUEST]))
+    if told.check != "owner" and told.why != Why.READ_WHILE_WRITTEN.name:
+        return told
+    return dataclasses.replace(told, owners=(ids.name(told.stored), ids.name(told.found)))
+
+
+def decode_content(
+    row: Sequence[int],
+    info: HalfInfo,
+    space: SlotSpace,
+    imported: torch.Tensor | None,
+    plan: RequestPlan | None,
+    ids: RequestIds,
+    last: RequestPlan | None,
+) -> Violation:
+    """The record of a ring row that a layer's op wrote.
+
+    Args:
+        imported: bool ``[slots + 1]``, the slots whose bytes came from elsewhere; None if there never was one.
+        plan: of the forward that is running, which says more than the shadow about a slot that it writes; None
+            outside one.
+        last: of the forward that ran last, for pools that no allocator names an owner in: one of its requests read
+            the slot.
+    """
+    slot, request = row[Ring.SLOT], ids.name(row[Ring.REQUEST])
+    if not 0 <= slot < space.slots:
+        return decode(row, info, request=request)
+    token, position, owner = (int(column[slot]) for column in (space.tokens, space.positions, space.owners))
+    if row[Ring.CHECK] & Check.CONTENT and row[Ring.POSITION] != UNKNOWN:  # as it was when the check failed
+        if (row[Ring.POSITION], row[Ring.REQUEST]) != (position, owner):
+            token = UNKNOWN  # that of whoever has come since
+        position, owner = row[Ring.POSITION], row[Ring.REQUEST]
+    else:
+        token, position, owner = _planned(plan, slot) or (token, position, owner)
+    if not owner and not space.owner_known:
+        owner = _reader(plan or last, slot)
+    told = decode(
+        row,
+        info,
+        token if token >= 0 else None,
+        position if position >= 0 else None,
+        request if request is not None else ids.name(owner),
+    )
+    if told.check != "content":
+        return told
+    return dataclasses.replace(told, text="transfer" if imported is not None and imported[slot] else "engine content")
+
+
+def _reader(plan: RequestPlan | None, slot: int) -> int:
+    """The owner's hash of the first request that has the slot in its row of the table, 0 if none has."""
+    if plan is None or plan.slot_map is not None or not plan.table.numel():
+        return 0
+    pages = plan.table[plan.rows.to(torch.int64).clamp(0, plan.table.shape[0] - 1)]
+    start = torch.arange(pages.shape[1], device=pages.device) * plan.page_size
+    used = start < (plan.prefix_lens + plan.extend_lens).unsqueeze(1)
+    hits = ((pages == slot // plan.page_size) & (used | plan.ring)).nonzero()
+    return int(plan.owners[hits[0, 0]]) if len(hits) else 0
+
+
+def _planned(plan: RequestPlan | None, slot: int) -> tuple[int, int, int] | None:
+    """``(token, position, owner)`` that a forward plans for a slot, if it writes it."""
+    if plan is None:
+        return None
+    hits = (plan.slots == slot).nonzero()
+    if not len(hits):
+        return None
+    i = int(hits[0])
+    request, place, real = tokens.token_requests(plan)
+    if not bool(real[i]):
+        return None
+    position = int(tokens.planned_positions(plan, request, place)[i])
+    return int(plan.tokens[i]), position, int(plan.owners[request[i]])

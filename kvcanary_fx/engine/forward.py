@@ -1,0 +1,202 @@
+"""The forward that is running in a session, the checks that no graph makes for it, and what comes every so often."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..config import CanaryConfig
+from ..errors import EngineError, SessionStateError
+from ..kernels.buffers import HALF_FORWARD, HALF_STEP, Phase, Word
+from ..kernels.ops import kernels_for, request_kernels_for
+from ..kernels.side_stream import SideStream, capturing
+from ..kernels.slots import checks as request_checks
+from ..kernels.slots.space import RequestPlan
+from ..runtime.binding import Controls
+from .arguments import integer_tensor, require_whole
+
+if TYPE_CHECKING:
+    from .guarded_pool import EnginePool
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What a session does every so many steps; 0 is never."""
+
+    sweep: int = 0
+    health: int = 64
+    stats: int = 0
+    windows: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            argument = {"windows": "window_report_every"}.get(field.name, f"{field.name}_every")
+            require_whole(argument, getattr(self, field.name), 0, "steps, 0 for never")
+
+
+@dataclasses.dataclass
+class Forward:
+    """The forward that is running.
+
+    Attributes:
+        index: as the engine counts the forwards of a step.
+        plans: what each pool is to be read and written at, by the number of its slot space.
+        remembered: who is in the slots that it writes is known already.
+    """
+
+    index: int
+    plans: dict[int, RequestPlan]
+    remembered: bool = False
+
+    def __post_init__(self) -> None:
+        require_whole("the index of forward()", self.index, 0, "forwards of the step")
+
+    def require(self, index: int) -> None:
+        """Refuse to be entered as another forward.
+
+        Raises:
+            SessionStateError: ``index`` is not the running one's.
+        """
+        if index != self.index:
+            raise SessionStateError(
+                f"forward({index}) inside forward({self.index}): leave one before entering the next; a draft model "
+                "with pools of its own has a session of its own"
+            )
+
+
+class Clock:
+    """Tells the devices which step and which forward runs: what they report carries both, also long after in a drain.
+
+    Both are halves of one word, since forwards are captured and steps are not.
+    """
+
+    def __init__(self, controls: Controls):
+        self._controls, self._last, self._captured = controls, -1, False
+
+    def begin_step(self, number: int) -> None:
+        """A step of the engine begins.  Not told to a graph that is being captured: its replays are other steps."""
+        if not capturing():
+            self._fill(HALF_STEP, number)
+
+    def begin_forward(self, index: int) -> None:
+        """A forward begins.  Launches only what changes; a captured forward tells its own index at each replay."""
+        self._captured = self._captured or capturing()
+        if index == self._last and not self._captured:
+            return
+        self._last = index
+        self._fill(HALF_FORWARD, index)
+
+    def _fill(self, half: int, value: int) -> None:
+        for control in self._controls.by_device.values():
+            control.words.view(torch.int32)[2 * Word.FORWARD + half].fill_(value)
+
+
+@contextlib.contextmanager
+def beside_capture(sides: Collection[SideStream]) -> Iterator[bool]:
+    """In a forward that is being captured whole, leave work to the side streams: its graphs wait for it.
+
+    A graph that is replayed in a forward was captured without it, and starts when the model's stream comes to it.
+
+    Yields:
+        whether the work goes beside the model.
+    """
+    beside = bool(sides) and capturing()
+    with contextlib.ExitStack() as stack:
+        for side in sides if beside else ():
+            stack.enter_context(side.fork())
+        yield beside
+
+
+def check_before(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPlan]) -> None:
+    """What a forward is about to read and write in each pool, by the number of its slot space."""
+    for number, plan in plans.items():
+        pool = pools[number]
+        kernels = request_kernels_for(pool.space.block.device)
+        if plan.in_flight:
+            _name_ahead(pool, plan)
+        kernels.walk(pool.space, plan.reads or plan)
+        kernels.check_writes(pool.space, plan)
+        pool.scales.check()
+        if pool.declared.written_once:
+            _check_bytes(pool, plan.in_flight)
+
+
+def remember(pools: Mapping[int, EnginePool], running: Forward) -> None:
+    """Who is in the slots that a forward wrote.
+
+    After the model, or beside a captured one once :func:`check_before` has looked: from then on only reports ask who is
+    where, and a replay cannot stop half way.  Behind the model the two launches were 11 us of a decode step (H200).
+    """
+    if running.remembered:
+        return
+    running.remembered = True
+    for number, plan in running.plans.items():
+        if plan.in_flight:  # named ahead
+            continue
+        space = pools[number].space
+        request_kernels_for(space.block.device).store(space, plan)
+
+
+def check_after(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPlan], config: CanaryConfig) -> None:
+    """The bytes of what a forward read, once more: something may have written to them while it ran.
+
+    What was told before the forward is not told again, since the digest found stands for the one stored.
+    """
+    for number in plans:
+        pool = pools[number]
+        if config.verifies_after(pool.declared.device):
+            pool.verify_bytes(pool.space.listed, pool.space.listed_count, None, Phase.POST)
+
+
+def check_reads(
+    pool: EnginePool, running: Forward, pages: torch.Tensor, lengths: torch.Tensor, page_size: int | None
+) -> None:
+    """Compare the page table that an attention kernel gets with the request table of a pool.
+
+    Raises:
+        EngineError: fewer rows than the forward has requests, or a pool of rings or states.
+    """
+    declared = pool.declared
+    if declared.ring or declared.state:
+        raise EngineError(f"pool {pool.name!r} has rings or states: a kernel's page table says nothing about them")
+    plan = running.plans.get(pool.space.space_id)
+    if plan is None:
+        return
+    integer_tensor(pages, "the pages of check_reads")
+    integer_tensor(lengths, "the lengths of check_reads")
+    if (
+        lengths.dim() != 1
+        or pages.dim() != 2
+        or pages.shape[0] < plan.rows.shape[0]
+        or lengths.shape[0] < plan.rows.shape[0]
+    ):
+        raise EngineError(
+            f"check_reads got pages {list(pages.shape)} and lengths {list(lengths.shape)} for a forward of "
+            f"{plan.rows.shape[0]} requests: pages are [bs, columns], lengths [bs]"
+        )
+    size = declared.table_page_size if page_size is None else page_size
+    require_whole("the page_size of check_reads", size, 1, "slots")
+    request_kernels_for(pool.space.block.device).check_reads(pool.space, plan, pages, lengths, size)
+
+
+def _name_ahead(pool: EnginePool, plan: RequestPlan) -> None:
+    """Let the walk find who will be in the slots that this forward writes; their bytes are not known yet.
+
+    Plain torch on all devices: the kernels that store count on a walk before them.
+    """
+    slots = plan.slots.to(torch.int64)
+    pool.forget_content(slots[(slots >= 0) & (slots < pool.space.slots)])
+    request_checks.store(pool.space, plan)
+
+
+def _check_bytes(pool: EnginePool, in_flight: bool) -> None:
+    """The bytes of the slots that the walk found: the graphs that read them may never write them, and then have
+    nothing to guard."""
+    device = pool.space.block.device
+    for half in (half for layer in pool.layer_halves(pool.outside_gate).values() for half in layer):
+        if not half.reader:
+            kernels_for(device).verify(half.site, half.view, None, in_flight=in_flight)

@@ -1,0 +1,1 @@
+"""What looks at the pools of a session between steps."""

@@ -1,0 +1,122 @@
+"""Which of the inputs that checks need an engine has given so far, and what is lost without the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...reports import summary
+
+if TYPE_CHECKING:
+    from ..session import EngineSession
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """What a check needs of an engine.
+
+    Attributes:
+        given: the batch's fields, or the call, without which it loses something.
+        whole: without them the check does not run at all; else only the part that ``lost`` names.
+        lost: what is not found.
+    """
+
+    check: str
+    given: tuple[str, ...]
+    whole: bool
+    lost: str
+
+
+#: docs/checks.md has the same as a table.
+NEEDS = (
+    Need(
+        "token", ("history", "history_lens"), True, "tokens are not compared with the requests' own; rejected ones are"
+    ),
+    Need("namespace", ("namespaces",), True, "all requests count as of one namespace"),
+    Need("chain", ("positions",), False, "the positions that the model gets are not compared with the prefix's length"),
+    Need("owner", ("request_ids",), False, "a slot of another request is not told from one of one's own"),
+    Need("index", ("session.check_reads",), False, "the page table of the attention kernel is not compared"),
+    Need("digest", ("session.compare_digests",), True, "no digests of ranks or transfers are compared"),
+)
+
+_FIELDS = tuple(name for need in NEEDS for name in need.given if "." not in name)
+
+
+class GivenInputs:
+    """Counts the batches that had each input, and the calls that bring the others."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from here on."""
+        self._batches, self._had = 0, Counter[str]()
+        self._half_a_history = False
+
+    def note(self, batch: Any) -> None:
+        """A batch was given; one without requests needs nothing."""
+        had = [name for name in _FIELDS if _field(batch, name) is not None]
+        if not _size(_field(batch, "request_rows")):
+            return
+        self._batches += 1
+        self._had.update(had)
+        if ("history" in had) != ("history_lens" in had) and not self._half_a_history:
+            self._half_a_history = True
+            missing = "history_lens" if "history" in had else "history"
+            summary.log.warning(
+                "kvcanary.unguarded the token check is off: the batch has no %s. It needs history, the requests' own "
+                "token ids [bs, length], and history_lens, how many of them are valid [bs]",
+                missing,
+            )
+
+    def called(self, what: str) -> None:
+        """A call brought what only it can bring."""
+        self._had[f"session.{what}"] += 1
+
+    def missing(self, need: Need) -> str | None:
+        """Which inputs of a check were not given so far, in words; None if all were, each time."""
+        calls = [name for name in need.given if "." in name]
+        if calls:
+            return None if self._had[calls[0]] else f"{calls[0]} was not called"
+        if not self._batches:
+            return f"no batch with {' and '.join(need.given)} so far"
+        never = [name for name in need.given if not self._had[name]]
+        if never:
+            return f"no batch had {' or '.join(never)}, of {self._batches}"
+        least = min(need.given, key=lambda name: self._had[name])
+        without = self._batches - self._had[least]
+        return f"{without} of {self._batches} batches had no {least}" if without else None
+
+    def off(self, need: Need) -> bool:
+        """Whether a check has never run for want of inputs."""
+        return need.whole and any(not self._had[name] for name in need.given)
+
+
+def without_inputs(session: EngineSession) -> dict[str, str]:
+    """The checks that cannot run in a session, each with what they lack."""
+    lacking = {}
+    if not any(p.declared.allocations for p in session.pools.values()):
+        lacking["owner"] = "no pool reports allocate and release (KVPool(allocations=False))"
+    if not session.sweep.every:
+        lacking["sweep"] = "no schedule (install_canary(sweep_every=N)); session.sweep.run() runs one"
+    for need in NEEDS:
+        if session.given.off(need):
+            lacking[need.check] = f"{session.given.missing(need)}: {need.lost}"
+    return lacking
+
+
+def in_part(session: EngineSession) -> dict[str, str]:
+    """The checks of a session that run without some of their inputs, each with what is lost."""
+    off = without_inputs(session)
+    missing = {need: session.given.missing(need) for need in NEEDS if need.check not in off}
+    return {need.check: f"{why}: {need.lost}" for need, why in missing.items() if why is not None}
+
+
+def _field(batch: Any, name: str) -> Any:
+    return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
+
+
+def _size(given: Any) -> int:
+    return len(given) if hasattr(given, "__len__") else 1

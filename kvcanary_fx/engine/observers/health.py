@@ -1,0 +1,72 @@
+"""Proof that the checks of an engine's session run: each layer's writes must leave fingerprints behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...errors import UnrecordedLayersError
+from ...kernels.buffers import Check
+from ...kernels.slots.space import Flag, RequestPlan
+from ...kernels.slots.tokens import token_requests
+from ...reports import summary
+
+if TYPE_CHECKING:
+    from ..session import EngineSession
+
+
+class Health:
+    """Looks, every so many steps, whether the last forward's slots have a fingerprint in every layer.
+
+    A layer without one runs unguarded: its graph was compiled without the canary, by another backend, or from a
+    cached artifact.
+    """
+
+    def __init__(self, session: EngineSession):
+        self._session = session
+        self._last: Mapping[int, RequestPlan] = {}
+
+    def note(self, plans: Mapping[int, RequestPlan]) -> None:
+        """A forward ended that was to write what ``plans`` say."""
+        self._last = plans
+
+    def last_plan(self, number: int) -> RequestPlan | None:
+        """What the last forward read and wrote in a pool, by the number of its slot space."""
+        return self._last.get(number)
+
+    def after_step(self) -> None:
+        """Run if the schedule says so; also writes the line with the counts.
+
+        Raises:
+            UnrecordedLayersError: mode ``raise``, and a layer's writes are not recorded.
+        """
+        steps, schedule = self._session.steps, self._session.schedule
+        if schedule.health and steps % schedule.health == 0:
+            self.check()
+        if schedule.stats and steps % schedule.stats == 0:
+            summary.log.info("kvcanary.stats %s", self._session.stats().line())
+
+    def check(self) -> None:
+        """Look now.  Waits for the device.
+
+        Raises:
+            UnrecordedLayersError: mode ``raise``, and a layer's writes are not recorded.
+        """
+        missing = [name for number, plan in self._last.items() for name in self._unrecorded(number, plan)]
+        if missing:
+            self._session.report_lost(UnrecordedLayersError(missing))
+
+    def _unrecorded(self, number: int, plan: RequestPlan) -> list[str]:
+        """The halves of a pool that have no fingerprint of the slots just written."""
+        pool = next(p for p in self._session.pools.values() if p.space.space_id == number)
+        if not pool.checks & Check.CONTENT or not plan.slots.numel():
+            return []
+        slots = plan.slots[token_requests(plan)[2]].to(torch.int64)
+        slots = slots[(slots >= 0) & (slots < pool.space.slots)]
+        slots = slots[(pool.space.flags[slots] & int(Flag.RESERVED)) == 0]
+        if not slots.numel():
+            return []
+        recorded = (pool.digests[:, 0, slots] != 0).all(1).tolist()
+        return [f"{h.info.layer} {h.info.half}" for h, ok in zip(pool.halves, recorded, strict=True) if not ok]

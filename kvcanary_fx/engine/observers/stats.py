@@ -1,0 +1,65 @@
+"""Counts of an engine's session."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from ...kernels.buffers import Count
+from ...kernels.slots.space import REFERENCE, Flag, SpaceCount
+from ...runtime.session import Stats
+
+if TYPE_CHECKING:
+    from ..session import EngineSession
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats(Stats):
+    """Counts of an engine's session since it was ready, over all pools.
+
+    Attributes:
+        engine_steps: steps that ended well.
+        forwards: forwards of all pools.
+        slots: slots that hold a token now.
+        slots_checked: slots whose identity was compared.
+        sweeps: sweeps so far; ``swept`` the fingerprints they compared.
+        by_check: violations by the name of the check.
+    """
+
+    engine_steps: int = 0
+    forwards: int = 0
+    slots: int = 0
+    slots_checked: int = 0
+    sweeps: int = 0
+    swept: int = 0
+    by_check: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def line(self) -> str:
+        """The counts as one stable line of ``key=value`` pairs."""
+        flat = {k: v for k, v in dataclasses.asdict(self).items() if k != "by_check"}
+        flat.update({f"violations_{check}": n for check, n in sorted(self.by_check.items())})
+        return " ".join(f"{k}={v}" for k, v in flat.items())
+
+
+def engine_stats(session: EngineSession, base: Stats) -> EngineStats:
+    """The counts of a session; waits for the devices."""
+    spaces = [pool.space for pool in session.pools.values()]
+    held = [((s.flags[:-1] & int(Flag.WRITTEN)) != 0) & (s.flags[:-1] >= REFERENCE) for s in spaces]
+    counts = [s.counters.tolist() for s in spaces]
+    opaque = [c.tolist() for pool in session.pools.values() for c in pool.counters]
+    base = dataclasses.replace(
+        base,
+        checked=base.checked + sum(c[Count.CHECKED] for c in opaque),
+        recorded=base.recorded + sum(c[Count.RECORDED] for c in opaque),
+        adopted=base.adopted + sum(pool.adopted for pool in session.pools.values()),
+    )
+    return EngineStats(
+        **dataclasses.asdict(base),
+        engine_steps=session.steps,
+        forwards=sum(c[SpaceCount.FORWARDS] for c in counts),
+        slots=sum(int(h.sum()) for h in held),
+        slots_checked=sum(c[SpaceCount.CHECKED] for c in counts),
+        sweeps=session.sweep.runs,
+        swept=session.sweep.checked,
+        by_check=dict(session.found.by_check),
+    )

@@ -1,0 +1,62 @@
+"""Request ids: any string or int, 64 bits on the device, the original kept on the host for reports."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import EngineError
+
+RequestId = str | int
+
+#: Ids remembered for reports; the oldest are forgotten first.
+KEPT = 1 << 20
+
+
+def require_ids(requests: Any) -> None:
+    """Refuse what is no list of ids, such as one string, whose letters would be taken for ids.
+
+    Raises:
+        EngineError: ``requests`` is no sequence.
+    """
+    if isinstance(requests, str | bytes) or not isinstance(requests, Sequence):
+        raise EngineError(f"request_ids is {requests!r}: give a list with an id, a string or an int, for each request")
+
+
+class RequestIds:
+    """Turns ids into hashes and back.  Hash 0 stands for "nobody in particular"."""
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[int, RequestId] = OrderedDict()
+        self._hashes: dict[RequestId, int] = {}
+
+    def hash(self, request: RequestId | None) -> int:
+        """The signed 64-bit hash of an id, the same in every process; 0 for None.
+
+        Raises:
+            TypeError: the id is neither a string nor an int.
+        """
+        if request is None:
+            return 0
+        if not isinstance(request, str | int):
+            raise TypeError(f"a request id is a string or an int, not {type(request).__name__}: {request!r}")
+        known = self._hashes.get(request)
+        if known is None:
+            digest = hashlib.blake2b(f"{type(request).__name__}:{request}".encode(), digest_size=8).digest()
+            known = int.from_bytes(digest, "little", signed=True) or 1
+            self._hashes[request], self._ids[known] = known, request
+            if len(self._ids) > KEPT:
+                self._hashes.pop(self._ids.popitem(last=False)[1], None)
+        return known
+
+    def hashes(self, requests: Sequence[RequestId | None]) -> list[int]:
+        """The hash of each id."""
+        return [self.hash(r) for r in requests]
+
+    def name(self, hashed: int) -> RequestId | None:
+        """The id behind a hash, if it was seen; its hash in hexadecimal if it was forgotten; None for 0."""
+        if hashed == 0:
+            return None
+        return self._ids.get(hashed, f"{hashed & (2**64 - 1):#x}")

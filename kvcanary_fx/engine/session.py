@@ -1,0 +1,399 @@
+"""The session of a serving engine: its steps and forwards.  How an engine connects: :mod:`kvcanary_fx.install`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..compile.backend import CanaryBackend
+from ..config import CanaryConfig
+from ..errors import EngineError, SessionStateError
+from ..kernels import side_stream
+from ..kernels.buffers import Ring, Word
+from ..kernels.context import ForwardContext
+from ..kernels.layer_ops import LayerHalf
+from ..kernels.side_stream import capturing
+from ..kernels.slots.space import RequestPlan
+from ..reports.violation import Violation
+from ..runtime.binding import BoundCall
+from ..runtime.readback import Poll
+from ..runtime.session import CanarySession, take_rows
+from .arguments import require_whole
+from .batch import Inputs
+from .blame import decode_content, decode_place, in_tokens
+from .forward import Clock, Forward, Schedule, beside_capture, check_after, check_before, check_reads, remember
+from .guarded_pool import EnginePool, Pools, find_rivals
+from .kv_pool import KVPool, Slots
+from .observers import given as engine_inputs
+from .observers.health import Health
+from .observers.stats import EngineStats, engine_stats
+from .observers.sweep import Sweep
+from .observers.windows import WindowReport, Windows
+from .request_ids import RequestId, RequestIds, require_ids
+from .step_view import StepView
+
+#: The views of a step that was given no batch.
+_EMPTY: Any = object()
+
+
+class EngineSession(CanarySession):
+    """Guards the pools of an engine: bytes, identity and ownership of every slot.
+
+    Attributes:
+        pools: the pools by name.
+        inputs: the persistent buffers of a step's inputs, shared by captured and eager forwards.
+        own_inputs: those of pools with batches of their own, by the batch's field.
+        given: the inputs of checks that the engine gave so far.
+        windows: what the pools with a window were seen to hold.
+        backend: for ``torch.compile(model, backend=session.backend)``.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[KVPool],
+        config: CanaryConfig,
+        max_requests: int | None = None,
+        max_tokens: int | None = None,
+        schedule: Schedule | None = None,
+    ):
+        super().__init__(config)
+        if not pools:
+            raise EngineError("install_canary needs at least one KVPool")
+        names = [p.name for p in pools]
+        if len(set(names)) < len(names):
+            raise EngineError(f"two pools share a name: {names}. Give each KVPool a name of its own")
+        if len({p.token_offset for p in pools}) > 1:
+            raise EngineError(
+                "the pools have different token_offset: a draft's forwards are not the target's, so a draft pool goes "
+                "into a session of its own, install_canary(KVPool(..., token_offset=1))"
+            )
+        self.ids = RequestIds()
+        self.pools_in = self._pools_in
+        self.pools = Pools((p.name, EnginePool(p, self.registry, self.controls, config, self.ids)) for p in pools)
+        self._spaces = {p.space.space_id: p for p in self.pools.values()}
+        find_rivals(list(self.pools.values()))
+        devices = dict.fromkeys(p.device for p in pools if side_stream.can_fork(p.device))
+        self._sides = {d: side_stream.SideStream(d) for d in devices} if config.placement == "side" else {}
+        self._inputs = Inputs(pools, max_requests, max_tokens, self.ids)
+        self.inputs, self.own_inputs = self._inputs.main, self._inputs.own
+        self.backend = CanaryBackend(config, self)
+        self.steps = self._begun = 0
+        self.schedule = schedule or Schedule()
+        self.sweep = Sweep(self, self.schedule.sweep)
+        self.health, self.windows = Health(self), Windows(self)
+        self._poll = Poll(self.controls)
+        self.given = engine_inputs.GivenInputs()
+        self._layers: dict[tuple[int, ...], dict[str, tuple[LayerHalf, ...]]] = {}  # by the gates of a graph
+        self._ready = self._closed = False
+        self._step: Mapping[str | None, StepView] | None = None
+        self._thread: threading.Thread | None = None  # that is in a step
+        self._forward: Forward | None = None
+        self._clock = Clock(self.controls)
+
+    def _pools_in(self, tensor: Any) -> int:
+        return self.registry.pools_in(tensor) if isinstance(tensor, torch.Tensor) else 0
+
+    @property
+    def pool(self) -> EnginePool:
+        """The only pool.
+
+        Raises:
+            EngineError: there are several; take one from ``pools``.
+        """
+        if len(self.pools) > 1:
+            raise EngineError(f"the session has the pools {list(self.pools)}: say which, session.pools[name]")
+        return next(iter(self.pools.values()))
+
+    def mark_ready(self) -> None:
+        """End the warm-up: what capture and dummy batches wrote and read is forgotten, checks count from here."""
+        self._require_open()
+        self.drain()
+        for pool in self.pools.values():
+            pool.space.forget_identity()
+            pool.digests.zero_()
+            pool.space.counters.zero_()
+            pool.scales.adopt()
+        self.windows.reset()
+        self._begun = 0
+        self.given.reset()
+        self.found.clear()
+        self._ready = True
+
+    def close(self) -> None:
+        """End the session: read what the devices still have; later steps are an error.
+
+        Raises:
+            SessionStateError: it is closed already, or a step is running.
+        """
+        self._require_open()
+        if self._step is not None:
+            raise SessionStateError("close() inside step(): leave the step first")
+        self.drain()
+        self._closed = True
+
+    def _require_no_step(self) -> None:
+        if self._thread is None:
+            return
+        if self._thread is not threading.current_thread():
+            raise SessionStateError(
+                f"thread {threading.current_thread().name!r} entered step() while thread {self._thread.name!r} is in "
+                "one. A session serves one thread at a time: give each engine a session of its own, or take turns"
+            )
+        raise SessionStateError("step() inside step(): one step at a time; the forwards of a draft go into forward(i)")
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise SessionStateError("this session is closed: install_canary(...) makes a new one")
+
+    @contextlib.contextmanager
+    def step(self, batch: Any = None) -> Iterator[EngineSession]:
+        """One outer step of the engine: fills the step inputs; sweeps, drains and tells at the end.
+
+        Raises:
+            SessionStateError: a step is running already, or the session is closed.
+            StepInputError: the batch does not fit.
+            KVCacheViolation: mode ``raise``, and a check failed.
+        """
+        self._require_open()
+        self._require_no_step()
+        self._thread = threading.current_thread()
+        self._begun += 1
+        try:
+            self._clock.begin_step(self._begun)
+            self._step = self._view_of(batch) if batch is not None else _EMPTY
+            yield self
+            self.steps += 1
+            self.sweep.after_step()
+            self.health.after_step()
+            self.windows.after_step()
+            self._look()
+            if self.config.mode == "log" and self._poll.news():
+                self.drain()
+        finally:
+            self._step = self._thread = None
+
+    @contextlib.contextmanager
+    def forward(self, index: int = 0, batch: Any = None) -> Iterator[None]:
+        """One forward of the model: checks what it is about to read and write, remembers what it wrote.
+
+        Nested calls with the same index belong to the outermost one.
+
+        Args:
+            index: 0 is the target's; a draft that runs several forwards counts them.  Violations have it.
+            batch: what this forward reads and writes, if it is not what the step was given.
+
+        Raises:
+            SessionStateError: no step is running, or another forward is.
+            KVCacheViolation: mode ``raise``, and a check failed.
+        """
+        if self._forward is not None and self._thread is threading.current_thread():
+            self._forward.require(index)
+            yield
+            return
+        if self._step is None or self._thread is not threading.current_thread():
+            raise SessionStateError(f"forward({index}) outside step(): with session.step(batch): comes first")
+        view = self._step if batch is None else self._view_of(batch)
+        self._forward = Forward(index, {} if view is _EMPTY else self._plans(view))
+        try:
+            self._clock.begin_forward(index)
+            self._before(self._forward)
+            try:
+                yield
+            finally:
+                self._join()
+            self._after_forward(self._forward)
+            self.health.note(self._forward.plans)
+            self.windows.note(self._forward.plans)
+        finally:
+            self._forward = None
+
+    def _join(self) -> None:
+        for side in self._sides.values():
+            side.join()
+
+    def _view_of(self, batch: Any) -> Mapping[str | None, StepView]:
+        views = self._inputs.fill(batch, self._begun)
+        self.given.note(batch)
+        return views
+
+    def _before(self, running: Forward) -> None:
+        with beside_capture(self._sides.values()) as beside:
+            check_before(self._spaces, running.plans)
+            if beside:
+                remember(self._spaces, running)
+        if all(p.declared.device.type != "cuda" for p in self.pools.values()):
+            self._look()  # free on the CPU, and the write has not happened yet
+
+    def _after_forward(self, running: Forward) -> None:
+        remember(self._spaces, running)
+        check_after(self._spaces, running.plans, self.config)
+        self._look()
+
+    def _look(self) -> None:
+        """In raise mode, raise what was found so far."""
+        if self.config.mode == "raise" and not capturing():
+            self.drain()
+            self._raise_new()
+
+    def _plans(self, views: Mapping[str | None, StepView]) -> dict[int, RequestPlan]:
+        """What each pool is to be read and written at, by the number of its slot space."""
+        plans = self._inputs.plans(views)
+        return {number: plans[pool.name] for number, pool in self._spaces.items() if pool.name in plans}
+
+    def check_reads(
+        self, pages: torch.Tensor, lengths: torch.Tensor, pool: str | None = None, page_size: int | None = None
+    ) -> None:
+        """Compare the page table that the attention kernel gets with the request table.
+
+        Args:
+            pages: integer ``[bs, columns]``, pages of ``page_size`` slots.
+            lengths: integer ``[bs]``, positions that the kernel reads.
+            page_size: None for the pool's own ``table_page_size``; 1 where ``pages`` are slots.
+
+        Raises:
+            SessionStateError: no forward is running.
+            EngineError: fewer rows than the forward has requests, or a pool of rings or states.
+        """
+        if self._forward is None:
+            raise SessionStateError("check_reads() outside forward(): it compares with the plan of the running forward")
+        self._join()
+        self.given.called("check_reads")
+        check_reads(self.pool if pool is None else self.pools[pool], self._forward, pages, lengths, page_size)
+
+    @property
+    def flag(self) -> torch.Tensor:
+        """int64 ``[2]`` on the device of the first pool: violations ever, violations read.
+
+        They differ while something waits to be read, so an engine can copy them along with the sampled tokens and
+        ask for :meth:`violations` only then.
+        """
+        words = self.controls(next(iter(self.pools.values())).declared.device).words
+        return words[Word.HEAD : Word.DRAINED + 1]
+
+    def owners(self, request_ids: Sequence[RequestId]) -> torch.Tensor:
+        """Request ids as a batch may have them on the device: int64 ``[bs]`` on that of the first pool.
+
+        A captured loop of forwards reads the tensor at each replay; refill it with those of the requests to come.
+        """
+        device = next(iter(self.pools.values())).declared.device
+        require_ids(request_ids)
+        return torch.tensor(self.ids.hashes(request_ids), dtype=torch.int64, device=device)
+
+    # ---- hooks of CanarySession
+
+    def _context_of(self, call: BoundCall) -> ForwardContext:
+        if self._forward is None:
+            self._require_forward(call)
+            return call.context
+        if not call.context.joins:  # its checks run in the model's stream
+            self._join()
+        return dataclasses.replace(
+            call.context,
+            requests=self._forward.plans,
+            layers=self._layers_of(call.context.gates),
+            sides=self._sides if call.context.joins else {},
+        )
+
+    def _require_forward(self, call: BoundCall) -> None:
+        """Refuse a call of a guarded graph that no forward is around."""
+        if not call.opaque and all(half.space is None for half in call.halves):
+            return
+        if capturing():
+            raise SessionStateError(
+                "a CUDA graph is being captured outside session.forward(): its checks would look at nothing, and "
+                "report clean for ever. Capture in `with session.step(batch), session.forward():`"
+            )
+        if self._ready:
+            raise SessionStateError(
+                "the model ran outside session.forward(): wrap each call, `with session.forward(): model(...)`, "
+                "so that the canary knows what it reads and writes"
+            )
+
+    def _layers_of(self, gates: Mapping[torch.device, torch.Tensor]) -> dict[str, tuple[LayerHalf, ...]]:
+        """The layers of all pools, for the ops of one graph."""
+        key = tuple(id(gate) for gate in gates.values())
+        known = self._layers.get(key)
+        if known is None:
+            known = self._layers[key] = {}
+            for pool in self.pools.values():
+                gate = gates.get(pool.declared.device)
+                if gate is not None:
+                    known.update(pool.layer_halves(gate))
+        return known
+
+    def drain(self) -> list[Violation]:
+        """Read the rings of all devices; before :meth:`mark_ready`, what they hold is warm-up and dropped."""
+        if self._ready:
+            return super().drain()
+        for control in self.controls.by_device.values():
+            take_rows(control)
+        return []
+
+    def _decode(self, row: Sequence[int]) -> Violation:
+        pool, half = self._spaces.get(row[Ring.HALF]), self.registry.by_id(row[Ring.HALF])
+        if pool is not None:
+            return in_tokens(decode_place(row, pool.info, self.ids), pool.declared.tokens_per_slot)
+        if half is None or half.space is None:
+            return super()._decode(row)
+        number = half.space.space_id
+        plan = self._forward.plans.get(number) if self._forward is not None else None
+        pool, last = self._spaces[number], self.health.last_plan(number)
+        told = decode_content(row, half.info, half.space, pool.imported, plan, self.ids, last)
+        return in_tokens(told, pool.declared.tokens_per_slot)
+
+    def checks_without_inputs(self) -> dict[str, str]:
+        """The checks that cannot run in this session, each with what they lack."""
+        return engine_inputs.without_inputs(self)
+
+    def checks_in_part(self) -> dict[str, str]:
+        """The checks that run without some of their inputs, each with what is lost."""
+        return engine_inputs.in_part(self)
+
+    def stats(self) -> EngineStats:
+        """Counts since the session was ready; waits for the devices."""
+        return engine_stats(self, super().stats())
+
+    def window_report(self) -> WindowReport:
+        """How the groups of a hybrid model differ, so far; waits for the devices."""
+        return self.windows.report()
+
+    def summary(self) -> str:
+        """What is protected, what is off and why, and the counts so far, as text."""
+        pools = "".join(f"\n  {pool.describe()}" for pool in self.pools.values())
+        first, _, rest = super().summary().partition("\n")
+        return f"{first}{pools}\n{rest}"
+
+    # ---- digests
+
+    def digest(self, slots: Slots, pool: str | None = None, what: str = "identity") -> int:
+        """64 bits over slots, to be compared between ranks or the two ends of a transfer.
+
+        Args:
+            what: ``identity`` (tokens, positions, chain: equal on all ranks) or ``content`` (bytes: equal where
+                ranks hold copies of the same heads).
+        """
+        if what not in ("identity", "content"):
+            raise EngineError(f"digest(what={what!r}): it is 'identity' or 'content'")
+        shadow = (self.pool if pool is None else self.pools[pool]).export(slots)
+        return shadow.identity_digest() if what == "identity" else shadow.content_digest()
+
+    def compare_digests(
+        self, mine: int, theirs: int, request: RequestId | None = None, pool: str | None = None
+    ) -> bool:
+        """Report a violation of the digest check if two digests differ; whether they agree.
+
+        Raises:
+            KVCacheViolation: mode ``raise``, and they differ.
+        """
+        chosen = self.pool if pool is None else self.pools[pool]
+        for digest in (mine, theirs):
+            require_whole("a digest", digest, -(1 << 63), "64 bits, as session.digest() returns")
+        self.given.called("compare_digests")
+        self.sweep.report_digest(chosen, mine, theirs, self.ids.hash(request))
+        self._look()
+        return mine == theirs

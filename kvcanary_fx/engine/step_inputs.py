@@ -1,0 +1,375 @@
+"""The inputs of one engine step, in buffers that stay where they are: one registry for captured and eager steps.
+
+A CUDA graph reads the addresses it was captured over, so each step's inputs are copied to the same place::
+
+    inputs = StepInputs("cuda", max_requests=64, max_tokens=64)
+    inputs.register("input_ids", "tokens", torch.int64)
+    inputs.register("extend_lens", "batch", torch.int32)
+    inputs.register("starts", "batch", torch.int64, compute=lambda batch, inputs: ...)
+    inputs.fill_from(batch)
+    view = inputs.view(padded_bs=64, padded_tokens=64)   # view.input_ids: [64], the same address each step
+
+What a batch does not have this step is None in the view, never what the step before left in the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
+
+import torch
+
+from ..errors import StepInputError
+from ..kernels.side_stream import capturing
+from .step_slot import StepSlot, as_tensor, require_pad, shape_text
+from .step_view import Axis, StepView
+
+
+class StepInputs:
+    """Persistent device buffers for the inputs of a step.
+
+    Args:
+        device: where the buffers are.
+        max_requests, max_tokens: room to reserve along each axis, rounded up to a power of two.  Without them
+            the buffers are built for the first batch, and a larger one moves them: give them before capturing.
+        no_copy: hand the batch's own tensors through where they have the slot's dtype and device, as long as
+            nothing is frozen and no padding is asked for.  Their addresses are the batch's: call
+            :meth:`freeze` before the view that a CUDA graph is captured over.
+        tokens_per_request: the batch-axis slot that says how many tokens each request has; what a view's
+            token slots follow when its requests are sliced.  None, or None in a step: one token per request.
+
+    Attributes:
+        counts: [3] int64 on ``device``, the real number of requests and of tokens, and ``step``; updated in place,
+            so that a captured kernel knows how much of its padded input is real, and which step it is in.
+        step: number of the step, the engine's to set.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        max_requests: int | None = None,
+        max_tokens: int | None = None,
+        no_copy: bool = False,
+        tokens_per_request: str | None = "extend_lens",
+    ) -> None:
+        self._reserved = {Axis.BATCH: max_requests or 0, Axis.TOKENS: max_tokens or 0}
+        for axis, size in self._reserved.items():
+            if size < 0:
+                raise StepInputError(f"{axis.setting} is {size}", "Give a whole number above 0, or None")
+        self._no_copy = no_copy
+        self._lengths_name = tokens_per_request
+        self._slots: dict[str, StepSlot] = {}
+        self._capacity = {Axis.BATCH: 0, Axis.TOKENS: 0}
+        self._frozen = False
+        self._batch: Any = None
+        # This step's slots: None, the slot's buffer, or with no_copy the batch's own tensor.
+        self._filled: dict[str, torch.Tensor | None] = {}
+        # This step's real sizes; the slot that gave each is kept for messages.
+        self._sizes: dict[Axis, tuple[str, int]] = {}
+        # Tensors born in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self.counts = torch.zeros(3, dtype=torch.int64, device=device)
+        self.step = 0
+        self._written: tuple[int | None, ...] = (0, 0, 0)  # what ``counts`` holds, as far as this is known
+        self._unknown = False  # a graph writes to ``counts``, whenever it is replayed
+        self._device = self.counts.device  # "cuda" has become "cuda:0" here
+
+    @property
+    def num_requests(self) -> int:
+        """Real requests of this step; 0 if no slot of that axis was set."""
+        return self._real(Axis.BATCH)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens of this step; 0 if no slot of that axis was set."""
+        return self._real(Axis.TOKENS)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the buffers can no longer move."""
+        return self._frozen
+
+    def capacity(self, axis: Axis | str) -> int:
+        """Entries that the buffers of ``axis`` have; 0 before the first is built."""
+        return self._capacity[_axis(axis)]
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """The whole buffer of a slot, [capacity, ...], also of one kept out of views; None before its first fill.
+
+        Raises:
+            StepInputError: there is no such slot.
+        """
+        if name not in self._slots:
+            raise StepInputError(f"there is no slot {name!r}", f"The slots are: {', '.join(self._slots) or 'none'}")
+        return self._slots[name].buffer
+
+    def register(
+        self,
+        name: str,
+        axis: Axis | str,
+        dtype: torch.dtype,
+        *,
+        pad: int | float = 0,
+        compute: Callable[[Any, StepInputs], torch.Tensor] | None = None,
+        exposed: bool = True,
+    ) -> None:
+        """Add a slot: [n] or [n, ...] of ``dtype``, with n requests or tokens.
+
+        Args:
+            name: the attribute (or key) of the batch that it is copied from, and of the view that shows it.
+            pad: what the padding of the slot holds.
+            compute: makes the slot's tensor from the batch and this registry, each step, in the order of
+                registration.  It sees the plain slots, and the computed ones before it, in ``inputs.view()``.
+            exposed: False keeps a computed slot out of views; :meth:`buffer` still has it.
+
+        Raises:
+            StepInputError: the name is taken or cannot be used, the registry is frozen, ``pad`` is no value of
+                ``dtype``, or a slot that is not computed is to be kept out of views.
+        """
+        axis = _axis(axis)
+        if self._frozen:
+            raise StepInputError(f"slot {name!r} is registered after freeze()", "Register all slots before capturing")
+        if name in self._slots:
+            raise StepInputError(f"slot {name!r} is registered twice", "Give each slot a name of its own")
+        if not name.isidentifier() or name.startswith("_") or hasattr(StepView, name):
+            raise StepInputError(f"{name!r} cannot be the name of a slot: views use it", "Choose another name")
+        if not exposed and compute is None:
+            raise StepInputError(f"slot {name!r} is not computed, yet kept out of views", "Do not register it")
+        if name == self._lengths_name and (axis is not Axis.BATCH or dtype.is_floating_point):
+            raise StepInputError(
+                f"slot {name!r} is tokens_per_request, but not whole numbers along axis 'batch'",
+                "Register it so, or name another slot as tokens_per_request",
+            )
+        require_pad(name, pad, dtype)
+        self._slots[name] = StepSlot(name, axis, dtype, pad, compute, exposed)
+
+    def register_memory(
+        self, name: str, axis: Axis | str, dtype: torch.dtype, *, pad: int | float = 0, trailing: tuple[int, ...] = ()
+    ) -> None:
+        """Add a slot [n, *trailing] that nothing is copied to: memory for kernels, whose graphs keep its address.
+
+        Each step its first n entries are whatever they are, and the rest is padding.
+
+        Raises:
+            StepInputError: as :meth:`register` does.
+        """
+        self.register(name, axis, dtype, pad=pad)
+        self._slots[name].memory = trailing
+
+    def freeze(self) -> None:
+        """Refuse from here on what would move a buffer: a CUDA graph is captured over them, or about to be."""
+        self._frozen = True
+        for slot in self._slots.values():
+            if slot.buffer is not None:
+                slot.trailing = tuple(slot.buffer.shape[1:])
+
+    def fill_from(self, batch: Any) -> None:
+        """Copy this step's inputs from ``batch``, an object with attributes or a mapping, then compute the rest.
+
+        A plain slot's source is a tensor on any device, or a sequence of numbers.  What the batch does not have,
+        or has as None, is None in this step's views, and its buffer holds padding.  Integers of another width
+        are converted as torch does, unchecked: a check would wait for the device.  While a CUDA graph is captured, the
+        copies become part of it; a batch whose number varies from replay to replay says it in ``real_counts``, int64
+        ``[2]`` on the device: how many of its requests and tokens, the first ones, are real.
+
+        Raises:
+            StepInputError: a source has a wrong shape or dtype, slots of one axis have different lengths, or the
+                buffers are frozen and too small.  Until the next fill there is nothing to view.
+        """
+        self._forget()
+        try:
+            with torch.no_grad():
+                self._fill_plain(batch)
+                real = _lookup(batch, "real_counts")
+                self._write_counts(real)
+                self._batch = batch
+                self._fill_computed(batch)
+                self._write_counts(real)
+        except BaseException:
+            self._forget()
+            raise
+
+    def view(self, padded_bs: int | None = None, padded_tokens: int | None = None) -> StepView:
+        """This step's inputs with ``padded_bs`` requests and ``padded_tokens`` tokens; by default the real ones.
+
+        Raises:
+            StepInputError: nothing was filled, a padded size is below the real one, or the buffers are frozen and
+                too small.
+        """
+        if self._batch is None:
+            raise StepInputError("there is no batch to view", "Call fill_from(batch) first, and let it succeed")
+        shown = {Axis.BATCH: padded_bs, Axis.TOKENS: padded_tokens}
+        sizes = {axis: self._padded(axis, size) for axis, size in shown.items()}
+        if self._frozen or any(sizes[axis] > self._real(axis) for axis in Axis):
+            self._move_in(sizes)
+        values = {
+            name: None if tensor is None else _head(tensor, sizes[self._slots[name].axis])
+            for name, tensor in self._filled.items()
+            if self._slots[name].exposed
+        }
+        lengths = None if self._lengths_name is None else self._filled.get(self._lengths_name)
+        return StepView(
+            self._batch,
+            values,
+            {name: self._slots[name].axis for name in values},
+            (self.num_requests, self.num_tokens),
+            (sizes[Axis.BATCH], sizes[Axis.TOKENS]),
+            None if lengths is None else _head(lengths, self.num_requests),
+        )
+
+    def _forget(self) -> None:
+        self._batch = None
+        self._filled.clear()
+        self._sizes.clear()
+
+    def _real(self, axis: Axis) -> int:
+        return self._sizes[axis][1] if axis in self._sizes else 0
+
+    def _padded(self, axis: Axis, size: int | None) -> int:
+        real = self._real(axis)
+        if size is None:
+            return real
+        if size < real:
+            argument = "padded_bs" if axis is Axis.BATCH else "padded_tokens"
+            raise StepInputError(
+                f"{argument} is {size}, but the batch has {real} {axis.unit}", f"Pad to at least {real}, or not at all"
+            )
+        return size
+
+    def _fill_plain(self, batch: Any) -> None:
+        slots = [slot for slot in self._slots.values() if slot.compute is None and slot.memory is None]
+        sources = {slot.name: self._checked(slot, _lookup(batch, slot.name)) for slot in slots}
+        for slot in slots:  # before anything is written: this may be refused
+            if sources[slot.name] is not None and not self._hands_through(sources[slot.name], slot):
+                self._reserve(slot.axis, self._real(slot.axis))
+        for slot in slots:
+            source = sources[slot.name]
+            if self._hands_through(source, slot):
+                self._filled[slot.name] = source
+                self._settle(slot, source)
+            else:
+                self._store(slot, source)
+
+    def _fill_computed(self, batch: Any) -> None:
+        for slot in self._slots.values():
+            if slot.memory is not None:
+                self._reserve(slot.axis, self._real(slot.axis))
+                self._filled[slot.name] = slot.make_buffer(self._capacity[slot.axis], slot.memory, self._device)
+                slot.pad_from(self._real(slot.axis))
+            elif slot.compute is not None:
+                tensor = self._checked(slot, slot.compute(batch, self))
+                if tensor is None:
+                    raise StepInputError(f"slot {slot.name!r} was computed as None", "Return a tensor at each step")
+                self._reserve(slot.axis, self._real(slot.axis))
+                self._store(slot, tensor)
+
+    def _hands_through(self, source: torch.Tensor | None, slot: StepSlot) -> TypeGuard[torch.Tensor]:
+        if source is None or not self._no_copy or self._frozen:
+            return False
+        return source.dtype == slot.dtype and source.device == self._device
+
+    def _move_in(self, sizes: Mapping[Axis, int]) -> None:
+        """Make room for padded ``sizes``, and copy what was handed through."""
+        for axis in {self._slots[name].axis for name, tensor in self._filled.items() if tensor is not None}:
+            self._reserve(axis, sizes[axis])
+        with torch.no_grad():
+            for name, tensor in self._filled.items():
+                if tensor is not None and tensor is not self._slots[name].buffer:
+                    self._store(self._slots[name], tensor)
+
+    def _checked(self, slot: StepSlot, source: Any) -> torch.Tensor | None:
+        """``source`` as a tensor that fits ``slot`` and agrees with the other slots of its axis."""
+        if source is None:
+            return None
+        tensor = as_tensor(slot, source)
+        if tensor.dim() == 0:
+            raise StepInputError(f"slot {slot.name!r} was given a single value", f"Give one per {slot.axis.unit[:-1]}")
+        trailing = tuple(tensor.shape[1:])
+        if slot.trailing is not None and trailing != slot.trailing:
+            raise StepInputError(
+                f"slot {slot.name!r} has shape {shape_text(slot.trailing)} since its first fill, and was given "
+                f"{shape_text(trailing)}",
+                "Keep what follows the first dimension the same at each step, or register another slot",
+            )
+        first, size = self._sizes.setdefault(slot.axis, (slot.name, len(tensor)))
+        if size != len(tensor):
+            raise StepInputError(
+                f"slots {first!r} and {slot.name!r} disagree on the number of {slot.axis.unit}: {size} and "
+                f"{len(tensor)}",
+                f"Slots of axis {slot.axis.value!r} have one entry for each; check the batch and the axis",
+            )
+        if self._owns(tensor):  # from a view of ours: what it lies in is written before all of it is read
+            return tensor.clone()
+        return tensor.detach() if tensor.requires_grad else tensor
+
+    def _owns(self, tensor: torch.Tensor) -> bool:
+        buffers = [slot.buffer for slot in self._slots.values() if slot.buffer is not None]
+        return tensor.untyped_storage().data_ptr() in [buffer.untyped_storage().data_ptr() for buffer in buffers]
+
+    def _reserve(self, axis: Axis, needed: int) -> None:
+        """Make the buffers of ``axis`` hold ``needed`` entries; what this step has filled so far moves along."""
+        old = self._capacity[axis]
+        if old and needed <= old:
+            return
+        if old and self._frozen:
+            raise StepInputError(
+                f"the buffers of axis {axis.value!r} have room for {old} {axis.unit}, {needed} are needed, and a CUDA "
+                "graph was captured over them, so they cannot move",
+                f"Give install_canary, or StepInputs, {axis.setting}={needed} or more",
+            )
+        self._capacity[axis] = 1 << (max(needed, self._reserved[axis], 1) - 1).bit_length()
+        for slot in self._slots.values():
+            if slot.axis is axis and slot.buffer is not None:
+                moved, slot.buffer = slot.buffer, None
+                if self._filled.get(slot.name) is moved:
+                    self._store(slot, moved[: self._real(axis)])
+
+    def _store(self, slot: StepSlot, source: torch.Tensor | None) -> None:
+        """Write ``source`` to the head of the slot's buffer and padding to all that follows."""
+        if source is None:  # a captured graph still reads the buffer
+            self._filled[slot.name] = None
+            slot.pad_from(0)
+            return
+        buffer = slot.make_buffer(self._capacity[slot.axis], tuple(source.shape[1:]), self._device)
+        # Not waiting for a copy to the CPU would let it be read before it is there.
+        buffer[: len(source)].copy_(source, non_blocking=self._device.type != "cpu")
+        slot.pad_from(len(source))
+        self._filled[slot.name] = slot.buffer
+        self._settle(slot, source)
+
+    def _settle(self, slot: StepSlot, tensor: torch.Tensor) -> None:
+        """Hold the slot to its trailing shape; an empty list does not tell it, but a captured graph relies on it."""
+        if len(tensor) or self._frozen:
+            slot.trailing = tuple(tensor.shape[1:])
+
+    def _write_counts(self, real: torch.Tensor | None) -> None:
+        """Tell the device how much is real.  A graph writes the counts of its batch whenever it is replayed, and never
+        the step: that is the one it is replayed in."""
+        # fill_ takes its value along with the launch: no host memory that the next step could overwrite.
+        captured, counted = capturing(), (self.num_requests, self.num_tokens)
+        for place, (count, written) in enumerate(zip((*counted, self.step), self._written, strict=True)):
+            if (place == 2 and captured) or (place < 2 and real is not None):
+                continue
+            if count != written or captured:
+                self.counts[place].fill_(count)
+        if real is not None:
+            self.counts[:2].copy_(real)
+        unknown = captured or self._unknown or real is not None
+        self._unknown = self._unknown or captured
+        self._written = (None, None, None) if unknown else (*counted, self.step)
+
+
+def _axis(axis: Axis | str) -> Axis:
+    try:
+        return Axis(axis)
+    except ValueError:
+        raise StepInputError(f"there is no axis {axis!r}", "Use 'batch' or 'tokens'") from None
+
+
+def _head(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    return tensor if len(tensor) == size else tensor[:size]
+
+
+def _lookup(batch: Any, name: str) -> Any:
+    return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)

@@ -1,0 +1,1 @@
+"""Violations, their texts, the log and the summary."""

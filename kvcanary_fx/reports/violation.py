@@ -1,0 +1,240 @@
+"""Violations: from a ring row to a record, to one line for grep, to a text for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from ..kernels.buffers import UNKNOWN, Check, Phase, Ring, forward_and_step
+from ..kernels.slots.chain import MASK64
+from ..kernels.slots.space import Why
+from .texts import TEXTS, Text
+
+#: Stands for the layer of a violation that concerns a slot in all of them.
+ALL_LAYERS = "*"
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfInfo:
+    """What a report says about a half."""
+
+    id: int
+    layer: str
+    half: str
+    pool: str
+    rows: int | None  # size of the row axis, None without one
+    positions: int  # slots in one row
+
+
+@dataclasses.dataclass(frozen=True)
+class Violation:
+    """One failed check.
+
+    Attributes:
+        check: ``content``, ``operand``, ``bounds``, ``poison``, ``chain``, ``index``, ``owner``, ``namespace``,
+            ``token`` or ``digest``.
+        phase: ``pre`` (before the layer's write), ``post``, ``sweep``, or ``life`` (an engine handed slots around).
+        step: number of the guarded graph call on this device; in an engine's session of the engine's step, 1 for the
+            first one after ``mark_ready()``.  What is found between two steps has that of the one before.
+        layer, half, pool: ``model.layers.3.self_attn``, ``K``, ``past_key_values.layers[3].keys``; layer ``*``
+            where a slot of an engine's pool is wrong in all of them.
+        row: batch row (or page) of the slot, None where the pool has none.
+        index: index inside the row; the slot itself where the pool has no rows.
+        slot: slot number in the whole pool, -1 where a write had no slot.
+        position: token position, None if nothing showed it.
+        stored, found: what the check compared: digests, indices or positions.
+        detail: the word of the row that holds a NaN (poison), 1 for a slot written twice (bounds), the
+            token (chain).
+        request, token: the request and the token in the slot, where an engine told us; else None.
+        why: what exactly failed, such as ``READ_AFTER_FREE``; None where the check says it.
+        also: other checks that failed about the same slot at the same moment.
+        forward: index of the engine's forward (``session.forward(index)``) in which it was found; None outside one.
+        owners: ids of the requests whose hashes ``stored`` and ``found`` are, in an owner check; None where unknown.
+        text: name of the text that explains it, where neither ``why`` nor ``check`` is.
+    """
+
+    check: str
+    phase: str
+    step: int
+    layer: str
+    half: str
+    pool: str
+    row: int | None
+    index: int
+    slot: int
+    position: int | None
+    stored: int
+    found: int
+    detail: int = 0
+    request: str | int | None = None
+    token: int | None = None
+    why: str | None = None
+    also: tuple[str, ...] = ()
+    forward: int | None = None
+    owners: tuple[str | int | None, str | int | None] = (None, None)
+    text: str | None = None
+
+    def line(self) -> str:
+        """The record as one stable line of ``key=value`` pairs; a value that is no plain word is a JSON string."""
+        shown = {
+            "check": self.check,
+            "phase": self.phase,
+            "layer": self.layer,
+            "half": self.half,
+            "row": self.row,
+            "position": self.position,
+            "slot": self.slot,
+            "step": self.step,
+            "token": self.token,
+            "request": self.request,
+            "stored": self._shown(self.stored, self.owners[0]),
+            "found": self._shown(self.found, self.owners[1]),
+            "detail": self.detail,
+            "why": self.why.lower() if self.why else None,
+            "also": ",".join(self.also) or None,
+            "forward": self.forward,
+            "pool": self.pool,
+        }
+        return "kvcanary.violation " + " ".join(f"{k}={'-' if v is None else one_word(v)}" for k, v in shown.items())
+
+    def _shown(self, value: int, owner: str | int | None = None) -> str:
+        if owner is not None:
+            return str(owner)
+        hashed = self.check in ("content", "operand", "poison", "owner", "namespace", "digest")
+        hashed |= self.check == "index" and self.why is None  # bytes that changed where nothing was planned
+        hashed |= self.why in (Why.WRONG_PREDECESSOR.name, Why.READ_WHILE_WRITTEN.name)
+        return f"{value & MASK64:#x}" if hashed else str(value)
+
+    def where(self) -> str:
+        """The place, in words."""
+        place = "all layers" if self.layer == ALL_LAYERS else f"layer {self.layer}, half {self.half}"
+        if self.request is not None:
+            place += f", request {one_line(self.request)}"
+        if self.row is not None:
+            place += f", row {self.row}"
+        if self.position is not None:
+            place += f", position {self.position}"
+        if self.token is not None:
+            place += f", token {self.token}"
+        pool = one_line(self.pool)
+        return f"{place}, slot {self.slot} of {pool}" if self.slot >= 0 else f"{place}, no slot of {pool}"
+
+    def when(self) -> str:
+        """The step, and in an engine's session the forward."""
+        return f"step {self.step}" if self.forward is None else f"step {self.step}, forward {self.forward}"
+
+    def explain(self) -> str:
+        """A short text for people: what failed, where, stored and found, the usual meaning, what to try."""
+        text = self._text()
+        if self.phase == "sweep":  # which reads nothing
+            text = text._replace(what=text.what.replace("attention is about to read", "a prefix cache lists"))
+        facts = text.what.format(
+            stored=one_line(self._shown(self.stored, self.owners[0])),
+            found=one_line(self._shown(self.found, self.owners[1])),
+            value=self.stored,
+            hit=self.found,
+            detail=self.detail,
+        )
+        return (
+            f"[{self.check}] {facts}\n  where: {self.where()}, {self.when()}\n  usually: {text.meaning}\n"
+            f"  try: {text.remedy}"
+        )
+
+    def _text(self) -> Text:
+        if self.why is not None:
+            return TEXTS[self.why]
+        if self.check == "content" and self.phase in ("post", "life") and self.text != "transfer":
+            return TEXTS[f"content {self.phase}"]
+        if self.text is not None:
+            return TEXTS[self.text]
+        if self.check != "bounds":
+            return TEXTS[self.check]
+        if self.detail == 1:
+            return TEXTS["twice"]
+        return TEXTS["lost" if self.found < 0 else "wrapped"]
+
+
+def one_line(value: object) -> str:
+    """Text from outside, such as an id, without control characters: it can neither forge a line nor colour it."""
+    text = str(value)
+    return text if text.isprintable() else json.dumps(text)
+
+
+def one_word(value: object) -> str:
+    """The same as one word of a line: a JSON string where it has spaces, quotes or nothing at all."""
+    text = one_line(value)
+    plain = bool(text) and not any(c.isspace() or c in '"=' for c in text)
+    return text if plain or text != str(value) else json.dumps(text)
+
+
+#: The check that a reason belongs to, where the ring row has the bits of several.
+_CHECK_OF = {
+    Check.BOUNDS: (Why.OUT_OF_RANGE, Why.RESERVED_SLOT, Why.PLANNED_TWICE, Why.ROW_TOO_NARROW, Why.NO_SUCH_ROW),
+    Check.OWNER: (
+        Why.READ_AFTER_FREE, Why.FOREIGN_READ, Why.WRITE_AFTER_FREE, Why.OVERWRITE, Why.WRITE_SHARED,
+        Why.WRITTEN_BEFORE, Why.DOUBLE_FREE, Why.FOREIGN_FREE, Why.DOUBLE_ALLOCATE, Why.SHARE_AFTER_FREE,
+    ),
+    Check.POISON: (Why.NEVER_WRITTEN,),
+    Check.CHAIN: (Why.WRONG_POSITION, Why.WRONG_PREDECESSOR),
+    Check.NAMESPACE: (Why.OTHER_NAMESPACE,),
+    Check.TOKEN: (Why.WRONG_TOKEN, Why.REJECTED_TOKEN),
+    Check.INDEX: (
+        Why.NOT_THE_PLANNED_SLOT, Why.TABLE_DIFFERS, Why.READ_DIFFERS, Why.LENGTH_DIFFERS, Why.READ_WHILE_WRITTEN,
+    ),
+    Check.DIGEST: (Why.DIGEST_DIFFERS,),
+}  # fmt: skip
+
+
+def _primary(bits: int, why: Why) -> Check:
+    """The check whose failure a row tells about."""
+    found = next((check for check, reasons in _CHECK_OF.items() if why in reasons), None)
+    return Check(bits) if found is None else found
+
+
+def decode(
+    row: Sequence[int],
+    info: HalfInfo,
+    token: int | None = None,
+    position: int | None = None,
+    request: str | int | None = None,
+    last_written: int | None = None,
+) -> Violation:
+    """The record of one ring row.
+
+    Args:
+        token, position, request: who is in the slot, where the shadow knows it.
+        last_written: index of the slot that was written last in the slot's row.
+    """
+    slot, origin, why = row[Ring.SLOT], row[Ring.ORIGIN], Why(row[Ring.WHY])
+    check = _primary(row[Ring.CHECK], why)
+    if row[Ring.POSITION] != UNKNOWN:
+        position = row[Ring.POSITION]
+    inside = row[Ring.PHASE] in (Phase.PRE, Phase.POST)  # the others happen between forwards
+    forward, step = forward_and_step(row[Ring.FORWARD])
+    in_row = info.rows is not None and slot >= 0
+    index = slot % info.positions if in_row else slot
+    if in_row and origin != UNKNOWN:
+        position = origin + index
+        if origin > 0 and last_written is not None and index > last_written:
+            position -= info.positions  # a ring: what lies behind its newest token is from the round before
+    return Violation(
+        check=(check.name or "?").lower(),
+        phase=Phase(row[Ring.PHASE]).name.lower(),
+        step=step if step >= 0 else row[Ring.STEP],
+        layer=info.layer,
+        half=info.half,
+        pool=info.pool,
+        row=slot // info.positions if in_row else None,
+        index=index,
+        slot=slot,
+        position=position,
+        stored=row[Ring.STORED],
+        found=row[Ring.FOUND],
+        detail=row[Ring.DETAIL],
+        token=token,
+        request=request,
+        why=why.name if why != Why.NONE else None,
+        forward=forward if inside and forward >= 0 else None,
+        also=tuple((c.name or "?").lower() for c in Check if c & row[Ring.CHECK] & ~check),
+    )

@@ -1,0 +1,1 @@
+"""A guarded call: caches are bound, checks run, what changed is judged."""

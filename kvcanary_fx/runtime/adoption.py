@@ -1,0 +1,261 @@
+"""Telling a legal change made outside the compiled graph from a corruption.
+
+Between two calls of a guarded graph, code that we cannot see may legally rewrite slots: a prefill that is
+not compiled, ``cache.reset()``, a beam reordering.  PyTorch's version counters say *that* something wrote
+to a pool.  They cannot say whether it was legal, because a stray write by an op counts as well.  Where something else
+did write (or may have: inference tensors have no version counter, a captured graph runs without us), what changed is
+compared with what was known before, row by row.  A row is a sequence: of a paged or flat pool all slots together, of
+running states each slot.  *Empty* is a slot that holds zeros, or that nobody recorded.
+
+The first line that fits decides:
+
+==========================================  =========================================================  ==========
+what the row holds now                      why                                                        verdict
+==========================================  =========================================================  ==========
+zeros, in every half of every layer         ``reset()``, a row that is given up                        legal
+in every half what one other row held       beams reordered in place                                   legal
+zeros in its newest slots                   the next write goes on behind them: attention would read   violation
+                                            zeros for tokens; a crop is written over instead
+other bytes in K and V of every layer       a new prompt, a longer prefix: a token's K and V depend    legal
+above the first, and in every later slot    on all tokens before it, so what follows changes too;
+that is not empty                           the first layer's depend on the token alone
+with one layer, or a latent in two: other   a new prompt, which may share tokens with the old one at   legal
+bytes in both halves of the whole row, or   some places
+of two slots at least and of half of those
+from the lowest on
+bytes in slots that were empty              tokens that were added                                     legal
+anything else                               a flipped bit, a wrong stride or a bad copy hits one half  violation
+                                            or layer, or one slot among older ones
+==========================================  =========================================================  ==========
+
+Of a paged or flat pool, and of a cache that no guarded graph writes, the later slots are not asked: who writes them may
+write single slots.  A running state depends on all tokens: it changes in all of a layer's states at once.
+
+What is legal is adopted and counted.  So is a change of a reported slot, back to the bytes that it had before: it was
+put right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..kernels.buffers import Check, Ring, RowState
+from ..kernels.content.digest import MASK32, empty_digest
+from .registry import PoolHalf, PoolRegistry
+
+Row = Sequence[int]
+
+
+@dataclasses.dataclass
+class Verdict:
+    """Ring rows sorted: violations, and slots adopted with how many fingerprints that was."""
+
+    violations: list[Row]
+    adopted_slots: int = 0
+    adopted_fingerprints: int = 0
+
+
+def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, lost: int = 0) -> Verdict:
+    """Sort the rows drained from one device's ring, which are in the order the ops wrote them.
+
+    Args:
+        stamps: int64 ``[2, slots]`` of the device's control block.
+        lost: rows that came after these and found the ring full.
+    """
+    verdict = Verdict([])
+    groups: dict[tuple[int, frozenset[int]], list[Row]] = defaultdict(list)
+    for row in rows:
+        half = registry.by_id(row[Ring.HALF])
+        if row[Ring.LENIENT] and row[Ring.CHECK] == Check.CONTENT and half is not None:
+            groups[(row[Ring.STEP], frozenset(half.peers))].append(row)
+        else:
+            verdict.violations.append(row)
+    # Only the last half to report can have lost rows, and those after it have lost all of theirs.
+    cut = rows[-1][Ring.HALF] if lost else None
+    for members in groups.values():
+        lead = registry.by_id(members[0][Ring.HALF])
+        assert lead is not None
+        group = _Group(members, lead, registry, stamps)
+        legal = group.legal() if cut not in lead.peers else group.rewritten(group.reported - {cut})
+        for slot, hits in group.by_slot.items():
+            if slot in legal:
+                verdict.adopted_slots += 1
+                verdict.adopted_fingerprints += len(hits)
+            else:
+                for row in hits:
+                    _settle(row, registry, verdict)
+    if cut is not None and rows[-1][Ring.LENIENT]:
+        verdict.adopted_fingerprints += lost  # more of the same rewrite
+    verdict.violations.sort(key=lambda r: r[Ring.STEP])
+    for row in verdict.violations:
+        half = registry.by_id(row[Ring.HALF])
+        if half is not None and row[Ring.CHECK] == Check.CONTENT:
+            half.reported.setdefault(row[Ring.SLOT], row[Ring.STORED])
+    return verdict
+
+
+def _settle(row: Row, registry: PoolRegistry, verdict: Verdict) -> None:
+    """Adopt a change of a slot back to what it was before it was reported: somebody put it right.  Any other is a
+    violation.
+
+    Seen with cross-attention: after a report the same prompt was encoded again, into the same bytes but for the slot
+    whose corrupted bytes had been fingerprinted when they were reported.
+    """
+    half = registry.by_id(row[Ring.HALF])
+    if half is None or half.reported.get(row[Ring.SLOT]) != row[Ring.FOUND]:
+        verdict.violations.append(row)
+        return
+    del half.reported[row[Ring.SLOT]]
+    verdict.adopted_slots += 1
+    verdict.adopted_fingerprints += 1
+
+
+class _Group:
+    """The rows of one step and one slot space, and what its halves held around the change.
+
+    Attributes:
+        by_slot: the rows of each slot that changed.
+        reported: ids of the halves that changed somewhere.
+    """
+
+    def __init__(self, rows: Sequence[Row], lead: PoolHalf, registry: PoolRegistry, stamps: torch.Tensor):
+        self._lead, self._stamps, self._step = lead, stamps, rows[0][Ring.STEP]
+        self._halves = [half for h in lead.peers if (half := registry.by_id(h)) is not None]
+        self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.by_slot: dict[int, list[Row]] = defaultdict(list)
+        self._by_half: dict[int, list[Row]] = defaultdict(list)
+        for row in rows:
+            self.by_slot[row[Ring.SLOT]].append(row)
+            self._by_half[row[Ring.HALF]].append(row)
+        self.reported = set(self._by_half)
+        layout = lead.place.layout
+        #: slots of one sequence
+        self._length = layout.positions if layout.has_rows else 1 if lead.kind == "state" else layout.slots
+
+    # ---- what is asked
+
+    def required(self) -> set[int]:
+        """The halves that a legal rewrite of a slot changes."""
+        peers, lowest = self._lead.peers, min(self._lead.peers.values())
+        above = {h for h, layer in peers.items() if layer > lowest}
+        return set(peers) if len(above) < 2 else above  # one half says nothing alone
+
+    def rewritten(self, among: Iterable[int]) -> set[int]:
+        """The slots that changed in all required halves, of those in ``among``."""
+        asked = self.required() & set(among)
+        return {slot for slot, hits in self.by_slot.items() if asked <= {row[Ring.HALF] for row in hits}}
+
+    def legal(self) -> set[int]:
+        """The slots whose change is legal."""
+        changed: dict[int, set[int]] = defaultdict(set)
+        for slot in self.by_slot:
+            changed[slot // self._length].add(slot)
+        required = self.required()
+        rewritten = self.rewritten(required) if len(required) >= 2 else set()
+        legal: set[int] = set()
+        for row, slots in changed.items():
+            new = slots if self._emptied(row, slots) else self._new_tokens(row, slots & rewritten, required)
+            legal |= slots if new != slots and self._moved(row, slots) else new
+        return legal
+
+    # ---- the table's lines
+
+    def _emptied(self, row: int, slots: set[int]) -> bool:
+        """Whether nothing is left in a row."""
+        if not all(self._is_empty(r) for slot in slots for r in self.by_slot[slot]):
+            return False
+        return not any(bool(self._now(half, row).any()) for half in self._halves)
+
+    def _moved(self, row: int, slots: set[int]) -> bool:
+        """Whether a row holds in every half what one other row held."""
+        count = self._lead.place.layout.slots // self._length
+        if count == 1:
+            return False
+        first = self.by_slot[min(slots)][0]
+        half, place = next(h for h in self._halves if h.id == first[Ring.HALF]), first[Ring.SLOT] % self._length
+        column = self._view(half)[0].view(count, self._length)[:, place]
+        sources = (column == self._now(half, row)[place]).nonzero().squeeze(1).tolist()
+        return any(source != row and self._same(row, source) for source in sources)
+
+    def _same(self, row: int, source: int) -> bool:
+        for half in self._halves:
+            now, before = self._now(half, row), self._before(half, source)
+            if bool(((now != before) & self._settled(half, row) & self._settled(half, source)).any()):
+                return False
+        return True
+
+    def _new_tokens(self, row: int, slots: set[int], required: set[int]) -> set[int]:
+        """Those of the slots that changed in all required halves that are new tokens of their row."""
+        layout = self._lead.place.layout
+        if not slots or not layout.has_rows or self._lead.kind == "read":
+            return slots
+        half = next(h for h in self._halves if h.id in required)
+        given_up = self._given_up(row, slots, half)
+        slots, held = slots - given_up, set(self._held(half, row)) - given_up
+        fresh, old = slots - held, slots & held
+        if not old:
+            return fresh
+        later = {slot for slot in held if slot >= min(old)}
+        if required != set(self._lead.peers):  # what is above the first layer
+            new = later <= old
+        else:
+            new = held <= old or (len(old) >= 2 and 2 * len(old) >= len(later))
+        return slots if new else fresh
+
+    def _held(self, half: PoolHalf, row: int) -> list[int]:
+        """The slots of a row that were not empty before the change."""
+        slots: list[int] = (self._before(half, row).nonzero().squeeze(1) + row * self._length).tolist()
+        return slots
+
+    def _given_up(self, row: int, slots: set[int], half: PoolHalf) -> set[int]:
+        """The newest slots of a row, if they are empty now and the step's write went on behind them."""
+        held, now = self._held(half, row), self._now(half, row).nonzero()
+        after = row * self._length + int(half.buffers.rows[row, RowState.NEXT])
+        if half.buffers.baseline is not None or not held or after <= held[-1] + 1:
+            return set()  # a write that may reach any slot does not say where it goes on; or there was none
+        newest = row * self._length + (int(now[-1]) if len(now) else -1)
+        return {slot for slot in slots if slot > newest}
+
+    # ---- what is known
+
+    def _is_empty(self, row: Row) -> bool:
+        half = next(h for h in self._halves if h.id == row[Ring.HALF])
+        return row[Ring.FOUND] & MASK32 == empty_digest(half.seeds)[0] & MASK32
+
+    def _before(self, half: PoolHalf, row: int) -> torch.Tensor:
+        """int64 ``[slots of a row]``: digests before the change, 0 where a slot was empty."""
+        return self._view(half)[0][row * self._length : (row + 1) * self._length]
+
+    def _now(self, half: PoolHalf, row: int) -> torch.Tensor:
+        """The same, after the change and before the step's own write."""
+        return self._view(half)[1][row * self._length : (row + 1) * self._length]
+
+    def _settled(self, half: PoolHalf, row: int) -> torch.Tensor:
+        """bool ``[slots of a row]``: what the slots held before the step's own write is known."""
+        if half.buffers.baseline is not None:
+            return torch.ones(self._length, dtype=torch.bool)
+        part = slice(row * self._length, (row + 1) * self._length)
+        return (self._stamps[0, part] >> 16 < self._step).cpu()
+
+    def _view(self, half: PoolHalf) -> tuple[torch.Tensor, torch.Tensor]:
+        """Digests of all slots (plane 0) before and after the change; slots written since count as empty."""
+        if half.id not in self._views:
+            buffers, count = half.buffers, half.place.layout.slots
+            known = buffers.digest[0] if buffers.baseline is None else buffers.baseline
+            known = known.to(torch.int64).cpu() & MASK32
+            if buffers.baseline is None:
+                known[(self._stamps[0, :count] >> 16 >= self._step).cpu()] = 0
+            before, now = known, known.clone()
+            changed = self._by_half.get(half.id, [])
+            slots = [row[Ring.SLOT] for row in changed]
+            before[slots] = torch.tensor([row[Ring.STORED] & MASK32 for row in changed], dtype=torch.int64)
+            now[slots] = torch.tensor([row[Ring.FOUND] & MASK32 for row in changed], dtype=torch.int64)
+            empty = empty_digest(half.seeds)[0] & MASK32
+            for view in (before, now):
+                view[view == empty] = 0
+            self._views[half.id] = before, now
+        return self._views[half.id]

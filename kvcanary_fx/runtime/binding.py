@@ -1,0 +1,254 @@
+"""Binding a rewritten graph to the caches of one call.
+
+A graph knows its sites by number.  Each call may bring other caches (a new ``StaticCache``, another
+model's), so before each call the sites are bound to the halves of the tensors at hand.  The binding of
+the last call is kept: usually nothing has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..config import CanaryConfig
+from ..kernels.buffers import Check, Control, Count, Gate, IdentityBuffers, Site
+from ..kernels.content.digest import coefficients
+from ..kernels.context import ForwardContext
+from ..passes.graph_plan import GraphPlan
+from .registry import PoolHalf, PoolRegistry, Storage
+from .returned import ReturnedCaches
+
+#: Caches that one graph keeps a binding for.
+MAX_BINDINGS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundCall:
+    """The sites of a graph, bound to the caches of a call."""
+
+    context: ForwardContext
+    halves: tuple[PoolHalf, ...]
+    storages: tuple[tuple[Storage, int, str], ...]  # each with the argument it came from and a pool's name
+    opaque: bool  # the graph has attention that finds an engine's pools by itself
+    returned: ReturnedCaches | None = None
+
+
+class GraphBinding:
+    """One compiled graph at run time: its counters, and the binding of its last call."""
+
+    def __init__(self, plan: GraphPlan, config: CanaryConfig, registry: PoolRegistry, controls: Controls):
+        self.plan, self._config, self._registry, self._controls = plan, config, registry, controls
+        with torch.inference_mode(False):
+            self.states = [torch.zeros(1, dtype=torch.int32, device=d) for d in plan.devices]
+            self.gates = {d: torch.zeros(len(Gate), dtype=torch.int64, device=d) for d in plan.devices}
+        self.counters: list[torch.Tensor] = []
+        self._traffic, self._entries = threading.Lock(), [0, 0]  # calls begun, calls ended
+        self.forgiven = 0  # ops that calls which failed half-way did not run
+        self.unsettled = False  # a call failed, and what it did not run is not forgiven yet
+        self._failed = 0
+        self._arguments = sorted({s.argument for s in plan.sites if s.output is None})
+        self._returned = sorted({s.argument for s in plan.sites if s.output is not None})
+        self._bound: dict[tuple[Any, ...], BoundCall] = {}
+        self._generation = registry.generation
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around each call, of whatever thread."""
+        self._count(0)
+        try:
+            yield
+        finally:
+            self._count(1)
+
+    def _count(self, which: int) -> None:
+        with self._traffic:
+            self._entries[which] += 1
+
+    def calls(self) -> tuple[int, int]:
+        """``(begun, ended)`` so far.  Equal, no thread is in the graph."""
+        with self._traffic:
+            begun, ended = self._entries
+        return begun, ended
+
+    def missing_checks(self) -> list[str]:
+        """Names of the checks that ran less often than the graph did."""
+        steps = self.progress()[0] - self._failed
+        missing = [] if steps > 0 else ["begin"]
+        for site, counters in zip(self.plan.sites, self.counters, strict=True):
+            counts = counters.tolist()
+            if site.verified and counts[Count.VERIFY_RUNS] < steps:
+                missing.append(f"verify {site.name}")
+            if site.kind != "read" and counts[Count.RECORD_RUNS] < steps:
+                missing.append(f"record {site.name}")
+        return missing or ["identify"]
+
+    def bind(self, args: Sequence[Any], capturing: bool, abort: Callable[[], None] | None) -> BoundCall:
+        """The sites bound to the tensors in ``args``.
+
+        One graph may serve several caches in turn, such as the layers of a model that compiles each layer
+        by itself, so bindings are kept until a cache among them dies.
+        """
+        if self._generation != self._registry.generation or len(self._bound) >= MAX_BINDINGS:
+            self._bound.clear()
+        key = (capturing, *[_identity(args[i]) for i in self._arguments])
+        if self._returned:  # another tensor each time
+            key = (*key, threading.get_ident(), *[_geometry(args[i]) for i in self._returned])
+        call = self._bound.get(key)
+        if call is None:
+            with torch.inference_mode(False):  # its memory is written outside of that mode as well
+                call = self._bound[key] = self._bind(args, capturing, abort)
+            self._generation = self._registry.generation
+        return call
+
+    def forgive_failure(self) -> None:
+        """The call that the caller is in ends in an exception: the ops it did not reach are not missing."""
+        self._failed += 1
+        self.unsettled = True  # if a second Ctrl-C interrupts what follows, the next call does it
+        self.settle(inside=1)
+
+    def settle(self, inside: int = 0) -> None:
+        """Forgive what failed calls did not run, once no other call is in the middle of the graph.
+
+        Args:
+            inside: calls that are to count as ended, the caller's own.
+        """
+        if not self.unsettled:
+            return
+        calls = begun, ended = self.calls()
+        if begun != ended + inside:
+            return
+        steps, ran = self.progress()
+        if self.calls() == calls:
+            self.forgiven, self.unsettled = steps * self.plan.ops - ran, False
+
+    def progress(self) -> tuple[int, int]:
+        """``(calls, ops that ran)`` so far; waits for the device."""
+        gates = [g.tolist() for g in self.gates.values()]
+        return max(g[Gate.STEP] for g in gates), sum(g[Gate.OPS] for g in gates)
+
+    def _bind(self, args: Sequence[Any], capturing: bool, abort: Callable[[], None] | None) -> BoundCall:
+        storages: dict[int, tuple[Storage, int, str]] = {}
+        halves: list[PoolHalf] = []
+        numbers = _layer_numbers(self.plan)
+        for site, number in zip(self.plan.sites, numbers, strict=True):
+            if site.output is not None:
+                halves.append(self._registry.working_half(site.view(args), site, number))
+                continue
+            storage = self._registry.storage_of(args[site.argument])
+            storages.setdefault(id(storage), (storage, site.argument, site.pool))
+            halves.append(self._registry.half_of(storage, site.view(args), site, number))
+        for storage, _, _ in storages.values():
+            in_place = [h for h, site in zip(halves, self.plan.sites, strict=True) if site.output is None]
+            self._registry.drop_conflicting(storage, in_place)
+        identities = self._group(halves)
+        context = ForwardContext(
+            sites=tuple(self._site(i, half, capturing) for i, half in enumerate(halves)),
+            plans=tuple(self.plan.writes),
+            identities=identities,
+            controls={d: self._controls(d) for d in self.plan.devices},
+            gates=self.gates,
+            abort=abort,
+            joins=self.plan.joins,
+        )
+        coming_back = [(s, h) for s, h in zip(self.plan.sites, halves, strict=True) if s.output is not None]
+        returned = ReturnedCaches(coming_back, self._registry, args) if coming_back else None
+        return BoundCall(context, tuple(halves), tuple(storages.values()), bool(self.plan.attention), returned)
+
+    def _group(self, halves: list[PoolHalf]) -> dict[int, IdentityBuffers]:
+        """Tell halves of one slot space about each other; the identity buffers of the sites that lead one."""
+        spaces: dict[tuple[Any, ...], dict[int, int]] = {}
+        for half in halves:
+            spaces.setdefault(_space(half), {})[half.id] = half.layer_number
+        identities: dict[int, IdentityBuffers] = {}
+        for i, (site, half) in enumerate(zip(self.plan.sites, halves, strict=True)):
+            half.peers = {**half.peers, **spaces[_space(half)]}
+            if site.leads:
+                if half.identity is None:
+                    half.identity = IdentityBuffers.allocate(half.place.layout.slots, half.buffers.digest.device)
+                identities[i] = half.identity
+        return identities
+
+    def _site(self, number: int, half: PoolHalf, capturing: bool) -> Site:
+        device, layout = half.buffers.digest.device, half.place.layout
+        if number == len(self.counters):
+            self.counters.append(torch.zeros(len(Count), dtype=torch.int64, device=device))
+        site = self.plan.sites[number]
+        if site.whole and half.buffers.baseline is None:
+            half.buffers.baseline = torch.zeros(layout.slots, dtype=torch.int32, device=device)
+        control = self._controls(device)
+        # all memory the ops keep is made here, never inside an op: that may run in a CUDA graph's own pool
+        self._controls.reserve_stamps(device, layout.slots)
+        coefficients(layout.words, device)
+        return Site(
+            layout=layout,
+            half=half.buffers,
+            control=control,
+            gate=self.gates[device],
+            counters=self.counters[number],
+            half_id=half.id,
+            seed1=half.seeds[0],
+            seed2=half.seeds[1],
+            checks=Check(0) if capturing and self.plan.sites[number].output is not None else check_mask(self._config),
+            verify_every=self._config.verify_every if site.foreseen else 1,
+            lenient=capturing and half.space is None,
+            space=half.space,
+            watched=half.kind == "read",
+        )
+
+
+class Controls:
+    """The control block of each device, made when the device is first seen."""
+
+    def __init__(self, capacity: int):
+        self._capacity = capacity
+        self.by_device: dict[torch.device, Control] = {}
+        self._outgrown: list[torch.Tensor] = []  # captured graphs may hold their addresses
+
+    def __call__(self, device: torch.device) -> Control:
+        control = self.by_device.get(device)
+        if control is None:
+            control = self.by_device[device] = Control.allocate(self._capacity, device)
+        return control
+
+    def reserve_stamps(self, device: torch.device, slots: int) -> None:
+        """Make room to stamp ``slots`` slots."""
+        control = self(device)
+        if control.stamps.shape[1] < slots:
+            self._outgrown.append(control.stamps)
+            control.stamps = torch.full((2, slots), -1, dtype=torch.int64, device=device)
+
+
+def check_mask(config: CanaryConfig) -> Check:
+    """The configured checks as bits."""
+    mask = Check(0)
+    for name in config.checks:
+        if name != "sweep":  # a schedule, not a comparison of its own
+            mask |= Check[name.upper()]
+    return mask
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What must be the same for a binding to stay valid."""
+    return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape)
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What must be the same for a working shadow to fit."""
+    return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+
+
+def _space(half: PoolHalf) -> tuple[Any, ...]:
+    """The slot space of a half: halves of one space number their slots alike."""
+    layout = half.place.layout
+    return (half.buffers.digest.device, layout.slots, layout.positions, half.kind)
+
+
+def _layer_numbers(plan: GraphPlan) -> list[int]:
+    """A number for the layer of each site: the one in its path, else its place among the layers."""
+    order = {layer: i for i, layer in enumerate(dict.fromkeys(s.layer for s in plan.sites))}
+    return [order[s.layer] if s.number is None else s.number for s in plan.sites]

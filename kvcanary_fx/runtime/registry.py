@@ -1,0 +1,432 @@
+"""The registry of pools: which storage has which halves, and the shadow of each.
+
+A pool is known by its storage, not by the tensor object or the graph: two compiled graphs that touch the
+same cache share its shadow, and a new cache in an old graph gets one of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import CaptureError, ConcurrentUseError, EngineError
+from ..kernels.buffers import HalfBuffers, IdentityBuffers, RowState
+from ..kernels.content.digest import seeds
+from ..kernels.slots.space import SlotSpace
+from ..kernels.writes.geometry import merged_dims
+from ..kernels.writes.layout import SlotLayout
+from ..passes.graph_plan import Kind, SitePlan
+from ..reports.violation import HalfInfo
+
+_HALF_NUMBERS = {"K": 0, "V": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a half lies in its storage: the offset in bytes, and the layout with its strides."""
+
+    offset: int
+    strides: tuple[int, ...]
+    layout: SlotLayout
+
+    def span(self) -> tuple[int, int]:
+        """First byte and one past the last."""
+        reach = sum((s - 1) * st for s, st in zip(self.layout.shape, self.strides, strict=True))
+        return self.offset, self.offset + (reach + 1) * self.layout.dtype.itemsize
+
+    def same_slots(self, other: Place) -> bool:
+        """Whether both cut the same bytes into the same slots."""
+        return self._cut() == other._cut()
+
+    def slot_axes_in(self, sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+        """The axes of a view of these sizes and strides that number the slots, if its axes are this half's in some
+        order; else None."""
+        layout, left, found = self.layout, list(range(len(sizes))), {}
+        for axis, (size, stride) in enumerate(zip(layout.shape, self.strides, strict=True)):
+            same = [a for a in left if sizes[a] == size and (strides[a] == stride or size == 1)]
+            if not same:
+                return None
+            found[axis] = same[0]
+            left.remove(same[0])
+        axes = tuple(found[a] for a in layout.slot_axes)
+        return axes if not left and tuple(sorted(axes)) == axes else None
+
+    def _cut(self) -> tuple[object, ...]:
+        """The slots and the elements of a slot, each as sizes and strides without regard to the view's axes."""
+        layout = self.layout
+        slots, row = (
+            merged_dims([(layout.shape[a], self.strides[a]) for a in axes])
+            for axes in (layout.slot_axes, layout.row_axes)
+        )
+        return self.offset, layout.dtype, slots, row
+
+    def overlaps(self, other: Place) -> bool:
+        """Whether a byte may belong to both.  Exact for views with the same strides, such as the layers of
+        one interleaved pool; views with other strides overlap as soon as their spans do."""
+        (a, b), (c, d) = self.span(), other.span()
+        if a >= d or c >= b:
+            return False
+        size = self.layout.dtype.itemsize
+        if self.strides != other.strides or self.layout.dtype != other.layout.dtype or (a - c) % size:
+            return True
+        dims = sorted(zip(self.strides, self.layout.shape, other.layout.shape, strict=True), reverse=True)
+        return _reachable((c - a) // size, dims)
+
+
+def _of_layer(halves: list[PoolHalf], site: SitePlan) -> list[PoolHalf]:
+    """Those of the halves whose declared layer is the one that a graph's site is in: by its path, else its number."""
+    path = site.layer + "."
+    by_path = [h for h in halves if path.startswith(h.info.layer + ".") or h.info.layer.startswith(path)]
+    if by_path or site.number is None:
+        return by_path
+    numbers = [[part for part in h.info.layer.split(".") if part.isdigit()][-1:] for h in halves]
+    return [h for h, number in zip(halves, numbers, strict=True) if number == [str(site.number)]]
+
+
+def _called_like_pool(site: SitePlan) -> bool:
+    """Whether the layer has no module's path, but what the names of its pools have in common."""
+    return "/" in site.layer or site.pool == site.layer or site.pool.startswith((f"{site.layer}.", f"{site.layer}["))
+
+
+def _numbered(name: str, twins: int) -> str:
+    """``k``, ``k #2``, ``k #3``: caches that the code calls alike."""
+    return name if twins == 0 else f"{name} #{twins + 1}"
+
+
+def _declared_otherwise(half: PoolHalf, place: Place, site: SitePlan) -> str:
+    mine, theirs = half.place.layout, place.layout
+    return (
+        f"layer {site.layer!r} writes {site.pool} as {theirs.slots} slots of {theirs.row_bytes} bytes, and pool "
+        f"{half.info.pool!r} declares these bytes as {half.info.half} of {half.info.layer}, {mine.slots} slots of "
+        f"{mine.row_bytes} bytes: give KVPool the tensors, or the views of them, that the model writes"
+    )
+
+
+def _hint(number: int | torch.SymInt) -> int:
+    """What a size is in the call that is being compiled; -1 where that is not known."""
+    if isinstance(number, int):
+        return number
+    return number.node.hint if number.node.hint is not None else -1
+
+
+def _reachable(distance: int, dims: list[tuple[int, int, int]]) -> bool:
+    """Whether two lattices with the strides in ``dims``, shifted by ``distance``, share a point."""
+    if not dims:
+        return distance == 0
+    (stride, mine, theirs), rest = dims[0], dims[1:]
+    if stride == 0:
+        return _reachable(distance, rest)
+    near = distance // stride
+    return any(-theirs < k < mine and _reachable(distance - k * stride, rest) for k in (near, near + 1))
+
+
+@dataclasses.dataclass(eq=False)
+class PoolHalf:
+    """One half of one layer in one cache, and its shadow.
+
+    Attributes:
+        layer_number: what orders layers; 0 is the layer whose K and V depend on the token alone.
+        address: data pointer of the half.
+        reported: slots whose bytes were found wrong and not put right since, each with the digest of the right ones.
+        kind: what it holds; ``"read"`` while no graph of the session writes it.
+        peers: ids of the halves of the same slot space, this one included, with their layer numbers.
+    """
+
+    id: int
+    info: HalfInfo
+    place: Place
+    buffers: HalfBuffers
+    seeds: tuple[int, int]
+    layer_number: int
+    address: int
+    kind: Kind = "kv"
+    identity: IdentityBuffers | None = None
+    space: SlotSpace | None = None  # of an engine's pool
+    peers: dict[int, int] = dataclasses.field(default_factory=dict)
+    reported: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def last_written(self, slot: int) -> int | None:
+        """Index of the last slot written in the row of ``slot``; None without rows, or before any write."""
+        layout = self.place.layout
+        if not layout.has_rows or slot < 0:
+            return None
+        return int(self.buffers.rows[slot // layout.positions, RowState.NEXT]) - 1
+
+    def forget(self) -> None:
+        """Forget everything recorded, in place."""
+        self.buffers.reset()
+        if self.identity is not None:
+            self.identity.reset()
+
+
+@dataclasses.dataclass(eq=False)
+class Storage:
+    """One storage with halves in it."""
+
+    reference: StorageWeakRef
+    halves: dict[Place, PoolHalf] = dataclasses.field(default_factory=dict)
+    declared: list[PoolHalf] = dataclasses.field(default_factory=list)  # by an engine
+    aliases: dict[tuple[Place, int], PoolHalf] = dataclasses.field(default_factory=dict)  # of those, by id
+    shadows: dict[object, list[torch.Tensor]] = dataclasses.field(default_factory=dict)  # see returned.py
+    version: int | None = None  # of the pool tensor after our last call; None before, or if it keeps none
+    user: int | None = None  # ident of the thread that is in a forward over it
+    depth: int = 0
+
+    def enter(self, name: str) -> None:
+        """Mark this storage as in use by the calling thread.
+
+        Raises:
+            ConcurrentUseError: another thread is inside a forward over it.
+        """
+        me = threading.get_ident()
+        if self.user is not None and self.user != me:
+            owner = next((t.name for t in threading.enumerate() if t.ident == self.user), "that has ended")
+            raise ConcurrentUseError(name, owner)
+        self.user, self.depth = me, self.depth + 1
+
+    def leave(self) -> None:
+        self.depth -= 1
+        if self.depth <= 0:
+            self.user, self.depth = None, 0
+
+
+class PoolRegistry:
+    """All storages and halves of one session."""
+
+    def __init__(self, planes: int):
+        self._planes = planes
+        self._storages: dict[int, Storage] = {}
+        self._retired: dict[tuple[torch.device, int, Place], HalfBuffers] = {}
+        self._by_id: dict[int, PoolHalf] = {}
+        self._working: dict[tuple[object, ...], PoolHalf] = {}
+        self._next_id = 0
+        self.generation = 0  # changes when a half is dropped, so that kept bindings are made anew
+        self._lock = threading.Lock()
+
+    def storage_of(self, tensor: torch.Tensor) -> Storage:
+        """The record of a tensor's storage, made if it is new."""
+        storage = tensor.untyped_storage()
+        known = self._storages.get(storage._cdata)
+        if known is None:
+            with self._lock:
+                self._drop_dead()
+                # holding the weak reference keeps the address from being reused for another storage
+                known = self._storages.setdefault(storage._cdata, Storage(StorageWeakRef(storage)))
+        return known
+
+    def half_of(self, storage: Storage, view: torch.Tensor, site: SitePlan, number: int) -> PoolHalf:
+        """The half that ``view`` is, made if it is new.
+
+        Raises:
+            CaptureError: it is new and a CUDA graph is being captured.
+            EngineError: the engine declared its bytes otherwise, or for several layers of which this is none.
+        """
+        layout = SlotLayout(tuple(view.shape), site.slot_axes, view.dtype, site.paged or bool(storage.declared))
+        place = Place(int(view.storage_offset()) * view.element_size(), tuple(view.stride()), layout)
+        half = self._declared_half(storage, place, site) if storage.declared else storage.halves.get(place)
+        if half is None:
+            if view.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise CaptureError(f"the KV cache {site.pool!r} has no shadow yet")
+            with self._lock:
+                half = storage.halves[place] = self._make(view, place, site, number)
+        elif half.kind == "read" and site.kind != "read":
+            self._gains_writer(half, site)
+        return half
+
+    def working_half(self, view: torch.Tensor, site: SitePlan, number: int) -> PoolHalf:
+        """The half that stands for a cache which a graph returns anew each time, in this thread.
+
+        Raises:
+            CaptureError: it is new and a CUDA graph is being captured.
+        """
+        layout = SlotLayout(tuple(view.shape), site.slot_axes, view.dtype, site.paged)
+        place = Place(int(view.storage_offset()) * view.element_size(), tuple(view.stride()), layout)
+        key = (threading.get_ident(), view.device, place, site.layer, site.label, site.pool, number)
+        half = self._working.get(key)
+        if half is None:
+            if view.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise CaptureError(f"the KV cache {site.pool!r} has no shadow yet")
+            with self._lock:
+                half = self._working[key] = self._make(view, place, site, number)
+        return half
+
+    def slot_axes_of(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
+        """The slot axes of the half that ``tensor`` is, all of it; None if no graph records it as one."""
+        storage = self.known(tensor)
+        for place in storage.halves if storage is not None else ():
+            offset = int(tensor.storage_offset()) * tensor.element_size()
+            if (place.offset, place.strides, place.layout.shape) == (offset, tensor.stride(), tuple(tensor.shape)):
+                return None if place.layout.paged else place.layout.slot_axes
+        return None
+
+    def _gains_writer(self, half: PoolHalf, site: SitePlan) -> None:
+        """A graph writes what others only read so far: from here on it knows how far each row goes."""
+        half.kind, half.peers = site.kind, {}
+        half.buffers.forget_rows()
+        self.generation += 1
+
+    def declare(self, view: torch.Tensor, half: PoolHalf) -> None:
+        """Register a half of an engine's pool, which is known before any graph."""
+        storage = self.storage_of(view)
+        with self._lock:
+            storage.declared.append(half)
+            storage.halves.setdefault(half.place, half)
+            self._by_id[half.id] = half
+
+    def name(self, half: PoolHalf) -> None:
+        """Register what no graph writes, so that reports can name it."""
+        self._by_id[half.id] = half
+
+    def new_id(self) -> int:
+        """A number that no half has."""
+        self._next_id += 1
+        return self._next_id - 1
+
+    def _declared_half(self, storage: Storage, place: Place, site: SitePlan) -> PoolHalf | None:
+        """The half of an engine's pool that ``place`` is, in whatever shape it is seen; None if it is none."""
+        found = [h for h in storage.declared if h.place.same_slots(place)]
+        if not found:
+            clash = next((h for h in storage.declared if h.place.overlaps(place)), None)
+            if clash is not None:
+                raise EngineError(_declared_otherwise(clash, place, site))
+            return storage.halves.get(place)
+        named = found if len(found) == 1 else _of_layer(found, site)
+        if len(named) != 1:
+            layers = [f"{h.info.layer} of pool {h.info.pool}" for h in found]
+            raise EngineError(
+                f"layer {site.layer!r} writes a tensor that is declared for {', '.join(layers)}, and it is not plain "
+                "which of them it is: give the pools layer_names that are the paths of the modules"
+            )
+        half = named[0]
+        if half.place == place:
+            return half
+        alias = storage.aliases.get((place, half.id))
+        if alias is None:
+            alias = storage.aliases[place, half.id] = dataclasses.replace(half, place=place)
+        return alias
+
+    def _make(self, view: torch.Tensor, place: Place, site: SitePlan, number: int) -> PoolHalf:
+        buffers = self._retired.pop((view.device, view.data_ptr(), place), None)
+        if buffers is None:
+            buffers = HalfBuffers.allocate(place.layout, self._planes, view.device)
+        else:
+            buffers.reset()
+        label = _HALF_NUMBERS.get(site.label, 2)
+        same = (site.layer, site.label)  # as where each layer is compiled by itself, or a graph breaks in each
+        twins = sum((h.info.layer.partition(" #")[0], h.info.half) == same for h in self._by_id.values())
+        half_id = self.new_id()
+        half = PoolHalf(
+            id=half_id,
+            info=HalfInfo(
+                id=half_id,
+                layer=_numbered(site.layer, twins) if _called_like_pool(site) else site.layer,
+                half=site.label,
+                pool=_numbered(site.pool, twins),
+                rows=place.layout.rows if place.layout.has_rows else None,
+                positions=place.layout.positions,
+            ),
+            place=place,
+            buffers=buffers,
+            seeds=seeds(number, label),
+            layer_number=number,
+            address=view.data_ptr(),
+            kind=site.kind,
+        )
+        self._by_id[half.id] = half
+        return half
+
+    def drop_conflicting(self, storage: Storage, mine: Iterable[PoolHalf]) -> list[PoolHalf]:
+        """Forget halves of ``storage`` that see the same bytes as ``mine`` in another way.
+
+        A graph that reads a cache differently writes it without updating the other's shadow.
+        """
+        kept = list(mine)
+        ids = {h.id for h in kept}
+        gone = [
+            h
+            for h in storage.halves.values()
+            if h.id not in ids and h.space is None and any(h.place.overlaps(k.place) for k in kept)
+        ]
+        for half in gone:
+            self._forget(storage, half)
+        return gone
+
+    def forget(self, tensor: torch.Tensor) -> int:
+        """Forget what is recorded about a tensor's storage; how many halves that were."""
+        storage = self.known(tensor)
+        halves = list(storage.halves.values()) if storage else []
+        for half in halves:
+            half.buffers.reset()
+        returned = len(storage.shadows) if storage else 0
+        if storage:
+            storage.shadows.clear()
+        return len(halves) + returned
+
+    def _forget(self, storage: Storage, half: PoolHalf) -> None:
+        del storage.halves[half.place]
+        self._by_id.pop(half.id, None)
+        self.generation += 1
+
+    def by_id(self, half_id: int) -> PoolHalf | None:
+        """The half with this number, while its cache lives."""
+        return self._by_id.get(half_id)
+
+    def identity_of(self, half: PoolHalf) -> IdentityBuffers | None:
+        """Who is in the slots of a half's slot space, if one of its halves keeps that."""
+        peers = (self._by_id.get(peer) for peer in half.peers)
+        return next((p.identity for p in peers if p is not None and p.identity is not None), None)
+
+    def pools_in(self, tensor: torch.Tensor) -> int:
+        """How many pools an engine keeps in a tensor's storage."""
+        storage = self.known(tensor)
+        return len({h.info.pool for h in storage.declared}) if storage is not None else 0
+
+    def declared_axes(self, tensor: torch.Tensor, view: torch.Tensor) -> tuple[int, ...] | None:
+        """The axes that number slots in a view of an engine's tensor, as the engine declared them.
+
+        Args:
+            view: its fake, in whatever order of axes; sizes may be symbols, which stay what they are.
+
+        Returns:
+            None if the view is no half that the engine declared.
+        """
+        storage = self.known(tensor)
+        sizes, strides = ([_hint(n) for n in numbers] for numbers in (view.shape, view.stride()))
+        offset = _hint(view.storage_offset()) * view.element_size()
+        for half in storage.declared if storage is not None else ():
+            place = half.place
+            if (place.offset, place.layout.dtype) == (offset, view.dtype):
+                axes = place.slot_axes_in(sizes, strides)
+                if axes is not None:
+                    return axes
+        return None
+
+    def known(self, tensor: torch.Tensor) -> Storage | None:
+        """The record of a tensor's storage, if it has halves."""
+        return self._storages.get(tensor.untyped_storage()._cdata)
+
+    def halves(self) -> list[PoolHalf]:
+        """Every half of a living storage."""
+        with self._lock:
+            self._drop_dead()
+            return [h for s in self._storages.values() for h in s.halves.values()]
+
+    def _drop_dead(self) -> None:
+        """Release the shadows of caches that are gone.
+
+        On a GPU a captured graph may still hold a shadow's address, and it is replayed again if a new
+        cache lands on the old one's address: such shadows are kept for it.
+        """
+        for key, storage in list(self._storages.items()):
+            if storage.reference.expired():
+                del self._storages[key]
+                self.generation += bool(storage.halves)  # no binding is kept of a tensor that a graph returned
+                for place, half in storage.halves.items():
+                    self._by_id.pop(half.id, None)
+                    device = half.buffers.digest.device
+                    if device.type == "cuda":
+                        self._retired[(device, half.address, place)] = half.buffers

@@ -1,0 +1,400 @@
+"""The session: owns pools, shadows and reports, and brackets every call of a guarded graph."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..compile.coverage import GraphCalls
+from ..config import ENGINE_CHECKS, CanaryConfig
+from ..errors import CanaryError, KVCacheViolation, MissedChecksError, RecompileLimitError
+from ..kernels.buffers import UNKNOWN, Control, Count, Gate, Ring, Word
+from ..kernels.context import ForwardContext, forward_context
+from ..passes.graph_plan import GraphPlan
+from ..reports import summary as report
+from ..reports.log import ViolationLog
+from ..reports.violation import HalfInfo, Violation, decode
+from .adoption import judge
+from .binding import BoundCall, Controls, GraphBinding
+from .registry import PoolRegistry, Storage
+
+#: A cache that was dropped before its violations were read.
+_GONE = HalfInfo(-1, "?", "?", "a cache that is gone", None, 1)
+
+
+class CanarySession:
+    """Guards the KV caches of the models compiled with it.
+
+    Every model compiled with the same settings shares one session (:func:`kvcanary_fx.session`); a session
+    of one's own comes from :class:`kvcanary_fx.CanaryBackend`.  Threads may use a session at once, each
+    with caches of its own.
+    """
+
+    #: How many pools are in an input of a graph, in a session that knows its pools beforehand.
+    pools_in: Callable[[Any], int] | None = None
+
+    #: Layers whose checks an engine calls itself, since no graph shows them.
+    eager_layers: tuple[str, ...] = ()
+
+    #: Who calls the compiled functions sees to it that each call is guarded.
+    calls_are_judged = False
+
+    def __init__(self, config: CanaryConfig | None = None):
+        self.config = config or CanaryConfig.from_env()
+        self.registry = PoolRegistry(self.config.planes)
+        self.controls = Controls(self.config.ring_capacity)
+        self.plans: list[GraphPlan] = []
+        self.bindings: list[GraphBinding] = []
+        self.uncovered: list[str] = []  # why coverage was lost, in words
+        self.limit_hit: RecompileLimitError | None = None  # by a function that was to be compiled for this session
+        self.calls = 0  # of guarded graphs, whether they ended well or not
+        self.entered = GraphCalls()  # by the thread that asks
+        self.found = ViolationLog()
+        self._adopted_slots = 0
+        self._warned: set[str] = set()
+        self._pending: list[_Readback] = []
+        self._lock = threading.RLock()
+
+    # ---- compile time
+
+    def add_graph(self, plan: GraphPlan) -> GraphBinding:
+        """Register a rewritten graph."""
+        binding = GraphBinding(plan, self.config, self.registry, self.controls)
+        with self._lock:
+            self.plans.append(plan)
+            self.bindings.append(binding)
+        return binding
+
+    # ---- run time
+
+    def run(self, binding: GraphBinding, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """One call of a guarded graph.
+
+        Raises:
+            KVCacheViolation: mode ``raise``, and a check failed in this call.
+            CoverageError: mode ``raise``, and checks of the graph did not run.
+            ConcurrentUseError: another thread is in a forward over one of the caches.
+            CaptureError: a CUDA graph is being captured over a cache that was never seen.
+        """
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        abort = self._abort if self.config.mode == "raise" and binding.plan.devices[0].type == "cpu" else None
+        call = binding.bind(args, capturing, abort)
+        with self._inside_of(call), forward_context(self._context_of(call)), binding.inside():
+            self.calls += 1
+            try:
+                if not capturing:
+                    self._note_outside_writes(binding, call, args)
+                elif call.returned is not None:
+                    self.lose_coverage(f"{binding.plan.name}: caches that it returns are not guarded in a CUDA graph")
+                out = compiled(*args, *binding.states)
+            except BaseException as e:  # Ctrl-C as well: what it kept from running is not missing
+                self._after_failure(binding, e)
+                raise
+        if not capturing:
+            self._remember_versions(call, args)
+            if call.returned is not None:
+                call.returned.store(out)
+            try:
+                self._after(binding)
+            except RuntimeError as e:  # what ran on the device failed, and this is where it shows
+                self._after_failure(binding, e)
+                raise
+        return out
+
+    def _context_of(self, call: BoundCall) -> ForwardContext:
+        """What the ops of a call look things up in."""
+        return call.context
+
+    @contextlib.contextmanager
+    def _inside_of(self, call: BoundCall) -> Iterator[None]:
+        """Mark the caches of a call as in use, and the thread as inside a guarded forward."""
+        entered: list[Storage] = []
+        try:
+            for storage, _, name in call.storages:
+                storage.enter(name)
+                entered.append(storage)
+            yield
+        finally:
+            for storage in entered:
+                storage.leave()
+
+    def _note_outside_writes(self, binding: GraphBinding, call: BoundCall, args: Sequence[Any]) -> None:
+        """If something else wrote to a pool since our last call, let the kernels know."""
+        lenient = call.returned is not None and call.returned.load(args)
+        for name in call.returned.copied() if call.returned is not None else ():
+            self.warn_once(
+                f"copied {name}",
+                f"kvcanary.unguarded {binding.plan.name}: {name} was never the tensor that a call before returned. If "
+                "one cache goes from call to call as a copy (clone, to), nothing is known of the copy: pass on the "
+                "tensor that the model returned.",
+            )
+        for storage, argument, _ in call.storages:
+            version = _version(args[argument])
+            lenient = lenient or version is None or version != storage.version
+        if lenient:
+            for gate in binding.gates.values():
+                gate[Gate.LENIENT_NEXT] = 1
+
+    def _remember_versions(self, call: BoundCall, args: Sequence[Any]) -> None:
+        for storage, argument, _ in call.storages:
+            storage.version = _version(args[argument])
+            storage.shadows.clear()  # of the tensor as a call before returned it
+
+    def _after(self, binding: GraphBinding) -> None:
+        """Look at what calls reported: at once in raise mode, when it has arrived in log mode."""
+        wait = self.config.mode == "raise"
+        with self._lock:
+            self._pending.append(_Readback.start(binding, self.controls, wait))
+            arrived = [r for r in self._pending if wait or r.arrived()]
+            self._pending = [r for r in self._pending if r not in arrived]
+        if any(head > drained for r in arrived for head, drained in r.heads()):
+            self.drain()
+            if wait:
+                self._raise_new()
+        for readback in arrived:
+            self._check_coverage(readback)
+
+    def _raise_new(self, cause: BaseException | None = None) -> None:
+        """Raise the violations that nobody was told about by an exception."""
+        with self._lock:
+            fresh, total = self.found.take_untold()
+        if total:
+            raise KVCacheViolation(report.by_importance(fresh), total) from cause
+
+    def _check_coverage(self, readback: _Readback) -> None:
+        """Compare the ops that ran with those that were inserted."""
+        binding = readback.binding
+        if not readback.alone or readback.complete():
+            return
+        self.report_lost(MissedChecksError(binding.plan.name, binding.missing_checks()))
+
+    def report_lost(self, error: CanaryError, cause: BaseException | None = None) -> None:
+        """Note that something runs unguarded; in raise mode, raise it."""
+        self.lose_coverage(str(error))
+        if self.config.mode == "raise":
+            raise error from cause
+
+    def lose_coverage(self, why: str) -> None:
+        """Note, once, that something runs unguarded."""
+        if why not in self.uncovered:
+            self.uncovered.append(why)
+            report.log.warning("kvcanary.coverage %s", why)
+
+    def warn_once(self, key: str, message: str) -> None:
+        """Log ``message`` at WARNING the first time, and at INFO whenever ``key`` comes again."""
+        report.log.log(logging.INFO if key in self._warned else logging.WARNING, "%s", message)
+        self._warned.add(key)
+
+    # ---- reports
+
+    def drain(self) -> list[Violation]:
+        """Read the rings of all devices; the violations that were new.
+
+        In log mode each is logged, and handed to ``on_violation``.  Waits for the device.
+        """
+        fresh: list[Violation] = []
+        with self._lock:
+            for control in self.controls.by_device.values():
+                rows, total = take_rows(control)
+                verdict = judge(rows, self.registry, control.stamps, lost=total - len(rows))
+                self._adopted_slots += verdict.adopted_slots
+                decoded = [self._decode(row) for row in verdict.violations]
+                self.found.add(decoded, total - verdict.adopted_fingerprints)
+                fresh += decoded
+            lines = list(self.found.lines(fresh)) if self.config.mode == "log" else []
+        report.emit(fresh, lines, self.config)
+        return fresh
+
+    def _decode(self, row: Sequence[int]) -> Violation:
+        """The record of a ring row, with what the shadow knows about the slot's token."""
+        half = self.registry.by_id(row[Ring.HALF])
+        if half is None:
+            return decode(row, _GONE)
+        slot = row[Ring.SLOT]
+        last = half.last_written(slot)
+        identity = self.registry.identity_of(half)
+        if identity is None or slot < 0:
+            return decode(row, half.info, last_written=last)
+        token, position = int(identity.tokens[slot]), int(identity.positions[slot])
+        known = None if position == UNKNOWN else position
+        return decode(row, half.info, token if token >= 0 else None, known, last_written=last)
+
+    def _abort(self) -> None:
+        """Called from an op on the CPU when an index is out of range, before the write runs."""
+        self.drain()
+        self._raise_new()
+
+    def _after_failure(self, binding: GraphBinding, cause: BaseException) -> None:
+        """A forward failed: if the rings know why, raise that in its place (raise mode).
+
+        An order to stop, such as ``KeyboardInterrupt``, is no error: nothing takes its place, and what the rings
+        have is raised after the next forward.
+        """
+        stopped = not isinstance(cause, Exception)
+        try:
+            binding.forgive_failure()
+            if not stopped and not isinstance(cause, KVCacheViolation):
+                self.drain()
+        except RuntimeError:  # the device is lost, as after a device-side assert
+            self._read_blackbox()
+        if self.config.mode == "raise" and not stopped:
+            self._raise_new(cause)
+
+    def _read_blackbox(self) -> None:
+        """Take in what a device left in host memory before it was lost."""
+        found = []
+        for control in self.controls.by_device.values():
+            if control.blackbox is not None and int(control.blackbox[-1]):
+                row = control.blackbox[:-1].tolist()
+                half = self.registry.by_id(row[Ring.HALF])
+                found.append(decode(row, half.info if half is not None else _GONE))
+        self.found.add(found, len(found))
+
+    def violations(self) -> list[Violation]:
+        """The violations so far, after reading what the devices have: the first 5,000 and the newest 5,000."""
+        self.drain()
+        return self.found.records()
+
+    def known_violations(self) -> list[Violation]:
+        """The violations that were read so far; waits for nothing."""
+        return self.found.records()
+
+    def check(self) -> None:
+        """Wait for the devices and raise what was found and not yet raised, in any mode.
+
+        The way to look after a replay of a captured graph, which runs no Python of ours.
+
+        Raises:
+            KVCacheViolation: a check failed.
+            CoverageError: checks of a graph did not run.
+        """
+        for binding in self.bindings:
+            if binding.plan.guarded:
+                readback = _Readback.start(binding, self.controls, wait=True)
+                self._check_coverage(readback)
+        self.drain()
+        self._raise_new()
+
+    def forget(self, *tensors: torch.Tensor) -> int:
+        """Forget what is recorded about the caches that ``tensors`` belong to, after a legal rewrite.
+
+        Returns:
+            How many halves were forgotten; 0 if no tensor belongs to a guarded cache.
+        """
+        return sum(self.registry.forget(t) for t in tensors)
+
+    def stats(self) -> Stats:
+        """Counts since the session began; waits for the devices."""
+        self.drain()
+        totals = dict.fromkeys(Count, 0)
+        steps = 0
+        for binding in self.bindings:
+            steps += sum(int(g[Gate.STEP]) for g in binding.gates.values())
+            for counters in binding.counters:
+                for name, value in zip(Count, counters.tolist(), strict=True):
+                    totals[name] += value
+        return Stats(
+            steps=steps,
+            checked=totals[Count.CHECKED],
+            recorded=totals[Count.RECORDED],
+            adopted=totals[Count.ADOPTED] + self._adopted_slots,
+            violations=self.found.total,
+        )
+
+    def checks_without_inputs(self) -> dict[str, str]:
+        """The checks that cannot run in this session, each with what they lack."""
+        return dict.fromkeys(ENGINE_CHECKS, "only an engine knows what they need (kvcanary_fx.install_canary)")
+
+    def checks_in_part(self) -> dict[str, str]:
+        """The checks that run without some of what they need, each with what is lost."""
+        return {}
+
+    def summary(self) -> str:
+        """What is protected, what is off and why, and the counts so far, as text."""
+        return report.summarise(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counts of a session.  A fingerprint is one slot in one half of one layer.
+
+    Attributes:
+        steps: guarded graph calls.
+        checked: fingerprints compared with the pool's bytes.
+        recorded: fingerprints taken after a write.
+        adopted: fingerprints taken of slots that were written outside the compiled graphs, unverified.
+        violations: failed checks.
+    """
+
+    steps: int
+    checked: int
+    recorded: int
+    adopted: int
+    violations: int
+
+
+@dataclasses.dataclass(eq=False)  # compared by identity: tensors have no truth value
+class _Readback:
+    """The few words that say whether a call went well, on their way to the host."""
+
+    binding: GraphBinding
+    words: list[torch.Tensor]  # per device: the control's words, then the graph's gate
+    events: list[torch.cuda.Event]
+    alone: bool  # no thread was in the graph while they were read: one in the middle of it has run some of the ops
+    forgiven: int  # ops that failed calls did not run, by then
+
+    @classmethod
+    def start(cls, binding: GraphBinding, controls: Controls, wait: bool) -> _Readback:
+        binding.settle()
+        forgiven = binding.forgiven
+        words, events, (begun, ended) = [], [], binding.calls()
+        for device, gate in binding.gates.items():
+            both = torch.cat((controls(device).words, gate))
+            if device.type == "cuda" and not wait:
+                pinned = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
+                both = pinned.copy_(both, non_blocking=True)
+                events.append(torch.cuda.Event())
+                events[-1].record(torch.cuda.current_stream(device))
+            words.append(both)
+        alone = begun == ended and binding.calls() == (begun, ended) and not binding.unsettled
+        return cls(binding, words, events, alone, forgiven)
+
+    def arrived(self) -> bool:
+        return all(e.query() for e in self.events)
+
+    def heads(self) -> list[tuple[int, int]]:
+        """``(rows written, rows drained)`` of each device's ring."""
+        lists = [w.tolist() for w in self.words]
+        return [(w[Word.HEAD], w[Word.DRAINED]) for w in lists]
+
+    def complete(self) -> bool:
+        """Whether every inserted op ran in every call so far."""
+        at = len(Word)
+        lists = [w.tolist() for w in self.words]
+        steps = max(w[at + Gate.STEP] for w in lists)
+        ran = sum(w[at + Gate.OPS] for w in lists) + self.forgiven
+        return bool(steps > 0 and ran == steps * self.binding.plan.ops)
+
+
+def take_rows(control: Control) -> tuple[list[list[int]], int]:
+    """The rows in a ring and how many there were to be, marked as taken."""
+    words = control.words.tolist()
+    head, drained = words[Word.HEAD], words[Word.DRAINED]
+    if head == drained:
+        return [], 0
+    kept = min(head - drained, control.capacity)
+    place = torch.arange(drained, drained + kept, device=control.ring.device) % control.capacity
+    rows = control.ring[place].tolist()
+    control.words[Word.DRAINED] = head
+    return rows, head - drained
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """PyTorch's count of in-place writes to a tensor; None for inference tensors, which keep none."""
+    return None if tensor.is_inference() else tensor._version
