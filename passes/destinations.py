@@ -19,7 +19,7 @@ from .accesses import Accesses
 from .attention_reads import AttentionReads
 from .names import function_name, half_named, source_name
 from .selection import At, Full, Indexed, Part, Selection, Span, Unreadable, selected_by
-from .writes import KVWrite
+from .writes import KVWrite, without_slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +230,7 @@ def _dims_of(part: Indexed, found: Accesses) -> int:
 
 def _opaque_regions(write: KVWrite, found: Accesses, reads: AttentionReads) -> list[Region]:
     """Where a write goes that hides where: K and V, if the tensor holds both, [2, ...] or [pages, 2, ...]."""
-    node, _ = _with_rows(write.region, None, found, reads)
+    node, _ = _with_rows(without_slots(write.region, found.values), None, found, reads)
     if write.slot_axes:
         return [Region(write.region)]
     view, source = found.values[node], reads.source_of(node)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .accesses import Accesses
+from .accesses import Accesses, extent_of
 from .names import function_name
 from .selection import (
     At,
@@ -143,6 +143,22 @@ def _whole(node: fx.Node, target: fx.Node, value: Any, values: dict[fx.Node, Any
     return KVWrite(node, target, [Full()] * values[target].dim(), _tensor_node(value, values))
 
 
+def without_slots(node: fx.Node, values: dict[fx.Node, Any]) -> fx.Node:
+    """The view of which ``node`` is some slots, where a step picks them; else ``node``.
+
+    An op that hides where it writes may be given a window into the cache, ``cache.narrow(2, position, 1)``, which is at
+    another place in each step.
+    """
+    while True:
+        try:
+            picked = selected_by(node, values)
+        except Unreadable:
+            return node
+        if picked is None or not any(_is_slot_part(p, axis, picked[1], values) for axis, p in enumerate(picked[1])):
+            return node
+        node = picked[0]
+
+
 def _is_slot_part(part: Any, axis: int, selection: Selection, values: dict[fx.Node, Any]) -> bool:
     if isinstance(part, Indexed):
         return True
@@ -191,20 +207,21 @@ def read_write(node: fx.Node, root: fx.Node, found: Accesses) -> list[KVWrite]:
     """The writes that ``node`` makes to the pool behind the placeholder ``root``; at least one."""
     values = found.values
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        write = _opaque(node, root, found, f"it is inside {_higher_order_name(node)}")
-        write.slot_axes = _inner_slot_axes(node, root, found)
-        return [write]
+        writes = _opaque(node, root, found, f"it is inside {_higher_order_name(node)}")
+        for write in writes:
+            write.slot_axes = _inner_slot_axes(node, write.region, root, found)
+        return writes
     spec = read_custom_op(node, values)
     if spec is not None:
         return _custom(node, root, spec, found)
     name = function_name(node)
     reader = READERS.get(name) or (_in_place if name in IN_PLACE else None)
     if reader is None or (node.target is operator.setitem and not isinstance(node.args[0], fx.Node)):
-        return [_opaque(node, root, found, f"the op {_qualified(node)} does not show where it writes")]
+        return _opaque(node, root, found, f"the op {_qualified(node)} does not show where it writes")
     try:
         return [reader(node, values)]
     except Unreadable as e:
-        return [_opaque(node, root, found, str(e))]
+        return _opaque(node, root, found, str(e))
 
 
 def _custom(node: fx.Node, root: fx.Node, spec: WriteSpec, found: Accesses) -> list[KVWrite]:
@@ -224,22 +241,24 @@ def _custom(node: fx.Node, root: fx.Node, spec: WriteSpec, found: Accesses) -> l
                     opaque=part.opaque,
                 )
             )
-    return writes or [_opaque(node, root, found, f"the op {_qualified(node)} does not show where it writes")]
+    return writes or _opaque(node, root, found, f"the op {_qualified(node)} does not show where it writes")
 
 
-def _opaque(node: fx.Node, root: fx.Node, found: Accesses, why: str) -> KVWrite:
-    return KVWrite(node, _operand_on(node, root, found), opaque=why)
+def _opaque(node: fx.Node, root: fx.Node, found: Accesses, why: str) -> list[KVWrite]:
+    return [KVWrite(node, view, opaque=why) for view in _operands_on(node, root, found)]
 
 
-def _operand_on(node: fx.Node, root: fx.Node, found: Accesses) -> fx.Node:
-    """The operand of ``node`` that is a view of ``root``; the placeholder itself if there are several."""
+def _operands_on(node: fx.Node, root: fx.Node, found: Accesses) -> list[fx.Node]:
+    """The operands of ``node`` that are views of ``root``; the placeholder itself if a byte is in several."""
     views = [a for a in node.all_input_nodes if found.root_of(a) is root]
-    return views[0] if len(views) == 1 else root
+    regions = [extent_of(found.values[without_slots(view, found.values)]) for view in views]
+    apart = not any(a.overlaps(b) for i, a in enumerate(regions) for b in regions[:i])
+    return views if views and apart else [root]
 
 
-def _inner_slot_axes(node: fx.Node, root: fx.Node, found: Accesses) -> tuple[int, ...] | None:
+def _inner_slot_axes(node: fx.Node, operand: fx.Node, root: fx.Node, found: Accesses) -> tuple[int, ...] | None:
     """The slot axes that a write inside a subgraph shows, if it addresses the operand as it came in."""
-    outer = found.values[_operand_on(node, root, found)]
+    outer = found.values[operand]
     for access in found.of(root):
         reader = None if access.inner is None else READERS.get(function_name(access.inner))
         if access.node is node and access.writes and reader is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,6 +37,11 @@ class BoundCall:
     storages: tuple[tuple[Storage, int, str], ...]  # each with the argument it came from and a pool's name
     opaque: bool  # the graph has attention that finds an engine's pools by itself
     returned: ReturnedCaches | None = None
+
+    @functools.cached_property
+    def ids(self) -> frozenset[int]:
+        """The ids of the halves."""
+        return frozenset(half.id for half in self.halves)
 
 
 class GraphBinding:

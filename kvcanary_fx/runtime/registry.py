@@ -173,6 +173,7 @@ class Storage:
     aliases: dict[tuple[Place, int], PoolHalf] = dataclasses.field(default_factory=dict)  # of those, by id
     shadows: dict[object, list[torch.Tensor]] = dataclasses.field(default_factory=dict)  # see returned.py
     version: int | None = None  # of the pool tensor after our last call; None before, or if it keeps none
+    suspects: set[int] = dataclasses.field(default_factory=set)  # ids of halves not checked since something else wrote
     user: int | None = None  # ident of the thread that is in a forward over it
     depth: int = 0
 

@@ -136,7 +136,11 @@ class CanarySession:
             )
         for storage, argument, _ in call.storages:
             version = _version(args[argument])
-            lenient = lenient or version is None or version != storage.version
+            if version is None or version != storage.version:
+                lenient = True
+                storage.suspects = {half.id for half in storage.halves.values()}
+            # what another graph that writes here was told of may have hit our halves
+            lenient = lenient or not storage.suspects.isdisjoint(call.ids)
         if lenient:
             for gate in binding.gates.values():
                 gate[Gate.LENIENT_NEXT] = 1
@@ -144,6 +148,7 @@ class CanarySession:
     def _remember_versions(self, call: BoundCall, args: Sequence[Any]) -> None:
         for storage, argument, _ in call.storages:
             storage.version = _version(args[argument])
+            storage.suspects -= call.ids
             storage.shadows.clear()  # of the tensor as a call before returned it
 
     def _after(self, binding: GraphBinding) -> None:

@@ -382,6 +382,49 @@ def test_graph_break_between_layers(at):
     assert rig.session.stats().recorded == 6 * 2 * (4 + 4)
 
 
+def test_reset_of_one_tensor_whose_layers_are_compiled_one_by_one():
+    """Seen: the first layer's graph took note that something had written to the tensor, and no other was told."""
+    rig = Rig.build(3, mode="log")
+    rig.caches = list(torch.zeros(3, 2, 2, 2, 24, 8))
+    for layer in rig.model.layers:
+        layer.compile(backend=rig.backend)
+    for _ in range(2):
+        rig.step(3, guarded=False)
+        rig.step(guarded=False)
+        rig.reset()
+    assert silent(rig)
+    assert rig.session.stats().adopted > 0
+    rig.step(3, guarded=False)
+    rig.caches[2][0].data[1, 1, 1, 3] += 1
+    rig.step(guarded=False)
+    assert [(v.row, v.index) for v in rig.session.violations()] == [(1, 1)]
+
+
+@pytest.mark.parametrize("pair", [True, False], ids=["K and V", "one of them"])
+def test_op_that_hides_where_it_writes_in_the_window_that_it_is_given(pair):
+    """Seen: the window was taken for the cache, which then lay at another place in each step."""
+
+    def layer(k, v, cache, at):
+        windows = [half.narrow(2, at, 1) for half in cache]
+        if pair:
+            torch._foreach_copy_(windows, [k, v])
+        else:
+            for window, new in zip(windows, (k, v), strict=True):
+                torch._foreach_copy_([window], [new])
+        return torch.nn.functional.scaled_dot_product_attention(k, cache[0], cache[1])
+
+    backend = CanaryBackend(CanaryConfig(inner="eager", mode="log"))
+    run = torch.compile(layer, backend=backend)
+    cache = [torch.zeros(2, 2, 16, 8) for _ in range(2)]
+    with torch.no_grad():
+        for n in range(4):
+            run(*torch.randn(2, 2, 2, 1, 8), cache, n)
+        assert backend.session.violations() == []
+        cache[1].data[1, 1, 0, 3] += 1
+        run(*torch.randn(2, 2, 2, 1, 8), cache, 4)
+    assert [(v.half, v.row, v.index) for v in backend.session.violations()] == [("V", 1, 0)]
+
+
 def test_graph_break_between_write_and_attention():
     def layer(k, v, kc, vc, pos):
         kc.index_copy_(2, pos, k)
