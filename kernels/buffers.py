@@ -216,3 +216,23 @@ class Site:
     lenient: bool = False  # something may rewrite the pool unseen between two calls (captured graphs)
     space: SlotSpace | None = None  # of an engine's pool: which slots are about to be read
     watched: bool = False  # no graph writes the half: what it holds when first seen is what it should hold
+    parts: tuple[Part, ...] = ()  # halves that other graphs record, in what a graph reads
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A half that other graphs record, in a tensor that a graph reads.
+
+    Attributes:
+        site: its own layout and shadow, with the counters of the site that reads.
+        strides: of the half.
+        ahead: elements from the first of the tensor that is read to the half's first.
+    """
+
+    site: Site
+    strides: tuple[int, ...]
+    ahead: int
+
+    def of(self, seen: torch.Tensor) -> torch.Tensor:
+        """The half in the tensor that is read."""
+        return seen.as_strided(self.site.layout.shape, self.strides, seen.storage_offset() + self.ahead)

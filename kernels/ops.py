@@ -183,6 +183,12 @@ def _record_changed(kv: torch.Tensor, state: torch.Tensor, site: int) -> None:
 def _watch(kv: torch.Tensor, state: torch.Tensor, site: int) -> None:
     context = get_forward_context()
     here, kernels = context.sites[site], kernels_for(kv.device)
+    for part in here.parts:
+        kernels.verify(part.site, part.of(kv), None)
+    if here.layout.slots == 0:  # it stands for its parts
+        here.counters[Count.VERIFY_RUNS : Count.VERIFY_RUNS + 1].add_(1)
+        count_op(here.gate)
+        return
     first = None
     if here.watched and here.layout.has_rows:
         # every slot is old: a row ends after its last slot, and the write to come "continues" there

@@ -78,6 +78,8 @@ class SitePlan:
         output: the output of the graph that is this cache in the next call, where it is returned and not written.
         whole: a write reaches every slot, or one may.
         foreseen: before the first access it is known which slots the graph writes.
+        reads: of a site that only reads, the elements ``[low, high)`` from the view's first on that the graph reads;
+            None for all.  Without ``slot_axes`` only what other graphs record there is checked.
     """
 
     layer: str
@@ -98,6 +100,7 @@ class SitePlan:
     output: int | None = None
     whole: bool = False
     foreseen: bool = True
+    reads: tuple[tuple[int, int], ...] | None = None
 
     @property
     def name(self) -> str:

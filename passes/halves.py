@@ -71,6 +71,7 @@ class Half:
     output: int | None = None  # which output of the graph is this cache in the next call
     read_as: str | None = None
     attention: frozenset[fx.Node] = frozenset()
+    reads: tuple[tuple[int, int], ...] | None = None  # of a half that is only read, see SitePlan
 
     @property
     def first_access(self) -> Access:

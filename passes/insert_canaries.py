@@ -40,7 +40,7 @@ from .graph_plan import GraphPlan, SitePlan, ViewOf
 from .halves import DeclaredAxes, Half, ReadableWrite, Sum, find_halves, halves_of_returned
 from .labels import name_halves
 from .names import function_name, layer_number, source_name
-from .only_read import Recorded, find_only_read
+from .only_read import Recorded, find_only_read, find_read_besides
 from .returned_caches import find_returned
 from .state_inputs import is_canary, state_input
 from .states import ancestors
@@ -64,8 +64,8 @@ def insert_canaries(
     Args:
         chain: insert the chain check where the graph shows token ids.
         pools_in: how many pools an engine is known to keep in an example input.
-        recorded: the slot axes of an example input that another graph of the session writes; None to leave alone
-            what this graph only reads.
+        recorded: whether another graph of the session records an example input; None to leave alone what this graph
+            only reads.
         declared_axes: the slot axes of a view of an example input, where an engine declared it.
     """
     if any(is_canary(n) for n in gm.graph.nodes):
@@ -84,8 +84,9 @@ def insert_canaries(
     if recorded is not None:
         others = [*plan.functional, *(source_name(r.root) for r in returned)]
         only_read = find_only_read(found, reads, lambda root: example_inputs[places[root]], recorded, others)
-        halves, rejected = halves + only_read[0], rejected + only_read[1]
-    name_halves(halves, found)
+        besides = find_read_besides(found, halves, lambda root: example_inputs[places[root]], recorded)
+        halves, rejected = halves + only_read[0] + besides, rejected + only_read[1]
+    name_halves([h for h in halves if h.slot_axes], found)
     plan.unguarded = [(source_name(r.root), r.why) for r in rejected]
     replaced = [source_name(n) for n in replaced_caches(gm, found, [r.root for r in returned])]
     plan.unguarded += [(name, REPLACED) for name in replaced if name not in plan.functional]
@@ -305,6 +306,7 @@ class _Inserter:
             output=half.output,
             whole=whole,
             foreseen=not whole and all(r.plan.ahead for r in half.readable),
+            reads=half.reads,
         )
 
 

@@ -8,13 +8,17 @@ Before and after::
     watch_1 = torch.ops.kvcanary.watch(values, state, 5)
     attn = scaled_dot_product_attention(q, keys, values)
 
-The graph has no write that says what a cache is.  Two things do: another graph of the session writes the same
-memory, or attention reads it as K or V, and it is called a cache or kept somewhere.  How attention reads it shows the
-axes of its slots; where it does not, the cache is named in ``plan.unguarded``.
+The graph has no write that says what a cache is.  Two things do: another graph of the session records the same
+memory, or attention reads it as K or V, and it is called a cache or kept somewhere.  What another graph records is
+checked by the slots of that one.  Otherwise how attention reads it shows the axes of its slots; where it does not, the
+cache is named in ``plan.unguarded``.
+
+A graph may also read more of a cache than it writes: V is written here, K was before the graph broke.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,15 +27,15 @@ import torch
 from torch import fx, nn
 
 from ..kernels.writes.layout import FLOAT_DTYPES, POOL_DTYPES
-from .accesses import Accesses, extent_of
+from .accesses import Access, Accesses, Extent, extent_of
 from .attention_reads import AttentionReads, SlotAxes
 from .destinations import Region
 from .dynamo_contract import is_kept_by_someone
 from .halves import Half, Rejected
 from .names import half_named, source_name
 
-#: From an example input to the slot axes of the half that it is, all of it, in the session's registry.
-Recorded = Callable[[torch.Tensor], tuple[int, ...] | None]
+#: Whether another graph of the session records bytes of an example input's storage.
+Recorded = Callable[[torch.Tensor], bool]
 
 #: What keys and values are called that were computed by the graph before, not kept.
 _PASSING = re.compile(r"[qkv]|_*x?[qkv]_?\d*|query|key|value|.*(states|new|layer|stack).*", re.IGNORECASE)
@@ -62,14 +66,67 @@ def find_only_read(
     for root in dict.fromkeys(a.root for a in found.accesses):
         if root in written or source_name(root) in functional or not _can_be(found.values[root], given(root)):
             continue
-        known = recorded(given(root))
-        made = _halves(root, found, reads) if known is None else [_half(root, (), SlotAxes(known, False), found, reads)]
-        if known is not None or (made and _is_called(root)):
+        made = _halves(root, found, reads)
+        if recorded(given(root)):
+            halves += made or [_unseen(root, found.of(root), found)]
+        elif made and _is_called(root):
             halves += made
         else:
             why = _why_not(root, found.values[root], reads, shown=bool(made))
             rejected += [] if why is None else [Rejected(root, why)]
     return halves, rejected
+
+
+def find_read_besides(
+    found: Accesses, halves: Sequence[Half], given: Callable[[fx.Node], Any], recorded: Recorded
+) -> list[Half]:
+    """What a graph reads of the inputs that it writes, and writes nothing of, where another graph records them."""
+    besides = []
+    for root in dict.fromkeys(h.root for h in halves if h.output is None and h.kind != "read"):
+        mine = [h for h in halves if h.root is root]
+        left = [a for a in found.of(root) if not any(_is_within(a.extent, h.extent) for h in mine)]
+        if left and not _are_all(mine, left, root, found) and recorded(given(root)):
+            besides.append(_unseen(root, left, found))
+    return besides
+
+
+def _is_within(read: Extent, half: Extent) -> bool:
+    if read.low is None or read.high is None or half.low is None or half.high is None:
+        return False
+    return half.low <= read.low and read.high <= half.high
+
+
+def _are_all(halves: Sequence[Half], left: Sequence[Access], root: fx.Node, found: Accesses) -> bool:
+    """Whether some halves of an input, which are apart, are all of it, and it is all that is read: another input may
+    share its storage."""
+    whole, parts = found.values[root], sum(math.prod(h.shape) for h in halves)
+    return str(whole.numel()) == str(parts) and all(_is_within(a.extent, extent_of(whole)) for a in left)
+
+
+def _unseen(root: fx.Node, accesses: list[Access], found: Accesses) -> Half:
+    """What is read of an input, without slots of its own: those of the graphs that record it are checked."""
+    whole = found.values[root]
+    first, extents = whole.storage_offset(), {a.extent for a in accesses}
+    reads = None
+    if isinstance(first, int) and all(e.low is not None and e.high is not None for e in extents):
+        reads = tuple(sorted((e.low - first, e.high - first) for e in extents))  # type: ignore[operator]
+    return Half(
+        root=root,
+        region=Region(root),
+        slot_axes=(),
+        paged=False,
+        shape=tuple(whole.shape),
+        dtype=whole.dtype,
+        extent=extent_of(whole),
+        readable=[],
+        opaque=[],
+        accesses=found.of(root),
+        kind="read",
+        layer=source_name(root),
+        label="read",
+        pool=source_name(root),
+        reads=reads,
+    )
 
 
 def _can_be(fake: torch.Tensor, given: Any) -> bool:
@@ -98,13 +155,14 @@ def _why_not(root: fx.Node, fake: torch.Tensor, reads: AttentionReads, shown: bo
 def _halves(root: fx.Node, found: Accesses, reads: AttentionReads) -> list[Half]:
     """The halves that attention reads of an input; none if one of them does not show its slot axes."""
     whole = reads.source_of(root)
-    parts: dict[tuple[Any, ...], None] = {}
+    parts: list[tuple[Any, ...]] = []  # a slice cannot be hashed before Python 3.12
     for read in reads.of(whole):
         index: list[Any] = [slice(None)] * found.values[root].dim()
         for axis, chosen in read.source.picked:
             if not reads.is_row_axis(whole, axis):
                 index[axis] = chosen
-        parts[tuple(index) if any(i != slice(None) for i in index) else ()] = None
+        part = tuple(index) if any(i != slice(None) for i in index) else ()
+        parts += [] if part in parts else [part]
     halves = []
     for part in parts:
         axes = reads.slot_axes(reads.source_of(root, part))

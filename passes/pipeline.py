@@ -53,7 +53,7 @@ def passes(
         pools_in: of an engine's session, which knows its pools: how many are in an input of a graph.  Opaque
             attention ops are guarded then, too.
         side: the checks of opaque attention may run on a stream beside the model's.
-        recorded: guard also what a graph only reads; gives the slot axes of inputs that another graph writes.
+        recorded: guard also what a graph only reads; says of an input whether another graph records it.
         declared_axes: gives the slot axes of views of inputs that an engine declared.
     """
     insert = functools.partial(

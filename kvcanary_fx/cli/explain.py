@@ -67,7 +67,7 @@ def explain(
     graphs: list[tuple[GraphPlan, fx.GraphModule]] = []
 
     def collect(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        rewritten, plan = run_passes(gm, example_inputs, passes(rewrite=rewrite, recorded=lambda _: None))
+        rewritten, plan = run_passes(gm, example_inputs, passes(rewrite=rewrite, recorded=lambda _: False))
         graphs.append((plan, rewritten))
         return gm.forward
 

@@ -145,7 +145,7 @@ def compile_graph(
         return inner_compile(gm, example_inputs, config, mode, options)
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise CaptureError("this graph is not compiled yet")
-    side, recorded = config.placement == "side", owner.registry.slot_axes_of
+    side, recorded = config.placement == "side", owner.registry.records
     declared = owner.registry.declared_axes
     ordered = passes("chain" in config.checks, config.rewrite, owner.pools_in, side, recorded, declared)
     try:

@@ -20,6 +20,11 @@ log = logging.getLogger("kvcanary")
 #: Violations logged one by one; the rest of a burst is counted in one line.
 LINES_PER_DRAIN = 100
 
+_OTHER_CUT = (
+    "two graphs divide its bytes into different slots, in a way that cannot be translated: what one of them has "
+    "written is not checked when the other one reads it"
+)
+
 _IMPORTANCE = ("bounds", "index", "owner", "operand", "poison", "namespace", "token", "chain", "content", "digest")
 
 
@@ -71,6 +76,7 @@ def summarise(session: CanarySession) -> str:
         lines.append(f"  guarded around each call of their own: {', '.join(session.eager_layers)}")
     elif not any(plan.guarded for plan in plans):
         lines.append("  nothing is guarded: no compiled graph writes a KV cache in place")
+    lines += [f"    not      {pool}: {_OTHER_CUT}" for pool in dict.fromkeys(session.registry.lost)]
     lines += [f"  coverage lost: {why}" for why in session.uncovered]
     return "\n".join(lines)
 
@@ -95,7 +101,8 @@ def describe_plan(plan: GraphPlan, config: CanaryConfig) -> list[str]:
         how = ", ".join(site.writes) or "only read here"
         how = f"a state for each sequence, {how}" if site.kind == "state" else how
         how += ", returned for the next call" if site.output is not None else ""
-        lines.append(f"    guarded  {site.name:40s} {site.pool}, slots on axes {list(site.slot_axes)}, {how}")
+        axes = f"slots on axes {list(site.slot_axes)}" if site.slot_axes else "slots as in the graphs that write it"
+        lines.append(f"    guarded  {site.name:40s} {site.pool}, {axes}, {how}")
     lines += [f"    not      {name}: {why}" for name, why in plan.unguarded]
     lines += [f"    cannot   {name}: rebuilt by cat each step" for name in plan.functional]
     lines += [f"    off      {check}: {why}" for check, why in checks_off(plan, config)]

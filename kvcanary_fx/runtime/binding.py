@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from ..config import CanaryConfig
-from ..kernels.buffers import Check, Control, Count, Gate, IdentityBuffers, Site
+from ..kernels.buffers import Check, Control, Count, Gate, HalfBuffers, IdentityBuffers, Part, Site
 from ..kernels.content.digest import coefficients
 from ..kernels.context import ForwardContext
 from ..passes.graph_plan import GraphPlan
+from .reading import Seen, seen_halves
 from .registry import PoolHalf, PoolRegistry, Storage
 from .returned import ReturnedCaches
 
@@ -37,11 +38,13 @@ class BoundCall:
     storages: tuple[tuple[Storage, int, str], ...]  # each with the argument it came from and a pool's name
     opaque: bool  # the graph has attention that finds an engine's pools by itself
     returned: ReturnedCaches | None = None
+    written: frozenset[int] = frozenset()  # ids of the storages that the graph writes
+    seen: tuple[PoolHalf, ...] = ()  # of other graphs, checked in what this one reads
 
     @functools.cached_property
     def ids(self) -> frozenset[int]:
-        """The ids of the halves."""
-        return frozenset(half.id for half in self.halves)
+        """The ids of the halves that are checked."""
+        return frozenset(half.id for half in (*self.halves, *self.seen))
 
 
 class GraphBinding:
@@ -106,9 +109,12 @@ class GraphBinding:
             key = (*key, threading.get_ident(), *[_geometry(args[i]) for i in self._returned])
         call = self._bound.get(key)
         if call is None:
+            before = self._registry.generation
             with torch.inference_mode(False):  # its memory is written outside of that mode as well
-                call = self._bound[key] = self._bind(args, capturing, abort)
-            self._generation = self._registry.generation
+                call = self._bind(args, capturing, abort)
+            if self._registry.generation != before:  # other calls of this graph may be bound to what is gone
+                self._bound.clear()
+            self._bound[key], self._generation = call, self._registry.generation
         return call
 
     def forgive_failure(self) -> None:
@@ -138,22 +144,17 @@ class GraphBinding:
         return max(g[Gate.STEP] for g in gates), sum(g[Gate.OPS] for g in gates)
 
     def _bind(self, args: Sequence[Any], capturing: bool, abort: Callable[[], None] | None) -> BoundCall:
+        halves, seen = self._halves(args)
         storages: dict[int, tuple[Storage, int, str]] = {}
-        halves: list[PoolHalf] = []
-        numbers = _layer_numbers(self.plan)
-        for site, number in zip(self.plan.sites, numbers, strict=True):
-            if site.output is not None:
-                halves.append(self._registry.working_half(site.view(args), site, number))
-                continue
-            storage = self._registry.storage_of(args[site.argument])
-            storages.setdefault(id(storage), (storage, site.argument, site.pool))
-            halves.append(self._registry.half_of(storage, site.view(args), site, number))
-        for storage, _, _ in storages.values():
-            in_place = [h for h, site in zip(halves, self.plan.sites, strict=True) if site.output is None]
-            self._registry.drop_conflicting(storage, in_place)
+        written: set[int] = set()
+        for site in self.plan.sites:
+            if site.output is None:
+                storage = self._registry.storage_of(args[site.argument])
+                storages.setdefault(id(storage), (storage, site.argument, site.pool))
+                written |= {id(storage)} if site.kind != "read" else set()
         identities = self._group(halves)
         context = ForwardContext(
-            sites=tuple(self._site(i, half, capturing) for i, half in enumerate(halves)),
+            sites=tuple(self._site(i, half, capturing, seen.get(i, [])) for i, half in enumerate(halves)),
             plans=tuple(self.plan.writes),
             identities=identities,
             controls={d: self._controls(d) for d in self.plan.devices},
@@ -163,7 +164,42 @@ class GraphBinding:
         )
         coming_back = [(s, h) for s, h in zip(self.plan.sites, halves, strict=True) if s.output is not None]
         returned = ReturnedCaches(coming_back, self._registry, args) if coming_back else None
-        return BoundCall(context, tuple(halves), tuple(storages.values()), bool(self.plan.attention), returned)
+        return BoundCall(
+            context=context,
+            halves=tuple(halves),
+            storages=tuple(storages.values()),
+            opaque=bool(self.plan.attention),
+            returned=returned,
+            written=frozenset(written),
+            seen=tuple(other for some in seen.values() for other, *_ in some),
+        )
+
+    def _halves(self, args: Sequence[Any]) -> tuple[list[PoolHalf], dict[int, list[Seen]]]:
+        """The half of each site, and by site what other graphs record in what it reads."""
+        halves: dict[int, PoolHalf] = {}
+        mine: dict[int, list[PoolHalf]] = {}  # by argument, in place
+        numbers = _layer_numbers(self.plan)
+        for i, site in enumerate(self.plan.sites):
+            if site.output is not None:
+                halves[i] = self._registry.working_half(site.view(args), site, numbers[i])
+            elif site.kind != "read" or self._registry.storage_of(args[site.argument]).declared:
+                storage = self._registry.storage_of(args[site.argument])
+                halves[i] = self._registry.half_of(storage, site.view(args), site, numbers[i])
+                mine.setdefault(site.argument, []).append(halves[i])
+        ids = {half.id for some in mine.values() for half in some}
+        for argument, some in mine.items():
+            self._registry.recut(self._registry.storage_of(args[argument]), args[argument], some, ids)
+        seen: dict[int, list[Seen]] = {}
+        for i, site in enumerate(self.plan.sites):
+            if i not in halves:
+                storage = self._registry.storage_of(args[site.argument])
+                storage.watched = True
+                seen[i] = seen_halves(storage, site, args, ids)
+                if seen[i] or not site.slot_axes:
+                    halves[i] = self._registry.without_slots(site.view(args), site)
+                else:
+                    halves[i] = self._registry.half_of(storage, site.view(args), site, numbers[i])
+        return [halves[i] for i in range(len(self.plan.sites))], seen
 
     def _group(self, halves: list[PoolHalf]) -> dict[int, IdentityBuffers]:
         """Tell halves of one slot space about each other; the identity buffers of the sites that lead one."""
@@ -179,31 +215,41 @@ class GraphBinding:
                 identities[i] = half.identity
         return identities
 
-    def _site(self, number: int, half: PoolHalf, capturing: bool) -> Site:
-        device, layout = half.buffers.digest.device, half.place.layout
+    def _site(self, number: int, half: PoolHalf, capturing: bool, seen: Sequence[Seen]) -> Site:
+        device = half.buffers.digest.device
         if number == len(self.counters):
             self.counters.append(torch.zeros(len(Count), dtype=torch.int64, device=device))
         site = self.plan.sites[number]
         if site.whole and half.buffers.baseline is None:
-            half.buffers.baseline = torch.zeros(layout.slots, dtype=torch.int32, device=device)
+            half.buffers.baseline = torch.zeros(half.place.layout.slots, dtype=torch.int32, device=device)
+        own = self._site_of(number, half, half.buffers, capturing)
+        parts = (
+            Part(self._site_of(number, other, buffers, capturing), strides, ahead)
+            for other, buffers, ahead, strides in seen
+        )
+        return dataclasses.replace(own, parts=tuple(parts))
+
+    def _site_of(self, number: int, half: PoolHalf, buffers: HalfBuffers, capturing: bool) -> Site:
+        """What a site needs to work on a half."""
+        device, layout, site = half.buffers.digest.device, half.place.layout, self.plan.sites[number]
         control = self._controls(device)
         # all memory the ops keep is made here, never inside an op: that may run in a CUDA graph's own pool
         self._controls.reserve_stamps(device, layout.slots)
         coefficients(layout.words, device)
         return Site(
             layout=layout,
-            half=half.buffers,
+            half=buffers,
             control=control,
             gate=self.gates[device],
             counters=self.counters[number],
             half_id=half.id,
             seed1=half.seeds[0],
             seed2=half.seeds[1],
-            checks=Check(0) if capturing and self.plan.sites[number].output is not None else check_mask(self._config),
+            checks=Check(0) if capturing and site.output is not None else check_mask(self._config),
             verify_every=self._config.verify_every if site.foreseen else 1,
             lenient=capturing and half.space is None,
             space=half.space,
-            watched=half.kind == "read",
+            watched=half.kind == "read" and layout.slots > 0,
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,6 +21,7 @@ from ..kernels.writes.geometry import merged_dims
 from ..kernels.writes.layout import SlotLayout
 from ..passes.graph_plan import Kind, SitePlan
 from ..reports.violation import HalfInfo
+from .recut import carry_over
 
 _HALF_NUMBERS = {"K": 0, "V": 1}
 
@@ -163,6 +164,19 @@ class PoolHalf:
             self.identity.reset()
 
 
+@dataclasses.dataclass
+class Shadow:
+    """What is known of a half of a tensor that a graph returned: a copy of the working shadow's memory.
+
+    Attributes:
+        half: the working half, see :mod:`.returned`.
+        memory: its digests and rows, and what it knows of who is in the slots.
+    """
+
+    half: PoolHalf
+    memory: list[torch.Tensor]
+
+
 @dataclasses.dataclass(eq=False)
 class Storage:
     """One storage with halves in it."""
@@ -171,7 +185,8 @@ class Storage:
     halves: dict[Place, PoolHalf] = dataclasses.field(default_factory=dict)
     declared: list[PoolHalf] = dataclasses.field(default_factory=list)  # by an engine
     aliases: dict[tuple[Place, int], PoolHalf] = dataclasses.field(default_factory=dict)  # of those, by id
-    shadows: dict[object, list[torch.Tensor]] = dataclasses.field(default_factory=dict)  # see returned.py
+    shadows: dict[object, Shadow] = dataclasses.field(default_factory=dict)  # see returned.py
+    watched: bool = False  # a graph reads what others record in it
     version: int | None = None  # of the pool tensor after our last call; None before, or if it keeps none
     suspects: set[int] = dataclasses.field(default_factory=set)  # ids of halves not checked since something else wrote
     user: int | None = None  # ident of the thread that is in a forward over it
@@ -205,6 +220,7 @@ class PoolRegistry:
         self._by_id: dict[int, PoolHalf] = {}
         self._working: dict[tuple[object, ...], PoolHalf] = {}
         self._next_id = 0
+        self.lost: list[str] = []  # pools that graphs cut in ways of which none could be translated
         self.generation = 0  # changes when a half is dropped, so that kept bindings are made anew
         self._lock = threading.Lock()
 
@@ -234,6 +250,7 @@ class PoolRegistry:
                 raise CaptureError(f"the KV cache {site.pool!r} has no shadow yet")
             with self._lock:
                 half = storage.halves[place] = self._make(view, place, site, number)
+                self.generation += storage.watched
         elif half.kind == "read" and site.kind != "read":
             self._gains_writer(half, site)
         return half
@@ -255,20 +272,24 @@ class PoolRegistry:
                 half = self._working[key] = self._make(view, place, site, number)
         return half
 
-    def slot_axes_of(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
-        """The slot axes of the half that ``tensor`` is, all of it; None if no graph records it as one."""
+    def records(self, tensor: torch.Tensor) -> bool:
+        """Whether a graph records bytes of a tensor's storage: it writes them, or has returned the tensor."""
         storage = self.known(tensor)
-        for place in storage.halves if storage is not None else ():
-            offset = int(tensor.storage_offset()) * tensor.element_size()
-            if (place.offset, place.strides, place.layout.shape) == (offset, tensor.stride(), tuple(tensor.shape)):
-                return None if place.layout.paged else place.layout.slot_axes
-        return None
+        return storage is not None and (bool(storage.shadows) or any(h.kind != "read" for h in storage.halves.values()))
 
     def _gains_writer(self, half: PoolHalf, site: SitePlan) -> None:
         """A graph writes what others only read so far: from here on it knows how far each row goes."""
         half.kind, half.peers = site.kind, {}
         half.buffers.forget_rows()
         self.generation += 1
+
+    def without_slots(self, view: torch.Tensor, site: SitePlan) -> PoolHalf:
+        """A half that stands for a site which checks the halves of other graphs only."""
+        layout = SlotLayout((0,), (0,), view.dtype)
+        place = Place(0, (1,), layout)
+        buffers = HalfBuffers.allocate(layout, self._planes, view.device)
+        info = HalfInfo(-1, site.layer, site.label, site.pool, None, 0)
+        return PoolHalf(-1, info, place, buffers, (0, 0), 0, view.data_ptr(), "read")
 
     def declare(self, view: torch.Tensor, half: PoolHalf) -> None:
         """Register a half of an engine's pool, which is known before any graph."""
@@ -340,21 +361,22 @@ class PoolRegistry:
         self._by_id[half.id] = half
         return half
 
-    def drop_conflicting(self, storage: Storage, mine: Iterable[PoolHalf]) -> list[PoolHalf]:
-        """Forget halves of ``storage`` that see the same bytes as ``mine`` in another way.
+    def recut(self, storage: Storage, tensor: torch.Tensor, mine: Sequence[PoolHalf], written: Collection[int]) -> None:
+        """Let the halves that a graph writes take the place of those that cut the same bytes in another way.
 
-        A graph that reads a cache differently writes it without updating the other's shadow.
+        What is recorded of these goes along, since the graph writes the cache without updating it.
+
+        Args:
+            tensor: of the storage.
+            mine: the halves that the graph writes in it.
+            written: ids of all that the graph writes.
         """
-        kept = list(mine)
-        ids = {h.id for h in kept}
-        gone = [
-            h
-            for h in storage.halves.values()
-            if h.id not in ids and h.space is None and any(h.place.overlaps(k.place) for k in kept)
-        ]
+        others = [h for h in storage.halves.values() if h.id not in written and h.space is None]
+        gone = [h for h in others if any(h.place.overlaps(k.place) for k in mine)]
+        if gone:
+            self.lost += carry_over(tensor, gone, mine)
         for half in gone:
             self._forget(storage, half)
-        return gone
 
     def forget(self, tensor: torch.Tensor) -> int:
         """Forget what is recorded about a tensor's storage; how many halves that were."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..passes.graph_plan import SitePlan
-from .registry import PoolHalf, PoolRegistry
+from .registry import PoolHalf, PoolRegistry, Shadow
 
 #: Calls in a row with tensors that no call returned, until we say so.
 PATIENCE = 3
@@ -67,7 +67,7 @@ class ReturnedCaches:
             else:
                 site.given = 0
                 work += site.memory()
-                known += shadow
+                known += shadow.memory
             version = None if tensor.is_inference() else tensor._version
             lenient |= shadow is None or storage is None or version is None or version != storage.version
         if work:
@@ -80,7 +80,11 @@ class ReturnedCaches:
             assert site.plan.output is not None
             tensor = outputs[site.plan.output]
             storage = self._registry.storage_of(tensor)
-            storage.shadows[key] = [t.clone() for t in site.memory()]
+            shadow = storage.shadows.get(key)
+            if shadow is None:
+                storage.shadows[key] = Shadow(site.half, [t.clone() for t in site.memory()])
+            else:  # a graph that reads the tensor may be bound to this memory
+                torch._foreach_copy_(shadow.memory, site.memory())
             storage.version = None if tensor.is_inference() else tensor._version
 
     def copied(self) -> list[str]:

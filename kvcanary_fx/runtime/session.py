@@ -149,7 +149,8 @@ class CanarySession:
         for storage, argument, _ in call.storages:
             storage.version = _version(args[argument])
             storage.suspects -= call.ids
-            storage.shadows.clear()  # of the tensor as a call before returned it
+            if id(storage) in call.written:
+                storage.shadows.clear()  # of the tensor as a call before returned it
 
     def _after(self, binding: GraphBinding) -> None:
         """Look at what calls reported: at once in raise mode, when it has arrived in log mode."""

@@ -1,0 +1,149 @@
+"""One cache in two graphs, as where a graph breaks: what one records is checked in the other, however each divides
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kvcanary_fx
+from kvcanary_fx import CanaryBackend, CanaryConfig
+
+B, H, S, D = 2, 2, 6, 8
+
+
+class Broken:
+    """An attention layer whose graph breaks behind the write of K, or of V."""
+
+    def __init__(self, cache: torch.Tensor, halves: Callable, behind: str, config: CanaryConfig | None = None):
+        self.cache, self.halves, self.behind, self.length = cache, halves, behind, 0
+        self.in_break: list[Callable[[], None]] = []
+        self.backend = CanaryBackend(config or CanaryConfig(inner="eager"))
+        self.compiled = torch.no_grad()(torch.compile(self._forward, backend=self.backend))
+        self.pause = torch._dynamo.disable(self._pause)
+
+    def _pause(self) -> None:
+        while self.in_break:
+            self.in_break.pop()()
+
+    def _forward(self, x, pos, mask):
+        keys, values = self.halves(self.cache)
+        keys.index_copy_(2, pos, x * 2)
+        if self.behind == "K":
+            self.pause()
+        values.index_copy_(2, pos, x * 3)
+        if self.behind == "V":
+            self.pause()
+        keys, values = self.halves(self.cache)
+        return F.scaled_dot_product_attention(x, keys, values, mask)
+
+    def step(self) -> None:
+        pos, self.length = torch.tensor([self.length]), self.length + 1
+        self.compiled(torch.randn(B, H, 1, D), pos, (torch.arange(S) <= pos)[None])
+
+    def told(self) -> list[tuple[str, str, int, int]]:
+        """The violations of the next step."""
+        with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
+            self.step()
+        # a graph that writes K alone cannot tell which half that is: "KV"
+        return [(v.check, v.half[0], v.row, v.index) for v in caught.value.violations]
+
+
+PACKED = {
+    "in front": (lambda: torch.zeros(2, B, H, S, D), lambda kv: kv.unbind(0)),
+    "in front, in a tensor of layers": (lambda: torch.zeros(3, 2, B, H, S, D), lambda kv: (kv[1, 0], kv[1, 1])),
+    "behind the sequences": (lambda: torch.zeros(B, 2, H, S, D), lambda kv: (kv[:, 0], kv[:, 1])),
+    "side by side": (lambda: torch.zeros(B, H, S, 2 * D), lambda kv: kv.chunk(2, -1)),
+}
+
+
+@pytest.mark.parametrize("behind", ["K", "V"])
+@pytest.mark.parametrize("packed", PACKED)
+def test_keys_damaged_in_the_break_or_before_the_step(packed, behind):
+    make, halves = PACKED[packed]
+    layer = Broken(make(), halves, behind)
+    for _ in range(3):
+        layer.step()
+    keys, values = layer.halves(layer.cache)
+    layer.in_break.append(lambda: keys.data[1, 0, 2].add_(1))
+    assert layer.told() == [("content", "K", 1, 2)]
+    values[0, 1, 0, 3] += 1  # by an op that counts
+    assert layer.told() == [("content", "V", 0, 0)]
+    layer.step()
+    assert len(layer.backend.session.violations()) == 2
+
+
+def test_flat_slots_in_one_graph_and_pages_in_the_other():
+    pool, table = torch.zeros(4, 2, H, D), torch.tensor([5, 2, 7])
+    hits: list[Callable[[], None]] = []
+
+    @torch._dynamo.disable
+    def pause():
+        while hits:
+            hits.pop()()
+
+    def forward(pool, slot, new):
+        pool.flatten(0, 1)[slot] = new[None]
+        pause()
+        seen = pool[table // 2, table % 2].transpose(0, 1)
+        return F.scaled_dot_product_attention(new[:, None], seen, seen)
+
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+    compiled = torch.no_grad()(torch.compile(forward, backend=backend))
+    for slot in table.split(1):
+        compiled(pool, slot, torch.randn(H, D))
+    hits.append(lambda: pool.data[1, 0, 1].mul_(2))
+    with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
+        compiled(pool, table[:1], torch.randn(H, D))
+    assert [(v.check, v.slot) for v in caught.value.violations] == [("content", 2)]
+
+
+def test_a_first_token_at_a_constant_position_stays_guarded():
+    """The position is a constant in the first graph, which takes it for a part of the cache; in the next, a symbol."""
+    cache, backend = torch.zeros(B, S, H, D), CanaryBackend(CanaryConfig(inner="eager"))
+
+    def forward(cache, start, new):
+        cache.select(1, start).copy_(new)
+        return cache.float().sum()
+
+    compiled = torch.no_grad()(torch.compile(forward, backend=backend))
+    compiled(cache, 0, torch.randn(B, H, D))
+    cache.data[1, 0, 1, 3] += 1
+    with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
+        compiled(cache, 1, torch.randn(B, H, D))
+    assert [(v.check, v.row, v.index) for v in caught.value.violations] == [("content", 1, 0)]
+    for start in range(2, 5):
+        compiled(cache, start, torch.randn(B, H, D))
+    assert len(backend.session.violations()) == 1
+
+
+def test_a_returned_cache_that_is_read_behind_a_break():
+    hits: list[Callable[[torch.Tensor], None]] = []
+
+    @torch._dynamo.disable
+    def pause(tensor):
+        while hits:
+            hits.pop()(tensor)
+
+    def forward(cache, pos, new, mask):
+        cache = cache.index_copy(2, pos, new)
+        pause(cache)
+        return F.scaled_dot_product_attention(new, cache, cache, mask), cache
+
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+    compiled = torch.no_grad()(torch.compile(forward, backend=backend))
+    key_cache = torch.zeros(B, H, S, D)
+
+    def step(n: int) -> torch.Tensor:
+        return compiled(key_cache, torch.tensor([n]), torch.randn(B, H, 1, D), (torch.arange(S) <= n)[None])[1]
+
+    for n in range(3):
+        key_cache = step(n)
+    for harm in (lambda: hits.append(lambda t: t.data[0, 1, 1].add_(1)), lambda: key_cache.data[0, 1, 1].add_(1)):
+        harm()
+        with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
+            step(3)
+        assert [(v.check, v.row, v.index) for v in caught.value.violations] == [("content", 0, 1)]
