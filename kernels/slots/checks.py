@@ -15,7 +15,17 @@ from ..findings import Findings
 from .chain import SEED, mix_tensor
 from .planned import plan_writes, rival_writers, unmark_writes
 from .space import REFERENCE, Flag, RequestPlan, SlotSpace, SpaceCount, Why
-from .tokens import Written, links_up_to, planned_positions, real_requests, repeats, through_writers, token_requests
+from .tokens import (
+    Written,
+    counted_tokens,
+    links_up_to,
+    of_padding,
+    planned_positions,
+    real_requests,
+    repeats,
+    through_writers,
+    token_requests,
+)
 
 #: Positions of a row that are looked at together; bounds the scratch memory of a walk.
 CHUNK = 4096
@@ -213,20 +223,26 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     """Before a forward, after its :func:`walk`: may its tokens go where they are planned to?  Writes ``real_slots``."""
     if plan.slots.shape[0] == 0 or plan.rows.shape[0] == 0:
         return
-    request, place, real = token_requests(plan)
+    request, place, there = counted_tokens(plan)
+    padding = there & of_padding(plan, request)
+    real = there & ~padding
     position = planned_positions(plan, request, place)
     slot = plan.slots.to(torch.int64)
     outside = (slot < 0) | (slot >= space.slots)
     plan.memory_for("real_slots", slot.shape[0]).copy_(torch.where(real & ~outside, slot, -1))
-    at = torch.where(outside | ~real, space.nowhere, slot)
+    at = torch.where(outside | ~there, space.nowhere, slot)
     flags, owner, mine = space.flags[at], space.owners[at], plan.owners[request]
     reserved = (flags & Flag.RESERVED) != 0
     nowhere = (reserved & ~outside) | (slot == -1)
-    findings = Findings(real & ~(nowhere & _behind_window(space, plan, request, position, real)), space.checks)
+    findings = Findings(there & ~(nowhere & _behind_window(space, plan, request, position, real)), space.checks)
+    findings.add(Check.BOUNDS, Why.PADDING_WRITES, padding & ~outside & ~reserved, slot, slot)
+    findings.stop(padding)
     findings.add(Check.BOUNDS, Why.OUT_OF_RANGE, outside, slot, -1)
     findings.add(Check.BOUNDS, Why.RESERVED_SLOT, reserved & ~outside, slot, slot)
     findings.stop(outside | reserved)
-    findings.add(Check.BOUNDS, Why.PLANNED_TWICE, repeats(at, space.nowhere), slot, slot)
+    findings.add(
+        Check.BOUNDS, Why.PLANNED_TWICE, repeats(torch.where(real, at, space.nowhere), space.nowhere), slot, slot
+    )
     if space.owner_known:
         free, shared = flags < REFERENCE, flags >= 2 * REFERENCE
         foreign = (owner != 0) & (mine != 0) & (owner != mine)
@@ -321,20 +337,29 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
     """In a layer's write: are the slots it received the planned ones, in the order of the tokens?
 
     Args:
-        received: int64 ``[m]``, slots as the write got them; what goes beyond the real tokens is padding.
+        received: int64 ``[m]``, slots as the write got them; what goes beyond the real tokens is padding.  A token of a
+            row that means padding may have got any reserved slot, or none.
         half_id: the half that writes, for the report.
     """
     n = plan.slots.shape[0]
     if n == 0 or plan.rows.shape[0] == 0 or not space.checks & Check.INDEX:
         return
-    request, place, real = token_requests(plan)
+    request, place, there = counted_tokens(plan)
     missing = max(n - received.shape[0], 0)
     got = torch.nn.functional.pad(received[:n], (0, missing), value=-1)
     planned = plan.slots.to(torch.int64)
-    findings = Findings(real, space.checks)
+    if plan.padding_row is not None:
+        there = there & (_takes_tokens(space, got) | ~of_padding(plan, request))
+    findings = Findings(there, space.checks)
     findings.add(Check.INDEX, Why.NOT_THE_PLANNED_SLOT, got != planned, planned, got)
     position = planned_positions(plan, request, place)
     findings.report(space.control, half_id, Phase.POST, planned, position, plan.owners[request], plan.tokens)
+
+
+def _takes_tokens(space: SlotSpace, slots: torch.Tensor) -> torch.Tensor:
+    """bool ``[n]``: slots of the pool that are not reserved."""
+    inside = (slots >= 0) & (slots < space.slots)
+    return inside & ((space.flags[torch.where(inside, slots, space.nowhere)] & Flag.RESERVED) == 0)
 
 
 def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, lengths: torch.Tensor, size: int) -> None:

@@ -246,6 +246,8 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
         return
     with on_device(space.block):
         triton_writes.received_kernel[(triton.cdiv(n, BLOCK_TOKENS),)](
+            space.block,
+            space.slots,
             received_ptr=received.contiguous(),
             received_count=received.shape[0],
             **_request_args(plan),

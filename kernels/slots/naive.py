@@ -67,7 +67,7 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
 
 def _requests(plan: RequestPlan) -> list[int]:
     """The requests that are no padding."""
-    return [r for r in range(int(plan.counts[0])) if int(plan.rows[r]) != plan.padding_row]
+    return [r for r in range(int(plan.counts[0])) if not _of_padding(plan, r)]
 
 
 def _plan_writes(space: SlotSpace, plan: RequestPlan) -> dict[int, int]:
@@ -164,12 +164,24 @@ def _check_token(entry: Entry, space: SlotSpace, plan: RequestPlan, request: int
 
 def _tokens(plan: RequestPlan) -> list[tuple[int, int, int]]:
     """``(number, request, place)`` of every real token."""
+    return [token for token in _counted_tokens(plan) if not _of_padding(plan, token[1])]
+
+
+def _counted_tokens(plan: RequestPlan) -> list[tuple[int, int, int]]:
+    """:func:`_tokens`, where what is padding by its row counts as well."""
     found = []
     for request in range(int(plan.counts[0])):
         found += [(request, place) for place in range(int(plan.extend_lens[request]))]
-    real = min(int(plan.counts[1]), plan.slots.shape[0])
-    told = enumerate(found[:real])
-    return [(i, request, place) for i, (request, place) in told if int(plan.rows[request]) != plan.padding_row]
+    counted = min(int(plan.counts[1]), plan.slots.shape[0])
+    return [(i, request, place) for i, (request, place) in enumerate(found[:counted])]
+
+
+def _of_padding(plan: RequestPlan, request: int) -> bool:
+    return int(plan.rows[request]) == plan.padding_row
+
+
+def _takes_tokens(space: SlotSpace, slot: int) -> bool:
+    return 0 <= slot < space.slots and not int(space.flags[slot]) & Flag.RESERVED
 
 
 def _parent(plan: RequestPlan, i: int, place: int) -> int:
@@ -187,12 +199,15 @@ def _position(plan: RequestPlan, i: int, request: int, place: int) -> int:
 
 def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     seen: set[int] = set()
-    for i, request, place in _tokens(plan):
+    for i, request, place in _counted_tokens(plan):
         entry, slot = Entry(space), int(plan.slots[i])
         position, owner = _position(plan, i, request, place), int(plan.owners[request])
-        if _left_out(space, plan, request, position, slot):
+        if _of_padding(plan, request):
+            if _takes_tokens(space, slot):
+                entry.add(Check.BOUNDS, Why.PADDING_WRITES, slot, slot)
+        elif _left_out(space, plan, request, position, slot):
             continue
-        if not 0 <= slot < space.slots:
+        elif not 0 <= slot < space.slots:
             entry.add(Check.BOUNDS, Why.OUT_OF_RANGE, slot, -1)
         elif int(space.flags[slot]) & Flag.RESERVED:
             entry.add(Check.BOUNDS, Why.RESERVED_SLOT, slot, slot)
@@ -289,10 +304,10 @@ def _last_of_prefix(plan: RequestPlan, request: int) -> int:
 
 
 def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, half_id: int) -> None:
-    for i, request, place in _tokens(plan):
+    for i, request, place in _counted_tokens(plan):
         entry = Entry(space)
         got, planned = int(received[i]) if i < received.shape[0] else -1, int(plan.slots[i])
-        if got != planned:
+        if got != planned and (_takes_tokens(space, got) or not _of_padding(plan, request)):
             entry.add(Check.INDEX, Why.NOT_THE_PLANNED_SLOT, planned, got)
         position, owner = _position(plan, i, request, place), int(plan.owners[request])
         entry.report(Phase.POST, planned, position, owner, int(plan.tokens[i]), half_id)

@@ -64,6 +64,7 @@ class Why(enum.IntEnum):
     WRITTEN_BEFORE = 25
     REJECTED_TOKEN = 26
     READ_WHILE_WRITTEN = 27
+    PADDING_WRITES = 28
 
 
 class SpaceCount(enum.IntEnum):
@@ -257,7 +258,8 @@ class RequestPlan:
         taken: int64 ``[n]`` or None, the batch's tokens that this plan's are, where it has fewer: a write that
             received a slot for each token of the batch received these.
         in_flight: some request's prefix has slots that another request writes in this very forward.
-        padding_row: a request with this row is padding, wherever it stands in the batch; None: there is no such row.
+        padding_row: a request with this row is padding, wherever it stands in the batch: its tokens go to reserved
+            slots or to none.  None: there is no such row.
     """
 
     counts: torch.Tensor

@@ -11,11 +11,11 @@ from .space import RequestPlan
 
 def real_requests(plan: RequestPlan) -> torch.Tensor:
     """bool ``[bs]``: requests that are no padding."""
-    counted = _counted(plan)
+    counted = counted_requests(plan)
     return counted if plan.padding_row is None else counted & (plan.rows != plan.padding_row)
 
 
-def _counted(plan: RequestPlan) -> torch.Tensor:
+def counted_requests(plan: RequestPlan) -> torch.Tensor:
     """bool ``[bs]``: requests whose tokens are among the batch's; what is padding by its row has some, too."""
     return torch.arange(plan.rows.shape[0], device=plan.rows.device) < plan.counts[0]
 
@@ -23,10 +23,22 @@ def _counted(plan: RequestPlan) -> torch.Tensor:
 def token_requests(plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(request, place, real)`` of each added token: its request's number, its place among the request's
     added tokens, and whether it is real rather than padding.  int64, int64, bool ``[n]``."""
-    lens = torch.where(_counted(plan), plan.extend_lens.to(torch.int64), 0)
+    request, place, there = counted_tokens(plan)
+    return request, place, there if plan.padding_row is None else there & ~of_padding(plan, request)
+
+
+def counted_tokens(plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`token_requests`, where what is padding by its row counts as well."""
+    lens = torch.where(counted_requests(plan), plan.extend_lens.to(torch.int64), 0)
     request, place, there = laid_out(lens, plan.slots.shape[0])
-    there = there & (torch.arange(place.shape[0], device=place.device) < plan.counts[1])
-    return request, place, there if plan.padding_row is None else there & real_requests(plan)[request]
+    return request, place, there & (torch.arange(place.shape[0], device=place.device) < plan.counts[1])
+
+
+def of_padding(plan: RequestPlan, request: torch.Tensor) -> torch.Tensor:
+    """bool, the shape of ``request``: requests that are padding by their row."""
+    if plan.padding_row is None:
+        return torch.zeros_like(request, dtype=torch.bool)
+    return plan.rows[request] == plan.padding_row
 
 
 def laid_out(lens: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,7 +83,7 @@ def links_up_to(plan: RequestPlan, link: torch.Tensor, place: torch.Tensor) -> t
 
 def _first_token(plan: RequestPlan) -> torch.Tensor:
     """int64 ``[bs]``: the number of each request's first added token, within the padded list."""
-    lens = torch.where(_counted(plan), plan.extend_lens.to(torch.int64), 0)
+    lens = torch.where(counted_requests(plan), plan.extend_lens.to(torch.int64), 0)
     return (lens.cumsum(0) - lens).clamp(max=plan.slots.shape[0] - 1)
 
 

@@ -69,6 +69,7 @@ NOT_PLANNED: tl.constexpr = tl.constexpr(int(Why.NOT_THE_PLANNED_SLOT))
 TABLE_DIFFERS: tl.constexpr = tl.constexpr(int(Why.TABLE_DIFFERS))
 READ_DIFFERS: tl.constexpr = tl.constexpr(int(Why.READ_DIFFERS))
 LENGTH_DIFFERS: tl.constexpr = tl.constexpr(int(Why.LENGTH_DIFFERS))
+PADDING_WRITES: tl.constexpr = tl.constexpr(int(Why.PADDING_WRITES))
 READ_WHILE_WRITTEN: tl.constexpr = tl.constexpr(int(Why.READ_WHILE_WRITTEN))
 
 PRE: tl.constexpr = tl.constexpr(int(Phase.PRE))
@@ -206,9 +207,15 @@ def token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_P
             last = tl.where(later, last, middle)
         begin = tl.load(ends_ptr + request - 1, mask=real & (request > 0), other=0)
     request = tl.where(real, request, 0)
+    return request, i - begin, real & (of_padding(row_ptr, request, real, padding, HAS_PADDING) == 0)
+
+
+@triton.jit
+def of_padding(row_ptr, request, mask, padding, HAS_PADDING: tl.constexpr):
+    """bool: requests that are padding by their row."""
     if HAS_PADDING:
-        real = real & (tl.load(row_ptr + request, mask=real, other=0).to(tl.int64) != padding)
-    return request, i - begin, real
+        return mask & (tl.load(row_ptr + request, mask=mask, other=0).to(tl.int64) == padding)
+    return mask & (request < 0)
 
 
 @triton.jit

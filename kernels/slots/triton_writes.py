@@ -21,6 +21,7 @@ from .triton_shared import (
     OUT_OF_RANGE,
     OVERWRITE,
     OWNER_BIT,
+    PADDING_WRITES,
     PER_STEP,
     PLANNED,
     PLANNED_TWICE,
@@ -48,6 +49,7 @@ from .triton_shared import (
     mix,
     namespace_seed,
     note,
+    of_padding,
     plan_writes,
     table_slot,
     tell,
@@ -90,15 +92,17 @@ def writes_kernel(
 ):  # fmt: skip
     """Before a forward, after the walk: may its tokens go where they are planned to go?"""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    request, place, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING)
-    slot = tl.load(slot_ptr + i, mask=real, other=0).to(tl.int64)
-    position = tl.load(prefix_ptr + request, mask=real, other=0).to(tl.int64) + place
-    owner = tl.load(owner_ptr + request, mask=real, other=0)
-    token = tl.load(token_ptr + i, mask=real, other=0).to(tl.int64)
+    request, place, counted = token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, False)
+    padded = of_padding(row_ptr, request, counted, padding, HAS_PADDING)
+    real = counted & (padded == 0)
+    slot = tl.load(slot_ptr + i, mask=counted, other=0).to(tl.int64)
+    position = tl.load(prefix_ptr + request, mask=counted, other=0).to(tl.int64) + place
+    owner = tl.load(owner_ptr + request, mask=counted, other=0)
+    token = tl.load(token_ptr + i, mask=counted, other=0).to(tl.int64)
     outside = (slot < 0) | (slot >= slots)
     tl.store(real_ptr + i, tl.where(real & (outside == 0), slot, -1), mask=i < n)
     at = tl.where(outside, slots, slot)
-    _, _, flags, _, holder = entry_of(wide_ptr, at, real)
+    _, _, flags, _, holder = entry_of(wide_ptr, at, counted)
     reserved = (flags & RESERVED) != 0
     # the walk is over
     tl.store(block_ptr + at * COLUMNS + FLAGS, flags & (-1 - PLANNED), mask=real & (outside == 0))
@@ -111,6 +115,11 @@ def writes_kernel(
 
     zero = tl.zeros_like(i)
     bits, why, stored, found = zero, zero, zero, zero
+    if HAS_PADDING:
+        astray = padded & (outside == 0) & (reserved == 0)
+        bits, why, stored, found = note(
+            bits, why, stored, found, counted, astray, slot, slot, checks, BOUNDS, PADDING_WRITES
+        )
     bits, why, stored, found = note(
         bits, why, stored, found, real, outside, slot, zero - 1, checks, BOUNDS, OUT_OF_RANGE
     )
@@ -251,6 +260,7 @@ def store_kernel(
 
 @triton.jit(do_not_specialize=PER_STEP)
 def received_kernel(
+    block_ptr, slots,  # int32 [slots + 1, 8]
     counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, owner_ptr, token_ptr, slot_ptr, n,
     received_ptr, received_count,  # int64 [received_count]
     words_ptr, ring_ptr, capacity, source, checks,
@@ -258,13 +268,19 @@ def received_kernel(
 ):  # fmt: skip
     """In a layer's write: are the slots it received the planned ones, in the order of the tokens?"""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    request, place, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING)
-    planned = tl.load(slot_ptr + i, mask=real, other=0).to(tl.int64)
-    got = tl.load(received_ptr + i, mask=real & (i < received_count), other=-1).to(tl.int64)
+    request, place, counted = token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, False)
+    planned = tl.load(slot_ptr + i, mask=counted, other=0).to(tl.int64)
+    got = tl.load(received_ptr + i, mask=counted & (i < received_count), other=-1).to(tl.int64)
+    live = counted
+    if HAS_PADDING:  # padding may have got any reserved slot, or none
+        inside = counted & (got >= 0) & (got < slots)
+        flags = tl.load(block_ptr + tl.where(inside, got, slots) * COLUMNS + FLAGS, mask=inside, other=RESERVED)
+        padded = of_padding(row_ptr, request, counted, padding, HAS_PADDING)
+        live = counted & ((padded == 0) | ((flags & RESERVED) == 0))
     zero = tl.zeros_like(i)
     bits, why, stored, found = zero, zero, zero, zero
     bits, why, stored, found = note(
-        bits, why, stored, found, real, got != planned, planned, got, checks, INDEX, NOT_PLANNED
+        bits, why, stored, found, live, got != planned, planned, got, checks, INDEX, NOT_PLANNED
     )
     failed = bits != 0
     position = tl.load(prefix_ptr + request, mask=failed, other=0).to(tl.int64) + place

@@ -44,7 +44,8 @@ class KVPool:
         slots_from: the batch's field with the slots planned for this pool.
         reserved: slots that take the padding of a batch.
         padding_row: a row of the request table that means padding wherever it stands in the batch, as SGLang's row 0:
-            what such an entry reads and writes is not checked.  None: padding stands at the end of a batch.
+            what such an entry reads is not checked, and its tokens go to reserved slots or to none.  None: padding
+            stands at the end of a batch.
         token_offset: the slot of position p holds the token of position p + token_offset (an EAGLE draft's: 1).
         window: tokens that attention sees, the token itself included, as in a Hugging Face config's
             ``sliding_window``; None for all.

@@ -14,7 +14,7 @@ import torch
 from ..errors import EngineError
 from ..kernels.slots import checks
 from ..kernels.slots.space import RequestPlan
-from ..kernels.slots.tokens import laid_out, real_requests
+from ..kernels.slots.tokens import counted_requests, laid_out, real_requests
 from .kv_pool import KVPool
 from .step_inputs import StepInputs
 from .step_view import StepView
@@ -47,13 +47,12 @@ def narrowed(pool: KVPool, place: int, plan: RequestPlan, view: StepView) -> Req
     if not plan.rows.shape[0] or not plan.slots.shape[0]:
         return plan
     prefix, extend = plan.prefix_lens.to(torch.int64), plan.extend_lens.to(torch.int64)
-    real = real_requests(plan)
-    if pool.state:
-        added = torch.where(real, extend.clamp(max=1), 0)
+    if pool.state:  # where padding keeps its state is the table's business
+        added = torch.where(real_requests(plan), extend.clamp(max=1), 0)
         before = prefix + (extend - 1).clamp(min=0)
     else:
         before = prefix // pool.tokens_per_slot
-        added = torch.where(real, (prefix + extend) // pool.tokens_per_slot - before, 0)
+        added = torch.where(counted_requests(plan), (prefix + extend) // pool.tokens_per_slot - before, 0)
     request, taken = _taken(pool, plan, prefix, extend, before, added)
     fields = {
         "prefix_lens": before,

@@ -95,6 +95,12 @@ _BY_REASON = {
         "padded index used for a real token",
         "check how the row was filled, when the map's entries are cleared, and where the padded batch ends",
     ),
+    Why.PADDING_WRITES: Text(
+        "a token of the row that means padding is about to be written to slot {value}, which is not reserved",
+        "a real request that was given the padding's row, or padding with a stale slot number",
+        "keep KVPool(padding_row=...) out of the rows that requests get; send padding to a reserved slot, "
+        "KVPool(reserved=...), or to -1",
+    ),
     Why.PLANNED_TWICE: Text(
         "two tokens of one step are to go to slot {value}",
         "a slot handed out twice, or a plan built from an old free list",

@@ -170,7 +170,9 @@ def one_word(value: object) -> str:
 
 #: The check that a reason belongs to, where the ring row has the bits of several.
 _CHECK_OF = {
-    Check.BOUNDS: (Why.OUT_OF_RANGE, Why.RESERVED_SLOT, Why.PLANNED_TWICE, Why.ROW_TOO_NARROW, Why.NO_SUCH_ROW),
+    Check.BOUNDS: (
+        Why.OUT_OF_RANGE, Why.RESERVED_SLOT, Why.PADDING_WRITES, Why.PLANNED_TWICE, Why.ROW_TOO_NARROW, Why.NO_SUCH_ROW,
+    ),
     Check.OWNER: (
         Why.READ_AFTER_FREE, Why.FOREIGN_READ, Why.WRITE_AFTER_FREE, Why.OVERWRITE, Why.WRITE_SHARED,
         Why.WRITTEN_BEFORE, Why.DOUBLE_FREE, Why.FOREIGN_FREE, Why.DOUBLE_ALLOCATE, Why.SHARE_AFTER_FREE,

@@ -1,8 +1,8 @@
 """A plugin of SGLang for the tests: plants faults in the model runner of the scheduler's process.
 
 ``SGLANG_FAULTS`` has them as JSON, by the number of the decode step: ``{"5": ["flip", layer, "K"], "9": ["free"]}``.
-Each strikes position 3 of the first request of the batch.  Prints a line ``PLANTED`` for each, and ``STATS`` after each
-forward of a guarded runner.
+Each strikes position 3 of the first request of the batch; ``["padding"]`` gives that request the padding's row.  Prints
+a line ``PLANTED`` for each, and ``STATS`` after each forward of a guarded runner.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Faults:
             buffer[int(slot)].view(torch.uint8).view(-1)[5] ^= 1
         elif kind == "free":
             runner.token_to_kv_pool_allocator.free(slot)
+        elif kind == "padding":
+            forward_batch.req_pool_indices[0] = 0
         else:
             row[POSITION] = row[POSITION + 1]
         print("PLANTED", json.dumps([*fault, int(slot), forward_batch.rids[0]]), flush=True)

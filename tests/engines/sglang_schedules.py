@@ -4,7 +4,7 @@
 
 A clean schedule must be silent on both sides.  The table says by class of fault who reported the faulty ones; `ours
 later` is later than SGLang's.  Ends with 1 if SGLang reported anything that ours did not in that step or before, or a
-clean one spoke; but for what ``KNOWN`` explains, which is listed.
+clean one spoke.
 """
 
 from __future__ import annotations
@@ -30,12 +30,6 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import sglang_kernels
 
 STEPS = 14
-
-#: Classes of which ours may speak later than SGLang's, and why.
-KNOWN = {
-    "a request takes the padding's row": "SGLang counts no tokens for row 0, so that it takes those of the requests "
-    "behind it in the batch for each other's; ours reports when what nobody planned to write is read",
-}
 
 #: How often a schedule is drawn anew where its fault found no place.
 TRIES = 12
@@ -196,23 +190,15 @@ def report(outcomes: list[Outcome]) -> int:
     """Print the table and what must not be; the exit status."""
     planted = [o for o in outcomes if o.name != "clean" and o.planted is not None]
     loud = [o for o in outcomes if early(o)]
-    behind = [o for o in planted if o.verdict in ("theirs", "ours later")]
-    known = [o for o in behind if o.name in KNOWN and o.ours is not None]
-    missed = [o for o in behind if o not in known]
+    missed = [o for o in planted if o.verdict in ("theirs", "ours later")]
     clean = sum(o.name == "clean" for o in outcomes)
     print(f"{clean} clean schedules; {len(outcomes) - clean - len(planted)} faults found no place")
     seen = sum((collections.Counter(o.seen) for o in outcomes), collections.Counter())
     print("in all of them " + ", ".join(f"{count} {what}" for what, count in sorted(seen.items())) + "\n")
     if planted:
         print(table(planted))
-    for title, listed in {
-        "spoke without a fault": loud,
-        "SGLang first, or alone": missed,
-        "SGLang first, as is known": known,
-    }.items():
+    for title, listed in {"spoke without a fault": loud, "SGLang first, or alone": missed}.items():
         print(f"\n{title}: {len(listed)}")
-        for name in sorted({o.name for o in listed} & KNOWN.keys()):
-            print(f"  {name}: {KNOWN[name]}")
         for o in listed[:60]:
             print(f"  {o.name!r} {o.seed!r} planted {o.planted}, ours {o.ours}, theirs {o.theirs};{o.what}")
     return int(bool(loud or missed))

@@ -142,6 +142,12 @@ def test_bugs_of_the_allocator_and_the_request_table(fault, check, why, folder):
     assert first["position"] == "3"
 
 
+def test_request_that_gets_the_padding_row_is_named(folder):
+    found = run(folder, {"5": ["padding"]}, KVCANARY_MODE="log")
+    first = found.violations[0]
+    assert (first["check"], first["why"], first["request"]) == ("bounds", "padding_writes", found.planted[0][-1])
+
+
 def test_raise_mode_ends_the_engine(folder):
     found = run(folder, {"5": ["flip", 1, "V"]}, KVCANARY_MODE="raise")
     assert found.tokens is None

@@ -63,7 +63,6 @@ def test_without_sglang_it_says_how_to_give_it():
         ("wrong token", 4, 4, 5, 0, "both"),
         ("wrong token", 4, 5, 4, 1, "ours later"),
         ("wrong token", 4, None, 5, 1, "theirs"),
-        ("a request takes the padding's row", 4, None, 5, 1, "theirs"),
         ("wrong token", 4, 5, None, 0, "ours"),
         ("wrong token", 4, None, None, 0, "neither"),
         ("wrong token", 4, 3, 4, 1, "both"),  # ours spoke before the fault was there

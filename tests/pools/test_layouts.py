@@ -226,6 +226,19 @@ def test_report_about_a_compressed_slot_names_the_token_that_completes_it():
     assert (violation.position, violation.token) == (7, rig.history("A")[7])
 
 
+def test_compressed_slot_that_a_padding_row_completes_is_reported():
+    row, slots = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(16, 4)
+    session = kvcanary_fx.install_canary(
+        KVPool([(slots,)], row, tokens_per_slot=2, padding_row=0), inner="eager", mode="log"
+    )
+    session.mark_ready()
+    session.pool.allocate([3], owner="A")
+    for taken in (0, 3):
+        with session.step(Batch([5, 6], [0, taken], [0], [0], [2], request_ids=["A"])), session.forward():
+            pass
+    assert [(v.why, v.slot, v.request) for v in session.violations()] == [("PADDING_WRITES", 3, "A")]
+
+
 def test_write_that_gets_only_the_completed_slots_is_compared_with_them():
     """Some kernels get a slot for each token, others only those of the tokens that complete one."""
     group = Compressed("c4", "584 bytes", 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import pytest
@@ -76,6 +77,28 @@ def test_row_that_means_padding_is_silent_wherever_it_stands(first, row):
     flip(toy, 0, 0, 6)
     toy.run({"A": [7]})
     assert told(toy)[-1] == ("content", None, 6, "A")
+
+
+def test_request_that_got_the_padding_row_is_named_before_it_writes():
+    toy = prefilled(pools=lambda toy: (KVPool(toy.kv, toy.table, padding_row=0),))
+    toy.take("A", [6])
+    toy.forward(toy.plan({"A": [6]}, request_rows=[0]))
+    (v,) = toy.found()
+    assert (v.check, v.why, v.phase, v.slot, v.position, v.request) == ("bounds", "PADDING_WRITES", "pre", 6, 3, "A")
+    assert "slot 6, which is not reserved" in v.explain()
+
+
+@pytest.mark.parametrize("got", [0, 7], ids=["reserved", "not reserved"])
+def test_write_of_a_padding_row_may_receive_any_reserved_slot(got):
+    """What a store kernel gets for padding differs from the plan: a batch of a captured graph, filled once."""
+    toy = prefilled(pools=lambda toy: (KVPool(toy.kv, toy.table, reserved=(0, 1), padding_row=0),))
+    toy.take("A", [6])
+    batch = toy.plan({"A": [6]})
+    fields = dict(input_ids=[0, 8], slots=[1, 6], positions=[0, 3], request_rows=[0, 1], prefix_lens=[0, 3])
+    fields |= dict(extend_lens=[1, 1], request_ids=["padding", "A"], history=None, history_lens=None)
+    toy.forward(dataclasses.replace(batch, **fields), slots=[got, 6])
+    expected = [] if got == 0 else [("index", "NOT_THE_PLANNED_SLOT", 1, "padding")] * 4
+    assert told(toy) == expected
 
 
 def test_bytes_that_nobody_is_about_to_read_are_the_sweeps_business():

@@ -63,6 +63,7 @@ class GuardedRunner:
                 runner.req_to_token_pool.req_to_token,
                 layer_names=[layer_name(i) for i in pool.model_layer_ids],
                 reserved=tuple(range(pool.page_size)),
+                padding_row=padding_row(runner.req_to_token_pool),
                 allocations=self._by_slot,
             ),
             config=config,
@@ -112,6 +113,12 @@ class GuardedRunner:
         if key is not None:
             self._layers.record(name, key, value, self._received)
         return attended
+
+
+def padding_row(requests: Any) -> int | None:
+    """The row that padded entries of a batch have, of SGLang's ReqToTokenPool before it gave one away; None where row 0
+    is handed out as any other."""
+    return 0 if 0 not in requests.free_slots else None
 
 
 def layer_name(number: int) -> str:
