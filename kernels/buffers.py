@@ -12,34 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .checks import Check as Check
+from .checks import Phase as Phase
 from .writes.layout import SlotLayout
 
 if TYPE_CHECKING:
     from .slots.space import SlotSpace
-
-
-class Check(enum.IntFlag):
-    """One bit a check, as stored in a violation's record."""
-
-    CONTENT = 1
-    OPERAND = 2
-    BOUNDS = 4
-    POISON = 8
-    CHAIN = 16
-    INDEX = 32
-    OWNER = 64
-    NAMESPACE = 128
-    TOKEN = 256
-    DIGEST = 512
-
-
-class Phase(enum.IntEnum):
-    """When a violation was found: before the write, after it, in a sweep, or when an engine handed slots around."""
-
-    PRE = 0
-    POST = 1
-    SWEEP = 2
-    LIFE = 3
 
 
 class Ring(enum.IntEnum):

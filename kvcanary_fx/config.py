@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import InvalidSettingError, UnknownSettingError
+from .kernels.checks import CHECKS as _TABLE
 
 if TYPE_CHECKING:
     import torch
@@ -20,10 +21,10 @@ log = logging.getLogger("kvcanary")
 Mode = Literal["raise", "log", "off"]
 
 #: The checks that need no help from an engine.
-ZERO_CONFIG_CHECKS = ("content", "operand", "bounds", "poison", "chain")
+ZERO_CONFIG_CHECKS = tuple(name for name, row in _TABLE.items() if not row.engine)
 
 #: The checks that need to know what an engine knows: see :func:`kvcanary_fx.install_canary`.
-ENGINE_CHECKS = ("index", "owner", "namespace", "token", "digest", "sweep")
+ENGINE_CHECKS = tuple(name for name, row in _TABLE.items() if row.engine)
 CHECKS = ZERO_CONFIG_CHECKS + ENGINE_CHECKS
 
 OPTION_PREFIX = "kvcanary."

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..buffers import UNKNOWN, Check, Control
+from ..checks import Why as Why
 
 
 class Flag(enum.IntFlag):
@@ -31,40 +32,6 @@ MARKS = Flag.WRITTEN | Flag.NAMELESS | Flag.REJECTED
 
 #: One reference in the flags of a slot; a slot without any is free.
 REFERENCE = 256
-
-
-class Why(enum.IntEnum):
-    """What exactly failed, as stored in a violation's record; the text for people hangs on it."""
-
-    NONE = 0
-    OUT_OF_RANGE = 1
-    RESERVED_SLOT = 2
-    PLANNED_TWICE = 3
-    ROW_TOO_NARROW = 4
-    NO_SUCH_ROW = 5
-    READ_AFTER_FREE = 6
-    FOREIGN_READ = 7
-    WRITE_AFTER_FREE = 8
-    OVERWRITE = 9
-    WRITE_SHARED = 10
-    DOUBLE_FREE = 11
-    FOREIGN_FREE = 12
-    DOUBLE_ALLOCATE = 13
-    SHARE_AFTER_FREE = 14
-    NEVER_WRITTEN = 15
-    WRONG_POSITION = 16
-    WRONG_PREDECESSOR = 17
-    OTHER_NAMESPACE = 18
-    WRONG_TOKEN = 19
-    NOT_THE_PLANNED_SLOT = 20
-    TABLE_DIFFERS = 21
-    READ_DIFFERS = 22
-    LENGTH_DIFFERS = 23
-    DIGEST_DIFFERS = 24
-    WRITTEN_BEFORE = 25
-    REJECTED_TOKEN = 26
-    READ_WHILE_WRITTEN = 27
-    PADDING_WRITES = 28
 
 
 class SpaceCount(enum.IntEnum):

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ..kernels.buffers import UNKNOWN, Check, Ring
+from ..kernels.buffers import UNKNOWN, Ring
+from ..kernels.checks import Check, Shown, how_shown
 from ..kernels.slots import tokens
-from ..kernels.slots.space import RequestPlan, SlotSpace, Why
+from ..kernels.slots.space import RequestPlan, SlotSpace
 from ..reports.violation import HalfInfo, Violation, decode
 from .request_ids import RequestIds
 
@@ -25,7 +26,7 @@ def decode_place(row: Sequence[int], info: HalfInfo, ids: RequestIds) -> Violati
     """The record of a ring row about a slot of a pool in all of its layers."""
     token = row[Ring.DETAIL]
     told = decode(row, info, token if token >= 0 else None, request=ids.name(row[Ring.REQUEST]))
-    if told.check != "owner" and told.why != Why.READ_WHILE_WRITTEN.name:
+    if how_shown(told.check, told.why) is not Shown.OWNER:
         return told
     return dataclasses.replace(told, owners=(ids.name(told.stored), ids.name(told.found)))
 

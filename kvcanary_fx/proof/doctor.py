@@ -18,6 +18,7 @@ from ..engine.batch import Batch
 from ..engine.kv_pool import KVPool
 from ..engine.session import EngineSession
 from ..errors import SelfTestError
+from ..kernels.checks import CHECKS
 from ..kernels.writes.layout import FLOAT_DTYPES
 from ..passes.write_ops import register_kv_write
 from ..reports.summary import by_importance, muted
@@ -205,19 +206,19 @@ def _compare_ranks_that_differ(scratch: Scratch) -> None:
     scratch.session.compare_digests(1, 2)
 
 
-#: For each check what is planted, how, and the check whose name the report must have.
-FAULTS: dict[str, tuple[str, Callable[[Scratch], None], str]] = {
-    "content": ("a flipped bit in a stored slot", _flip_and_read, "content"),
-    "operand": ("a write that lands one slot further", lambda s: s.forward([4], shift=1), "operand"),
-    "bounds": ("a table entry beyond the pool", _misread_table, "bounds"),
-    "poison": ("a NaN in what is written", lambda s: s.forward([4], nan=True), "poison"),
-    "chain": ("a position that is off by one", lambda s: s.forward([4], positions=[4]), "chain"),
-    "index": ("a write that receives another slot", lambda s: s.forward([4], received=[5]), "index"),
-    "owner": ("a slot released while its request reads it", _free_early, "owner"),
-    "namespace": ("a prefix of another namespace", lambda s: s.forward([4], namespaces=[7]), "namespace"),
-    "token": ("a history that is not what is stored", _foreign_history, "token"),
-    "digest": ("two digests that differ", _compare_ranks_that_differ, "digest"),
-    "sweep": ("a flipped bit in an idle slot", _flip_and_sweep, "content"),
+#: For each check what is planted, and how.
+FAULTS: dict[str, tuple[str, Callable[[Scratch], None]]] = {
+    "content": ("a flipped bit in a stored slot", _flip_and_read),
+    "operand": ("a write that lands one slot further", lambda s: s.forward([4], shift=1)),
+    "bounds": ("a table entry beyond the pool", _misread_table),
+    "poison": ("a NaN in what is written", lambda s: s.forward([4], nan=True)),
+    "chain": ("a position that is off by one", lambda s: s.forward([4], positions=[4])),
+    "index": ("a write that receives another slot", lambda s: s.forward([4], received=[5])),
+    "owner": ("a slot released while its request reads it", _free_early),
+    "namespace": ("a prefix of another namespace", lambda s: s.forward([4], namespaces=[7])),
+    "token": ("a history that is not what is stored", _foreign_history),
+    "digest": ("two digests that differ", _compare_ranks_that_differ),
+    "sweep": ("a flipped bit in an idle slot", _flip_and_sweep),
 }
 
 
@@ -231,7 +232,8 @@ def _examine_all(pool: KVPool, config: CanaryConfig) -> Iterator[Finding]:
     scratch = Scratch(pool, config)
     yield _examine(scratch, "silence", "nothing", lambda s: s.forward([4]), None)
     floats = all(t.dtype in FLOAT_DTYPES for layer in pool.tensors for t in layer)
-    for check, (fault, plant, told) in FAULTS.items():
+    for check, row in CHECKS.items():
+        (fault, plant), told = FAULTS[check], (row.reports.name or "?").lower()
         if check in config.checks and told in config.checks and (check != "poison" or floats):
             yield _examine(scratch, check, fault, plant, told)
 

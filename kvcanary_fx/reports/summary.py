@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..config import ZERO_CONFIG_CHECKS, CanaryConfig
+from ..kernels.checks import CHECKS
 from .violation import Violation
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ _OTHER_CUT = (
     "two graphs divide its bytes into different slots, in a way that cannot be translated: what one of them has "
     "written is not checked when the other one reads it"
 )
-
-_IMPORTANCE = ("bounds", "index", "owner", "operand", "poison", "namespace", "token", "chain", "content", "digest")
 
 
 @contextlib.contextmanager
@@ -44,7 +43,7 @@ def muted() -> Iterator[None]:
 
 def by_importance(violations: Sequence[Violation]) -> list[Violation]:
     """The causes before the consequences: a write out of bounds explains the content it destroyed."""
-    return sorted(violations, key=lambda v: (v.step, _IMPORTANCE.index(v.check)))
+    return sorted(violations, key=lambda v: (v.step, CHECKS[v.check].place))
 
 
 def emit(violations: Sequence[Violation], lines: Sequence[str], config: CanaryConfig) -> None:

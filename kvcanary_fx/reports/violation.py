@@ -6,10 +6,9 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from ..kernels.buffers import UNKNOWN, Check, Phase, Ring, forward_and_step
+from ..kernels.buffers import UNKNOWN, Ring, forward_and_step
+from ..kernels.checks import REASONS, TEXTS, Check, Phase, Shown, Text, Why, how_shown
 from ..kernels.slots.chain import MASK64
-from ..kernels.slots.space import Why
-from .texts import TEXTS, Text
 
 #: Stands for the layer of a violation that concerns a slot in all of them.
 ALL_LAYERS = "*"
@@ -101,10 +100,8 @@ class Violation:
     def _shown(self, value: int, owner: str | int | None = None) -> str:
         if owner is not None:
             return str(owner)
-        hashed = self.check in ("content", "operand", "poison", "owner", "namespace", "digest")
-        hashed |= self.check == "index" and self.why is None  # bytes that changed where nothing was planned
-        hashed |= self.why in (Why.WRONG_PREDECESSOR.name, Why.READ_WHILE_WRITTEN.name)
-        return f"{value & MASK64:#x}" if hashed else str(value)
+        plain = how_shown(self.check, self.why) is Shown.NUMBER
+        return str(value) if plain else f"{value & MASK64:#x}"
 
     def where(self) -> str:
         """The place, in words."""
@@ -168,30 +165,9 @@ def one_word(value: object) -> str:
     return text if plain or text != str(value) else json.dumps(text)
 
 
-#: The check that a reason belongs to, where the ring row has the bits of several.
-_CHECK_OF = {
-    Check.BOUNDS: (
-        Why.OUT_OF_RANGE, Why.RESERVED_SLOT, Why.PADDING_WRITES, Why.PLANNED_TWICE, Why.ROW_TOO_NARROW, Why.NO_SUCH_ROW,
-    ),
-    Check.OWNER: (
-        Why.READ_AFTER_FREE, Why.FOREIGN_READ, Why.WRITE_AFTER_FREE, Why.OVERWRITE, Why.WRITE_SHARED,
-        Why.WRITTEN_BEFORE, Why.DOUBLE_FREE, Why.FOREIGN_FREE, Why.DOUBLE_ALLOCATE, Why.SHARE_AFTER_FREE,
-    ),
-    Check.POISON: (Why.NEVER_WRITTEN,),
-    Check.CHAIN: (Why.WRONG_POSITION, Why.WRONG_PREDECESSOR),
-    Check.NAMESPACE: (Why.OTHER_NAMESPACE,),
-    Check.TOKEN: (Why.WRONG_TOKEN, Why.REJECTED_TOKEN),
-    Check.INDEX: (
-        Why.NOT_THE_PLANNED_SLOT, Why.TABLE_DIFFERS, Why.READ_DIFFERS, Why.LENGTH_DIFFERS, Why.READ_WHILE_WRITTEN,
-    ),
-    Check.DIGEST: (Why.DIGEST_DIFFERS,),
-}  # fmt: skip
-
-
 def _primary(bits: int, why: Why) -> Check:
     """The check whose failure a row tells about."""
-    found = next((check for check, reasons in _CHECK_OF.items() if why in reasons), None)
-    return Check(bits) if found is None else found
+    return REASONS[why].check if why in REASONS else Check(bits)
 
 
 def decode(

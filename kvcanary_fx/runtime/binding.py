@@ -18,6 +18,7 @@ import torch
 
 from ..config import CanaryConfig
 from ..kernels.buffers import Check, Control, Count, Gate, HalfBuffers, IdentityBuffers, Part, Site
+from ..kernels.checks import bits_of
 from ..kernels.content.digest import coefficients
 from ..kernels.context import ForwardContext
 from ..passes.graph_plan import GraphPlan
@@ -277,11 +278,7 @@ class Controls:
 
 def check_mask(config: CanaryConfig) -> Check:
     """The configured checks as bits."""
-    mask = Check(0)
-    for name in config.checks:
-        if name != "sweep":  # a schedule, not a comparison of its own
-            mask |= Check[name.upper()]
-    return mask
+    return bits_of(config.checks)
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import torch
 
 import kvcanary_fx
 from kvcanary_fx import config, errors
+from kvcanary_fx.kernels.checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -64,6 +65,14 @@ def test_every_setting_is_documented_with_its_default():
 def test_every_check_is_documented():
     titles = re.findall(r"^## (\w+)$", (ROOT / "docs/checks.md").read_text(), re.MULTILINE)
     assert tuple(titles) == config.CHECKS
+
+
+def test_inputs_of_every_check_are_documented():
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", section("docs/checks.md", "| check | inputs |"), re.MULTILINE)
+    for check, row in CHECKS.items():
+        shown = " ".join(inputs for name, inputs in rows if name == check)
+        missing = [name for need in row.needs for name in need.given if f"`{name}" not in shown]
+        assert missing == [], check
 
 
 def test_every_error_a_user_can_meet_is_documented():

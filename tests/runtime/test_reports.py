@@ -6,9 +6,10 @@ import pytest
 
 from kvcanary_fx.config import CHECKS
 from kvcanary_fx.kernels.buffers import UNKNOWN, Check, Ring
-from kvcanary_fx.kernels.slots.space import Why
+from kvcanary_fx.kernels.checks import CHECKS as TABLE
+from kvcanary_fx.kernels.checks import REASONS, TEXTS, Why
+from kvcanary_fx.proof import doctor
 from kvcanary_fx.reports.summary import by_importance
-from kvcanary_fx.reports.texts import TEXTS
 from kvcanary_fx.reports.violation import ALL_LAYERS, HalfInfo, decode
 
 POOL = HalfInfo(7, ALL_LAYERS, "*", "kv", None, 8)
@@ -32,6 +33,15 @@ def test_every_reason_has_a_check_a_text_and_an_importance_whatever_else_failed(
     text = violation.explain()
     assert text.startswith(f"[{violation.check}]")
     assert TEXTS[why.name].remedy in text
+
+
+def test_every_check_has_a_bit_a_place_a_text_and_a_fault_of_the_doctors():
+    assert {row.reports for row in TABLE.values()} == set(Check)
+    bits = {name: row for name, row in TABLE.items() if name != "sweep"}  # which finds what the others find
+    assert [name.upper() for name in bits] == [row.reports.name for row in bits.values()]
+    assert len({row.place for row in bits.values()}) == len(bits)
+    assert set(bits) - set(TEXTS) == {"bounds"} | {r.check.name.lower() for r in REASONS.values()} - set(TEXTS)
+    assert set(doctor.FAULTS) == set(TABLE)
 
 
 @pytest.mark.parametrize("check", ["content", "operand", "bounds", "poison", "chain"])

@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...kernels.checks import CHECKS, Need
 from ...reports import summary
 
 if TYPE_CHECKING:
     from ..session import EngineSession
 
 
-@dataclasses.dataclass(frozen=True)
-class Need:
-    """What a check needs of an engine.
+#: The inputs of each check; docs/checks.md has them in a table.
+NEEDS = tuple((check, need) for check, row in CHECKS.items() for need in row.needs)
 
-    Attributes:
-        given: the batch's fields, or the call, without which it loses something.
-        whole: without them the check does not run at all; else only the part that ``lost`` names.
-        lost: what is not found.
-    """
-
-    check: str
-    given: tuple[str, ...]
-    whole: bool
-    lost: str
-
-
-#: docs/checks.md has the same as a table.
-NEEDS = (
-    Need(
-        "token", ("history", "history_lens"), True, "tokens are not compared with the requests' own; rejected ones are"
-    ),
-    Need("namespace", ("namespaces",), True, "all requests count as of one namespace"),
-    Need("chain", ("positions",), False, "the positions that the model gets are not compared with the prefix's length"),
-    Need("owner", ("request_ids",), False, "a slot of another request is not told from one of one's own"),
-    Need("index", ("session.check_reads",), False, "the page table of the attention kernel is not compared"),
-    Need("digest", ("session.compare_digests",), True, "no digests of ranks or transfers are compared"),
-)
-
-_FIELDS = tuple(name for need in NEEDS for name in need.given if "." not in name)
+_FIELDS = tuple(name for _, need in NEEDS for name in need.given if "." not in name)
 
 
 class GivenInputs:
@@ -101,17 +76,17 @@ def without_inputs(session: EngineSession) -> dict[str, str]:
         lacking["owner"] = "no pool reports allocate and release (KVPool(allocations=False))"
     if not session.sweep.every:
         lacking["sweep"] = "no schedule (install_canary(sweep_every=N)); session.sweep.run() runs one"
-    for need in NEEDS:
+    for check, need in NEEDS:
         if session.given.off(need):
-            lacking[need.check] = f"{session.given.missing(need)}: {need.lost}"
+            lacking[check] = f"{session.given.missing(need)}: {need.lost}"
     return lacking
 
 
 def in_part(session: EngineSession) -> dict[str, str]:
     """The checks of a session that run without some of their inputs, each with what is lost."""
     off = without_inputs(session)
-    missing = {need: session.given.missing(need) for need in NEEDS if need.check not in off}
-    return {need.check: f"{why}: {need.lost}" for need, why in missing.items() if why is not None}
+    missing = [(check, need, session.given.missing(need)) for check, need in NEEDS if check not in off]
+    return {check: f"{why}: {need.lost}" for check, need, why in missing if why is not None}
 
 
 def _field(batch: Any, name: str) -> Any:
