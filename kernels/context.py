@@ -20,10 +20,24 @@ from ..errors import MissingContextError
 
 if TYPE_CHECKING:
     from .buffers import Control, IdentityBuffers, Site
-    from .layer_ops import LayerHalf
     from .side_stream import SideStream
     from .slots.space import RequestPlan
     from .writes.plan import WritePlan
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerHalf:
+    """One tensor of a layer, as the ops find it by the layer's name.
+
+    Attributes:
+        place: 0 for K, 1 for V, and so on.
+        reader: another layer writes the tensor, this one only reads it.
+    """
+
+    site: Site
+    view: torch.Tensor
+    place: int
+    reader: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

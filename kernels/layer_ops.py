@@ -17,7 +17,6 @@ opaque type gets ops of its own, because a schema names the type.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -26,8 +25,8 @@ from typing import Any
 import torch
 
 from ..errors import UnknownLayerError
-from .buffers import Check, Site
-from .context import ForwardContext, get_forward_context
+from .buffers import Check
+from .context import ForwardContext, LayerHalf, get_forward_context
 from .counting import count_op
 from .ops import NAMESPACE, join_side, kernels_for
 from .side_stream import SideStream
@@ -39,21 +38,6 @@ NAME_OF: dict[str, Callable[[Any], str]] = {}
 
 #: Number of the write in the stamps of slots written twice; the writes that a graph shows count from 0.
 _WRITE = 65535
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerHalf:
-    """One tensor of a layer, as the ops find it by the layer's name.
-
-    Attributes:
-        place: 0 for K, 1 for V, and so on.
-        reader: another layer writes the tensor, this one only reads it.
-    """
-
-    site: Site
-    view: torch.Tensor
-    place: int
-    reader: bool = False
 
 
 def verify_layer(device: torch.device, layer: str) -> None:

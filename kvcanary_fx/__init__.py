@@ -22,7 +22,6 @@ from .errors import (
     CoverageError,
     EngineError,
     InvalidSettingError,
-    KVCacheViolation,
     LintError,
     MissingContextError,
     SelfTestError,
@@ -41,7 +40,7 @@ from .kernels.context import (
 )
 from .passes.attention_ops import register_attention_op
 from .passes.write_ops import register_kv_write
-from .reports.violation import Violation
+from .reports.violation import KVCacheViolation, Violation
 from .runtime.session import CanarySession, Stats
 
 __all__ = [

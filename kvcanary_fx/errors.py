@@ -1,35 +1,13 @@
-"""Every error a user can meet, one class and one message template each."""
+"""Every error a user can meet but :class:`~.violation.KVCacheViolation`, one class and one message template each."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .reports.violation import Violation
 
 
 class CanaryError(Exception):
     """Base of all errors raised by kvcanary_fx."""
-
-
-class KVCacheViolation(CanaryError):
-    """The KV cache is not what it should be.
-
-    Attributes:
-        violations: the records, most telling first.
-        total: how many violations there were, including those the ring had no room for.
-    """
-
-    def __init__(self, violations: Sequence[Violation], total: int):
-        self.violations = list(violations)
-        self.total = total
-        shown = [v.explain() for v in self.violations[:3]]
-        more = total - len(shown)
-        if more > 0:
-            shown.append(f"... and {more} more (session.violations() has the records)")
-        super().__init__("KV cache violation\n\n" + "\n\n".join(shown))
 
 
 class CoverageError(CanaryError):

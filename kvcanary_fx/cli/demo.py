@@ -15,8 +15,9 @@ import torch
 
 from ..compile.backend import CanaryBackend
 from ..config import CanaryConfig
-from ..errors import KVCacheViolation, MissingExtraError
+from ..errors import MissingExtraError
 from ..proof import tiny
+from ..reports.violation import KVCacheViolation
 
 PROMPT, NEW = 6, 16
 

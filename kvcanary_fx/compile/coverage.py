@@ -1,8 +1,8 @@
 """Noticing that guarded code runs unguarded.
 
 Where Dynamo runs a function eagerly, nothing of ours is called: whoever calls it compares, before and after, how many
-graphs the thread has called (:class:`GraphCalls`).  Past the recompile limit Dynamo says so in its log as well, with
-its reason, if the log's level lets it.
+graphs the thread has called (:class:`~.session.GraphCalls`).  Past the recompile limit Dynamo says so in its log as
+well, with its reason, if the log's level lets it.
 """
 
 from __future__ import annotations
@@ -13,31 +13,16 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch._guards import TracingContext
 
 from ..errors import RecompileLimitError, UnguardedForwardError
 from ..passes import dynamo_calls
-
-if TYPE_CHECKING:
-    from ..runtime.session import CanarySession
+from ..runtime.session import CanarySession
 
 _LOCK = threading.Lock()
 _GUARDED: dict[str, weakref.WeakSet[CanarySession]] = {}  # function, as Dynamo names it -> sessions
-
-
-class GraphCalls(threading.local):
-    """How many graphs of one session the thread that asks has called, whether they ended well or not.
-
-    Attributes:
-        guarded: graphs with a check in them.
-        unguarded: graphs in which there is nothing to guard.
-    """
-
-    guarded = 0
-    unguarded = 0
 
 
 class CallWatch:

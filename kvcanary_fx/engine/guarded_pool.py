@@ -13,8 +13,8 @@ from ..kernels.buffers import Check, Count, Gate, HalfBuffers, Phase, RowState, 
 from ..kernels.content.cpu import digest_rows
 from ..kernels.content.digest import coefficients, seeds
 from ..kernels.content.pool import PoolBytes
+from ..kernels.context import LayerHalf
 from ..kernels.findings import Findings
-from ..kernels.layer_ops import LayerHalf
 from ..kernels.ops import pool_kernels_for
 from ..kernels.slots import life as slot_life
 from ..kernels.slots.chain import SEED, mix_tensor

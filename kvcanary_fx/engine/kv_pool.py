@@ -89,7 +89,7 @@ class KVPool:
     allocations: bool = True
 
     def __post_init__(self) -> None:
-        self._refuse_if(wrong_argument(self))
+        self._refuse_if(wrong_argument(vars(self)))
         if not self.layers or not all(len(layer) for layer in self.layers):
             self._refuse("has no layers, or a layer without tensors: give layers=[(k, v), ...]")
         if self.layer_names is not None and len(self.layer_names) != len(self.layers):

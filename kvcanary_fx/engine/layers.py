@@ -27,8 +27,8 @@ import torch
 
 from ..errors import SessionStateError, UnknownLayerError
 from ..kernels.buffers import Gate
-from ..kernels.context import ForwardContext, forward_context
-from ..kernels.layer_ops import LayerHalf, record_layer, verify_layer
+from ..kernels.context import ForwardContext, LayerHalf, forward_context
+from ..kernels.layer_ops import record_layer, verify_layer
 from ..kernels.ops import kernels_for, request_kernels_for
 
 if TYPE_CHECKING:

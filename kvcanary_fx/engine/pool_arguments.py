@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..kernels.writes.layout import SlotLayout
 from ..runtime.registry import Place
 from .arguments import is_whole, unfit_tensor
-
-if TYPE_CHECKING:
-    from .kv_pool import KVPool
 
 
 def _are_names(value: Any) -> bool:
@@ -64,13 +61,13 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def wrong_argument(declared: KVPool) -> str | None:
+def wrong_argument(given: Mapping[str, Any]) -> str | None:
     """What is wrong with the arguments of a pool, each by itself, as text; None if nothing is."""
     for name, (accepts, expected) in RULES.items():
-        value = getattr(declared, name)
+        value = given[name]
         if not accepts(value):
             return f"has {name}={value!r}; it must be {expected}"
-    return _wrong_layers(declared.layers) or _wrong_indices(declared)
+    return _wrong_layers(given["layers"]) or _wrong_indices(given)
 
 
 def _wrong_layers(layers: Any) -> str | None:
@@ -89,14 +86,14 @@ def _wrong_layers(layers: Any) -> str | None:
     return None
 
 
-def _wrong_indices(declared: KVPool) -> str | None:
-    given = {"request_table": declared.request_table, "slot_map": declared.slot_map}
-    given |= {f"scales[{name!r}]": scale for name, scale in declared.scales.items()}
-    for name, tensor in given.items():
+def _wrong_indices(given: Mapping[str, Any]) -> str | None:
+    slot_map = given["slot_map"]
+    tensors = {"request_table": given["request_table"], "slot_map": slot_map}
+    tensors |= {f"scales[{name!r}]": scale for name, scale in given["scales"].items()}
+    for name, tensor in tensors.items():
         why = unfit_tensor(tensor) if tensor is not None or name == "request_table" else None
         if why is not None:
             return f"has a {name} that is {why}"
-    slot_map = declared.slot_map
     if slot_map is not None and (slot_map.dim() != 1 or not is_integer(slot_map)):
         return (
             f"has a slot_map that is {slot_map.dtype} {list(slot_map.shape)}; it must be integer [slots of the table]"

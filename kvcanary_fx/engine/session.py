@@ -15,8 +15,7 @@ from ..config import CanaryConfig
 from ..errors import EngineError, SessionStateError
 from ..kernels import side_stream
 from ..kernels.buffers import Ring, Word
-from ..kernels.context import ForwardContext
-from ..kernels.layer_ops import LayerHalf
+from ..kernels.context import ForwardContext, LayerHalf
 from ..kernels.side_stream import capturing
 from ..kernels.slots.space import RequestPlan
 from ..reports.violation import Violation
@@ -29,7 +28,7 @@ from .blame import decode_content, decode_place, in_tokens
 from .forward import Clock, Forward, Schedule, beside_capture, check_after, check_before, check_reads, remember
 from .guarded_pool import EnginePool, Pools, find_rivals
 from .kv_pool import KVPool, Slots
-from .observers import given as engine_inputs
+from .observers.given import GivenInputs, in_part, without_inputs
 from .observers.health import Health
 from .observers.stats import EngineStats, engine_stats
 from .observers.sweep import Sweep
@@ -87,7 +86,7 @@ class EngineSession(CanarySession):
         self.sweep = Sweep(self, self.schedule.sweep)
         self.health, self.windows = Health(self), Windows(self)
         self._poll = Poll(self.controls)
-        self.given = engine_inputs.GivenInputs()
+        self.given = GivenInputs()
         self._layers: dict[tuple[int, ...], dict[str, tuple[LayerHalf, ...]]] = {}  # by the gates of a graph
         self._ready = self._closed = False
         self._step: Mapping[str | None, StepView] | None = None
@@ -348,15 +347,15 @@ class EngineSession(CanarySession):
 
     def checks_without_inputs(self) -> dict[str, str]:
         """The checks that cannot run in this session, each with what they lack."""
-        return engine_inputs.without_inputs(self)
+        return without_inputs(self.given, self.pools, self.sweep.every)
 
     def checks_in_part(self) -> dict[str, str]:
         """The checks that run without some of their inputs, each with what is lost."""
-        return engine_inputs.in_part(self)
+        return in_part(self.given, self.checks_without_inputs())
 
     def stats(self) -> EngineStats:
         """Counts since the session was ready; waits for the devices."""
-        return engine_stats(self, super().stats())
+        return engine_stats(super().stats(), self.pools, self.steps, self.sweep, self.found.by_check)
 
     def window_report(self) -> WindowReport:
         """How the groups of a hybrid model differ, so far; waits for the devices."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..config import ZERO_CONFIG_CHECKS, CanaryConfig
@@ -13,7 +13,6 @@ from .violation import Violation
 
 if TYPE_CHECKING:
     from ..passes.graph_plan import GraphPlan
-    from ..runtime.session import CanarySession
 
 #: The logger of violations and of lost coverage, ``kvcanary``.
 log = logging.getLogger("kvcanary")
@@ -57,36 +56,46 @@ def emit(violations: Sequence[Violation], lines: Sequence[str], config: CanaryCo
             config.on_violation(violation)
 
 
-def summarise(session: CanarySession) -> str:
-    """The text of :meth:`CanarySession.summary`."""
-    stats, plans = session.stats(), session.plans
-    on = [c for c in session.config.checks if c not in session.checks_without_inputs()]
+def summarise(
+    config: CanaryConfig,
+    counts: str,
+    plans: Sequence[GraphPlan],
+    *,
+    off: Mapping[str, str],
+    in_part: Mapping[str, str],
+    eager_layers: Sequence[str],
+    lost: Sequence[str],
+    uncovered: Sequence[str],
+) -> str:
+    """The text of :meth:`CanarySession.summary`.
+
+    Args:
+        counts: what was done so far, in words.
+        off, in_part: why checks do not run, or lose a part, by check; also of those that were not asked for.
+        eager_layers: layers that are guarded around each call of their own.
+        lost: pools of which two graphs disagree.
+        uncovered: why coverage was lost.
+    """
+    on = [c for c in config.checks if c not in off]
     lines = [
-        f"kvcanary: mode {session.config.mode}, checks {', '.join(on) or 'none'}, "
-        f"bytes of 1/{session.config.verify_every} of the slots checked each step",
-        f"  steps {stats.steps}, fingerprints checked {stats.checked}, recorded {stats.recorded}, "
-        f"adopted {stats.adopted}, violations {stats.violations}",
+        f"kvcanary: mode {config.mode}, checks {', '.join(on) or 'none'}, "
+        f"bytes of 1/{config.verify_every} of the slots checked each step",
+        f"  {counts}",
     ]
-    for why, checks in _by_reason(session).items():
-        lines.append(f"  off {', '.join(checks)}: {why}")
-    lines += [f"  in part {c}: {why}" for c, why in session.checks_in_part().items() if c in session.config.checks]
-    lines += [line for plan in plans for line in describe_plan(plan, session.config)]
-    if session.eager_layers:
-        lines.append(f"  guarded around each call of their own: {', '.join(session.eager_layers)}")
+    by_reason: dict[str, list[str]] = {}
+    for check, why in off.items():
+        if check in config.checks:
+            by_reason.setdefault(why, []).append(check)
+    lines += [f"  off {', '.join(checks)}: {why}" for why, checks in by_reason.items()]
+    lines += [f"  in part {check}: {why}" for check, why in in_part.items() if check in config.checks]
+    lines += [line for plan in plans for line in describe_plan(plan, config)]
+    if eager_layers:
+        lines.append(f"  guarded around each call of their own: {', '.join(eager_layers)}")
     elif not any(plan.guarded for plan in plans):
         lines.append("  nothing is guarded: no compiled graph writes a KV cache in place")
-    lines += [f"    not      {pool}: {_OTHER_CUT}" for pool in dict.fromkeys(session.registry.lost)]
-    lines += [f"  coverage lost: {why}" for why in session.uncovered]
+    lines += [f"    not      {pool}: {_OTHER_CUT}" for pool in dict.fromkeys(lost)]
+    lines += [f"  coverage lost: {why}" for why in uncovered]
     return "\n".join(lines)
-
-
-def _by_reason(session: CanarySession) -> dict[str, list[str]]:
-    """The configured checks of a session that lack what they need, by what that is."""
-    reasons: dict[str, list[str]] = {}
-    for check, why in session.checks_without_inputs().items():
-        if check in session.config.checks:
-            reasons.setdefault(why, []).append(check)
-    return reasons
 
 
 def describe_plan(plan: GraphPlan, config: CanaryConfig) -> list[str]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
+from ..errors import CanaryError
 from ..kernels.buffers import UNKNOWN, Ring, forward_and_step
 from ..kernels.checks import REASONS, TEXTS, Check, Phase, Shown, Text, Why, how_shown
 from ..kernels.slots.chain import MASK64
@@ -216,3 +217,21 @@ def decode(
         forward=forward if inside and forward >= 0 else None,
         also=tuple((c.name or "?").lower() for c in Check if c & row[Ring.CHECK] & ~check),
     )
+
+
+class KVCacheViolation(CanaryError):
+    """The KV cache is not what it should be.
+
+    Attributes:
+        violations: the records, most telling first.
+        total: how many violations there were, including those the ring had no room for.
+    """
+
+    def __init__(self, violations: Sequence[Violation], total: int):
+        self.violations = list(violations)
+        self.total = total
+        shown = [v.explain() for v in self.violations[:3]]
+        more = total - len(shown)
+        if more > 0:
+            shown.append(f"... and {more} more (session.violations() has the records)")
+        super().__init__("KV cache violation\n\n" + "\n\n".join(shown))

@@ -11,21 +11,32 @@ from typing import Any
 
 import torch
 
-from ..compile.coverage import GraphCalls
 from ..config import ENGINE_CHECKS, CanaryConfig
-from ..errors import CanaryError, KVCacheViolation, MissedChecksError, RecompileLimitError
+from ..errors import CanaryError, MissedChecksError, RecompileLimitError
 from ..kernels.buffers import UNKNOWN, Control, Count, Gate, Ring, Word
 from ..kernels.context import ForwardContext, forward_context
 from ..passes.graph_plan import GraphPlan
-from ..reports import summary as report
+from ..reports import summary
 from ..reports.log import ViolationLog
-from ..reports.violation import HalfInfo, Violation, decode
+from ..reports.violation import HalfInfo, KVCacheViolation, Violation, decode
 from .adoption import judge
 from .binding import BoundCall, Controls, GraphBinding
 from .registry import PoolRegistry, Storage
 
 #: A cache that was dropped before its violations were read.
 _GONE = HalfInfo(-1, "?", "?", "a cache that is gone", None, 1)
+
+
+class GraphCalls(threading.local):
+    """How many graphs of one session the thread that asks has called, whether they ended well or not.
+
+    Attributes:
+        guarded: graphs with a check in them.
+        unguarded: graphs in which there is nothing to guard.
+    """
+
+    guarded = 0
+    unguarded = 0
 
 
 class CanarySession:
@@ -171,7 +182,7 @@ class CanarySession:
         with self._lock:
             fresh, total = self.found.take_untold()
         if total:
-            raise KVCacheViolation(report.by_importance(fresh), total) from cause
+            raise KVCacheViolation(summary.by_importance(fresh), total) from cause
 
     def _check_coverage(self, readback: _Readback) -> None:
         """Compare the ops that ran with those that were inserted."""
@@ -190,11 +201,11 @@ class CanarySession:
         """Note, once, that something runs unguarded."""
         if why not in self.uncovered:
             self.uncovered.append(why)
-            report.log.warning("kvcanary.coverage %s", why)
+            summary.log.warning("kvcanary.coverage %s", why)
 
     def warn_once(self, key: str, message: str) -> None:
         """Log ``message`` at WARNING the first time, and at INFO whenever ``key`` comes again."""
-        report.log.log(logging.INFO if key in self._warned else logging.WARNING, "%s", message)
+        summary.log.log(logging.INFO if key in self._warned else logging.WARNING, "%s", message)
         self._warned.add(key)
 
     # ---- reports
@@ -214,7 +225,7 @@ class CanarySession:
                 self.found.add(decoded, total - verdict.adopted_fingerprints)
                 fresh += decoded
             lines = list(self.found.lines(fresh)) if self.config.mode == "log" else []
-        report.emit(fresh, lines, self.config)
+        summary.emit(fresh, lines, self.config)
         return fresh
 
     def _decode(self, row: Sequence[int]) -> Violation:
@@ -323,7 +334,16 @@ class CanarySession:
 
     def summary(self) -> str:
         """What is protected, what is off and why, and the counts so far, as text."""
-        return report.summarise(self)
+        return summary.summarise(
+            self.config,
+            str(self.stats()),
+            self.plans,
+            off=self.checks_without_inputs(),
+            in_part=self.checks_in_part(),
+            eager_layers=self.eager_layers,
+            lost=self.registry.lost,
+            uncovered=self.uncovered,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,6 +363,16 @@ class Stats:
     recorded: int
     adopted: int
     violations: int
+
+    def line(self) -> str:
+        """The counts as one stable line of ``key=value`` pairs."""
+        return " ".join(f"{k}={v}" for k, v in dataclasses.asdict(self).items())
+
+    def __str__(self) -> str:
+        return (
+            f"steps {self.steps}, fingerprints checked {self.checked}, recorded {self.recorded}, "
+            f"adopted {self.adopted}, violations {self.violations}"
+        )
 
 
 @dataclasses.dataclass(eq=False)  # compared by identity: tensors have no truth value

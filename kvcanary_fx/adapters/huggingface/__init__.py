@@ -1,5 +1,61 @@
-"""Hugging Face transformers: one call guards a model's ``generate`` and ``generate_batch``."""
+"""Hugging Face transformers: one call guards a model's ``generate`` and ``generate_batch``.
 
-from .generate import Protection, attach, batch_session, protect, unprotect
+::
+
+    from kvcanary_fx.adapters import huggingface
+
+    huggingface.protect(model)
+    model.generate(ids)  # the prefill, too
+    model.generate_batch(prompts)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ...compile.protect import take_compile_options
+from ...config import CanaryConfig, override
+from .generate import Protection, attach, batch_session, unprotect
+from .versions import require_known_version
 
 __all__ = ["Protection", "attach", "batch_session", "protect", "unprotect"]
+
+#: Settings of ``install_canary`` that a session over a paged cache takes.
+_INSTALL = ("sweep_every", "health_every", "stats_every", "self_test")
+
+
+def protect(model: Any, **settings: Any) -> Any:
+    """Guard everything that ``generate`` and ``generate_batch`` of a Hugging Face model keep in a KV cache.
+
+    ``generate`` uses a static cache unless it is told otherwise, and each of its forwards, the prefill too, is
+    compiled with the canary.  ``generate_batch``, and the managers of ``init_continuous_batching``, get an engine's
+    session over the paged cache: its blocks, tables, indices, tokens and bytes are checked in every batch.
+
+    Args:
+        model: a ``PreTrainedModel``, guarded in place.  A deep copy of it is a plain model.
+        settings: those of :func:`kvcanary_fx.protect`, and ``sweep_every``, ``health_every``, ``stats_every`` and
+            ``self_test`` of :func:`kvcanary_fx.install_canary`.
+
+    Returns:
+        ``model``; untouched with ``mode="off"``.
+
+    Raises:
+        TypeError: ``model`` has no ``generate``.
+        UnknownSettingError, InvalidSettingError: a setting that does not exist, or a value it cannot have.
+        SelfTestError: an untested version of transformers, in which a planted fault was not found.
+    """
+    if not isinstance(model, nn.Module) or not hasattr(model, "generate"):
+        raise TypeError(
+            f"huggingface.protect takes a transformers model with generate, not {type(model).__name__}: "
+            "kvcanary_fx.protect guards any other module"
+        )
+    options = take_compile_options(settings)
+    install = {name: settings.pop(name) for name in _INSTALL if name in settings}
+    config = override(CanaryConfig.from_env(), settings, "huggingface.protect()")
+    if config.mode == "off":
+        return model
+    unprotect(model)
+    require_known_version()
+    return attach(model, config, options, install)

@@ -1,13 +1,4 @@
-"""Hugging Face transformers: one call guards a model's ``generate`` and ``generate_batch``.
-
-::
-
-    from kvcanary_fx.adapters import huggingface
-
-    huggingface.protect(model)
-    model.generate(ids)  # the prefill, too
-    model.generate_batch(prompts)
-"""
+"""The guarded ``generate`` of one model, and the managers of its batches."""
 
 from __future__ import annotations
 
@@ -19,19 +10,16 @@ import torch
 from torch import nn
 
 from ...compile.backend import CanaryBackend
-from ...compile.protect import GuardedCall, take_compile_options
-from ...config import CanaryConfig, override
+from ...compile.protect import GuardedCall
+from ...config import CanaryConfig
 from ...engine.session import EngineSession
 from ...passes import dynamo_calls
 from ..hooks import hook, unhook
 from .batching import GuardedManager
 from .caches import has_tensors, make_room, needed_length, setting, why_not_static
-from .versions import require_known_version
 
 log = logging.getLogger("kvcanary")
 
-#: Settings of ``install_canary`` that a session over a paged cache takes.
-_INSTALL = ("sweep_every", "health_every", "stats_every", "self_test")
 _WRAPPED = ("generate", "generate_batch", "init_continuous_batching", "compile")
 
 
@@ -130,41 +118,6 @@ class Protection(GuardedCall):
         if self._manager is not None:
             self._manager.raise_what_ended_it()
         return results
-
-
-def protect(model: Any, **settings: Any) -> Any:
-    """Guard everything that ``generate`` and ``generate_batch`` of a Hugging Face model keep in a KV cache.
-
-    ``generate`` uses a static cache unless it is told otherwise, and each of its forwards, the prefill too, is
-    compiled with the canary.  ``generate_batch``, and the managers of ``init_continuous_batching``, get an engine's
-    session over the paged cache: its blocks, tables, indices, tokens and bytes are checked in every batch.
-
-    Args:
-        model: a ``PreTrainedModel``, guarded in place.  A deep copy of it is a plain model.
-        settings: those of :func:`kvcanary_fx.protect`, and ``sweep_every``, ``health_every``, ``stats_every`` and
-            ``self_test`` of :func:`kvcanary_fx.install_canary`.
-
-    Returns:
-        ``model``; untouched with ``mode="off"``.
-
-    Raises:
-        TypeError: ``model`` has no ``generate``.
-        UnknownSettingError, InvalidSettingError: a setting that does not exist, or a value it cannot have.
-        SelfTestError: an untested version of transformers, in which a planted fault was not found.
-    """
-    if not isinstance(model, nn.Module) or not hasattr(model, "generate"):
-        raise TypeError(
-            f"huggingface.protect takes a transformers model with generate, not {type(model).__name__}: "
-            "kvcanary_fx.protect guards any other module"
-        )
-    options = take_compile_options(settings)
-    install = {name: settings.pop(name) for name in _INSTALL if name in settings}
-    config = override(CanaryConfig.from_env(), settings, "huggingface.protect()")
-    if config.mode == "off":
-        return model
-    unprotect(model)
-    require_known_version()
-    return attach(model, config, options, install)
 
 
 def attach(model: Any, config: CanaryConfig, options: dict[str, Any], install: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from ...config import CanaryConfig
 from ...proof import tiny
 from ...proof.doctor import Finding
 from ...reports.summary import muted
+from .generate import attach, batch_session
 
 #: Plants a fault in a cache, or in a processor of batches that has a batch prepared.
 Plant = Callable[[Any], None]
@@ -71,8 +72,6 @@ def _batch(plant: Plant | None) -> tuple[str, ...]:
     """What is reported of ``generate_batch`` with a fault before its fourth batch; ``adapter`` if it fails."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    from . import batch_session
-
     model = _protected()
     steps = 0
 
@@ -96,8 +95,6 @@ def _batch(plant: Plant | None) -> tuple[str, ...]:
 
 
 def _protected() -> Any:
-    from . import attach
-
     return attach(tiny.build("llama"), CanaryConfig(mode="log", inner="eager"), {}, {})
 
 

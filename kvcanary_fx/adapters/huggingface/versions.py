@@ -9,6 +9,7 @@ import functools
 
 from ...errors import SelfTestError
 from ..versions import Tested
+from . import proof
 
 TESTED = Tested("huggingface", "transformers", "5.23", "5.24", "now proving on a tiny model that it works here")
 
@@ -24,8 +25,6 @@ def require_known_version() -> None:
 
     if not TESTED.warn_outside(transformers.__version__):
         return
-    from . import proof as huggingface_proof
-
-    failed = [(f.check, f.fault, f.told) for f in huggingface_proof.examine() if not f.ok]
+    failed = [(f.check, f.fault, f.told) for f in proof.examine() if not f.ok]
     if failed:
         raise SelfTestError(failed)

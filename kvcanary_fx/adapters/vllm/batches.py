@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
 
 from .identity import mark_images
 from .pools import Group
-
-if TYPE_CHECKING:
-    from .drafts import Proposal
 
 
 def make_batch(
@@ -62,70 +59,6 @@ def make_batch(
     for group in groups:
         fields[f"slots_{group.number}"] = slots[next(iter(group.layers))][:n]
     return fields
-
-
-def draft_batch(
-    proposal: Proposal, index: int, slots: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """The fields of a forward of a draft, and the rows of its tokens in what the model is given.
-
-    A slot goes by the token of its position also where an EAGLE head was given the next one: that is what a block's
-    hash stands for.  By the next token, a clean run reported the last slot of a cached block, which another request
-    had filled with a next token of its own.  So there is no ``token_offset``; and no ``history``, which would have no
-    token of a guess.
-
-    Args:
-        proposal: its ``common`` metadata is that of the forward.
-        index: of the forward.
-        slots: integer ``[padded tokens]``, by layer.
-
-    Returns:
-        The fields; int64 ``[n]``, None where rows and tokens agree.
-    """
-    common, drafter, count = proposal.common, proposal.drafter, len(proposal.requests)
-    guard, n = proposal.guard, common.num_actual_tokens
-    added = common.query_start_loc[1 : count + 1] - common.query_start_loc[:count]
-    prefix, rows = common.seq_lens[:count] - added, None
-    if index == 0 and proposal.rejected is not None:
-        added = added - proposal.rejected
-        rows = _real_first(common.query_start_loc[:count], added, n)
-
-    def taken(given: torch.Tensor) -> torch.Tensor:
-        return given[:n] if rows is None else given[:n][rows]
-
-    fields: dict[str, Any] = {
-        "input_ids": taken(proposal.next_tokens(index)),
-        "request_rows": torch.arange(count),
-        "prefix_lens": prefix,
-        "extend_lens": added,
-        "positions": None if drafter.uses_mrope else taken(drafter.positions),
-        "request_ids": proposal.requests,
-        "in_flight": index == 0 and guard.in_flight,
-    }
-    if any(request in guard.namespaces for request in proposal.requests):
-        fields["namespaces"] = [guard.namespaces.get(request, 0) for request in proposal.requests]
-    for group in proposal.drafts.groups:
-        fields[f"slots_{group.number}"] = taken(slots[next(iter(group.layers))])
-    return fields, rows
-
-
-def _real_first(starts: torch.Tensor, added: torch.Tensor, n: int) -> torch.Tensor:
-    """The order that puts each request's first tokens in front, and what the target rejected of it behind all.
-
-    Without waiting for the device.  An EAGLE head writes what was rejected all the same, a draft model does not; both
-    write those slots again before they read them.
-
-    Args:
-        starts: integer ``[bs]``, each request's first token.
-        added: integer ``[bs]``, how many of its tokens are real.
-
-    Returns:
-        int64 ``[n]``.
-    """
-    token = torch.arange(n, device=starts.device)
-    request = torch.searchsorted(starts.to(torch.int64).contiguous(), token, right=True) - 1
-    behind = token - starts[request] >= added[request]
-    return torch.argsort(behind.to(torch.int8), stable=True)
 
 
 def known_tokens(runner: Any, count: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ anew.  So a block that is freed while a request still reads it is found either w
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import torch
 
 if TYPE_CHECKING:
     from ...engine.guarded_pool import EnginePool
-    from .guard import Guard
+    from ...engine.session import EngineSession
 
 #: Who a block belongs to that no request has and the prefix cache keeps.
 CACHE = "the prefix cache of vLLM"
@@ -24,13 +23,16 @@ CACHE = "the prefix cache of vLLM"
 class Books:
     """What the canary knows of the blocks of one block pool, beside the references that its session counts.
 
+    Args:
+        sessions: the sessions of the target and of its draft, as far as there are any.
+
     Attributes:
         group: the group that each block was handed out to.
         idle: blocks that belong to the prefix cache.
     """
 
-    def __init__(self, guard: Guard):
-        self._guard = weakref.ref(guard)
+    def __init__(self, sessions: Callable[[], Sequence[EngineSession]]):
+        self._sessions = sessions
         self.group: dict[int, int] = {}
         self.idle: set[int] = set()
         self._pending: list[tuple[int, str | None]] = []  # taken up since the last forward, by whom
@@ -110,9 +112,7 @@ class Books:
         by_group: dict[int, list[int]] = {}
         for block in blocks:
             by_group.setdefault(self.group.get(block, -1), []).append(block)
-        guard = self._guard()
-        assert guard is not None
-        pools = {name: pool for session in guard.sessions for name, pool in session.pools.items()}
+        pools = {name: pool for session in self._sessions() for name, pool in session.pools.items()}
         for group, some in by_group.items():
             pool = pools.get(f"{kind}{group}")
             if pool is not None:

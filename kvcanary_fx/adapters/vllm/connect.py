@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from ... import __version__
 from ...errors import EngineError
 from ..versions import Tested
-from . import blocks, cache_key, cpu_attention, cuda_graphs, drafts, graph, metrics, ops, outcomes, runner
+from . import blocks, cache_key, cpu_attention, cuda_graphs, drafting, graph, metrics, ops, outcomes, runner
 from .patching import wrap_property
 from .settings import VllmSettings
 
@@ -44,7 +44,7 @@ def connect(settings: VllmSettings) -> None:
     cuda_graphs.hook()
     graph.hook()
     runner.hook(settings, self_test)
-    drafts.hook()
+    drafting.hook()
     blocks.hook()
     outcomes.hook()
     metrics.hook()

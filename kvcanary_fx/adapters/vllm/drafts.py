@@ -14,25 +14,17 @@ The metadata that all layers share comes from the call in between: that of a lay
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from vllm.v1.spec_decode import llm_base_proposer
-from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from ...engine.layers import LayerChecks
 from ...engine.session import EngineSession
-from . import ops, registry
-from .batches import draft_batch, kernel_tables
-from .patching import wrap, wrap_in_all
+from . import ops
+from .batches import kernel_tables
 from .pools import Group
-
-if TYPE_CHECKING:
-    from .guard import Guard
 
 
 class Drafts:
@@ -75,6 +67,8 @@ class Proposal:
     """What is being proposed in this thread.
 
     Attributes:
+        namespaces: by the request's id, where it is not 0.
+        in_flight: some request's prefix was written by another one in the target's forward.
         rejected: int32 ``[bs]``, drafts of the step before that the target rejected, which are in its batch; or None.
         batch: integer ``[n]``, tokens of the target's batch.
         following: integer ``[bs]``, the token of each request that follows those it has computed.
@@ -83,13 +77,14 @@ class Proposal:
         guesses: slots of guessed tokens, by pool.
     """
 
-    guard: Guard
     drafts: Drafts
     drafter: Any
     requests: list[str]
     rejected: torch.Tensor | None
     batch: torch.Tensor
     following: torch.Tensor
+    namespaces: Mapping[str, int]
+    in_flight: bool
     common: Any = None
     forwards: int = 0
     guesses: dict[str, list[torch.Tensor]] = dataclasses.field(default_factory=dict)
@@ -146,43 +141,65 @@ class Proposal:
             self.drafts.session.pools[name].reject(torch.cat(guesses))
 
 
-_PROPOSAL: contextvars.ContextVar[Proposal | None] = contextvars.ContextVar("kvcanary_vllm_proposal", default=None)
+def draft_batch(
+    proposal: Proposal, index: int, slots: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """The fields of a forward of a draft, and the rows of its tokens in what the model is given.
+
+    A slot goes by the token of its position also where an EAGLE head was given the next one: that is what a block's
+    hash stands for.  By the next token, a clean run reported the last slot of a cached block, which another request
+    had filled with a next token of its own.  So there is no ``token_offset``; and no ``history``, which would have no
+    token of a guess.
+
+    Args:
+        proposal: its ``common`` metadata is that of the forward.
+        index: of the forward.
+        slots: integer ``[padded tokens]``, by layer.
+
+    Returns:
+        The fields; int64 ``[n]``, None where rows and tokens agree.
+    """
+    common, drafter, count = proposal.common, proposal.drafter, len(proposal.requests)
+    n = common.num_actual_tokens
+    added = common.query_start_loc[1 : count + 1] - common.query_start_loc[:count]
+    prefix, rows = common.seq_lens[:count] - added, None
+    if index == 0 and proposal.rejected is not None:
+        added = added - proposal.rejected
+        rows = _real_first(common.query_start_loc[:count], added, n)
+
+    def taken(given: torch.Tensor) -> torch.Tensor:
+        return given[:n] if rows is None else given[:n][rows]
+
+    fields: dict[str, Any] = {
+        "input_ids": taken(proposal.next_tokens(index)),
+        "request_rows": torch.arange(count),
+        "prefix_lens": prefix,
+        "extend_lens": added,
+        "positions": None if drafter.uses_mrope else taken(drafter.positions),
+        "request_ids": proposal.requests,
+        "in_flight": index == 0 and proposal.in_flight,
+    }
+    if any(request in proposal.namespaces for request in proposal.requests):
+        fields["namespaces"] = [proposal.namespaces.get(request, 0) for request in proposal.requests]
+    for group in proposal.drafts.groups:
+        fields[f"slots_{group.number}"] = taken(slots[next(iter(group.layers))])
+    return fields, rows
 
 
-def hook() -> None:
-    """Guard every draft of this process from here on."""
-    wrap_in_all(SpecDecodeBaseProposer, "propose", _propose)
-    wrap_in_all(SpecDecodeBaseProposer, "build_per_group_and_layer_attn_metadata", _build_metadata)
-    wrap(llm_base_proposer, "set_forward_context", _set_forward_context)
+def _real_first(starts: torch.Tensor, added: torch.Tensor, n: int) -> torch.Tensor:
+    """The order that puts each request's first tokens in front, and what the target rejected of it behind all.
 
+    Without waiting for the device.  An EAGLE head writes what was rejected all the same, a draft model does not; both
+    write those slots again before they read them.
 
-def _propose(original: Callable[..., Any], drafter: Any, *args: Any, **kwargs: Any) -> Any:
-    guard = registry.of_drafter(drafter)
-    if guard is None or guard.drafts is None:
-        return original(drafter, *args, **kwargs)
-    given = inspect.signature(original).bind(drafter, *args, **kwargs).arguments
-    rejected = given.get("num_rejected_tokens_gpu")
-    with guard.proposing(drafter, rejected, given["target_token_ids"], given["next_token_ids"]) as proposal:
-        token = _PROPOSAL.set(proposal)
-        try:
-            return original(drafter, *args, **kwargs)
-        finally:
-            _PROPOSAL.reset(token)
+    Args:
+        starts: integer ``[bs]``, each request's first token.
+        added: integer ``[bs]``, how many of its tokens are real.
 
-
-def _build_metadata(original: Callable[..., Any], drafter: Any, common: Any, *args: Any, **kwargs: Any) -> Any:
-    proposal = _PROPOSAL.get()
-    if proposal is not None:
-        proposal.common = common
-    return original(drafter, common, *args, **kwargs)
-
-
-def _set_forward_context(original: Callable[..., Any], metadata: Any, *args: Any, **kwargs: Any) -> Any:
-    context, proposal = original(metadata, *args, **kwargs), _PROPOSAL.get()
-    return context if proposal is None else _both(context, proposal.forward(metadata, kwargs["slot_mapping"]))
-
-
-@contextlib.contextmanager
-def _both(context: Any, forward: Any) -> Iterator[None]:
-    with context, forward:
-        yield
+    Returns:
+        int64 ``[n]``.
+    """
+    token = torch.arange(n, device=starts.device)
+    request = torch.searchsorted(starts.to(torch.int64).contiguous(), token, right=True) - 1
+    behind = token - starts[request] >= added[request]
+    return torch.argsort(behind.to(torch.int8), stable=True)

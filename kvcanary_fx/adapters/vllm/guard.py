@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,6 +31,11 @@ from .tables import Ledger
 log = logging.getLogger("kvcanary")
 
 
+def _sessions(guard: weakref.ref[Guard]) -> list[EngineSession]:
+    found = guard()
+    return found.sessions if found is not None else []
+
+
 class Guard:
     """A model runner under guard.
 
@@ -50,7 +57,7 @@ class Guard:
         self.groups = groups
         self.drafts: Drafts | None = None
         self.in_flight = False
-        self.books = Books(self)
+        self.books = Books(functools.partial(_sessions, weakref.ref(self)))  # a guard lives as long as its runner
         self.namespaces: dict[str, int] = {}
         self.calls_in_graph = self.calls_outside = 0
         self.flagged: set[str] = set()
@@ -185,7 +192,9 @@ class Guard:
         assert drafts is not None
         try:
             with self._counts.busy(), drafts.session.step():
-                proposal = Proposal(self, drafts, drafter, self._requests, rejected, batch, following)
+                proposal = Proposal(
+                    drafts, drafter, self._requests, rejected, batch, following, self.namespaces, self.in_flight
+                )
                 yield proposal
                 proposal.end()
             if self.settings.aborts_requests:

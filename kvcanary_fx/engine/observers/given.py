@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...kernels.checks import CHECKS, Need
 from ...reports import summary
 
 if TYPE_CHECKING:
-    from ..session import EngineSession
+    from ..guarded_pool import EnginePool
 
 
 #: The inputs of each check; docs/checks.md has them in a table.
@@ -69,23 +69,26 @@ class GivenInputs:
         return need.whole and any(not self._had[name] for name in need.given)
 
 
-def without_inputs(session: EngineSession) -> dict[str, str]:
-    """The checks that cannot run in a session, each with what they lack."""
+def without_inputs(given: GivenInputs, pools: Mapping[str, EnginePool], sweep_every: int) -> dict[str, str]:
+    """The checks that cannot run in a session, each with what they lack.
+
+    Args:
+        sweep_every: steps between two scheduled sweeps, 0 for none.
+    """
     lacking = {}
-    if not any(p.declared.allocations for p in session.pools.values()):
+    if not any(p.declared.allocations for p in pools.values()):
         lacking["owner"] = "no pool reports allocate and release (KVPool(allocations=False))"
-    if not session.sweep.every:
+    if not sweep_every:
         lacking["sweep"] = "no schedule (install_canary(sweep_every=N)); session.sweep.run() runs one"
     for check, need in NEEDS:
-        if session.given.off(need):
-            lacking[check] = f"{session.given.missing(need)}: {need.lost}"
+        if given.off(need):
+            lacking[check] = f"{given.missing(need)}: {need.lost}"
     return lacking
 
 
-def in_part(session: EngineSession) -> dict[str, str]:
-    """The checks of a session that run without some of their inputs, each with what is lost."""
-    off = without_inputs(session)
-    missing = [(check, need, session.given.missing(need)) for check, need in NEEDS if check not in off]
+def in_part(given: GivenInputs, off: Collection[str]) -> dict[str, str]:
+    """The checks of a session that run without some of their inputs, each with what is lost; without those ``off``."""
+    missing = [(check, need, given.missing(need)) for check, need in NEEDS if check not in off]
     return {check: f"{why}: {need.lost}" for check, need, why in missing if why is not None}
 
 

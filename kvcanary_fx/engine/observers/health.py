@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +11,7 @@ from ...kernels.buffers import Check
 from ...kernels.slots.space import Flag, RequestPlan
 from ...kernels.slots.tokens import token_requests
 from ...reports import summary
-
-if TYPE_CHECKING:
-    from ..session import EngineSession
+from .observed import Observed
 
 
 class Health:
@@ -24,7 +21,7 @@ class Health:
     cached artifact.
     """
 
-    def __init__(self, session: EngineSession):
+    def __init__(self, session: Observed):
         self._session = session
         self._last: Mapping[int, RequestPlan] = {}
 

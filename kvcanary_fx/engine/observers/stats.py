@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from ...kernels.buffers import Count
 from ...kernels.slots.space import REFERENCE, Flag, SpaceCount
 from ...runtime.session import Stats
-
-if TYPE_CHECKING:
-    from ..session import EngineSession
+from ..guarded_pool import EnginePool
+from .sweep import Sweep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,25 +40,33 @@ class EngineStats(Stats):
         return " ".join(f"{k}={v}" for k, v in flat.items())
 
 
-def engine_stats(session: EngineSession, base: Stats) -> EngineStats:
-    """The counts of a session; waits for the devices."""
-    spaces = [pool.space for pool in session.pools.values()]
+def engine_stats(
+    base: Stats, pools: Mapping[str, EnginePool], steps: int, sweep: Sweep, by_check: Mapping[str, int]
+) -> EngineStats:
+    """The counts of a session; waits for the devices.
+
+    Args:
+        base: what graphs and the ring counted.
+        steps: of the engine.
+        by_check: violations, by check.
+    """
+    spaces = [pool.space for pool in pools.values()]
     held = [((s.flags[:-1] & int(Flag.WRITTEN)) != 0) & (s.flags[:-1] >= REFERENCE) for s in spaces]
     counts = [s.counters.tolist() for s in spaces]
-    opaque = [c.tolist() for pool in session.pools.values() for c in pool.counters]
+    opaque = [c.tolist() for pool in pools.values() for c in pool.counters]
     base = dataclasses.replace(
         base,
         checked=base.checked + sum(c[Count.CHECKED] for c in opaque),
         recorded=base.recorded + sum(c[Count.RECORDED] for c in opaque),
-        adopted=base.adopted + sum(pool.adopted for pool in session.pools.values()),
+        adopted=base.adopted + sum(pool.adopted for pool in pools.values()),
     )
     return EngineStats(
         **dataclasses.asdict(base),
-        engine_steps=session.steps,
+        engine_steps=steps,
         forwards=sum(c[SpaceCount.FORWARDS] for c in counts),
         slots=sum(int(h.sum()) for h in held),
         slots_checked=sum(c[SpaceCount.CHECKED] for c in counts),
-        sweeps=session.sweep.runs,
-        swept=session.sweep.checked,
-        by_check=dict(session.found.by_check),
+        sweeps=sweep.runs,
+        swept=sweep.checked,
+        by_check=dict(by_check),
     )

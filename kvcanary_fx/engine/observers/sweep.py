@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,9 +15,7 @@ from ...kernels.writes.layout import FLOAT_DTYPES
 from ..guarded_pool import EnginePool
 from ..kv_pool import Slots
 from ..prefixes import Prefix, listed_slots
-
-if TYPE_CHECKING:
-    from ..session import EngineSession
+from .observed import Observed
 
 
 class Sweep:
@@ -30,7 +27,7 @@ class Sweep:
         runs, checked: sweeps so far, and fingerprints they compared.
     """
 
-    def __init__(self, session: EngineSession, every: int, budget: int | None = None):
+    def __init__(self, session: Observed, every: int, budget: int | None = None):
         self._session, self.every, self.budget = session, every, budget
         self.runs = self.checked = 0
         self._next: dict[str, int] = {}

@@ -19,7 +19,7 @@ from ...reports import summary
 
 if TYPE_CHECKING:
     from ..guarded_pool import EnginePool
-    from ..session import EngineSession
+from .observed import Observed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class WindowReport:
 class Windows:
     """Makes the report: on demand, and as a log line every so many steps."""
 
-    def __init__(self, session: EngineSession):
+    def __init__(self, session: Observed):
         self._session = session
         self._last: Mapping[int, RequestPlan] = {}
 

@@ -1,0 +1,36 @@
+"""What an observer sees of an engine's session."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ...errors import CanaryError
+from ...runtime.session import Stats
+from ..forward import Schedule
+from ..guarded_pool import Pools
+from ..request_ids import RequestIds
+
+
+class Observed(Protocol):
+    """The part of :class:`~.engine.session.EngineSession` that observers use; they are the session's, not the other way
+    round.
+
+    Attributes:
+        pools: by name.
+        ids: numbers of request ids.
+        schedule: which observer runs how often.
+    """
+
+    pools: Pools
+    ids: RequestIds
+    schedule: Schedule
+
+    @property
+    def steps(self) -> int:
+        """Steps of the engine so far."""
+
+    def stats(self) -> Stats:
+        """The counts so far; waits for the devices."""
+
+    def report_lost(self, error: CanaryError, cause: BaseException | None = None) -> None:
+        """Checks did not run: raise or log, as the mode says."""
