@@ -71,20 +71,11 @@ class AttentionReads:
 
     def of(self, part: Source | None) -> list[Read]:
         """The reads that a part of an input takes part in."""
-        if part is None:
-            return []
-        mine = dict(part.picked)
-        return [
-            r
-            for r in self.reads
-            if r.source.input is part.input
-            and all(mine.get(axis, chosen) == chosen for axis, chosen in r.source.picked)
-        ]
+        return [] if part is None else [r for r in self.reads if part.may_share(r.source)]
 
     def half_of(self, part: Source | None) -> str | None:
-        """``"K"`` or ``"V"``, if that is all that attention reads it as."""
-        halves = {r.half for r in self.of(part)}
-        return halves.pop() if len(halves) == 1 else None
+        """``"K"``, ``"V"`` or ``"KV"``, what attention reads it as; None if no attention does."""
+        return "".join(sorted({r.half for r in self.of(part)})) or None
 
     def slot_axes(self, part: Source | None) -> SlotAxes | None:
         """The slot axes of a part of an input, in its own axes; None if its reads do not show them, or not the same."""
@@ -113,10 +104,11 @@ class AttentionReads:
         reads = self.of(part)
         if any(r.rows == frozenset([own]) for r in reads):
             return True
-        picked = [r for r in reads if own in dict(r.source.picked)]
+        picked = [r for r in reads if own in r.source.picked]
         if not picked or len(picked) != len(reads) or len({r.half for r in reads}) != 1 or any(r.rows for r in reads):
             return False
-        several = len({dict(r.source.picked)[own] for r in picked}) > 1 or self._values[part.input].shape[own] == 1
+        only = self._values[part.input].shape[own] == 1 and not any(r.tokens & r.source.moved for r in picked)
+        several = only or len({r.source.picked[own] for r in picked}) > 1  # slots that a table picks have no rows
         return several and not any(_follows(a, b, own) for a in picked for b in picked)
 
     def is_kv_axis(self, part: Source | None, axis: int) -> bool | None:
@@ -127,7 +119,7 @@ class AttentionReads:
         (own,) = part.axes[axis]
         halves: dict[Any, set[str]] = {}
         for read in reads:
-            halves.setdefault(dict(read.source.picked).get(own), set()).add(read.half)
+            halves.setdefault(read.source.picked.get(own), set()).add(read.half)
         return halves in ({0: {"K"}, 1: {"V"}}, {0: {"V"}, 1: {"K"}})
 
     def _visit(self, node: fx.Node) -> None:
@@ -230,7 +222,7 @@ class AttentionReads:
 
 def _follows(later: Read, earlier: Read, axis: int) -> bool:
     """Whether one attention is computed from another that reads another index of ``axis``: a later layer."""
-    if dict(later.source.picked)[axis] == dict(earlier.source.picked)[axis]:
+    if later.source.picked[axis] == earlier.source.picked[axis]:
         return False
     return earlier.attention in ancestors(later.attention)
 

@@ -33,30 +33,72 @@ class Source:
     Attributes:
         input: the placeholder.
         axes: for each axis of the value, the axes of the input along which it goes: none, one, or several merged.
-        picked: ``(axis, index)`` of the input where a constant index chose one.
+        ranges: ``(axis, start, stop)`` of the input where constants chose a part, however that was written.
+        moved: axes of the input whose indices are not what they were: split, rolled, concatenated.
         weights: the softmax whose probabilities the value was multiplied by, or None.
     """
 
     input: fx.Node
     axes: tuple[Axis, ...]
-    picked: frozenset[tuple[int, int]] = frozenset()
+    ranges: frozenset[tuple[int, int, int]] = frozenset()
+    moved: Axis = NO_AXIS
     weights: fx.Node | None = None
+
+    @property
+    def picked(self) -> dict[int, int]:
+        """The index of each axis of which constants chose one."""
+        return {axis: start for axis, start, stop in self.ranges if stop == start + 1}
 
     def along(self, *axes: Axis) -> Source:
         return dataclasses.replace(self, axes=axes)
 
     def pick(self, axis: int, index: Any) -> Source:
         """One index of an axis of the value; the axis is gone."""
-        one = self.narrowed(axis, index)
+        own, length, one = self._own(axis), self.length(axis), self
+        if own is not None and isinstance(index, int) and (index >= 0 or length is not None):
+            one = self._chosen(own, index + (length or 0) if index < 0 else index, 1)
         return dataclasses.replace(one, axes=self.axes[:axis] + self.axes[axis + 1 :])
 
-    def narrowed(self, axis: int, index: Any) -> Source:
-        """One index of an axis of the value, which stays."""
-        own = next(iter(self.axes[axis]), -1)
-        if len(self.axes[axis]) != 1 or not isinstance(index, int) or own in dict(self.picked):
+    def narrowed(self, axis: int, start: Any, length: Any) -> Source:
+        """``length`` indices of an axis of the value from ``start`` on, which is not negative."""
+        own = self._own(axis)
+        if own is None:
             return self
-        size = self.input.meta["example_value"].shape[own] if index < 0 else 0
-        return dataclasses.replace(self, picked=self.picked | {(own, index + size)}) if isinstance(size, int) else self
+        if not isinstance(start, int) or not isinstance(length, int):
+            return self.shuffled(axis)  # a later index counts from there on
+        return self if (start, length) == (0, self._range(own)[1]) else self._chosen(own, start, length)
+
+    def _chosen(self, own: int, start: int, length: int) -> Source:
+        others, first = frozenset(r for r in self.ranges if r[0] != own), self._range(own)[0]
+        return dataclasses.replace(self, ranges=others | {(own, first + start, first + start + length)})
+
+    def length(self, axis: int) -> int | None:
+        """How many indices of the input's axis an axis of the value has; None if that is not known."""
+        own = self._own(axis)
+        return None if own is None else self._range(own)[1]
+
+    def _own(self, axis: int) -> int | None:
+        """The axis of the input whose indices an axis of the value has, in order."""
+        own = next(iter(self.axes[axis]), None)
+        return own if len(self.axes[axis]) == 1 and own not in self.moved else None
+
+    def _range(self, own: int) -> tuple[int, int | None]:
+        """The first index of the input's axis that is in the value, and how many are."""
+        size = self.input.meta["example_value"].shape[own]
+        known = ((start, stop - start) for axis, start, stop in self.ranges if axis == own)
+        return next(known, (0, size if isinstance(size, int) else None))
+
+    def shuffled(self, *axes: int) -> Source:
+        """Some axes of the value in another order: an index of them is none of the input's."""
+        return dataclasses.replace(self, moved=self.moved.union(*(self.axes[a] for a in axes)))
+
+    def may_share(self, other: Source) -> bool:
+        """Whether two parts of one input may have elements in common."""
+        mine = {axis: (start, stop) for axis, start, stop in self.ranges}
+        return self.input is other.input and all(
+            start < mine.get(axis, (start, stop))[1] and mine.get(axis, (start, stop))[0] < stop
+            for axis, start, stop in other.ranges
+        )
 
 
 def follow(node: fx.Node, operand: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Source | None:
@@ -98,14 +140,13 @@ def _apply(source: Source, parts: Sequence[Any]) -> Source | None:
         if part is None:
             kept.append(NO_AXIS)
         elif isinstance(part, slice):
-            start, stop = part.start or 0, part.stop
-            if isinstance(start, int) and isinstance(stop, int) and stop == start + 1 and part.step in (None, 1):
-                source = source.narrowed(axis, start)
+            source = _sliced(source, axis, part)
             kept.append(source.axes[axis])
             axis += 1
         elif isinstance(part, torch.Tensor):
             count = _consumed(part)
             merged = merged.union(*source.axes[axis : axis + count])
+            source = source.shuffled(*range(axis, axis + count))
             source = source.along(*source.axes[:axis], *source.axes[axis + count :])
             advanced.append(len(kept) + len(advanced))
             dims = max(dims, 1 if part.dtype == torch.bool else part.dim())
@@ -118,6 +159,22 @@ def _apply(source: Source, parts: Sequence[Any]) -> Source | None:
     adjacent = advanced[-1] - advanced[0] == len(advanced) - 1
     at = advanced[0] if adjacent else 0
     return source.along(*kept[:at], *[merged] * dims, *kept[at:])
+
+
+def _sliced(source: Source, axis: int, part: slice) -> Source:
+    """A slice of an axis of the value."""
+    start, stop, length = part.start, part.stop, source.length(axis)
+    if part.step not in (None, 1):
+        return source.shuffled(axis)
+    if all(bound is None or isinstance(bound, int) for bound in (start, stop)):
+        if length is not None:
+            start, stop, _ = slice(start, stop).indices(length)
+            return source.narrowed(axis, start, max(stop - start, 0))
+        if start is None and stop is None:
+            return source
+        if stop is not None and 0 <= (start or 0) <= stop:
+            return source.narrowed(axis, start or 0, stop - (start or 0))
+    return source.narrowed(axis, None, None)
 
 
 def _consumed(part: Any) -> int:
@@ -135,9 +192,12 @@ def _getitem(node: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Sourc
         dim = _axis(argument(pieces, 1 if unbound else 2, "dim", 0), len(source.axes))
         if dim is None or unbound:
             return None if dim is None else source.pick(dim, parts)
-        piece = values.get(node)  # of chunk or split
-        one = isinstance(piece, torch.Tensor) and _hint(piece.shape[dim]) == 1
-        return source.narrowed(dim, parts) if one else source
+        made = values.get(pieces)  # by chunk or split
+        if not isinstance(made, tuple | list) or not isinstance(parts, int):
+            return source.shuffled(dim)
+        sizes = [piece.shape[dim] for piece in made]
+        before = sizes[: parts % len(sizes)]
+        return source.narrowed(dim, sum(before) if all(isinstance(n, int) for n in before) else None, sizes[parts])
     return index(source, parts if isinstance(parts, tuple) else [parts], values)
 
 
@@ -145,6 +205,29 @@ def _select(node: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Source
     dim = _axis(argument(node, 1, "dim"), len(source.axes))
     chosen = argument(node, 2, "index")
     return None if dim is None else source.pick(dim, values.get(chosen, chosen))
+
+
+def _narrow(node: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Source | None:
+    dim, start, length = (argument(node, place, name) for place, name in enumerate(("dim", "start", "length"), 1))
+    dim = _axis(dim, len(source.axes))
+    if dim is None:
+        return None
+    if isinstance(start, int) and start < 0:
+        start += source.length(dim) or 0
+    return source.narrowed(dim, start, length)
+
+
+def _slice(node: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Source | None:
+    dim = _axis(argument(node, 1, "dim", 0), len(source.axes))
+    bounds = (argument(node, place, name) for place, name in enumerate(("start", "end", "step"), 2))
+    return None if dim is None else _sliced(source, dim, slice(*bounds))
+
+
+def _rearrange(node: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Source | None:
+    """``cat``, ``roll``, ``gather``: what is picked from an axis now is not known."""
+    place = 2 if function_name(node) in ("roll", "take_along_dim") else 1
+    dim = _axis(argument(node, place, "dim"), len(source.axes))
+    return source.shuffled(*(range(len(source.axes)) if dim is None else (dim,)))
 
 
 def _keep(node: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Source | None:
@@ -188,7 +271,9 @@ def _squeeze(node: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Sourc
     gone = {_axis(d, len(source.axes)) for d in dims} or set(range(len(source.axes)))
     if not isinstance(whole, torch.Tensor):
         return None
-    return source.along(*(a for i, a in enumerate(source.axes) if i not in gone or _hint(whole.shape[i]) != 1))
+    for i in sorted((i for i in gone if i is not None and _hint(whole.shape[i]) == 1), reverse=True):
+        source = source.pick(i, 0)
+    return source
 
 
 def _reduce(node: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Source | None:
@@ -218,6 +303,8 @@ def _regroup(node: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Sourc
             return None
         along = NO_AXIS.union(*source.axes[i : ends[0]])
         one = ends[0] - i == 1 and old[i] == 1
+        if sum(size != 1 for size in new[j : ends[1]]) > 1:
+            source = source.shuffled(*range(i, ends[0]))
         axes += [along if size != 1 or one else NO_AXIS for size in new[j : ends[1]]]
         i, j = ends
     return source.along(*axes)
@@ -288,26 +375,20 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"), _regroup),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to", "repeat", "tile"), _stretch),
     "repeat_interleave": _repeat_interleave,
+    "narrow": _narrow,
+    "slice": _slice,
+    **dict.fromkeys(
+        ("cat", "concat", "concatenate", "roll", "flip", "pad", "index_select", "gather", "take_along_dim"), _rearrange
+    ),
     **dict.fromkeys(
         (
             *(
-                "narrow",
-                "slice",
-                "index_select",
-                "gather",
-                "take_along_dim",
                 "chunk",
                 "split",
                 "tensor_split",
                 "unbind",
             ),
             *(
-                "cat",
-                "concat",
-                "concatenate",
-                "roll",
-                "flip",
-                "pad",
                 "index_copy",
                 "index_put",
                 "scatter",

@@ -235,8 +235,9 @@ def _opaque_regions(write: KVWrite, found: Accesses, reads: AttentionReads) -> l
         return [Region(write.region)]
     view, source = found.values[node], reads.source_of(node)
     for axis, dims in ((0, 4), (1, 5)):
-        if view.dim() >= dims and view.shape[axis] == 2:
+        if view.dim() > 2 and view.shape[axis] == 2:
             shown = reads.is_kv_axis(source, axis)
-            if shown or (shown is None and half_named(_input_name(write, found)) is None):
+            guessed = shown is None and view.dim() >= dims and half_named(_input_name(write, found)) is None
+            if shown or guessed:
                 return [Region(node, (*(slice(None),) * axis, half)) for half in (0, 1)]
     return [Region(node)]

@@ -16,9 +16,10 @@ from .attention_reads import AttentionReads, SlotAxes
 from .destinations import Destination, Region, destinations
 from .graph_plan import Kind
 from .names import function_name, has_kv_name, module_path, source_name, state_named
+from .pool_names import PoolName, pool_name
 from .returned_caches import Returned
 from .selection import Full, Indexed, Part, Selection, Span
-from .states import ancestors, is_running_state, rolled_axis
+from .states import ancestors, is_running_state, updated_axis
 from .writes import KVWrite, chosen_axes, read_write
 
 #: From an input and a view of it to the view's slot axes, if an engine declared it as a half.
@@ -51,7 +52,7 @@ class ReadableWrite:
 class Half:
     """One guarded half: a region of a pool and the writes to it.
 
-    ``read_as`` is ``"K"`` or ``"V"`` where the graph's attention reads it as that, in the nodes ``attention``.
+    ``read_as`` is ``"K"``, ``"V"`` or ``"KV"``, what the graph's attention reads it as, in the nodes ``attention``.
     """
 
     root: fx.Node
@@ -64,14 +65,19 @@ class Half:
     readable: list[ReadableWrite]
     opaque: list[KVWrite]
     accesses: list[Access]
+    name: PoolName
     kind: Kind = "kv"
     layer: str = ""
     label: str = ""
-    pool: str = ""
+    number: int | None = None  # of the layer
     output: int | None = None  # which output of the graph is this cache in the next call
     read_as: str | None = None
     attention: frozenset[fx.Node] = frozenset()
     reads: tuple[tuple[int, int], ...] | None = None  # of a half that is only read, see SitePlan
+
+    @property
+    def pool(self) -> str:
+        return str(self.name)
 
     @property
     def first_access(self) -> Access:
@@ -144,6 +150,7 @@ class _Builder:
             readable=[],
             opaque=[],
             accesses=[],
+            name=pool_name(root, region.node, region.index, self.found, self.reads),
             kind="state" if state else "kv",
             read_as=read_as,
             attention=frozenset(r.attention for r in self.reads.of(part)),
@@ -244,15 +251,15 @@ def _is_paged(group: list[tuple[KVWrite, Destination]]) -> bool:
 def _guess_axes(writes: list[KVWrite], view: torch.Tensor) -> tuple[int, ...]:
     """The slot axes of a half that is only ever written whole, or by an op that hides where.
 
-    A window that rolls tells its axis by what it rolls or concatenates along.  Otherwise: an engine's
+    What is written tells its axis by what it rolls, concatenates or is updated along.  Otherwise: an engine's
     ``[slots, H, D]`` or ``[pages, page_size, H, D]`` for hidden writes, ``[B, H, S, D]`` for whole ones.
     """
     if any(write.opaque is not None for write in writes):
         return (0, 1) if view.dim() >= 4 else (0,)
     for write in writes:
-        axis = None if write.value is None else rolled_axis(write.value, view.dim())
-        if axis:
-            return (0, axis)
+        axis = None if write.value is None else updated_axis(write.value, view)
+        if axis is not None and axis < view.dim() - 1:
+            return (0, axis) if axis > 0 and view.dim() >= 3 else (axis,)
     return (0, view.dim() - 2) if view.dim() >= 3 else (0,)
 
 

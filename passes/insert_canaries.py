@@ -39,7 +39,7 @@ from .functional_cache import REPLACED, caches_born_inside, replaced_caches
 from .graph_plan import GraphPlan, SitePlan, ViewOf
 from .halves import DeclaredAxes, Half, ReadableWrite, Sum, find_halves, halves_of_returned
 from .labels import name_halves
-from .names import function_name, layer_number, source_name
+from .names import function_name, source_name
 from .only_read import Recorded, find_only_read, find_read_besides
 from .returned_caches import find_returned
 from .state_inputs import is_canary, state_input
@@ -291,7 +291,7 @@ class _Inserter:
             layer=half.layer,
             label=half.label,
             pool=half.pool,
-            number=layer_number(half.layer),
+            number=half.number,
             argument=self.places[argument],
             view=ViewOf(nodes, region.node, region.index, self.places),
             slot_axes=half.slot_axes,

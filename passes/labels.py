@@ -11,31 +11,69 @@ from torch import fx
 
 from .accesses import Accesses
 from .halves import Half
-from .names import half_named, module_path, source_name, state_named
+from .names import half_named, layer_number, module_path, state_named
+from .pool_names import Part, PoolName
 from .states import ancestors
 
 
 def name_halves(halves: list[Half], found: Accesses) -> None:
-    """Set ``layer``, ``label`` and ``pool`` of every half of a graph.
+    """Set ``layer``, ``number`` and ``label`` of every half of a graph.
 
     The layer is the module that writes the half.  Outside of modules, or where one module writes the
-    caches of several layers in a loop, it is what the pool's name and its K or V leave in common.
+    caches of several layers in a loop, it is what the names of its K and V have in common.
     """
     for half in halves:
-        half.pool = _pool_name(half)
         nodes = half.nodes_written or [half.first_access.node]
         half.layer = module_path(nodes[0])
     states, halves = [h for h in halves if h.kind == "state"], [h for h in halves if h.kind != "state"]
     _label_states(states)
-    sizes = Counter(h.layer for h in halves)
-    loose = [h for h in halves if not h.layer or sizes[h.layer] > 2]
+    loose: list[Half] = []
+    for layer, members in _by_layer(halves).items():
+        if not layer or _are_several(members):
+            loose += members
+    loose.sort(key=lambda h: h.first_access.order)
     for half in loose:
         half.layer = half.pool
-        half.label = half.read_as or half_named(half.pool) or ""
-    _pair(loose, found)
-    for layer in dict.fromkeys(h.layer for h in halves):
-        members = [h for h in halves if h.layer == layer and not h.label]
+    _find_layers(loose, found)
+    for members in _by_layer(halves).values():
         _label(members)
+    _number([*states, *halves], loose)
+
+
+def _by_layer(halves: list[Half]) -> dict[str, list[Half]]:
+    layers: dict[str, list[Half]] = {}
+    for half in halves:
+        layers.setdefault(half.layer, []).append(half)
+    return layers
+
+
+def _number(halves: list[Half], loose: list[Half]) -> None:
+    """Number the layers by their names, where these tell them apart."""
+    for half in halves:
+        half.number = layer_number(half.layer)
+    if len({h.number for h in loose}) < len({h.layer for h in loose}):
+        for half in loose:
+            half.number = None
+
+
+def _are_several(halves: list[Half]) -> bool:
+    """Whether what one module writes is the cache of several layers: of several attentions."""
+    together = _read_together(halves)
+    return len(together) > 1 if together and sum(map(len, together)) == len(halves) else len(halves) > 2
+
+
+def _read_together(halves: list[Half]) -> list[list[Half]]:
+    """The halves that an attention reads, those of one attention together."""
+    groups: list[tuple[set[fx.Node], list[Half]]] = []
+    for half in halves:
+        if not half.attention:
+            continue
+        mine, members = set(half.attention), [half]
+        for group in [g for g in groups if g[0] & mine]:
+            groups.remove(group)
+            mine, members = mine | group[0], group[1] + members
+        groups.append((mine, members))
+    return [members for _, members in groups]
 
 
 def _label_states(halves: list[Half]) -> None:
@@ -52,59 +90,67 @@ def _label_states(halves: list[Half]) -> None:
             taken[kind] += 1
 
 
-def _pool_name(half: Half) -> str:
-    """The pool's name in the user's code, with the constant indices that pick the half."""
-    base, steps = half.region.node, [f"[{i}]" for i in half.region.index if isinstance(i, int)]
-    while base.op != "placeholder" and base.args and isinstance(base.args[0], fx.Node):
-        picked = base.args[1] if base.op == "call_function" and len(base.args) > 1 else None
-        if isinstance(picked, int):
-            steps.insert(0, f"[{picked}]")
-        base = base.args[0]
-    return source_name(base) + "".join(steps)
-
-
-def _pair(halves: list[Half], found: Accesses) -> None:
+def _find_layers(halves: list[Half], found: Accesses) -> None:
     """Layers of halves that no module tells apart: of those that stand next to each other and are called so, of those
-    that one attention reads and no other, and of those that stand next to each other.
+    that one attention reads, and of those that stand next to each other.
     """
-    left = _paired(list(itertools.pairwise(halves)), halves, lambda a, b: _are_siblings(a, b, found))
-    by_attention = [(a, b) for a in left for b in left if a.attention and a.attention == b.attention]
-    left = _paired([p for p in by_attention if [h.read_as for h in p] == ["K", "V"]], left, lambda a, b: True)
-    _paired(list(zip(left[::2], left[1::2], strict=False)), left, lambda a, b: _are_called_so(a, b, found))
+    left = _paired(list(itertools.pairwise(halves)), halves, halves, lambda a, b: _are_siblings(a, b, found))
+    for members in _read_together(left):
+        if len(members) > 1:
+            left = _settled(members, left, halves)
+    pairs = list(zip(left[::2], left[1::2], strict=False))
+    _paired(pairs, left, halves, lambda a, b: _are_called_so(a, b, found))
 
 
-def _paired(pairs: list[tuple[Half, Half]], halves: list[Half], are_pair: Callable[[Half, Half], bool]) -> list[Half]:
-    """Name the layers of the ``pairs`` that are K and V; the halves that are left."""
-    done: list[Half] = []
-    for first, second in pairs:
-        if not any(h is first or h is second for h in done) and are_pair(first, second):
-            first.layer = second.layer = _common_stem(first, second, halves)
-            first.label, second.label = first.label or "K", second.label or "V"
-            done += [first, second]
-    return [h for h in halves if not any(h is d for d in done)]
+def _paired(
+    pairs: list[tuple[Half, Half]], left: list[Half], halves: list[Half], are_pair: Callable[[Half, Half], bool]
+) -> list[Half]:
+    """Name the layers of the ``pairs`` that are K and V; those of the halves ``left`` that are none."""
+    for pair in pairs:
+        if all(any(h is one for one in left) for h in pair) and are_pair(*pair):
+            left = _settled(list(pair), left, halves)
+    return left
+
+
+def _settled(members: list[Half], left: list[Half], halves: list[Half]) -> list[Half]:
+    """Name the layer of some halves; the others that are left."""
+    members = sorted(members, key=lambda h: (_known_as(h) == "V", h.name.order))
+    layer = _common_name(members, [h for h in halves if not any(h is m for m in members)])
+    for half in members:
+        half.layer = layer
+    return [h for h in left if not any(h is m for m in members)]
 
 
 def _are_siblings(first: Half, second: Half, found: Accesses) -> bool:
     """Whether two halves are ``kv[0]`` and ``kv[1]`` of a layer."""
-    stems = _stem(first, 0), _stem(second, 1)
-    if None in stems or stems[0] != stems[1] or first.label == second.label != "":
-        return False
     if first.attention and second.attention and first.attention != second.attention:
         return False
-    return _same_kind(first, second, found) and not _is_computed_from(second, first)
+    labels = _known_as(first), _known_as(second)
+    if labels[0] is not None and labels[0] == labels[1]:
+        return False
+    return (
+        _are_ends(first.name, second.name) and _same_kind(first, second, found) and not _is_computed_from(second, first)
+    )
+
+
+def _are_ends(first: PoolName, second: PoolName) -> bool:
+    """Whether two names are the first and the second half of one thing."""
+    if first.input != second.input:
+        stem = first.input.removesuffix("[0]")
+        return first.parts == second.parts and first.input != stem and second.input == f"{stem}[1]"
+    differ = [(a, b) for a, b in zip(first.parts, second.parts, strict=True) if a != b]
+    return len(differ) == 1 and all(a is not None and b is not None and _are_halves(a, b) for a, b in differ)
+
+
+def _are_halves(first: Part, second: Part) -> bool:
+    return first[0] == 0 and first[1] == second[0] and second[1] == 2 * first[1]
 
 
 def _are_called_so(first: Half, second: Half, found: Accesses) -> bool:
     """Whether two halves are ``keys`` and ``values`` of a layer."""
-    if (first.label, second.label) != ("K", "V"):
+    if (_known_as(first), _known_as(second)) != ("K", "V"):
         return False
     return _prefix(first) == _prefix(second) != "" or _same_kind(first, second, found)
-
-
-def _stem(half: Half, index: int) -> str | None:
-    """What a half is an index of."""
-    stem = half.pool.removesuffix(f"[{index}]")
-    return stem if stem != half.pool else None
 
 
 def _is_computed_from(half: Half, other: Half) -> bool:
@@ -114,25 +160,32 @@ def _is_computed_from(half: Half, other: Half) -> bool:
     return any(touched & set(ancestors(value)) for value in written)
 
 
-def _common_stem(first: Half, second: Half, halves: list[Half]) -> str:
-    """What to call the layer of a K and a V."""
-    stems = {_stem(h, i) for h in (first, second) for i in (0, 1)} - {None}
-    others = [h.pool for h in halves if h is not first and h is not second]
-    for stem in stems:
-        if {first.pool, second.pool} == {f"{stem}[0]", f"{stem}[1]"} and not any(
-            o.startswith(f"{stem}[") for o in others
-        ):
-            return str(stem)
-    same = _prefix(first) == _prefix(second) != ""
-    return _prefix(first) if same else f"{first.pool}/{second.pool}"
+def _common_name(members: list[Half], others: list[Half]) -> str:
+    """What to call the layer of some halves: what their names have in common, unless other halves have it, too."""
+    by_input: dict[str, PoolName] = {}
+    for half in members:
+        known = by_input.get(half.name.input)
+        by_input[half.name.input] = half.name if known is None else known.common(half.name)
+    wide = list(by_input.values())
+    if len(wide) == 1 and not any(wide[0].holds(h.name) for h in others):
+        return str(wide[0])
+    if len(wide) == 2 and len({name.parts for name in wide}) == 1:
+        for stem in _stems(*(name.input for name in wide)):
+            if not any(h.pool.startswith((f"{stem}.", f"{stem}[")) for h in others):
+                return stem
+    return "/".join(dict.fromkeys(h.pool for h in members) if len(wide) == 1 else map(str, wide))
+
+
+def _stems(first: str, second: str) -> list[str]:
+    """What two expressions are the ends of."""
+    stem = first.removesuffix("[0]")
+    stems = [stem] if stem != first and second == f"{stem}[1]" else []
+    prefix = first.rpartition(".")[0]
+    return stems + [prefix] * (prefix == second.rpartition(".")[0] != "")
 
 
 def _prefix(half: Half) -> str:
-    return half.pool.rpartition(".")[0]
-
-
-def _ends(stem: str) -> set[str]:
-    return {f"{stem}[0]", f"{stem}[1]"}
+    return half.name.input.rpartition(".")[0]
 
 
 def _same_kind(first: Half, second: Half, found: Accesses) -> bool:
@@ -141,15 +194,31 @@ def _same_kind(first: Half, second: Half, found: Accesses) -> bool:
 
 
 def _label(halves: list[Half]) -> None:
-    """K and V by how they are read, or by name where the names say it, else by order: a layer writes K first."""
-    names = [h.read_as or half_named(h.pool) for h in halves]
-    if len(halves) == 1:
-        halves[0].label = names[0] or "KV"
-    elif None not in names and len(set(names)) == len(names):
-        for half, name in zip(halves, names, strict=True):
-            half.label = name or ""
-    elif len(halves) == 2:
-        halves[0].label, halves[1].label = "K", "V"
-    else:
-        for i, half in enumerate(halves):
-            half.label = f"half{i}"
+    """K and V by how they are read, or by name where the names say it, else by order: ``kv[0]`` holds K, and a layer
+    writes K first.
+    """
+    labels = [_known_as(h) for h in halves]
+    if len(halves) == 2:
+        labels = _of_two(halves, labels)
+    for half, label in zip(halves, labels, strict=True):
+        half.label = label or "KV"
+
+
+def _known_as(half: Half) -> str | None:
+    """K or V as the graph's attention reads it, else as its name says."""
+    known = half.read_as or half_named(half.pool)
+    return None if known == "KV" else known
+
+
+def _of_two(halves: list[Half], labels: list[str | None]) -> list[str | None]:
+    """The labels of a layer's two halves, of which some may be known."""
+    if {h.read_as for h in halves} == {"K", "KV"}:  # a latent, and the part of K that V has not
+        return [h.read_as for h in halves]
+    if None in labels and set(labels) != {None}:
+        known = next(label for label in labels if label is not None)
+        return [label or ("V" if known == "K" else "K") for label in labels]
+    names = sorted((h.name for h in halves), key=lambda name: name.order)
+    by_name = {h.read_as for h in halves} <= {None, "KV"}
+    if labels[0] == labels[1] and by_name and (labels[0] is None or _are_ends(*names)):
+        return ["K" if h.name == names[0] else "V" for h in halves] if names[0] != names[1] else ["K", "V"]
+    return labels

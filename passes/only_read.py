@@ -33,6 +33,7 @@ from .destinations import Region
 from .dynamo_contract import is_kept_by_someone
 from .halves import Half, Rejected
 from .names import half_named, source_name
+from .pool_names import PoolName, pool_name
 
 #: Whether another graph of the session records bytes of an example input's storage.
 Recorded = Callable[[torch.Tensor], bool]
@@ -124,7 +125,7 @@ def _unseen(root: fx.Node, accesses: list[Access], found: Accesses) -> Half:
         kind="read",
         layer=source_name(root),
         label="read",
-        pool=source_name(root),
+        name=PoolName(source_name(root)),
         reads=reads,
     )
 
@@ -158,9 +159,12 @@ def _halves(root: fx.Node, found: Accesses, reads: AttentionReads) -> list[Half]
     parts: list[tuple[Any, ...]] = []  # a slice cannot be hashed before Python 3.12
     for read in reads.of(whole):
         index: list[Any] = [slice(None)] * found.values[root].dim()
-        for axis, chosen in read.source.picked:
-            if not reads.is_row_axis(whole, axis):
-                index[axis] = chosen
+        picked = read.source.picked
+        for axis, start, stop in read.source.ranges:
+            if axis in picked and not reads.is_row_axis(whole, axis):
+                index[axis] = start
+            elif axis not in picked and axis not in read.tokens:
+                index[axis] = slice(start, stop)
         part = tuple(index) if any(i != slice(None) for i in index) else ()
         parts += [] if part in parts else [part]
     halves = []
@@ -186,6 +190,7 @@ def _half(root: fx.Node, index: tuple[Any, ...], axes: SlotAxes, found: Accesses
         readable=[],
         opaque=[],
         accesses=found.of(root),
+        name=pool_name(root, root, index, found, reads),
         kind="read",
         read_as=reads.half_of(part),
         attention=frozenset(r.attention for r in reads.of(part)),

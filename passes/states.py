@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import fx
 
 from .accesses import Accesses
@@ -80,6 +81,28 @@ def rolled_axis(value: fx.Node, ndim: int) -> int | None:
                 axis = node.args[place] if len(node.args) > place else node.kwargs.get("dims", node.kwargs.get("dim"))
                 axis = axis[0] if isinstance(axis, tuple | list) and axis else axis
                 return axis % ndim if isinstance(axis, int) else None
+        frontier = [n for node in frontier for n in node.all_input_nodes if n.op != "placeholder"]
+    return None
+
+
+#: Where ops that move or update the slots of a whole cache have their axis among the arguments.
+_AXIS_PLACES = {
+    **dict.fromkeys(("roll", "slice_scatter", "select_scatter"), 2),
+    **dict.fromkeys(("cat", "concat", "index_copy", "scatter", "index_add"), 1),
+}
+
+
+def updated_axis(value: fx.Node, whole: torch.Tensor) -> int | None:
+    """The axis of the nearest op that moves or updates what ``value`` comes from, all of a half like ``whole``."""
+    frontier = [value]
+    for _ in range(6):
+        for node in frontier:
+            place, made = _AXIS_PLACES.get(function_name(node)), node.meta.get("example_value")
+            if place is None or not isinstance(made, torch.Tensor) or str(made.shape) != str(whole.shape):
+                continue
+            axis = node.args[place] if len(node.args) > place else node.kwargs.get("dims", node.kwargs.get("dim"))
+            axis = axis[0] if isinstance(axis, tuple | list) and axis else axis
+            return axis % whole.dim() if isinstance(axis, int) else None
         frontier = [n for node in frontier for n in node.all_input_nodes if n.op != "placeholder"]
     return None
 

@@ -8,6 +8,7 @@ write is guarded as *opaque*, by comparing the pool before and after it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -216,12 +217,23 @@ def read_write(node: fx.Node, root: fx.Node, found: Accesses) -> list[KVWrite]:
         return _custom(node, root, spec, found)
     name = function_name(node)
     reader = READERS.get(name) or (_in_place if name in IN_PLACE else None)
-    if reader is None or (node.target is operator.setitem and not isinstance(node.args[0], fx.Node)):
-        return _opaque(node, root, found, f"the op {_qualified(node)} does not show where it writes")
     try:
-        return [reader(node, values)]
+        if name == "_foreach_copy_":
+            return _each(node, root, found)
+        given = node.kwargs.get("out")
+        if isinstance(given, fx.Node):
+            return [_whole(node, given, None, values)]
+        if reader is not None and (node.target is not operator.setitem or isinstance(node.args[0], fx.Node)):
+            return [reader(node, values)]
     except Unreadable as e:
         return _opaque(node, root, found, str(e))
+    return _opaque(node, root, found, f"the op {_qualified(node)} does not show where it writes")
+
+
+def _each(node: fx.Node, root: fx.Node, found: Accesses) -> list[KVWrite]:
+    """``torch._foreach_copy_(pools, values)``: a copy each."""
+    pairs = zip(*bound(node, ("self", "src")), strict=True)
+    return [_whole(node, target, value, found.values) for target, value in pairs if found.root_of(target) is root]
 
 
 def _custom(node: fx.Node, root: fx.Node, spec: WriteSpec, found: Accesses) -> list[KVWrite]:
@@ -251,9 +263,14 @@ def _opaque(node: fx.Node, root: fx.Node, found: Accesses, why: str) -> list[KVW
 def _operands_on(node: fx.Node, root: fx.Node, found: Accesses) -> list[fx.Node]:
     """The operands of ``node`` that are views of ``root``; the placeholder itself if a byte is in several."""
     views = [a for a in node.all_input_nodes if found.root_of(a) is root]
-    regions = [extent_of(found.values[without_slots(view, found.values)]) for view in views]
-    apart = not any(a.overlaps(b) for i, a in enumerate(regions) for b in regions[:i])
-    return views if views and apart else [root]
+    regions = [found.values[without_slots(view, found.values)] for view in views]
+    return views if views and all(_are_apart(a, b) for a, b in itertools.combinations(regions, 2)) else [root]
+
+
+def _are_apart(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two views have no byte in common: one lies behind the other, or they are parts of a row, side by side."""
+    alike = a.shape == b.shape and a.stride() == b.stride()
+    return not extent_of(a).overlaps(extent_of(b)) or (alike and a.storage_offset() != b.storage_offset())
 
 
 def _inner_slot_axes(node: fx.Node, operand: fx.Node, root: fx.Node, found: Accesses) -> tuple[int, ...] | None:
@@ -261,7 +278,7 @@ def _inner_slot_axes(node: fx.Node, operand: fx.Node, root: fx.Node, found: Acce
     outer = found.values[operand]
     for access in found.of(root):
         reader = None if access.inner is None else READERS.get(function_name(access.inner))
-        if access.node is node and access.writes and reader is not None:
+        if access.node is node and access.writes and reader is not None and access.extent.overlaps(extent_of(outer)):
             assert access.inner is not None
             try:
                 write = reader(access.inner, found.inner_values)

@@ -90,7 +90,8 @@ def _of_layer(halves: list[PoolHalf], site: SitePlan) -> list[PoolHalf]:
 
 def _called_like_pool(site: SitePlan) -> bool:
     """Whether the layer has no module's path, but what the names of its pools have in common."""
-    return "/" in site.layer or site.pool == site.layer or site.pool.startswith((f"{site.layer}.", f"{site.layer}["))
+    common = "/" in site.layer or ":" in site.layer or site.pool == site.layer
+    return common or site.pool.startswith((f"{site.layer}.", f"{site.layer}["))
 
 
 def _numbered(name: str, twins: int) -> str:
@@ -338,8 +339,9 @@ class PoolRegistry:
         else:
             buffers.reset()
         label = _HALF_NUMBERS.get(site.label, 2)
-        same = (site.layer, site.label)  # as where each layer is compiled by itself, or a graph breaks in each
-        twins = sum((h.info.layer.partition(" #")[0], h.info.half) == same for h in self._by_id.values())
+        same = [site.layer, site.label, site.pool]  # as where each layer is compiled by itself, or for a new cache
+        known = ((h.info.layer, h.info.half, h.info.pool) for h in self._by_id.values())
+        twins = sum([name.partition(" #")[0] for name in names] == same for names in known)
         half_id = self.new_id()
         half = PoolHalf(
             id=half_id,

@@ -16,7 +16,7 @@ from fuzz.faults import apply_fault, reorder, zero_from
 from fuzz.models import STRAY, VOCAB, adopt, build
 from fuzz.oracle import Cell, Cells, Oracle
 from fuzz.program import DTYPES, FAULTS, OF_AN_OP, Event, Program
-from fuzz.reports import Names, cells_meant
+from fuzz.reports import Names
 from fuzz.write_idioms import GLITCH
 from kvcanary_fx import CanaryBackend, CanaryConfig
 
@@ -315,7 +315,7 @@ class Run:
         fresh, self.told = violations[self.told :], len(violations)
         reported: set[Cell] = set()
         for violation in fresh:
-            meant = cells_meant(violation, self.names, self.table)
+            meant = self.names.cells(violation, self.table)
             hit = meant & may
             told = f"step {self.outcome.steps}: {violation.line()}"
             if not may:
@@ -324,7 +324,7 @@ class Run:
                 raise WrongPlace(f"{told}; wrong are {sorted(map(dataclasses.astuple, may))}")
             name = (violation.layer, violation.half, violation.pool)
             layers = {c.layer for c in hit} & self.named.setdefault(name, {c.layer for c in hit})
-            if not layers or not self.names.precise({(c.layer, c.half) for c in meant}):
+            if not layers or not self.names.precise(violation, meant):
                 raise WrongPlace(f"{told}; does not say which layer or half")
             self.named[name] = layers
             reported |= hit

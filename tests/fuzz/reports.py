@@ -13,7 +13,7 @@ from kvcanary_fx import Violation
 
 
 class Names:
-    """What the halves of a program are called."""
+    """What the halves of a program are called, and which cells lie in what a report names."""
 
     def __init__(self, program: Program, count: int):
         self.program = program
@@ -21,7 +21,7 @@ class Names:
         z = program.sizes
         self.keys = [(layer, half) for layer in range(z.layers) for half in range(2)]
         self.base = {key: self._base(*key) for key in self.keys}
-        self.full = {key: self._full(*key) for key in self.keys}
+        self._cells: dict[Cell, set[int]] = {}  # their elements in the tensor that holds them
 
     def _base(self, layer: int, half: int) -> str:
         """The tensor that holds a half."""
@@ -33,38 +33,94 @@ class Names:
         owner = f"layers.{layer}." if owned else ""
         return owner + _plain(expression(program.container, program.names, layer, place, self.count))
 
-    def _full(self, layer: int, half: int) -> str:
-        """The same with the indices that pick the half, where they are constants."""
-        index = {
-            "layers": f".{layer}",
-            "kv0": f".{half}",
-            "kv1": f".{half}",
-            "layers_kv": f".{layer}.{half}",
-            "kv_layers": f".{half}.{layer}",
+    def cells(self, violation: Violation, table: torch.Tensor) -> set[Cell]:
+        """The cells that a report can mean by its layer, half, pool and slot."""
+        program, z = self.program, self.program.sizes
+        numbers = program.layout.slot_numbers
+        module = re.match(r"layers\.(\d+)", _plain(violation.layer))
+        by_module = module is not None and not program.loop and program.compiled != "layers"
+        named = [
+            cell
+            for cell in self._named(violation.pool, table)
+            if cell.half in self._labelled(violation.half)
+            and not (by_module and module is not None and cell.layer != int(module.group(1)))
+        ]
+        alone = len({cell.row for cell in named}) == 1  # the name says which sequence
+        return {
+            cell
+            for cell in named
+            if violation.slot in numbers(table, z, cell.row, cell.position, program.rows)
+            or (alone and program.layout.of.batch is not None and violation.slot == cell.position)
         }
-        return self.base[layer, half] + index.get(self.program.layout.packing, "")
 
-    def halves_meant(self, violation: Violation) -> set[Key]:
-        """The halves that a report can mean by what it calls the layer, the half and the pool."""
-        program, meant = self.program, set(self.keys)
-        if violation.half in ("K", "V") and not program.merged:
-            meant = {key for key in meant if "KV"[key[1]] == violation.half}
-        pool = _plain(violation.pool)
-        module = re.search(r"(?:^|\.)layers\.(\d+)", _plain(violation.layer))
-        if module is not None and not program.loop and program.compiled != "layers":
-            meant = {key for key in meant if key[0] == int(module.group(1))}
-        by_name = {key for key in self.keys if _same(pool, self.full[key])}
-        shorter = [pool, *(pool[: m.start()] for m in reversed([*re.finditer(r"\.\d+(?=\.|$)", pool)]))]
-        for said in shorter:  # without the indices that pick the half
-            by_name = by_name or {key for key in self.keys if _same(said, self.base[key])}
-        return meant & by_name if by_name else meant
+    def _labelled(self, label: str) -> set[int]:
+        """The halves that may be called K, V or KV.  A latent is K and V, its rope part K, or V by its name."""
+        if self.program.layout.latent:
+            return {"K": {0, 1}, "V": {1}}.get(label, {0})
+        return {0, 1} if label == "KV" or self.program.merged else {"KV".index(label)}
 
-    def precise(self, meant: set[Key]) -> bool:
-        """Whether a report says which layer and which half."""
-        layers, halves = {layer for layer, _ in meant}, {half for _, half in meant}
-        # each layer is then a model to itself, or its module is lost at the break: numbers tell them apart
-        alone = self.program.compiled == "layers" or self.program.breaks != ""
-        return (len(layers) == 1 or alone) and (len(halves) == 1 or self.program.merged)
+    def _named(self, pool: str, table: torch.Tensor) -> list[Cell]:
+        """The cells of which a byte is in what ``pool`` names: a tensor, and an index of it."""
+        if not self._cells:
+            self._find_cells(table)
+        found: list[Cell] = []
+        for layer, half in self.keys:
+            index = self._index(_plain(pool), layer, half)
+            if index is not None:
+                region = set(
+                    eval(f"tensor{index}", {"tensor": self._numbered[self._place(layer, half)]}).flatten().tolist()
+                )
+                mine = (
+                    (cell, elements)
+                    for cell, elements in self._cells.items()
+                    if (cell.layer, cell.half) == (layer, half)
+                )
+                found += [cell for cell, elements in mine if elements & region]
+        return found
+
+    def _index(self, pool: str, layer: int, half: int) -> str | None:
+        """The index that ``pool`` has behind the name of the tensor that holds a half; None if it is another one's.
+
+        A layer that is no graph with its model calls the tensor by the name of its own argument.
+        """
+        names = [self.base[layer, half]]
+        if not self.program.loop:
+            names.append(attribute_names(self.count, self.program.names)[half if self.count == 2 else 0])
+        for end in sorted({len(pool), *(m.start() for m in re.finditer(r"\[", pool))}):
+            if any(_same(pool[:end], name) for name in names):
+                return pool[end:]
+        return None
+
+    def _place(self, layer: int, half: int) -> tuple[int, int]:
+        """Which tensor holds a half: of which list, and which of the list's."""
+        return 0 if self.program.one_tensor else layer, half if self.count == 2 else 0
+
+    def _find_cells(self, table: torch.Tensor) -> None:
+        """Number the elements of each tensor, and look where the cells are."""
+        z, layout = self.program.sizes, self.program.layout
+        numbered = [[torch.arange(t.numel()).view(t.shape) for t in mine] for mine in layout.allocate(z, torch.float32)]
+        self._numbered = {(n, m): tensor for n, mine in enumerate(numbered) for m, tensor in enumerate(mine)}
+        for layer, half in self.keys:
+            for row in range(z.batch):
+                for position in range(z.length):
+                    cell = layout.cell(layout.half(numbered, layer, half), table, z, row, position)
+                    self._cells[Cell(layer, half, row, position)] = set(cell.flatten().tolist())
+
+    def precise(self, violation: Violation, meant: set[Cell]) -> bool:
+        """Whether a report says which layer and which half, as far as the graph shows it.
+
+        KV is said of one half where no attention is in the graph that writes it, and of both where an op is given both
+        in one tensor there.
+        """
+        program = self.program
+        layers, halves = {cell.layer for cell in meant}, {cell.half for cell in meant}
+        if len(layers) > 1 and (program.one_tensor or program.loop):
+            return False  # else their tensors have one name, and a number tells them apart
+        if program.merged:
+            return True
+        told = program.layout.latent or violation.half != "KV"
+        hidden = program.breaks != "" and (len(halves) == 1 or program.way.unit == "both")
+        return (told and len(halves) == 1) or hidden
 
     def unguarded(self, summary: str) -> set[Key]:
         """The halves that a summary calls unguarded."""
@@ -75,24 +131,10 @@ class Names:
 
 
 def _plain(name: str) -> str:
-    """A name with its parts separated by dots, without a trailing number of its own."""
+    """A name with keys of dicts as attributes, without a trailing number of its own."""
     name = re.sub(r" #\d+$", "", name.strip('"'))
-    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", name)
+    return re.sub(r"\['?([A-Za-z_]\w*)'?\]", r".\1", name)
 
 
 def _same(said: str, name: str) -> bool:
     return said == name or said.endswith("." + name) or name.endswith("." + said)
-
-
-def cells_meant(violation: Violation, names: Names, table: torch.Tensor) -> set[Cell]:
-    """The cells that a report can mean."""
-    program = names.program
-    z = program.sizes
-    numbers = program.layout.slot_numbers
-    return {
-        Cell(layer, half, row, position)
-        for layer, half in names.halves_meant(violation)
-        for row in range(z.batch)
-        for position in range(z.length)
-        if violation.slot in numbers(table, z, row, position, program.rows)
-    }
