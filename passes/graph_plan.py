@@ -68,6 +68,7 @@ class SitePlan:
         view: from the graph's arguments to the view whose slots are guarded.
         slot_axes: axes of that view that number slots.
         paged: the first of two slot axes numbers pages, not sequences.
+        heads: how many indices of the first of two slot axes a sequence has: its heads, where a view merges them.
         part: the half is a part of its input (K and V, or all layers, in one tensor), or is written in several parts.
         opaque: why the slots and operand of a write are unknown, or None.
         has_operand: what is written is compared with what was meant.
@@ -100,6 +101,7 @@ class SitePlan:
     output: int | None = None
     whole: bool = False
     foreseen: bool = True
+    heads: int = 1
     reads: tuple[tuple[int, int], ...] | None = None
 
     @property

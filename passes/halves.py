@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..kernels.writes.layout import POOL_DTYPES
 from ..kernels.writes.plan import Select, Selector, WritePlan
 from .accesses import Access, Accesses, Extent, extent_of
 from .attention_reads import AttentionReads, SlotAxes
+from .axis_flow import Source
 from .destinations import Destination, Region, destinations
 from .graph_plan import Kind
 from .names import function_name, has_kv_name, module_path, source_name, state_named
@@ -66,6 +68,7 @@ class Half:
     opaque: list[KVWrite]
     accesses: list[Access]
     name: PoolName
+    heads: int = 1  # rows that a sequence has, where the graph writes to a view that merges the two
     kind: Kind = "kv"
     layer: str = ""
     label: str = ""
@@ -150,6 +153,7 @@ class _Builder:
             readable=[],
             opaque=[],
             accesses=[],
+            heads=1 if slots.paged or len(slots.axes) < 2 else _merged_heads(part, slots.axes[0], self.found),
             name=pool_name(root, region.node, region.index, self.found, self.reads),
             kind="state" if state else "kv",
             read_as=read_as,
@@ -235,6 +239,13 @@ def _slot_axes(group: list[tuple[KVWrite, Destination]], view: torch.Tensor, sho
     if shown is not None and not shown.paged and not isinstance(merged[shown.axes[-1]], Full):
         return shown
     return SlotAxes(chosen, len(chosen) == 2 and _is_paged(group))
+
+
+def _merged_heads(part: Source | None, axis: int, found: Accesses) -> int:
+    """How many heads an axis of sequences counts with each: ``keys.flatten(0, 1)`` of ``[B, H, S, D]``."""
+    merged = sorted(part.axes[axis])[1:] if part is not None else []
+    sizes = [found.values[part.input].shape[own] for own in merged] if part is not None else []
+    return math.prod(size for size in sizes if isinstance(size, int))
 
 
 def _is_paged(group: list[tuple[KVWrite, Destination]]) -> bool:

@@ -296,6 +296,7 @@ class _Inserter:
             view=ViewOf(nodes, region.node, region.index, self.places),
             slot_axes=half.slot_axes,
             paged=half.paged,
+            heads=half.heads,
             part=len(half.readable) > 1 or not _is_whole(half, self.found),
             opaque=half.opaque[0].opaque if half.opaque else None,
             has_operand=any(r.write.value is not None for r in half.readable),

@@ -100,7 +100,9 @@ def updated_axis(value: fx.Node, whole: torch.Tensor) -> int | None:
             place, made = _AXIS_PLACES.get(function_name(node)), node.meta.get("example_value")
             if place is None or not isinstance(made, torch.Tensor) or str(made.shape) != str(whole.shape):
                 continue
-            axis = node.args[place] if len(node.args) > place else node.kwargs.get("dims", node.kwargs.get("dim"))
+            default = None if function_name(node) == "roll" else 0
+            axis = node.kwargs.get("dims", node.kwargs.get("dim", default))
+            axis = node.args[place] if len(node.args) > place else axis
             axis = axis[0] if isinstance(axis, tuple | list) and axis else axis
             return axis % whole.dim() if isinstance(axis, int) else None
         frontier = [n for node in frontier for n in node.all_input_nodes if n.op != "placeholder"]

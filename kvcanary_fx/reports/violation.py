@@ -25,6 +25,7 @@ class HalfInfo:
     pool: str
     rows: int | None  # size of the row axis, None without one
     positions: int  # slots in one row
+    heads: int = 1  # rows that one sequence has in the shadow; reports count sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +194,7 @@ def decode(
     forward, step = forward_and_step(row[Ring.FORWARD])
     in_row = info.rows is not None and slot >= 0
     index = slot % info.positions if in_row else slot
+    sequence = slot // info.positions // info.heads if in_row else None
     if in_row and origin != UNKNOWN:
         position = origin + index
         if origin > 0 and last_written is not None and index > last_written:
@@ -204,9 +206,9 @@ def decode(
         layer=info.layer,
         half=info.half,
         pool=info.pool,
-        row=slot // info.positions if in_row else None,
+        row=sequence,
         index=index,
-        slot=slot,
+        slot=slot if sequence is None else sequence * info.positions + index,
         position=position,
         stored=row[Ring.STORED],
         found=row[Ring.FOUND],

@@ -352,6 +352,7 @@ class PoolRegistry:
                 pool=_numbered(site.pool, twins),
                 rows=place.layout.rows if place.layout.has_rows else None,
                 positions=place.layout.positions,
+                heads=site.heads,
             ),
             place=place,
             buffers=buffers,

@@ -125,6 +125,7 @@ class Run:
         self.length = 0
         self.inside: list[Event] = []
         self.glitch: list[Any] = []
+        self.stray: set[int] = set()  # slots that an op of this step wrote to by mistake
         self.resting: tuple[Any, ...] | None = None
         self.outcome = Outcome()
         self.told = 0
@@ -246,8 +247,11 @@ class Run:
         self._same_numbers(out, expected)
         if self.glitch:
             badly = self.oracle.written((self.glitch[0], self.glitch[1]), start, count)
-            must, may, self.glitch = must | badly, may | badly, []
+            must, may = must | badly, may | badly
+            self.stray = strays(self.glitch[2], inputs[2], self.program.sizes.slots)
+            self.glitch = []
         reported = self._judge(must, may)
+        self.stray = set()
         self.oracle.after(cells, start, count, reported)
 
     def _arm(self, side: Side, start: int, must: set[Cell] | None = None, may: set[Cell] | None = None) -> None:
@@ -320,10 +324,14 @@ class Run:
             told = f"step {self.outcome.steps}: {violation.line()}"
             if not may:
                 raise FalseAlarm(told)
+            if not hit and violation.slot in self.stray:
+                continue  # what was there before the op wrote to it
             if not hit:
                 raise WrongPlace(f"{told}; wrong are {sorted(map(dataclasses.astuple, may))}")
             name = (violation.layer, violation.half, violation.pool)
             layers = {c.layer for c in hit} & self.named.setdefault(name, {c.layer for c in hit})
+            if not layers and self.names.in_turn(meant):
+                layers = {c.layer for c in hit}
             if not layers or not self.names.precise(violation, meant):
                 raise WrongPlace(f"{told}; does not say which layer or half")
             self.named[name] = layers
@@ -339,6 +347,12 @@ class Run:
             raise SilentMiss(f"step {self.outcome.steps}: {sorted(map(dataclasses.astuple, silent))}")
         self.outcome.said += len(missed)
         return reported
+
+
+def strays(how: str, index: torch.Tensor, slots: int) -> set[int]:
+    """The slots that an op writes to by mistake."""
+    wrong = {"slot": index + 1, "stride": index * 2 % slots}.get(how, index[:0])
+    return set(wrong.tolist())
 
 
 def run_program(program: Program, inner: str = "eager") -> Outcome:

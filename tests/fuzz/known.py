@@ -15,13 +15,12 @@ _WHOLE = ("index_copy_back", "where_back", "where_setitem", "scatter_back", "sli
 _LEGAL = ("prompt", "reset", "crop", "crop_zero", "reorder", "prefill", "turns", "new_cache")
 
 KNOWN: dict[str, Callable[[Program], bool]] = {
-    "K and V written at once through narrow, chunk: half swapped, or both": lambda p: p.way.unit == "both",
     "a loop over rows or heads, in one tensor or with a reset": lambda p: p.idiom in _BY_ROW,
     "writes that hide where: legal changes reported": lambda p: p.idiom in _HIDDEN,
     "written whole: a prompt over a longer one; nothing says where the next write goes": lambda p: (
         p.idiom in _WHOLE and any(e.what in ("prompt", "crop", "crop_zero") for e in p.events)
     ),
-    "heads merged with sequences: each head is a row": lambda p: p.idiom == "heads_merged",
+    "heads merged with sequences: each head is a row to what is legal": lambda p: p.idiom == "heads_merged",
     "a window that rolls, in a layer by itself": lambda p: p.way.rolls,
     "one layer: a legal rewrite that leaves a token's K and V as they were": lambda p: (
         p.sizes.layers == 1 and any(e.what in _LEGAL for e in p.events)
@@ -29,8 +28,6 @@ KNOWN: dict[str, Callable[[Program], bool]] = {
     "a layer to a graph: names, and one graph that reads what another one writes": lambda p: (
         bool(p.breaks) or p.compiled == "layers"
     ),
-    "K and V side by side in a row: taken for one half": lambda p: p.layout.packing == "joint",
-    "layers in one tensor, no module to tell them apart": lambda p: p.loop and p.one_tensor,
     "a new cache for each step": lambda p: p.way.unit == "new",
 }
 

@@ -11,6 +11,9 @@ from fuzz.oracle import Cell, Key
 from fuzz.program import Program
 from kvcanary_fx import Violation
 
+#: Ways to write that hide which slots are written.
+HIDDEN = ("linear_put", "masked_scatter", "boolean_mask", "op_hidden_rows")
+
 
 class Names:
     """What the halves of a program are called, and which cells lie in what a report names."""
@@ -50,8 +53,23 @@ class Names:
             cell
             for cell in named
             if violation.slot in numbers(table, z, cell.row, cell.position, program.rows)
+            or violation.slot in self._guessed(cell)
             or (alone and program.layout.of.batch is not None and violation.slot == cell.position)
         }
+
+    def _guessed(self, cell: Cell) -> set[int]:
+        """The slot that a cell is taken for where nothing in a graph shows its axes: an op hides them, no attention is
+        there.  The first axis counts slots, or of four the first two.
+        """
+        program, heads = self.program, self.program.sizes.heads
+        if not program.breaks or program.idiom not in HIDDEN:
+            return set()
+        of_heads = {cell.row * heads + head for head in range(heads)}
+        return {"bsf": {cell.row}, "bhsd": of_heads}.get(program.layout.family, set())
+
+    def in_turn(self, meant: set[Cell]) -> bool:
+        """Whether one name means several layers in turn: they share a graph that returns their caches."""
+        return self.program.way.unit == "new" and len({cell.layer for cell in meant}) > 1
 
     def _labelled(self, label: str) -> set[int]:
         """The halves that may be called K, V or KV.  A latent is K and V, its rope part K, or V by its name."""
