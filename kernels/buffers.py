@@ -14,48 +14,17 @@ import torch
 
 from .checks import Check as Check
 from .checks import Phase as Phase
+from .ring import HALF_FORWARD as HALF_FORWARD
+from .ring import HALF_STEP as HALF_STEP
+from .ring import UNKNOWN as UNKNOWN
+from .ring import Control as Control
+from .ring import Ring as Ring
+from .ring import Word as Word
+from .ring import forward_and_step as forward_and_step
 from .writes.layout import SlotLayout
 
 if TYPE_CHECKING:
     from .slots.space import SlotSpace
-
-
-class Ring(enum.IntEnum):
-    """Columns of a violation's row, int64 each."""
-
-    STEP = 0
-    HALF = 1
-    CHECK = 2
-    PHASE = 3
-    LENIENT = 4
-    SLOT = 5
-    ORIGIN = 6
-    STORED = 7
-    FOUND = 8
-    DETAIL = 9
-    REQUEST = 10  # hash of the request's id, 0 if unknown
-    POSITION = 11  # token position, UNKNOWN where nothing shows it
-    WHY = 12  # what exactly failed, a slot_space.Why; 0 where the check says it
-    FORWARD = 13  # which forward of which step of the engine, Word.FORWARD when it was found
-
-
-class Word(enum.IntEnum):
-    """Words of :attr:`Control.words`, int64 each."""
-
-    HEAD = 0  # rows ever written to the ring, kept or not
-    DRAINED = 1  # rows the host has taken out; a row lies at its number modulo the capacity
-    STEP = 2  # guarded graph calls
-    BOXED = 3  # whether the black box has a row
-    FORWARD = 4  # int32 each: index of the engine's forward that began last, number of its step; -1 without an engine
-
-
-#: The halves of :attr:`Word.FORWARD`.
-HALF_FORWARD, HALF_STEP = 0, 1
-
-
-def forward_and_step(word: int) -> tuple[int, int]:
-    """The halves of :attr:`Word.FORWARD`, each -1 where no engine told."""
-    return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000, word >> 32
 
 
 class Gate(enum.IntEnum):
@@ -85,40 +54,8 @@ class RowState(enum.IntEnum):
     LENGTH = 2  # tokens the last write put into this row
 
 
-#: A row's origin when nothing showed it.
-UNKNOWN = -(2**31)
-
 #: "No slot of this row is about to be written", in the ``first`` argument of the kernels.
 NOT_WRITTEN = 2**31 - 1
-
-
-@dataclasses.dataclass
-class Control:
-    """What one device's kernels report into: a ring of violations and a few words beside it."""
-
-    words: torch.Tensor  # int64 [len(Word)]
-    ring: torch.Tensor  # int64 [capacity + 1, len(Ring)]; the last row takes what has no room
-    stamps: torch.Tensor  # int64 [2, slots]: which write reached a slot last, and which slots were written twice
-    blackbox: torch.Tensor | None = None  # pinned int64 [len(Ring) + 1]: survives a device-side assert
-
-    @classmethod
-    def allocate(cls, capacity: int, device: torch.device) -> Control:
-        box = None
-        if device.type == "cuda":  # on the host, also where a user has made the GPU the default device
-            box = torch.zeros(len(Ring) + 1, dtype=torch.int64, device="cpu", pin_memory=True)
-            box[Ring.POSITION], box[Ring.FORWARD] = UNKNOWN, -1
-        words = torch.zeros(len(Word), dtype=torch.int64, device=device)
-        words[Word.FORWARD] = -1
-        return cls(
-            words=words,
-            ring=torch.zeros(capacity + 1, len(Ring), dtype=torch.int64, device=device),
-            stamps=torch.full((2, 0), -1, dtype=torch.int64, device=device),
-            blackbox=box,
-        )
-
-    @property
-    def capacity(self) -> int:
-        return self.ring.shape[0] - 1
 
 
 @dataclasses.dataclass

@@ -479,6 +479,11 @@ def bits_of(names: tuple[str, ...]) -> Check:
     return bits
 
 
+def check_and_reason(failure: Why | Check) -> tuple[Check, Why]:
+    """The check of a reason, with it; a check that needs none with ``Why.NONE``."""
+    return (failure, Why.NONE) if isinstance(failure, Check) else (REASONS[failure].check, failure)
+
+
 def how_shown(check: str, why: str | None) -> Shown:
     """How a violation's values are shown."""
     if why is not None:

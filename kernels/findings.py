@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .buffers import UNKNOWN, Check, Control, Phase, Ring, Word
-from .slots.space import Why
-
-#: A column of a report: one value for all entries, or one each.
-Column = torch.Tensor | int
+from .checks import Check, Phase, Why, check_and_reason
+from .ring import UNKNOWN, Control, Values, append
 
 
 class Findings:
@@ -24,8 +21,9 @@ class Findings:
         self.bits = torch.zeros(live.shape, dtype=torch.int64, device=live.device)
         self.why, self.stored, self.found = (torch.zeros_like(self.bits) for _ in range(3))
 
-    def add(self, check: Check, why: Why, bad: torch.Tensor, stored: Column, found: Column) -> None:
-        """Note a failed check of the entries where ``bad`` is set."""
+    def add(self, failure: Why | Check, bad: torch.Tensor, stored: Values, found: Values) -> None:
+        """Note a failure of the entries where ``bad`` is set: a reason, or a check that needs none."""
+        check, why = check_and_reason(failure)
         if not check & self._enabled:
             return
         bad = bad & self.live
@@ -46,48 +44,26 @@ class Findings:
         control: Control,
         source: int,
         phase: Phase,
-        slots: Column,
-        position: Column = UNKNOWN,
-        request: Column = 0,
-        detail: Column = 0,
+        slots: Values,
+        position: Values = UNKNOWN,
+        request: Values = 0,
+        detail: Values = 0,
     ) -> None:
         """Append one ring row per entry that failed."""
         failed = self.bits != 0
         if not failed.is_cuda and not bool(failed.any()):
             return
-        columns: dict[Ring, Column] = {
-            Ring.HALF: source,
-            Ring.CHECK: self.bits,
-            Ring.PHASE: int(phase),
-            Ring.SLOT: slots,
-            Ring.ORIGIN: UNKNOWN,
-            Ring.STORED: self.stored,
-            Ring.FOUND: self.found,
-            Ring.DETAIL: detail,
-            Ring.REQUEST: request,
-            Ring.POSITION: position,
-            Ring.WHY: self.why,
-        }
-        append(control, failed, columns)
-
-
-def append(control: Control, mask: torch.Tensor, columns: dict[Ring, Column]) -> None:
-    """Append one ring row per entry of ``mask`` that is set; rows without room are counted and dropped."""
-    given = {c: v for c, v in columns.items() if isinstance(v, torch.Tensor)}
-    given = {c: v.expand(mask.shape).reshape(-1) for c, v in given.items()}
-    mask = mask.reshape(-1)
-    if not mask.is_cuda:
-        # sizes that depend on data are free on the CPU, and usually there is nothing to report
-        if not bool(mask.any()):
-            return
-        given = {c: v[mask] for c, v in given.items()}
-        mask = mask[mask]
-    rows = torch.zeros(mask.shape[0], len(Ring), dtype=torch.int64, device=mask.device)
-    rows[:, Ring.STEP] = control.words[Word.STEP]
-    rows[:, Ring.FORWARD] = control.words[Word.FORWARD]
-    for column, value in {**columns, **given}.items():
-        rows[:, column] = value
-    number = control.words[Word.HEAD] + mask.cumsum(0) - 1
-    keep = mask & (number - control.words[Word.DRAINED] < control.capacity)
-    control.ring[torch.where(keep, number % control.capacity, control.capacity)] = rows
-    control.words[Word.HEAD] += mask.sum()
+        append(
+            control,
+            failed,
+            half=source,
+            check=self.bits,
+            phase=phase,
+            slot=slots,
+            stored=self.stored,
+            found=self.found,
+            detail=detail,
+            request=request,
+            position=position,
+            why=self.why,
+        )

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..buffers import NOT_WRITTEN, UNKNOWN, Check, Count, Gate, IdentityBuffers, Phase, Ring, RowState, Site, Word
+from ..buffers import NOT_WRITTEN, UNKNOWN, Check, Count, Gate, IdentityBuffers, Phase, RowState, Site, Word
 from ..counting import count_op
+from ..ring import append
 from ..slots.identity import identify_with
 from ..slots.planned import is_planned, lost_writes
 from ..slots.space import Flag, SlotSpace, Why
@@ -107,30 +108,25 @@ def report(
     why: Why = Why.NONE,
 ) -> None:
     """Append one ring row per slot in ``slots``; rows for which there is no room are counted and dropped."""
-    n = slots.numel()
-    if n == 0:
+    if slots.numel() == 0:  # as almost always
         return
-    control = site.control
-    rows = torch.zeros(n, len(Ring), dtype=torch.int64, device=slots.device)
-    rows[:, Ring.STEP] = control.words[Word.STEP]
-    rows[:, Ring.HALF] = site.half_id
-    rows[:, Ring.CHECK] = int(check)
-    rows[:, Ring.PHASE] = int(phase)
-    rows[:, Ring.LENIENT] = int(lenient)
-    rows[:, Ring.SLOT] = slots
-    rows[:, Ring.ORIGIN] = _origins(site, slots.clamp(min=0))
-    rows[:, Ring.STORED] = stored
-    rows[:, Ring.FOUND] = found
-    rows[:, Ring.DETAIL] = detail
-    rows[:, Ring.POSITION] = UNKNOWN
-    rows[:, Ring.WHY] = int(why)
-    if site.space is not None and (check is Check.CONTENT or why):  # who is in the slot may be gone when this is read
-        rows[:, Ring.REQUEST], rows[:, Ring.POSITION] = site.space.owners[slots], site.space.positions[slots]
-    rows[:, Ring.FORWARD] = control.words[Word.FORWARD]
-    head, drained = int(control.words[Word.HEAD]), int(control.words[Word.DRAINED])
-    kept = max(0, min(n, control.capacity - (head - drained)))
-    control.ring[torch.arange(head, head + kept, device=rows.device) % control.capacity] = rows[:kept]
-    control.words[Word.HEAD] += n
+    who = site.space if check is Check.CONTENT or why else None  # who may be gone when this is read
+    append(
+        site.control,
+        torch.ones_like(slots, dtype=torch.bool),
+        half=site.half_id,
+        check=int(check),
+        phase=phase,
+        lenient=lenient,
+        slot=slots,
+        origin=_origins(site, slots.clamp(min=0)),
+        stored=stored,
+        found=found,
+        detail=detail,
+        request=who.owners[slots] if who is not None else 0,
+        position=who.positions[slots] if who is not None else UNKNOWN,
+        why=int(why),
+    )
 
 
 def begin(control_words: torch.Tensor, gate: torch.Tensor) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from ..buffers import NOT_WRITTEN, UNKNOWN, Check, Count, Gate, IdentityBuffers, Phase, Ring, RowState, Site, Word
+from ..buffers import NOT_WRITTEN, UNKNOWN, Check, Count, Gate, IdentityBuffers, Phase, RowState, Site, Word
 from ..counting import count_op
+from ..ring import append
 from ..slots.chain import MASK64, SEED, mix
 from ..slots.space import Flag, SlotSpace, Why
 from ..writes.layout import poison_mask
@@ -49,31 +50,24 @@ def _report(
     lenient: bool = False,
     why: Why = Why.NONE,
 ) -> None:
-    words, ring = site.control.words, site.control.ring
-    head, drained = int(words[Word.HEAD]), int(words[Word.DRAINED])
-    words[Word.HEAD] += 1
-    if head - drained >= site.control.capacity:
-        return
     row = max(slot, 0) // site.layout.positions if site.layout.has_rows else 0
     known = site.space if check is Check.CONTENT or why else None
-    values = {
-        Ring.STEP: int(words[Word.STEP]),
-        Ring.HALF: site.half_id,
-        Ring.CHECK: int(check),
-        Ring.PHASE: int(phase),
-        Ring.LENIENT: int(lenient),
-        Ring.SLOT: slot,
-        Ring.ORIGIN: int(site.half.rows[row, RowState.ORIGIN]),
-        Ring.STORED: stored,
-        Ring.FOUND: found,
-        Ring.DETAIL: detail,
-        Ring.REQUEST: int(known.owners[slot]) if known is not None else 0,
-        Ring.POSITION: int(known.positions[slot]) if known is not None else UNKNOWN,
-        Ring.WHY: int(why),
-        Ring.FORWARD: int(words[Word.FORWARD]),
-    }
-    for column, value in values.items():
-        ring[head % site.control.capacity, column] = value
+    append(
+        site.control,
+        True,
+        half=site.half_id,
+        check=int(check),
+        phase=phase,
+        lenient=lenient,
+        slot=slot,
+        origin=int(site.half.rows[row, RowState.ORIGIN]),
+        stored=stored,
+        found=found,
+        detail=detail,
+        request=int(known.owners[slot]) if known is not None else 0,
+        position=int(known.positions[slot]) if known is not None else UNKNOWN,
+        why=int(why),
+    )
 
 
 def begin(control_words: torch.Tensor, gate: torch.Tensor) -> None:

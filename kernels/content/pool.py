@@ -11,7 +11,7 @@ import torch
 
 from ..buffers import Check, Phase, Site
 from ..findings import Findings
-from ..slots.space import SlotSpace, Why
+from ..slots.space import SlotSpace
 from .cpu import digest_slots, packed
 
 
@@ -56,6 +56,6 @@ def verify_slots(
         if not bool(bad.any()):  # as almost always
             continue
         findings = Findings(recorded, space.checks)
-        findings.add(Check.CONTENT, Why.NONE, bad, packed(stored), packed(found))
+        findings.add(Check.CONTENT, bad, packed(stored), packed(found))
         findings.report(space.control, site.half_id, phase, slots, space.positions[slots], owners)
         site.half.digest[:, slots] = torch.where(recorded, found, stored)

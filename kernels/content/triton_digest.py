@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .digest import ZERO_STANDS_FOR, as_int32
+from ..words import (
+    ZERO_STANDS_FOR,
+)
 
-_ZERO_STANDS_FOR: tl.constexpr = tl.constexpr(as_int32(ZERO_STANDS_FOR))
 _NO_POISON: tl.constexpr = tl.constexpr(2**62)
 
 
@@ -95,7 +96,7 @@ def digests_of_sums(sum1, sum2, hits, live, seed1, seed2, POISON_MASK: tl.conste
     if POISON_MASK != 0:
         poisoned = live & (tl.max(hits & 1, axis=1) != 0)
     h1 = tl.sum(sum1, axis=1) + seed1
-    h1 = tl.where(h1 == 0, _ZERO_STANDS_FOR, h1)
+    h1 = tl.where(h1 == 0, ZERO_STANDS_FOR, h1)
     return h1, tl.sum(sum2, axis=1) + seed2, poisoned
 
 

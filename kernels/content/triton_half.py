@@ -9,44 +9,50 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..buffers import UNKNOWN
-from ..slots.space import COLUMNS, Column
-from .digest import ZERO_STANDS_FOR, as_int32
+from ..triton_ring import append
+from ..words import (
+    CHECK_CONTENT,
+    CHECK_INDEX,
+    CHECK_POISON,
+    COLUMN_FLAGS,
+    COUNT_ADOPTED,
+    COUNT_CHECKED,
+    COUNT_RECORD_RUNS,
+    COUNT_RECORDED,
+    COUNT_VERIFY_RUNS,
+    FLAG_RESERVED,
+    GATE_LENIENT_NEXT,
+    GATE_LENIENT_NOW,
+    GATE_OPS,
+    GATE_STEP,
+    PHASE_POST,
+    PHASE_PRE,
+    RING_CHECK,
+    RING_COLUMNS,
+    RING_FOUND,
+    RING_HALF,
+    RING_PHASE,
+    RING_SLOT,
+    RING_STEP,
+    RING_STORED,
+    ROW_COLUMNS,
+    ROW_NEXT,
+    ROW_ORIGIN,
+    SPACE_COLUMNS,
+    UNKNOWN,
+    WORD_BOXED,
+    WORD_STEP,
+    ZERO_STANDS_FOR,
+)
+from .digest import as_int32
 from .triton_digest import digest_of_rows, first_poison
 
 VERIFY, ADOPT, SNAPSHOT, CHANGED = 0, 1, 2, 3
 
-# Columns and words of kvcanary_fx.kernels.buffers, as the kernels need them; a test compares them.
 _VERIFY: tl.constexpr = tl.constexpr(VERIFY)
 _ADOPT: tl.constexpr = tl.constexpr(ADOPT)
 _SNAPSHOT: tl.constexpr = tl.constexpr(SNAPSHOT)
 _CHANGED: tl.constexpr = tl.constexpr(CHANGED)
-_HEAD: tl.constexpr = tl.constexpr(0)
-_DRAINED: tl.constexpr = tl.constexpr(1)
-_STEP: tl.constexpr = tl.constexpr(2)
-_BOXED: tl.constexpr = tl.constexpr(3)
-_FORWARD: tl.constexpr = tl.constexpr(4)
-_GATE_STEP: tl.constexpr = tl.constexpr(0)
-_LENIENT_NEXT: tl.constexpr = tl.constexpr(1)
-_LENIENT_NOW: tl.constexpr = tl.constexpr(2)
-_GATE_OPS: tl.constexpr = tl.constexpr(3)
-_VERIFY_RUNS: tl.constexpr = tl.constexpr(0)
-_RECORD_RUNS: tl.constexpr = tl.constexpr(1)
-_CHECKED: tl.constexpr = tl.constexpr(2)
-_RECORDED: tl.constexpr = tl.constexpr(3)
-_ADOPTED: tl.constexpr = tl.constexpr(4)
-_ROW_NEXT: tl.constexpr = tl.constexpr(0)
-_ROW_ORIGIN: tl.constexpr = tl.constexpr(1)
-_ROW_COLUMNS: tl.constexpr = tl.constexpr(3)
-_RING_COLUMNS: tl.constexpr = tl.constexpr(14)
-_UNKNOWN: tl.constexpr = tl.constexpr(UNKNOWN)
-_ZERO_STANDS_FOR: tl.constexpr = tl.constexpr(as_int32(ZERO_STANDS_FOR))
-_CONTENT_BIT: tl.constexpr = tl.constexpr(1)
-_INDEX_BIT: tl.constexpr = tl.constexpr(32)
-_POISON_BIT: tl.constexpr = tl.constexpr(8)
-_RESERVED: tl.constexpr = tl.constexpr(2)
-_SPACE_COLUMNS: tl.constexpr = tl.constexpr(COLUMNS)
-_FLAGS: tl.constexpr = tl.constexpr(int(Column.FLAGS))
 
 
 #: Arguments that differ between the sites and steps of one model.  Triton compiles a kernel anew for a value of
@@ -73,7 +79,7 @@ def report(
     detail, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Append a ring row for every masked lane; rows without room are counted and dropped."""
-    nobody, nowhere = tl.zeros_like(slot), tl.zeros_like(slot) + _UNKNOWN
+    nobody, nowhere = tl.zeros_like(slot), tl.zeros_like(slot) + UNKNOWN
     report_of(
         words_ptr, ring_ptr, capacity, rows_ptr, positions, half, phase, check, lenient, mask, slot, stored, found,
         detail, nobody, nowhere, 0, HAS_ROWS,
@@ -86,28 +92,15 @@ def report_of(
     detail, request, where, WHY: tl.constexpr, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
     """:func:`report`, of slots whose request and token position are known."""
-    number = tl.atomic_add(words_ptr + _HEAD + tl.zeros_like(slot), tl.full(slot.shape, 1, tl.int64), mask=mask)
-    keep = mask & (number - tl.load(words_ptr + _DRAINED) < capacity)
     if HAS_ROWS:
         row = tl.maximum(slot, 0) // positions
     else:
         row = tl.zeros_like(slot)
-    origin = tl.load(rows_ptr + row * _ROW_COLUMNS + _ROW_ORIGIN, mask=mask, other=0).to(tl.int64)
-    at = ring_ptr + (number % capacity) * _RING_COLUMNS
-    tl.store(at + 0, tl.load(words_ptr + _STEP) + tl.zeros_like(slot), mask=keep)
-    tl.store(at + 1, tl.zeros_like(slot) + half, mask=keep)
-    tl.store(at + 2, tl.zeros_like(slot) + check, mask=keep)
-    tl.store(at + 3, tl.zeros_like(slot) + phase, mask=keep)
-    tl.store(at + 4, tl.zeros_like(slot) + lenient, mask=keep)
-    tl.store(at + 5, slot, mask=keep)
-    tl.store(at + 6, origin, mask=keep)
-    tl.store(at + 7, stored, mask=keep)
-    tl.store(at + 8, found, mask=keep)
-    tl.store(at + 9, detail, mask=keep)
-    tl.store(at + 10, request, mask=keep)
-    tl.store(at + 11, where, mask=keep)
-    tl.store(at + 12, tl.zeros_like(slot) + WHY, mask=keep)
-    tl.store(at + 13, tl.load(words_ptr + _FORWARD) + tl.zeros_like(slot), mask=keep)
+    origin = tl.load(rows_ptr + row * ROW_COLUMNS + ROW_ORIGIN, mask=mask, other=0).to(tl.int64)
+    append(
+        words_ptr, ring_ptr, capacity, mask, half, check, phase, lenient, slot, origin, stored, found, detail, request,
+        where, WHY,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -124,7 +117,7 @@ def report_poison(
             UNIT, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
         )  # fmt: skip
         report(
-            words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _POISON_BIT, 0, poisoned, slot,
+            words_ptr, ring_ptr, capacity, rows_ptr, positions, half, PHASE_POST, CHECK_POISON, 0, poisoned, slot,
             tl.zeros_like(slot), poison & 0xFFFFFFFF, poison >> 32, HAS_ROWS,
         )  # fmt: skip
 
@@ -134,11 +127,11 @@ def begin_kernel(
     words_ptr,  # int64 [len(Word)]
     gate_ptr,  # int64 [len(Gate)]
 ):
-    tl.store(words_ptr + _STEP, tl.load(words_ptr + _STEP) + 1)
-    tl.store(gate_ptr + _GATE_STEP, tl.load(gate_ptr + _GATE_STEP) + 1)
-    tl.store(gate_ptr + _LENIENT_NOW, tl.load(gate_ptr + _LENIENT_NEXT))
-    tl.store(gate_ptr + _LENIENT_NEXT, tl.zeros([], tl.int64))
-    tl.store(gate_ptr + _GATE_OPS, tl.load(gate_ptr + _GATE_OPS) + 1)
+    tl.store(words_ptr + WORD_STEP, tl.load(words_ptr + WORD_STEP) + 1)
+    tl.store(gate_ptr + GATE_STEP, tl.load(gate_ptr + GATE_STEP) + 1)
+    tl.store(gate_ptr + GATE_LENIENT_NOW, tl.load(gate_ptr + GATE_LENIENT_NEXT))
+    tl.store(gate_ptr + GATE_LENIENT_NEXT, tl.zeros([], tl.int64))
+    tl.store(gate_ptr + GATE_OPS, tl.load(gate_ptr + GATE_OPS) + 1)
 
 
 @triton.jit(do_not_specialize=PER_SITE)
@@ -175,7 +168,7 @@ def plan_kernel(
     live = i < n
     slot = tl.load(slot_ptr + i, mask=live, other=-1)
     raw = tl.load(raw_ptr + i, mask=live, other=-1)
-    step = tl.load(words_ptr + _STEP)
+    step = tl.load(words_ptr + WORD_STEP)
     epoch = tl.full([BLOCK], 0, tl.int64) + step * 65536 + write_id
     reached = live & (slot >= 0)
     at = tl.maximum(slot, 0)
@@ -191,7 +184,7 @@ def plan_kernel(
         first = twice & (told != epoch)
         if HAS_SPACE:
             first = first & (
-                (tl.load(block_ptr + at * _SPACE_COLUMNS + _FLAGS, mask=reached, other=0) & _RESERVED) == 0
+                (tl.load(block_ptr + at * SPACE_COLUMNS + COLUMN_FLAGS, mask=reached, other=0) & FLAG_RESERVED) == 0
             )
         elif not HAS_ROWS:
             first = first & (slot != 0)
@@ -201,16 +194,16 @@ def plan_kernel(
         )  # fmt: skip
         if HAS_BOX:
             zero = tl.zeros_like(slot)
-            before = tl.atomic_add(words_ptr + _BOXED + zero, zero + 1, mask=outside)
+            before = tl.atomic_add(words_ptr + WORD_BOXED + zero, zero + 1, mask=outside)
             mine = outside & (before == 0)
-            tl.store(box_ptr + 0 + zero, zero + step, mask=mine)
-            tl.store(box_ptr + 1 + zero, zero + half, mask=mine)
-            tl.store(box_ptr + 2 + zero, zero + CHECK, mask=mine)
-            tl.store(box_ptr + 3 + zero, zero + phase, mask=mine)
-            tl.store(box_ptr + 5 + zero, slot, mask=mine)
-            tl.store(box_ptr + 7 + zero, raw, mask=mine)
-            tl.store(box_ptr + 8 + zero, slot, mask=mine)
-            tl.store(box_ptr + _RING_COLUMNS + zero, zero + 1, mask=mine)
+            tl.store(box_ptr + RING_STEP + zero, zero + step, mask=mine)
+            tl.store(box_ptr + RING_HALF + zero, zero + half, mask=mine)
+            tl.store(box_ptr + RING_CHECK + zero, zero + CHECK, mask=mine)
+            tl.store(box_ptr + RING_PHASE + zero, zero + phase, mask=mine)
+            tl.store(box_ptr + RING_SLOT + zero, slot, mask=mine)
+            tl.store(box_ptr + RING_STORED + zero, raw, mask=mine)
+            tl.store(box_ptr + RING_FOUND + zero, slot, mask=mine)
+            tl.store(box_ptr + RING_COLUMNS + zero, zero + 1, mask=mine)
 
 
 @triton.jit(do_not_specialize=PER_SITE)
@@ -241,20 +234,20 @@ def scan_kernel(
         stored2 = tl.load(digest_ptr + slots_total + slot, mask=inside, other=0)
     row = slot // positions
     position = slot % positions
-    now = tl.load(gate_ptr + _LENIENT_NOW) != 0
+    now = tl.load(gate_ptr + GATE_LENIENT_NOW) != 0
     lenient = now | LENIENT
     shifted = inside & (slot < 0)
     below = shifted
     if HAS_FIRST:
         first = tl.load(first_ptr + row, mask=inside, other=NOT_WRITTEN)
-        after = tl.load(rows_ptr + row * _ROW_COLUMNS + _ROW_NEXT, mask=inside, other=0)
+        after = tl.load(rows_ptr + row * ROW_COLUMNS + ROW_NEXT, mask=inside, other=0)
         coming = inside & (first != NOT_WRITTEN)
         shifted = coming & (first != after)
         below = coming & (position < first)
     recorded = inside & (stored1 != 0)
-    turn = (slot + tl.load(gate_ptr + _GATE_STEP)) % every == 0
+    turn = (slot + tl.load(gate_ptr + GATE_STEP)) % every == 0
     if COMING:  # what the write to come replaces is due now or never
-        epoch = tl.load(words_ptr + _STEP) * 65536 + write_id
+        epoch = tl.load(words_ptr + WORD_STEP) * 65536 + write_id
         turn = turn | (tl.load(stamp_ptr + slot, mask=recorded, other=-1) == epoch)
     due = recorded & (now | turn | (lenient & shifted))
     if (MODE != _VERIFY) or (not CONTENT):
@@ -266,10 +259,10 @@ def scan_kernel(
     before = stored1
     if tl.program_id(0) == 0:
         if MODE == _VERIFY:
-            tl.atomic_add(counters_ptr + _VERIFY_RUNS, tl.full([], 1, tl.int64))
-            tl.atomic_add(gate_ptr + _GATE_OPS, tl.full([], 0, tl.int64) + ops)
+            tl.atomic_add(counters_ptr + COUNT_VERIFY_RUNS, tl.full([], 1, tl.int64))
+            tl.atomic_add(gate_ptr + GATE_OPS, tl.full([], 0, tl.int64) + ops)
         if MODE == _CHANGED:
-            tl.atomic_add(counters_ptr + _RECORD_RUNS, tl.full([], 1, tl.int64))
+            tl.atomic_add(counters_ptr + COUNT_RECORD_RUNS, tl.full([], 1, tl.int64))
     if tl.sum(work.to(tl.int32), axis=0) > 0:
         if TWO_AXES:
             start = row * slot_stride0 + position * slot_stride1
@@ -282,14 +275,14 @@ def scan_kernel(
         if MODE == _SNAPSHOT:
             tl.store(baseline_ptr + slot, h1, mask=work)
             if ADOPTS:
-                filled = h1 != tl.where(seed1 == 0, _ZERO_STANDS_FOR, seed1)
+                filled = h1 != tl.where(seed1 == 0, ZERO_STANDS_FOR, seed1)
                 if PLANES == 2:
                     filled = filled | (h2 != seed2)
                 fresh = filled & inside & (stored1 == 0)
                 tl.store(digest_ptr + slot, h1, mask=fresh)
                 if PLANES == 2:
                     tl.store(digest_ptr + slots_total + slot, h2, mask=fresh)
-                tl.atomic_add(counters_ptr + _ADOPTED, tl.sum(fresh.to(tl.int64), axis=0))
+                tl.atomic_add(counters_ptr + COUNT_ADOPTED, tl.sum(fresh.to(tl.int64), axis=0))
         elif MODE == _CHANGED:
             changed = work & (h1 != tl.load(baseline_ptr + slot, mask=inside, other=0))
             if PLANNED:
@@ -297,13 +290,13 @@ def scan_kernel(
                 changed = changed & (stray == 0)
                 if INDEX:
                     report(
-                        words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _INDEX_BIT, 0, stray, slot,
-                        packed(stored1, stored2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), HAS_ROWS,
+                        words_ptr, ring_ptr, capacity, rows_ptr, positions, half, PHASE_POST, CHECK_INDEX, 0, stray,
+                        slot, packed(stored1, stored2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), HAS_ROWS,
                     )  # fmt: skip
             tl.store(digest_ptr + slot, h1, mask=changed)
             if PLANES == 2:
                 tl.store(digest_ptr + slots_total + slot, h2, mask=changed)
-            tl.atomic_add(counters_ptr + _RECORDED, tl.sum(changed.to(tl.int64), axis=0))
+            tl.atomic_add(counters_ptr + COUNT_RECORDED, tl.sum(changed.to(tl.int64), axis=0))
             report_poison(
                 words_ptr, ring_ptr, capacity, rows_ptr, positions, half, poisoned & changed, slot, base, start,
                 words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
@@ -313,16 +306,16 @@ def scan_kernel(
             bad = due & ((h1 != stored1) | (h2 != stored2)) if PLANES == 2 else due & (h1 != stored1)
             taken = bad & lenient & shifted
             report(
-                words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 0, _CONTENT_BIT, lenient.to(tl.int64),
-                bad & (taken == 0), slot, packed(stored1, stored2, PLANES), packed(h1, h2, PLANES),
-                tl.zeros_like(slot), HAS_ROWS,
+                words_ptr, ring_ptr, capacity, rows_ptr, positions, half, PHASE_PRE, CHECK_CONTENT,
+                lenient.to(tl.int64), bad & (taken == 0), slot, packed(stored1, stored2, PLANES),
+                packed(h1, h2, PLANES), tl.zeros_like(slot), HAS_ROWS,
             )  # fmt: skip
             tl.store(digest_ptr + slot, h1, mask=bad | adopted)
             if PLANES == 2:
                 tl.store(digest_ptr + slots_total + slot, h2, mask=bad | adopted)
             before = tl.where(bad | adopted, h1, before)
-            tl.atomic_add(counters_ptr + _CHECKED, tl.sum(due.to(tl.int64), axis=0))
-            tl.atomic_add(counters_ptr + _ADOPTED, tl.sum((taken | adopted).to(tl.int64), axis=0))
+            tl.atomic_add(counters_ptr + COUNT_CHECKED, tl.sum(due.to(tl.int64), axis=0))
+            tl.atomic_add(counters_ptr + COUNT_ADOPTED, tl.sum((taken | adopted).to(tl.int64), axis=0))
     if KEEPS:
         if MODE == _VERIFY:
             tl.store(baseline_ptr + slot, before, mask=inside)

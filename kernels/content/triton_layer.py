@@ -5,23 +5,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_digest import add_words, digest_of_rows, digests_of_sums, load_words
-from .triton_half import (
-    _FLAGS,
-    _GATE_OPS,
-    _RECORD_RUNS,
-    _RECORDED,
-    _RESERVED,
-    _ROW_NEXT,
-    _SPACE_COLUMNS,
-    _STEP,
-    PER_SITE,
-    packed,
-    report,
-    report_poison,
+from ..words import (
+    CHECK_OPERAND,
+    COLUMN_FLAGS,
+    COUNT_RECORD_RUNS,
+    COUNT_RECORDED,
+    FLAG_RESERVED,
+    GATE_OPS,
+    PHASE_POST,
+    ROW_NEXT,
+    SPACE_COLUMNS,
+    WORD_STEP,
 )
-
-_OPERAND_BIT: tl.constexpr = tl.constexpr(2)
+from .triton_digest import add_words, digest_of_rows, digests_of_sums, load_words
+from .triton_half import PER_SITE, packed, report, report_poison
 
 
 @triton.jit
@@ -85,11 +82,11 @@ def record_kernel(
     seed1, seed2 = tl.where(other, other_seed1, seed1), tl.where(other, other_seed2, seed2)
     half = tl.where(other, other_half, half)
     if tl.program_id(0) == 0:
-        tl.atomic_add(counters_ptr + _RECORD_RUNS, tl.full([], 1, tl.int64))
+        tl.atomic_add(counters_ptr + COUNT_RECORD_RUNS, tl.full([], 1, tl.int64))
         if HAS_SPACE:
-            tl.store(rows_ptr + _ROW_NEXT, tl.full([], 1, tl.int32))
+            tl.store(rows_ptr + ROW_NEXT, tl.full([], 1, tl.int32))
         if tl.program_id(1) == 0:
-            tl.atomic_add(gate_ptr + _GATE_OPS, tl.full([], 0, tl.int64) + ops)
+            tl.atomic_add(gate_ptr + GATE_OPS, tl.full([], 0, tl.int64) + ops)
     recorded = tl.full([], 0, tl.int64)
     for i0 in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         i = i0 + tl.arange(0, BLOCK).to(tl.int64)
@@ -124,22 +121,22 @@ def record_kernel(
             )  # fmt: skip
         if OPERAND:
             if tl.max(bad.to(tl.int32), axis=0) != 0:
-                epoch = tl.load(words_ptr + _STEP) * 65536 + write_id
+                epoch = tl.load(words_ptr + WORD_STEP) * 65536 + write_id
                 twice = tl.load(stamp_ptr + stamp_count + at, mask=bad, other=0) == epoch
                 bad = bad & (twice == 0)
                 if HAS_SPACE:  # a store kernel may leave reserved slots alone
-                    flags = tl.load(block_ptr + at * _SPACE_COLUMNS + _FLAGS, mask=bad, other=0)
-                    bad = bad & ((flags & _RESERVED) == 0)
+                    flags = tl.load(block_ptr + at * SPACE_COLUMNS + COLUMN_FLAGS, mask=bad, other=0)
+                    bad = bad & ((flags & FLAG_RESERVED) == 0)
                 v1, v2, _ = digest_of_rows(
                     value_base, i * token_stride, bad, coef_ptr, seed1, seed2, words_in_row, v_units, v_n1, v_n2, v_n3,
                     v_d0, v_d1, v_d2, v_d3, OPERAND_UNIT, PLANES, BLOCK, BLOCK_WORDS, 0, 1, ELEMENT,
                 )  # fmt: skip
                 report(
-                    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 1, _OPERAND_BIT, 0, bad, slot,
+                    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, PHASE_POST, CHECK_OPERAND, 0, bad, slot,
                     packed(v1, v2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), HAS_ROWS,
                 )  # fmt: skip
         tl.store(digest_ptr + at, h1, mask=kept)
         if PLANES == 2:
             tl.store(digest_ptr + slots_total + at, h2, mask=kept)
     if recorded > 0:
-        tl.atomic_add(counters_ptr + _RECORDED, recorded)
+        tl.atomic_add(counters_ptr + COUNT_RECORDED, recorded)

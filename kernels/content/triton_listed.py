@@ -5,13 +5,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..slots.triton_shared import COLUMNS, FLAGS, NAMELESS, NEVER_WRITTEN, entry_of
+from ..slots.triton_shared import entry_of
+from ..words import (
+    CHECK_CONTENT,
+    CHECK_POISON,
+    COLUMN_FLAGS,
+    COUNT_CHECKED,
+    COUNT_VERIFY_RUNS,
+    FLAG_NAMELESS,
+    GATE_OPS,
+    PHASE_PRE,
+    ROW_NEXT,
+    SPACE_COLUMNS,
+    WHY_NEVER_WRITTEN,
+)
 from .triton_digest import digest_of_rows
-from .triton_half import _GATE_OPS, _POISON_BIT, _ROW_NEXT, PER_SITE, packed, report_of
-
-_CONTENT_BIT: tl.constexpr = tl.constexpr(1)
-_VERIFY_RUNS: tl.constexpr = tl.constexpr(0)
-_CHECKED: tl.constexpr = tl.constexpr(2)
+from .triton_half import PER_SITE, packed, report_of
 
 
 @triton.jit(do_not_specialize=PER_SITE)
@@ -40,9 +49,9 @@ def verify_listed_kernel(
     seed1, seed2 = tl.where(other, other_seed1, seed1), tl.where(other, other_seed2, seed2)
     half = tl.where(other, other_half, half)
     if tl.program_id(0) == 0:
-        tl.atomic_add(counters_ptr + _VERIFY_RUNS, tl.full([], 1, tl.int64))
+        tl.atomic_add(counters_ptr + COUNT_VERIFY_RUNS, tl.full([], 1, tl.int64))
         if tl.program_id(1) == 0:
-            tl.atomic_add(gate_ptr + _GATE_OPS, tl.full([], 0, tl.int64) + ops)
+            tl.atomic_add(gate_ptr + GATE_OPS, tl.full([], 0, tl.int64) + ops)
     count = tl.load(count_ptr)
     checked = tl.full([], 0, tl.int64)
     for i0 in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
@@ -54,12 +63,12 @@ def verify_listed_kernel(
         if NEVER:
             lost = (i < count) & (stored1 == 0)
             if tl.max(lost.to(tl.int32), axis=0) != 0:
-                lost = lost & (tl.load(rows_ptr + _ROW_NEXT) != 0)
-                flags = tl.load(block_ptr + slot * COLUMNS + FLAGS, mask=lost, other=0)
+                lost = lost & (tl.load(rows_ptr + ROW_NEXT) != 0)
+                flags = tl.load(block_ptr + slot * SPACE_COLUMNS + COLUMN_FLAGS, mask=lost, other=0)
                 number = tl.load(planned_ptr + slot, mask=lost, other=0)
                 number += (tl.load(clock_ptr).to(tl.int64) + 1) << 32
                 coming = (ahead != 0) & (number >= 0) & (number < 4294967296)
-                lost = lost & ((flags & NAMELESS) == 0) & (coming == 0)
+                lost = lost & ((flags & FLAG_NAMELESS) == 0) & (coming == 0)
                 work = due | lost
         if tl.max(work.to(tl.int32), axis=0) != 0:
             if TWO_AXES:
@@ -77,7 +86,7 @@ def verify_listed_kernel(
             if tl.max(bad.to(tl.int32), axis=0) != 0:
                 _token, where, _flags, _chain, owner = entry_of(wide_ptr, slot, bad)
                 report_of(
-                    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 0, _CONTENT_BIT, 0, bad, slot,
+                    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, PHASE_PRE, CHECK_CONTENT, 0, bad, slot,
                     packed(stored1, stored2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), owner, where,
                     0, HAS_ROWS,
                 )  # fmt: skip
@@ -90,12 +99,12 @@ def verify_listed_kernel(
                     _token, place, _flags, _chain, holder = entry_of(wide_ptr, slot, missing)
                     zero = tl.zeros_like(slot)
                     report_of(
-                        words_ptr, ring_ptr, capacity, rows_ptr, positions, half, 0, _POISON_BIT, 0, missing, slot,
-                        zero, zero, zero, holder, place, NEVER_WRITTEN, HAS_ROWS,
+                        words_ptr, ring_ptr, capacity, rows_ptr, positions, half, PHASE_PRE, CHECK_POISON, 0, missing,
+                        slot, zero, zero, zero, holder, place, WHY_NEVER_WRITTEN, HAS_ROWS,
                     )  # fmt: skip
                     tl.store(digest_ptr + slot, h1, mask=missing)
                     if PLANES == 2:
                         tl.store(digest_ptr + slots_total + slot, h2, mask=missing)
             checked += tl.sum(due.to(tl.int64), axis=0)
     if checked > 0:
-        tl.atomic_add(counters_ptr + _CHECKED, checked)
+        tl.atomic_add(counters_ptr + COUNT_CHECKED, checked)

@@ -6,10 +6,12 @@ import triton
 import triton.language as tl
 
 from ..slots.triton_shared import entry_of, tell
+from ..words import (
+    CHECK_CONTENT,
+)
 from .triton_digest import digest_of_rows
 from .triton_half import packed
 
-_CONTENT_BIT: tl.constexpr = tl.constexpr(1)
 _COLUMNS: tl.constexpr = tl.constexpr(5)
 
 
@@ -63,7 +65,7 @@ def verify_slots_kernel(
                 _token, where, _flags, _chain, owner = entry_of(wide_ptr, at, bad)
                 if HAS_OWNERS:
                     owner = tl.load(owners_ptr + i, mask=bad, other=0)
-                bits = tl.where(bad, _CONTENT_BIT, 0).to(tl.int64)
+                bits = tl.where(bad, CHECK_CONTENT, 0).to(tl.int64)
                 tell(
                     words_ptr, ring_ptr, capacity, half, bits, tl.zeros_like(bits), packed(stored1, stored2, PLANES),
                     packed(h1, h2, PLANES), at, where, owner, 0, PHASE,

@@ -105,8 +105,8 @@ def _check_rows(space: SlotSpace, plan: RequestPlan) -> None:
     """The rows of the request table: do they exist, and are they wide enough?"""
     lengths = plan.prefix_lens.to(torch.int64) + plan.extend_lens
     findings = Findings(real_requests(plan), space.checks)
-    findings.add(Check.BOUNDS, Why.NO_SUCH_ROW, ~_row_exists(plan), plan.table.shape[0], plan.rows.to(torch.int64))
-    findings.add(Check.BOUNDS, Why.ROW_TOO_NARROW, lengths > plan.width, plan.width, lengths)
+    findings.add(Why.NO_SUCH_ROW, ~_row_exists(plan), plan.table.shape[0], plan.rows.to(torch.int64))
+    findings.add(Why.ROW_TOO_NARROW, lengths > plan.width, plan.width, lengths)
     findings.report(space.control, space.space_id, Phase.PRE, -1, request=plan.owners, detail=-1)
 
 
@@ -154,21 +154,21 @@ def _check_place(
     """Is the slot one that this request may read, and does it hold a token?"""
     flags, owner, request = space.flags[at], space.owners[at], plan.owners.unsqueeze(1)
     reserved = (flags & Flag.RESERVED) != 0
-    findings.add(Check.BOUNDS, Why.OUT_OF_RANGE, outside, slot, -1)
-    findings.add(Check.BOUNDS, Why.RESERVED_SLOT, reserved & ~outside, slot, slot)
+    findings.add(Why.OUT_OF_RANGE, outside, slot, -1)
+    findings.add(Why.RESERVED_SLOT, reserved & ~outside, slot, slot)
     findings.stop(outside | reserved)
     if space.owner_known:
         free = flags < REFERENCE
         foreign = (owner != 0) & (request != 0) & (owner != request) & (flags < 2 * REFERENCE)
-        findings.add(Check.OWNER, Why.READ_AFTER_FREE, free, request, 0)
-        findings.add(Check.OWNER, Why.FOREIGN_READ, foreign & ~free, request, owner)
+        findings.add(Why.READ_AFTER_FREE, free, request, 0)
+        findings.add(Why.FOREIGN_READ, foreign & ~free, request, owner)
     unwritten = (flags & Flag.WRITTEN) == 0
-    findings.add(Check.POISON, Why.NEVER_WRITTEN, unwritten, 0, 0)
+    findings.add(Why.NEVER_WRITTEN, unwritten, 0, 0)
     rival, writer = rival_writers(space, plan, at)
-    findings.add(Check.INDEX, Why.READ_WHILE_WRITTEN, rival, request, writer)
+    findings.add(Why.READ_WHILE_WRITTEN, rival, request, writer)
     findings.stop(unwritten)
     rejected = (flags & Flag.REJECTED) != 0
-    findings.add(Check.TOKEN, Why.REJECTED_TOKEN, rejected, 0, space.tokens[at].to(torch.int64))
+    findings.add(Why.REJECTED_TOKEN, rejected, 0, space.tokens[at].to(torch.int64))
     findings.stop((flags & Flag.NAMELESS) != 0)
 
 
@@ -189,17 +189,17 @@ def _check_identity(
     requests = torch.arange(at.shape[0], device=at.device).unsqueeze(1)
     _check_token(findings, space, plan, requests, position, token)
     misplaced = stored != position
-    findings.add(Check.CHAIN, Why.WRONG_POSITION, misplaced, position, stored)
+    findings.add(Why.WRONG_POSITION, misplaced, position, stored)
     link = mix_tensor(token, stored)
     seeds = namespace_seed(plan.namespaces, plan.owners).unsqueeze(1)
     start = seeds + link
     begins = (position == 0) & ~misplaced
-    findings.add(Check.NAMESPACE, Why.OTHER_NAMESPACE, begins & (space.chain[at] != start), start, space.chain[at])
+    findings.add(Why.OTHER_NAMESPACE, begins & (space.chain[at] != start), start, space.chain[at])
     flags = space.flags[before]
     comparable = (before != space.nowhere) & ((flags & Flag.WRITTEN) != 0) & ((flags & Flag.NAMELESS) == 0)
     after = space.chain[before] + link
     broken = comparable & (position > 0) & (space.chain[at] != after)
-    findings.add(Check.CHAIN, Why.WRONG_PREDECESSOR, broken, after, space.chain[at])
+    findings.add(Why.WRONG_PREDECESSOR, broken, after, space.chain[at])
 
 
 def _check_token(
@@ -216,7 +216,7 @@ def _check_token(
     place = position + space.token_offset
     valid = place < plan.history_lens.to(torch.int64)[requests].clamp(max=plan.history.shape[1])
     expected = plan.history[requests, place.clamp(max=plan.history.shape[1] - 1)].to(torch.int64)
-    findings.add(Check.TOKEN, Why.WRONG_TOKEN, valid & (token != expected), expected, token)
+    findings.add(Why.WRONG_TOKEN, valid & (token != expected), expected, token)
 
 
 def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
@@ -235,30 +235,28 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     reserved = (flags & Flag.RESERVED) != 0
     nowhere = (reserved & ~outside) | (slot == -1)
     findings = Findings(there & ~(nowhere & _behind_window(space, plan, request, position, real)), space.checks)
-    findings.add(Check.BOUNDS, Why.PADDING_WRITES, padding & ~outside & ~reserved, slot, slot)
+    findings.add(Why.PADDING_WRITES, padding & ~outside & ~reserved, slot, slot)
     findings.stop(padding)
-    findings.add(Check.BOUNDS, Why.OUT_OF_RANGE, outside, slot, -1)
-    findings.add(Check.BOUNDS, Why.RESERVED_SLOT, reserved & ~outside, slot, slot)
+    findings.add(Why.OUT_OF_RANGE, outside, slot, -1)
+    findings.add(Why.RESERVED_SLOT, reserved & ~outside, slot, slot)
     findings.stop(outside | reserved)
-    findings.add(
-        Check.BOUNDS, Why.PLANNED_TWICE, repeats(torch.where(real, at, space.nowhere), space.nowhere), slot, slot
-    )
+    findings.add(Why.PLANNED_TWICE, repeats(torch.where(real, at, space.nowhere), space.nowhere), slot, slot)
     if space.owner_known:
         free, shared = flags < REFERENCE, flags >= 2 * REFERENCE
         foreign = (owner != 0) & (mine != 0) & (owner != mine)
-        findings.add(Check.OWNER, Why.WRITE_AFTER_FREE, free, mine, 0)
-        findings.add(Check.OWNER, Why.WRITE_SHARED, shared, mine, owner)
-        findings.add(Check.OWNER, Why.OVERWRITE, foreign & ~free & ~shared, mine, owner)
+        findings.add(Why.WRITE_AFTER_FREE, free, mine, 0)
+        findings.add(Why.WRITE_SHARED, shared, mine, owner)
+        findings.add(Why.OVERWRITE, foreign & ~free & ~shared, mine, owner)
         if space.once:
-            findings.add(Check.OWNER, Why.WRITTEN_BEFORE, (flags & Flag.WRITTEN) != 0, mine, owner)
+            findings.add(Why.WRITTEN_BEFORE, (flags & Flag.WRITTEN) != 0, mine, owner)
     if plan.table.numel():
         column = plan.prefix_lens.to(torch.int64)[request] + place  # a tree's tokens are in the row one by one
         there = table_slots(plan, request, column)
         fits = (column < plan.width) & _row_exists(plan)[request]
-        findings.add(Check.INDEX, Why.TABLE_DIFFERS, fits & (there != slot), slot, there)
+        findings.add(Why.TABLE_DIFFERS, fits & (there != slot), slot, there)
     if plan.positions is not None:
         given = plan.positions.to(torch.int64)
-        findings.add(Check.CHAIN, Why.WRONG_POSITION, given != position, position, given)
+        findings.add(Why.WRONG_POSITION, given != position, position, given)
     tokens = plan.tokens.to(torch.int64)
     _check_token(findings, space, plan, request, position, tokens)
     findings.report(space.control, space.space_id, Phase.PRE, slot, position, request=mine, detail=tokens)
@@ -351,7 +349,7 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
     if plan.padding_row is not None:
         there = there & (_takes_tokens(space, got) | ~of_padding(plan, request))
     findings = Findings(there, space.checks)
-    findings.add(Check.INDEX, Why.NOT_THE_PLANNED_SLOT, got != planned, planned, got)
+    findings.add(Why.NOT_THE_PLANNED_SLOT, got != planned, planned, got)
     position = planned_positions(plan, request, place)
     findings.report(space.control, half_id, Phase.POST, planned, position, plan.owners[request], plan.tokens)
 
@@ -379,8 +377,8 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
     given = lengths.to(torch.int64)
     whole = Findings(real, space.checks)
     room = pages.shape[1] * size
-    whole.add(Check.BOUNDS, Why.ROW_TOO_NARROW, given > room, room, given)
-    whole.add(Check.INDEX, Why.LENGTH_DIFFERS, given != total, total, given)
+    whole.add(Why.ROW_TOO_NARROW, given > room, room, given)
+    whole.add(Why.LENGTH_DIFFERS, given != total, total, given)
     whole.report(space.control, space.space_id, Phase.PRE, -1, request=plan.owners, detail=-1)
     if room == 0:
         return
@@ -391,6 +389,6 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
     if space.window is not None:
         live = live & (position > (total - 1 - space.window).unsqueeze(1))
     each = Findings(live, space.checks)
-    each.add(Check.INDEX, Why.READ_DIFFERS, got != slot, slot, got)
+    each.add(Why.READ_DIFFERS, got != slot, slot, got)
     request = plan.owners.unsqueeze(1)
     each.report(space.control, space.space_id, Phase.PRE, slot, position.expand(live.shape), request, detail=-1)

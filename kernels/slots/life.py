@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..buffers import UNKNOWN, Check, Phase
+from ..buffers import UNKNOWN, Phase
 from ..findings import Findings
 from .space import MARKS, REFERENCE, Flag, SlotSpace, Why
 from .tokens import repeats
@@ -23,7 +23,7 @@ def allocate(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
     findings, at = _checked(space, slots)
     taken = (space.flags[at] >= REFERENCE) | repeats(at, space.nowhere)
     if space.owner_known:
-        findings.add(Check.OWNER, Why.DOUBLE_ALLOCATE, taken, space.owners[at], owner)
+        findings.add(Why.DOUBLE_ALLOCATE, taken, space.owners[at], owner)
     _report(findings, space, slots, at, owner)
     space.flags[at] = REFERENCE
     space.owners[at] = owner
@@ -44,8 +44,8 @@ def release(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
     free = (flags < REFERENCE) | (repeats(at, space.nowhere) & (flags < 2 * REFERENCE))
     if space.owner_known:
         stranger = (holder != 0) & (holder != owner) & (flags < 2 * REFERENCE) & (owner != 0)
-        findings.add(Check.OWNER, Why.DOUBLE_FREE, free, holder, owner)
-        findings.add(Check.OWNER, Why.FOREIGN_FREE, stranger & ~free, holder, owner)
+        findings.add(Why.DOUBLE_FREE, free, holder, owner)
+        findings.add(Why.FOREIGN_FREE, stranger & ~free, holder, owner)
     _report(findings, space, slots, at, owner)
     # once its owner has let go, a shared slot belongs to nobody in particular
     leaves = (flags >= 2 * REFERENCE) & ((owner == 0) | (holder == owner))
@@ -68,7 +68,7 @@ def share(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
     """
     findings, at = _checked(space, slots)
     if space.owner_known:
-        findings.add(Check.OWNER, Why.SHARE_AFTER_FREE, space.flags[at] < REFERENCE, owner, 0)
+        findings.add(Why.SHARE_AFTER_FREE, space.flags[at] < REFERENCE, owner, 0)
     _report(findings, space, slots, at, owner)
     space.flags.scatter_add_(0, at, torch.full_like(at, REFERENCE, dtype=torch.int32))
     space.flags[space.nowhere] = 0  # what it takes must not pile up
@@ -83,7 +83,7 @@ def hand_over(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
     """
     findings, at = _checked(space, slots)
     if space.owner_known:
-        findings.add(Check.OWNER, Why.SHARE_AFTER_FREE, space.flags[at] < REFERENCE, owner, 0)
+        findings.add(Why.SHARE_AFTER_FREE, space.flags[at] < REFERENCE, owner, 0)
     _report(findings, space, slots, at, owner)
     space.owners[at] = owner
 
@@ -108,8 +108,8 @@ def name(
         flags, holder = space.flags[at], space.owners[at]
         free = flags < REFERENCE
         foreign = (holder != 0) & (holder != owner) & (owner != 0)
-        findings.add(Check.OWNER, Why.WRITE_AFTER_FREE, free, owner, 0)
-        findings.add(Check.OWNER, Why.OVERWRITE, foreign & ~free, owner, holder)
+        findings.add(Why.WRITE_AFTER_FREE, free, owner, 0)
+        findings.add(Why.OVERWRITE, foreign & ~free, owner, holder)
     _report(findings, space, slots, at, owner)
     kept = space.flags[at] & ~int(MARKS)
     space.flags[at] = kept | marks
@@ -142,7 +142,7 @@ def forget(space: SlotSpace, slots: torch.Tensor) -> None:
     """
     outside = (slots < 0) | (slots >= space.slots)
     findings = Findings(torch.ones_like(outside), space.checks)
-    findings.add(Check.BOUNDS, Why.OUT_OF_RANGE, outside, slots, -1)
+    findings.add(Why.OUT_OF_RANGE, outside, slots, -1)
     findings.report(space.control, space.space_id, Phase.LIFE, slots, UNKNOWN, 0, -1)
     at = torch.where(outside, space.nowhere, slots)
     flags = space.flags[at]
@@ -163,7 +163,7 @@ def _checked(space: SlotSpace, slots: torch.Tensor) -> tuple[Findings, torch.Ten
     at = torch.where(outside, space.nowhere, slots)
     reserved = (space.flags[at] & int(Flag.RESERVED)) != 0
     findings = Findings(torch.ones_like(outside), space.checks)
-    findings.add(Check.BOUNDS, Why.OUT_OF_RANGE, outside, slots, -1)
-    findings.add(Check.BOUNDS, Why.RESERVED_SLOT, reserved & ~outside, slots, slots)
+    findings.add(Why.OUT_OF_RANGE, outside, slots, -1)
+    findings.add(Why.RESERVED_SLOT, reserved & ~outside, slots, slots)
     findings.stop(outside | reserved)
     return findings, torch.where(reserved, space.nowhere, at)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..buffers import UNKNOWN, Check, Phase
+from ..buffers import UNKNOWN, Phase
 from .chain import MASK64, SEED, mix
 from .naive_entry import Entry
 from .naive_life import allocate as allocate
@@ -86,9 +86,9 @@ def _plan_writes(space: SlotSpace, plan: RequestPlan) -> dict[int, int]:
 def _check_row(space: SlotSpace, plan: RequestPlan, request: int) -> None:
     entry, length = Entry(space), int(plan.prefix_lens[request]) + int(plan.extend_lens[request])
     if not _row_exists(plan, request):
-        entry.add(Check.BOUNDS, Why.NO_SUCH_ROW, plan.table.shape[0], int(plan.rows[request]))
+        entry.add(Why.NO_SUCH_ROW, plan.table.shape[0], int(plan.rows[request]))
     if length > plan.width:
-        entry.add(Check.BOUNDS, Why.ROW_TOO_NARROW, plan.width, length)
+        entry.add(Why.ROW_TOO_NARROW, plan.width, length)
     entry.report(Phase.PRE, -1, UNKNOWN, int(plan.owners[request]), -1)
 
 
@@ -99,12 +99,12 @@ def _walk_slot(
     space.counters[SpaceCount.CHECKED] += 1
     owner = int(plan.owners[request])
     if not 0 <= slot < space.slots:
-        entry.add(Check.BOUNDS, Why.OUT_OF_RANGE, slot, -1)
+        entry.add(Why.OUT_OF_RANGE, slot, -1)
         entry.report(Phase.PRE, slot, position, owner, -1)
         return
     flags = int(space.flags[slot])
     if flags & Flag.RESERVED:
-        entry.add(Check.BOUNDS, Why.RESERVED_SLOT, slot, slot)
+        entry.add(Why.RESERVED_SLOT, slot, slot)
     else:
         writer = writers.get(slot, request) if flags & Flag.PLANNED else request
         rival = None if writer == request else int(plan.owners[writer])
@@ -121,15 +121,15 @@ def _check_reader(entry: Entry, space: SlotSpace, slot: int, request: int, rival
     flags, owner = int(space.flags[slot]), int(space.owners[slot])
     if space.owner_known:
         if flags < REFERENCE:
-            entry.add(Check.OWNER, Why.READ_AFTER_FREE, request, 0)
+            entry.add(Why.READ_AFTER_FREE, request, 0)
         elif request != 0 and owner not in (0, request) and flags < 2 * REFERENCE:
-            entry.add(Check.OWNER, Why.FOREIGN_READ, request, owner)
+            entry.add(Why.FOREIGN_READ, request, owner)
     if not flags & Flag.WRITTEN:
-        entry.add(Check.POISON, Why.NEVER_WRITTEN, 0, 0)
+        entry.add(Why.NEVER_WRITTEN, 0, 0)
     if rival is not None:
-        entry.add(Check.INDEX, Why.READ_WHILE_WRITTEN, request, rival)
+        entry.add(Why.READ_WHILE_WRITTEN, request, rival)
     if flags & Flag.WRITTEN and flags & Flag.REJECTED:
-        entry.add(Check.TOKEN, Why.REJECTED_TOKEN, 0, int(space.tokens[slot]))
+        entry.add(Why.REJECTED_TOKEN, 0, int(space.tokens[slot]))
 
 
 def _check_identity(
@@ -138,10 +138,10 @@ def _check_identity(
     token, stored, chain = int(space.tokens[slot]), int(space.positions[slot]), int(space.chain[slot])
     _check_token(entry, space, plan, request, position, token)
     if stored != position:
-        entry.add(Check.CHAIN, Why.WRONG_POSITION, position, stored)
+        entry.add(Why.WRONG_POSITION, position, stored)
     start = _signed(namespace_seed(_namespace(plan, request)) + mix(token, stored))
     if position == 0 and stored == position and chain != start:
-        entry.add(Check.NAMESPACE, Why.OTHER_NAMESPACE, start, chain)
+        entry.add(Why.OTHER_NAMESPACE, start, chain)
     before = _table_slot(plan, request, position - 1) if position > first else -1
     if not 0 <= before < space.slots:
         return
@@ -149,7 +149,7 @@ def _check_identity(
     if flags & Flag.WRITTEN and not flags & Flag.NAMELESS:
         after = _signed(int(space.chain[before]) + mix(token, stored))
         if chain != after:
-            entry.add(Check.CHAIN, Why.WRONG_PREDECESSOR, after, chain)
+            entry.add(Why.WRONG_PREDECESSOR, after, chain)
 
 
 def _check_token(entry: Entry, space: SlotSpace, plan: RequestPlan, request: int, position: int, token: int) -> None:
@@ -159,7 +159,7 @@ def _check_token(entry: Entry, space: SlotSpace, plan: RequestPlan, request: int
     if place < min(int(plan.history_lens[request]), plan.history.shape[1]):
         expected = int(plan.history[request, place])
         if token != expected:
-            entry.add(Check.TOKEN, Why.WRONG_TOKEN, expected, token)
+            entry.add(Why.WRONG_TOKEN, expected, token)
 
 
 def _tokens(plan: RequestPlan) -> list[tuple[int, int, int]]:
@@ -204,16 +204,16 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
         position, owner = _position(plan, i, request, place), int(plan.owners[request])
         if _of_padding(plan, request):
             if _takes_tokens(space, slot):
-                entry.add(Check.BOUNDS, Why.PADDING_WRITES, slot, slot)
+                entry.add(Why.PADDING_WRITES, slot, slot)
         elif _left_out(space, plan, request, position, slot):
             continue
         elif not 0 <= slot < space.slots:
-            entry.add(Check.BOUNDS, Why.OUT_OF_RANGE, slot, -1)
+            entry.add(Why.OUT_OF_RANGE, slot, -1)
         elif int(space.flags[slot]) & Flag.RESERVED:
-            entry.add(Check.BOUNDS, Why.RESERVED_SLOT, slot, slot)
+            entry.add(Why.RESERVED_SLOT, slot, slot)
         else:
             if slot in seen:
-                entry.add(Check.BOUNDS, Why.PLANNED_TWICE, slot, slot)
+                entry.add(Why.PLANNED_TWICE, slot, slot)
             seen.add(slot)
             _check_writer(entry, space, slot, owner)
             _check_against_plan(entry, plan, i, request, place)
@@ -241,13 +241,13 @@ def _check_writer(entry: Entry, space: SlotSpace, slot: int, request: int) -> No
     if not space.owner_known:
         return
     if flags < REFERENCE:
-        entry.add(Check.OWNER, Why.WRITE_AFTER_FREE, request, 0)
+        entry.add(Why.WRITE_AFTER_FREE, request, 0)
     elif flags >= 2 * REFERENCE:
-        entry.add(Check.OWNER, Why.WRITE_SHARED, request, owner)
+        entry.add(Why.WRITE_SHARED, request, owner)
     elif request != 0 and owner not in (0, request):
-        entry.add(Check.OWNER, Why.OVERWRITE, request, owner)
+        entry.add(Why.OVERWRITE, request, owner)
     if space.once and flags & Flag.WRITTEN:
-        entry.add(Check.OWNER, Why.WRITTEN_BEFORE, request, owner)
+        entry.add(Why.WRITTEN_BEFORE, request, owner)
 
 
 def _check_against_plan(entry: Entry, plan: RequestPlan, i: int, request: int, place: int) -> None:
@@ -255,9 +255,9 @@ def _check_against_plan(entry: Entry, plan: RequestPlan, i: int, request: int, p
     if plan.table.numel() and column < plan.width and _row_exists(plan, request):
         there = _table_slot(plan, request, column)
         if there != int(plan.slots[i]):
-            entry.add(Check.INDEX, Why.TABLE_DIFFERS, int(plan.slots[i]), there)
+            entry.add(Why.TABLE_DIFFERS, int(plan.slots[i]), there)
     if plan.positions is not None and int(plan.positions[i]) != position:
-        entry.add(Check.CHAIN, Why.WRONG_POSITION, position, int(plan.positions[i]))
+        entry.add(Why.WRONG_POSITION, position, int(plan.positions[i]))
 
 
 def store(space: SlotSpace, plan: RequestPlan) -> None:
@@ -308,7 +308,7 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
         entry = Entry(space)
         got, planned = int(received[i]) if i < received.shape[0] else -1, int(plan.slots[i])
         if got != planned and (_takes_tokens(space, got) or not _of_padding(plan, request)):
-            entry.add(Check.INDEX, Why.NOT_THE_PLANNED_SLOT, planned, got)
+            entry.add(Why.NOT_THE_PLANNED_SLOT, planned, got)
         position, owner = _position(plan, i, request, place), int(plan.owners[request])
         entry.report(Phase.POST, planned, position, owner, int(plan.tokens[i]), half_id)
 
@@ -321,9 +321,9 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
         owner = int(plan.owners[request])
         entry, room = Entry(space), pages.shape[1] * size
         if given > room:
-            entry.add(Check.BOUNDS, Why.ROW_TOO_NARROW, room, given)
+            entry.add(Why.ROW_TOO_NARROW, room, given)
         if given != total:
-            entry.add(Check.INDEX, Why.LENGTH_DIFFERS, total, given)
+            entry.add(Why.LENGTH_DIFFERS, total, given)
         entry.report(Phase.PRE, -1, UNKNOWN, owner, -1)
         first = 0 if space.window is None else max(total - space.window, 0)
         for position in range(first, min(given, total, room)):
@@ -331,5 +331,5 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
             got = int(pages[request, position // size]) * size + position % size
             if got != slot:
                 entry = Entry(space)
-                entry.add(Check.INDEX, Why.READ_DIFFERS, slot, got)
+                entry.add(Why.READ_DIFFERS, slot, got)
                 entry.report(Phase.PRE, slot, position, owner, -1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..buffers import UNKNOWN, Check, Phase, Ring, Word
-from .space import SlotSpace, Why
+from ..checks import REASONS, Phase, Why
+from ..ring import append
+from .space import SlotSpace
 
 
 class Entry:
@@ -12,7 +13,8 @@ class Entry:
     def __init__(self, space: SlotSpace):
         self.space, self.bits, self.why, self.stored, self.found = space, 0, 0, 0, 0
 
-    def add(self, check: Check, why: Why, stored: int, found: int) -> None:
+    def add(self, why: Why, stored: int, found: int) -> None:
+        check = REASONS[why].check
         if not check & self.space.checks:
             return
         if self.bits == 0:
@@ -24,26 +26,17 @@ class Entry:
     ) -> None:
         if not self.bits:
             return
-        control = self.space.control
-        head, drained = int(control.words[Word.HEAD]), int(control.words[Word.DRAINED])
-        control.words[Word.HEAD] += 1
-        if head - drained >= control.capacity:
-            return
-        values = {
-            Ring.STEP: int(control.words[Word.STEP]),
-            Ring.HALF: self.space.space_id if source is None else source,
-            Ring.CHECK: self.bits,
-            Ring.PHASE: int(phase),
-            Ring.LENIENT: 0,
-            Ring.SLOT: slot,
-            Ring.ORIGIN: UNKNOWN,
-            Ring.STORED: self.stored,
-            Ring.FOUND: self.found,
-            Ring.DETAIL: detail,
-            Ring.REQUEST: request,
-            Ring.POSITION: position,
-            Ring.WHY: self.why,
-            Ring.FORWARD: int(control.words[Word.FORWARD]),
-        }
-        for column, value in values.items():
-            control.ring[head % control.capacity, column] = value
+        append(
+            self.space.control,
+            True,
+            half=self.space.space_id if source is None else source,
+            check=self.bits,
+            phase=phase,
+            slot=slot,
+            stored=self.stored,
+            found=self.found,
+            detail=detail,
+            request=request,
+            position=position,
+            why=self.why,
+        )

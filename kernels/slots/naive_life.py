@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..buffers import UNKNOWN, Check, Phase
+from ..buffers import UNKNOWN, Phase
 from .naive_entry import Entry
 from .space import MARKS, REFERENCE, Flag, SlotSpace, Why
 
@@ -12,10 +12,10 @@ from .space import MARKS, REFERENCE, Flag, SlotSpace, Why
 def _named(space: SlotSpace, entry: Entry, slot: int) -> bool:
     """Whether an engine may name this slot."""
     if not 0 <= slot < space.slots:
-        entry.add(Check.BOUNDS, Why.OUT_OF_RANGE, slot, -1)
+        entry.add(Why.OUT_OF_RANGE, slot, -1)
         return False
     if int(space.flags[slot]) & Flag.RESERVED:
-        entry.add(Check.BOUNDS, Why.RESERVED_SLOT, slot, slot)
+        entry.add(Why.RESERVED_SLOT, slot, slot)
         return False
     return True
 
@@ -32,7 +32,7 @@ def allocate(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
         entry = Entry(space)
         named = _named(space, entry, slot)
         if named and space.owner_known and (before[slot] >= REFERENCE or slot in taken):
-            entry.add(Check.OWNER, Why.DOUBLE_ALLOCATE, int(space.owners[slot]), owner)
+            entry.add(Why.DOUBLE_ALLOCATE, int(space.owners[slot]), owner)
         taken.add(slot)
         _tell(entry, space, slot, named, owner)
         entries.append((slot, named))
@@ -51,9 +51,9 @@ def release(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
             holder, alone = owners[slot], before[slot] < 2 * REFERENCE
             if space.owner_known:
                 if before[slot] < REFERENCE or (slot in dropped and alone):
-                    entry.add(Check.OWNER, Why.DOUBLE_FREE, holder, owner)
+                    entry.add(Why.DOUBLE_FREE, holder, owner)
                 elif alone and owner != 0 and holder not in (0, owner):
-                    entry.add(Check.OWNER, Why.FOREIGN_FREE, holder, owner)
+                    entry.add(Why.FOREIGN_FREE, holder, owner)
             dropped.add(slot)
             if not alone and owner in (0, holder):
                 space.owners[slot] = 0
@@ -72,7 +72,7 @@ def share(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
         named = _named(space, entry, slot)
         if named:
             if space.owner_known and before[slot] < REFERENCE:
-                entry.add(Check.OWNER, Why.SHARE_AFTER_FREE, owner, 0)
+                entry.add(Why.SHARE_AFTER_FREE, owner, 0)
             space.flags[slot] += REFERENCE
         _tell(entry, space, slot, named, owner)
 
@@ -82,7 +82,7 @@ def hand_over(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
         entry = Entry(space)
         named = _named(space, entry, slot)
         if named and space.owner_known and int(space.flags[slot]) < REFERENCE:
-            entry.add(Check.OWNER, Why.SHARE_AFTER_FREE, owner, 0)
+            entry.add(Why.SHARE_AFTER_FREE, owner, 0)
         _tell(entry, space, slot, named, owner)
         if named:
             space.owners[slot] = owner
@@ -101,9 +101,9 @@ def name(
         if named and space.owner_known:
             holder = int(space.owners[slot])
             if int(space.flags[slot]) < REFERENCE:
-                entry.add(Check.OWNER, Why.WRITE_AFTER_FREE, owner, 0)
+                entry.add(Why.WRITE_AFTER_FREE, owner, 0)
             elif owner != 0 and holder not in (0, owner):
-                entry.add(Check.OWNER, Why.OVERWRITE, owner, holder)
+                entry.add(Why.OVERWRITE, owner, holder)
         _tell(entry, space, slot, named, owner)
         if named:
             space.flags[slot] = (int(space.flags[slot]) & ~int(MARKS)) | int(marks[i])
@@ -123,7 +123,7 @@ def forget(space: SlotSpace, slots: torch.Tensor) -> None:
     for slot in slots.tolist():
         if not 0 <= slot < space.slots:
             entry = Entry(space)
-            entry.add(Check.BOUNDS, Why.OUT_OF_RANGE, slot, -1)
+            entry.add(Why.OUT_OF_RANGE, slot, -1)
             entry.report(Phase.LIFE, slot, UNKNOWN, 0, -1)
             continue
         flags = int(space.flags[slot])

@@ -9,7 +9,7 @@ import dataclasses
 
 import torch
 
-from ..buffers import Check, Phase
+from ..buffers import Phase
 from ..findings import Findings
 from .checks import _check_identity, _check_place
 from .space import RequestPlan, SlotSpace, Why
@@ -60,7 +60,7 @@ def _check_part(space: SlotSpace, listed: ListedSlots) -> None:
     findings = Findings(torch.ones_like(outside), space.checks)
     _check_place(findings, space, plan, slot, at, outside)
     token, expected = space.tokens[at].to(torch.int64), listed.tokens.unsqueeze(1)
-    findings.add(Check.TOKEN, Why.WRONG_TOKEN, (expected >= 0) & (token != expected), expected, token)
+    findings.add(Why.WRONG_TOKEN, (expected >= 0) & (token != expected), expected, token)
     before = listed.before.unsqueeze(1)
     known = (before >= 0) & (before < space.slots)
     _check_identity(findings, space, plan, at, torch.where(known, before, space.nowhere), position)

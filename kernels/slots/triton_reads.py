@@ -8,45 +8,41 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_shared import (
-    BOUNDS,
-    CHAIN,
-    CHAIN_BIT,
-    CHECKED,
-    COLUMNS,
-    FLAGS,
-    FOREIGN_READ,
-    FORWARDS,
-    INDEX,
-    LENGTH_DIFFERS,
-    NAMELESS,
-    NAMESPACE,
-    NEVER_WRITTEN,
-    NO_SUCH_ROW,
-    OTHER_NAMESPACE,
-    OUT_OF_RANGE,
-    OWNER_BIT,
-    PER_STEP,
-    PLANNED,
-    POISON,
-    PRE,
-    READ_AFTER_FREE,
-    READ_DIFFERS,
-    READ_WHILE_WRITTEN,
-    READS,
+from ..words import (
+    CHECK_BOUNDS,
+    COLUMN_FLAGS,
+    COLUMN_READS,
+    FLAG_NAMELESS,
+    FLAG_PLANNED,
+    FLAG_REJECTED,
+    FLAG_RESERVED,
+    FLAG_WRITTEN,
+    PHASE_PRE,
+    REASON_FOREIGN_READ,
+    REASON_LENGTH_DIFFERS,
+    REASON_NEVER_WRITTEN,
+    REASON_NO_SUCH_ROW,
+    REASON_OTHER_NAMESPACE,
+    REASON_OUT_OF_RANGE,
+    REASON_READ_AFTER_FREE,
+    REASON_READ_DIFFERS,
+    REASON_READ_WHILE_WRITTEN,
+    REASON_REJECTED_TOKEN,
+    REASON_RESERVED_SLOT,
+    REASON_ROW_TOO_NARROW,
+    REASON_WRONG_POSITION,
+    REASON_WRONG_PREDECESSOR,
+    REASON_WRONG_TOKEN,
     REFERENCE,
-    REJECTED,
-    REJECTED_TOKEN,
-    RESERVED,
-    RESERVED_SLOT,
-    ROW_TOO_NARROW,
-    TOKEN_BIT,
+    SPACE_CHECKED,
+    SPACE_COLUMNS,
+    SPACE_FORWARDS,
+    SPACE_WIDE,
     UNKNOWN,
-    WIDE,
-    WRITTEN,
-    WRONG_POSITION,
-    WRONG_PREDECESSOR,
-    WRONG_TOKEN,
+    WIDE_CHAIN,
+)
+from .triton_shared import (
+    PER_STEP,
     entry_of,
     expected_token,
     find_ends,
@@ -77,7 +73,7 @@ def open_kernel(
         clock = tl.load(clock_ptr) + 1
         tl.store(clock_ptr, clock)
         tl.store(listed_count_ptr, tl.zeros([], tl.int32))
-        tl.store(counters_ptr + FORWARDS, tl.load(counters_ptr + FORWARDS) + 1)
+        tl.store(counters_ptr + SPACE_FORWARDS, tl.load(counters_ptr + SPACE_FORWARDS) + 1)
         if PLAN:
             i = tl.arange(0, TOKENS).to(tl.int64)
             real = (i < n) & (i < tl.load(counts_ptr + 1)) & (i < total)
@@ -86,7 +82,7 @@ def open_kernel(
                 tl.debug_barrier()  # the ends
                 _, _, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING)
             plan_writes(planned_ptr, block_ptr, clock, slots, i, slot, real, mark)
-    if (BOUNDS & checks) != 0:
+    if (CHECK_BOUNDS & checks) != 0:
         request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         live = (request < bs) & (request < tl.load(counts_ptr))
         row = tl.load(row_ptr + request, mask=live, other=0).to(tl.int64)
@@ -97,21 +93,30 @@ def open_kernel(
         bits, why, stored, found = zero, zero, zero, zero
         bits, why, stored, found = note(
             bits, why, stored, found, live, (row < 0) | (row >= table_rows), zero + table_rows, row,
-            checks, BOUNDS, NO_SUCH_ROW,
+            checks, REASON_NO_SUCH_ROW,
         )  # fmt: skip
         bits, why, stored, found = note(
-            bits, why, stored, found, live, length > width, zero + width, length, checks, BOUNDS, ROW_TOO_NARROW
+            bits,
+            why,
+            stored,
+            found,
+            live,
+            length > width,
+            zero + width,
+            length,
+            checks,
+            REASON_ROW_TOO_NARROW,
         )
         owner = tl.load(owner_ptr + request, mask=live, other=0)
-        tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, -1, UNKNOWN, owner, -1, PRE)
+        tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, -1, UNKNOWN, owner, -1, PHASE_PRE)
 
 
 @triton.jit
 def is_named(block_ptr, slots, slot, mask):
     """Whether slots of the request table hold tokens with names."""
     known = mask & (slot >= 0) & (slot < slots)
-    flags = tl.load(block_ptr + tl.where(known, slot, slots) * COLUMNS + FLAGS, mask=known, other=0)
-    return known & ((flags & WRITTEN) != 0) & ((flags & NAMELESS) == 0)
+    flags = tl.load(block_ptr + tl.where(known, slot, slots) * SPACE_COLUMNS + COLUMN_FLAGS, mask=known, other=0)
+    return known & ((flags & FLAG_WRITTEN) != 0) & ((flags & FLAG_NAMELESS) == 0)
 
 
 @triton.jit
@@ -125,7 +130,7 @@ def chain_before(
         PAGE, HAS_MAP, RING,
     )  # fmt: skip
     known = is_named(block_ptr, slots, slot, mask)
-    return tl.where(known, tl.load(wide_ptr + tl.where(known, slot, slots) * WIDE + CHAIN), otherwise)
+    return tl.where(known, tl.load(wide_ptr + tl.where(known, slot, slots) * SPACE_WIDE + WIDE_CHAIN), otherwise)
 
 
 @triton.jit(do_not_specialize=PER_STEP)
@@ -161,16 +166,16 @@ def walk_kernel(
         outside = (slot < 0) | (slot >= slots)
         at = tl.where(outside, slots, slot)
         token, where, flags, chain, holder = entry_of(wide_ptr, at, live)
-        tl.atomic_add(counters_ptr + CHECKED, tl.sum(live.to(tl.int64), axis=0))
+        tl.atomic_add(counters_ptr + SPACE_CHECKED, tl.sum(live.to(tl.int64), axis=0))
 
-        reserved = (flags & RESERVED) != 0
+        reserved = (flags & FLAG_RESERVED) != 0
         there = live & (outside == 0) & (reserved == 0)
         free = flags < REFERENCE
         foreign = (holder != 0) & (owner != 0) & (holder != owner) & (flags < 2 * REFERENCE) & (free == 0)
-        written = (flags & WRITTEN) != 0
-        named = there & written & ((flags & NAMELESS) == 0)
-        rejected = there & written & ((flags & REJECTED) != 0)
-        planned = there & ((flags & PLANNED) != 0)
+        written = (flags & FLAG_WRITTEN) != 0
+        named = there & written & ((flags & FLAG_NAMELESS) == 0)
+        rejected = there & written & ((flags & FLAG_REJECTED) != 0)
+        planned = there & ((flags & FLAG_PLANNED) != 0)
         zero = tl.zeros_like(position)
         expected, wrong = token, named & (slots < 0)
         if HAS_HISTORY:
@@ -200,23 +205,32 @@ def walk_kernel(
                 PAGE, HAS_MAP, RING,
             )  # fmt: skip
             comparable = follows & is_named(block_ptr, slots, before, follows)
-            after = tl.load(wide_ptr + tl.where(comparable, before, slots) * WIDE + CHAIN) + link
+            after = tl.load(wide_ptr + tl.where(comparable, before, slots) * SPACE_WIDE + WIDE_CHAIN) + link
             broken = comparable & (chain != after)
             bits, why, stored, found = zero, zero, zero, zero
             bits, why, stored, found = note(
-                bits, why, stored, found, live, outside, slot, zero - 1, checks, BOUNDS, OUT_OF_RANGE
+                bits, why, stored, found, live, outside, slot, zero - 1, checks, REASON_OUT_OF_RANGE
             )
             bits, why, stored, found = note(
-                bits, why, stored, found, live, reserved & (outside == 0), slot, slot, checks, BOUNDS, RESERVED_SLOT
+                bits,
+                why,
+                stored,
+                found,
+                live,
+                reserved & (outside == 0),
+                slot,
+                slot,
+                checks,
+                REASON_RESERVED_SLOT,
             )
             bits, why, stored, found = note(
-                bits, why, stored, found, there, free, zero + owner, zero, checks, OWNER_BIT, READ_AFTER_FREE
+                bits, why, stored, found, there, free, zero + owner, zero, checks, REASON_READ_AFTER_FREE
             )
             bits, why, stored, found = note(
-                bits, why, stored, found, there, foreign, zero + owner, holder, checks, OWNER_BIT, FOREIGN_READ
+                bits, why, stored, found, there, foreign, zero + owner, holder, checks, REASON_FOREIGN_READ
             )
             bits, why, stored, found = note(
-                bits, why, stored, found, there, written == 0, zero, zero, checks, POISON, NEVER_WRITTEN
+                bits, why, stored, found, there, written == 0, zero, zero, checks, REASON_NEVER_WRITTEN
             )
             # which of the batch's requests writes the slot; two entries with one owner are one request
             number = tl.load(planned_ptr + at, mask=planned, other=0) + ((tl.load(clock_ptr).to(tl.int64) + 1) << 32)
@@ -227,30 +241,44 @@ def walk_kernel(
             whose = tl.load(owner_ptr + writer, mask=fresh, other=0)
             rival = fresh & (writer != request) & ((owner == 0) | (whose != owner))
             bits, why, stored, found = note(
-                bits, why, stored, found, there, rival, zero + owner, whose, checks, INDEX, READ_WHILE_WRITTEN
+                bits, why, stored, found, there, rival, zero + owner, whose, checks, REASON_READ_WHILE_WRITTEN
             )
             bits, why, stored, found = note(
-                bits, why, stored, found, there, rejected, zero, token, checks, TOKEN_BIT, REJECTED_TOKEN
+                bits, why, stored, found, there, rejected, zero, token, checks, REASON_REJECTED_TOKEN
             )
             bits, why, stored, found = note(
-                bits, why, stored, found, named, wrong, expected, token, checks, TOKEN_BIT, WRONG_TOKEN
+                bits, why, stored, found, named, wrong, expected, token, checks, REASON_WRONG_TOKEN
             )
             bits, why, stored, found = note(
-                bits, why, stored, found, named, misplaced, position, where, checks, CHAIN_BIT, WRONG_POSITION
+                bits, why, stored, found, named, misplaced, position, where, checks, REASON_WRONG_POSITION
             )
             bits, why, stored, found = note(
-                bits, why, stored, found, named, strange, start, chain, checks, NAMESPACE, OTHER_NAMESPACE
+                bits, why, stored, found, named, strange, start, chain, checks, REASON_OTHER_NAMESPACE
             )
             bits, why, stored, found = note(
-                bits, why, stored, found, named, broken, after, chain, checks, CHAIN_BIT, WRONG_PREDECESSOR
+                bits, why, stored, found, named, broken, after, chain, checks, REASON_WRONG_PREDECESSOR
             )
             detail = tl.where(outside, -1, token)
-            tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, owner, detail, PRE)
+            tell(
+                words_ptr,
+                ring_ptr,
+                capacity,
+                source,
+                bits,
+                why,
+                stored,
+                found,
+                slot,
+                position,
+                owner,
+                detail,
+                PHASE_PRE,
+            )
         # the slots found sound are listed once, however many requests share them, for the layers' content checks
         turn = (tl.load(counts_ptr + 2) % every).to(tl.int32)
         due = live & (outside == 0) & written & (flags >= REFERENCE) & ((at.to(tl.int32) + turn) % every == 0)
         clock = tl.load(clock_ptr)
-        read = tl.atomic_xchg(block_ptr + at * COLUMNS + READS, tl.zeros_like(flags) + clock, mask=due)
+        read = tl.atomic_xchg(block_ptr + at * SPACE_COLUMNS + COLUMN_READS, tl.zeros_like(flags) + clock, mask=due)
         fresh = (due & (read != clock)).to(tl.int32)
         count = tl.sum(fresh, axis=0)
         if count > 0:
@@ -281,13 +309,13 @@ def reads_kernel(
             bits, why, stored, found = zero, zero, zero, zero
             bits, why, stored, found = note(
                 bits, why, stored, found, once, given > room + zero, zero + room, zero + given,
-                checks, BOUNDS, ROW_TOO_NARROW,
+                checks, REASON_ROW_TOO_NARROW,
             )  # fmt: skip
             bits, why, stored, found = note(
                 bits, why, stored, found, once, given + zero != total, zero + total, zero + given,
-                checks, INDEX, LENGTH_DIFFERS,
+                checks, REASON_LENGTH_DIFFERS,
             )  # fmt: skip
-            tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, -1, UNKNOWN, owner, -1, PRE)
+            tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, -1, UNKNOWN, owner, -1, PHASE_PRE)
         live = (position < tl.minimum(tl.minimum(given, total), room)) & (position > total - 1 - window)
         page = tl.load(
             pages_ptr + request * pages_stride + position // SIZE * pages_step, mask=live, other=0
@@ -299,6 +327,6 @@ def reads_kernel(
         )  # fmt: skip
         bits, why, stored, found = zero, zero, zero, zero
         bits, why, stored, found = note(
-            bits, why, stored, found, live, got != slot, slot, got, checks, INDEX, READ_DIFFERS
+            bits, why, stored, found, live, got != slot, slot, got, checks, REASON_READ_DIFFERS
         )
-        tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, owner, -1, PRE)
+        tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, owner, -1, PHASE_PRE)

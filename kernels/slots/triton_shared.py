@@ -8,77 +8,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import buffers
-from ..buffers import Check, Phase, Ring, Word
-from . import chain
-from . import space as slot_space
-from .space import Column, Flag, SpaceCount, Why
-
-MIX_A: tl.constexpr = tl.constexpr(chain.mix_constants()[0])
-MIX_B: tl.constexpr = tl.constexpr(chain.mix_constants()[1])
-MIX_C: tl.constexpr = tl.constexpr(chain.mix_constants()[2])
-SEED: tl.constexpr = tl.constexpr(chain.SEED)
-UNKNOWN: tl.constexpr = tl.constexpr(buffers.UNKNOWN)
-
-COLUMNS: tl.constexpr = tl.constexpr(slot_space.COLUMNS)
-WIDE: tl.constexpr = tl.constexpr(slot_space.COLUMNS // 2)
-TOKEN: tl.constexpr = tl.constexpr(int(Column.TOKEN))
-POSITION: tl.constexpr = tl.constexpr(int(Column.POSITION))
-FLAGS: tl.constexpr = tl.constexpr(int(Column.FLAGS))
-READS: tl.constexpr = tl.constexpr(int(Column.READS))
-CHAIN: tl.constexpr = tl.constexpr(int(Column.CHAIN) // 2)
-OWNER: tl.constexpr = tl.constexpr(int(Column.OWNER) // 2)
-
-WRITTEN: tl.constexpr = tl.constexpr(int(Flag.WRITTEN))
-RESERVED: tl.constexpr = tl.constexpr(int(Flag.RESERVED))
-PLANNED: tl.constexpr = tl.constexpr(int(Flag.PLANNED))
-NAMELESS: tl.constexpr = tl.constexpr(int(Flag.NAMELESS))
-REJECTED: tl.constexpr = tl.constexpr(int(Flag.REJECTED))
-REFERENCE: tl.constexpr = tl.constexpr(slot_space.REFERENCE)
-
-FORWARDS: tl.constexpr = tl.constexpr(int(SpaceCount.FORWARDS))
-CHECKED: tl.constexpr = tl.constexpr(int(SpaceCount.CHECKED))
-RECORDED: tl.constexpr = tl.constexpr(int(SpaceCount.RECORDED))
-
-BOUNDS: tl.constexpr = tl.constexpr(int(Check.BOUNDS))
-POISON: tl.constexpr = tl.constexpr(int(Check.POISON))
-CHAIN_BIT: tl.constexpr = tl.constexpr(int(Check.CHAIN))
-INDEX: tl.constexpr = tl.constexpr(int(Check.INDEX))
-OWNER_BIT: tl.constexpr = tl.constexpr(int(Check.OWNER))
-NAMESPACE: tl.constexpr = tl.constexpr(int(Check.NAMESPACE))
-TOKEN_BIT: tl.constexpr = tl.constexpr(int(Check.TOKEN))
-
-OUT_OF_RANGE: tl.constexpr = tl.constexpr(int(Why.OUT_OF_RANGE))
-RESERVED_SLOT: tl.constexpr = tl.constexpr(int(Why.RESERVED_SLOT))
-PLANNED_TWICE: tl.constexpr = tl.constexpr(int(Why.PLANNED_TWICE))
-ROW_TOO_NARROW: tl.constexpr = tl.constexpr(int(Why.ROW_TOO_NARROW))
-NO_SUCH_ROW: tl.constexpr = tl.constexpr(int(Why.NO_SUCH_ROW))
-READ_AFTER_FREE: tl.constexpr = tl.constexpr(int(Why.READ_AFTER_FREE))
-FOREIGN_READ: tl.constexpr = tl.constexpr(int(Why.FOREIGN_READ))
-WRITE_AFTER_FREE: tl.constexpr = tl.constexpr(int(Why.WRITE_AFTER_FREE))
-OVERWRITE: tl.constexpr = tl.constexpr(int(Why.OVERWRITE))
-WRITE_SHARED: tl.constexpr = tl.constexpr(int(Why.WRITE_SHARED))
-NEVER_WRITTEN: tl.constexpr = tl.constexpr(int(Why.NEVER_WRITTEN))
-WRONG_POSITION: tl.constexpr = tl.constexpr(int(Why.WRONG_POSITION))
-WRONG_PREDECESSOR: tl.constexpr = tl.constexpr(int(Why.WRONG_PREDECESSOR))
-OTHER_NAMESPACE: tl.constexpr = tl.constexpr(int(Why.OTHER_NAMESPACE))
-WRITTEN_BEFORE: tl.constexpr = tl.constexpr(int(Why.WRITTEN_BEFORE))
-WRONG_TOKEN: tl.constexpr = tl.constexpr(int(Why.WRONG_TOKEN))
-REJECTED_TOKEN: tl.constexpr = tl.constexpr(int(Why.REJECTED_TOKEN))
-NOT_PLANNED: tl.constexpr = tl.constexpr(int(Why.NOT_THE_PLANNED_SLOT))
-TABLE_DIFFERS: tl.constexpr = tl.constexpr(int(Why.TABLE_DIFFERS))
-READ_DIFFERS: tl.constexpr = tl.constexpr(int(Why.READ_DIFFERS))
-LENGTH_DIFFERS: tl.constexpr = tl.constexpr(int(Why.LENGTH_DIFFERS))
-PADDING_WRITES: tl.constexpr = tl.constexpr(int(Why.PADDING_WRITES))
-READ_WHILE_WRITTEN: tl.constexpr = tl.constexpr(int(Why.READ_WHILE_WRITTEN))
-
-PRE: tl.constexpr = tl.constexpr(int(Phase.PRE))
-POST: tl.constexpr = tl.constexpr(int(Phase.POST))
-HEAD: tl.constexpr = tl.constexpr(int(Word.HEAD))
-DRAINED: tl.constexpr = tl.constexpr(int(Word.DRAINED))
-STEP: tl.constexpr = tl.constexpr(int(Word.STEP))
-FORWARD: tl.constexpr = tl.constexpr(int(Word.FORWARD))
-RING: tl.constexpr = tl.constexpr(len(Ring))
+from ..triton_ring import append
+from ..words import (
+    COLUMN_FLAGS,
+    MIX_A,
+    MIX_B,
+    MIX_C,
+    REASONS_BELOW,
+    SEED,
+    SPACE_COLUMNS,
+    SPACE_WIDE,
+    UNKNOWN,
+    WIDE_CHAIN,
+    WIDE_OWNER,
+)
 
 #: Arguments that differ between steps, pools and sessions: Triton would compile a kernel anew for each value of 1 and
 #: for each multiple of 16.
@@ -127,8 +70,10 @@ def table_slot(
 
 
 @triton.jit
-def note(bits, why, stored, found, live, bad, expected, got, checks, CHECK: tl.constexpr, WHY: tl.constexpr):
+def note(bits, why, stored, found, live, bad, expected, got, checks, REASON: tl.constexpr):
     """Note a failed check, if it is one of ``checks``: every one leaves its bit, the first is the one that is told."""
+    CHECK: tl.constexpr = REASON // REASONS_BELOW
+    WHY: tl.constexpr = REASON % REASONS_BELOW
     bad = bad & live & ((checks & CHECK) != 0)
     # not (bits == 0): Triton 3.6 compiled that to false for some checks on an H200; the random plans show it
     first = bad & (why == 0)
@@ -145,26 +90,11 @@ def tell(
     PHASE: tl.constexpr,
 ):  # fmt: skip
     """Append a ring row for each lane with a failure; rows without room are counted and dropped."""
-    mask = bits != 0
     if tl.max(bits, axis=0) != 0:
-        zero = tl.zeros_like(bits)
-        number = tl.atomic_add(words_ptr + HEAD + zero, zero + 1, mask=mask)
-        keep = mask & (number - tl.load(words_ptr + DRAINED) < capacity)
-        at = ring_ptr + (number % capacity) * RING
-        tl.store(at + 0, tl.load(words_ptr + STEP) + zero, mask=keep)
-        tl.store(at + 1, zero + source, mask=keep)
-        tl.store(at + 2, bits, mask=keep)
-        tl.store(at + 3, zero + PHASE, mask=keep)
-        tl.store(at + 4, zero, mask=keep)
-        tl.store(at + 5, zero + slot, mask=keep)
-        tl.store(at + 6, zero + UNKNOWN, mask=keep)
-        tl.store(at + 7, stored, mask=keep)
-        tl.store(at + 8, found, mask=keep)
-        tl.store(at + 9, zero + detail, mask=keep)
-        tl.store(at + 10, zero + request, mask=keep)
-        tl.store(at + 11, zero + position, mask=keep)
-        tl.store(at + 12, why, mask=keep)
-        tl.store(at + 13, tl.load(words_ptr + FORWARD) + zero, mask=keep)
+        append(
+            words_ptr, ring_ptr, capacity, bits != 0, source, bits, PHASE, 0, slot, UNKNOWN, stored, found, detail,
+            request, position, why,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -240,7 +170,7 @@ def plan_writes(planned_ptr, block_ptr, clock, slots, i, slot, real, mark):
     real = real & (slot >= 0) & (slot < slots)
     at = tl.where(real, slot, slots)
     tl.atomic_min(planned_ptr + at, i - ((clock.to(tl.int64) + 1) << 32), mask=real)
-    tl.atomic_or(block_ptr + at * COLUMNS + FLAGS, tl.zeros_like(at).to(tl.int32) + mark, mask=real)
+    tl.atomic_or(block_ptr + at * SPACE_COLUMNS + COLUMN_FLAGS, tl.zeros_like(at).to(tl.int32) + mark, mask=real)
 
 
 @triton.jit
@@ -250,9 +180,9 @@ def entry_of(wide_ptr, at, mask):
     A tile of a slot's 32 bytes, taken apart afterwards, was slower: 20.4 us against 15.7 us for the walk of 64
     requests of 4,096 tokens (H200, Triton 3.6).
     """
-    base = wide_ptr + at * WIDE
+    base = wide_ptr + at * SPACE_WIDE
     who = tl.load(base, mask=mask, other=0)
     state = tl.load(base + 1, mask=mask, other=0)
-    chain = tl.load(base + CHAIN, mask=mask, other=0)
-    owner = tl.load(base + OWNER, mask=mask, other=0)
+    chain = tl.load(base + WIDE_CHAIN, mask=mask, other=0)
+    owner = tl.load(base + WIDE_OWNER, mask=mask, other=0)
     return who.to(tl.int32).to(tl.int64), who >> 32, state.to(tl.int32), chain, owner

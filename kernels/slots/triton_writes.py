@@ -9,40 +9,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_shared import (
-    BOUNDS,
-    CHAIN,
-    CHAIN_BIT,
-    COLUMNS,
-    FLAGS,
-    INDEX,
-    NAMELESS,
-    NOT_PLANNED,
-    OUT_OF_RANGE,
-    OVERWRITE,
-    OWNER_BIT,
-    PADDING_WRITES,
-    PER_STEP,
-    PLANNED,
-    PLANNED_TWICE,
-    POSITION,
-    POST,
-    PRE,
-    RECORDED,
+from ..words import (
+    COLUMN_FLAGS,
+    COLUMN_POSITION,
+    COLUMN_TOKEN,
+    FLAG_NAMELESS,
+    FLAG_PLANNED,
+    FLAG_REJECTED,
+    FLAG_RESERVED,
+    FLAG_WRITTEN,
+    PHASE_POST,
+    PHASE_PRE,
+    REASON_NOT_THE_PLANNED_SLOT,
+    REASON_OUT_OF_RANGE,
+    REASON_OVERWRITE,
+    REASON_PADDING_WRITES,
+    REASON_PLANNED_TWICE,
+    REASON_RESERVED_SLOT,
+    REASON_TABLE_DIFFERS,
+    REASON_WRITE_AFTER_FREE,
+    REASON_WRITE_SHARED,
+    REASON_WRITTEN_BEFORE,
+    REASON_WRONG_POSITION,
+    REASON_WRONG_TOKEN,
     REFERENCE,
-    REJECTED,
-    RESERVED,
-    RESERVED_SLOT,
-    TABLE_DIFFERS,
-    TOKEN,
-    TOKEN_BIT,
-    WIDE,
-    WRITE_AFTER_FREE,
-    WRITE_SHARED,
-    WRITTEN,
-    WRITTEN_BEFORE,
-    WRONG_POSITION,
-    WRONG_TOKEN,
+    SPACE_COLUMNS,
+    SPACE_RECORDED,
+    SPACE_WIDE,
+    WIDE_CHAIN,
+)
+from .triton_shared import (
+    PER_STEP,
     entry_of,
     expected_token,
     find_ends,
@@ -103,9 +100,9 @@ def writes_kernel(
     tl.store(real_ptr + i, tl.where(real & (outside == 0), slot, -1), mask=i < n)
     at = tl.where(outside, slots, slot)
     _, _, flags, _, holder = entry_of(wide_ptr, at, counted)
-    reserved = (flags & RESERVED) != 0
+    reserved = (flags & FLAG_RESERVED) != 0
     # the walk is over
-    tl.store(block_ptr + at * COLUMNS + FLAGS, flags & (-1 - PLANNED), mask=real & (outside == 0))
+    tl.store(block_ptr + at * SPACE_COLUMNS + COLUMN_FLAGS, flags & (-1 - FLAG_PLANNED), mask=real & (outside == 0))
 
     # tokens of a long prefill that no later forward reads are rightly stored nowhere
     newest = tl.load(prefix_ptr + request, mask=real, other=0).to(tl.int64) - 1
@@ -118,32 +115,26 @@ def writes_kernel(
     if HAS_PADDING:
         astray = padded & (outside == 0) & (reserved == 0)
         bits, why, stored, found = note(
-            bits, why, stored, found, counted, astray, slot, slot, checks, BOUNDS, PADDING_WRITES
+            bits, why, stored, found, counted, astray, slot, slot, checks, REASON_PADDING_WRITES
         )
     bits, why, stored, found = note(
-        bits, why, stored, found, real, outside, slot, zero - 1, checks, BOUNDS, OUT_OF_RANGE
+        bits, why, stored, found, real, outside, slot, zero - 1, checks, REASON_OUT_OF_RANGE
     )
     bits, why, stored, found = note(
-        bits, why, stored, found, real, reserved & (outside == 0), slot, slot, checks, BOUNDS, RESERVED_SLOT
+        bits, why, stored, found, real, reserved & (outside == 0), slot, slot, checks, REASON_RESERVED_SLOT
     )
     there = real & (outside == 0) & (reserved == 0)
     epoch = (tl.load(clock_ptr).to(tl.int64) + 1) << 32
     earlier = tl.load(planned_ptr + at, mask=there, other=0) + epoch < i
-    bits, why, stored, found = note(bits, why, stored, found, there, earlier, slot, slot, checks, BOUNDS, PLANNED_TWICE)
+    bits, why, stored, found = note(bits, why, stored, found, there, earlier, slot, slot, checks, REASON_PLANNED_TWICE)
     free, shared = flags < REFERENCE, flags >= 2 * REFERENCE
     foreign = (holder != 0) & (owner != 0) & (holder != owner) & (free == 0) & (shared == 0)
+    bits, why, stored, found = note(bits, why, stored, found, there, free, owner, zero, checks, REASON_WRITE_AFTER_FREE)
+    bits, why, stored, found = note(bits, why, stored, found, there, shared, owner, holder, checks, REASON_WRITE_SHARED)
+    bits, why, stored, found = note(bits, why, stored, found, there, foreign, owner, holder, checks, REASON_OVERWRITE)
+    rewritten = ((flags & FLAG_WRITTEN) != 0) & (once != 0)
     bits, why, stored, found = note(
-        bits, why, stored, found, there, free, owner, zero, checks, OWNER_BIT, WRITE_AFTER_FREE
-    )
-    bits, why, stored, found = note(
-        bits, why, stored, found, there, shared, owner, holder, checks, OWNER_BIT, WRITE_SHARED
-    )
-    bits, why, stored, found = note(
-        bits, why, stored, found, there, foreign, owner, holder, checks, OWNER_BIT, OVERWRITE
-    )
-    rewritten = ((flags & WRITTEN) != 0) & (once != 0)
-    bits, why, stored, found = note(
-        bits, why, stored, found, there, rewritten, owner, holder, checks, OWNER_BIT, WRITTEN_BEFORE
+        bits, why, stored, found, there, rewritten, owner, holder, checks, REASON_WRITTEN_BEFORE
     )
     if HAS_TABLE:
         row = tl.load(row_ptr + request, mask=there, other=-1).to(tl.int64)
@@ -155,12 +146,21 @@ def writes_kernel(
             PAGE, HAS_MAP, RING,
         )  # fmt: skip
         bits, why, stored, found = note(
-            bits, why, stored, found, there, fits & (planned != slot), slot, planned, checks, INDEX, TABLE_DIFFERS
+            bits,
+            why,
+            stored,
+            found,
+            there,
+            fits & (planned != slot),
+            slot,
+            planned,
+            checks,
+            REASON_TABLE_DIFFERS,
         )
     if HAS_POSITIONS:
         given = tl.load(position_ptr + i, mask=there, other=0).to(tl.int64)
         bits, why, stored, found = note(
-            bits, why, stored, found, there, given != position, position, given, checks, CHAIN_BIT, WRONG_POSITION
+            bits, why, stored, found, there, given != position, position, given, checks, REASON_WRONG_POSITION
         )
     if HAS_HISTORY:
         valid, expected = expected_token(
@@ -168,9 +168,9 @@ def writes_kernel(
         )
         bits, why, stored, found = note(
             bits, why, stored, found, there, valid & (token != expected), expected, token,
-            checks, TOKEN_BIT, WRONG_TOKEN,
+            checks, REASON_WRONG_TOKEN,
         )  # fmt: skip
-    tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, owner, token, PRE)
+    tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, owner, token, PHASE_PRE)
 
 
 @triton.jit
@@ -179,7 +179,9 @@ def kept_tokens(block_ptr, slots, slot_ptr, i, real):
     slot = tl.load(slot_ptr + i, mask=real, other=-1).to(tl.int64)
     kept = real & (slot >= 0) & (slot < slots)
     at = tl.where(kept, slot, slots)
-    return at, kept & ((tl.load(block_ptr + at * COLUMNS + FLAGS, mask=kept, other=0) & RESERVED) == 0)
+    return at, kept & (
+        (tl.load(block_ptr + at * SPACE_COLUMNS + COLUMN_FLAGS, mask=kept, other=0) & FLAG_RESERVED) == 0
+    )
 
 
 @triton.jit(do_not_specialize=PER_STEP)
@@ -214,7 +216,7 @@ def links_kernel(
             mine, PAGE, HAS_MAP, RING,
         )  # fmt: skip
         known = mine & (prefix > 0) & (slot >= 0) & (slot < slots)
-        last = tl.load(wide_ptr + tl.where(known, slot, slots) * WIDE + CHAIN, mask=known, other=0)
+        last = tl.load(wide_ptr + tl.where(known, slot, slots) * SPACE_WIDE + WIDE_CHAIN, mask=known, other=0)
         chain = tl.where(known, last, chain)
     tl.store(before_ptr + i, chain, mask=mine)
 
@@ -249,13 +251,13 @@ def store_kernel(
         skipped = tl.load(links_ptr + head - 1, mask=head % BLOCK != 0, other=0)
         chain += tl.where(last + 1 < begin, tl.sum(carry, axis=0) - skipped, 0)
     chain += tl.load(before_ptr + request, mask=kept, other=0)
-    entry = block_ptr + at * COLUMNS
-    flags = tl.load(entry + FLAGS, mask=kept, other=0)
-    tl.store(entry + TOKEN, token.to(tl.int32), mask=kept)
-    tl.store(entry + POSITION, position.to(tl.int32), mask=kept)
-    tl.store(entry + FLAGS, (flags | WRITTEN) & (-1 - NAMELESS - REJECTED), mask=kept)
-    tl.store(wide_ptr + at * WIDE + CHAIN, chain, mask=kept)
-    tl.atomic_add(counters_ptr + RECORDED, tl.sum(kept.to(tl.int64), axis=0))
+    entry = block_ptr + at * SPACE_COLUMNS
+    flags = tl.load(entry + COLUMN_FLAGS, mask=kept, other=0)
+    tl.store(entry + COLUMN_TOKEN, token.to(tl.int32), mask=kept)
+    tl.store(entry + COLUMN_POSITION, position.to(tl.int32), mask=kept)
+    tl.store(entry + COLUMN_FLAGS, (flags | FLAG_WRITTEN) & (-1 - FLAG_NAMELESS - FLAG_REJECTED), mask=kept)
+    tl.store(wide_ptr + at * SPACE_WIDE + WIDE_CHAIN, chain, mask=kept)
+    tl.atomic_add(counters_ptr + SPACE_RECORDED, tl.sum(kept.to(tl.int64), axis=0))
 
 
 @triton.jit(do_not_specialize=PER_STEP)
@@ -274,16 +276,18 @@ def received_kernel(
     live = counted
     if HAS_PADDING:  # padding may have got any reserved slot, or none
         inside = counted & (got >= 0) & (got < slots)
-        flags = tl.load(block_ptr + tl.where(inside, got, slots) * COLUMNS + FLAGS, mask=inside, other=RESERVED)
+        flags = tl.load(
+            block_ptr + tl.where(inside, got, slots) * SPACE_COLUMNS + COLUMN_FLAGS, mask=inside, other=FLAG_RESERVED
+        )
         padded = of_padding(row_ptr, request, counted, padding, HAS_PADDING)
-        live = counted & ((padded == 0) | ((flags & RESERVED) == 0))
+        live = counted & ((padded == 0) | ((flags & FLAG_RESERVED) == 0))
     zero = tl.zeros_like(i)
     bits, why, stored, found = zero, zero, zero, zero
     bits, why, stored, found = note(
-        bits, why, stored, found, live, got != planned, planned, got, checks, INDEX, NOT_PLANNED
+        bits, why, stored, found, live, got != planned, planned, got, checks, REASON_NOT_THE_PLANNED_SLOT
     )
     failed = bits != 0
     position = tl.load(prefix_ptr + request, mask=failed, other=0).to(tl.int64) + place
     owner = tl.load(owner_ptr + request, mask=failed, other=0)
     token = tl.load(token_ptr + i, mask=failed, other=0).to(tl.int64)
-    tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, planned, position, owner, token, POST)
+    tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, planned, position, owner, token, PHASE_POST)

@@ -8,11 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..buffers import NOT_WRITTEN
-from ..content.triton_half import _ROW_COLUMNS, _ROW_NEXT, _ROW_ORIGIN, _UNKNOWN
-
-_NOT_WRITTEN: tl.constexpr = tl.constexpr(NOT_WRITTEN)
-_ROW_LENGTH: tl.constexpr = tl.constexpr(2)
+from ..words import (
+    NOWHERE_WRITTEN,
+    ROW_COLUMNS,
+    ROW_LENGTH,
+    ROW_NEXT,
+    ROW_ORIGIN,
+    UNKNOWN,
+)
 
 #: Where a row's origin comes from: its last token's position, its own indices, or how far a rolling window moved.
 FROM_POSITIONS, FROM_INDICES, FROM_WINDOW = 0, 1, 2
@@ -82,12 +85,12 @@ def resolve_kernel(
 def first_kernel(slot_ptr, n, first_ptr, positions, BLOCK: tl.constexpr):  # int64 [n], int32 [rows]
     """The lowest position written in each row; one program a row."""
     row = tl.program_id(0).to(tl.int64)
-    lowest = tl.full([BLOCK], _NOT_WRITTEN, tl.int64)
+    lowest = tl.full([BLOCK], NOWHERE_WRITTEN, tl.int64)
     for i0 in range(0, n, BLOCK):
         i = i0 + tl.arange(0, BLOCK)
         slot = tl.load(slot_ptr + i, mask=i < n, other=-1)
         mine = (slot >= 0) & (slot // positions == row)
-        lowest = tl.minimum(lowest, tl.where(mine, slot % positions, _NOT_WRITTEN))
+        lowest = tl.minimum(lowest, tl.where(mine, slot % positions, NOWHERE_WRITTEN))
     tl.store(first_ptr + row, tl.min(lowest, axis=0).to(tl.int32))
 
 
@@ -109,18 +112,18 @@ def rows_kernel(
         written += mine.to(tl.int64)
     last = tl.max(highest, axis=0)
     length = tl.sum(written, axis=0)
-    at = rows_ptr + row * _ROW_COLUMNS
+    at = rows_ptr + row * ROW_COLUMNS
     if SOURCE == _FROM_POSITIONS:
         origin = tl.load(last_ptr + row * last_stride).to(tl.int64) - last
     elif SOURCE == _FROM_INDICES:
         origin = tl.zeros_like(last)
     else:
-        before = tl.load(at + _ROW_ORIGIN).to(tl.int64)
-        known = (before != _UNKNOWN) & (moved > 0)
-        origin = tl.where(known, before + tl.load(at + _ROW_NEXT) + moved - positions, _UNKNOWN)
+        before = tl.load(at + ROW_ORIGIN).to(tl.int64)
+        known = (before != UNKNOWN) & (moved > 0)
+        origin = tl.where(known, before + tl.load(at + ROW_NEXT) + moved - positions, UNKNOWN)
     if moved >= 0:
         length = tl.zeros_like(last) + moved
     if last >= 0:
-        tl.store(at + _ROW_NEXT, (last + 1).to(tl.int32))
-        tl.store(at + _ROW_ORIGIN, origin.to(tl.int32))
-        tl.store(at + _ROW_LENGTH, length.to(tl.int32))
+        tl.store(at + ROW_NEXT, (last + 1).to(tl.int32))
+        tl.store(at + ROW_ORIGIN, origin.to(tl.int32))
+        tl.store(at + ROW_LENGTH, length.to(tl.int32))

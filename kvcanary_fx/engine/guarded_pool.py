@@ -315,7 +315,7 @@ class EnginePool:
             flags = rival.space.flags[at]
             taken = (flags >= REFERENCE) & ((flags & int(Flag.RESERVED)) == 0)
             findings = Findings(torch.ones_like(taken), self.space.checks)
-            findings.add(Check.OWNER, Why.DOUBLE_ALLOCATE, taken, rival.space.owners[at], owner)
+            findings.add(Why.DOUBLE_ALLOCATE, taken, rival.space.owners[at], owner)
             findings.report(
                 self.space.control, self.space.space_id, Phase.LIFE, at, request=owner, detail=rival.space.tokens[at]
             )
@@ -324,7 +324,7 @@ class EnginePool:
         """Report slots that the pool does not have."""
         outside = (slots < 0) | (slots >= self.space.slots)
         findings = Findings(outside, self.space.checks)
-        findings.add(Check.BOUNDS, Why.OUT_OF_RANGE, outside, slots, -1)
+        findings.add(Why.OUT_OF_RANGE, outside, slots, -1)
         findings.report(self.space.control, self.space.space_id, Phase.LIFE, slots, detail=-1)
 
     def _name(

@@ -8,7 +8,7 @@ from ..kernels.buffers import Check, HalfBuffers, Phase, RowState
 from ..kernels.content.cpu import digest_rows, packed
 from ..kernels.content.digest import coefficients, seeds
 from ..kernels.findings import Findings
-from ..kernels.slots.space import SlotSpace, Why
+from ..kernels.slots.space import SlotSpace
 from ..kernels.writes.layout import SlotLayout
 from ..reports.violation import HalfInfo
 from ..runtime.registry import Place, PoolHalf, PoolRegistry
@@ -53,7 +53,7 @@ class Scales:
             stored, found = half.buffers.digest.clone(), _digest(half, tensor)
             bad = (stored != found).any(0)
             findings = Findings(torch.ones_like(bad), self._space.checks)
-            findings.add(Check.CONTENT, Why.NONE, bad, packed(stored), packed(found))
+            findings.add(Check.CONTENT, bad, packed(stored), packed(found))
             findings.report(self._space.control, half.id, Phase.PRE, torch.zeros_like(bad, dtype=torch.int64))
             half.buffers.digest.copy_(found)
 

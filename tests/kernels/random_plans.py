@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from kvcanary_fx.kernels.buffers import Check, Control, Word
+from kvcanary_fx.kernels.checks import CHECKS, Check, bits_of
+from kvcanary_fx.kernels.ring import Control, Word
 from kvcanary_fx.kernels.slots import (
     checks as request_checks,
 )
@@ -33,7 +34,7 @@ from kvcanary_fx.kernels.slots import (
 )
 from kvcanary_fx.kernels.slots.space import RequestPlan, SlotSpace
 
-ALL = Check.BOUNDS | Check.POISON | Check.CHAIN | Check.INDEX | Check.OWNER | Check.NAMESPACE | Check.TOKEN
+ALL = bits_of(tuple(CHECKS))
 
 
 def _together(checks: ModuleType) -> Any:

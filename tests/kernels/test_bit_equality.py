@@ -13,8 +13,9 @@ import pytest
 import torch
 from scenes import ALL_CHECKS, play, random_scene, random_step, to_device
 
-from kvcanary_fx.kernels import buffers
-from kvcanary_fx.kernels.buffers import Check, Count, Gate, HalfBuffers, Ring, RowState, Word
+from kvcanary_fx.kernels import buffers, words
+from kvcanary_fx.kernels.buffers import Check, Count, Gate, HalfBuffers, Ring, Word
+from kvcanary_fx.kernels.checks import REASONS
 from kvcanary_fx.kernels.content import (
     cpu,
     gpu,
@@ -25,13 +26,7 @@ from kvcanary_fx.kernels.content import (
 from kvcanary_fx.kernels.content import (
     naive as reference,
 )
-from kvcanary_fx.kernels.content import (
-    triton_half as triton_kernels,
-)
-from kvcanary_fx.kernels.content import (
-    triton_layer as triton_records,
-)
-from kvcanary_fx.kernels.slots.space import SlotSpace
+from kvcanary_fx.kernels.slots.space import Column, SlotSpace
 from kvcanary_fx.kernels.writes.layout import SlotLayout
 
 SEEDS = int(os.environ.get("CANARY_TEST_SEEDS", "300"))
@@ -76,33 +71,14 @@ def test_gpu_equals_reference_on_random_plans(block):
         _compare(gpu, seed, "cuda")
 
 
-def test_constants_of_the_kernels_are_those_of_the_buffers():
-    pairs = {
-        "_HEAD": Word.HEAD,
-        "_DRAINED": Word.DRAINED,
-        "_STEP": Word.STEP,
-        "_BOXED": Word.BOXED,
-        "_FORWARD": Word.FORWARD,
-        "_GATE_STEP": Gate.STEP,
-        "_LENIENT_NEXT": Gate.LENIENT_NEXT,
-        "_LENIENT_NOW": Gate.LENIENT_NOW,
-        "_GATE_OPS": Gate.OPS,
-        "_VERIFY_RUNS": Count.VERIFY_RUNS,
-        "_RECORD_RUNS": Count.RECORD_RUNS,
-        "_CHECKED": Count.CHECKED,
-        "_RECORDED": Count.RECORDED,
-        "_ADOPTED": Count.ADOPTED,
-        "_ROW_NEXT": RowState.NEXT,
-        "_ROW_ORIGIN": RowState.ORIGIN,
-        "_ROW_COLUMNS": len(RowState),
-        "_RING_COLUMNS": len(Ring),
-        "_CONTENT_BIT": buffers.Check.CONTENT,
-        "_POISON_BIT": buffers.Check.POISON,
-        "_INDEX_BIT": buffers.Check.INDEX,
-    }
-    for name, value in pairs.items():
-        assert getattr(triton_kernels, name).value == int(value), name
-    assert triton_records._OPERAND_BIT.value == buffers.Check.OPERAND
+def test_words_of_the_kernels_are_those_of_the_table_and_the_buffers():
+    for why, row in REASONS.items():
+        assert divmod(getattr(words, f"REASON_{why.name}").value, words.REASONS_BELOW.value) == (row.check, why)
+    assert words.RING_FOUND.value == Ring.FOUND
+    assert words.WIDE_OWNER.value * 2 == Column.OWNER
+    for name in ("WHY_OVERWRITTEN", "RING_", "HEAD"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(words, name)
 
 
 #: Each implementation with the device it runs on here; the interpreter runs the GPU kernels on the CPU.

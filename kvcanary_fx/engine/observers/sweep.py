@@ -107,12 +107,12 @@ class Sweep:
         outside = (slots < 0) | (slots >= space.slots)
         at = torch.where(outside, space.nowhere, slots)
         findings = Findings(torch.ones_like(outside), space.checks)
-        findings.add(Check.BOUNDS, Why.OUT_OF_RANGE, outside, slots, -1)
+        findings.add(Why.OUT_OF_RANGE, outside, slots, -1)
         findings.stop(outside)
         if space.owner_known:
-            findings.add(Check.OWNER, Why.READ_AFTER_FREE, space.flags[at] < REFERENCE, 0, 0)
+            findings.add(Why.READ_AFTER_FREE, space.flags[at] < REFERENCE, 0, 0)
         needed = int(Flag.WRITTEN | Flag.RESERVED)
-        findings.add(Check.POISON, Why.NEVER_WRITTEN, (space.flags[at] & needed) == 0, 0, 0)
+        findings.add(Why.NEVER_WRITTEN, (space.flags[at] & needed) == 0, 0, 0)
         findings.report(
             space.control, space.space_id, Phase.SWEEP, slots, space.positions[at], space.owners[at], space.tokens[at]
         )
@@ -138,7 +138,7 @@ class Sweep:
             at = bad.to(torch.int8).argmax(1)
             found = words.gather(1, at.unsqueeze(1)).squeeze(1).to(torch.int64) & 0xFFFFFFFF
             findings = Findings(torch.ones_like(slots, dtype=torch.bool), pool.space.checks)
-            findings.add(Check.POISON, Why.NONE, bad.any(1), 0, found)
+            findings.add(Check.POISON, bad.any(1), 0, found)
             findings.report(pool.space.control, half.id, Phase.SWEEP, slots, detail=at)
 
     def report_digest(self, pool: EnginePool, mine: int, theirs: int, request: int) -> None:
@@ -146,5 +146,5 @@ class Sweep:
         space = pool.space
         differs = torch.tensor([mine != theirs], device=space.flags.device)
         findings = Findings(torch.ones_like(differs), space.checks)
-        findings.add(Check.DIGEST, Why.DIGEST_DIFFERS, differs, mine, theirs)
+        findings.add(Why.DIGEST_DIFFERS, differs, mine, theirs)
         findings.report(space.control, space.space_id, Phase.LIFE, -1, request=request, detail=-1)
