@@ -50,8 +50,7 @@ class CanaryConfig:
             step it happens; ``"log"`` writes one WARNING line per violation and never blocks; ``"off"``
             hands the graph to the inner backend untouched.
         inner: the backend that compiles the rewritten graph: a name torch.compile knows, or a callable.
-        checks: the checks to run, at least one, of ``content operand bounds poison chain``, and with an engine's
-            session of ``index owner namespace token digest sweep``.
+        checks: the checks to run, at least one, of :data:`CHECKS`; :data:`ENGINE_CHECKS` need an engine's session.
         verify_fraction: share of the recorded slots whose bytes are checked each step, ``"1/N"``; each
             slot is checked within N steps.
         verify_after: whether an engine's session checks the bytes of what a forward read behind it as well, which finds
