@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from documented import documented
 from expecttest import TestCase
 from idioms import IDIOMS, NOT_KV, STATES
 from opaque_engine import Model
-from render import render
 
 from kvcanary_fx.passes.pipeline import passes, run_passes
 
@@ -24,8 +24,8 @@ def golden(name: str, rewrite: bool = False, keep: tuple[str, ...] = ()) -> str:
     texts = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        rewritten, _ = run_passes(gm, example_inputs, passes(rewrite=rewrite))
-        texts.append(render(rewritten, keep))
+        rewritten, plan = run_passes(gm, example_inputs, passes(rewrite=rewrite))
+        texts.append(documented(rewritten, plan, keep))
         return gm.forward
 
     with torch.no_grad():
@@ -39,8 +39,8 @@ def opaque(hoisted: bool) -> str:
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
         for _ in range(2):
-            gm, _ = run_passes(gm, example_inputs, passes(pools_in=lambda _: 0, side=True))
-        texts.append(render(gm))
+            gm, plan = run_passes(gm, example_inputs, passes(pools_in=lambda _: 0, side=True))
+        texts.append(documented(gm, plan, frame=-1))
         return lambda *args: (args[0],)  # nothing runs: there is no pool
 
     with torch.no_grad():
@@ -55,190 +55,171 @@ class TestGoldens(TestCase):
         self.assertExpectedInline(
             golden("named_states"),
             """\
-begin_default = canary.begin(state)
+begin()
+# conv_states.copy_(torch.cat((conv_states, k[:, 0].transpose(1, 2)), dim=-1)[..., -4:])
 getitem = getitem(k, (:, 0))
 transpose = transpose(getitem, 1, 2)
-verify_default = canary.verify(conv_states, None, [], [], state, 0, 0)
+verify(conv_states)  # conv
 cat = cat((conv_states, transpose), dim=-1)
 getitem_1 = getitem(cat, (..., -4:None))
-copy_ = copy_(conv_states, getitem_1)
-record_default = canary.record(conv_states, getitem_1, [], [], None, state, 0, 0)
-verify_default_1 = canary.verify(ssm_states, None, [], [], state, 1, 1)
+copy_(conv_states, getitem_1)
+record(conv_states, value=getitem_1)  # conv
+# ssm_states.copy_(ssm_states * 0.9 + k.transpose(2, 3) @ v)
+verify(ssm_states)  # state
 mul = mul(ssm_states, 0.9)
 transpose_1 = transpose(k, 2, 3)
 matmul = matmul(transpose_1, v)
 add = add(mul, matmul)
-copy__1 = copy_(ssm_states, add)
-record_default_1 = canary.record(ssm_states, add, [], [], None, state, 1, 1)
-matmul_1 = matmul(q, ssm_states)
-mean = mean(conv_states)
-add_1 = add(matmul_1, mean)""",
+copy_(ssm_states, add)
+record(ssm_states, value=add)  # state
+# return q @ ssm_states + conv_states.mean()""",
         )
 
     def test_setitem(self):
         self.assertExpectedInline(
             golden("setitem"),
             """\
-begin_default = canary.begin(state)
-verify_default = canary.verify(kc, k, [pos], [], state, 0, 0)
-setitem = setitem(kc, (:, :, pos), k)
-record_default = canary.record(kc, k, [pos], [], pos, state, 0, 0)
-verify_default_1 = canary.verify(vc, v, [pos], [], state, 1, 1)
-setitem_1 = setitem(vc, (:, :, pos), v)
-record_default_1 = canary.record(vc, v, [pos], [], pos, state, 1, 1)
-scaled_dot_product_attention = scaled_dot_product_attention(q, kc, vc)""",
+begin()
+# kc[:, :, pos] = k
+verify(kc, value=k, index=[pos])  # K
+setitem(kc, (:, :, pos), k)
+record(kc, value=k, index=[pos], positions=pos)  # K
+# vc[:, :, pos] = v  (alike)
+# return attend(q, kc, vc)""",
         )
 
     def test_setitem_slice(self):
         self.assertExpectedInline(
             golden("setitem_slice"),
             """\
-begin_default = canary.begin(state)
-verify_default = canary.verify(kc, k, [], [3, 5], state, 0, 0)
-setitem = setitem(kc, (:, :, 3:5), k)
-record_default = canary.record(kc, k, [], [3, 5], None, state, 0, 0)
-verify_default_1 = canary.verify(vc, v, [], [3, 5], state, 1, 1)
-setitem_1 = setitem(vc, (:, :, 3:5), v)
-record_default_1 = canary.record(vc, v, [], [3, 5], None, state, 1, 1)
-scaled_dot_product_attention = scaled_dot_product_attention(q, kc, vc)""",
+begin()
+# kc[:, :, 3:5] = k
+verify(kc, value=k, extent=[3, 5])  # K
+setitem(kc, (:, :, 3:5), k)
+record(kc, value=k, extent=[3, 5])  # K
+# vc[:, :, 3:5] = v  (alike)
+# return attend(q, kc, vc)""",
         )
 
     def test_setitem_batch_slice(self):
         self.assertExpectedInline(
             golden("setitem_batch_slice"),
             """\
-begin_default = canary.begin(state)
-verify_default = canary.verify(kc, k, [], [3, 5], state, 0, 0)
-setitem = setitem(kc, (None:2, :, 3:5), k)
-record_default = canary.record(kc, k, [], [3, 5], None, state, 0, 0)
-verify_default_1 = canary.verify(vc, v, [], [3, 5], state, 1, 1)
-setitem_1 = setitem(vc, (None:2, :, 3:5), v)
-record_default_1 = canary.record(vc, v, [], [3, 5], None, state, 1, 1)
-scaled_dot_product_attention = scaled_dot_product_attention(q, kc, vc)""",
+begin()
+# kc[:B, :, 3:5] = k
+verify(kc, value=k, extent=[3, 5])  # K
+setitem(kc, (None:2, :, 3:5), k)
+record(kc, value=k, extent=[3, 5])  # K
+# vc[:B, :, 3:5] = v  (alike)
+# return attend(q, kc, vc)""",
         )
 
     def test_setitem_rows_and_positions(self):
         self.assertExpectedInline(
             golden("setitem_rows_and_positions"),
             """\
-begin_default = canary.begin(state)
-arange = arange(2, device=cpu)
-rows = unsqueeze(arange, 1)
+begin()
+# rows = torch.arange(B, device=q.device).unsqueeze(1)
+# kc[rows, :, pos.expand(B, T)] = k.transpose(1, 2)
 transpose = transpose(k, 1, 2)
 expand = expand(pos, 2, 2)
-verify_default = canary.verify(kc, transpose, [rows, expand], [], state, 0, 0)
-setitem = setitem(kc, (rows, :, expand), transpose)
-record_default = canary.record(kc, transpose, [rows, expand], [], pos, state, 0, 0)
-transpose_1 = transpose(v, 1, 2)
-expand_1 = expand(pos, 2, 2)
-verify_default_1 = canary.verify(vc, transpose_1, [rows, expand_1], [], state, 1, 1)
-setitem_1 = setitem(vc, (rows, :, expand_1), transpose_1)
-record_default_1 = canary.record(vc, transpose_1, [rows, expand_1], [], pos, state, 1, 1)
-scaled_dot_product_attention = scaled_dot_product_attention(q, kc, vc)""",
+verify(kc, value=transpose, index=[rows, expand])  # K
+setitem(kc, (rows, :, expand), transpose)
+record(kc, value=transpose, index=[rows, expand], positions=pos)  # K
+# vc[rows, :, pos.expand(B, T)] = v.transpose(1, 2)  (alike)
+# return attend(q, kc, vc)""",
         )
 
     def test_index_copy(self):
         self.assertExpectedInline(
             golden("index_copy"),
             """\
-begin_default = canary.begin(state)
-verify_default = canary.verify(kc, k, [pos], [], state, 0, 0)
-index_copy_ = index_copy_(kc, 2, pos, k)
-record_default = canary.record(kc, k, [pos], [], pos, state, 0, 0)
-verify_default_1 = canary.verify(vc, v, [pos], [], state, 1, 1)
-index_copy__1 = index_copy_(vc, 2, pos, v)
-record_default_1 = canary.record(vc, v, [pos], [], pos, state, 1, 1)
-scaled_dot_product_attention = scaled_dot_product_attention(q, kc, vc)""",
+begin()
+# kc.index_copy_(2, pos, k)
+verify(kc, value=k, index=[pos])  # K
+index_copy_(kc, 2, pos, k)
+record(kc, value=k, index=[pos], positions=pos)  # K
+# vc.index_copy_(2, pos, v)  (alike)
+# return attend(q, kc, vc)""",
         )
 
     def test_index_put(self):
         self.assertExpectedInline(
             golden("index_put"),
             """\
-begin_default = canary.begin(state)
+begin()
+# kc.transpose(1, 2).index_put_((torch.arange(B, device=q.device).unsqueeze(1), pos.unsqueeze(0)), k.transpose(1, 2))
 transpose = transpose(kc, 1, 2)
 arange = arange(2, device=cpu)
 unsqueeze = unsqueeze(arange, 1)
 unsqueeze_1 = unsqueeze(pos, 0)
 transpose_1 = transpose(k, 1, 2)
-verify_default = canary.verify(transpose, transpose_1, [unsqueeze, unsqueeze_1], [], state, 0, 0)
-index_put_ = index_put_(transpose, (unsqueeze, unsqueeze_1), transpose_1)
-record_default = canary.record(transpose, transpose_1, [unsqueeze, unsqueeze_1], [], pos, state, 0, 0)
-transpose_2 = transpose(vc, 1, 2)
-arange_1 = arange(2, device=cpu)
-unsqueeze_2 = unsqueeze(arange_1, 1)
-unsqueeze_3 = unsqueeze(pos, 0)
-transpose_3 = transpose(v, 1, 2)
-verify_default_1 = canary.verify(transpose_2, transpose_3, [unsqueeze_2, unsqueeze_3], [], state, 1, 1)
-index_put__1 = index_put_(transpose_2, (unsqueeze_2, unsqueeze_3), transpose_3)
-record_default_1 = canary.record(transpose_2, transpose_3, [unsqueeze_2, unsqueeze_3], [], pos, state, 1, 1)
-scaled_dot_product_attention = scaled_dot_product_attention(q, kc, vc)""",
+verify(transpose, value=transpose_1, index=[unsqueeze, unsqueeze_1])  # K
+index_put_(transpose, (unsqueeze, unsqueeze_1), transpose_1)
+record(transpose, value=transpose_1, index=[unsqueeze, unsqueeze_1], positions=pos)  # K
+# vc.transpose(1, 2).index_put_((torch.arange(B, device=q.device).unsqueeze(1), pos.unsqueeze(0)), v.transpose(1, 2))  (alike)
+# return attend(q, kc, vc)""",
         )
 
     def test_scatter(self):
         self.assertExpectedInline(
             golden("scatter"),
             """\
-begin_default = canary.begin(state)
-view = view(pos, 1, 1, 2, 1)
-index = expand(view, 2, 2, 2, 16)
-verify_default = canary.verify(kc, k, [index], [], state, 0, 0)
-scatter_ = scatter_(kc, 2, index, k)
-record_default = canary.record(kc, k, [index], [], pos, state, 0, 0)
-verify_default_1 = canary.verify(vc, v, [index], [], state, 1, 1)
-scatter__1 = scatter_(vc, 2, index, v)
-record_default_1 = canary.record(vc, v, [index], [], pos, state, 1, 1)
-scaled_dot_product_attention = scaled_dot_product_attention(q, kc, vc)""",
+begin()
+# index = pos.view(1, 1, T, 1).expand(B, H, T, D)
+# kc.scatter_(2, index, k)
+verify(kc, value=k, index=[index])  # K
+scatter_(kc, 2, index, k)
+record(kc, value=k, index=[index], positions=pos)  # K
+# vc.scatter_(2, index, v)  (alike)
+# return attend(q, kc, vc)""",
         )
 
     def test_narrow_copy(self):
         self.assertExpectedInline(
             golden("narrow_copy"),
             """\
-begin_default = canary.begin(state)
+begin()
+# kc.narrow(2, 3, T).copy_(k)
 narrow = narrow(kc, 2, 3, 2)
-verify_default = canary.verify(kc, k, [], [3, 5], state, 0, 0)
-copy_ = copy_(narrow, k)
-record_default = canary.record(kc, k, [], [3, 5], None, state, 0, 0)
-narrow_1 = narrow(vc, 2, 3, 2)
-verify_default_1 = canary.verify(vc, v, [], [3, 5], state, 1, 1)
-copy__1 = copy_(narrow_1, v)
-record_default_1 = canary.record(vc, v, [], [3, 5], None, state, 1, 1)
-scaled_dot_product_attention = scaled_dot_product_attention(q, kc, vc)""",
+verify(kc, value=k, extent=[3, 5])  # K
+copy_(narrow, k)
+record(kc, value=k, extent=[3, 5])  # K
+# vc.narrow(2, 3, T).copy_(v)  (alike)
+# return attend(q, kc, vc)""",
         )
 
     def test_slice_copy(self):
         self.assertExpectedInline(
             golden("slice_copy"),
             """\
-begin_default = canary.begin(state)
+begin()
+# kc[:, :, 3:5].copy_(k)
 getitem = getitem(kc, (:, :, 3:5))
-verify_default = canary.verify(kc, k, [], [3, 5], state, 0, 0)
-copy_ = copy_(getitem, k)
-record_default = canary.record(kc, k, [], [3, 5], None, state, 0, 0)
-getitem_1 = getitem(vc, (:, :, 3:5))
-verify_default_1 = canary.verify(vc, v, [], [3, 5], state, 1, 1)
-copy__1 = copy_(getitem_1, v)
-record_default_1 = canary.record(vc, v, [], [3, 5], None, state, 1, 1)
-scaled_dot_product_attention = scaled_dot_product_attention(q, kc, vc)""",
+verify(kc, value=k, extent=[3, 5])  # K
+copy_(getitem, k)
+record(kc, value=k, extent=[3, 5])  # K
+# vc[:, :, 3:5].copy_(v)  (alike)
+# return attend(q, kc, vc)""",
         )
 
     def test_rolling(self):
         self.assertExpectedInline(
             golden("rolling"),
             """\
-begin_default = canary.begin(state)
+begin()
+# cache.copy_(torch.cat((cache[:, :, T:], new), dim=2))
 getitem = getitem(kc, (:, :, 2:None))
-verify_default = canary.verify(kc, None, [], [], state, 0, 0)
+verify(kc)  # K
 cat = cat((getitem, k), dim=2)
-copy_ = copy_(kc, cat)
-record_default = canary.record(kc, cat, [], [], None, state, 0, 0)
+copy_(kc, cat)
+record(kc, value=cat)  # K
 getitem_1 = getitem(vc, (:, :, 2:None))
-verify_default_1 = canary.verify(vc, None, [], [], state, 1, 1)
+verify(vc)  # V
 cat_1 = cat((getitem_1, v), dim=2)
-copy__1 = copy_(vc, cat_1)
-record_default_1 = canary.record(vc, cat_1, [], [], None, state, 1, 1)
-scaled_dot_product_attention = scaled_dot_product_attention(q, kc, vc)""",
+copy_(vc, cat_1)
+record(vc, value=cat_1)  # V
+# return attend(q, kc, vc)""",
         )
 
     def test_flex(self):
@@ -246,25 +227,25 @@ scaled_dot_product_attention = scaled_dot_product_attention(q, kc, vc)""",
         self.assertExpectedInline(
             golden("flex", keep=("index_copy_",)),
             """\
-begin_default = canary.begin(state)
-verify_default = canary.verify(kc, k, [pos], [], state, 0, 0)
-index_copy_ = index_copy_(kc, 2, pos, k)
-record_default = canary.record(kc, k, [pos], [], pos, state, 0, 0)
-verify_default_1 = canary.verify(vc, v, [pos], [], state, 1, 1)
-index_copy__1 = index_copy_(vc, 2, pos, v)
-record_default_1 = canary.record(vc, v, [pos], [], pos, state, 1, 1)""",
+begin()
+# kc.index_copy_(2, pos, k)
+verify(kc, value=k, index=[pos])  # K
+index_copy_(kc, 2, pos, k)
+record(kc, value=k, index=[pos], positions=pos)  # K
+# vc.index_copy_(2, pos, v)  (alike)""",
         )
 
     def test_in_checkpoint(self):
         self.assertExpectedInline(
             golden("in_checkpoint"),
             """\
-begin_default = canary.begin(state)
-observe_default = canary.observe(kc, state, 0)
-observe_default_1 = canary.observe(vc, state, 1)
+begin()
+# return checkpoint(body, q, k, v, kc, vc, pos, use_reentrant=False)
+observe(kc)  # K
+observe(vc)  # V
 tag_activation_checkpoint = tag_activation_checkpoint(<graph>, kc, pos, k, vc, v, q, use_reentrant=False)
-record_changed_default = canary.record_changed(kc, state, 0)
-record_changed_default_1 = canary.record_changed(vc, state, 1)
+record_changed(kc)  # K
+record_changed(vc)  # V
 getitem = getitem(tag_activation_checkpoint, 0)""",
         )
 
@@ -274,38 +255,37 @@ getitem = getitem(tag_activation_checkpoint, 0)""",
         self.assertExpectedInline(
             golden("in_cond"),
             """\
-begin_default = canary.begin(state)
+begin()
+# extra = torch.cond(pos.sum() > 0, write, write_scaled, (k, v, kc, vc, pos))
 sum_1 = sum(pos)
 gt = gt(sum_1, 0)
-observe_default = canary.observe(kc, state, 0)
-observe_default_1 = canary.observe(vc, state, 1)
+observe(kc)  # K
+observe(vc)  # V
 cond = cond(gt, <graph>, <graph>, (k, kc, pos, v, vc))
-record_changed_default = canary.record_changed(kc, state, 0)
-record_changed_default_1 = canary.record_changed(vc, state, 1)
+record_changed(kc)  # K
+record_changed(vc)  # V
 extra = getitem(cond, 0)
-scaled_dot_product_attention = scaled_dot_product_attention(q, kc, vc)
-sum_2 = sum(extra)
-mul = mul(sum_2, 0)
-add = add(scaled_dot_product_attention, mul)""",
+# return attend(q, kc, vc) + extra.sum() * 0""",
         )
 
     def test_in_subgraph(self):
         self.assertExpectedInline(
             golden("in_subgraph"),
             """\
-begin_default = canary.begin(state)
-observe_default = canary.observe(kc, state, 0)
-observe_default_1 = canary.observe(vc, state, 1)
+begin()
+# return _region(q, k, v, kc, vc, pos) + _region(q, k + 1, v + 1, kc, vc, pos + 2)
+observe(kc)  # K
+observe(vc)  # V
 invoke_subgraph = invoke_subgraph(<graph>, subgraph_0, kc, pos, k, vc, v, q)
-record_changed_default = canary.record_changed(kc, state, 0)
-record_changed_default_2 = canary.record_changed(vc, state, 1)
+record_changed(kc)  # K
+record_changed(vc)  # V
 getitem = getitem(invoke_subgraph, 0)
 add = add(k, 1)
 add_1 = add(v, 1)
 add_2 = add(pos, 2)
 invoke_subgraph_1 = invoke_subgraph(<graph>, subgraph_0, kc, add_2, add, vc, add_1, q)
-record_changed_default_1 = canary.record_changed(kc, state, 0)
-record_changed_default_3 = canary.record_changed(vc, state, 1)
+record_changed(kc)  # K
+record_changed(vc)  # V
 getitem_1 = getitem(invoke_subgraph_1, 0)
 add_3 = add(getitem, getitem_1)""",
         )
@@ -314,428 +294,349 @@ add_3 = add(getitem, getitem_1)""",
         self.assertExpectedInline(
             golden("halves"),
             """\
-begin_default = canary.begin(state)
+begin()
+# kv[0][slot] = tokens_first(k)
 getitem = getitem(k, 0)
 transpose = transpose(getitem, 0, 1)
 getitem_1 = getitem(kv, 0)
-verify_default = canary.verify(getitem_1, transpose, [slot], [], state, 0, 0)
-setitem = setitem(getitem_1, slot, transpose)
-record_default = canary.record(getitem_1, transpose, [slot], [], None, state, 0, 0)
+verify(getitem_1, value=transpose, index=[slot])  # K
+setitem(getitem_1, slot, transpose)
+record(getitem_1, value=transpose, index=[slot])  # K
+# kv[1][slot] = tokens_first(v)
 getitem_2 = getitem(v, 0)
 transpose_1 = transpose(getitem_2, 0, 1)
 getitem_3 = getitem(kv, 1)
-verify_default_1 = canary.verify(getitem_3, transpose_1, [slot], [], state, 1, 1)
-setitem_1 = setitem(getitem_3, slot, transpose_1)
-record_default_1 = canary.record(getitem_3, transpose_1, [slot], [], None, state, 1, 1)
-getitem_4 = getitem(kv, 0)
-transpose_2 = transpose(getitem_4, 0, 1)
-unsqueeze = unsqueeze(transpose_2, 0)
-getitem_5 = getitem(kv, 1)
-transpose_3 = transpose(getitem_5, 0, 1)
-unsqueeze_1 = unsqueeze(transpose_3, 0)
-scaled_dot_product_attention = scaled_dot_product_attention(q, unsqueeze, unsqueeze_1)""",
+verify(getitem_3, value=transpose_1, index=[slot])  # V
+setitem(getitem_3, slot, transpose_1)
+record(getitem_3, value=transpose_1, index=[slot])  # V
+# return attend(q, heads_first(kv[0]), heads_first(kv[1]))""",
         )
 
     def test_unbind(self):
         self.assertExpectedInline(
             golden("unbind"),
             """\
-begin_default = canary.begin(state)
-unbind = unbind(kv, 0)
-kc = getitem(unbind, 0)
-vc = getitem(unbind, 1)
+begin()
+# kc, vc = kv.unbind(0)
+# kc[slot] = tokens_first(k)
 getitem_2 = getitem(k, 0)
 transpose = transpose(getitem_2, 0, 1)
-verify_default = canary.verify(kc, transpose, [slot], [], state, 0, 0)
-setitem = setitem(kc, slot, transpose)
-record_default = canary.record(kc, transpose, [slot], [], None, state, 0, 0)
-getitem_3 = getitem(v, 0)
-transpose_1 = transpose(getitem_3, 0, 1)
-verify_default_1 = canary.verify(vc, transpose_1, [slot], [], state, 1, 1)
-setitem_1 = setitem(vc, slot, transpose_1)
-record_default_1 = canary.record(vc, transpose_1, [slot], [], None, state, 1, 1)
-transpose_2 = transpose(kc, 0, 1)
-unsqueeze = unsqueeze(transpose_2, 0)
-transpose_3 = transpose(vc, 0, 1)
-unsqueeze_1 = unsqueeze(transpose_3, 0)
-scaled_dot_product_attention = scaled_dot_product_attention(q, unsqueeze, unsqueeze_1)""",
+verify(kc, value=transpose, index=[slot])  # K
+setitem(kc, slot, transpose)
+record(kc, value=transpose, index=[slot])  # K
+# vc[slot] = tokens_first(v)  (alike)
+# return attend(q, heads_first(kc), heads_first(vc))""",
         )
 
     def test_select_int_in_index(self):
         self.assertExpectedInline(
             golden("select_int_in_index"),
             """\
-begin_default = canary.begin(state)
+begin()
+# kv[0, slot] = tokens_first(k)
 getitem = getitem(k, 0)
 transpose = transpose(getitem, 0, 1)
 getitem_4 = getitem(kv, (0, :, :, :))
-verify_default = canary.verify(getitem_4, transpose, [slot], [], state, 0, 0)
-setitem = setitem(kv, (0, slot), transpose)
-record_default = canary.record(getitem_4, transpose, [slot], [], None, state, 0, 0)
+verify(getitem_4, value=transpose, index=[slot])  # K
+setitem(kv, (0, slot), transpose)
+record(getitem_4, value=transpose, index=[slot])  # K
+# kv[1, slot] = tokens_first(v)
 getitem_1 = getitem(v, 0)
 transpose_1 = transpose(getitem_1, 0, 1)
 getitem_5 = getitem(kv, (1, :, :, :))
-verify_default_1 = canary.verify(getitem_5, transpose_1, [slot], [], state, 1, 1)
-setitem_1 = setitem(kv, (1, slot), transpose_1)
-record_default_1 = canary.record(getitem_5, transpose_1, [slot], [], None, state, 1, 1)
-getitem_2 = getitem(kv, 0)
-transpose_2 = transpose(getitem_2, 0, 1)
-unsqueeze = unsqueeze(transpose_2, 0)
-getitem_3 = getitem(kv, 1)
-transpose_3 = transpose(getitem_3, 0, 1)
-unsqueeze_1 = unsqueeze(transpose_3, 0)
-scaled_dot_product_attention = scaled_dot_product_attention(q, unsqueeze, unsqueeze_1)""",
+verify(getitem_5, value=transpose_1, index=[slot])  # V
+setitem(kv, (1, slot), transpose_1)
+record(getitem_5, value=transpose_1, index=[slot])  # V
+# return attend(q, heads_first(kv[0]), heads_first(kv[1]))""",
         )
 
     def test_stacked_layers(self):
         self.assertExpectedInline(
             golden("stacked_layers"),
             """\
-begin_default = canary.begin(state)
+begin()
+# pool[layer][0][slot] = tokens_first(k) + layer
 getitem = getitem(k, 0)
 transpose = transpose(getitem, 0, 1)
 add = add(transpose, 0)
 getitem_1 = getitem(pool, 0)
 getitem_2 = getitem(getitem_1, 0)
-verify_default = canary.verify(getitem_2, add, [slot], [], state, 0, 0)
-setitem = setitem(getitem_2, slot, add)
-record_default = canary.record(getitem_2, add, [slot], [], None, state, 0, 0)
+verify(getitem_2, value=add, index=[slot])  # K
+setitem(getitem_2, slot, add)
+record(getitem_2, value=add, index=[slot])  # K
+# pool[layer][1].index_copy_(0, slot, tokens_first(v) + layer)
 getitem_3 = getitem(pool, 0)
 getitem_4 = getitem(getitem_3, 1)
 getitem_5 = getitem(v, 0)
 transpose_1 = transpose(getitem_5, 0, 1)
 add_1 = add(transpose_1, 0)
-verify_default_1 = canary.verify(getitem_4, add_1, [slot], [], state, 1, 1)
-index_copy_ = index_copy_(getitem_4, 0, slot, add_1)
-record_default_1 = canary.record(getitem_4, add_1, [slot], [], None, state, 1, 1)
+verify(getitem_4, value=add_1, index=[slot])  # V
+index_copy_(getitem_4, 0, slot, add_1)
+record(getitem_4, value=add_1, index=[slot])  # V
+# pool[layer][0][slot] = tokens_first(k) + layer
 getitem_6 = getitem(k, 0)
 transpose_2 = transpose(getitem_6, 0, 1)
 add_2 = add(transpose_2, 1)
 getitem_7 = getitem(pool, 1)
 getitem_8 = getitem(getitem_7, 0)
-verify_default_2 = canary.verify(getitem_8, add_2, [slot], [], state, 2, 2)
-setitem_1 = setitem(getitem_8, slot, add_2)
-record_default_2 = canary.record(getitem_8, add_2, [slot], [], None, state, 2, 2)
+verify(getitem_8, value=add_2, index=[slot])  # K
+setitem(getitem_8, slot, add_2)
+record(getitem_8, value=add_2, index=[slot])  # K
+# pool[layer][1].index_copy_(0, slot, tokens_first(v) + layer)
 getitem_9 = getitem(pool, 1)
 getitem_10 = getitem(getitem_9, 1)
 getitem_11 = getitem(v, 0)
 transpose_3 = transpose(getitem_11, 0, 1)
 add_3 = add(transpose_3, 1)
-verify_default_3 = canary.verify(getitem_10, add_3, [slot], [], state, 3, 3)
-index_copy__1 = index_copy_(getitem_10, 0, slot, add_3)
-record_default_3 = canary.record(getitem_10, add_3, [slot], [], None, state, 3, 3)
-getitem_12 = getitem(pool, (0, 0))
-transpose_4 = transpose(getitem_12, 0, 1)
-unsqueeze = unsqueeze(transpose_4, 0)
-getitem_13 = getitem(pool, (1, 1))
-transpose_5 = transpose(getitem_13, 0, 1)
-unsqueeze_1 = unsqueeze(transpose_5, 0)
-scaled_dot_product_attention = scaled_dot_product_attention(q, unsqueeze, unsqueeze_1)""",
+verify(getitem_10, value=add_3, index=[slot])  # V
+index_copy_(getitem_10, 0, slot, add_3)
+record(getitem_10, value=add_3, index=[slot])  # V
+# return attend(q, heads_first(pool[0, 0]), heads_first(pool[1, 1]))""",
         )
 
     def test_interleaved(self):
         self.assertExpectedInline(
             golden("interleaved"),
             """\
-begin_default = canary.begin(state)
-getitem = getitem(k, 0)
-transpose = transpose(getitem, 0, 1)
-getitem_1 = getitem(kv, (:, 0))
-verify_default = canary.verify(getitem_1, transpose, [slot], [], state, 0, 0)
+begin()
+# kv[:, 0][slot] = tokens_first(k)
+# kv[:, 1][slot] = tokens_first(v)
+verify(getitem_1, value=transpose, index=[slot])  # K
 getitem_6 = getitem(kv, (:, 1))
-verify_default_1 = canary.verify(getitem_6, None, [slot], [], state, 1, 1)
-setitem = setitem(getitem_1, slot, transpose)
-record_default = canary.record(getitem_1, transpose, [slot], [], None, state, 0, 0)
+# kv[:, 0][slot] = tokens_first(k)
+verify(getitem_6, index=[slot])  # V
+setitem(getitem_1, slot, transpose)
+record(getitem_1, value=transpose, index=[slot])  # K
+# kv[:, 1][slot] = tokens_first(v)
 getitem_2 = getitem(v, 0)
 transpose_1 = transpose(getitem_2, 0, 1)
 getitem_3 = getitem(kv, (:, 1))
-setitem_1 = setitem(getitem_3, slot, transpose_1)
-record_default_1 = canary.record(getitem_6, transpose_1, [slot], [], None, state, 1, 1)
-getitem_4 = getitem(kv, (:, 0))
-transpose_2 = transpose(getitem_4, 0, 1)
-unsqueeze = unsqueeze(transpose_2, 0)
-getitem_5 = getitem(kv, (:, 1))
-transpose_3 = transpose(getitem_5, 0, 1)
-unsqueeze_1 = unsqueeze(transpose_3, 0)
-scaled_dot_product_attention = scaled_dot_product_attention(q, unsqueeze, unsqueeze_1)""",
+setitem(getitem_3, slot, transpose_1)
+record(getitem_6, value=transpose_1, index=[slot])  # V
+# return attend(q, heads_first(kv[:, 0]), heads_first(kv[:, 1]))""",
         )
 
     def test_paged_view(self):
         self.assertExpectedInline(
             golden("paged_view"),
             """\
-begin_default = canary.begin(state)
+begin()
+# kc.view(-1, H, D)[slot] = tokens_first(k)
 getitem = getitem(k, 0)
 transpose = transpose(getitem, 0, 1)
 view = view(kc, -1, 2, 16)
-verify_default = canary.verify(view, transpose, [slot], [], state, 0, 0)
-setitem = setitem(view, slot, transpose)
-record_default = canary.record(view, transpose, [slot], [], None, state, 0, 0)
-getitem_1 = getitem(v, 0)
-transpose_1 = transpose(getitem_1, 0, 1)
-view_1 = view(vc, -1, 2, 16)
-verify_default_1 = canary.verify(view_1, transpose_1, [slot], [], state, 1, 1)
-setitem_1 = setitem(view_1, slot, transpose_1)
-record_default_1 = canary.record(view_1, transpose_1, [slot], [], None, state, 1, 1)
-view_2 = view(kc, -1, 2, 16)
-transpose_2 = transpose(view_2, 0, 1)
-unsqueeze = unsqueeze(transpose_2, 0)
-view_3 = view(vc, -1, 2, 16)
-transpose_3 = transpose(view_3, 0, 1)
-unsqueeze_1 = unsqueeze(transpose_3, 0)
-scaled_dot_product_attention = scaled_dot_product_attention(q, unsqueeze, unsqueeze_1)""",
+verify(view, value=transpose, index=[slot])  # K
+setitem(view, slot, transpose)
+record(view, value=transpose, index=[slot])  # K
+# vc.view(-1, H, D)[slot] = tokens_first(v)  (alike)
+# return attend(q, heads_first(kc.view(-1, H, D)), heads_first(vc.view(-1, H, D)))""",
         )
 
     def test_page_and_offset(self):
         self.assertExpectedInline(
             golden("page_and_offset"),
             """\
-begin_default = canary.begin(state)
+begin()
+# kc[slot // PAGE, slot % PAGE] = tokens_first(k)
 getitem = getitem(k, 0)
 transpose = transpose(getitem, 0, 1)
 floordiv = floordiv(slot, 4)
 mod = mod(slot, 4)
-verify_default = canary.verify(kc, transpose, [floordiv, mod], [], state, 0, 0)
-setitem = setitem(kc, (floordiv, mod), transpose)
-record_default = canary.record(kc, transpose, [floordiv, mod], [], None, state, 0, 0)
-getitem_1 = getitem(v, 0)
-transpose_1 = transpose(getitem_1, 0, 1)
-floordiv_1 = floordiv(slot, 4)
-mod_1 = mod(slot, 4)
-verify_default_1 = canary.verify(vc, transpose_1, [floordiv_1, mod_1], [], state, 1, 1)
-setitem_1 = setitem(vc, (floordiv_1, mod_1), transpose_1)
-record_default_1 = canary.record(vc, transpose_1, [floordiv_1, mod_1], [], None, state, 1, 1)
-view = view(kc, -1, 2, 16)
-transpose_2 = transpose(view, 0, 1)
-unsqueeze = unsqueeze(transpose_2, 0)
-view_1 = view(vc, -1, 2, 16)
-transpose_3 = transpose(view_1, 0, 1)
-unsqueeze_1 = unsqueeze(transpose_3, 0)
-scaled_dot_product_attention = scaled_dot_product_attention(q, unsqueeze, unsqueeze_1)""",
+verify(kc, value=transpose, index=[floordiv, mod])  # K
+setitem(kc, (floordiv, mod), transpose)
+record(kc, value=transpose, index=[floordiv, mod])  # K
+# vc[slot // PAGE, slot % PAGE] = tokens_first(v)  (alike)
+# return attend(q, heads_first(kc.view(-1, H, D)), heads_first(vc.view(-1, H, D)))""",
         )
 
     def test_custom_op(self):
         self.assertExpectedInline(
             golden("custom_op"),
             """\
-begin_default = canary.begin(state)
+begin()
+# torch.ops.kvcanary_test.store_kv(tokens_first(k), tokens_first(v), kc, vc, slot)
 getitem = getitem(k, 0)
 transpose = transpose(getitem, 0, 1)
 getitem_1 = getitem(v, 0)
 transpose_1 = transpose(getitem_1, 0, 1)
-verify_default = canary.verify(kc, transpose, [slot], [], state, 0, 0)
-verify_default_1 = canary.verify(vc, transpose_1, [slot], [], state, 1, 1)
-store_kv = store_kv(transpose, transpose_1, kc, vc, slot)
-record_default = canary.record(kc, transpose, [slot], [], None, state, 0, 0)
-record_default_1 = canary.record(vc, transpose_1, [slot], [], None, state, 1, 1)
-view = view(kc, -1, 2, 16)
-transpose_2 = transpose(view, 0, 1)
-unsqueeze = unsqueeze(transpose_2, 0)
-view_1 = view(vc, -1, 2, 16)
-transpose_3 = transpose(view_1, 0, 1)
-unsqueeze_1 = unsqueeze(transpose_3, 0)
-scaled_dot_product_attention = scaled_dot_product_attention(q, unsqueeze, unsqueeze_1)""",
+verify(kc, value=transpose, index=[slot])  # K
+verify(vc, value=transpose_1, index=[slot])  # V
+store_kv(transpose, transpose_1, kc, vc, slot)
+record(kc, value=transpose, index=[slot])  # K
+record(vc, value=transpose_1, index=[slot])  # V
+# return attend(q, heads_first(kc.view(-1, H, D)), heads_first(vc.view(-1, H, D)))""",
         )
 
     def test_hidden_custom_op(self):
         self.assertExpectedInline(
             golden("hidden_custom_op"),
             """\
-begin_default = canary.begin(state)
+begin()
+# torch.ops.kvcanary_test.hidden_store(tokens_first(k), tokens_first(v), kv, slot)
 getitem = getitem(k, 0)
 transpose = transpose(getitem, 0, 1)
 getitem_1 = getitem(v, 0)
 transpose_1 = transpose(getitem_1, 0, 1)
 getitem_4 = getitem(kv, (0))
-observe_default = canary.observe(getitem_4, state, 0)
+observe(getitem_4)  # K
 getitem_5 = getitem(kv, (1))
-observe_default_1 = canary.observe(getitem_5, state, 1)
-hidden_store = hidden_store(transpose, transpose_1, kv, slot)
-record_changed_default = canary.record_changed(getitem_4, state, 0)
-record_changed_default_1 = canary.record_changed(getitem_5, state, 1)
-getitem_2 = getitem(kv, 0)
-view = view(getitem_2, -1, 2, 16)
-transpose_2 = transpose(view, 0, 1)
-unsqueeze = unsqueeze(transpose_2, 0)
-getitem_3 = getitem(kv, 1)
-view_1 = view(getitem_3, -1, 2, 16)
-transpose_3 = transpose(view_1, 0, 1)
-unsqueeze_1 = unsqueeze(transpose_3, 0)
-scaled_dot_product_attention = scaled_dot_product_attention(q, unsqueeze, unsqueeze_1)""",
+observe(getitem_5)  # V
+hidden_store(transpose, transpose_1, kv, slot)
+record_changed(getitem_4)  # K
+record_changed(getitem_5)  # V
+# return attend(q, heads_first(kv[0].view(-1, H, D)), heads_first(kv[1].view(-1, H, D)))""",
         )
 
     def test_functionalised_custom_op(self):
         self.assertExpectedInline(
             golden("functionalised_custom_op"),
             """\
-begin_default = canary.begin(state)
-getitem = getitem(k, 0)
-transpose = transpose(getitem, 0, 1)
-getitem_1 = getitem(v, 0)
-transpose_1 = transpose(getitem_1, 0, 1)
-verify_default = canary.verify(kc, None, [slot], [], state, 0, 0)
-verify_default_1 = canary.verify(vc, None, [slot], [], state, 1, 1)
+begin()
+# k=tokens_first(k),
+# v=tokens_first(v),
+# _, new_k, new_v = torch.ops.higher_order.auto_functionalized(
+verify(kc, index=[slot])  # K
+verify(vc, index=[slot])  # V
 auto_functionalized = auto_functionalized(kvcanary_test.store_kv.default, k=transpose, v=transpose_1, k_cache=kc, v_cache=vc, slot_mapping=slot)
 new_k = getitem(auto_functionalized, 1)
 new_v = getitem(auto_functionalized, 2)
-copy_ = copy_(kc, new_k)
-record_default = canary.record(kc, transpose, [slot], [], None, state, 0, 0)
-copy__1 = copy_(vc, new_v)
-record_default_1 = canary.record(vc, transpose_1, [slot], [], None, state, 1, 1)
-view = view(kc, -1, 2, 16)
-transpose_2 = transpose(view, 0, 1)
-unsqueeze = unsqueeze(transpose_2, 0)
-view_1 = view(vc, -1, 2, 16)
-transpose_3 = transpose(view_1, 0, 1)
-unsqueeze_1 = unsqueeze(transpose_3, 0)
-scaled_dot_product_attention = scaled_dot_product_attention(q, unsqueeze, unsqueeze_1)""",
+# kc.copy_(new_k)
+copy_(kc, new_k)
+record(kc, value=transpose, index=[slot])  # K
+# vc.copy_(new_v)
+copy_(vc, new_v)
+record(vc, value=transpose_1, index=[slot])  # V
+# return attend(q, heads_first(kc.view(-1, H, D)), heads_first(vc.view(-1, H, D)))""",
         )
 
     def test_moe_scatter(self):
         self.assertExpectedInline(
             golden("moe_scatter"),
             """\
-begin_default = canary.begin(state)
-verify_default = canary.verify(kc, k, [pos], [], state, 0, 0)
-index_copy_ = index_copy_(kc, 2, pos, k)
-record_default = canary.record(kc, k, [pos], [], pos, state, 0, 0)
-verify_default_1 = canary.verify(vc, v, [pos], [], state, 1, 1)
-index_copy__1 = index_copy_(vc, 2, pos, v)
-record_default_1 = canary.record(vc, v, [pos], [], pos, state, 1, 1)
-out = scaled_dot_product_attention(q, kc, vc)
-mixed = zeros_like(out)
-arange = arange(2, device=cpu)
-index_add_ = index_add_(mixed, 2, arange, out)
-getitem = getitem(out, (:, :, 0))
-setitem = setitem(mixed, (:, :, 0), getitem)""",
+begin()
+# kc.index_copy_(2, pos, k)
+verify(kc, value=k, index=[pos])  # K
+index_copy_(kc, 2, pos, k)
+record(kc, value=k, index=[pos], positions=pos)  # K
+# vc.index_copy_(2, pos, v)  (alike)
+# out = attend(q, kc, vc)
+# mixed = torch.zeros_like(out)
+# mixed.index_add_(2, torch.arange(T, device=q.device), out)
+# mixed[:, :, 0] = out[:, :, 0]""",
         )
 
     def test_counter_and_mask(self):
         self.assertExpectedInline(
             golden("counter_and_mask"),
             """\
-begin_default = canary.begin(state)
-add_ = add_(counter, 2)
-setitem = setitem(mask, (:, :, :, pos), 0.0)
-verify_default = canary.verify(kc, k, [pos], [], state, 0, 0)
-index_copy_ = index_copy_(kc, 2, pos, k)
-record_default = canary.record(kc, k, [pos], [], pos, state, 0, 0)
-verify_default_1 = canary.verify(vc, v, [pos], [], state, 1, 1)
-index_copy__1 = index_copy_(vc, 2, pos, v)
-record_default_1 = canary.record(vc, v, [pos], [], pos, state, 1, 1)
-scaled_dot_product_attention = scaled_dot_product_attention(q, kc, vc, attn_mask=mask)""",
+begin()
+# counter.add_(T)
+# mask[:, :, :, pos] = 0.0
+# kc.index_copy_(2, pos, k)
+verify(kc, value=k, index=[pos])  # K
+index_copy_(kc, 2, pos, k)
+record(kc, value=k, index=[pos], positions=pos)  # K
+# vc.index_copy_(2, pos, v)  (alike)
+# return F.scaled_dot_product_attention(q, kc, vc, attn_mask=mask)""",
         )
 
     def test_output_buffer(self):
         self.assertExpectedInline(
             golden("output_buffer"),
-            """\
-scaled_dot_product_attention = scaled_dot_product_attention(q, k, v)
-setitem = setitem(out, (:, :, pos), scaled_dot_product_attention)""",
+            """# out[:, :, pos] = attend(q, k, v)""",
         )
 
     def test_rewritten_scatter(self):
         self.assertExpectedInline(
             golden("scatter", rewrite=True),
             """\
-begin_default = canary.begin(state)
+begin()
+# index = pos.view(1, 1, T, 1).expand(B, H, T, D)
 view = view(pos, 1, 1, 2, 1)
 index = expand(view, 2, 2, 2, 16)
-verify_default = canary.verify(kc, k, [index], [], state, 0, 0)
-index_put__default = canary.index_put_(kc, k, [index], [], 0, 0)
-record_default = canary.record(kc, k, [index], [], pos, state, 0, 0)
-verify_default_1 = canary.verify(vc, v, [index], [], state, 1, 1)
-index_put__default_1 = canary.index_put_(vc, v, [index], [], 1, 1)
-record_default_1 = canary.record(vc, v, [index], [], pos, state, 1, 1)
-scaled_dot_product_attention = scaled_dot_product_attention(q, kc, vc)""",
+verify(kc, value=k, index=[index])  # K
+index_put_(kc, value=k, index=[index])  # K
+record(kc, value=k, index=[index], positions=pos)  # K
+verify(vc, value=v, index=[index])  # V
+index_put_(vc, value=v, index=[index])  # V
+record(vc, value=v, index=[index], positions=pos)  # V
+# return attend(q, kc, vc)""",
         )
 
     def test_rewritten_stacked_layers(self):
         self.assertExpectedInline(
             golden("stacked_layers", rewrite=True),
             """\
-begin_default = canary.begin(state)
+begin()
+# pool[layer][0][slot] = tokens_first(k) + layer
 getitem = getitem(k, 0)
 transpose = transpose(getitem, 0, 1)
 add = add(transpose, 0)
 getitem_1 = getitem(pool, 0)
 getitem_2 = getitem(getitem_1, 0)
-verify_default = canary.verify(getitem_2, add, [slot], [], state, 0, 0)
-index_put__default = canary.index_put_(getitem_2, add, [slot], [], 0, 0)
-record_default = canary.record(getitem_2, add, [slot], [], None, state, 0, 0)
+verify(getitem_2, value=add, index=[slot])  # K
+index_put_(getitem_2, value=add, index=[slot])  # K
+record(getitem_2, value=add, index=[slot])  # K
+# pool[layer][1].index_copy_(0, slot, tokens_first(v) + layer)
 getitem_3 = getitem(pool, 0)
 getitem_4 = getitem(getitem_3, 1)
 getitem_5 = getitem(v, 0)
 transpose_1 = transpose(getitem_5, 0, 1)
 add_1 = add(transpose_1, 0)
-verify_default_1 = canary.verify(getitem_4, add_1, [slot], [], state, 1, 1)
-index_put__default_1 = canary.index_put_(getitem_4, add_1, [slot], [], 1, 1)
-record_default_1 = canary.record(getitem_4, add_1, [slot], [], None, state, 1, 1)
+verify(getitem_4, value=add_1, index=[slot])  # V
+index_put_(getitem_4, value=add_1, index=[slot])  # V
+record(getitem_4, value=add_1, index=[slot])  # V
+# pool[layer][0][slot] = tokens_first(k) + layer
 getitem_6 = getitem(k, 0)
 transpose_2 = transpose(getitem_6, 0, 1)
 add_2 = add(transpose_2, 1)
 getitem_7 = getitem(pool, 1)
 getitem_8 = getitem(getitem_7, 0)
-verify_default_2 = canary.verify(getitem_8, add_2, [slot], [], state, 2, 2)
-index_put__default_2 = canary.index_put_(getitem_8, add_2, [slot], [], 2, 2)
-record_default_2 = canary.record(getitem_8, add_2, [slot], [], None, state, 2, 2)
+verify(getitem_8, value=add_2, index=[slot])  # K
+index_put_(getitem_8, value=add_2, index=[slot])  # K
+record(getitem_8, value=add_2, index=[slot])  # K
+# pool[layer][1].index_copy_(0, slot, tokens_first(v) + layer)
 getitem_9 = getitem(pool, 1)
 getitem_10 = getitem(getitem_9, 1)
 getitem_11 = getitem(v, 0)
 transpose_3 = transpose(getitem_11, 0, 1)
 add_3 = add(transpose_3, 1)
-verify_default_3 = canary.verify(getitem_10, add_3, [slot], [], state, 3, 3)
-index_put__default_3 = canary.index_put_(getitem_10, add_3, [slot], [], 3, 3)
-record_default_3 = canary.record(getitem_10, add_3, [slot], [], None, state, 3, 3)
-getitem_12 = getitem(pool, (0, 0))
-transpose_4 = transpose(getitem_12, 0, 1)
-unsqueeze = unsqueeze(transpose_4, 0)
-getitem_13 = getitem(pool, (1, 1))
-transpose_5 = transpose(getitem_13, 0, 1)
-unsqueeze_1 = unsqueeze(transpose_5, 0)
-scaled_dot_product_attention = scaled_dot_product_attention(q, unsqueeze, unsqueeze_1)""",
+verify(getitem_10, value=add_3, index=[slot])  # V
+index_put_(getitem_10, value=add_3, index=[slot])  # V
+record(getitem_10, value=add_3, index=[slot])  # V
+# return attend(q, heads_first(pool[0, 0]), heads_first(pool[1, 1]))""",
         )
 
     def test_opaque_attention_named_by_a_string(self):
         self.assertExpectedInline(
             opaque(hoisted=False),
             """\
-begin_default = canary.begin(state)
-linear = linear(x, layers.0.qkv.weight, layers.0.qkv.bias)
-view = view(linear, -1, 3, 2, 4)
-unbind = unbind(view, 1)
-q = getitem(unbind, 0)
-k = getitem(unbind, 1)
-v = getitem(unbind, 2)
-output = empty_like(q)
+begin()
+# q, k, v = self.qkv(x).view(-1, 3, HEADS, DIM).unbind(1)
+# output = torch.empty_like(q)
+# op(q.contiguous(), k.contiguous(), v.contiguous(), output, self.name)
 contiguous = contiguous(q)
 contiguous_1 = contiguous(k)
 contiguous_2 = contiguous(v)
-verify_at_default = canary.verify_at(output, state, layers.0)
-attention = attention(contiguous, contiguous_1, contiguous_2, output, layers.0)
-record_at_default = canary.record_at(output, contiguous_1, contiguous_2, state, layers.0)
-flatten = flatten(output, 1)
-x = add(x, flatten)""",
+verify_at(layers.0)
+attention(contiguous, contiguous_1, contiguous_2, output, layers.0)
+record_at(contiguous_1, value=contiguous_2, layer=layers.0)
+# return x + output.flatten(1)""",
         )
 
     def test_opaque_attention_named_by_an_input(self):
         self.assertExpectedInline(
             opaque(hoisted=True),
             """\
-begin_default = canary.begin(state)
-linear = linear(x, layers.0.qkv.weight, layers.0.qkv.bias)
-view = view(linear, -1, 3, 2, 4)
-unbind = unbind(view, 1)
-q = getitem(unbind, 0)
-k = getitem(unbind, 1)
-v = getitem(unbind, 2)
-output = empty_like(q)
+begin()
+# q, k, v = self.qkv(x).view(-1, 3, HEADS, DIM).unbind(1)
+# output = torch.empty_like(q)
+# op(q.contiguous(), k.contiguous(), v.contiguous(), output, self.name)
 contiguous = contiguous(q)
 contiguous_1 = contiguous(k)
 contiguous_2 = contiguous(v)
-verify_at_opaque_engine_attention_hoisted_opaque_engine_layer_name_default = canary.verify_at_opaque_engine_attention_hoisted_opaque_engine_LayerName(output, state, layers.0.name)
-attention_hoisted = attention_hoisted(contiguous, contiguous_1, contiguous_2, output, layers.0.name)
-record_at_opaque_engine_attention_hoisted_opaque_engine_layer_name_default = canary.record_at_opaque_engine_attention_hoisted_opaque_engine_LayerName(output, contiguous_1, contiguous_2, state, layers.0.name)
-flatten = flatten(output, 1)
-x = add(x, flatten)""",
+verify_at_opaque_engine_attention_hoisted_opaque_engine_LayerName(layers.0.name)
+attention_hoisted(contiguous, contiguous_1, contiguous_2, output, layers.0.name)
+record_at_opaque_engine_attention_hoisted_opaque_engine_LayerName(contiguous_1, value=contiguous_2, layer=layers.0.name)
+# return x + output.flatten(1)""",
         )
