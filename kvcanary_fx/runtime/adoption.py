@@ -45,6 +45,7 @@ import torch
 
 from ..kernels.buffers import Check, Ring, RowState
 from ..kernels.content.digest import MASK32, empty_digest
+from .companions import shown_by_all
 from .registry import PoolHalf, PoolRegistry
 
 Row = Sequence[int]
@@ -70,6 +71,8 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
     groups: dict[tuple[int, frozenset[int]], list[Row]] = defaultdict(list)
     for row in rows:
         half = registry.by_id(row[Ring.HALF])
+        if half is not None and half.forward is not None and row[Ring.CHECK] == Check.CONTENT:
+            half.changed[row[Ring.SLOT]] = row[Ring.STEP]
         if row[Ring.LENIENT] and row[Ring.CHECK] == Check.CONTENT and half is not None:
             groups[(row[Ring.STEP], frozenset(half.peers))].append(row)
         else:
@@ -81,6 +84,8 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
         assert lead is not None
         group = _Group(members, lead, registry, stamps)
         legal = group.legal() if cut not in lead.peers else group.rewritten(group.reported - {cut})
+        held = legal & group.held()
+        legal -= held - shown_by_all(held, lead, members[0][Ring.STEP], rows, registry)
         for slot, hits in group.by_slot.items():
             if slot in legal:
                 verdict.adopted_slots += 1
@@ -162,6 +167,10 @@ class _Group:
             legal |= slots if new != slots and self._moved(row, slots) else new
         return legal
 
+    def held(self) -> set[int]:
+        """The slots that were not empty before the change."""
+        return {slot for slot, hits in self.by_slot.items() if not all(self._was_empty(row) for row in hits)}
+
     # ---- the table's lines
 
     def _emptied(self, row: int, slots: set[int]) -> bool:
@@ -223,8 +232,14 @@ class _Group:
     # ---- what is known
 
     def _is_empty(self, row: Row) -> bool:
+        return row[Ring.FOUND] & MASK32 == self._empty(row)
+
+    def _was_empty(self, row: Row) -> bool:
+        return row[Ring.STORED] & MASK32 == self._empty(row)
+
+    def _empty(self, row: Row) -> int:
         half = next(h for h in self._halves if h.id == row[Ring.HALF])
-        return row[Ring.FOUND] & MASK32 == empty_digest(half.seeds)[0] & MASK32
+        return empty_digest(half.seeds)[0] & MASK32
 
     def _before(self, half: PoolHalf, row: int) -> torch.Tensor:
         """int64 ``[slots of a row]``: digests before the change, 0 where a slot was empty."""

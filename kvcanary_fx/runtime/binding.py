@@ -22,6 +22,7 @@ from ..kernels.checks import bits_of
 from ..kernels.content.digest import coefficients
 from ..kernels.context import ForwardContext
 from ..passes.graph_plan import GraphPlan
+from .companions import ONE_LAYER, Call
 from .reading import Seen, seen_halves
 from .registry import PoolHalf, PoolRegistry, Storage
 from .returned import ReturnedCaches
@@ -41,6 +42,7 @@ class BoundCall:
     returned: ReturnedCaches | None = None
     written: frozenset[int] = frozenset()  # ids of the storages that the graph writes
     seen: tuple[PoolHalf, ...] = ()  # of other graphs, checked in what this one reads
+    layer: Call | None = None  # what it records, of a graph that sees one layer
 
     @functools.cached_property
     def ids(self) -> frozenset[int]:
@@ -173,7 +175,13 @@ class GraphBinding:
             returned=returned,
             written=frozenset(written),
             seen=tuple(other for some in seen.values() for other, *_ in some),
+            layer=self._layer(halves),
         )
+
+    def _layer(self, halves: Sequence[PoolHalf]) -> Call | None:
+        """The call by what it records, if that may be one layer."""
+        recorded = tuple(half.id for half in halves if half.kind == "kv" and half.space is None)
+        return Call(id(self), recorded) if 0 < len(recorded) <= ONE_LAYER else None
 
     def _halves(self, args: Sequence[Any]) -> tuple[list[PoolHalf], dict[int, list[Seen]]]:
         """The half of each site, and by site what other graphs record in what it reads."""

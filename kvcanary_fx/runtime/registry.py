@@ -21,6 +21,7 @@ from ..kernels.writes.geometry import merged_dims
 from ..kernels.writes.layout import SlotLayout
 from ..passes.graph_plan import Kind, SitePlan
 from ..reports.violation import HalfInfo
+from .companions import Forward
 from .recut import carry_over
 
 _HALF_NUMBERS = {"K": 0, "V": 1}
@@ -133,6 +134,8 @@ class PoolHalf:
     Attributes:
         layer_number: what orders layers; 0 is the layer whose K and V depend on the token alone.
         address: data pointer of the half.
+        forward: the graphs that take turns with those of this half, one layer each; None if one graph has several.
+        changed: slots that were found changed, each with the number of the call that found it.
         reported: slots whose bytes were found wrong and not put right since, each with the digest of the right ones.
         kind: what it holds; ``"read"`` while no graph of the session writes it.
         peers: ids of the halves of the same slot space, this one included, with their layer numbers.
@@ -150,6 +153,8 @@ class PoolHalf:
     space: SlotSpace | None = None  # of an engine's pool
     peers: dict[int, int] = dataclasses.field(default_factory=dict)
     reported: dict[int, int] = dataclasses.field(default_factory=dict)
+    forward: Forward | None = None
+    changed: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def last_written(self, slot: int) -> int | None:
         """Index of the last slot written in the row of ``slot``; None without rows, or before any write."""
@@ -400,6 +405,19 @@ class PoolRegistry:
     def by_id(self, half_id: int) -> PoolHalf | None:
         """The half with this number, while its cache lives."""
         return self._by_id.get(half_id)
+
+    def view_of(self, half: PoolHalf) -> torch.Tensor | None:
+        """The half in its storage; None if that is gone, or no graph writes it in place."""
+        place = half.place
+        for storage in self._storages.values():
+            if storage.halves.get(place) is half:
+                memory = torch.UntypedStorage._new_with_weak_ptr(storage.reference.cdata)
+                if memory is None:
+                    return None
+                whole = torch.empty(0, dtype=place.layout.dtype, device=half.buffers.digest.device)
+                first = place.offset // place.layout.dtype.itemsize
+                return whole.set_(memory, first, place.layout.shape, place.strides)
+        return None
 
     def identity_of(self, half: PoolHalf) -> IdentityBuffers | None:
         """Who is in the slots of a half's slot space, if one of its halves keeps that."""

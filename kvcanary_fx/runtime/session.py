@@ -21,6 +21,7 @@ from ..reports.log import ViolationLog
 from ..reports.violation import HalfInfo, KVCacheViolation, Violation, decode
 from .adoption import judge
 from .binding import BoundCall, Controls, GraphBinding
+from .companions import Turns
 from .registry import PoolRegistry, Storage
 
 #: A cache that was dropped before its violations were read.
@@ -69,6 +70,7 @@ class CanarySession:
         self.found = ViolationLog()
         self._adopted_slots = 0
         self._warned: set[str] = set()
+        self._turns = Turns()
         self._pending: list[_Readback] = []
         self._lock = threading.RLock()
 
@@ -100,11 +102,13 @@ class CanarySession:
             self.calls += 1
             try:
                 if not capturing:
+                    self._take_turn(call)
                     self._note_outside_writes(binding, call, args)
                 elif call.returned is not None:
                     self.lose_coverage(f"{binding.plan.name}: caches that it returns are not guarded in a CUDA graph")
                 out = compiled(*args, *binding.states)
             except BaseException as e:  # Ctrl-C as well: what it kept from running is not missing
+                self._turns.forget()
                 self._after_failure(binding, e)
                 raise
         if not capturing:
@@ -134,6 +138,14 @@ class CanarySession:
         finally:
             for storage in entered:
                 storage.leave()
+
+    def _take_turn(self, call: BoundCall) -> None:
+        """Learn which graphs of one layer make up a forward; the shortest of those seen is one."""
+        forward = self._turns.note(call.layer, self.calls) if call.layer is not None else None
+        if forward is not None:
+            for half in call.halves:
+                if half.forward is None or len(forward.calls) < len(half.forward.calls):
+                    half.forward = forward
 
     def _note_outside_writes(self, binding: GraphBinding, call: BoundCall, args: Sequence[Any]) -> None:
         """If something else wrote to a pool since our last call, let the kernels know."""

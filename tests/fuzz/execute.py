@@ -219,6 +219,8 @@ class Run:
         guarded, self.guarded.run = self.guarded.run, self.outside
         self.guarded.forward(inputs)
         self.guarded.run = guarded
+        if self.program.way.unit == "new":
+            self.oracle.forget()
         self.length += count
 
     def _room(self) -> int:
@@ -233,6 +235,8 @@ class Run:
         self._arm(self.plain, start)
         GLITCH[:] = self.glitch
         expected = self._quietly(inputs)
+        sites = [site for plan in self.session.plans for site in plan.sites]
+        self.oracle.unwritten = bool(sites) and all(site.kind == "read" for site in sites)
         must, may = self.oracle.before(self.guarded.cells(self.table), start)
         self._arm(self.guarded, start, must, may)
         GLITCH[:] = self.glitch
@@ -265,7 +269,7 @@ class Run:
                 self.oracle.counted |= any(e.counted for e in self.inside) or self.program.inference
                 first = 1 if self.program.breaks == "layers" else 0
                 more = self.oracle.before(side.cells(self.table), start, first)
-                must.update(more[0])
+                must.update(c for c in more[0] if c.layer or c.half not in self.program.replaced)
                 may.update(more[1])
 
         if self.inside:

@@ -9,6 +9,8 @@ Nothing here knows how the canary works.  What is legal follows docs/pools.md:
 * A fault cannot be told from a legal change, and may be reported or not, where something that PyTorch counts wrote to
   the cache since the last forward, and either the row's next write does not continue its last one, or the position
   has changed in K and V of every layer but the first, and so has every later one in its row.
+* A cache that no guarded graph writes, because its writes break the graph, is written so in each forward, layer by
+  layer: there K and V of the layer are enough.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ class Oracle:
 
     Attributes:
         rows: sequences are rows of the cache, so that a prefill outside is told by where the next write begins.
+        unwritten: no guarded graph writes the cache.
     """
 
     def __init__(self, cells: Cells, rows: bool, merged: bool, written_whole: bool):
@@ -42,14 +45,18 @@ class Oracle:
         shape = next(iter(cells.values())).shape[:2]
         self.guarded = torch.zeros(shape, dtype=torch.bool)
         self.rows, self.merged, self.written_whole = rows, merged, written_whole
-        self.counted = False
-        self._legal_looking = torch.zeros(shape, dtype=torch.bool)
+        self.counted = self.unwritten = False
+        self._legal_looking = {key: torch.zeros(shape, dtype=torch.bool) for key in cells}
         self.ended = -1  # where the last guarded write ended, -1 before the first
 
     def legal(self, cells: Cells, counted: bool) -> None:
         """Something outside changed the cache legally."""
         self.truth = {key: bytes_.clone() for key, bytes_ in cells.items()}
         self.counted |= counted
+
+    def forget(self) -> None:
+        """The cache goes on in tensors that no guarded forward returned."""
+        self.guarded[:] = False
 
     def before(self, cells: Cells, start: int, first_layer: int = 0) -> tuple[set[Cell], set[Cell]]:
         """The cells that the coming forward must report, and those that it may report.
@@ -62,20 +69,26 @@ class Oracle:
         read = torch.zeros_like(self.guarded)
         read[:, : None if self.written_whole else start] = True
         self._legal_looking = self._excused(cells, start)
-        must = read & self.guarded & ~self._legal_looking
-        return _cells({key: mask & must for key, mask in bad.items() if key[0] >= first_layer}), _cells(bad)
+        must = {key: read & self.guarded & ~legal for key, legal in self._legal_looking.items()}
+        return _cells({key: mask & must[key] for key, mask in bad.items() if key[0] >= first_layer}), _cells(bad)
 
-    def _excused(self, cells: Cells, start: int) -> torch.Tensor:
-        """bool ``[B, S]``: changes here cannot be told from legal ones."""
-        if not self.counted:
-            return torch.zeros_like(self.guarded)
+    def _excused(self, cells: Cells, start: int) -> Cells:
+        """bool ``[B, S]`` by half: changes here cannot be told from legal ones."""
+        if not self.counted and not self.unwritten:
+            return dict.fromkeys(cells, torch.zeros_like(self.guarded))
         if self.rows and not self.written_whole and start != self.ended:
-            return torch.ones_like(self.guarded)
+            return dict.fromkeys(cells, torch.ones_like(self.guarded))
         layers = {layer for layer, _ in cells}
         wanted = [key for key in cells if len(layers) == 1 or key[0] > min(layers)]
         changed = {key: (cells[key] != self.seen[key]).any(-1) for key in cells}
         if self.merged:  # one fingerprint for both
             changed = {(layer, half): changed[layer, 0] | changed[layer, 1] for layer, half in changed}
+        if self.unwritten:
+            return {(layer, half): changed[layer, 0] & changed[layer, 1] for layer, half in cells}
+        return dict.fromkeys(cells, self._rewritten(changed, wanted))
+
+    def _rewritten(self, changed: Cells, wanted: list[Key]) -> torch.Tensor:
+        """bool ``[B, S]``: positions that hold new tokens, as far as one can tell."""
         legal = torch.ones_like(self.guarded)
         for key in wanted:
             legal &= changed[key]
@@ -103,7 +116,7 @@ class Oracle:
         if self.written_whole:
             written[:] = True
         for key, now in cells.items():
-            settled = written | told[key] | self._legal_looking
+            settled = written | told[key] | self._legal_looking[key]
             self.truth[key] = torch.where(settled.unsqueeze(-1), now, self.truth[key])
         self.guarded |= written
         if self.rows:

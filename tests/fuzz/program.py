@@ -106,6 +106,11 @@ class Program:
         return family.batch is not None and family.batch < family.axis and not self.way.moved
 
     @property
+    def replaced(self) -> tuple[int, ...]:
+        """Halves of the first layer that are new tensors when the graph breaks: nobody reads the old ones again."""
+        return {"between": (0,), "after": (0, 1)}.get(self.breaks, ()) if self.way.unit == "new" else ()
+
+    @property
     def one_tensor(self) -> bool:
         """All layers are in the same tensors."""
         return self.layout.packing in OF_ALL_LAYERS

@@ -147,3 +147,52 @@ def test_a_returned_cache_that_is_read_behind_a_break():
         with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
             step(3)
         assert [(v.check, v.row, v.index) for v in caught.value.violations] == [("content", 0, 1)]
+
+
+class OneByOne:
+    """Layers over a flat pool, each compiled by itself."""
+
+    def __init__(self, layers: int = 3):
+        self.pools = [torch.zeros(2, 8, H, D) for _ in range(layers)]
+        self.backend = CanaryBackend(CanaryConfig(inner="eager"))
+        self.layer = torch.no_grad()(torch.compile(self._layer, backend=self.backend, fullgraph=True))
+
+    @staticmethod
+    def _layer(x, pool, slot):
+        pool[0].index_copy_(0, slot, x)
+        pool[1].index_copy_(0, slot, x + 1)
+        return x + torch.tanh(pool.sum((0, 1)))
+
+    def forward(self, slot: int) -> None:
+        x = torch.randn(1, H, D)
+        for pool in self.pools:
+            x = self.layer(x, pool, torch.tensor([slot]))
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_a_token_changed_in_one_of_several_layers_compiled_one_by_one(damaged):
+    model = OneByOne()
+    for slot in range(3):
+        model.forward(slot)
+    for pool in model.pools:  # written elsewhere, in all layers
+        pool[:, :2] = torch.randn(2, 2, H, D)
+    model.forward(3)
+    assert model.backend.session.violations() == []
+    pool = model.pools[damaged]
+    pool[:, 1] = pool[:, 2]  # a stray copy of K and V, by an op that counts
+    with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
+        model.forward(4)
+    assert [(v.check, v.half, v.slot) for v in caught.value.violations] == [("content", "K", 1), ("content", "V", 1)]
+
+
+def test_caches_that_take_turns_have_forwards_of_their_own():
+    model, other = OneByOne(), OneByOne()
+    first, second = model.pools, other.pools
+    for pools in (first, second) * 2:
+        model.pools = pools
+        for slot in range(3):
+            model.forward(slot)
+    for pool in second:
+        pool[:, :2] = torch.randn(2, 2, H, D)
+    model.forward(3)
+    assert model.backend.session.violations() == []

@@ -1,0 +1,125 @@
+"""What the graphs of one forward show together, where each of them sees the cache of one layer.
+
+Layers are compiled one by one, or a graph breaks in each.  Code outside that writes a prompt changes K and V of a token
+in all layers, a stray copy in one of them: what one graph takes for legal, the other layers must show as well.  Those
+that had their turn in this forward have noted what they found; those to come still hold other bytes than recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..kernels.buffers import Ring
+from ..kernels.content.cpu import digest_rows
+
+if TYPE_CHECKING:
+    from .registry import PoolHalf, PoolRegistry
+
+#: Halves that a graph may have to see one layer only: K and V.
+ONE_LAYER = 2
+
+#: Calls that are remembered; those of one forward must be among them.
+_MEMORY = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a graph, by what it records.
+
+    Attributes:
+        graph: tells the graph from others.
+        halves: ids, in order.
+    """
+
+    graph: int
+    halves: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """The graphs of one forward.
+
+    Attributes:
+        calls: of the layers, the lowest first.
+        span: guarded calls from one forward to the next.
+    """
+
+    calls: tuple[Call, ...]
+    span: int
+
+    def above_first(self) -> list[int]:
+        """The halves that a legal rewrite of a token changes; the first layer's depend on the token alone."""
+        first = self.calls[0]
+        again = (i for i, call in enumerate(self.calls) if i and call.graph == first.graph)
+        end = next(again, 1 if len(first.halves) == ONE_LAYER else 2)
+        return [half for call in self.calls[end:] or self.calls for half in call.halves]
+
+
+class Turns(threading.local):
+    """The calls of a thread: those between two calls with the same halves are of one forward."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._recent: deque[Call] = deque(maxlen=_MEMORY)
+        self._count = 0
+
+    def note(self, call: Call, number: int) -> Forward | None:
+        """A call begins.
+
+        Args:
+            number: guarded calls of the session before it.
+
+        Returns:
+            The forward that ends before it; None if that is not known, or of one call.
+        """
+        before = self._last.get(call.halves)
+        self._last[call.halves] = self._count, number
+        self._recent.append(call)
+        self._count += 1
+        if before is None or not 2 <= self._count - 1 - before[0] < _MEMORY:
+            return None
+        calls = list(self._recent)[before[0] - self._count : -1]
+        return Forward(tuple(sorted(set(calls), key=lambda c: c.halves)), number - before[1])
+
+    def forget(self) -> None:
+        """A forward failed before all of its layers had their turn."""
+        self._last.clear()
+
+
+def shown_by_all(
+    slots: set[int], mine: PoolHalf, step: int, rows: Sequence[Sequence[int]], registry: PoolRegistry
+) -> set[int]:
+    """Those of the slots that have changed in the other layers of the forward as well.
+
+    Args:
+        mine: a half in which they changed.
+        step: when that was found.
+        rows: what is being judged, of the ring.
+    """
+    if mine.forward is None or not slots:
+        return slots
+    left = set(slots)
+    for number in mine.forward.above_first():
+        half = registry.by_id(number)
+        view = registry.view_of(half) if half is not None and number not in mine.peers else None
+        if half is None or view is None or half.place.layout.slots != mine.place.layout.slots:
+            continue
+        told = {row[Ring.SLOT] for row in rows if row[Ring.HALF] == number and row[Ring.STEP] >= step}
+        if number < mine.id:  # it had its turn
+            told |= {slot for slot, found in half.changed.items() if 0 <= step - found < mine.forward.span}
+        left -= _as_recorded(half, view, left - told)
+    return left
+
+
+def _as_recorded(half: PoolHalf, view: torch.Tensor, slots: set[int]) -> set[int]:
+    """The slots whose bytes are still those that were recorded."""
+    digest = half.buffers.digest
+    listed = torch.tensor(sorted(slots), dtype=torch.int64, device=digest.device)
+    now = digest_rows(half.place.layout, view, listed, half.seeds, digest.shape[0])
+    return set(listed[(now == digest[:, listed]).all(0)].tolist())
