@@ -85,7 +85,8 @@ def find_read_besides(
     besides = []
     for root in dict.fromkeys(h.root for h in halves if h.output is None and h.kind != "read"):
         mine = [h for h in halves if h.root is root]
-        left = [a for a in found.of(root) if not any(_is_within(a.extent, h.extent) for h in mine)]
+        reads = [a for a in found.of(root) if not a.writes]
+        left = [a for a in reads if not any(_is_within(a.extent, h.extent) for h in mine)]
         if left and not _are_all(mine, left, root, found) and recorded(given(root)):
             besides.append(_unseen(root, left, found))
     return besides
@@ -101,7 +102,10 @@ def _are_all(halves: Sequence[Half], left: Sequence[Access], root: fx.Node, foun
     """Whether some halves of an input, which are apart, are all of it, and it is all that is read: another input may
     share its storage."""
     whole, parts = found.values[root], sum(math.prod(h.shape) for h in halves)
-    return str(whole.numel()) == str(parts) and all(_is_within(a.extent, extent_of(whole)) for a in left)
+    if str(whole.numel()) != str(parts):
+        return False
+    inputs = [n for n in found.values if n.op == "placeholder" and found.root_of(n) is root]
+    return len(inputs) == 1 or all(_is_within(a.extent, extent_of(whole)) for a in left)
 
 
 def _unseen(root: fx.Node, accesses: list[Access], found: Accesses) -> Half:

@@ -45,7 +45,7 @@ import torch
 
 from ..kernels.buffers import Check, Ring, RowState
 from ..kernels.content.digest import MASK32, empty_digest
-from .companions import shown_by_all
+from .agreement import shown_by_all
 from .registry import PoolHalf, PoolRegistry
 
 Row = Sequence[int]

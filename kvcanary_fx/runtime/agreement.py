@@ -1,0 +1,44 @@
+"""What a graph of one layer takes for legal, the graphs of the other layers must show as well: :mod:`.companions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..kernels.buffers import Ring
+from ..kernels.content.cpu import digest_rows
+from .registry import PoolHalf, PoolRegistry
+
+
+def shown_by_all(
+    slots: set[int], mine: PoolHalf, step: int, rows: Sequence[Sequence[int]], registry: PoolRegistry
+) -> set[int]:
+    """Those of the slots that have changed in the other layers of the forward as well.
+
+    Args:
+        mine: a half in which they changed.
+        step: when that was found.
+        rows: what is being judged, of the ring.
+    """
+    if mine.forward is None or not slots:
+        return slots
+    left = set(slots)
+    for number in mine.forward.above_first():
+        half = registry.by_id(number)
+        view = registry.view_of(half) if half is not None and number not in mine.peers else None
+        if half is None or view is None or half.place.layout.slots != mine.place.layout.slots:
+            continue
+        told = {row[Ring.SLOT] for row in rows if row[Ring.HALF] == number and row[Ring.STEP] >= step}
+        if number < mine.id:  # it had its turn
+            told |= {slot for slot, found in half.changed.items() if 0 <= step - found < mine.forward.span}
+        left -= _as_recorded(half, view, left - told)
+    return left
+
+
+def _as_recorded(half: PoolHalf, view: torch.Tensor, slots: set[int]) -> set[int]:
+    """The slots whose bytes are still those that were recorded."""
+    digest = half.buffers.digest
+    listed = torch.tensor(sorted(slots), dtype=torch.int64, device=digest.device)
+    now = digest_rows(half.place.layout, view, listed, half.seeds, digest.shape[0])
+    return set(listed[(now == digest[:, listed]).all(0)].tolist())
