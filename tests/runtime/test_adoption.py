@@ -25,6 +25,7 @@ def registry(layers: int, halves: int, kind: str) -> PoolRegistry:
             kind=kind,
             place=SimpleNamespace(layout=layout),
             reported={},
+            forward=None,
             seeds=(1, 2),
             buffers=HalfBuffers.allocate(layout, 1, torch.device("cpu")),
         )
