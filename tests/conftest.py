@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -68,3 +69,11 @@ def _fresh(monkeypatch):
 @pytest.fixture(params=DEVICES)
 def device(request):
     return request.param
+
+
+@pytest.fixture
+def on_device(device):
+    """Tensors are made on the device of the test.  On a CPU they are anyway; there ``torch.device`` would do nothing but
+    let Dynamo trace the Python behind it for each call of torch, two thirds of a compile."""
+    with contextlib.nullcontext() if device == "cpu" else torch.device(device):
+        yield

@@ -12,7 +12,6 @@ import padding  # noqa: F401
 import positions  # noqa: F401
 import prefixes  # noqa: F401
 import pytest
-import torch
 import transfers  # noqa: F401
 from cases import BUGS, Bug
 
@@ -22,17 +21,16 @@ from kvcanary_fx.reports.summary import by_importance
 EVERY = pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.number)
 
 
-def reported(bug: Bug, faulty: bool, device: str) -> tuple[list[Violation], tuple[int | None, str | None]]:
+def reported(bug: Bug, faulty: bool) -> tuple[list[Violation], tuple[int | None, str | None]]:
     """The violations of a play, the most telling first, and where they should be."""
-    with torch.device(device):
-        outcome = bug.play(faulty)
-        found = [v for session in outcome.sessions for v in session.violations()]
+    outcome = bug.play(faulty)
+    found = [v for session in outcome.sessions for v in session.violations()]
     return by_importance(found), (outcome.slot, outcome.request)
 
 
 @EVERY
-def test_bug_is_reported_at_its_slot_and_request(bug, device, record_property):
-    found, (slot, request) = reported(bug, True, device)
+def test_bug_is_reported_at_its_slot_and_request(bug, device, on_device, record_property):
+    found, (slot, request) = reported(bug, True)
     if device == "cpu":
         record_property("bug", (bug.number, bug.source, bug.check or "-", found[0].check if found else "-"))
     if bug.check is None:
@@ -47,8 +45,8 @@ def test_bug_is_reported_at_its_slot_and_request(bug, device, record_property):
 
 
 @EVERY
-def test_repaired_twin_is_silent(bug, device):
-    found, _ = reported(bug, False, device)
+def test_repaired_twin_is_silent(bug, on_device):
+    found, _ = reported(bug, False)
     assert not found, [v.line() for v in found]
 
 

@@ -24,6 +24,8 @@ from transformers.generation.continuous_batching import (
 from kvcanary_fx.adapters import huggingface
 from kvcanary_fx.proof import tiny
 
+pytestmark = pytest.mark.usefixtures("on_device")  # where models are built
+
 ARCHITECTURES = ["gemma3", "llama", "mixtral", "qwen3"]
 NAME = "model.layers.{}.self_attn"
 
@@ -32,13 +34,6 @@ NAME = "model.layers.{}.self_attn"
 def _quiet():
     for name in ("transformers", "ContinuousBatchingLogger"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-@pytest.fixture(autouse=True)
-def _on(device):
-    """Models are built there."""
-    with torch.device(device):
-        yield
 
 
 #: Five prompts that share three blocks and a part of a fourth, and one of its own; longer than a batch together.

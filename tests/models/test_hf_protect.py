@@ -25,6 +25,8 @@ from kvcanary_fx.proof import tiny
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
+pytestmark = pytest.mark.usefixtures("on_device")  # where models are built
+
 NEW, PROMPT = 8, 6
 
 
@@ -32,13 +34,6 @@ NEW, PROMPT = 8, 6
 def _quiet():
     for name in ("transformers", "ContinuousBatchingLogger"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-@pytest.fixture(autouse=True)
-def _on(device):
-    """Models are built there."""
-    with torch.device(device):
-        yield
 
 
 def generate(model, ids, **options):
