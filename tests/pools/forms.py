@@ -19,7 +19,7 @@ HEADS, DIM, PAGE = 2, 6, 4
 FP8 = torch.float8_e4m3fn
 
 _LIBRARY = torch.library.Library("pool_forms", "FRAGMENT")
-_LIBRARY.define("store(Tensor(a!) pool, Tensor value, Tensor slots, int shift) -> ()")
+_LIBRARY.define("store(Tensor(a!) pool, Tensor value, Tensor slots, Tensor shift) -> ()")
 register_kv_write("pool_forms::store", slots="slots", pools={"pool": "value"})
 
 
@@ -31,7 +31,7 @@ def put(view: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
         view[slots] = rows
 
 
-def _store(pool: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, shift: int) -> None:
+def _store(pool: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, shift: torch.Tensor) -> None:
     """A store kernel; ``shift`` makes it miss."""
     put(pool, value, torch.where(slots > 0, slots + shift, slots))
 

@@ -35,7 +35,7 @@ class Layer(nn.Module):
         super().__init__()
         self.halves, self.lead, self.kernel, self.reader = group.form.halves, 1 + group.form.paged, kernel, reader
 
-    def forward(self, tensors, x, slots, taken, reads, shift: int):
+    def forward(self, tensors, x, slots, taken, reads, shift):
         for number, half in enumerate(self.halves(tensors)):
             if slots is not None and not self.reader:
                 rows = values(x[taken] + number, half, self.lead)
@@ -44,7 +44,7 @@ class Layer(nn.Module):
             x = x + 0.01 * read.to(torch.float32).mean()
         return x
 
-    def _write(self, half, rows, slots, shift: int) -> None:
+    def _write(self, half, rows, slots, shift) -> None:
         if self.kernel:
             torch.ops.pool_forms.store(half, rows, slots, shift)
         elif self.lead == 2:
@@ -66,7 +66,7 @@ class Model(nn.Module):
                 seen.append(tensors)
             setattr(self, group.name, layers)
 
-    def forward(self, kv, x, slots, taken, reads, shift: int):
+    def forward(self, kv, x, slots, taken, reads, shift):
         for name, layers in kv.items():
             for number, tensors in enumerate(layers):
                 layer = getattr(self, name)[number]
@@ -142,13 +142,13 @@ class Rig:
         reads = {n: self._tensor((w.reads + w.reads[:1] * WIDTH)[:WIDTH]) for n, w in work.items()}
         given = {n: None if s is None else self._tensor(s) for n, s in slots.items()}
         with self.session.step(batch), self.session.forward(), torch.no_grad():
-            self.model(kv, x, given, taken, reads, shift)
+            self.model(kv, x, given, taken, reads, self._tensor(shift))
         self.stored[request] = start + count
         for group in self.groups:
             group.after(request, row, start + count)
         assert len(tokens) >= start + count
 
-    def _tensor(self, numbers: list[int]) -> torch.Tensor:
+    def _tensor(self, numbers: list[int] | int) -> torch.Tensor:
         return torch.tensor(numbers, device=self.device)
 
     def _batch(self, request: str, work: dict[str, Work], start: int, count: int) -> dict[str, Any]:
