@@ -9,6 +9,9 @@ import os
 import sys
 from pathlib import Path
 
+# Dynamo collects garbage after each compile, a few percent of the time; it is collected often enough (see below).
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+
 import torch
 
 if not torch.cuda.is_available():
@@ -31,6 +34,8 @@ if "TORCH_TRACE" not in os.environ:
 
 # Dynamo flushes the processor's caches for 40 ms a compile, to log how long the guards take.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+# For a trace log that is off it takes every source file that it meets apart, to name the function of each line.
+torch._dynamo.symbolic_convert.get_funcname = lambda *_: None
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
