@@ -78,7 +78,7 @@ def device(request):
 
 @pytest.fixture
 def on_device(device):
-    """Tensors are made on the device of the test.  On a CPU they are anyway; there ``torch.device`` would do nothing but
-    let Dynamo trace the Python behind it for each call of torch, two thirds of a compile."""
+    """Tensors are made on the device of the test.  On a CPU they are anyway; ``torch.device`` would have Dynamo trace
+    the Python behind it for each call of torch, up to two thirds of a compile."""
     with contextlib.nullcontext() if device == "cpu" else torch.device(device):
         yield
