@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import kvcanary_fx
-from kvcanary_fx import config, errors
+from kvcanary_fx import config
 from kvcanary_fx.kernels.checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
@@ -77,8 +78,19 @@ def test_inputs_of_every_check_are_documented():
 
 def test_every_error_a_user_can_meet_is_documented():
     page = (ROOT / "docs/reports.md").read_text()
-    public = {n for n in kvcanary_fx.__all__ if isinstance(getattr(errors, n, None), type)}
+    values = {name: getattr(kvcanary_fx, name) for name in kvcanary_fx.__all__}
+    public = {n for n, v in values.items() if isinstance(v, type) and issubclass(v, kvcanary_fx.CanaryError)}
     assert [n for n in sorted(public - {"CanaryError"}) if f"`{n}`" not in page] == []
+
+
+def test_pictures_are_what_their_script_draws():
+    spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "pictures" / "draw.py")
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    drawn = {name: make().svg() for name, make in draw.PICTURES.items()}
+    assert {p.name: p.read_text() for p in (ROOT / "docs" / "pictures").glob("*.svg")} == drawn
+    pages = "".join(page.read_text() for page in PAGES)
+    assert [name for name in drawn if f"pictures/{name})" not in pages] == []
 
 
 def test_shadow_memory_is_what_the_settings_page_says():
