@@ -61,7 +61,9 @@ clean:
 	.venv-demo/bin/pip install -q $(PIP_ARGS) ".[demo]"
 	touch $@
 
+# setuptools packs again what an earlier build left: modules that have moved since, too.
 .venv-test/installed: $(SOURCES)
+	rm -rf build
 	@echo "Installing kvcanary-fx[test] into .venv-test: a minute or two the first time."
 	$(PYTHON) -m venv .venv-test
 	.venv-test/bin/pip install -q $(PIP_ARGS) ".[test]"
