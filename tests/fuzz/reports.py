@@ -12,7 +12,7 @@ from fuzz.program import Program
 from kvcanary_fx import Violation
 
 #: Ways to write that hide which slots are written.
-HIDDEN = ("linear_put", "masked_scatter", "boolean_mask", "op_hidden_rows")
+HIDDEN = ("linear_put", "masked_scatter", "boolean_mask", "op_hidden_rows", "new_where", "new_of_an_op")
 
 
 class Names:
