@@ -29,7 +29,9 @@ anything else                               a flipped bit, a wrong stride or a b
 ==========================================  =========================================================  ==========
 
 Of a paged or flat pool, and of a cache that no guarded graph writes, the later slots are not asked: who writes them may
-write single slots.  A running state depends on all tokens: it changes in all of a layer's states at once.
+write single slots.  Nor are they of several layers whose writes do not show their slots; what lies behind such a write
+is of no sequence.  A running state depends on all tokens: it changes in all of a layer's states at once.  One half by
+itself: two slots at least and half of those from the lowest on, or bytes in slots that were empty.
 
 What is legal is adopted and counted.  So is a change of a reported slot, back to the bytes that it had before: it was
 put right.
@@ -160,10 +162,13 @@ class _Group:
         for slot in self.by_slot:
             changed[slot // self._length].add(slot)
         required = self.required()
-        rewritten = self.rewritten(required) if len(required) >= 2 else set()
+        rewritten = self.rewritten(required)
+        if len(required) < 2 and self._lead.kind == "state":
+            rewritten = set()  # one alone says nothing
         legal: set[int] = set()
         for row, slots in changed.items():
-            new = slots if self._emptied(row, slots) else self._new_tokens(row, slots & rewritten, required)
+            done = self._emptied(row, slots) or self._begun_elsewhere(row)
+            new = slots if done else self._new_tokens(row, slots & rewritten, required)
             legal |= slots if new != slots and self._moved(row, slots) else new
         return legal
 
@@ -178,6 +183,18 @@ class _Group:
         if not all(self._is_empty(r) for slot in slots for r in self.by_slot[slot]):
             return False
         return not any(bool(self._now(half, row).any()) for half in self._halves)
+
+    def _begun_elsewhere(self, row: int) -> bool:
+        """Whether the forward goes on in a row elsewhere than where its last write to this half ended.
+
+        A graph that checks the half and does not write it cannot ask that; other halves of the row show it.
+        """
+        if not self._lead.place.layout.has_rows or self._lead.buffers.baseline is not None or self._lead.kind != "kv":
+            return False
+        part = slice(row * self._length, (row + 1) * self._length)
+        written = (self._stamps[0, part] >> 16 >= self._step).nonzero().squeeze(1).tolist()
+        ended = int(self._lead.buffers.rows[row, RowState.NEXT])  # in this step, if it was written by now
+        return bool(written) and ended not in (written[0], written[-1] + 1)
 
     def _moved(self, row: int, slots: set[int]) -> bool:
         """Whether a row holds in every half what one other row held."""
@@ -199,35 +216,62 @@ class _Group:
 
     def _new_tokens(self, row: int, slots: set[int], required: set[int]) -> set[int]:
         """Those of the slots that changed in all required halves that are new tokens of their row."""
-        layout = self._lead.place.layout
-        if not slots or not layout.has_rows or self._lead.kind == "read":
+        alone = len(required) < 2
+        if not slots or (not alone and (not self._lead.place.layout.has_rows or self._lead.kind == "read")):
             return slots
-        half = next(h for h in self._halves if h.id in required)
-        given_up = self._given_up(row, slots, half)
-        slots, held = slots - given_up, set(self._held(half, row)) - given_up
+        half = self._lead if self._lead.id in required else next(h for h in self._halves if h.id in required)
+        written, held = self._written(row), set(self._held(half, row))
+        given_up = self._given_up(row, slots, half, written)
+        slots, held = slots - given_up, held - given_up
         fresh, old = slots - held, slots & held
+        if alone:
+            fresh -= half.reported.keys()  # emptied by what was reported
+        if written is not None:  # what lies behind is of another sequence
+            behind = {slot for slot in held if slot >= written}
+            fresh, old, held = fresh | (old & behind), old - behind, held - behind
         if not old:
             return fresh
         later = {slot for slot in held if slot >= min(old)}
+        several = len(old) >= 2 and 2 * len(old) >= len(later)
         if required != set(self._lead.peers):  # what is above the first layer
-            new = later <= old
+            new = later <= old or half.buffers.baseline is not None
         else:
-            new = held <= old or (len(old) >= 2 and 2 * len(old) >= len(later))
-        return slots if new else fresh
+            new = several or (held <= old and not alone)
+        return fresh | old if new else fresh
 
     def _held(self, half: PoolHalf, row: int) -> list[int]:
         """The slots of a row that were not empty before the change."""
         slots: list[int] = (self._before(half, row).nonzero().squeeze(1) + row * self._length).tolist()
         return slots
 
-    def _given_up(self, row: int, slots: set[int], half: PoolHalf) -> set[int]:
+    def _given_up(self, row: int, slots: set[int], half: PoolHalf, written: int | None) -> set[int]:
         """The newest slots of a row, if they are empty now and the step's write went on behind them."""
         held, now = self._held(half, row), self._now(half, row).nonzero()
-        after = row * self._length + int(half.buffers.rows[row, RowState.NEXT])
-        if half.buffers.baseline is not None or not held or after <= held[-1] + 1:
-            return set()  # a write that may reach any slot does not say where it goes on; or there was none
+        if half.kind == "read":
+            return set()
+        if half.buffers.baseline is not None:
+            after = -1 if written is None else written + 1
+        else:
+            after = row * self._length + int(half.buffers.rows[row, RowState.NEXT])
+        if not held or after <= held[-1] + 1:
+            return set()  # nothing says where the write went on; or it did not go on there
         newest = row * self._length + (int(now[-1]) if len(now) else -1)
         return {slot for slot in slots if slot > newest}
+
+    def _written(self, row: int) -> int | None:
+        """The first slot of a row that a write which may reach any slot has changed; None where nothing shows it.
+
+        A window that rolls changes all of them, and shows nothing.
+        """
+        changed, held = torch.zeros(self._length, dtype=torch.bool), torch.zeros(self._length, dtype=torch.bool)
+        for half in self._halves:
+            if half.buffers.baseline is not None and half.id in self._lead.peers:
+                now, after = self._now(half, row), half.buffers.digest[0].to(torch.int64).cpu() & MASK32
+                after = after[row * self._length : (row + 1) * self._length]
+                changed |= torch.where(after == empty_digest(half.seeds)[0] & MASK32, 0, after) != now
+                held |= now != 0
+        first = int(changed.to(torch.int8).argmax())
+        return row * self._length + first if bool(changed.any()) and bool(held[:first].any()) else None
 
     # ---- what is known
 

@@ -400,6 +400,76 @@ def test_reset_of_one_tensor_whose_layers_are_compiled_one_by_one():
     assert [(v.row, v.index) for v in rig.session.violations()] == [(1, 1)]
 
 
+@pytest.mark.parametrize("change", ["reset", "prompt", "crop", "reorder"])
+def test_change_outside_of_graphs_that_hold_one_half_each(change):
+    """Seen: one half says nothing alone, and the graph that has the other one was not asked."""
+
+    def layer(q, kc, vc, pos):
+        kc.index_copy_(2, pos, q)
+        torch._dynamo.graph_break()
+        vc.index_copy_(2, pos, q * 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, kc, vc)
+
+    backend = CanaryBackend(CanaryConfig(inner="eager", mode="log"))
+    run, caches = torch.compile(layer, backend=backend), [torch.zeros(2, 2, 16, 8) for _ in range(2)]
+    with torch.no_grad():
+        for n in range(4):
+            run(torch.randn(2, 2, 1, 8), *caches, torch.tensor([n]))
+        for cache in caches:
+            if change == "reset":
+                cache.zero_()
+            elif change == "prompt":
+                cache[:, :, :4] = torch.randn(2, 2, 4, 8)
+            elif change == "crop":
+                cache[:, :, 2:] = 0
+            else:
+                cache.copy_(cache.flip(0))
+        start = {"reset": 0, "crop": 2}.get(change, 4)
+        for n in (start, start + 1):
+            run(torch.randn(2, 2, 1, 8), *caches, torch.tensor([n]))
+        assert backend.session.violations() == []
+        caches[1][1, 1, 1, 3] += 1  # V alone, by an op that counts
+        run(torch.randn(2, 2, 1, 8), *caches, torch.tensor([start + 2]))
+    assert [(v.half, v.row, v.index) for v in backend.session.violations()] == [("V", 1, 1)]
+
+
+def test_prompt_over_a_longer_sequence_where_all_of_the_cache_is_rewritten():
+    """Seen: what lies behind the next write was asked, too, though it is of no sequence any more."""
+    rig = Rig.build(1, write=write_where, mode="log")
+    rig.step(8)
+    rig.step(2, guarded=False, at=0)
+    rig.step()
+    assert silent(rig)
+    rig.flip(half=1, by_op=True)
+    rig.step()
+    assert rig.found() == [("content", "layers.0", "V", 0, 1)]
+
+
+def test_a_latent_and_its_rope_part_in_layers_compiled_one_by_one():
+    """Seen: bytes of one tensor were taken for those of the other, and what was known of them dropped."""
+
+    def layer(q, latent, rope, pos):
+        latent.index_copy_(1, pos, q)
+        rope.index_copy_(1, pos, q[..., :4])
+        return q + (latent.sum() + rope.sum())
+
+    backend = CanaryBackend(CanaryConfig(inner="eager", mode="log"))
+    run = torch.compile(layer, backend=backend)
+    latents, ropes = torch.zeros(2, 1, 12, 8), torch.zeros(2, 1, 12, 4)
+    with torch.no_grad():
+        for n in (0, 1, 2, 0, 1, 2):
+            if n == 0:
+                latents.zero_(), ropes.zero_()
+            x = torch.randn(1, 1, 8)
+            for latent, rope in zip(latents, ropes, strict=True):
+                x = run(x, latent, rope, torch.tensor([n]))
+        assert backend.session.violations() == []
+        for cache in (latents, ropes):
+            cache.data[0, 0, 1, 3] += 1
+        run(x, latents[0], ropes[0], torch.tensor([3]))
+    assert [(v.pool, v.index) for v in backend.session.violations()] == [("latent", 1), ("rope", 1)]
+
+
 @pytest.mark.parametrize("pair", [True, False], ids=["K and V", "one of them"])
 def test_op_that_hides_where_it_writes_in_the_window_that_it_is_given(pair):
     """Seen: the window was taken for the cache, which then lay at another place in each step."""
