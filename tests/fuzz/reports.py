@@ -85,9 +85,7 @@ class Names:
         for layer, half in self.keys:
             index = self._index(_plain(pool), layer, half)
             if index is not None:
-                region = set(
-                    eval(f"tensor{index}", {"tensor": self._numbered[self._place(layer, half)]}).flatten().tolist()
-                )
+                region = self._region(index, layer, half)
                 mine = (
                     (cell, elements)
                     for cell, elements in self._cells.items()
@@ -95,6 +93,14 @@ class Names:
                 )
                 found += [cell for cell, elements in mine if elements & region]
         return found
+
+    def _region(self, index: str, layer: int, half: int) -> set[int]:
+        """The elements that an index takes of the tensor that holds a half; none if it has no such element."""
+        try:
+            taken = eval(f"tensor{index}", {"tensor": self._numbered[self._place(layer, half)]})
+        except IndexError:  # a name that another tensor's begins with
+            return set()
+        return set(taken.flatten().tolist())
 
     def _index(self, pool: str, layer: int, half: int) -> str | None:
         """The index that ``pool`` has behind the name of the tensor that holds a half; None if it is another one's.
