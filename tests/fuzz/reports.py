@@ -105,13 +105,12 @@ class Names:
     def _index(self, pool: str, layer: int, half: int) -> str | None:
         """The index that ``pool`` has behind the name of the tensor that holds a half; None if it is another one's.
 
-        A layer that is no graph with its model calls the tensor by the name of its own argument.
+        A layer that is no graph with its model calls the tensor by the name of its own argument, which may end the
+        name of the list that holds the model's.
         """
-        names = [self.base[layer, half]]
-        if not self.program.loop:
-            names.append(attribute_names(self.count, self.program.names)[half if self.count == 2 else 0])
+        argument = attribute_names(self.count, self.program.names)[half if self.count == 2 else 0]
         for end in sorted({len(pool), *(m.start() for m in re.finditer(r"\[", pool))}):
-            if any(_same(pool[:end], name) for name in names):
+            if _same(pool[:end], self.base[layer, half]) or (pool[:end] == argument and not self.program.loop):
                 return pool[end:]
         return None
 
