@@ -74,17 +74,17 @@ SCHEMAS = {
 
 def kernels_for(device: torch.device) -> ModuleType:
     """The implementation of the checks for a device; Triton is imported only when a GPU needs it."""
-    return importlib.import_module(".gpu", __package__) if device.type == "cuda" else cpu
+    return importlib.import_module(".content.gpu", __package__) if device.type == "cuda" else cpu
 
 
 def request_kernels_for(device: torch.device) -> ModuleType:
     """The implementation of the identity checks for a device."""
-    return importlib.import_module(".gpu_requests", __package__) if device.type == "cuda" else request_checks
+    return importlib.import_module(".slots.gpu", __package__) if device.type == "cuda" else request_checks
 
 
 def pool_kernels_for(device: torch.device) -> ModuleType:
     """The implementation of the checks that take all tensors of an engine's pool at once."""
-    return importlib.import_module(".gpu_pool_bytes", __package__) if device.type == "cuda" else pool_bytes
+    return importlib.import_module(".content.gpu_pool", __package__) if device.type == "cuda" else pool_bytes
 
 
 def _begin(state: torch.Tensor) -> None:

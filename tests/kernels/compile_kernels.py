@@ -9,6 +9,7 @@ The host code runs over CPU tensors, as it would over a GPU's, and each launch i
 from __future__ import annotations
 
 import random
+import re
 import sys
 from typing import Any
 
@@ -61,7 +62,7 @@ def compile_only() -> dict[str, set[str]]:
 
 def kernels() -> set[str]:
     """The names of all that can be launched."""
-    modules = [m for name, m in list(sys.modules.items()) if name.startswith("kvcanary_fx.kernels.triton_")]
+    modules = [m for name, m in list(sys.modules.items()) if re.match(r"kvcanary_fx\.kernels\.(\w+\.)?triton_", name)]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
     return {f.fn.__name__ for f in found if f.fn.__name__.endswith("_kernel")}
 

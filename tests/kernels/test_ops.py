@@ -7,6 +7,7 @@ import torch
 from scenes import random_scene
 
 import kvcanary_fx
+from kvcanary_fx.kernels import ops
 from kvcanary_fx.kernels.buffers import Gate
 from kvcanary_fx.kernels.context import ForwardContext, forward_context, get_forward_context, has_forward_context
 from kvcanary_fx.kernels.ops import SCHEMAS
@@ -62,6 +63,14 @@ def test_every_op_leaves_a_count(name):
     with forward_context(_context(scene)):
         getattr(torch.ops.kvcanary, name)(*_arguments(scene)[name])
     assert int(scene.site.gate[Gate.OPS]) == 1
+
+
+def test_every_device_has_an_implementation_with_the_same_functions():
+    """They are imported by name, and a GPU's only when there is one."""
+    for found in (ops.kernels_for, ops.request_kernels_for, ops.pool_kernels_for):
+        here, there = (vars(found(torch.device(device))) for device in ("cpu", "cuda"))
+        shared = {name for name, value in there.items() if callable(value) and not name.startswith("_")} & here.keys()
+        assert shared, found
 
 
 def test_op_outside_a_forward_names_the_remedy():
