@@ -111,6 +111,11 @@ class AttentionReads:
         several = only or len({r.source.picked[own] for r in picked}) > 1  # slots that a table picks have no rows
         return several and not any(_follows(a, b, own) for a in picked for b in picked)
 
+    def is_token_axis(self, part: Source | None, axis: int) -> bool:
+        """Whether all attention that reads a part sums along an axis of it."""
+        reads = self.of(part)
+        return part is not None and bool(reads) and bool(part.axes[axis]) and all(part.axes[axis] <= r.tokens for r in reads)
+
     def is_kv_axis(self, part: Source | None, axis: int) -> bool | None:
         """Whether an axis holds K and V; None if no read of the part shows it."""
         reads = self.of(part)

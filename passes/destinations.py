@@ -2,8 +2,9 @@
 
 ``kv[layer][0, :, pos] = k`` is a write to the region ``kv[layer][0]`` at ``[:, pos]``.  Two things cannot be told from
 the index alone, and are told from how attention reads the tensor (:mod:`.attention_reads`): a constant index may be a
-sequence's (``keys[row][:, pos] = k[row]`` in a loop over rows), and K and V may be written at once
-(``kv[:, slots] = torch.stack([k, v])``: two regions).
+sequence's (``keys[row][:, pos] = k[row]`` in a loop over rows) or a token's (``keys.select(2, pos)``, where the graph
+was compiled for one position), and K and V may be written at once (``kv[:, slots] = torch.stack([k, v])``: two
+regions).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from .attention_reads import AttentionReads
 from .names import function_name, half_named, source_name
 from .selection import At, Full, Indexed, Part, Selection, Span, Unreadable, selected_by
 from .writes import KVWrite, without_slots
+
+_REORDERS = ("movedim", "moveaxis", "permute", "transpose", "swapaxes", "swapdims")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +60,10 @@ def destinations(write: KVWrite, found: Accesses, reads: AttentionReads) -> list
     if write.flat is not None:
         return [Destination(Region(write.region), [Full()] * view.dim())]
     node, selection = _with_rows(write.region, write.selection, found, reads)
-    rows = {a for a, p in enumerate(selection) if _is_constant(p) and reads.is_row_axis(reads.source_of(node), a)}
-    fixed, rest = _fix(selection, rows)
+    source, constant = reads.source_of(node), [a for a, p in enumerate(selection) if _is_constant(p)]
+    rows = {a for a in constant if reads.is_row_axis(source, a)}
+    tokens = {a for a in constant if reads.is_token_axis(source, a)}
+    fixed, rest = _fix(selection, rows, tokens)
     halves = _kv_axis(node, selection, write, found, reads)
     if halves is None:
         return [Destination(Region(node, fixed if any(f != slice(None) for f in fixed) else ()), rest)]
@@ -84,13 +89,19 @@ def _is_constant(part: Part) -> bool:
 def _with_rows(
     node: fx.Node, selection: Selection | None, found: Accesses, reads: AttentionReads
 ) -> tuple[fx.Node, Selection]:
-    """The tensor whose sequences are picked one by one, in place of ``node``, some of them, and the selection in it."""
+    """The tensor whose sequences or tokens are picked one by one, in place of ``node``, some of them, and the selection
+    in it."""
     selection = [Full()] * found.values[node].dim() if selection is None else selection
     while True:
+        while _is_as_before(node, found):
+            node = node.args[0]  # type: ignore[assignment]
         picked = _picked_from(node, found)
-        if picked is None or not reads.is_row_axis(reads.source_of(picked[0]), picked[1]):
+        if picked is None:
             return node, selection
         parent, axis, part = picked
+        source = reads.source_of(parent)
+        if not reads.is_row_axis(source, axis) and not reads.is_token_axis(source, axis):
+            return node, selection
         if isinstance(part, At):
             selection = [*selection[:axis], part, *selection[axis:]]
         elif isinstance(selection[axis], Full):
@@ -98,6 +109,16 @@ def _with_rows(
         else:
             return node, selection
         node = parent
+
+
+def _is_as_before(node: fx.Node, found: Accesses) -> bool:
+    """Whether a call that reorders axes leaves them in order, as ``movedim(axis, 0)`` of the first axis does."""
+    whole = node.args[0] if node.args else None
+    if function_name(node) not in _REORDERS or not isinstance(whole, fx.Node):
+        return False
+    sizes = torch.Size(range(2, 2 + int(found.values[whole].dim())))
+    reordered = getattr(torch.empty(sizes, device="meta"), function_name(node))(*node.args[1:], **node.kwargs)
+    return bool(reordered.shape == sizes)
 
 
 def _picked_from(node: fx.Node, found: Accesses) -> tuple[fx.Node, int, Part] | None:
@@ -126,14 +147,15 @@ def _unbound_dim(node: fx.Node, found: Accesses) -> int:
     return dim % int(found.values[whole].dim())
 
 
-def _fix(selection: Selection, rows: set[int]) -> tuple[tuple[Any, ...], Selection]:
+def _fix(selection: Selection, rows: set[int], tokens: set[int]) -> tuple[tuple[Any, ...], Selection]:
     """``(constant index, the rest)``: constant integers, and constant slices of the last axes, are structure.
 
     Args:
-        rows: axes whose constant integer is a sequence's, and so part of a slot's number.
+        rows, tokens: axes whose constant integer is a sequence's or a token's, and so part of a slot's number.
     """
+    shown = rows | tokens
     last_indexed = max((a for a, p in enumerate(selection) if isinstance(p, Indexed)), default=-1)
-    moving = [a for a, p in enumerate(selection) if a in rows or _moves(p, a, selection, last_indexed)]
+    moving = [a for a, p in enumerate(selection) if a in shown or _moves(p, a, selection, last_indexed)]
     if not set(moving) - rows:  # only constants: the last integer is the slot
         moving += [a for a, p in enumerate(selection) if isinstance(p, At) and a not in rows][-1:]
     fixed = tuple(slice(None) if a in moving else _constant(p) for a, p in enumerate(selection))

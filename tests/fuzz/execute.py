@@ -369,7 +369,8 @@ def run_program(program: Program, inner: str = "eager") -> Outcome:
     STRAY.clear()
     logging.getLogger("kvcanary").setLevel(logging.CRITICAL)
     context: contextlib.AbstractContextManager[Any] = torch.inference_mode() if program.inference else torch.no_grad()
-    with context:
+    # more steps than Dynamo compiles variants of a program whose position is a constant: the rest would be unguarded
+    with context, torch._dynamo.config.patch(recompile_limit=64):
         run = Run(program, inner)
         try:
             for event in program.events:

@@ -196,3 +196,32 @@ def test_caches_that_take_turns_have_forwards_of_their_own():
         pool[:, :2] = torch.randn(2, 2, H, D)
     model.forward(3)
     assert model.backend.session.violations() == []
+
+
+def _by_row(half: torch.Tensor, start: int, new: torch.Tensor) -> None:
+    for row in range(half.shape[0]):
+        half[row].movedim(0, 0)[start : start + 1] = new[row]
+
+
+def _by_slot(half: torch.Tensor, start: int, new: torch.Tensor) -> None:
+    half.select(1, start).copy_(new.select(1, 0))
+
+
+@pytest.mark.parametrize("write", [_by_row, _by_slot])
+def test_a_prefix_from_outside_below_a_first_write_at_a_constant_position(write):
+    """Attention shows which axes count sequences and tokens, whatever constants the write picks from them."""
+    cache, backend = torch.zeros(2, B, S, H, D), CanaryBackend(CanaryConfig(inner="eager"))
+
+    def forward(cache, start, x, mask):
+        write(cache[0], start, x * 2)
+        write(cache[1], start, x * 3)
+        keys, values = cache.transpose(2, 3).unbind(0)
+        return F.scaled_dot_product_attention(x.transpose(1, 2), keys, values, mask)
+
+    compiled = torch.no_grad()(torch.compile(forward, backend=backend, fullgraph=True))
+    cache[:, :, :2] = torch.randn(2, B, 2, H, D)
+    compiled(cache, 2, torch.randn(B, 1, H, D), (torch.arange(S) <= 2)[None])
+    cache.data[1, 1, 0, 1] += 1
+    with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
+        compiled(cache, 3, torch.randn(B, 1, H, D), (torch.arange(S) <= 3)[None])
+    assert [(v.check, v.half, v.row, v.index) for v in caught.value.violations] == [("content", "V", 1, 0)]
