@@ -114,7 +114,8 @@ class AttentionReads:
     def is_token_axis(self, part: Source | None, axis: int) -> bool:
         """Whether all attention that reads a part sums along an axis of it."""
         reads = self.of(part)
-        return part is not None and bool(reads) and bool(part.axes[axis]) and all(part.axes[axis] <= r.tokens for r in reads)
+        own = NO_AXIS if part is None else part.axes[axis]
+        return bool(reads) and bool(own) and all(own <= r.tokens for r in reads)
 
     def is_kv_axis(self, part: Source | None, axis: int) -> bool | None:
         """Whether an axis holds K and V; None if no read of the part shows it."""
