@@ -144,7 +144,13 @@ class Run:
     def new_oracle(self) -> Oracle:
         program = self.program
         self.named: dict[tuple[str, str, str], set[int]] = {}  # by what reports call it, the layers that were meant
-        return Oracle(self.guarded.cells(self.table), program.rows, program.merged, program.way.rolls)
+        return Oracle(
+            self.guarded.cells(self.table),
+            program.rows,
+            program.merged,
+            program.way.rolls,
+            program.later_slots_asked,
+        )
 
     # ---- events
 

@@ -20,8 +20,9 @@ def apply_fault(program: Program, tensors: Tensors, table: torch.Tensor, event: 
     """
     z, layout = program.sizes, program.layout
     layer, row, half = event.layer % z.layers, event.row % z.batch, event.half % 2
-    position = event.position % max(1, written)
-    other = (position + 1) % max(1, written)
+    held = max(1, min(written, z.length))  # a window that rolls holds no more
+    position = event.position % held
+    other = (position + 1) % held
 
     def cell(which: int, at: int) -> torch.Tensor:
         found = layout.cell(layout.half(tensors, layer, which), table, z, row, at)

@@ -8,7 +8,8 @@ Nothing here knows how the canary works.  What is legal follows docs/pools.md:
   the cell is guarded: a guarded forward has written it, or it lay below what a guarded forward wrote in its row.
 * A fault cannot be told from a legal change, and may be reported or not, where something that PyTorch counts wrote to
   the cache since the last forward, and either the row's next write does not continue its last one, or the position
-  has changed in K and V of every layer but the first, and so has every later one in its row.
+  has changed in K and V of every layer but the first, and so has every later one in its row.  The later ones are not
+  asked where a graph of several layers does not show which slots it writes.
 * A cache that no guarded graph writes, because its writes break the graph, is written so in each forward, layer by
   layer: there K and V of the layer are enough.
 """
@@ -36,15 +37,17 @@ class Oracle:
 
     Attributes:
         rows: sequences are rows of the cache, so that a prefill outside is told by where the next write begins.
+        later_asked: a position holds new tokens only if the later ones of its row have changed as well.
         unwritten: no guarded graph writes the cache.
     """
 
-    def __init__(self, cells: Cells, rows: bool, merged: bool, written_whole: bool):
+    def __init__(self, cells: Cells, rows: bool, merged: bool, written_whole: bool, later_asked: bool):
         self.truth = {key: bytes_.clone() for key, bytes_ in cells.items()}
         self.seen = {key: bytes_.clone() for key, bytes_ in cells.items()}
         shape = next(iter(cells.values())).shape[:2]
         self.guarded = torch.zeros(shape, dtype=torch.bool)
         self.rows, self.merged, self.written_whole = rows, merged, written_whole
+        self.later_asked = later_asked
         self.counted = self.unwritten = False
         self._legal_looking = {key: torch.zeros(shape, dtype=torch.bool) for key in cells}
         self.ended = -1  # where the last guarded write ended, -1 before the first
@@ -92,7 +95,7 @@ class Oracle:
         legal = torch.ones_like(self.guarded)
         for key in wanted:
             legal &= changed[key]
-        if self.rows:
+        if self.later_asked:
             end = self.guarded.shape[1] if self.written_whole else max(self.ended, 0)
             later = legal.clone()
             later[:, end:] = True

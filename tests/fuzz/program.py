@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from fuzz.layouts import OF_ALL_LAYERS, PAGE, Layout, Sizes
-from fuzz.write_idioms import IDIOMS, Idiom
+from fuzz.write_idioms import IDIOMS, UNSHOWN, Idiom
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -104,6 +104,14 @@ class Program:
         """The model writes to rows, one for each sequence: "below the next write" has a meaning."""
         family = self.layout.of
         return family.batch is not None and family.batch < family.axis and not self.way.moved
+
+    @property
+    def later_slots_asked(self) -> bool:
+        """A slot's new tokens are told from a fault by the slots behind it: not in a graph of several layers whose
+        writes do not show their slots.
+        """
+        several = self.sizes.layers > (2 if self.merged else 1) and not self.breaks and self.compiled != "layers"
+        return self.rows and not (several and self.idiom in UNSHOWN)
 
     @property
     def replaced(self) -> tuple[int, ...]:

@@ -11,8 +11,9 @@ from fuzz.oracle import Cell, Key
 from fuzz.program import Program
 from kvcanary_fx import Violation
 
-#: Ways to write that hide which slots are written.
-HIDDEN = ("linear_put", "masked_scatter", "boolean_mask", "op_hidden_rows", "new_where", "new_of_an_op")
+#: Ways to write that hide along which axis.
+HIDDEN = ("linear_put", "masked_scatter", "boolean_mask", "added_onto_zeros", "op_hidden_rows", "new_where",
+          "new_of_an_op")  # fmt: skip
 
 
 class Names:
