@@ -73,7 +73,13 @@ class Names:
         return self.program.way.unit == "new" and len({cell.layer for cell in meant}) > 1
 
     def _labelled(self, label: str) -> set[int]:
-        """The halves that may be called K, V or KV.  A latent is K and V, its rope part K, or V by its name."""
+        """The halves that may be called K, V or KV.
+
+        A latent is K and V, its rope part K, or V by its name.  Where no attention is in the graph that writes them,
+        both halves of a tensor that is called ``keys`` are K.
+        """
+        if self.program.breaks and self.program.container == "layered" and self.count == 1 and label == "K":
+            return {0, 1}
         if self.program.layout.latent:
             return {"K": {0, 1}, "V": {1}}.get(label, {0})
         return {0, 1} if label == "KV" or self.program.merged else {"KV".index(label)}
