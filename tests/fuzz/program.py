@@ -110,7 +110,8 @@ class Program:
         """A slot's new tokens are told from a fault by the slots behind it: not in a graph of several layers whose
         writes do not show their slots.
         """
-        several = self.sizes.layers > (2 if self.merged else 1) and not self.breaks and self.compiled != "layers"
+        together = not self.breaks or (self.breaks == "after" and self.loop)  # one reads what the last one wrote
+        several = self.sizes.layers > (2 if self.merged else 1) and together and self.compiled != "layers"
         return self.rows and not (several and self.idiom in UNSHOWN)
 
     @property
