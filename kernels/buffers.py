@@ -1,4 +1,4 @@
-"""The memory that kernels and host share: the shadow of a half, the violation ring, the counters.
+"""The memory that kernels and host share: the shadow of a half, and the counters.  The violation ring: :mod:`.ring`.
 
 Everything here is allocated once, outside any CUDA graph, and keeps its address: captured graphs hold
 raw pointers to it.
@@ -12,15 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .checks import Check as Check
-from .checks import Phase as Phase
-from .ring import HALF_FORWARD as HALF_FORWARD
-from .ring import HALF_STEP as HALF_STEP
-from .ring import UNKNOWN as UNKNOWN
-from .ring import Control as Control
-from .ring import Ring as Ring
-from .ring import Word as Word
-from .ring import forward_and_step as forward_and_step
+from .checks import Check
+from .ring import UNKNOWN, Control
 from .writes.layout import SlotLayout
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ import torch
 from ..errors import MissingContextError
 
 if TYPE_CHECKING:
-    from .buffers import Control, IdentityBuffers, Site
+    from .buffers import IdentityBuffers, Site
+    from .ring import Control
     from .side_stream import SideStream
     from .slots.space import RequestPlan
     from .writes.plan import WritePlan

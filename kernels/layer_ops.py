@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ..errors import UnknownLayerError
-from .buffers import Check
+from .checks import Check
 from .context import ForwardContext, LayerHalf, get_forward_context
 from .counting import count_op
 from .ops import NAMESPACE, join_side, kernels_for

@@ -37,7 +37,8 @@ from types import ModuleType
 
 import torch
 
-from .buffers import Check, Count, Phase, RowState, Site
+from .buffers import Count, RowState, Site
+from .checks import Check, Phase
 from .content import cpu
 from .content import pool as pool_bytes
 from .context import ForwardContext, get_forward_context

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ..buffers import NOT_WRITTEN, UNKNOWN, Check, Count, Gate, IdentityBuffers, Phase, RowState, Site, Word
+from ..buffers import NOT_WRITTEN, Count, Gate, IdentityBuffers, RowState, Site
+from ..checks import Check, Phase, Why
 from ..counting import count_op
-from ..ring import append
+from ..ring import UNKNOWN, Word, append
 from ..slots.identity import identify_with
 from ..slots.planned import is_planned, lost_writes
-from ..slots.space import Flag, SlotSpace, Why
+from ..slots.space import Flag, SlotSpace
 from ..writes.layout import SlotLayout, poison_mask
 from ..writes.plan import Resolved, WritePlan
 from ..writes.plan import first_positions as first_positions

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 import triton
 
-from ..buffers import NOT_WRITTEN, Check, Count, IdentityBuffers, Phase, Site
+from ..buffers import NOT_WRITTEN, Count, IdentityBuffers, Site
+from ..checks import Check, Phase
 from ..counting import count_op
 from ..slots.identity import identify_with
 from ..writes.geometry import geometry_of, on_device

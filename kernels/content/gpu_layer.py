@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..buffers import Check, Site
+from ..buffers import Site
+from ..checks import Check
 from ..slots.space import SlotSpace
 from ..writes.geometry import Geometry, geometry_of, on_device
 from ..writes.layout import poison_mask

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 
-from ..buffers import Phase, Site
+from ..buffers import Site
+from ..checks import Phase
 from ..writes.geometry import Geometry, geometry_of, on_device
 from .digest import coefficients
 from .launch_args import row_args, strided_grid

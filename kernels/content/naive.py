@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from ..buffers import NOT_WRITTEN, UNKNOWN, Check, Count, Gate, IdentityBuffers, Phase, RowState, Site, Word
+from ..buffers import NOT_WRITTEN, Count, Gate, IdentityBuffers, RowState, Site
+from ..checks import Check, Phase, Why
 from ..counting import count_op
-from ..ring import append
+from ..ring import UNKNOWN, Word, append
 from ..slots.chain import MASK64, SEED, mix
-from ..slots.space import Flag, SlotSpace, Why
+from ..slots.space import Flag, SlotSpace
 from ..writes.layout import poison_mask
 from .digest import MASK32, as_int32, digest_reference, empty_digest, stored_form
 

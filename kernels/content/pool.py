@@ -9,7 +9,8 @@ import dataclasses
 
 import torch
 
-from ..buffers import Check, Phase, Site
+from ..buffers import Site
+from ..checks import Check, Phase
 from ..findings import Findings
 from ..slots.space import SlotSpace
 from .cpu import digest_slots, packed

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import torch
 
-from ..buffers import Check, Phase
+from ..checks import Check, Phase, Why
 from ..findings import Findings
 from .chain import SEED, mix_tensor
 from .planned import plan_writes, rival_writers, unmark_writes
-from .space import REFERENCE, Flag, RequestPlan, SlotSpace, SpaceCount, Why
+from .space import REFERENCE, Flag, RequestPlan, SlotSpace, SpaceCount
 from .tokens import (
     Written,
     counted_tokens,

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import triton
 
-from ..buffers import UNKNOWN, Check
+from ..checks import Check
+from ..ring import UNKNOWN
 from ..writes.geometry import on_device
 from . import checks as request_checks
 from . import triton_reads, triton_writes

@@ -6,7 +6,9 @@ from typing import Protocol
 
 import torch
 
-from ..buffers import UNKNOWN, Check, Gate, IdentityBuffers, Phase, RowState, Site
+from ..buffers import Gate, IdentityBuffers, RowState, Site
+from ..checks import Check, Phase
+from ..ring import UNKNOWN
 from .chain import SEED, mix_tensor
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from ..buffers import UNKNOWN, Phase
+from ..checks import Phase, Why
 from ..findings import Findings
-from .space import MARKS, REFERENCE, Flag, SlotSpace, Why
+from ..ring import UNKNOWN
+from .space import MARKS, REFERENCE, Flag, SlotSpace
 from .tokens import repeats
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ..buffers import UNKNOWN, Phase
+from ..checks import Phase, Why
+from ..ring import UNKNOWN
 from .chain import MASK64, SEED, mix
 from .naive_entry import Entry
 from .naive_life import allocate as allocate
@@ -18,7 +19,7 @@ from .naive_life import name as name
 from .naive_life import reject as reject
 from .naive_life import release as release
 from .naive_life import share as share
-from .space import REFERENCE, Flag, RequestPlan, SlotSpace, SpaceCount, Why
+from .space import REFERENCE, Flag, RequestPlan, SlotSpace, SpaceCount
 
 
 def _signed(x: int) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..buffers import UNKNOWN, Phase
+from ..checks import Phase, Why
+from ..ring import UNKNOWN
 from .naive_entry import Entry
-from .space import MARKS, REFERENCE, Flag, SlotSpace, Why
+from .space import MARKS, REFERENCE, Flag, SlotSpace
 
 
 def _named(space: SlotSpace, entry: Entry, slot: int) -> bool:

@@ -9,10 +9,10 @@ import dataclasses
 
 import torch
 
-from ..buffers import Phase
+from ..checks import Phase, Why
 from ..findings import Findings
 from .checks import _check_identity, _check_place
-from .space import RequestPlan, SlotSpace, Why
+from .space import RequestPlan, SlotSpace
 
 #: Slots looked at together; bounds the scratch memory.
 CHUNK = 1 << 17

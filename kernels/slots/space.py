@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..buffers import UNKNOWN, Check, Control
-from ..checks import Why as Why
+from ..checks import Check
+from ..ring import UNKNOWN, Control
 
 
 class Flag(enum.IntFlag):

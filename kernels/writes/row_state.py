@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..buffers import UNKNOWN, RowState, Site
+from ..buffers import RowState, Site
+from ..ring import UNKNOWN
 
 
 def update_rows(site: Site, slots: torch.Tensor, last_position: torch.Tensor | None, moved: int | None) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..kernels.buffers import UNKNOWN, Ring
 from ..kernels.checks import Check, Shown, how_shown
+from ..kernels.ring import UNKNOWN, Ring
 from ..kernels.slots import tokens
 from ..kernels.slots.space import RequestPlan, SlotSpace
 from ..reports.violation import HalfInfo, Violation, decode

@@ -11,8 +11,9 @@ import torch
 
 from ..config import CanaryConfig
 from ..errors import EngineError, SessionStateError
-from ..kernels.buffers import HALF_FORWARD, HALF_STEP, Phase, Word
+from ..kernels.checks import Phase
 from ..kernels.ops import kernels_for, request_kernels_for
+from ..kernels.ring import HALF_FORWARD, HALF_STEP, Word
 from ..kernels.side_stream import SideStream, capturing
 from ..kernels.slots import checks as request_checks
 from ..kernels.slots.space import RequestPlan

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..errors import EngineError
-from ..kernels.buffers import Check, Count, Gate, HalfBuffers, Phase, RowState, Site
+from ..kernels.buffers import Count, Gate, HalfBuffers, RowState, Site
+from ..kernels.checks import Check, Phase, Why
 from ..kernels.content.cpu import digest_rows
 from ..kernels.content.digest import coefficients, seeds
 from ..kernels.content.pool import PoolBytes
@@ -19,12 +20,13 @@ from ..kernels.ops import pool_kernels_for
 from ..kernels.slots import life as slot_life
 from ..kernels.slots.chain import SEED, mix_tensor
 from ..kernels.slots.checks import namespace_seed
-from ..kernels.slots.space import REFERENCE, Flag, SlotSpace, Why
+from ..kernels.slots.space import REFERENCE, Flag, SlotSpace
 from ..kernels.slots.tokens import repeats
 from ..kernels.writes.layout import SlotLayout
 from ..reports.violation import ALL_LAYERS, HalfInfo
 from ..runtime.binding import Controls, check_mask
-from ..runtime.registry import Place, PoolHalf, PoolRegistry
+from ..runtime.pool_half import Place, PoolHalf
+from ..runtime.registry import PoolRegistry
 from .arguments import integers
 from .kv_pool import KVPool, Slots
 from .request_ids import RequestId, RequestIds

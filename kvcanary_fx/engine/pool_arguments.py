@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..kernels.writes.layout import SlotLayout
-from ..runtime.registry import Place
+from ..runtime.pool_half import Place
 from .arguments import is_whole, unfit_tensor
 
 

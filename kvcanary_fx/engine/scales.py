@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.buffers import Check, HalfBuffers, Phase, RowState
+from ..kernels.buffers import HalfBuffers, RowState
+from ..kernels.checks import Check, Phase
 from ..kernels.content.cpu import digest_rows, packed
 from ..kernels.content.digest import coefficients, seeds
 from ..kernels.findings import Findings
 from ..kernels.slots.space import SlotSpace
 from ..kernels.writes.layout import SlotLayout
 from ..reports.violation import HalfInfo
-from ..runtime.registry import Place, PoolHalf, PoolRegistry
+from ..runtime.pool_half import Place, PoolHalf
+from ..runtime.registry import PoolRegistry
 from .kv_pool import KVPool
 
 

@@ -14,8 +14,8 @@ from ..compile.backend import CanaryBackend
 from ..config import CanaryConfig
 from ..errors import EngineError, SessionStateError
 from ..kernels import side_stream
-from ..kernels.buffers import Ring, Word
 from ..kernels.context import ForwardContext, LayerHalf
+from ..kernels.ring import Ring, Word
 from ..kernels.side_stream import capturing
 from ..kernels.slots.space import RequestPlan
 from ..reports.violation import Violation

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 
 from ..errors import CanaryError
-from ..kernels.buffers import UNKNOWN, Ring, forward_and_step
 from ..kernels.checks import REASONS, TEXTS, Check, Phase, Shown, Text, Why, how_shown
+from ..kernels.ring import UNKNOWN, Ring, forward_and_step
 from ..kernels.slots.chain import MASK64
 
 #: Stands for the layer of a violation that concerns a slot in all of them.

@@ -45,10 +45,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..kernels.buffers import Check, Ring, RowState
+from ..kernels.buffers import RowState
+from ..kernels.checks import Check
 from ..kernels.content.digest import MASK32, empty_digest
+from ..kernels.ring import Ring
 from .agreement import shown_by_all
-from .registry import PoolHalf, PoolRegistry
+from .pool_half import PoolHalf
+from .registry import PoolRegistry
 
 Row = Sequence[int]
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ..kernels.buffers import Ring
 from ..kernels.content.cpu import digest_rows
-from .registry import PoolHalf, PoolRegistry
+from ..kernels.ring import Ring
+from .pool_half import PoolHalf
+from .registry import PoolRegistry
 
 
 def shown_by_all(

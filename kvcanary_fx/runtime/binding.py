@@ -17,14 +17,16 @@ from typing import Any
 import torch
 
 from ..config import CanaryConfig
-from ..kernels.buffers import Check, Control, Count, Gate, HalfBuffers, IdentityBuffers, Part, Site
-from ..kernels.checks import bits_of
+from ..kernels.buffers import Count, Gate, HalfBuffers, IdentityBuffers, Part, Site
+from ..kernels.checks import Check, bits_of
 from ..kernels.content.digest import coefficients
 from ..kernels.context import ForwardContext
+from ..kernels.ring import Control
 from ..passes.graph_plan import GraphPlan
 from .companions import ONE_LAYER, Call
+from .pool_half import PoolHalf
 from .reading import Seen, seen_halves
-from .registry import PoolHalf, PoolRegistry, Storage
+from .registry import PoolRegistry, Storage
 from .returned import ReturnedCaches
 
 #: Caches that one graph keeps a binding for.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.buffers import Word
+from ..kernels.ring import Word
 from .binding import Controls
 
 

@@ -14,7 +14,8 @@ import torch
 
 from ..kernels.buffers import HalfBuffers
 from ..passes.graph_plan import SitePlan
-from .registry import PoolHalf, Storage
+from .pool_half import PoolHalf
+from .registry import Storage
 
 #: A half, its shadow and where it begins in the tensor that is read, in elements; its strides.
 Seen = tuple[PoolHalf, HalfBuffers, int, tuple[int, ...]]

@@ -17,7 +17,7 @@ from ..kernels.buffers import RowState
 from ..kernels.content.cpu import digest_rows
 
 if TYPE_CHECKING:
-    from .registry import PoolHalf
+    from .pool_half import PoolHalf
 
 #: Elements of a storage that are looked at: the marks of one take a byte.
 LARGEST = 1 << 28

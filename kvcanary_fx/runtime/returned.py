@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ..passes.graph_plan import SitePlan
-from .registry import PoolHalf, PoolRegistry, Shadow
+from .pool_half import PoolHalf
+from .registry import PoolRegistry, Shadow
 
 #: Calls in a row with tensors that no call returned, until we say so.
 PATIENCE = 3

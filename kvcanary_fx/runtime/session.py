@@ -13,8 +13,9 @@ import torch
 
 from ..config import ENGINE_CHECKS, CanaryConfig
 from ..errors import CanaryError, MissedChecksError, RecompileLimitError
-from ..kernels.buffers import UNKNOWN, Control, Count, Gate, Ring, Word
+from ..kernels.buffers import Count, Gate
 from ..kernels.context import ForwardContext, forward_context
+from ..kernels.ring import UNKNOWN, Control, Ring, Word
 from ..passes.graph_plan import GraphPlan
 from ..reports import summary
 from ..reports.log import ViolationLog

@@ -17,8 +17,9 @@ import svg_plot
 import torch
 
 import kernels
-from kvcanary_fx.kernels.buffers import Count, Gate, HalfBuffers, Site, Word
+from kvcanary_fx.kernels.buffers import Count, Gate, HalfBuffers, Site
 from kvcanary_fx.kernels.content import gpu
+from kvcanary_fx.kernels.ring import Word
 from kvcanary_fx.kernels.slots.space import SpaceCount
 from kvcanary_fx.kernels.writes.layout import SlotLayout
 

@@ -16,8 +16,10 @@ from collections.abc import Callable
 import report
 import torch
 
-from kvcanary_fx.kernels.buffers import Check, Control, Count, Gate, HalfBuffers, Site
+from kvcanary_fx.kernels.buffers import Count, Gate, HalfBuffers, Site
+from kvcanary_fx.kernels.checks import Check
 from kvcanary_fx.kernels.content import gpu
+from kvcanary_fx.kernels.ring import Control
 from kvcanary_fx.kernels.slots import gpu as gpu_requests
 from kvcanary_fx.kernels.slots.space import RequestPlan, SlotSpace
 from kvcanary_fx.kernels.writes.layout import SlotLayout

@@ -18,7 +18,7 @@ from decode_models import GQA, MLA, Shape
 import kvcanary_fx
 from kvcanary_fx import KVPool
 from kvcanary_fx.config import CanaryConfig
-from kvcanary_fx.kernels.buffers import Ring
+from kvcanary_fx.kernels.ring import Ring
 from kvcanary_fx.kernels.slots.space import COLUMNS
 
 #: Bytes a slot that do not depend on the model: who is in it (a block of columns), which token was planned for it,

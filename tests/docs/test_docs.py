@@ -95,7 +95,8 @@ def test_pictures_are_what_their_script_draws():
 
 def test_shadow_memory_is_what_the_settings_page_says():
     """An 8B model with grouped-query attention: 32 layers, 8 heads of 128, bf16."""
-    from kvcanary_fx.kernels.buffers import Control, HalfBuffers, IdentityBuffers
+    from kvcanary_fx.kernels.buffers import HalfBuffers, IdentityBuffers
+    from kvcanary_fx.kernels.ring import Control
     from kvcanary_fx.kernels.writes.layout import SlotLayout
 
     slots, layers = 1 << 16, 32

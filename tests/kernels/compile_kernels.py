@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from kvcanary_fx.kernels.buffers import Phase
+from kvcanary_fx.kernels.checks import Phase
 from kvcanary_fx.kernels.content import gpu
 from kvcanary_fx.kernels.slots import gpu as gpu_requests
 

@@ -9,7 +9,9 @@ from types import ModuleType
 
 import torch
 
-from kvcanary_fx.kernels.buffers import NOT_WRITTEN, Check, Control, Count, Gate, HalfBuffers, IdentityBuffers, Site
+from kvcanary_fx.kernels.buffers import NOT_WRITTEN, Count, Gate, HalfBuffers, IdentityBuffers, Site
+from kvcanary_fx.kernels.checks import Check
+from kvcanary_fx.kernels.ring import Control
 from kvcanary_fx.kernels.slots.space import Flag, SlotSpace
 from kvcanary_fx.kernels.writes.layout import FLOAT_DTYPES, POOL_DTYPES, SlotLayout
 from kvcanary_fx.kernels.writes.plan import first_positions

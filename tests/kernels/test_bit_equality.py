@@ -14,8 +14,8 @@ import torch
 from scenes import ALL_CHECKS, play, random_scene, random_step, to_device
 
 from kvcanary_fx.kernels import buffers, words
-from kvcanary_fx.kernels.buffers import Check, Count, Gate, HalfBuffers, Ring, Word
-from kvcanary_fx.kernels.checks import REASONS
+from kvcanary_fx.kernels.buffers import Count, Gate, HalfBuffers
+from kvcanary_fx.kernels.checks import REASONS, Check
 from kvcanary_fx.kernels.content import (
     cpu,
     gpu,
@@ -26,6 +26,7 @@ from kvcanary_fx.kernels.content import (
 from kvcanary_fx.kernels.content import (
     naive as reference,
 )
+from kvcanary_fx.kernels.ring import Ring, Word
 from kvcanary_fx.kernels.slots.space import Column, SlotSpace
 from kvcanary_fx.kernels.writes.layout import SlotLayout
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcanary_fx.kernels.buffers import UNKNOWN, IdentityBuffers
+from kvcanary_fx.kernels.buffers import IdentityBuffers
+from kvcanary_fx.kernels.ring import UNKNOWN
 from kvcanary_fx.kernels.slots.identity import name_slots
 
 

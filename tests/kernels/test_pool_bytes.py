@@ -11,9 +11,10 @@ from kvcanary_fx import KVPool
 from kvcanary_fx.config import CanaryConfig
 from kvcanary_fx.engine.guarded_pool import EnginePool
 from kvcanary_fx.engine.request_ids import RequestIds
-from kvcanary_fx.kernels.buffers import Phase, Ring, Word
+from kvcanary_fx.kernels.checks import Phase
 from kvcanary_fx.kernels.content import gpu_pool as gpu_pool_bytes
 from kvcanary_fx.kernels.content import pool as pool_bytes
+from kvcanary_fx.kernels.ring import Ring, Word
 from kvcanary_fx.runtime.binding import Controls
 from kvcanary_fx.runtime.registry import PoolRegistry
 

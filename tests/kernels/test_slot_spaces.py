@@ -12,7 +12,7 @@ import torch
 from random_plans import ALL, run_plans, use_blocks
 from random_plans import BLOCKS as BLOCK_SIZES
 
-from kvcanary_fx.kernels.buffers import Control, Word
+from kvcanary_fx.kernels.ring import Control, Word
 from kvcanary_fx.kernels.slots import checks as request_checks
 from kvcanary_fx.kernels.slots import gpu as gpu_requests
 from kvcanary_fx.kernels.slots.space import RequestPlan, SlotSpace

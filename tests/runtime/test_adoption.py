@@ -8,7 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from kvcanary_fx.kernels.buffers import Check, HalfBuffers, Ring
+from kvcanary_fx.kernels.buffers import HalfBuffers
+from kvcanary_fx.kernels.checks import Check
+from kvcanary_fx.kernels.ring import Ring
 from kvcanary_fx.kernels.writes.layout import SlotLayout
 from kvcanary_fx.runtime.adoption import judge
 from kvcanary_fx.runtime.registry import PoolRegistry

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvcanary_fx.config import CHECKS
-from kvcanary_fx.kernels.buffers import UNKNOWN, Check, Ring
 from kvcanary_fx.kernels.checks import CHECKS as TABLE
-from kvcanary_fx.kernels.checks import REASONS, TEXTS, Why
+from kvcanary_fx.kernels.checks import REASONS, TEXTS, Check, Why
+from kvcanary_fx.kernels.ring import UNKNOWN, Ring
 from kvcanary_fx.proof import doctor
 from kvcanary_fx.reports.summary import by_importance
 from kvcanary_fx.reports.violation import ALL_LAYERS, HalfInfo, decode

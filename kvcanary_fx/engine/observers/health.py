@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ...errors import UnrecordedLayersError
-from ...kernels.buffers import Check
+from ...kernels.checks import Check
 from ...kernels.slots.space import Flag, RequestPlan
 from ...kernels.slots.tokens import token_requests
 from ...reports import summary

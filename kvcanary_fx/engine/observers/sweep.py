@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ...kernels.buffers import Check, Phase
+from ...kernels.checks import Check, Phase, Why
 from ...kernels.content.cpu import poisoned_words, rows_as_words
 from ...kernels.findings import Findings
 from ...kernels.slots.prefixes import check_listed
-from ...kernels.slots.space import REFERENCE, Flag, Why
+from ...kernels.slots.space import REFERENCE, Flag
 from ...kernels.writes.layout import FLOAT_DTYPES
 from ..guarded_pool import EnginePool
 from ..kv_pool import Slots
