@@ -31,7 +31,8 @@ anything else                               a flipped bit, a wrong stride or a b
 Of a paged or flat pool, and of a cache that no guarded graph writes, the later slots are not asked: who writes them may
 write single slots.  Nor are they of several layers whose writes do not show their slots; what lies behind such a write
 is of no sequence.  A running state depends on all tokens: it changes in all of a layer's states at once.  One half by
-itself: two slots at least and half of those from the lowest on, or bytes in slots that were empty.
+itself: two slots at least and half of those from the lowest on, or bytes in slots that were empty.  Behind a break
+between K and V, where graphs of one half each make up a forward of several layers, what all of them show is asked.
 
 What is legal is adopted and counted.  So is a change of a reported slot, back to the bytes that it had before: it was
 put right.
@@ -89,8 +90,11 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
         assert lead is not None
         group = _Group(members, lead, registry, stamps)
         legal = group.legal() if cut not in lead.peers else group.rewritten(group.reported - {cut})
+        step = members[0][Ring.STEP]
         held = legal & group.held()
-        legal -= held - shown_by_all(held, lead, members[0][Ring.STEP], rows, registry)
+        legal -= held - shown_by_all(held, lead, step, rows, registry)
+        if group.asks_other_layers():
+            legal |= group.without_gaps(shown_by_all(set(group.by_slot), lead, step, rows, registry))
         for slot, hits in group.by_slot.items():
             if slot in legal:
                 verdict.adopted_slots += 1
@@ -174,6 +178,25 @@ class _Group:
             new = slots if done else self._new_tokens(row, slots & rewritten, required)
             legal |= slots if new != slots and self._moved(row, slots) else new
         return legal
+
+    def asks_other_layers(self) -> bool:
+        """Whether the group is one half alone, as behind a break between K and V, of a forward of several layers."""
+        forward = self._lead.forward
+        alone = len(self.required()) == 1 and self._lead.kind == "kv"
+        return alone and forward is not None and forward.several_layers()
+
+    def without_gaps(self, shown: set[int]) -> set[int]:
+        """Those of the slots that are new tokens: where there are rows, every later slot that was held is one, too."""
+        if not self._lead.place.layout.has_rows:
+            return shown
+        new: set[int] = set()
+        for row in {slot // self._length for slot in shown}:
+            written = self._written(row)
+            held = [slot for slot in self._held(self._lead, row) if written is None or slot < written]
+            last = max((slot for slot in held if slot not in shown), default=-1)
+            given_up = self._given_up(row, shown, self._lead, written)
+            new |= {slot for slot in shown - given_up if slot // self._length == row and slot > last}
+        return new
 
     def held(self) -> set[int]:
         """The slots that were not empty before the change."""

@@ -43,6 +43,10 @@ class Forward:
     calls: tuple[Call, ...]
     span: int
 
+    def several_layers(self) -> bool:
+        """Whether there are layers above the first."""
+        return len(self.above_first()) < sum(len(call.halves) for call in self.calls)
+
     def above_first(self) -> list[int]:
         """The halves that a legal rewrite of a token changes; the first layer's depend on the token alone."""
         first = self.calls[0]

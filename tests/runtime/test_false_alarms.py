@@ -433,6 +433,40 @@ def test_change_outside_of_graphs_that_hold_one_half_each(change):
     assert [(v.half, v.row, v.index) for v in backend.session.violations()] == [("V", 1, 1)]
 
 
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "no rows"])
+def test_short_prompt_outside_of_layers_whose_graphs_hold_one_half_each(rows):
+    """Seen: one half alone wants two slots and half of the row, though all layers show the prompt."""
+
+    def layer(x, kc, vc, pos):
+        kc.index_copy_(axis, pos, x)
+        torch._dynamo.graph_break()
+        vc.index_copy_(axis, pos, x * 2)
+        return x + torch.tanh(kc.mean(axis, True) + vc.mean(axis, True))
+
+    backend, axis = CanaryBackend(CanaryConfig(inner="eager", mode="log")), 1 if rows else 0
+    run = torch.compile(layer, backend=backend)
+    caches = torch.zeros(3, 2, *((2, 8) if rows else (8, 2)), 4)
+    token = (2, 1, 4) if rows else (1, 2, 4)
+
+    def step(n: int) -> None:
+        x = torch.randn(token)
+        for cache in caches:
+            x = run(x, *cache, torch.tensor([n]))
+
+    with torch.no_grad():
+        for n in range(4):
+            step(n)
+        if rows:
+            caches[:, :, :, 3] = torch.randn(3, 2, 2, 4)  # the newest token, anew
+        else:
+            caches[:, :, 0] = torch.randn(3, 2, 2, 4)
+        step(4)
+        assert backend.session.violations() == []
+        caches[2].narrow(axis + 1, 3, 1).add_(1)  # a stray store to K and V of one layer, by an op that counts
+        step(5)
+    assert {(v.pool, v.slot % 8) for v in backend.session.violations()} == {("kc #3", 3), ("vc #3", 3)}
+
+
 def test_prompt_over_a_longer_sequence_where_all_of_the_cache_is_rewritten():
     """Seen: what lies behind the next write was asked, too, though it is of no sequence any more."""
     rig = Rig.build(1, write=write_where, mode="log")
