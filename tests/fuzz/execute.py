@@ -257,12 +257,20 @@ class Run:
         self._same_numbers(out, expected)
         if self.glitch:
             badly = self.oracle.written((self.glitch[0], self.glitch[1]), start, count)
-            must, may = must | badly, may | badly
             self.stray = strays(self.glitch[2], inputs[2], self.program.sizes.slots)
+            must, may = must | {c for c in badly if self._comes_out_wrong(c)}, may | badly
             self.glitch = []
         reported = self._judge(must, may)
         self.stray = set()
         self.oracle.after(cells, start, count, reported)
+
+    def _comes_out_wrong(self, cell: Cell) -> bool:
+        """Whether a cell that an op did not write has wrong bytes: not if the same token was there in the first layer,
+        or another sequence's stray write put it there.
+        """
+        was_there = bool(self.oracle.truth[cell.layer, cell.half][cell.row, cell.position].any())
+        strayed = int(self.table[cell.row, cell.position]) in self.stray
+        return not strayed and (cell.layer > 0 or not was_there)
 
     def _arm(self, side: Side, start: int, must: set[Cell] | None = None, may: set[Cell] | None = None) -> None:
         """Let faults happen in the next graph break."""

@@ -5,30 +5,45 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fuzz.program import Program
+from fuzz.reports import HIDDEN
+from fuzz.write_idioms import UNSHOWN
 
-_BY_ROW = ("row_loop", "row_index_copy", "rows_unbound", "head_loop", "heads_split")
-_HIDDEN = ("op_hidden_pair", "op_hidden_rows", "op_hidden_both", "in_checkpoint", "in_cond", "in_region",
-           "slice_foreach", "foreach_copy", "out_of_an_op", "added_onto_zeros", "boolean_mask",
-           "linear_put")  # fmt: skip
-_WHOLE = ("index_copy_back", "where_back", "where_setitem", "scatter_back", "slice_scatter_back", "cat_back",
-          "one_hot_back", "masked_scatter", "zero_added_first", "functionalised_op")  # fmt: skip
+_BY_ROW = ("row_loop", "row_index_copy", "rows_unbound")
 _LEGAL = ("prompt", "reset", "crop", "crop_zero", "reorder", "prefill", "turns", "new_cache")
 
+
+def _has(program: Program, *what: str) -> bool:
+    return any(event.what in what for event in program.events)
+
+
+def _graphs_of_one_layer(program: Program) -> bool:
+    return program.sizes.layers == 1 or bool(program.breaks) or program.compiled == "layers"
+
+
 KNOWN: dict[str, Callable[[Program], bool]] = {
-    "a loop over rows or heads, in one tensor or with a reset": lambda p: p.idiom in _BY_ROW,
-    "writes that hide where: legal changes reported": lambda p: p.idiom in _HIDDEN,
-    "written whole: a prompt over a longer one; nothing says where the next write goes": lambda p: (
-        p.idiom in _WHOLE and any(e.what in ("prompt", "crop", "crop_zero") for e in p.events)
+    "a break between K and V: a graph that has one half of a layer is told too little of legal changes": lambda p: (
+        p.breaks == "between" and _has(p, *_LEGAL)
     ),
-    "heads merged with sequences: each head is a row to what is legal": lambda p: p.idiom == "heads_merged",
-    "a window that rolls, in a layer by itself": lambda p: p.way.rolls,
-    "one layer: a legal rewrite that leaves a token's K and V as they were": lambda p: (
-        p.sizes.layers == 1 and any(e.what in _LEGAL for e in p.events)
+    "one layer, written whole, or a latent: a shorter prompt, or one that shares tokens with the old one": lambda p: (
+        _graphs_of_one_layer(p)
+        and (p.idiom in UNSHOWN or p.layout.latent)
+        and _has(p, "prompt", "crop", "crop_zero", "prefill")
     ),
-    "a layer to a graph: names, and one graph that reads what another one writes": lambda p: (
-        bool(p.breaks) or p.compiled == "layers"
+    "a loop over rows, of a tensor that holds several halves, after a legal change": lambda p: (
+        p.idiom in _BY_ROW and p.layout.packing != "pair" and _has(p, *_LEGAL)
     ),
-    "a new cache for each step": lambda p: p.way.unit == "new",
+    "returned caches in graphs of one layer each: K and V of one slot swapped in one layer": lambda p: (
+        p.way.unit == "new" and p.sizes.layers > 2 and _graphs_of_one_layer(p) and _has(p, "swap")
+    ),
+    "an op returns the cache: attention does not show K and V, where names do not": lambda p: (
+        p.idiom == "new_of_an_op" and p.container == "columns" and p.loop
+    ),
+    "no attention in the graph, K and V written at once to a tensor called keys": lambda p: (
+        bool(p.breaks) and p.container == "layered" and p.way.unit == "both"
+    ),
+    "no attention in the graph, an op hides the slots: two sequences are taken for K and V": lambda p: (
+        bool(p.breaks) and p.idiom in HIDDEN and p.sizes.batch == 2
+    ),
 }
 
 

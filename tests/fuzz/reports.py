@@ -81,7 +81,7 @@ class Names:
         if self.program.breaks and self.program.container == "layered" and self.count == 1 and label == "K":
             return {0, 1}
         if self.program.layout.latent:
-            return {"K": {0, 1}, "V": {1}}.get(label, {0})
+            return {"K": {0, 1}, "V": {1}}.get(label, {0, 1} if self.program.breaks else {0})
         return {0, 1} if label == "KV" or self.program.merged else {"KV".index(label)}
 
     def _named(self, pool: str, table: torch.Tensor) -> list[Cell]:
