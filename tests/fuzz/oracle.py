@@ -10,6 +10,9 @@ Nothing here knows how the canary works.  What is legal follows docs/pools.md:
   the cache since the last forward, and either the row's next write does not continue its last one, or the position
   has changed in K and V of every layer but the first, and so has every later one in its row.  The later ones are not
   asked where a graph of several layers does not show which slots it writes.
+* Where each graph holds one half, bytes in a slot that was empty look like a token's, too.
+* In one layer, a legal change that is no new prompt by its looks may be reported: less than two positions of a row, or
+  less than half of those from the first of them on.
 * A cache that no guarded graph writes, because its writes break the graph, is written so in each forward, layer by
   layer: there K and V of the layer are enough.
 """
@@ -39,6 +42,7 @@ class Oracle:
         rows: sequences are rows of the cache, so that a prefill outside is told by where the next write begins.
         later_asked: a position holds new tokens only if the later ones of its row have changed as well.
         unwritten: no guarded graph writes the cache.
+        alone: each graph holds one half.
     """
 
     def __init__(self, cells: Cells, rows: bool, merged: bool, written_whole: bool, later_asked: bool):
@@ -48,7 +52,7 @@ class Oracle:
         self.guarded = torch.zeros(shape, dtype=torch.bool)
         self.rows, self.merged, self.written_whole = rows, merged, written_whole
         self.later_asked = later_asked
-        self.counted = self.unwritten = False
+        self.counted = self.unwritten = self.alone = False
         self._legal_looking = {key: torch.zeros(shape, dtype=torch.bool) for key in cells}
         self.ended = -1  # where the last guarded write ended, -1 before the first
 
@@ -73,7 +77,19 @@ class Oracle:
         read[:, : None if self.written_whole else start] = True
         self._legal_looking = self._excused(cells, start)
         must = {key: read & self.guarded & ~legal for key, legal in self._legal_looking.items()}
-        return _cells({key: mask & must[key] for key, mask in bad.items() if key[0] >= first_layer}), _cells(bad)
+        told = _cells({key: mask & must[key] for key, mask in bad.items() if key[0] >= first_layer})
+        return told, _cells(bad) | self._doubtful(cells)
+
+    def _doubtful(self, cells: Cells) -> set[Cell]:
+        """The cells of one layer that a legal change has left looking like no new prompt."""
+        if len({layer for layer, _ in cells}) > 1 or not self.counted:
+            return set()
+        changed = {key: (now != self.seen[key]).any(-1) for key, now in cells.items()}
+        held = torch.stack([(self.seen[key] != 0).any(-1) for key in cells]).any(0)
+        both = torch.stack(list(changed.values())).all(0) & held
+        later = held & (torch.stack(list(changed.values())).any(0).to(torch.int64).cumsum(1) > 0)
+        few = (both.sum(1) < 2) | (2 * both.sum(1) < later.sum(1))
+        return _cells({key: mask & few.unsqueeze(1) for key, mask in changed.items()})
 
     def _excused(self, cells: Cells, start: int) -> Cells:
         """bool ``[B, S]`` by half: changes here cannot be told from legal ones."""
@@ -88,7 +104,10 @@ class Oracle:
             changed = {(layer, half): changed[layer, 0] | changed[layer, 1] for layer, half in changed}
         if self.unwritten:
             return {(layer, half): changed[layer, 0] & changed[layer, 1] for layer, half in cells}
-        return dict.fromkeys(cells, self._rewritten(changed, wanted))
+        new = self._rewritten(changed, wanted)
+        if self.alone:
+            return {key: new | (changed[key] & (self.seen[key] == 0).all(-1)) for key in cells}
+        return dict.fromkeys(cells, new)
 
     def _rewritten(self, changed: Cells, wanted: list[Key]) -> torch.Tensor:
         """bool ``[B, S]``: positions that hold new tokens, as far as one can tell."""
