@@ -243,6 +243,8 @@ class Run:
         expected = self._quietly(inputs)
         sites = [site for plan in self.session.plans for site in plan.sites]
         self.oracle.unwritten = bool(sites) and all(site.kind == "read" for site in sites)
+        apart = self.program.breaks not in ("", "between") or self.program.compiled == "layers"
+        self.oracle.one_layer = self.program.sizes.layers == 1 or apart
         self.oracle.alone = self.program.breaks == "between" and self.program.way.unit == "half"
         must, may = self.oracle.before(self.guarded.cells(self.table), start)
         self._arm(self.guarded, start, must, may)

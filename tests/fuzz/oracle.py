@@ -11,8 +11,8 @@ Nothing here knows how the canary works.  What is legal follows docs/pools.md:
   has changed in K and V of every layer but the first, and so has every later one in its row.  The later ones are not
   asked where a graph of several layers does not show which slots it writes.
 * Where each graph holds one half, bytes in a slot that was empty look like a token's, too.
-* In one layer, a legal change that is no new prompt by its looks may be reported: less than two positions of a row, or
-  less than half of those from the first of them on.
+* To a graph of one layer, new tokens that are no new prompt by their looks may be reported: at less than two positions
+  of a row, or less than half of those from the first of them on.
 * A cache that no guarded graph writes, because its writes break the graph, is written so in each forward, layer by
   layer: there K and V of the layer are enough.
 """
@@ -43,6 +43,7 @@ class Oracle:
         later_asked: a position holds new tokens only if the later ones of its row have changed as well.
         unwritten: no guarded graph writes the cache.
         alone: each graph holds one half.
+        one_layer: each graph holds one layer.
     """
 
     def __init__(self, cells: Cells, rows: bool, merged: bool, written_whole: bool, later_asked: bool):
@@ -52,7 +53,7 @@ class Oracle:
         self.guarded = torch.zeros(shape, dtype=torch.bool)
         self.rows, self.merged, self.written_whole = rows, merged, written_whole
         self.later_asked = later_asked
-        self.counted = self.unwritten = self.alone = False
+        self.counted = self.unwritten = self.alone = self.one_layer = False
         self._legal_looking = {key: torch.zeros(shape, dtype=torch.bool) for key in cells}
         self.ended = -1  # where the last guarded write ended, -1 before the first
 
@@ -81,15 +82,18 @@ class Oracle:
         return told, _cells(bad) | self._doubtful(cells)
 
     def _doubtful(self, cells: Cells) -> set[Cell]:
-        """The cells of one layer that a legal change has left looking like no new prompt."""
-        if len({layer for layer, _ in cells}) > 1 or not self.counted:
-            return set()
-        changed = {key: (now != self.seen[key]).any(-1) for key, now in cells.items()}
-        held = torch.stack([(self.seen[key] != 0).any(-1) for key in cells]).any(0)
-        both = torch.stack(list(changed.values())).all(0) & held
-        later = held & (torch.stack(list(changed.values())).any(0).to(torch.int64).cumsum(1) > 0)
-        few = (both.sum(1) < 2) | (2 * both.sum(1) < later.sum(1))
-        return _cells({key: mask & few.unsqueeze(1) for key, mask in changed.items()})
+        """The cells that a legal change has left looking like no new prompt to a graph of one layer."""
+        doubtful: set[Cell] = set()
+        for layer in {layer for layer, _ in cells} if self.one_layer and self.counted else ():
+            keys = [key for key in cells if key[0] == layer]
+            changed = torch.stack([(cells[key] != self.seen[key]).any(-1) for key in keys])
+            filled = torch.stack([(cells[key] != 0).any(-1) for key in keys])
+            held = torch.stack([(self.seen[key] != 0).any(-1) for key in keys]).any(0)
+            again, some = (changed.all(0) & held).sum(1), changed.any(0)
+            later = (held | some) & (some.to(torch.int64).cumsum(1) > 0)
+            few = ((again < 2) | (2 * again < later.sum(1))).unsqueeze(1)
+            doubtful |= _cells({key: mask & few for key, mask in zip(keys, changed & filled, strict=True)})
+        return doubtful
 
     def _excused(self, cells: Cells, start: int) -> Cells:
         """bool ``[B, S]`` by half: changes here cannot be told from legal ones."""
