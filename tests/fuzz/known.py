@@ -24,10 +24,11 @@ KNOWN: dict[str, Callable[[Program], bool]] = {
     "a break between K and V: a graph that has one half of a layer is told too little of legal changes": lambda p: (
         p.breaks == "between" and _has(p, *_LEGAL)
     ),
-    "one layer, written whole, or a latent: a shorter prompt, or one that shares tokens with the old one": lambda p: (
-        _graphs_of_one_layer(p)
-        and (p.idiom in UNSHOWN or p.layout.latent)
-        and _has(p, "prompt", "crop", "crop_zero", "prefill")
+    "one layer whose writes do not show their slots: beams reordered after a crop": lambda p: (
+        p.sizes.layers == 1 and p.idiom in UNSHOWN and _has(p, "reorder") and _has(p, "crop", "crop_zero")
+    ),
+    "a tensor of all layers, in graphs of one layer that do not show its slots: names, and a latent": lambda p: (
+        p.one_tensor and p.sizes.layers > 1 and _graphs_of_one_layer(p) and p.idiom in UNSHOWN
     ),
     "a loop over rows, of a tensor that holds several halves, after a legal change": lambda p: (
         p.idiom in _BY_ROW and p.layout.packing != "pair" and _has(p, *_LEGAL)
