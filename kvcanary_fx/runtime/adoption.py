@@ -94,7 +94,8 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
         held = legal & group.held()
         legal -= held - shown_by_all(held, lead, step, rows, registry)
         if group.asks_other_layers():
-            legal |= group.without_gaps(shown_by_all(set(group.by_slot), lead, step, rows, registry))
+            shown = shown_by_all(set(group.by_slot), lead, step, rows, registry, by_each=True)
+            legal |= group.without_gaps(shown)
         for slot, hits in group.by_slot.items():
             if slot in legal:
                 verdict.adopted_slots += 1
@@ -183,7 +184,9 @@ class _Group:
         """Whether the group is one half alone, as behind a break between K and V, of a forward of several layers."""
         forward = self._lead.forward
         alone = len(self.required()) == 1 and self._lead.kind == "kv"
-        return alone and forward is not None and forward.several_layers()
+        if not alone or forward is None or not forward.several_layers():
+            return False
+        return not self._lead.peers.keys() >= set(forward.above_first())  # itself alone: nobody else to ask
 
     def without_gaps(self, shown: set[int]) -> set[int]:
         """Those of the slots that are new tokens: where there are rows, every later slot that was held is one, too."""

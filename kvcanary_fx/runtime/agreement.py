@@ -13,7 +13,13 @@ from .registry import PoolRegistry
 
 
 def shown_by_all(
-    slots: set[int], mine: PoolHalf, step: int, rows: Sequence[Sequence[int]], registry: PoolRegistry
+    slots: set[int],
+    mine: PoolHalf,
+    step: int,
+    rows: Sequence[Sequence[int]],
+    registry: PoolRegistry,
+    *,
+    by_each: bool = False,
 ) -> set[int]:
     """Those of the slots that have changed in the other layers of the forward as well.
 
@@ -21,6 +27,7 @@ def shown_by_all(
         mine: a half in which they changed.
         step: when that was found.
         rows: what is being judged, of the ring.
+        by_each: a layer whose slots cannot be compared with these shows nothing; without it, it is not asked.
     """
     if mine.forward is None or not slots:
         return slots
@@ -29,6 +36,8 @@ def shown_by_all(
         half = registry.by_id(number)
         view = registry.view_of(half) if half is not None and number not in mine.peers else None
         if half is None or view is None or half.place.layout.slots != mine.place.layout.slots:
+            if by_each and number not in mine.peers:
+                return set()
             continue
         told = {row[Ring.SLOT] for row in rows if row[Ring.HALF] == number and row[Ring.STEP] >= step}
         if number < mine.id:  # it had its turn
