@@ -6,6 +6,7 @@ Nothing here knows how the canary works.  What is legal follows docs/pools.md:
   reset, a crop, a reordering or a new cache.
 * A fault is a change of a cell's bytes by anything else.  It must be reported in the forward that reads the cell, if
   the cell is guarded: a guarded forward has written it, or it lay below what a guarded forward wrote in its row.
+* A reported cell that holds again what it held before was put right, if something that PyTorch counts wrote to it.
 * A fault cannot be told from a legal change, and may be reported or not, where something that PyTorch counts wrote to
   the cache since the last forward, and either the row's next write does not continue its last one, or the position
   has changed in K and V of every layer but the first, and so has every later one in its row.  The later ones are not
@@ -55,6 +56,8 @@ class Oracle:
         self.later_asked = later_asked
         self.counted = self.unwritten = self.alone = self.one_layer = False
         self._legal_looking = {key: torch.zeros(shape, dtype=torch.bool) for key in cells}
+        self._reported = {key: torch.zeros(shape, dtype=torch.bool) for key in cells}
+        self._unhurt = {key: bytes_.clone() for key, bytes_ in cells.items()}  # before what was reported
         self.ended = -1  # where the last guarded write ended, -1 before the first
 
     def legal(self, cells: Cells, counted: bool) -> None:
@@ -76,10 +79,16 @@ class Oracle:
         bad = {key: (now != self.truth[key]).any(-1) for key, now in cells.items()}
         read = torch.zeros_like(self.guarded)
         read[:, : None if self.written_whole else start] = True
-        self._legal_looking = self._excused(cells, start)
+        right = self._put_right(cells)
+        self._legal_looking = {key: legal | right[key] for key, legal in self._excused(cells, start).items()}
         must = {key: read & self.guarded & ~legal for key, legal in self._legal_looking.items()}
         told = _cells({key: mask & must[key] for key, mask in bad.items() if key[0] >= first_layer})
         return told, _cells(bad) | self._doubtful(cells)
+
+    def _put_right(self, cells: Cells) -> Cells:
+        """bool ``[B, S]`` by half: reported cells that hold again what they held before the report."""
+        same = {key: (now == self._unhurt[key]).all(-1) for key, now in cells.items()}
+        return {key: self._reported[key] & same[key] & self.counted for key in cells}
 
     def _doubtful(self, cells: Cells) -> set[Cell]:
         """The cells that a legal change has left looking like no new prompt to a graph of one layer."""
@@ -142,6 +151,9 @@ class Oracle:
         if self.written_whole:
             written[:] = True
         for key, now in cells.items():
+            hurt = (told[key] & ~written).unsqueeze(-1)
+            self._unhurt[key] = torch.where(hurt, self.truth[key], self._unhurt[key])
+            self._reported[key] = (self._reported[key] | told[key]) & ~written
             settled = written | told[key] | self._legal_looking[key]
             self.truth[key] = torch.where(settled.unsqueeze(-1), now, self.truth[key])
         self.guarded |= written
