@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from unittest import mock
@@ -37,6 +37,9 @@ from fuzz.strategies import programs
 
 #: Largest share of programs whose cache the summary may call unguarded.
 SAID = 0.05
+
+#: Programs that a process runs before a new one takes its place: Dynamo keeps some memory of each.
+PER_PROCESS = 500
 
 _QUIET = dict(max_examples=2, database=None, deadline=None, suppress_health_check=[*HealthCheck], print_blob=False)
 
@@ -143,11 +146,13 @@ def results(seeds: Sequence[int], inner: str, jobs: int) -> Iterator[tuple[int, 
         for seed in seeds:
             yield seed, *run_seed(seed, inner)
         return
-    with ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=500) as workers:
-        running: list[Future[tuple[Program, Outcome | None, str]]] = []
-        running = [workers.submit(run_seed, seed, inner) for seed in seeds]
-        for seed, job in zip(seeds, running, strict=True):
-            yield seed, *job.result()
+    # not by max_tasks_per_child: the pool hung when all of its processes were to be replaced
+    for first in range(0, len(seeds), PER_PROCESS * jobs):
+        some = seeds[first : first + PER_PROCESS * jobs]
+        with ProcessPoolExecutor(jobs, get_context("spawn")) as workers:
+            running = [workers.submit(run_seed, seed, inner) for seed in some]
+            for seed, job in zip(some, running, strict=True):
+                yield seed, *job.result()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
