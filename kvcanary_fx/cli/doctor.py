@@ -2,7 +2,7 @@
 
 Pools of several layouts and types are made on the device, written by a compiled model, and damaged in every way
 that a check is for.  A check that stays silent, or one that speaks without a fault, does not work on this machine.
-First of all, an environment in which vLLM would not load the canary is told.
+First of all, an environment with a setting that cannot be, or in which vLLM would not load the canary, is told.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    CanaryConfig.from_env()  # refuses what no model could run with
     why = left_out()
     if why is not None:
         print(f"  FAIL {why}")

@@ -106,3 +106,9 @@ def test_help_of_each_command(capsys):
         with pytest.raises(SystemExit, match="0"):
             main([command, "--help"])
         assert "usage: kvcanary" in capsys.readouterr().out
+
+
+def test_doctor_refuses_a_setting_that_cannot_be(monkeypatch, capsys):
+    monkeypatch.setenv("KVCANARY_MODE", "loud")
+    assert main(["doctor"]) == 2
+    assert "KVCANARY_MODE" in capsys.readouterr().err
