@@ -91,6 +91,7 @@ def benchmarks() -> list[Job]:
         Job("benchmark kernels", [sys.executable, "tests/benchmarks/kernels.py", "--write"]),
         Job("benchmark growth", [sys.executable, "tests/benchmarks/growth.py", "--write"]),
         Job("benchmark forward", [sys.executable, "tests/benchmarks/forward.py", "--write"]),
+        Job("benchmark generate", [sys.executable, "tests/benchmarks/generate.py", "--shape", "1b", "--write"]),
         Job("benchmark compile time", [sys.executable, "tests/benchmarks/compile_time.py", "--write"]),
     ]
 
