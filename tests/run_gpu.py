@@ -92,6 +92,7 @@ def benchmarks() -> list[Job]:
         Job("benchmark growth", [sys.executable, "tests/benchmarks/growth.py", "--write"]),
         Job("benchmark forward", [sys.executable, "tests/benchmarks/forward.py", "--write"]),
         Job("benchmark generate", [sys.executable, "tests/benchmarks/generate.py", "--shape", "1b", "--write"]),
+        Job("benchmark layers", [sys.executable, "tests/benchmarks/layers.py", "--write"]),
         Job("benchmark compile time", [sys.executable, "tests/benchmarks/compile_time.py", "--write"]),
     ]
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kvcanary_fx import register_attention_op
+from kvcanary_fx.engine.layers import EagerLayers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Step:
         slots: int64 ``[n]``, where the step's tokens go.
         requests, length: how many requests there are, and how many slots each owns.
         first: the first slot of the first request.
+        checks: calls the checks of a layer around its attention, as an engine does that compiles by itself; None where
+            a graph has them, or nothing.
     """
 
     pools: dict[str, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
@@ -84,6 +87,7 @@ class Step:
     requests: int = 0
     length: int = 0
     first: int = 0
+    checks: EagerLayers | None = None
 
     def by_request(self, pool: torch.Tensor) -> torch.Tensor:
         """The slots that the requests own, ``[requests, length, heads, dim]``, as a view."""
@@ -98,7 +102,9 @@ def gqa_attention(
     q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, layer_name: str
 ) -> None:
     """``q`` and ``output`` are ``[n, heads, dim]``, ``key`` and ``value`` ``[n, KV heads, dim]``."""
-    pools = STEP.pools[layer_name]
+    pools, checks = STEP.pools[layer_name], STEP.checks
+    if checks is not None:
+        checks.verify(layer_name)
     for pool, rows in zip(pools, (key, value), strict=True):
         pool.index_copy_(0, STEP.slots, rows)
     k, v = (STEP.by_request(pool).transpose(1, 2) for pool in pools)
@@ -107,6 +113,8 @@ def gqa_attention(
     # a request that adds several tokens has none before: see Case
     out = F.scaled_dot_product_attention(by_request, k, v, is_causal=added > 1, enable_gqa=True)
     output.copy_(out.transpose(1, 2).reshape(output.shape))
+    if checks is not None:
+        checks.record(layer_name, key, value)
 
 
 def mla_attention(q: torch.Tensor, latent: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:

@@ -17,6 +17,7 @@ import compile_time
 import decode_models
 import forward
 import forward_scene
+import layers
 import plain_cache
 import svg_plot
 
@@ -67,6 +68,15 @@ def test_changed_bytes_of_a_prefix_and_a_forward_without_one_are_problems():
     problems = runner.counts().problems(case, settings)
     assert [p.split()[1] for p in problems] == ["violations", "identities", "digests"]
     assert {v.check for v in runner.session.violations()} >= {"content"}
+
+
+def test_layers_whose_checks_the_engine_calls_are_checked_in_each_forward(capsys):
+    arguments = ["--tiny", "--device", "cpu", "--inner", "eager", "--rounds", "1", "--configs", "off", "side"]
+    assert layers.main(arguments) == 0  # the counts are what the batch makes them
+    rows = table(capsys.readouterr().out)
+    assert [row[1:3] for row in rows] == [["called", "off"], ["called", "side"]]
+    assert rows[1][8] == "0"
+    assert all(float(cell.split()[0]) > 0 for cell in rows[1][6:8])
 
 
 def test_a_cache_with_nothing_set_up_is_checked_in_each_forward():
