@@ -90,6 +90,7 @@ def benchmarks() -> list[Job]:
     return [
         Job("benchmark kernels", [sys.executable, "tests/benchmarks/kernels.py", "--write"]),
         Job("benchmark growth", [sys.executable, "tests/benchmarks/growth.py", "--write"]),
+        Job("benchmark engine step", [sys.executable, "tests/benchmarks/engine_step.py", "--write"]),
         Job("benchmark forward", [sys.executable, "tests/benchmarks/forward.py", "--write"]),
         Job("benchmark generate", [sys.executable, "tests/benchmarks/generate.py", "--shape", "1b", "--write"]),
         Job("benchmark layers", [sys.executable, "tests/benchmarks/layers.py", "--write"]),

@@ -1,0 +1,233 @@
+"""What an engine's session takes of the host in a step, by part, and how often it launches something.
+
+    python tests/benchmarks/engine_step.py [--device cpu] [--source device] [--calls 64] [--write]
+
+64 requests, one token each.  In each step the allocator moves 500 blocks of 16 slots in 64 calls: a quarter each is
+released by its request, released by the one that shared it, handed out, and shared.  No model runs, so that what is
+left is the session's own time.
+
+* ``eager``: the session's forward runs in each step; a model's piecewise graphs would be replayed within.
+* ``captured``: the session's forward is part of a CUDA graph, which is replayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import report
+import torch
+
+import kvcanary_fx
+from kvcanary_fx import Batch, KVPool
+
+REQUESTS, PAGE, BLOCKS, CONTEXT = 64, 16, 500, 512
+PARTS = ("events", "fill", "before", "after", "end of step")
+LAUNCHES = ("launch", "memcpy", "memset")
+
+
+class Times:
+    """Microseconds of each part, a list a part."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, list[float]] = {part: [] for part in PARTS}
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        started = time.perf_counter_ns()
+        with torch.profiler.record_function(f"part:{name}"):
+            yield
+        self.taken[name].append((time.perf_counter_ns() - started) / 1000)
+
+    def medians(self) -> dict[str, float]:
+        return {part: statistics.median(runs) if runs else 0.0 for part, runs in self.taken.items()}
+
+    def total(self) -> float:
+        """Median of the sum, over the steps."""
+        return statistics.median(sum(parts) for parts in zip(*filter(None, self.taken.values()), strict=True))
+
+
+class Scene:
+    """A session whose requests have their context in the pool already."""
+
+    def __init__(self, device: str, source: str, calls: int, layers: int, mode: str):
+        own = (CONTEXT + PAGE) // PAGE  # blocks of a request
+        moved = BLOCKS // 4
+        blocks = 1 + REQUESTS * own + 2 * moved
+        self.device, self.calls = device, calls
+        kv = [tuple(torch.zeros(blocks, PAGE, 1, 8, device=device) for _ in range(2)) for _ in range(layers)]
+        ids = torch.arange(REQUESTS * own, dtype=torch.int32).view(REQUESTS, own) + 1
+        table = torch.cat((torch.zeros(1, own, dtype=torch.int32), ids)).to(device)
+        session = kvcanary_fx.install_canary(
+            KVPool(kv, table, paged=True, table_page_size=PAGE, reserved=tuple(range(PAGE))),
+            mode=mode,
+            max_requests=REQUESTS,
+            max_tokens=REQUESTS,
+            health_every=0,
+        )
+        assert session is not None
+        self.session, self.pool = session, session.pool
+        session.mark_ready()
+        for number, row in enumerate(ids.tolist()):
+            slots = _slots(row)
+            self.pool.allocate(slots, owner=f"request {number}")
+            self.pool.adopt(slots[:CONTEXT], [5] * CONTEXT, range(CONTEXT), owner=f"request {number}")
+        first = 1 + REQUESTS * own
+        # the blocks that go from hand to hand, in two sets that take turns, each in as many calls
+        self.sets = [_split(range(first + k * moved, first + (k + 1) * moved), calls // 4, source) for k in (0, 1)]
+        self.turn = 0
+        self._hand_out(self.sets[1])
+        self.batch = self._batch(ids, "cuda" if device == "cuda" and source == "device" else "cpu", source)
+
+    def _batch(self, ids: torch.Tensor, device: str, source: str) -> Batch:
+        fields = dict(
+            input_ids=[7] * REQUESTS,
+            slots=(ids[:, CONTEXT // PAGE] * PAGE).tolist(),
+            request_rows=list(range(1, REQUESTS + 1)),
+            prefix_lens=[CONTEXT] * REQUESTS,
+            extend_lens=[1] * REQUESTS,
+            positions=[CONTEXT] * REQUESTS,
+        )
+        if source != "list":
+            fields = {name: torch.tensor(values, device=device) for name, values in fields.items()}
+        return Batch(**fields, request_ids=[f"request {i}" for i in range(REQUESTS)])
+
+    def events(self) -> None:
+        """What the allocator does between two steps."""
+        old, new = self.sets[1 - self.turn], self.sets[self.turn]
+        for number, slots in enumerate(old):
+            self.pool.release(slots, owner=f"request {number}")
+        for slots in old:
+            self.pool.release(slots)
+        self._hand_out(new)
+        self.turn = 1 - self.turn
+
+    def _hand_out(self, groups: list[object]) -> None:
+        for number, slots in enumerate(groups):
+            self.pool.allocate(slots, owner=f"request {number}")
+        for number, slots in enumerate(groups):
+            self.pool.share(slots, owner=f"request {number + 1}")
+
+    def eager(self, times: Times) -> None:
+        with times.part("events"):
+            self.events()
+        step, forward = self.session.step(self.batch), self.session.forward()
+        with times.part("fill"):
+            step.__enter__()
+        with times.part("before"):
+            forward.__enter__()
+        with times.part("after"):
+            forward.__exit__(None, None, None)
+        with times.part("end of step"):
+            step.__exit__(None, None, None)
+
+    def capture(self) -> Callable[[Times], None]:
+        """A step whose forward is replayed."""
+        self.eager(Times())
+        self.session.inputs.freeze()
+        graph = torch.cuda.CUDAGraph()
+        with self.session.step(self.batch), torch.cuda.graph(graph), self.session.forward():
+            pass
+
+        def captured(times: Times) -> None:
+            with times.part("events"):
+                self.events()
+            step = self.session.step(self.batch)
+            with times.part("fill"):
+                step.__enter__()
+            with times.part("before"):
+                graph.replay()
+            with times.part("end of step"):
+                step.__exit__(None, None, None)
+
+        return captured
+
+    def sync(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def _slots(blocks: list[int]) -> torch.Tensor:
+    return (torch.tensor(blocks).unsqueeze(1) * PAGE + torch.arange(PAGE)).flatten()
+
+
+def _split(blocks: range, calls: int, source: str) -> list[object]:
+    """The slots of blocks for a number of calls."""
+    groups = [_slots(group.tolist()) for group in torch.tensor(blocks).tensor_split(calls)]
+    if source == "list":
+        return [group.tolist() for group in groups]
+    return [group.cuda() for group in groups] if source == "device" else list(groups)
+
+
+def measure(scene: Scene, run: Callable[[Times], None], steps: int) -> Times:
+    for _ in range(5):
+        run(Times())
+    times = Times()
+    for _ in range(steps):
+        scene.sync()
+        run(times)
+    return times
+
+
+def launches(scene: Scene, run: Callable[[Times], None]) -> dict[str, str]:
+    """Launches and copies of one step on a GPU, by part; empty on a CPU."""
+    if scene.device != "cuda":
+        return {}
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run(Times())
+        scene.sync()
+    events = list(profile.events())
+    spans = [(e.name[5:], e.time_range) for e in events if e.name.startswith("part:") and e.device_type.name == "CPU"]
+    counts = {part: Counter[str]() for part in PARTS}
+    for event in events:
+        kind = next((k for k in LAUNCHES if k in event.name.lower() and event.name.startswith("cu")), None)
+        inside = [part for part, span in spans if span.start <= event.time_range.start <= span.end]
+        if kind is not None and inside and event.device_type.name == "CPU":
+            counts[inside[0]][kind] += 1
+    return {part: f"{c['launch']} + {c['memcpy'] + c['memset']}" for part, c in counts.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--source", choices=("list", "host", "device"), help="what slots and batches are; default: all")
+    parser.add_argument("--calls", type=int, default=64, help="of the allocator in a step, a multiple of 4")
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--mode", default="log")
+    parser.add_argument("--write", action="store_true", help="update the section in BENCHMARKS.md")
+    args = parser.parse_args()
+    gpu = args.device == "cuda"
+    layers, steps = args.layers or (32 if gpu else 2), args.steps or (200 if gpu else 5)
+    rows = []
+    for source in [args.source] if args.source else ["list", "host", *(["device"] if gpu else [])]:
+        scene = Scene(args.device, source, args.calls, layers, args.mode)
+        for name in ("eager", "captured") if gpu else ("eager",):
+            run = scene.eager if name == "eager" else scene.capture()
+            times = measure(scene, run, steps)
+            medians, counted = times.medians(), launches(scene, run)
+            cells = [f"{medians[part]:.0f}" + (f" ({counted[part]})" if counted else "") for part in PARTS]
+            rows.append([f"{name}, {source}", f"{times.total():.0f}", *cells])
+            print(rows[-1], flush=True)
+        found = scene.session.violations()
+        if found:
+            raise SystemExit(f"{len(found)} violations, where nothing is wrong: {found[0]}")
+    text = (
+        f"## An engine's session, host time of a step\n\n{report.environment(args.device)}. Microseconds, medians of "
+        f"{steps} steps, and on a GPU launches + copies; {REQUESTS} requests, {BLOCKS} blocks of {PAGE} slots handed "
+        f"out, shared or released in {args.calls} calls, {layers} layers, mode `{args.mode}`. No model runs. What the "
+        "engine gives is a list, a tensor of the host, or one of the device. Command: "
+        f"`python tests/benchmarks/engine_step.py --write`\n\n{report.table(['step', 'total', *PARTS], rows)}"
+    )
+    print(text)
+    if args.write:
+        report.write_section(f"engine step {args.device}", text)
+
+
+if __name__ == "__main__":
+    main()
