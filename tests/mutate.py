@@ -28,6 +28,7 @@ SITES = ["tests/kernels/test_bit_equality.py", "-k", "cpu"]
 ENGINE = ["tests/runtime/test_engine_session.py", "tests/runtime/test_opaque_attention.py"]
 ENGINE += ["tests/runtime/test_side_stream.py", "-m", "not slow"]
 POOLS = ["tests/pools/test_layouts.py", "-k"]
+FEWER_TOKENS = [*POOLS, "compressed or c128 or completed or plan or doctor or batch"]
 RUNTIME = [
     "tests/runtime/test_adoption.py",
     "tests/runtime/test_detection.py",
@@ -59,7 +60,11 @@ TARGETS = {
     "kvcanary_fx/engine/observers/sweep.py": ENGINE,
     "kvcanary_fx/engine/observers/health.py": ENGINE,
     "kvcanary_fx/runtime/adoption.py": RUNTIME,
-    "kvcanary_fx/engine/plans.py": [*POOLS, "compressed or c128 or completed or plan or doctor or batch"],
+    "kvcanary_fx/engine/layouts/fewer_tokens.py": [
+        *POOLS,
+        "compressed or c128 or completed or plan or doctor or batch",
+    ],
+    "kvcanary_fx/engine/layouts/compressed.py": FEWER_TOKENS,
     "kvcanary_fx/engine/observers/windows.py": [*POOLS, "window_report"],
     "passes/states.py": ["tests/passes/test_states.py", "tests/passes/test_idioms.py"]
     + ["-k", "test_states or eager and not aot or a_state or a_window"],

@@ -16,7 +16,6 @@ from ..kernels.slots.space import RequestPlan
 from .arguments import integer_tensor
 from .batch_arguments import require_batch
 from .kv_pool import KVPool
-from .plans import narrowed, register, sub_batch
 from .request_ids import RequestId, RequestIds
 from .step_inputs import StepInputs
 from .step_view import StepView
@@ -92,7 +91,7 @@ def step_inputs(
     inputs.register_memory("request_ends", "batch", torch.int64)
     for place, pool in enumerate(pools):
         inputs.register_memory(_real_slots(place), "tokens", torch.int64, pad=-1)
-        register(pool, place, inputs)
+        pool.layout.reserve(place, inputs)
     return inputs
 
 
@@ -131,11 +130,11 @@ def plan_of(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> Req
         parents=view.parents,
         ends=view.request_ends,
         real_slots=getattr(view, _real_slots(place)),
-        ring=pool.ring,
+        ring=pool.layout.ring,
         padding_row=pool.padding_row,
         in_flight=bool(getattr(view, "in_flight", False)),
     )
-    return narrowed(pool, place, plan, view)
+    return pool.layout.narrowed(place, plan, view)
 
 
 class Inputs:
@@ -176,7 +175,7 @@ class Inputs:
         self.main.fill_from(batch)
         views: dict[str | None, StepView] = {None: self.main.view()}
         for field, inputs in self.own.items():
-            given = sub_batch(self._groups[field][0], batch)
+            given = _sub_batch(self._groups[field][0], batch)
             if given is not None:
                 require_batch(given, [pool.slots_from for pool in self._groups[field]])
                 inputs.step = step
@@ -209,6 +208,23 @@ def _there(pool: KVPool, plan: RequestPlan) -> RequestPlan:
             "both. Give each device a session of its own, install_canary(...) for its pools"
         )
     return moved
+
+
+def _sub_batch(pool: KVPool, batch: object) -> object:
+    """The pool's own batch out of the engine's; None where it has none this time.
+
+    Raises:
+        EngineError: the batch cannot have one, as it has no such field.
+    """
+    assert pool.batch is not None
+    if isinstance(batch, dict):
+        return batch.get(pool.batch)
+    if not hasattr(batch, pool.batch):
+        raise EngineError(
+            f"the batch has no {pool.batch!r}, where pool {pool.name!r} takes its own batch from: give it a Batch, or "
+            "None where the forward neither reads nor writes the pool"
+        )
+    return getattr(batch, pool.batch)
 
 
 def _history(view: StepView) -> torch.Tensor | None:

@@ -12,14 +12,15 @@ from ..kernels.ring import UNKNOWN, Ring
 from ..kernels.slots import tokens
 from ..kernels.slots.space import RequestPlan, SlotSpace
 from ..reports.violation import HalfInfo, Violation, decode
+from .layouts.base import Layout
 from .request_ids import RequestIds
 
 
-def in_tokens(violation: Violation, tokens_per_slot: int) -> Violation:
-    """The record with the position of the token that completes its slot, where a slot stands for several."""
-    if tokens_per_slot == 1 or violation.position is None:
+def in_tokens(violation: Violation, layout: Layout) -> Violation:
+    """The record with the position of the token that its slot goes by."""
+    if violation.position is None:
         return violation
-    return dataclasses.replace(violation, position=(violation.position + 1) * tokens_per_slot - 1)
+    return dataclasses.replace(violation, position=layout.token_at(violation.position))
 
 
 def decode_place(row: Sequence[int], info: HalfInfo, ids: RequestIds) -> Violation:

@@ -122,7 +122,7 @@ def check_before(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPla
         kernels.walk(pool.space, plan.reads or plan)
         kernels.check_writes(pool.space, plan)
         pool.scales.check()
-        if pool.declared.written_once:
+        if pool.declared.layout.once:
             _check_bytes(pool, plan.in_flight)
 
 
@@ -162,8 +162,8 @@ def check_reads(
         EngineError: fewer rows than the forward has requests, or a pool of rings or states.
     """
     declared = pool.declared
-    if declared.ring or declared.state:
-        raise EngineError(f"pool {pool.name!r} has rings or states: a kernel's page table says nothing about them")
+    if declared.layout.unlike_page_tables is not None:
+        raise EngineError(f"pool {pool.name!r} {declared.layout.unlike_page_tables}")
     plan = running.plans.get(pool.space.space_id)
     if plan is None:
         return

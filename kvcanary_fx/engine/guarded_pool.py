@@ -64,10 +64,10 @@ class EnginePool:
             self.checks,
             reserved=declared.reserved,
             token_offset=declared.token_offset,
-            window=declared.sees,
-            once=declared.written_once,
+            window=declared.layout.window,
+            once=declared.layout.once,
             owner_known=declared.allocations,
-            verify_every=1 if declared.state else config.verify_every,  # each step replaces the digests of states
+            verify_every=1 if declared.layout.rewritten else config.verify_every,
         )
         controls.reserve_stamps(device, declared.slots)
         tensors = len({_address(tensor) for layer in declared.tensors for tensor in layer})

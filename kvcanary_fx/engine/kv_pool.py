@@ -11,6 +11,8 @@ import torch
 
 from ..errors import EngineError
 from ..kernels.writes.layout import POOL_DTYPES
+from .layouts import layouts_of
+from .layouts.base import Layout
 from .pool_arguments import is_integer, shared_bytes, wrong_argument
 
 #: Labels of a layer's tensors, in the order in which they are given.
@@ -103,7 +105,7 @@ class KVPool:
         self._require_slots()
         self._refuse_if(shared_bytes(self.tensors))
         self._require_index_space()
-        self._require_numbering()
+        self._require_layout()
 
     def _refuse(self, why: str) -> None:
         raise EngineError(f"pool {self.name!r} {why}")
@@ -146,38 +148,19 @@ class KVPool:
                 f"has padding_row={self.padding_row}, and a request_table of {self.request_table.shape[0]} rows: give "
                 "the row that padded entries of a batch have, or None"
             )
-        room = self.request_table.shape[1] * self.table_page_size
-        if self.ring and (self.window is None or self.window > room):
-            self._refuse(
-                f"is a ring of {room} slots with window={self.window}: a ring needs a window that fits into it, since "
-                "what attention still sees must not be overwritten"
-            )
-        if self.state and self.request_table.shape[1] * self.table_page_size != 1:
-            self._refuse(
-                f"holds states, and its request_table is {list(self.request_table.shape)}: it must be [requests, 1]. "
-                "Where a request keeps several states, give the one that its next step starts from"
-            )
 
-    def _require_numbering(self) -> None:
-        """Refuse what would need two numberings of tokens at once."""
-        if self.tokens_per_slot < 1:
-            self._refuse(f"has tokens_per_slot={self.tokens_per_slot}: a slot stands for at least one token")
-        kinds = {
-            "ring=True": self.ring,
-            "tokens_per_slot": self.tokens_per_slot > 1,
-            "state=True": self.state,
-            "written_once=True": self.written_once,
-        }
-        given = [name for name, on in kinds.items() if on]
+    def _require_layout(self) -> None:
+        """Refuse what would need two numberings of tokens at once, or what does not fit the one."""
+        given = layouts_of(self)
         if len(given) > 1:
-            self._refuse(f"has {' and '.join(given)}: a slot's token can be told by one of them only")
-        compact = self.state or self.tokens_per_slot > 1
-        if compact and (self.window is not None or self.token_offset):
-            self._refuse(
-                f"has {given[0]} with a window or a token_offset, which count tokens: its slots stand for more than one"
-            )
-        if self.state and self.slot_map is not None:
-            self._refuse("holds states and has a slot_map: give its own slots in the request_table")
+            names = " and ".join(layout.argument for layout in given)
+            self._refuse(f"has {names}: a slot's token can be told by one of them only")
+        self._refuse_if(self.layout.refusal())
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """How the tokens of a request are numbered in slots."""
+        return layouts_of(self)[0]
 
     @functools.cached_property
     def tensors(self) -> list[list[torch.Tensor]]:
@@ -232,21 +215,13 @@ class KVPool:
     def device(self) -> torch.device:
         return self.layers[0][0].device
 
-    @property
-    def sees(self) -> int | None:
-        """The window of its slots: of a state, the last token's."""
-        return 2 if self.state else self.window
-
     def describe(self) -> str:
         """The layout in one line: what is special about the numbering, pages, bytes of a row of each half."""
         first = self.tensors[0][0]
         widths = "+".join(str(t[(0,) * (1 + self.paged)].numel() * t.element_size()) for t in self.tensors[0])
         shown = ["slots through a map"] if self.slot_map is not None else []
         shown += [f"window {self.window}"] if self.window is not None else []
-        shown += [f"rings of {self.request_table.shape[1] * self.table_page_size}"] if self.ring else []
-        shown += [f"{self.tokens_per_slot} tokens a slot"] if self.tokens_per_slot > 1 else []
-        shown += ["states, rewritten in each step"] if self.state else []
-        shown += ["written once"] if self.written_once else []
+        shown += self.layout.describe()
         shown += [f"{len(self.scales)} scales"] if self.scales else []
         shown += [f"token offset {self.token_offset}"] if self.token_offset else []
         shown += [] if self.allocations else ["allocations not reported, so owner is off"]

@@ -52,7 +52,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "window": (lambda v: v is None or is_whole(v), "a whole number of tokens, or None"),
     "padding_row": (lambda v: v is None or is_whole(v), "the number of a row of the request table, or None"),
     "ring": _FLAG,
-    "tokens_per_slot": (lambda v: is_whole(v), "a whole number of tokens"),
+    "tokens_per_slot": (lambda v: is_whole(v, 1), "a whole number of tokens, at least one"),
     "state": _FLAG,
     "written_once": _FLAG,
     "batch": (lambda v: v is None or _is_field(v), "the name of a field of the batch, or None"),

@@ -336,14 +336,14 @@ class EngineSession(CanarySession):
     def _decode(self, row: Sequence[int]) -> Violation:
         pool, half = self._spaces.get(row[Ring.HALF]), self.registry.by_id(row[Ring.HALF])
         if pool is not None:
-            return in_tokens(decode_place(row, pool.info, self.ids), pool.declared.tokens_per_slot)
+            return in_tokens(decode_place(row, pool.info, self.ids), pool.declared.layout)
         if half is None or half.space is None:
             return super()._decode(row)
         number = half.space.space_id
         plan = self._forward.plans.get(number) if self._forward is not None else None
         pool, last = self._spaces[number], self.health.last_plan(number)
         told = decode_content(row, half.info, half.space, pool.imported, plan, self.ids, last)
-        return in_tokens(told, pool.declared.tokens_per_slot)
+        return in_tokens(told, pool.declared.layout)
 
     def checks_without_inputs(self) -> dict[str, str]:
         """The checks that cannot run in this session, each with what they lack."""

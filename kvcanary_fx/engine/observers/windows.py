@@ -117,7 +117,7 @@ class Windows:
 
 def _has_tokens(pool: EnginePool) -> bool:
     declared = pool.declared
-    return declared.tokens_per_slot == 1 and not declared.state and declared.batch is None
+    return declared.layout.slot_per_token and declared.batch is None
 
 
 def _counts(
