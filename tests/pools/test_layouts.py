@@ -17,7 +17,9 @@ from shapes import SHAPES, WINDOW
 import kvcanary_fx
 from kvcanary_fx import Batch, EngineError, KVCacheViolation, KVPool
 from kvcanary_fx.config import CanaryConfig
+from kvcanary_fx.engine.layouts.base import Layout
 from kvcanary_fx.proof import doctor
+from kvcanary_fx.proof.scratch_tensors import scaled_down
 
 TABLE = torch.zeros(4, 16, dtype=torch.int32)
 
@@ -92,12 +94,41 @@ def test_page_table_of_rings_cannot_be_compared():
         session.check_reads(TABLE, torch.tensor([1]), pool="swa")
 
 
-@pytest.mark.parametrize("shape", ["HND pages", "K and V interleaved in pages", "584 bytes", "recurrent and conv"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_doctor_proves_the_checks_on_the_layout(shape):
-    name = next(n for n in SHAPES if n.startswith(shape))
-    findings = list(doctor.examine(SHAPES[name]()[-1].pool(), CanaryConfig()))
-    assert len(findings) >= 10
-    assert [f for f in findings if not f.ok] == []
+    """Of every pool of the shape, with its own way to number tokens and its own strides."""
+    for group in SHAPES[shape]():
+        findings = list(doctor.examine(group.pool(), CanaryConfig(inner="eager")))
+        assert len(findings) >= 11
+        assert [f for f in findings if not f.ok] == [], group.name
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"), [(State, "recurrent"), (Compressed, "DeepSeek"), (Ring, "sliding window, r")]
+)
+def test_doctor_sees_a_layout_whose_plans_are_wrong(layout, shape, monkeypatch):
+    """The scratch pool is of the user's own layout: on one with a slot per token nothing would be found."""
+    group = next(g for g in SHAPES[next(n for n in SHAPES if n.startswith(shape))]() if isinstance(g, layout))
+    pool = group.pool()
+    monkeypatch.setattr(type(pool.layout), "narrowed", Layout.narrowed)
+    monkeypatch.setattr(type(pool.layout), "ring", False)
+    assert [f for f in doctor.examine(pool, CanaryConfig(inner="eager")) if not f.ok]
+
+
+def test_scratch_tensors_lie_as_the_real_ones_do():
+    joint, heads_first = torch.zeros(48, 3, 10), torch.zeros(3, 48, 4).transpose(0, 1)
+    raw = torch.zeros(12, PAGE * 584, dtype=torch.uint8)
+    rows, scales = (raw.as_strided((12, PAGE, n), (PAGE * 584, n, 1), at) for n, at in ((576, 0), (8, PAGE * 576)))
+    k, v = joint[..., :6], joint[..., 6:]
+    made = scaled_down([[k, v], [k, v], [heads_first]], 5)
+    assert [[t.stride() for t in layer] for layer in made[:2]] == [[k.stride(), v.stride()]] * 2
+    assert made[0][1].data_ptr() - made[0][0].data_ptr() == v.data_ptr() - k.data_ptr()
+    assert made[0][0] is made[1][0]
+    assert (made[2][0].shape, made[2][0].stride()) == ((5, 3, 4), (4, 20, 1))
+    packed, beside = scaled_down([[rows, scales]], 2)[0]
+    assert (packed.stride(), beside.stride()) == (rows.stride(), scales.stride())
+    assert beside.data_ptr() - packed.data_ptr() == PAGE * 576
+    assert beside.untyped_storage().nbytes() == 2 * PAGE * 584
 
 
 # ---- one storage, several layers or pools
