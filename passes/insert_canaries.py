@@ -32,16 +32,13 @@ from torch import fx
 
 from ..kernels.writes.plan import Select
 from .accesses import Accesses, trace_accesses
-from .attention_reads import AttentionReads
 from .destinations import Region
 from .early_values import EarlyValues
-from .functional_cache import REPLACED, caches_born_inside, replaced_caches
 from .graph_plan import GraphPlan, SitePlan, ViewOf
-from .halves import DeclaredAxes, Half, ReadableWrite, Sum, find_halves, halves_of_returned
-from .labels import name_halves
-from .names import function_name, source_name
-from .only_read import Recorded, find_only_read, find_read_besides
-from .returned_caches import find_returned
+from .guarded_halves import halves_to_guard
+from .halves import DeclaredAxes, Half, ReadableWrite, Sum
+from .names import function_name
+from .only_read import Recorded
 from .state_inputs import is_canary, state_input
 from .states import ancestors
 from .token_inputs import TokenInputs, find_token_inputs
@@ -71,26 +68,7 @@ def insert_canaries(
     if any(is_canary(n) for n in gm.graph.nodes):
         return gm
     found = trace_accesses(gm, example_inputs)
-    places = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
-    reads = AttentionReads(found)
-    halves, rejected = find_halves(
-        found,
-        reads,
-        lambda root: pools_in(example_inputs[places[root]]),
-        lambda root, view: declared_axes(example_inputs[places[root]], view),
-    )
-    returned = find_returned(gm, found) if recorded is not None else []
-    halves += halves_of_returned(returned, found, reads)
-    if recorded is not None:
-        others = [*plan.functional, *(source_name(r.root) for r in returned)]
-        only_read = find_only_read(found, reads, lambda root: example_inputs[places[root]], recorded, others)
-        besides = find_read_besides(found, halves, lambda root: example_inputs[places[root]], recorded)
-        halves, rejected = halves + only_read[0] + besides, rejected + only_read[1]
-    name_halves([h for h in halves if h.slot_axes], found)
-    plan.unguarded = [(source_name(r.root), r.why) for r in rejected]
-    replaced = [source_name(n) for n in replaced_caches(gm, found, [r.root for r in returned])]
-    plan.unguarded += [(name, REPLACED) for name in replaced if name not in plan.functional]
-    plan.born = [n.name for n in caches_born_inside(gm, found)]
+    halves = halves_to_guard(gm, found, example_inputs, plan, pools_in, recorded, declared_axes)
     if halves:
         _Inserter(gm, found, plan, chain).guard(halves)
         gm.graph.lint()

@@ -23,7 +23,6 @@ MOST = 15
 MORE = {
     "kvcanary_fx.engine.guarded_pool": 25,
     "kvcanary_fx.engine.session": 25,
-    "kvcanary_fx.passes.insert_canaries": 16,
 }
 
 
