@@ -10,6 +10,8 @@ import torch
 from ..checks import Phase, Why
 from ..findings import Findings
 from ..ring import UNKNOWN
+from .chain import SEED, mix_tensor
+from .checks import namespace_seed
 from .space import MARKS, REFERENCE, Flag, SlotSpace
 from .tokens import repeats
 
@@ -141,14 +143,48 @@ def forget(space: SlotSpace, slots: torch.Tensor) -> None:
     Args:
         slots: int64 ``[n]``.
     """
-    outside = (slots < 0) | (slots >= space.slots)
-    findings = Findings(torch.ones_like(outside), space.checks)
-    findings.add(Why.OUT_OF_RANGE, outside, slots, -1)
-    findings.report(space.control, space.space_id, Phase.LIFE, slots, UNKNOWN, 0, -1)
+    outside = report_outside(space, slots)
     at = torch.where(outside, space.nowhere, slots)
     flags = space.flags[at]
     kept = outside | (flags < REFERENCE) | ((flags & int(Flag.RESERVED)) != 0)
     space.flags[at] = torch.where(kept, flags, (flags & ~int(MARKS)) | int(Flag.WRITTEN | Flag.NAMELESS))
+
+
+def report_outside(space: SlotSpace, slots: torch.Tensor) -> torch.Tensor:
+    """Report those of the slots (int64 ``[n]``) that the pool does not have; which ones they are, bool ``[n]``."""
+    outside = (slots < 0) | (slots >= space.slots)
+    findings = Findings(torch.ones_like(outside), space.checks)
+    findings.add(Why.OUT_OF_RANGE, outside, slots, -1)
+    findings.report(space.control, space.space_id, Phase.LIFE, slots, UNKNOWN, 0, -1)
+    return outside
+
+
+def report_taken(space: SlotSpace, rival: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+    """Report slots that are handed out while another pool has them, in the same memory.
+
+    Args:
+        slots: int64 ``[n]``; those that do not exist are skipped.
+        owner: hash of the id of the request that they are handed to.
+    """
+    at = slots[(slots >= 0) & (slots < space.slots)]
+    flags = rival.flags[at]
+    taken = (flags >= REFERENCE) & ((flags & int(Flag.RESERVED)) == 0)
+    findings = Findings(torch.ones_like(taken), space.checks)
+    findings.add(Why.DOUBLE_ALLOCATE, taken, rival.owners[at], owner)
+    findings.report(space.control, space.space_id, Phase.LIFE, at, request=owner, detail=rival.tokens[at])
+
+
+def identity(
+    tokens: torch.Tensor, positions: torch.Tensor, namespace: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, positions and chain of one request's tokens from position 0 on, as :func:`name` takes them.
+
+    Args:
+        tokens, positions: int64 ``[n]``.
+        namespace: integer ``[1]``.
+    """
+    start = namespace_seed(namespace, torch.tensor([SEED], device=tokens.device))
+    return tokens, positions, start + mix_tensor(tokens, positions).cumsum(0)
 
 
 def _report(findings: Findings, space: SlotSpace, slots: torch.Tensor, at: torch.Tensor, owner: int) -> None:

@@ -150,7 +150,7 @@ def check_after(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPlan
     for number in plans:
         pool = pools[number]
         if config.verifies_after(pool.declared.device):
-            pool.verify_bytes(pool.space.listed, pool.space.listed_count, None, Phase.POST)
+            pool.content.verify(pool.space.listed, pool.space.listed_count, None, Phase.POST)
 
 
 def check_reads(
@@ -190,7 +190,7 @@ def _name_ahead(pool: EnginePool, plan: RequestPlan) -> None:
     Plain torch on all devices: the kernels that store count on a walk before them.
     """
     slots = plan.slots.to(torch.int64)
-    pool.forget_content(slots[(slots >= 0) & (slots < pool.space.slots)])
+    pool.content.forget(slots)
     request_checks.store(pool.space, plan)
 
 
@@ -198,6 +198,6 @@ def _check_bytes(pool: EnginePool, in_flight: bool) -> None:
     """The bytes of the slots that the walk found: the graphs that read them may never write them, and then have
     nothing to guard."""
     device = pool.space.block.device
-    for half in (half for layer in pool.layer_halves(pool.outside_gate).values() for half in layer):
+    for half in (half for layer in pool.content.layer_halves(pool.content.outside_gate).values() for half in layer):
         if not half.reader:
             kernels_for(device).verify(half.site, half.view, None, in_flight=in_flight)

@@ -322,7 +322,7 @@ class EngineSession(CanarySession):
             for pool in self.pools.values():
                 gate = gates.get(pool.declared.device)
                 if gate is not None:
-                    known.update(pool.layer_halves(gate))
+                    known.update(pool.content.layer_halves(gate))
         return known
 
     def drain(self) -> list[Violation]:
@@ -342,7 +342,7 @@ class EngineSession(CanarySession):
         number = half.space.space_id
         plan = self._forward.plans.get(number) if self._forward is not None else None
         pool, last = self._spaces[number], self.health.last_plan(number)
-        told = decode_content(row, half.info, half.space, pool.imported, plan, self.ids, last)
+        told = decode_content(row, half.info, half.space, pool.content.imported, plan, self.ids, last)
         return in_tokens(told, pool.declared.layout)
 
     def checks_without_inputs(self) -> dict[str, str]:

@@ -94,8 +94,8 @@ def engine() -> None:
         toy.session.check_reads(torch.tensor([[3, 4]]), torch.tensor([2]))
     for bits in (32, 64):
         pool = Toy(digest_bits=bits, verify_after=True).pool
-        pool.verify_bytes(torch.tensor([3, 4]), None, torch.tensor([1, 1]), Phase.LIFE)
-        pool.verify_bytes(pool.space.listed, pool.space.listed_count, None, Phase.POST)
+        pool.content.verify(torch.tensor([3, 4]), None, torch.tensor([1, 1]), Phase.LIFE)
+        pool.content.verify(pool.space.listed, pool.space.listed_count, None, Phase.POST)
 
 
 def spaces() -> None:

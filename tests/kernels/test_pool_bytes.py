@@ -76,7 +76,7 @@ def test_both_find_the_same_and_keep_the_same(kind, bits, listed, device):
         count = torch.tensor([len(slots) - 5], dtype=torch.int32, device=where) if listed else None
         owners = None if listed else torch.arange(len(slots), device=where)
         for _ in range(2):  # what was told is not told again
-            verify(pool.bytes, given, count, owners, Phase.POST if listed else Phase.LIFE)
+            verify(pool.content.bytes, given, count, owners, Phase.POST if listed else Phase.LIFE)
     assert rows(other) == rows(one) != []
     assert torch.equal(other.digests.cpu(), one.digests)
     assert {row[Ring.HALF] for row in rows(one)} <= {half.id for half in one.halves}
@@ -86,5 +86,5 @@ def test_more_findings_than_the_ring_holds_are_counted(device):
     one, other = made("slots", 32, "cpu", 3), made("slots", 32, device, 3)
     for verify, pool in ((pool_bytes.verify_slots, one), (gpu_pool_bytes.verify_slots, other)):
         pool.views[0].add_(1)
-        verify(pool.bytes, torch.arange(1, 20, device=pool.space.block.device), None, None, Phase.LIFE)
+        verify(pool.content.bytes, torch.arange(1, 20, device=pool.space.block.device), None, None, Phase.LIFE)
         assert int(pool.space.control.words[Word.HEAD]) == 19

@@ -21,7 +21,6 @@ MOST = 15
 
 #: Modules that still import more, and how many.  To be shortened.
 MORE = {
-    "kvcanary_fx.engine.guarded_pool": 25,
     "kvcanary_fx.engine.session": 25,
 }
 

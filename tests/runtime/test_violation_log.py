@@ -199,7 +199,7 @@ def test_damage_of_a_transfer_is_explained_as_one():
     assert all("transferred slot" in text and "session.forget" not in text for text in texts)
     there.pool.release([9, 10, 11], owner="B")
     there.pool.allocate([9, 10, 11], owner="C")
-    assert not bool(there.pool.imported[[9, 10, 11]].any())
+    assert not bool(there.pool.content.imported[[9, 10, 11]].any())
 
 
 def test_changed_bytes_of_an_engines_pool_are_not_explained_with_calls_of_other_sessions():

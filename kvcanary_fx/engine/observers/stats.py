@@ -53,7 +53,7 @@ def engine_stats(
     spaces = [pool.space for pool in pools.values()]
     held = [((s.flags[:-1] & int(Flag.WRITTEN)) != 0) & (s.flags[:-1] >= REFERENCE) for s in spaces]
     counts = [s.counters.tolist() for s in spaces]
-    opaque = [c.tolist() for pool in pools.values() for c in pool.counters]
+    opaque = [c.tolist() for pool in pools.values() for c in pool.content.counters]
     base = dataclasses.replace(
         base,
         checked=base.checked + sum(c[Count.CHECKED] for c in opaque),

@@ -123,7 +123,7 @@ class Sweep:
             return 0
         slots = slots[(slots >= 0) & (slots < pool.space.slots)]
         recorded = int((pool.digests[:, 0, slots] != 0).sum())
-        pool.verify_bytes(slots, None, None, Phase.SWEEP)
+        pool.content.verify(slots, None, None, Phase.SWEEP)
         return recorded
 
     def _check_reserved(self, pool: EnginePool) -> None:
