@@ -77,7 +77,7 @@ class Demo:
 
     def __init__(self, arch: str, inner: str, mode: str | None, device: str, batch: int, prompt: int, new: int):
         self.model = tiny.build(arch, device=device)
-        self.backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(mode="raise", inner=inner))
+        self.backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(mode="raise", inner=inner, budget=None))
         self.guarded = self._compile_config(self.backend, mode)
         self.plain = self._compile_config(inner, mode if inner == "inductor" else None)
         self.ids = tiny.prompt(self.model, batch, prompt)
@@ -147,7 +147,7 @@ class CapturedDecode:
         self.model = tiny.build(arch, device="cuda")
         self.ids = torch.randint(1, self.model.config.vocab_size, (batch, prompt), device="cuda")
         self.prompt, self.new = prompt, new
-        self.backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(mode="raise"))
+        self.backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(mode="raise", budget=None))
         self.compiled = torch.compile(self.model.forward, backend=self.backend)
         self.cache = StaticCache(config=self.model.config, max_cache_len=prompt + new)
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device="cuda")

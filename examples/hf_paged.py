@@ -45,7 +45,7 @@ def generate(model: Any) -> list[list[int]]:
 
 def guarded(arch: str, device: str, fault: Fault | None = None) -> Any:
     """A protected model; the fault happens when a forward of it begins."""
-    model = huggingface.protect(tiny.build(arch, device=device), mode="raise", inner="eager")
+    model = huggingface.protect(tiny.build(arch, device=device), mode="raise", inner="eager", budget=None)
     batches = 0
 
     def strike(module: Any, args: Any) -> None:

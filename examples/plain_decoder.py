@@ -321,7 +321,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--capture", action="store_true", help="decode from a CUDA graph captured by hand")
     args = parser.parse_args(argv)
-    settings: dict[str, Any] = {"mode": "raise", "inner": args.inner, "dynamic": False}
+    settings: dict[str, Any] = {"mode": "raise", "inner": args.inner, "dynamic": False, "budget": None}
     if args.mode:
         settings["compile_mode"] = args.mode
 

@@ -119,7 +119,8 @@ class Site:
     seed1: int
     seed2: int
     checks: Check
-    #: a step checks the slots with (slot + step) % verify_every == 0, and those it is about to write; no engine's pool
+    #: a step checks the slots with (slot + step) % verify_every == 0, and those it is about to write; BY_BUDGET: as the
+    #: control's word says; no engine's pool
     verify_every: int = 1
     lenient: bool = False  # something may rewrite the pool unseen between two calls (captured graphs)
     space: SlotSpace | None = None  # of an engine's pool: which slots are about to be read

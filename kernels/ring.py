@@ -45,7 +45,11 @@ class Word(enum.IntEnum):
     STEP = 2  # guarded graph calls
     BOXED = 3  # whether the black box has a row
     FORWARD = 4  # int32 each: index of the engine's forward that began last, number of its step; -1 without an engine
+    EVERY = 5  # N of the share 1/N of the slots whose bytes are due in a step, where a budget sets it
 
+
+#: A ``verify_every`` that stands for what :attr:`Word.EVERY` says when a kernel runs: captured graphs follow it.
+BY_BUDGET = 0
 
 #: The halves of :attr:`Word.FORWARD`.
 HALF_FORWARD, HALF_STEP = 0, 1
@@ -73,6 +77,7 @@ class Control:
             box[Ring.POSITION], box[Ring.FORWARD] = UNKNOWN, -1
         words = torch.zeros(len(Word), dtype=torch.int64, device=device)
         words[Word.FORWARD] = -1
+        words[Word.EVERY] = 1
         return cls(
             words=words,
             ring=torch.zeros(capacity + 1, len(Ring), dtype=torch.int64, device=device),
@@ -83,6 +88,10 @@ class Control:
     @property
     def capacity(self) -> int:
         return self.ring.shape[0] - 1
+
+    def every(self, verify_every: int) -> int | torch.Tensor:
+        """``verify_every``, or int64 ``[]`` where the budget's word stands for it."""
+        return self.words[Word.EVERY] if verify_every == BY_BUDGET else verify_every
 
 
 def append(

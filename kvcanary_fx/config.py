@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import InvalidSettingError, UnknownSettingError
 from .kernels.checks import CHECKS as _TABLE
+from .kernels.ring import BY_BUDGET
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,9 @@ ADAPTER_PREFIXES = ("KVCANARY_VLLM_",)
 MOST_TURNS = 1 << 30
 MOST_RECORDS = 1 << 24
 
+#: What ``budget="auto"`` stands for on a GPU, where neither a budget nor a ``verify_fraction`` was given.
+GPU_BUDGET: float | None = 0.01
+
 
 @dataclasses.dataclass(frozen=True)
 class CanaryConfig:
@@ -51,10 +55,13 @@ class CanaryConfig:
             hands the graph to the inner backend untouched.
         inner: the backend that compiles the rewritten graph: a name torch.compile knows, or a callable.
         checks: the checks to run, at least one, of :data:`CHECKS`; :data:`ENGINE_CHECKS` need an engine's session.
-        verify_fraction: share of the recorded slots whose bytes are checked each step, ``"1/N"``; each
-            slot is checked within N steps.
+        budget: how much longer a guarded step may take, ``"1%"`` or 0.01: the share of the slots whose bytes are
+            checked each step follows from it, and the summary says within which time each is; None: all of them in
+            each step.  ``"auto"``: 1 % on a GPU, None on a CPU.
+        verify_fraction: in the place of a budget, a fixed share of the recorded slots whose bytes are checked each
+            step, ``"1/N"``; each slot is checked within N steps.  None: as the budget says.
         verify_after: whether an engine's session checks the bytes of what a forward read behind it as well, which finds
-            what is written to them while it runs: True, False, or ``"auto"``: on a CPU, where ``verify_fraction`` is 1.
+            what is written to them while it runs: True, False, or ``"auto"``: on a CPU, where all are checked before.
         digest_bits: bits of content digest stored per slot, layer and half: 32 or 64.
         placement: where the checks of an engine's opaque attention run on a GPU: ``"side"``, on a stream of their own
             beside the model's, or ``"inline"``, in the model's own.  Inline is for engines that capture a graph in
@@ -75,7 +82,8 @@ class CanaryConfig:
     mode: Mode = "raise"
     inner: str | Callable[..., Any] = "inductor"
     checks: tuple[str, ...] = CHECKS
-    verify_fraction: str = "1"
+    budget: str | float | None = "auto"
+    verify_fraction: str | None = None
     verify_after: bool | Literal["auto"] = "auto"
     digest_bits: int = 32
     placement: Literal["side", "inline"] = "side"
@@ -88,18 +96,33 @@ class CanaryConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             validate(field.name, getattr(self, field.name), "CanaryConfig")
+        _require_one(vars(self), "CanaryConfig")
         object.__setattr__(self, "checks", tuple(self.checks))
         object.__setattr__(self, "dump", None if self.dump is None else os.fspath(self.dump))
 
     @property
     def verify_every(self) -> int:
-        """N of ``verify_fraction = 1/N``."""
-        return Fraction(self.verify_fraction).denominator
+        """N of ``verify_fraction = 1/N``; 1 without it."""
+        return 1 if self.verify_fraction is None else Fraction(self.verify_fraction).denominator
+
+    def budget_on(self, device: torch.device) -> float | None:
+        """How much longer a step of this device may take, as a fraction; None where the share of slots is fixed."""
+        if self.verify_fraction is not None:
+            return None
+        asked = _budget_of(self.budget)
+        if asked == "auto":
+            return GPU_BUDGET if device.type == "cuda" else None
+        assert not isinstance(asked, str)
+        return asked
+
+    def verify_every_on(self, device: torch.device) -> int:
+        """The ``verify_every`` of what lies on this device: N of 1/N, or that the budget's word says it."""
+        return self.verify_every if self.budget_on(device) is None else BY_BUDGET
 
     def verifies_after(self, device: torch.device) -> bool:
         """Whether the bytes of a pool on this device are checked behind a forward as well."""
         if self.verify_after == "auto":
-            return device.type == "cpu" and self.verify_every == 1
+            return device.type == "cpu" and self.verify_every_on(device) == 1
         return bool(self.verify_after)
 
     @property
@@ -120,6 +143,7 @@ class CanaryConfig:
             self.mode,
             self.checks,
             self.verify_every,
+            self.verify_fraction is None and _budget_of(self.budget),
             self.verify_after,
             self.digest_bits,
             self.placement,
@@ -212,11 +236,16 @@ def override(base: CanaryConfig, settings: Mapping[str, Any], where: str, prefix
         UnknownSettingError, InvalidSettingError: naming the setting and ``where`` it was given.
     """
     base = require_config(base, where)
-    changed = {}
+    changed: dict[str, Any] = {}
     for key, value in settings.items():
         name = key.removeprefix(prefix)
         _require_known(name, key, where, [prefix + n for n in names()])
         changed[name] = validate(name, value, where, shown=key)
+    _require_one(changed, where, {name: prefix + name for name in changed})
+    if "budget" in changed:
+        changed.setdefault("verify_fraction", None)
+    elif "verify_fraction" in changed:
+        changed["budget"] = "auto"
     return dataclasses.replace(base, **changed) if changed else base
 
 
@@ -240,7 +269,54 @@ def validate(name: str, value: Any, where: str, shown: str | None = None) -> Any
     return value
 
 
+def _require_one(given: Mapping[str, Any], where: str, shown: Mapping[str, str] | None = None) -> None:
+    """Refuse a budget and a fixed share in one place.
+
+    Args:
+        shown: the settings' names as the user gave them.
+    """
+    budget, fraction = given.get("budget", "auto"), given.get("verify_fraction")
+    if fraction is not None and _budget_of(budget) != "auto":
+        name, other = (shown[n] if shown is not None else n for n in ("budget", "verify_fraction"))
+        raise InvalidSettingError(
+            name,
+            where,
+            budget,
+            f"left out where {other}={fraction!r} is given: the share of the bytes that is compared each step is "
+            "either fixed or follows from a budget",
+        )
+
+
+def _budget_of(value: Any) -> float | Literal["auto"] | None:
+    """A budget as a fraction of a step.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(value)
+    text = str(value).strip().lower()
+    if text in ("none", "auto"):
+        return None if text == "none" else "auto"
+    share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    if not 0 < share < 1:
+        raise ValueError(value)
+    return share
+
+
+def _is_budget(value: Any) -> bool:
+    try:
+        _budget_of(value)
+    except (ValueError, OverflowError):
+        return False
+    return True
+
+
 def _is_fraction(value: Any) -> bool:
+    if value is None:
+        return True
     if not isinstance(value, str):
         return False
     try:
@@ -282,6 +358,11 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "checks": (
         lambda v: isinstance(v, tuple | list) and bool(v) and all(c in CHECKS for c in v),
         f"a tuple of names, at least one, out of {', '.join(CHECKS)} (mode 'off' checks nothing)",
+    ),
+    "budget": (
+        _is_budget,
+        "a share of a step's time between 0 and 100 %, such as '1%' or 0.01, None to compare all bytes in each step, "
+        "or 'auto'",
     ),
     "verify_fraction": (_is_fraction, f"'1' or '1/N' with a whole number N, at most {MOST_TURNS}"),
     "verify_after": (lambda v: isinstance(v, bool) or v == "auto", "True, False or 'auto'"),
@@ -335,6 +416,7 @@ def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
         if not accepts(value):
             raise InvalidSettingError(variable, "the environment", environ[variable], f"{expected}, or unset")
         found[name] = value
+    _require_one(found, "the environment", {name: variable for variable, name in _settings_in(environ).items()})
     return found
 
 

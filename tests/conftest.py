@@ -58,10 +58,16 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch):
-    """Every test starts with an empty Dynamo cache, no settings and no shared sessions."""
+def _fresh(monkeypatch, request):
+    """Every test starts with an empty Dynamo cache, no settings and no shared sessions.
+
+    On a GPU everything is compared in each step, as on a CPU: what a test plants is to be found in the next one.
+    """
+    from kvcanary_fx import config
     from kvcanary_fx.compile import backend
 
+    if "default_budget" not in request.keywords:
+        monkeypatch.setattr(config, "GPU_BUDGET", None)
     for name in [n for n in os.environ if n.startswith("KVCANARY_")]:
         monkeypatch.delenv(name)
     torch._dynamo.reset()

@@ -81,7 +81,7 @@ def measure(config: EngineConfig, count: int, tokens: list[list[int]]) -> Row:
     """Serve under the canary, and once more with flips, by one compiled engine; ``tokens`` are the right ones."""
     start = time.perf_counter()
     torch._dynamo.reset()
-    engine = Engine(config, mode="log")
+    engine = Engine(config, mode="log", budget=None)
     clean, again = Served(requests(count), [engine]), Served(requests(count), [engine])
     drive(clean)
     violations = len(clean.violations())

@@ -177,7 +177,9 @@ def main(argv: list[str] | None = None) -> int:
         number = soak.done["rounds"]
         torch._dynamo.reset()  # each engine is compiled anew, and Dynamo keeps few graphs of one model
         config, requests = config_of(args, number), requests_of(args, number)
-        served = serve(requests, config, number // 2 % 2 == 0, watch=soak.watch, mode="log", sweep_every=20)
+        served = serve(
+            requests, config, number // 2 % 2 == 0, watch=soak.watch, mode="log", budget=None, sweep_every=20
+        )
         soak.add(served)
         if args.speculate:
             soak.compare(served, plain_outputs(args, number))

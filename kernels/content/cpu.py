@@ -247,9 +247,10 @@ def _due_slots(site: Site, first: torch.Tensor | None, coming: int | None) -> tu
     now = bool(site.gate[Gate.LENIENT_NOW])
     shifted = _shifted_slots(site, first) if now or site.lenient else None
     due = site.half.digest[0] != 0
-    if site.verify_every > 1 and not now:
+    every = int(site.control.every(site.verify_every))
+    if every > 1 and not now:
         slot = torch.arange(due.numel(), device=due.device)
-        turn = (slot + site.gate[Gate.STEP]) % site.verify_every == 0
+        turn = (slot + site.gate[Gate.STEP]) % every == 0
         if coming is not None:
             turn |= site.control.stamps[0, : due.numel()] == _epoch(site, coming)
         due &= turn if shifted is None else turn | shifted

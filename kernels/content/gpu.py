@@ -12,6 +12,7 @@ import triton
 from ..buffers import NOT_WRITTEN, Count, IdentityBuffers, Site
 from ..checks import Check, Phase
 from ..counting import count_op
+from ..ring import BY_BUDGET
 from ..slots.identity import identify_with
 from ..writes.geometry import geometry_of, on_device
 from ..writes.gpu import first_positions as first_positions
@@ -87,7 +88,8 @@ def _scan(
             every=site.verify_every,
             write_id=coming or 0,
             ops=ops,
-            COMING=coming is not None and site.verify_every > 1,
+            BY_BUDGET=site.verify_every == BY_BUDGET,
+            COMING=coming is not None and site.verify_every != 1,
             KEEPS=site.half.baseline is not None and site.space is None,
             ADOPTS=site.space is None,
             PLANNED=planned is not None,

@@ -22,6 +22,10 @@ LISTED_SLOTS = 8
 LISTED_WORDS = 128
 
 
+#: Share of the slots that the grid is made for where a word on the device says which: captured grids stay as they are.
+USUAL_BY_BUDGET = 16
+
+
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """What one program does at a time: slots, words of a row, by so many warps."""
@@ -78,7 +82,8 @@ def verify_halves(sites: Sequence[Site], views: Sequence[torch.Tensor], ops: int
 
 
 def _verify(a: _Part, b: _Part, space: SlotSpace, ops: int, in_flight: bool = False) -> None:
-    due = -(-a.site.layout.slots // space.verify_every)  # no more than these can be listed, but the grid may be smaller
+    # no more than these can be listed, but the grid may be smaller; under a budget, fewer programs go through more
+    due = -(-a.site.layout.slots // (space.verify_every or USUAL_BY_BUDGET))
     programs = strided_grid(due, LISTED_SLOTS, a.geometry.base.device)
     with on_device(a.geometry.base):
         verify_listed_kernel[(programs, 1 if a is b else 2)](

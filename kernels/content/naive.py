@@ -119,6 +119,7 @@ def verify(
     now = bool(site.gate[Gate.LENIENT_NOW]) and site.space is None
     lenient = (now or site.lenient) and site.space is None
     baseline = site.half.baseline if site.space is None else None
+    every = int(site.control.every(site.verify_every))
     for slot in range(site.layout.slots):
         stored = site.half.digest[:, slot].tolist()
         if baseline is not None:
@@ -133,7 +134,7 @@ def verify(
                 site.half.digest[:, slot] = torch.tensor(digest_of(site, row_bytes(site, view, slot)))
             continue
         shifted = _is_shifted(site, slot, first)
-        turn = site.space is not None or (slot + int(site.gate[Gate.STEP])) % site.verify_every == 0
+        turn = site.space is not None or (slot + int(site.gate[Gate.STEP])) % every == 0
         rewritten = coming is not None and int(site.control.stamps[0, slot]) == _epoch(site, coming)
         if not (now or turn or rewritten or (lenient and shifted)):
             continue

@@ -41,6 +41,7 @@ from ..words import (
     SPACE_COLUMNS,
     UNKNOWN,
     WORD_BOXED,
+    WORD_EVERY,
     WORD_STEP,
     ZERO_STANDS_FOR,
 )
@@ -221,7 +222,7 @@ def scan_kernel(
     slots_total, seed1, seed2, words_in_row, half, positions, every, write_id, ops, slot_stride0, slot_stride1,
     units, n1, n2, n3, d0, d1, d2, d3,
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr, COMING: tl.constexpr,
-    KEEPS: tl.constexpr, ADOPTS: tl.constexpr, PLANNED: tl.constexpr, INDEX: tl.constexpr,
+    BY_BUDGET: tl.constexpr, KEEPS: tl.constexpr, ADOPTS: tl.constexpr, PLANNED: tl.constexpr, INDEX: tl.constexpr,
     NOT_WRITTEN: tl.constexpr, LENIENT: tl.constexpr, CONTENT: tl.constexpr, MODE: tl.constexpr,
     UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr, POISON_MASK: tl.constexpr,
     POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
@@ -245,7 +246,8 @@ def scan_kernel(
         shifted = coming & (first != after)
         below = coming & (position < first)
     recorded = inside & (stored1 != 0)
-    turn = (slot + tl.load(gate_ptr + GATE_STEP)) % every == 0
+    share = tl.load(words_ptr + WORD_EVERY) if BY_BUDGET else every
+    turn = (slot + tl.load(gate_ptr + GATE_STEP)) % share == 0
     if COMING:  # what the write to come replaces is due now or never
         epoch = tl.load(words_ptr + WORD_STEP) * 65536 + write_id
         turn = turn | (tl.load(stamp_ptr + slot, mask=recorded, other=-1) == epoch)

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from ..checks import Check
-from ..ring import UNKNOWN
+from ..ring import BY_BUDGET, UNKNOWN
 from ..writes.geometry import on_device
 from . import checks as request_checks
 from . import triton_reads, triton_writes
@@ -164,6 +164,7 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
             stop=stop,
             window=space.window if space.window is not None else ENDLESS,
             every=space.verify_every,
+            BY_BUDGET=space.verify_every == BY_BUDGET,
             BLOCK=BLOCK_POSITIONS,
             **request,
             **tokens,

@@ -113,7 +113,7 @@ def _walk_slot(
         if flags & Flag.WRITTEN and not flags & Flag.NAMELESS:
             _check_identity(entry, space, plan, request, position, slot, first)
     entry.report(Phase.PRE, slot, position, owner, int(space.tokens[slot]))
-    turn = (slot + int(plan.counts[2])) % space.verify_every == 0
+    turn = (slot + int(plan.counts[2])) % int(space.control.every(space.verify_every)) == 0
     if flags & Flag.WRITTEN and flags >= REFERENCE and turn:
         space.reads[slot] = space.clock[0]
 

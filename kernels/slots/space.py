@@ -80,7 +80,8 @@ class SlotSpace:
         token_offset: the slot of position p holds the token of position p + token_offset (an EAGLE draft's: 1).
         window: slots of a request that attention still reads, the newest ones; None for all.
         verify_every: a step checks the bytes of the slots with ``(slot + step) % verify_every == 0``, where the step
-            is the engine's, so that each slot's turn comes within as many steps, whichever graph runs them.
+            is the engine's, so that each slot's turn comes within as many steps, whichever graph runs them; BY_BUDGET:
+            as the control's word says.
         owner_known: the engine reports allocations, so that free slots and owners are known.
         once: a slot is written once in its life, as those of cross-attention are.
         tokens, positions, chain: identity of the token in the slot.

@@ -40,6 +40,7 @@ from ..words import (
     SPACE_WIDE,
     UNKNOWN,
     WIDE_CHAIN,
+    WORD_EVERY,
 )
 from .triton_shared import (
     PER_STEP,
@@ -145,7 +146,7 @@ def walk_kernel(
     stop, window, offset, every,
     words_ptr, ring_ptr, capacity, source, checks,
     PAGE: tl.constexpr, HAS_SPACES: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
-    HAS_HISTORY: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, HAS_PADDING: tl.constexpr, BY_BUDGET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Before a forward: is every slot that attention will read the one it should be?"""
     request = tl.program_id(1).to(tl.int64)
@@ -275,8 +276,9 @@ def walk_kernel(
                 PHASE_PRE,
             )
         # the slots found sound are listed once, however many requests share them, for the layers' content checks
-        turn = (tl.load(counts_ptr + 2) % every).to(tl.int32)
-        due = live & (outside == 0) & written & (flags >= REFERENCE) & ((at.to(tl.int32) + turn) % every == 0)
+        share = tl.load(words_ptr + WORD_EVERY).to(tl.int32) if BY_BUDGET else every
+        turn = (tl.load(counts_ptr + 2) % share).to(tl.int32)
+        due = live & (outside == 0) & written & (flags >= REFERENCE) & ((at.to(tl.int32) + turn) % share == 0)
         clock = tl.load(clock_ptr)
         read = tl.atomic_xchg(block_ptr + at * SPACE_COLUMNS + COLUMN_READS, tl.zeros_like(flags) + clock, mask=due)
         fresh = (due & (read != clock)).to(tl.int32)

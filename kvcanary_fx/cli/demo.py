@@ -58,7 +58,7 @@ class _Demo:
         from transformers import StaticCache
 
         self.model = tiny.build("llama", layers, device=device)
-        self.backend = CanaryBackend(CanaryConfig(mode="raise", inner=inner))
+        self.backend = CanaryBackend(CanaryConfig(mode="raise", inner=inner, budget=None))
         self.plain, self.guarded = self._compile_config(inner), self._compile_config(self.backend)
         self.ids = torch.randint(1, self.model.config.vocab_size, (1, PROMPT)).to(device)
         self.cache = StaticCache(config=self.model.config, max_cache_len=PROMPT + NEW)

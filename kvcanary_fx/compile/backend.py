@@ -165,11 +165,11 @@ def compile_graph(
     inputs = [*example_inputs, *binding.states]
     compiled = inner_compile(rewritten, inputs, config, mode, options, plan)
 
-    entered = owner.entered
+    entered, run = owner.entered, owner.runner()
 
     def guarded(*args: Any) -> Any:
         entered.guarded += 1
-        return owner.run(binding, compiled, args)
+        return run(binding, compiled, args)
 
     return guarded
 

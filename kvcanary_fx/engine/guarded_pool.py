@@ -56,7 +56,7 @@ class EnginePool:
             window=declared.layout.window,
             once=declared.layout.once,
             owner_known=declared.allocations,
-            verify_every=1 if declared.layout.rewritten else config.verify_every,
+            verify_every=1 if declared.layout.rewritten else config.verify_every_on(device),
         )
         controls.reserve_stamps(device, declared.slots)
         self.content = PoolContent(declared, registry, self.space, config.planes)
@@ -91,7 +91,7 @@ class EnginePool:
     def release(self, slots: Slots, owner: RequestId | None = None) -> None:
         """One reference to each slot was dropped; a slot without references is free.
 
-        The bytes of those are compared once more, in all layers and whatever ``verify_fraction`` is: nobody will read
+        The bytes of those are compared once more, in all layers and whatever share a step compares: nobody will read
         them again.
 
         Args:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..kernels.ring import Ring, Word
 from ..kernels.side_stream import capturing
 from ..kernels.slots.space import RequestPlan
 from ..reports.violation import Violation
-from ..runtime.binding import BoundCall
+from ..runtime.binding import BoundCall, GraphBinding
 from ..runtime.readback import Poll
 from ..runtime.session import CanarySession, take_rows
 from .arguments import require_whole
@@ -71,6 +72,7 @@ class EngineSession(CanarySession):
                 "the pools have different token_offset: a draft's forwards are not the target's, so a draft pool goes "
                 "into a session of its own, install_canary(KVPool(..., token_offset=1))"
             )
+        self._keep_to_budget(p.device for p in pools)
         self.ids = RequestIds()
         self.pools_in = self._pools_in
         self.pools = Pools((p.name, EnginePool(p, self.registry, self.controls, config, self.ids)) for p in pools)
@@ -149,8 +151,7 @@ class EngineSession(CanarySession):
         if self._closed:
             raise SessionStateError("this session is closed: install_canary(...) makes a new one")
 
-    @contextlib.contextmanager
-    def step(self, batch: Any = None) -> Iterator[EngineSession]:
+    def step(self, batch: Any = None) -> contextlib.AbstractContextManager[EngineSession]:
         """One outer step of the engine: fills the step inputs; sweeps, drains and tells at the end.
 
         Raises:
@@ -158,6 +159,17 @@ class EngineSession(CanarySession):
             StepInputError: the batch does not fit.
             KVCacheViolation: mode ``raise``, and a check failed.
         """
+        inner = self._run_step(batch)
+        return inner if self.pace is None or not self._ready else self.pace.step(inner, *self._weight)
+
+    @functools.cached_property
+    def _weight(self) -> tuple[torch.device, int]:
+        """The device of the pools, and how many ops of ours a step launches there, about."""
+        pools = [p.declared for p in self.pools.values()]
+        return pools[0].device, 2 * sum(len(p.layers) + 1 for p in pools)
+
+    @contextlib.contextmanager
+    def _run_step(self, batch: Any) -> Iterator[EngineSession]:
         self._require_open()
         self._require_no_step()
         self._thread = threading.current_thread()
@@ -176,8 +188,7 @@ class EngineSession(CanarySession):
         finally:
             self._step = self._thread = None
 
-    @contextlib.contextmanager
-    def forward(self, index: int = 0, batch: Any = None) -> Iterator[None]:
+    def forward(self, index: int = 0, batch: Any = None) -> contextlib.AbstractContextManager[None]:
         """One forward of the model: checks what it is about to read and write, remembers what it wrote.
 
         Nested calls with the same index belong to the outermost one.
@@ -190,6 +201,11 @@ class EngineSession(CanarySession):
             SessionStateError: no step is running, or another forward is.
             KVCacheViolation: mode ``raise``, and a check failed.
         """
+        inner = self._run_forward(index, batch)
+        return inner if self.pace is None else self.pace.forward(inner)
+
+    @contextlib.contextmanager
+    def _run_forward(self, index: int, batch: Any) -> Iterator[None]:
         if self._forward is not None and self._thread is threading.current_thread():
             self._forward.require(index)
             yield
@@ -285,6 +301,10 @@ class EngineSession(CanarySession):
 
     # ---- hooks of CanarySession
 
+    def runner(self) -> Callable[[GraphBinding, Callable[..., Any], Sequence[Any]], Any]:
+        """:meth:`run`: of an engine, steps are measured."""
+        return self.run
+
     def _context_of(self, call: BoundCall) -> ForwardContext:
         if self._forward is None:
             self._require_forward(call)
@@ -355,7 +375,10 @@ class EngineSession(CanarySession):
 
     def stats(self) -> EngineStats:
         """Counts since the session was ready; waits for the devices."""
-        return engine_stats(super().stats(), self.pools, self.steps, self.sweep, self.found.by_check)
+        counts = engine_stats(super().stats(), self.pools, self.steps, self.sweep, self.found.by_check)
+        if self.pace is None:
+            return dataclasses.replace(counts, compared_every=self.config.verify_every)
+        return dataclasses.replace(counts, compared_every=self.pace.every, compared_within=self.pace.within)
 
     def window_report(self) -> WindowReport:
         """How the groups of a hybrid model differ, so far; waits for the devices."""

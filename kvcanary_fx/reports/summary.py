@@ -58,6 +58,7 @@ def emit(violations: Sequence[Violation], lines: Sequence[str], config: CanaryCo
 
 def summarise(
     config: CanaryConfig,
+    every: int,
     counts: str,
     plans: Sequence[GraphPlan],
     *,
@@ -66,20 +67,24 @@ def summarise(
     eager_layers: Sequence[str],
     lost: Sequence[str],
     uncovered: Sequence[str],
+    budget: Sequence[str] = (),
 ) -> str:
     """The text of :meth:`CanarySession.summary`.
 
     Args:
+        every: N of the share 1/N of the slots whose bytes are checked each step.
         counts: what was done so far, in words.
         off, in_part: why checks do not run, or lose a part, by check; also of those that were not asked for.
         eager_layers: layers that are guarded around each call of their own.
         lost: pools of which two graphs disagree.
         uncovered: why coverage was lost.
+        budget: what a budget buys, where one says how much is compared.
     """
     on = [c for c in config.checks if c not in off]
     lines = [
         f"kvcanary: mode {config.mode}, checks {', '.join(on) or 'none'}, "
-        f"bytes of 1/{config.verify_every} of the slots checked each step",
+        f"bytes of 1/{every} of the slots checked each step",
+        *(f"  {line}" for line in budget),
         f"  {counts}",
     ]
     by_reason: dict[str, list[str]] = {}

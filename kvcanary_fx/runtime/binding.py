@@ -21,7 +21,7 @@ from ..kernels.buffers import Count, Gate, HalfBuffers, IdentityBuffers, Part, S
 from ..kernels.checks import Check, bits_of
 from ..kernels.content.digest import coefficients
 from ..kernels.context import ForwardContext
-from ..kernels.ring import Control
+from ..kernels.ring import Control, Word
 from ..passes.graph_plan import GraphPlan
 from .companions import ONE_LAYER, Call
 from .pool_half import PoolHalf
@@ -257,7 +257,7 @@ class GraphBinding:
             seed1=half.seeds[0],
             seed2=half.seeds[1],
             checks=Check(0) if capturing and site.output is not None else check_mask(self._config),
-            verify_every=self._config.verify_every if site.foreseen else 1,
+            verify_every=self._config.verify_every_on(device) if site.foreseen else 1,
             lenient=capturing and half.space is None,
             space=half.space,
             watched=half.kind == "read" and layout.slots > 0,
@@ -269,6 +269,7 @@ class Controls:
 
     def __init__(self, capacity: int):
         self._capacity = capacity
+        self.every = 1  # what Word.EVERY is to say on each of them
         self.by_device: dict[torch.device, Control] = {}
         self._outgrown: list[torch.Tensor] = []  # captured graphs may hold their addresses
 
@@ -276,6 +277,7 @@ class Controls:
         control = self.by_device.get(device)
         if control is None:
             control = self.by_device[device] = Control.allocate(self._capacity, device)
+            control.words[Word.EVERY] = self.every
         return control
 
     def reserve_stamps(self, device: torch.device, slots: int) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ..reports.violation import HalfInfo, KVCacheViolation, Violation, decode
 from .adoption import judge
 from .binding import BoundCall, Controls, GraphBinding
 from .companions import Turns
+from .pace import Pace
 from .registry import PoolRegistry, Storage
 
 #: A cache that was dropped before its violations were read.
@@ -62,6 +63,7 @@ class CanarySession:
         self.config = config or CanaryConfig.from_env()
         self.registry = PoolRegistry(self.config.planes)
         self.controls = Controls(self.config.ring_capacity)
+        self.pace: Pace | None = None  # where a budget says which share of the bytes is compared
         self.plans: list[GraphPlan] = []
         self.bindings: list[GraphBinding] = []
         self.uncovered: list[str] = []  # why coverage was lost, in words
@@ -79,13 +81,25 @@ class CanarySession:
 
     def add_graph(self, plan: GraphPlan) -> GraphBinding:
         """Register a rewritten graph."""
+        with self._lock:
+            self._keep_to_budget(plan.devices)
         binding = GraphBinding(plan, self.config, self.registry, self.controls)
         with self._lock:
             self.plans.append(plan)
             self.bindings.append(binding)
         return binding
 
+    def _keep_to_budget(self, devices: Iterable[torch.device]) -> None:
+        """Let a budget, where one of the devices has one, say which share of the bytes is compared in each step."""
+        budgets = [b for b in map(self.config.budget_on, devices) if b is not None]
+        if budgets and self.pace is None:
+            self.pace = Pace(budgets[0], self.controls)
+
     # ---- run time
+
+    def runner(self) -> Callable[[GraphBinding, Callable[..., Any], Sequence[Any]], Any]:
+        """:meth:`run`, of a graph that was added just now: measured where a budget is to be kept."""
+        return self.run if self.pace is None else self.pace.calls(self.run)
 
     def run(self, binding: GraphBinding, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
         """One call of a guarded graph.
@@ -349,6 +363,7 @@ class CanarySession:
         """What is protected, what is off and why, and the counts so far, as text."""
         return summary.summarise(
             self.config,
+            self.pace.every if self.pace is not None else self.config.verify_every,
             str(self.stats()),
             self.plans,
             off=self.checks_without_inputs(),
@@ -356,6 +371,7 @@ class CanarySession:
             eager_layers=self.eager_layers,
             lost=self.registry.lost,
             uncovered=self.uncovered,
+            budget=self.pace.describe() if self.pace is not None else (),
         )
 
 

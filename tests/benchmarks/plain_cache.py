@@ -22,8 +22,8 @@ import kvcanary_fx
 #: The settings of each configuration; None: compiled by Inductor alone.
 CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
     "off": None,
-    "log": {"mode": "log"},
-    "raise": {"mode": "raise"},
+    "log": {"mode": "log", "verify_fraction": "1"},
+    "raise": {"mode": "raise", "verify_fraction": "1"},
     "log, content 1/64": {"mode": "log", "verify_fraction": "1/64"},
 }
 

@@ -328,13 +328,15 @@ def test_tokens_of_images_stand_for_the_image_and_the_place_in_it():
 def test_counts_of_several_engines_add_up(monkeypatch, tmp_path):
     monkeypatch.setenv(settings.COUNTS_VARIABLE, str(tmp_path))
     base = dict(steps=0, adopted=0, violations=1)
-    counts.Counts("one").write(EngineStats(checked=5, recorded=2, forwards=3, by_check={"content": 1}, **base))
+    one = EngineStats(checked=5, recorded=2, forwards=3, by_check={"content": 1}, compared_within=0.5, **base)
+    counts.Counts("one").write(one)
     counts.Counts("two").write(
         EngineStats(checked=7, recorded=1, forwards=4, by_check={"content": 2, "owner": 1}, **base)
     )
     found, violations = counts.read_all()
     assert found == {"forwards": 7, "slots_checked": 0, "fingerprints_checked": 12, "fingerprints_recorded": 3}
     assert violations == {"content": 3, "owner": 1}
+    assert counts.compared_within() == 0.5
 
 
 def test_directory_of_counts_that_is_gone_is_told_once_and_ends_nothing(monkeypatch, tmp_path, caplog):

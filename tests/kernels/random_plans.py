@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from kvcanary_fx.kernels.checks import CHECKS, Check, bits_of
-from kvcanary_fx.kernels.ring import Control, Word
+from kvcanary_fx.kernels.ring import BY_BUDGET, Control, Word
 from kvcanary_fx.kernels.slots import (
     checks as request_checks,
 )
@@ -72,7 +72,7 @@ def random_space(rng: random.Random) -> SlotSpace:
         window=rng.choice([None, None, 1, 3]),
         once=rng.random() < 0.2,
         owner_known=rng.random() < 0.8,
-        verify_every=rng.choice([1, 1, 2, 3]),
+        verify_every=rng.choice([1, BY_BUDGET, 2, 3]),
     )
 
 
@@ -182,6 +182,7 @@ def play(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, Slo
             impl.store(own, here)
             own.control.words[Word.STEP] += 1
             own.control.words[Word.FORWARD] = number % 3 - 1
+            own.control.words[Word.EVERY] = 1 << number % 3
             if impl is not space_reference:
                 compare_real_slots(own, there)
             if impl is IMPLEMENTATIONS["triton"]:

@@ -11,7 +11,7 @@ import torch
 
 from kvcanary_fx.kernels.buffers import NOT_WRITTEN, Count, Gate, HalfBuffers, IdentityBuffers, Site
 from kvcanary_fx.kernels.checks import Check
-from kvcanary_fx.kernels.ring import Control
+from kvcanary_fx.kernels.ring import BY_BUDGET, Control, Word
 from kvcanary_fx.kernels.slots.space import Flag, SlotSpace
 from kvcanary_fx.kernels.writes.layout import FLOAT_DTYPES, POOL_DTYPES, SlotLayout
 from kvcanary_fx.kernels.writes.plan import first_positions
@@ -166,7 +166,7 @@ def random_scene(seed: int, capacity: int = 64, dtype: torch.dtype | None = None
         seed1=rng.randrange(2**32),
         seed2=rng.randrange(2**32),
         checks=ALL_CHECKS if rng.random() < 0.8 else Check(rng.randrange(64)),
-        verify_every=rng.choice([1, 1, 2, 3]),
+        verify_every=rng.choice([1, BY_BUDGET, 2, 3]),
         lenient=rng.random() < 0.2,
     )
     return Scene(site, view, IdentityBuffers.allocate(layout.slots, torch.device("cpu")), rng)
@@ -192,6 +192,7 @@ class Step:
     tokens: torch.Tensor
     positions: torch.Tensor
     by_plan: bool
+    every: int
     in_flight: bool
 
 
@@ -229,6 +230,7 @@ def random_step(scene: Scene) -> Step:
         tokens=torch.tensor([[rng.randrange(100)] for _ in range(n)], dtype=torch.int64).reshape(n, 1),
         positions=torch.tensor([[rng.randrange(4)] for _ in range(n)], dtype=torch.int64).reshape(n, 1),
         by_plan=bool(raw.sum() % 2),
+        every=1 << int(raw.sum() % 3),
         in_flight=bool(raw.sum() // 2 % 2),
     )
 
@@ -260,6 +262,7 @@ def play(kernels: ModuleType, scene: Scene, step: Step) -> None:
         flipped.view(-1)[0] ^= 1 << bit
         row.copy_(flipped.view(row.dtype).view(row.shape))
     site.gate[Gate.LENIENT_NEXT] = step.lenient_next
+    site.control.words[Word.EVERY] = step.every  # what a budget leaves there between two steps
     kernels.begin(site.control.words, site.gate)
     if step.opaque:
         kernels.verify(site, view, None)

@@ -3,15 +3,76 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import kvcanary_fx
 from kvcanary_fx import CanaryConfig, InvalidSettingError, UnknownSettingError
 from kvcanary_fx.config import asked_for, names, resolve
+from kvcanary_fx.kernels.ring import BY_BUDGET
 
 
 def test_defaults():
     config = CanaryConfig()
     assert (config.mode, config.inner, config.verify_every, config.planes) == ("raise", "inductor", 1, 1)
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.default_budget
+def test_a_gpu_has_a_budget_of_one_percent_and_a_cpu_none():
+    config = CanaryConfig()
+    assert (config.budget_on(GPU), config.verify_every_on(GPU)) == (0.01, BY_BUDGET)
+    assert (config.budget_on(CPU), config.verify_every_on(CPU), config.verifies_after(CPU)) == (None, 1, True)
+    assert not config.verifies_after(GPU)
+
+
+@pytest.mark.parametrize(
+    ("value", "share"),
+    [
+        ("1%", 0.01),
+        ("0.5%", 0.005),
+        ("3 %", 0.03),
+        (" 3 % ", 0.03),
+        ("0.01", 0.01),
+        (0.01, 0.01),
+        ("None", None),
+        (None, None),
+    ],
+)
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_ways_to_write_a_budget(value, share, device):
+    for config in (CanaryConfig(budget=value), resolve(None, {"kvcanary.budget": value})[0]):
+        assert config.budget_on(device) == pytest.approx(share) if share else config.budget_on(device) is None
+        assert config.verify_every_on(device) == (BY_BUDGET if share else 1)
+    if isinstance(value, str):
+        assert CanaryConfig.from_env({"KVCANARY_BUDGET": value}) == CanaryConfig(budget=value)
+
+
+@pytest.mark.default_budget
+@pytest.mark.parametrize(("budget", "fraction"), [("auto", "1"), ("auto", "1/8"), ("1%", None), (None, None)], ids=str)
+def test_the_nearer_one_of_a_budget_and_a_fixed_share_wins(budget, fraction, monkeypatch):
+    asked = {"kvcanary.budget": budget} if fraction is None else {"kvcanary.verify_fraction": fraction}
+    wanted = CanaryConfig(budget=budget, verify_fraction=fraction)
+    for base in (None, CanaryConfig(budget="10%"), CanaryConfig(verify_fraction="1/64")):
+        assert resolve(base, asked)[0].runtime_key() == wanted.runtime_key()
+    for name, text in (("KVCANARY_BUDGET", "5%"), ("KVCANARY_VERIFY_FRACTION", "1/3")):
+        monkeypatch.setenv(name, text)
+        assert resolve(None, asked)[0].runtime_key() == wanted.runtime_key()
+        monkeypatch.delenv(name)
+    assert wanted.budget_on(GPU) == (0.01 if budget == "1%" else None)
+
+
+@pytest.mark.parametrize("budget", ["1%", None, "none", 0.5])
+def test_a_budget_and_a_fixed_share_in_one_place_are_refused(budget):
+    with pytest.raises(
+        InvalidSettingError, match=r"setting 'budget' in CanaryConfig .* verify_fraction='1/8' is given"
+    ):
+        CanaryConfig(budget=budget, verify_fraction="1/8")
+    with pytest.raises(InvalidSettingError, match=r"'kvcanary.budget' in options .* kvcanary.verify_fraction='1/8'"):
+        resolve(None, {"kvcanary.budget": budget, "kvcanary.verify_fraction": "1/8"})
+    with pytest.raises(InvalidSettingError, match=r"'KVCANARY_BUDGET' in the environment .* KVCANARY_VERIFY_FRACTION"):
+        CanaryConfig.from_env({"KVCANARY_BUDGET": str(budget), "KVCANARY_VERIFY_FRACTION": "1/8"})
 
 
 def test_environment(monkeypatch):
@@ -67,6 +128,17 @@ def test_typo_in_the_environment_names_the_variable():
         ("verify_fraction", "1/0"),
         ("verify_fraction", "-1/2"),
         ("verify_fraction", "1/100000000000000000000"),
+        ("budget", "many"),
+        ("budget", "%"),
+        ("budget", ""),
+        ("budget", 0),
+        ("budget", 1),
+        ("budget", "100%"),
+        ("budget", "-1%"),
+        ("budget", "nan"),
+        ("budget", "1/64"),
+        ("budget", True),
+        ("budget", [0.01]),
         ("digest_bits", 16),
         ("digest_bits", True),
         ("digest_bits", 32.0),
@@ -99,6 +171,8 @@ def test_value_that_a_setting_cannot_have(name, value):
         ("KVCANARY_DUMP", ""),
         ("KVCANARY_INNER", "kvcanary"),
         ("KVCANARY_VERIFY_FRACTION", "1/100000000000000000000"),
+        ("KVCANARY_BUDGET", "1"),
+        ("KVCANARY_BUDGET", ""),
     ],
 )
 def test_value_of_a_variable_that_cannot_be_read(variable, text):

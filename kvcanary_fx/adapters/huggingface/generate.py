@@ -89,6 +89,8 @@ class Protection(GuardedCall):
         cached = kwargs.get("use_cache", True) and setting(model, kwargs, "cache_implementation") is None
         passed = next((kwargs[n] for n in ("past_key_values", "cache_params") if kwargs.get(n) is not None), None)
         outer, self._not_static = self._not_static, why_not_static(model, kwargs)
+        if self.session.pace is not None:
+            self.session.pace.new_sequence()
         if passed is not None:
             tokens = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
             make_room(passed, model, needed_length(model, kwargs, tokens))

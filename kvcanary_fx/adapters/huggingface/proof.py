@@ -95,7 +95,7 @@ def _batch(plant: Plant | None) -> tuple[str, ...]:
 
 
 def _protected() -> Any:
-    return attach(tiny.build("llama"), CanaryConfig(mode="log", inner="eager"), {}, {})
+    return attach(tiny.build("llama"), CanaryConfig(mode="log", inner="eager", budget=None), {}, {})
 
 
 def _checks(session: Any) -> tuple[str, ...]:

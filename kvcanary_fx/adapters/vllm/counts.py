@@ -101,7 +101,8 @@ class Counts:
         violations: Counter[str] = Counter()
         for each in stats:
             violations.update(each.by_check)
-        text = json.dumps({"counts": counts, "violations": violations})
+        within = max((each.compared_within for each in stats), default=0.0)
+        text = json.dumps({"counts": counts, "violations": violations, "within": within})
         draft = self._path.with_suffix(".draft")
         try:
             draft.write_text(text)
@@ -110,6 +111,11 @@ class Counts:
             if not self._lost:
                 self._lost = True
                 log.warning("kvcanary.vllm the metrics endpoint stands still: %s is gone", self._path.parent)
+
+
+def compared_within() -> float:
+    """Seconds in which each stored byte is compared, in the slowest engine; 0 where nobody knows."""
+    return max((json.loads(p.read_text())["within"] for p in directory().glob("*.json")), default=0.0)
 
 
 def read_all() -> tuple[Counter[str], Counter[str]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from vllm.v1.metrics import prometheus
 
@@ -33,6 +33,11 @@ class CanaryCollector(Collector):
         found, violations = counts.read_all()
         for name, text in _HELP.items():
             yield CounterMetricFamily(f"kvcanary_{name}", text, value=found[name])
+        yield GaugeMetricFamily(
+            "kvcanary_compared_within_seconds",
+            "Time in which the bytes of each stored slot are compared under the budget, 0 where nobody knows.",
+            value=counts.compared_within(),
+        )
         family = CounterMetricFamily("kvcanary_violations", "Failed checks of the KV cache.", labels=["check"])
         for check in dict.fromkeys((*CHECKS, *violations)):
             family.add_metric([check], violations[check])

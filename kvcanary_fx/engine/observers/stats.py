@@ -22,6 +22,8 @@ class EngineStats(Stats):
         slots: slots that hold a token now.
         slots_checked: slots whose identity was compared.
         sweeps: sweeps so far; ``swept`` the fingerprints they compared.
+        compared_every: N of the share 1/N of the slots whose bytes are compared in a step.
+        compared_within: seconds in which each slot's are, under a budget; 0 where nobody knows.
         by_check: violations by the name of the check.
     """
 
@@ -31,6 +33,8 @@ class EngineStats(Stats):
     slots_checked: int = 0
     sweeps: int = 0
     swept: int = 0
+    compared_every: int = 1
+    compared_within: float = 0.0
     by_check: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def line(self) -> str:

@@ -1,0 +1,197 @@
+"""How many bytes a step may compare so that it takes no longer than a budget says: the logic, without a device.
+
+A step compares the slots with ``(slot + step) % N == 0``, and N is looked for.  What a share costs is seen as a user
+would see it: now and then one call compares more than its neighbours do, and the difference is the price::
+
+    time(N) = rest + comparing everything / N
+
+The other ways to know it were worse.  Events around our own kernels cannot be put into a CUDA graph that is replayed,
+and beside the model, on a stream of their own, their time says little about the step's: at 64 requests of 4,096 tokens
+the bytes of 1/64 of the slots are 134 us of an H200's bandwidth and added 40 us to a step, since attention then finds
+them in its cache.  A difference counts what is hidden, behind the model or behind Python, as free.  It is noisy, so
+the larger share is chosen large enough to be seen (:data:`SEEN`), a few times in a hundred, and what the neighbours
+differ by is added to the price.
+
+What is done besides (identity, fingerprints of what is written) is the same at every share, and no difference shows
+it.  It is taken off the budget as far as it can be told: the host's time where the device was waiting for it, and a
+usual time for each op of a graph (:data:`SECONDS_PER_OP`), which may take no more than :data:`GUESS_AT_MOST` of the
+budget.
+
+N is a power of two, so that changing it costs nothing of the promise: **in any M steps in a row each slot is compared,
+where M is the largest N in use in them.**  Among M steps in a row there is one with ``(slot + step) % M == 0``; the N
+of that step divides M, so ``(slot + step) % N == 0`` as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+
+#: N before a price is known, and its bounds.  At 2 there is a larger share left to see the price by.
+START, FEWEST, MOST = 64, 2, 4096
+
+#: How much longer a call that compares more should take: enough to be seen, and little in a hundred calls.
+SEEN = 0.1
+
+#: Readings that a decision rests on, and calls from one to the next until settled and from then on.
+READINGS, OFTEN, SELDOM = 5, 4, 128
+
+#: Calls that differ by more were not alike, such as a prefill among decode steps; after so many readings of that kind
+#: in a row, nobody hurries any more.
+UNLIKE, PATIENCE = 0.25, 24
+
+#: A call that takes so many times longer, or shorter, than those of the last decision, asks for a new one soon.
+OTHER_WORK = 1.5
+
+#: What an op of ours adds to a step of a GPU besides comparing: 64 requests of 4,096 tokens, 66 ops beside the model,
+#: 100 us on an H200; inline twice that.
+SECONDS_PER_OP = 1.5e-6
+GUESS_AT_MOST = 0.75
+
+#: Of the budget, what comparing gets even where the rest takes all of it: nothing is left unseen for ever.
+LEFT_FOR_BYTES = 1 / 8
+
+#: What N is lowered for must fit with so much room to spare, so that it does not go to and fro.
+SPARE = 1.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Three calls in a row, of which the second compared more.
+
+    Attributes:
+        before, probe, after: seconds that they took.
+        every, probed: N of the outer ones, and of the second.
+        rest: seconds of our other work that the device was seen to wait for, in one call.
+        guessed: seconds that our other work is taken to cost besides.
+        between: seconds from one call to the next.
+    """
+
+    before: float
+    probe: float
+    after: float
+    every: int
+    probed: int
+    rest: float = 0.0
+    guessed: float = 0.0
+    between: float = 0.0
+
+    @property
+    def usual(self) -> float:
+        """Seconds of a call that compares as usual."""
+        return (self.before + self.after) / 2
+
+    @property
+    def noise(self) -> float:
+        """How much calls differ that should not, as a fraction."""
+        return abs(self.before - self.after) / self.usual
+
+    @property
+    def price(self) -> float:
+        """What comparing all bytes would add to a call, as a fraction; not more than that, as far as it shows."""
+        more = max(self.probe / self.usual - 1, 0.0) + self.noise
+        return more / (1 / self.probed - 1 / self.every)
+
+
+class Controller:
+    """Turns N up and down by what readings say.
+
+    Attributes:
+        budget: how much longer a step may take, as a fraction.
+        every: N as it should be.
+        probed: N of the next call that compares more.
+        settled: the price is known; before, N is what costs little on most models.
+        rest: what our other work was seen to add to a step, as a fraction; ``guessed`` what it is taken to add besides.
+        price: what comparing all bytes would add; None as long as nobody knows.
+        between: seconds from one step to the next.
+    """
+
+    def __init__(self, budget: float):
+        self.budget, self.every, self.probed = budget, START, START // 4
+        self.settled = False
+        self.rest = self.guessed = self.between = 0.0
+        self.price: float | None = None
+        self._known = 0.0, 0.0  # the shortest and the longest call of the last decision
+        self._discarded = 0
+        self._readings: list[Reading] = []
+
+    @property
+    def period(self) -> int:
+        """Calls from one reading to the next."""
+        return SELDOM if self.settled or self._discarded >= PATIENCE else OFTEN
+
+    @property
+    def over(self) -> bool:
+        """Our other work alone was seen to take more than the budget."""
+        return self.rest > self.budget
+
+    def take(self, reading: Reading) -> bool:
+        """Learn from a reading; whether ``every`` may have changed."""
+        if reading.usual <= 0 or reading.noise > UNLIKE:
+            self._discarded += 1
+            return False
+        self._discarded = 0
+        shortest, longest = self._known
+        if self.settled and not shortest / OTHER_WORK < reading.usual < longest * OTHER_WORK:
+            self.settled = False
+            self._readings.clear()
+        self._readings.append(reading)
+        if len(self._readings) < READINGS:
+            return False
+        self._decide()
+        return True
+
+    def _decide(self) -> None:
+        seen, before = self._readings, self.every
+        self._known = min(r.usual for r in seen), max(r.usual for r in seen)
+        self.between = statistics.median(r.between for r in seen)
+        self.rest = statistics.median(r.rest / r.usual for r in seen)
+        guess = statistics.median(r.guessed / r.usual for r in seen)
+        self.guessed = min(guess, GUESS_AT_MOST * self.budget)
+        self.price = statistics.median(r.price for r in seen)
+        room = max(self.budget - self.rest - self.guessed, self.budget * LEFT_FOR_BYTES)
+        self.every = max(FEWEST, share_for(self.price, room), min(before, share_for(self.price * SPARE, room)))
+        self.probed = min(share_for(self.price, min(SEEN, 10 * self.budget)), self.every // 2)
+        self.settled = before / 2 <= self.every <= before * 2
+        self._readings.clear()
+
+
+def share_for(price: float, room: float) -> int:
+    """The smallest power of two N whose share of the price fits into the room; 1 is all, more than MOST is nothing."""
+    every = 1
+    while price / every > room and every < MOST:
+        every *= 2
+    return every
+
+
+class Tour:
+    """Which slots had their turn in a number of calls of one graph: those stored before the first of them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._runs: list[list[int]] = []  # N, and how many calls in a row had it
+        self._done = False
+
+    def note(self, every: int) -> None:
+        """One more call, which compares a share of 1/``every``."""
+        self.calls += 1
+        if self._done:
+            return
+        if self._runs and self._runs[-1][0] == every:
+            self._runs[-1][1] += 1
+            return
+        self._runs.append([every, 1])
+        self._done = len(self._runs) % 64 == 0 and self.unseen() == 0
+
+    def unseen(self) -> float:
+        """The share of the slots that had no turn; 0 before the first call."""
+        if self._done or not self._runs:
+            return 0.0
+        modulus = max((every for every, _ in self._runs), default=1)
+        had, step = bytearray(modulus), 0
+        for every, calls in self._runs:
+            for turn in range(step, step + min(calls, every)):
+                first = -turn % every
+                had[first::every] = b"\1" * len(range(first, modulus, every))
+            step += calls
+        return 1 - sum(had) / modulus

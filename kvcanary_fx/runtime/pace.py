@@ -1,0 +1,329 @@
+"""Measures calls of guarded graphs, or steps of an engine, and tells the devices which share of the bytes is due.
+
+Nothing here waits for a device: times come from events that are polled, and a new share is written by a launch in the
+model's own stream.  Of how many calls the times are taken, :mod:`.budget` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from ..kernels.ring import Word
+from ..kernels.side_stream import capturing
+from ..reports.summary import log
+from .binding import Controls, GraphBinding
+from .budget import MOST, SECONDS_PER_OP, START, Controller, Reading, Tour
+
+T = TypeVar("T")
+
+#: Calls of a graph that are not measured: it is warming up, or being captured.
+WARM_UP = 4
+
+#: Calls of other graphs after which the three calls of a reading are given up.
+PATIENCE = 128
+
+
+class Sample:
+    """One call that is measured: how long it took, and how long of that the host did our work."""
+
+    def __init__(self, device: torch.device, last: Sample | None):
+        self.began = time.perf_counter()
+        self.ended = False
+        self.ours = 0.0  # seconds
+        self._since: float | None = self.began
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.current_stream(device)
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._events[0].record(self._stream)
+        #: the device had nothing left to do, so that our work on the host keeps it waiting
+        self.waited_for = last is not None and last.arrived()
+        self._seconds = 0.0
+
+    def model_runs(self) -> None:
+        """What follows is not ours."""
+        if self._since is not None:
+            self.ours += time.perf_counter() - self._since
+            self._since = None
+
+    def model_ran(self) -> None:
+        """What follows is ours again."""
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    def end(self) -> None:
+        """The call has been launched."""
+        self.model_runs()
+        self._seconds = time.perf_counter() - self.began
+        if self._events is not None:
+            self._events[1].record(self._stream)
+        self.ended = True
+
+    def after(self, other: Sample) -> float:
+        """Seconds from the beginning of another call to that of this one."""
+        if self._events is None or other._events is None:
+            return self.began - other.began
+        return float(other._events[0].elapsed_time(self._events[0])) / 1e3
+
+    def arrived(self) -> bool:
+        """Whether the device has come to the end of the call."""
+        return self.ended and (self._events is None or self._events[1].query())
+
+    def seconds(self) -> float:
+        """How long the call took on its device, once it arrived."""
+        return self._seconds if self._events is None else self._events[0].elapsed_time(self._events[1]) / 1e3
+
+
+class _Trio:
+    """The calls of a reading, one after the other."""
+
+    def __init__(self, key: Hashable):
+        self.key, self.thread = key, threading.get_ident()
+        self.samples: list[Sample] = []
+        self.others = 0  # calls of something else in between
+
+
+class Pace:
+    """The share of the bytes that is compared in each step of a session, kept within a budget.
+
+    Args:
+        budget: how much longer a step may take, as a fraction.
+        controls: whose words the kernels read.
+    """
+
+    def __init__(self, budget: float, controls: Controls):
+        self.controller = Controller(budget)
+        self._controls = controls
+        self._lock = threading.Lock()
+        self._tours: dict[Hashable, Tour] = {}
+        self._trio: _Trio | None = None
+        self._arriving: tuple[_Trio, int, int, float] | None = None  # with N, N of the probe, seconds guessed
+        self._wait = 0  # calls until the next reading
+        self._told: int | None = None  # N that was logged
+        self._warned = False
+        self._running: Sample | None = None
+        self._write(START)
+
+    @property
+    def every(self) -> int:
+        """N of the share 1/N."""
+        return self.controller.every
+
+    @property
+    def within(self) -> float:
+        """Seconds in which each slot is compared, as steps take now; 0 as long as nobody knows."""
+        return self.every * self.controller.between
+
+    # ---- calls of graphs
+
+    def calls(self, run: Callable[[GraphBinding, Callable[..., Any], Any], T]) -> Callable[..., T]:
+        """``run`` of a session, measured now and then."""
+
+        def paced(binding: GraphBinding, compiled: Callable[..., Any], args: Any) -> T:
+            plan = binding.plan
+            sample = self.begin(id(binding), plan.devices[0], plan.ops)
+            if sample is None:
+                return run(binding, compiled, args)
+
+            def model(*given: Any) -> Any:
+                sample.model_runs()
+                out = compiled(*given)
+                sample.model_ran()
+                return out
+
+            out = run(binding, model, args)
+            sample.end()
+            return out
+
+        return paced
+
+    # ---- steps of an engine
+
+    @contextlib.contextmanager
+    def step(self, inner: contextlib.AbstractContextManager[T], device: torch.device, ops: int) -> Iterator[T]:
+        """``inner``, a step of an engine, measured now and then."""
+        sample = self._running = self.begin("step", device, ops)
+        try:
+            with self.forward(inner) as value:
+                yield value
+        finally:
+            self._running = None
+        if sample is not None:
+            sample.end()
+
+    @contextlib.contextmanager
+    def forward(self, inner: contextlib.AbstractContextManager[T]) -> Iterator[T]:
+        """``inner``, whose beginning and end are our work, and what happens inside is not."""
+        sample = self._running
+        if sample is None:
+            with inner as value:
+                yield value
+            return
+        sample.model_ran()
+        with inner as value:
+            sample.model_runs()
+            yield value
+            sample.model_ran()
+        sample.model_runs()
+
+    # ---- measuring
+
+    def begin(self, key: Hashable, device: torch.device, ops: int) -> Sample | None:
+        """A call begins; what measures it, if it is one to be measured.
+
+        Args:
+            key: what is called; a reading is of calls of one key.
+            ops: of ours, that each call runs on the device.
+        """
+        with self._lock:
+            self._tour(key).note(self.every)
+            self._wait -= 1
+            trio = self._trio
+            if (trio is None and self._arriving is None and self._wait > 0) or capturing():
+                return None
+            self._look(key)
+            if trio is not None and (trio.key != key or trio.thread != threading.get_ident()):
+                self._interrupt(trio)
+                return None
+            if trio is not None and not trio.samples[-1].ended:  # it ended in an exception
+                self._give_up()
+                trio = None
+            if trio is None:
+                if self._wait > 0 or self._tour(key).calls <= WARM_UP or self._arriving is not None:
+                    return None
+                trio = self._trio = _Trio(key)
+            return self._sample(trio, device, ops)
+
+    def _sample(self, trio: _Trio, device: torch.device, ops: int) -> Sample:
+        last = trio.samples[-1] if trio.samples else None
+        if len(trio.samples) == 1:
+            self._write(self.controller.probed)
+        elif len(trio.samples) == 2:
+            self._write(self.every)
+        sample = Sample(device, last)
+        trio.samples.append(sample)
+        if len(trio.samples) == 3:
+            guessed = ops * SECONDS_PER_OP if device.type == "cuda" else 0.0
+            self._arriving = trio, self.every, self.controller.probed, guessed
+            self._trio, self._wait = None, self.controller.period
+        return sample
+
+    def _interrupt(self, trio: _Trio) -> None:
+        """Something else is called before a reading is complete: it shall not compare more than it should."""
+        if len(trio.samples) == 2:
+            self._write(self.every)
+        trio.others += 1
+        if trio.others > PATIENCE:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._write(self.every)
+        self._trio, self._wait = None, self.controller.period
+
+    def _look(self, key: Hashable) -> None:
+        """Take in a reading whose calls have arrived."""
+        if self._arriving is None:
+            return
+        trio, every, probed, guessed = self._arriving
+        before, probe, after = trio.samples
+        if not after.arrived():
+            if not after.ended and trio.key == key and trio.thread == threading.get_ident():
+                self._arriving = None  # it ended in an exception
+            return
+        self._arriving = None
+        rest = [s.ours if s.waited_for else 0.0 for s in (probe, after)]
+        reading = Reading(
+            before.seconds(),
+            probe.seconds(),
+            after.seconds(),
+            every,
+            probed,
+            rest=sum(rest) / len(rest),
+            guessed=guessed,
+            between=probe.after(before),
+        )
+        if self.controller.take(reading):
+            self._write(self.every)
+            self._tell()
+
+    def _write(self, every: int) -> None:
+        """Tell the devices N; a launch each, in the stream that the model runs in."""
+        self._controls.every = every
+        for control in self._controls.by_device.values():
+            control.words[Word.EVERY].fill_(every)
+
+    def _tour(self, key: Hashable) -> Tour:
+        tour = self._tours.get(key)
+        if tour is None:
+            tour = self._tours[key] = Tour()
+        return tour
+
+    # ---- what is said
+
+    def new_sequence(self) -> None:
+        """From here on other tokens are stored: :meth:`unseen` counts anew."""
+        with self._lock:
+            self._tours.clear()
+
+    def unseen(self) -> float:
+        """The share of what was stored when :meth:`new_sequence` was called, or first, that had no turn since."""
+        return self._longest().unseen()
+
+    def _longest(self) -> Tour:
+        """What was called most: the graph of a decode step."""
+        with self._lock:
+            return max(self._tours.values(), key=lambda tour: tour.calls, default=Tour())
+
+    def promise(self) -> str:
+        """What the budget buys, in words."""
+        if not self.controller.settled:
+            return f"every stored byte is compared within {self.every} steps until it is known what comparing costs"
+        return f"every stored byte is compared within {_seconds(self.within)} ({self.every} steps)"
+
+    def describe(self) -> list[str]:
+        """The lines of the summary."""
+        now = self.controller
+        lines = [f"budget {_percent(now.budget)}: {self.promise()}"]
+        if now.price is not None:
+            took = f"of a step, comparing takes about {_percent(now.price / now.every)}, the rest {_percent(now.rest)}"
+            lines.append(f"{took} seen and {_percent(now.guessed)} taken for granted")
+        if now.over:
+            lines.append(self._excess())
+        tour = self._longest()
+        if tour.calls and tour.unseen():
+            share = f"{100 * tour.unseen():.2g} %"
+            lines.append(f"never compared, of what was stored before these {tour.calls} steps: {share}")
+        return lines
+
+    def _excess(self) -> str:
+        now = self.controller
+        return (
+            f"what is done besides comparing bytes takes {_percent(now.rest)} of a step, more than the budget of "
+            f"{_percent(now.budget)}: larger batches, or a larger budget"
+        )
+
+    def _tell(self) -> None:
+        """Log what the budget buys: once it is known, and when it becomes another."""
+        if self.controller.over and not self._warned:
+            self._warned = True
+            log.warning("kvcanary.budget %s", self._excess())
+        told, every = self._told, self.every
+        if self.controller.settled and (told is None or not told / 2 <= every <= told * 2):
+            self._told = every
+            level = log.warning if every == MOST else log.info
+            level("kvcanary.budget %s: %s", _percent(self.controller.budget), self.promise())
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds >= 0.01 else f"{1e3 * seconds:.2g} ms"

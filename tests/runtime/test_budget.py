@@ -1,0 +1,133 @@
+"""A budget in the place of a fixed share: the logic over made-up times, and what a session makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcanary_fx.runtime.budget import FEWEST, LEFT_FOR_BYTES, MOST, START, Controller, Reading, Tour
+
+SHARES = st.integers(0, 6).map(lambda k: 1 << k)
+
+
+@given(st.lists(st.tuples(SHARES, st.integers(1, 40)), min_size=1, max_size=12), st.integers(0, 200))
+def test_each_slot_is_compared_within_the_largest_n_in_use_however_n_changes(runs, first):
+    shares = [every for every, steps in runs for _ in range(steps)]
+    largest = max(shares)
+    for start in range(len(shares) - largest + 1):
+        window = list(enumerate(shares[start : start + largest], first + start))
+        assert all(any((slot + step) % every == 0 for step, every in window) for slot in range(largest))
+
+
+@given(st.lists(st.tuples(SHARES, st.integers(1, 40)), max_size=12))
+def test_a_tour_knows_how_many_slots_had_no_turn(runs):
+    tour, had = Tour(), set()
+    for every, calls in runs:
+        for _ in range(calls):
+            had |= {slot for slot in range(64) if (slot + tour.calls) % every == 0}
+            tour.note(every)
+    assert tour.unseen() == (1 - len(had) / 64 if runs else 0)
+
+
+class Machine:
+    """A device whose steps take what they take, and a controller that watches it."""
+
+    def __init__(self, budget: float, step: float, price: float, rest: float = 0.0, noise: float = 0.0):
+        self.controller = Controller(budget)
+        self.step, self.price, self.rest, self.noise = step, price, rest, noise
+        self.random = random.Random(0)
+        self.calls = self.spent = 0.0
+
+    def call(self, every: int) -> float:
+        """Seconds of a step that compares a share of 1/every; counted."""
+        own = self.step * (1 + self.rest + self.price / every)
+        self.calls += 1
+        self.spent += own / self.step - 1
+        return own * (1 + self.random.uniform(-self.noise, self.noise))
+
+    def run(self, calls: int) -> Controller:
+        """So many steps; ``growth`` of them is how much longer they took."""
+        now, self.calls, self.spent = self.controller, 0, 0.0
+        while self.calls < calls:
+            for _ in range(now.period):
+                self.call(now.every)
+            every, probed = now.every, now.probed
+            before, probe, after = self.call(every), self.call(probed), self.call(every)
+            rest = self.rest * self.step
+            now.take(Reading(before, probe, after, every, probed, rest=rest, between=before))
+        return now
+
+    @property
+    def growth(self) -> float:
+        return self.spent / self.calls
+
+
+@pytest.mark.parametrize("budget", [0.005, 0.01, 0.03, 0.1])
+@pytest.mark.parametrize("price", [0.02, 0.7, 3.0], ids="all costs {}".format)
+@pytest.mark.parametrize("noise", [0.0, 0.003, 0.02], ids="noise {}".format)
+def test_steps_grow_by_no_more_than_the_budget(budget, price, noise):
+    machine = Machine(budget, 0.005, price, noise=noise)
+    now = machine.run(2000)
+    assert now.settled
+    machine.run(20000)
+    assert machine.growth <= 1.1 * budget
+    if noise <= 0.003:  # and the budget is made use of
+        assert now.every == FEWEST or price / now.every > 0.3 * budget
+
+
+def test_what_is_hidden_behind_the_model_is_compared_in_full():
+    assert Machine(0.01, 0.005, 0.0).run(2000).every == FEWEST
+
+
+def test_the_rest_is_taken_off_the_budget():
+    alone, beside = (Machine(0.02, 0.005, 0.7, rest=rest) for rest in (0.0, 0.01))
+    assert (alone.run(3000).every, beside.run(3000).every) == (64, 128)
+    assert max(alone.growth, beside.growth) <= 1.1 * 0.02
+
+
+def test_a_rest_above_the_budget_is_told_and_bytes_are_still_compared():
+    machine = Machine(0.01, 0.005, 0.7, rest=0.05)
+    now = machine.run(3000)
+    assert now.over
+    assert 0.7 / now.every <= 0.01 * LEFT_FOR_BYTES
+
+
+@pytest.mark.parametrize("grown", [8, 1 / 8])
+def test_other_work_is_noticed_within_few_calls(grown):
+    machine = Machine(0.01, 0.002, 0.4)
+    before = machine.run(3000).every
+    machine.step *= 4
+    machine.price *= grown
+    now = machine.run(400)
+    assert now.every == before * grown
+    assert now.settled
+
+
+def test_calls_that_are_not_alike_say_nothing():
+    now = Controller(0.01)
+    for _ in range(100):
+        assert not now.take(Reading(0.005, 0.08, 0.011, now.every, now.probed))
+    assert (now.every, now.settled, now.price) == (START, False, None)
+    assert now.period > 4, "nor is it tried for ever"
+
+
+def test_the_share_does_not_go_to_and_fro():
+    machine, seen = Machine(0.01, 0.005, 0.64, noise=0.004), []
+    for _ in range(40):
+        seen.append(machine.run(700).every)
+    changes = sum(a != b for a, b in itertools.pairwise(seen[4:]))
+    assert changes <= 2, seen
+
+
+@given(st.floats(0.001, 0.5), st.lists(st.tuples(*[st.floats(1e-6, 10)] * 3), max_size=60))
+def test_n_stays_a_power_of_two_within_its_bounds(budget, times):
+    now = Controller(budget)
+    for before, probe, after in times:
+        now.take(Reading(before, probe, after, now.every, now.probed, rest=before / 3))
+        assert FEWEST <= now.every <= MOST
+        assert now.every & (now.every - 1) == 0
+        assert 1 <= now.probed < now.every

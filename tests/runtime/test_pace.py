@@ -1,0 +1,207 @@
+"""A budget in sessions: what is measured, what the devices are told, and what is said."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_engine_session import flip, prefilled
+from toys import Rig
+
+from kvcanary_fx.kernels.ring import Word
+from kvcanary_fx.runtime import pace as measuring
+from kvcanary_fx.runtime.binding import Controls
+from kvcanary_fx.runtime.budget import FEWEST, MOST, START
+from kvcanary_fx.runtime.pace import Pace
+
+CPU = torch.device("cpu")
+
+
+class Graph:
+    """A guarded graph over a made-up clock: a call takes ``step`` seconds, and comparing all bytes ``price`` times
+    that; our own work on the host ``ours`` seconds."""
+
+    def __init__(self, monkeypatch, budget: float = 0.01, step: float = 0.005, price: float = 0.7, ours: float = 0.0):
+        self.now = self.spent = 0.0
+        self.step, self.price, self.ours = step, price, ours
+        monkeypatch.setattr(measuring.time, "perf_counter", lambda: self.now)
+        self.controls = Controls(8)
+        self.control = self.controls(CPU)
+        self.pace = Pace(budget, self.controls)
+        self.binding = SimpleNamespace(plan=SimpleNamespace(devices=[CPU], ops=4))
+        self.call = self.pace.calls(self._run)
+
+    @property
+    def every(self) -> int:
+        """What kernels read."""
+        return int(self.control.words[Word.EVERY])
+
+    def _run(self, binding, compiled, args):
+        self.now += self.ours
+        return compiled(*args)
+
+    def _model(self, fails: bool = False):
+        if fails:
+            raise ValueError("the model's own")
+        self.now += self.step * (1 + self.price / self.every)
+
+    def run(self, calls: int) -> float:
+        """So many calls; how much longer they took than without a canary."""
+        begun = self.now
+        for _ in range(calls):
+            self.call(self.binding, self._model, ())
+        return (self.now - begun) / (calls * self.step) - 1
+
+
+def test_devices_are_told_a_share_that_fits_into_the_budget(monkeypatch):
+    graph = Graph(monkeypatch)
+    assert graph.every == START
+    assert graph.run(100) <= 2 * 0.01, "on the cheap side before anything is known"
+    assert graph.run(5000) <= 1.05 * 0.01
+    assert graph.every == graph.pace.every == 128
+    assert graph.pace.within == pytest.approx(128 * 0.005, rel=0.1)
+    assert graph.controls(torch.device("meta")).words.shape == (len(Word),), "a device that comes later is told as well"
+
+
+def test_what_the_host_does_besides_is_taken_off(monkeypatch):
+    graph = Graph(monkeypatch, ours=0.00004)
+    assert graph.run(5000) <= 1.05 * 0.01
+    assert graph.every == 512
+
+
+def test_it_is_said_once_what_the_budget_buys_and_when_that_changes(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "kvcanary")
+    graph = Graph(monkeypatch)
+    (first,) = graph.pace.describe()
+    assert first == "budget 1 %: every stored byte is compared within 64 steps until it is known what comparing costs"
+    graph.run(5000)
+    line = "kvcanary.budget 1 %: every stored byte is compared within {} steps)"
+    assert [r.message for r in caplog.records] == [line.format("0.65 s (128")]
+    graph.price *= 8
+    graph.run(5000)
+    assert [r.message for r in caplog.records][1:] == [line.format("5.1 s (1024")]
+    assert graph.pace.describe()[0] == line.format("5.1 s (1024").removeprefix("kvcanary.")
+
+
+def test_more_than_the_budget_without_any_bytes_is_a_warning(monkeypatch, caplog):
+    graph = Graph(monkeypatch, ours=0.0002)
+    graph.run(2000)
+    (warned,) = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert "what is done besides comparing bytes takes 3.8 % of a step, more than the budget of 1 %" in warned
+    assert any("more than the budget" in line for line in graph.pace.describe())
+    assert FEWEST < graph.every < MOST
+
+
+def test_a_call_that_fails_leaves_the_share_as_it_was(monkeypatch):
+    graph = Graph(monkeypatch)
+    for number in range(200):
+        if number % 3:
+            graph.call(graph.binding, graph._model, ())
+        else:
+            with pytest.raises(ValueError, match="the model's own"):
+                graph.call(graph.binding, graph._model, (True,))
+        assert graph.every in (graph.pace.every, graph.pace.controller.probed)
+    graph.run(5000)
+    assert graph.every == 128
+
+
+def test_another_graph_in_between_does_not_compare_more(monkeypatch):
+    graph = Graph(monkeypatch)
+    other = SimpleNamespace(plan=graph.binding.plan)
+    for _ in range(400):
+        graph.call(graph.binding, graph._model, ())
+        seen = graph.call(other, lambda: graph.every, ())
+        assert seen == graph.pace.every or graph.pace._trio.key == id(other)
+
+
+def test_what_had_no_turn_when_a_sequence_ends_is_said(monkeypatch):
+    graph = Graph(monkeypatch)
+    graph.run(16)
+    assert graph.pace.unseen() == 0.75
+    assert graph.pace.describe()[-1] == "never compared, of what was stored before these 16 steps: 75 %"
+    graph.run(2000)
+    assert graph.pace.unseen() == 0
+    graph.pace.new_sequence()
+    graph.run(32)
+    assert graph.pace.unseen() == 0.75
+
+
+# ---- sessions
+
+
+def test_a_flip_is_found_within_the_steps_that_are_said():
+    rig = Rig.build(mode="log", budget="10%")
+    rig.step(8)
+    rig.flip(1, 1, row=1, position=5)
+    for _ in range(START):
+        rig.step(at=8)
+    assert rig.found() == [("content", "layers.1", "V", 1, 5)]
+
+
+def test_a_share_that_the_word_changes_is_followed():
+    rig = Rig.build(mode="log", budget="10%")
+    rig.step(8)
+    rig.session.controls(CPU).words[Word.EVERY] = 1
+    rig.flip(0, 0, row=1, position=5)
+    rig.step()
+    assert len(rig.found()) == 1
+
+
+def test_a_session_says_what_its_budget_buys():
+    rig = Rig.build(mode="log", budget="10%")
+    rig.step(8)
+    first, second = rig.session.summary().splitlines()[:2]
+    assert first.endswith("bytes of 1/64 of the slots checked each step")
+    assert (
+        second == "  budget 10 %: every stored byte is compared within 64 steps until it is known what comparing costs"
+    )
+    assert "budget" not in Rig.build(mode="log").session.summary()
+
+
+def test_what_a_step_rewrites_is_compared_first_whatever_the_share():
+    rig = Rig.build(mode="log", budget="10%")
+    rig.step(8)
+    rig.flip(1, 0, row=1, position=5)
+    rig.step(at=5)
+    assert [f[0] for f in rig.found()] == ["content"]
+
+
+def test_steps_of_an_engine_are_measured_whole():
+    toy = prefilled(budget="10%", width=200, slots=256)
+    toy.requests["A"].tokens += [0] * 150
+    for step in range(120):
+        toy.run({"A": [6 + step]})
+    pace = toy.session.pace
+    assert pace.controller.price is not None
+    assert pace.controller.between > 0
+    assert int(toy.session.controls(CPU).words[Word.EVERY]) in (pace.every, pace.controller.probed)
+    stats = toy.session.stats()
+    assert (stats.compared_every, stats.compared_within) == (pace.every, pace.within)
+    assert f"compared_every={pace.every} compared_within={pace.within}" in stats.line()
+    assert "budget 10 %: every stored byte is compared within" in toy.session.summary()
+    assert toy.found() == []
+
+
+def test_an_engine_finds_a_flip_within_the_steps_that_are_said():
+    toy = prefilled(budget="10%", width=100, slots=128)
+    flip(toy, 1, 0, 4)
+    toy.requests["A"].tokens += [0] * 80
+    steps = 0
+    while not toy.found():
+        toy.run({"A": [6 + steps]})
+        steps += 1
+    assert steps <= START
+
+
+def test_a_step_that_raises_ends_as_it_would_without_a_budget():
+    toy = prefilled(budget="10%", width=100, slots=128)
+    toy.requests["A"].tokens += [0] * 80
+    for step in range(40):
+        if step % 3 == 0:
+            with pytest.raises(ZeroDivisionError), toy.session.step(), toy.session.forward():
+                raise ZeroDivisionError
+        toy.run({"A": [6 + step]})
+    assert toy.found() == []
+    assert toy.session.steps == 41
