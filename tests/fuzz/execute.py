@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ class Outcome:
         faults, found, said: faults that were to be found; that were; and those in a cache that the summary calls
             unguarded.
         steps: guarded forwards.
+        unable: why the inner backend cannot run the program, guarded or not; empty if it can.
     """
 
     faults: int = 0
@@ -67,6 +68,7 @@ class Outcome:
     said: int = 0
     steps: int = 0
     failure: Failure | None = None
+    unable: str = ""
 
 
 class Side:
@@ -111,7 +113,7 @@ class Side:
 class Run:
     """One program on its way."""
 
-    def __init__(self, program: Program, inner: str):
+    def __init__(self, program: Program, inner: str, plain_inner: str | None):
         self.program = program
         self.table = program.table()
         self.random = torch.Generator().manual_seed(program.seed + 1)
@@ -120,6 +122,9 @@ class Run:
         self.backend = CanaryBackend(CanaryConfig(inner=inner, mode="log"))
         self.session = self.backend.session
         self._compile()
+        if plain_inner is not None:
+            for module in self.plain.model.layers if program.compiled == "layers" else [self.plain.model]:
+                module.compile(backend=plain_inner)
         self.names = Names(program, len(self.guarded.tensors[0]))
         self.oracle = self.new_oracle()
         self.length = 0
@@ -315,7 +320,7 @@ class Run:
         """Run the plain model."""
         try:
             return self.plain.forward(inputs)
-        except (RuntimeError, NotImplementedError, IndexError) as e:
+        except (RuntimeError, NotImplementedError, IndexError, AssertionError) as e:
             raise Invalid(f"{type(e).__name__}: {e}") from e
 
     # ---- verdict
@@ -332,7 +337,8 @@ class Run:
         else:
             same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
         if not same:
-            raise OtherNumbers(f"step {self.outcome.steps}: differs from the unguarded run")
+            worst = max(float((a.float() - b.float()).abs().max()) for a, b in pairs)
+            raise OtherNumbers(f"step {self.outcome.steps}: differs from the unguarded run by {worst:.2g}")
 
     def _judge(self, must: set[Cell], may: set[Cell]) -> set[Cell]:
         """Compare what was reported in this step with what was to be; the cells that were reported."""
@@ -379,19 +385,56 @@ def strays(how: str, index: torch.Tensor, slots: int) -> set[int]:
 def run_program(program: Program, inner: str = "eager") -> Outcome:
     """Run a program; its outcome, with the first failure if there is one.
 
+    The unguarded run beside it is eager.  Where the guarded one crashes or has other numbers, the program runs once
+    more beside one that the inner backend compiles: Inductor keeps a half-precision product in float32, cannot run a
+    write in a branch whose operand is a view, and loses a region's write to a view of an input.
+
     Raises:
         Invalid: it does not run unguarded either.
     """
-    torch._dynamo.reset()
-    STRAY.clear()
-    logging.getLogger("kvcanary").setLevel(logging.CRITICAL)
-    context: contextlib.AbstractContextManager[Any] = torch.inference_mode() if program.inference else torch.no_grad()
-    # more steps than Dynamo compiles variants of a program whose position is a constant: the rest would be unguarded
-    with context, torch._dynamo.config.patch(recompile_limit=64):
-        run = Run(program, inner)
+    outcome = _run_beside(program, inner, None)
+    if inner != "eager" and isinstance(outcome.failure, (Crash, OtherNumbers)):
+        outcome = _run_beside(program, inner, inner)
+        if isinstance(outcome.failure, OtherNumbers):
+            _require_right_numbers(program, inner)
+    return outcome
+
+
+def _require_right_numbers(program: Program, inner: str) -> None:
+    """Refuse a program whose unguarded forwards have other numbers under the inner backend than under no compiler.
+
+    Raises:
+        Invalid: they have, by more than rounding.
+    """
+    with _alone(program):
+        run = Run(program, "eager", inner)
+        while run.length < 4 and run._room() >= program.tokens:
+            inputs = run._inputs(program.tokens)
+            given, right = run._quietly(inputs), run.guarded.forward(inputs)
+            if not torch.allclose(given.float(), right.float(), rtol=0.05, atol=0.05):
+                raise Invalid(f"{inner} has other numbers than no compiler, unguarded")
+            run.length += program.tokens
+
+
+def _run_beside(program: Program, inner: str, plain_inner: str | None) -> Outcome:
+    """Run a program beside its unguarded one, which is eager if ``plain_inner`` is None."""
+    with _alone(program):
+        run = Run(program, inner, plain_inner)
         try:
             for event in program.events:
                 run.do(event)
         except Failure as failure:
             run.outcome.failure = failure
     return run.outcome
+
+
+@contextlib.contextmanager
+def _alone(program: Program) -> Iterator[None]:
+    """Nothing is left of programs that ran before."""
+    torch._dynamo.reset()
+    STRAY.clear()
+    logging.getLogger("kvcanary").setLevel(logging.CRITICAL)
+    context: contextlib.AbstractContextManager[Any] = torch.inference_mode() if program.inference else torch.no_grad()
+    # more steps than Dynamo compiles variants of a program whose position is a constant: the rest would be unguarded
+    with context, torch._dynamo.config.patch(recompile_limit=64):
+        yield
