@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -12,18 +12,49 @@ from ..kernels.ring import UNKNOWN, Ring
 from ..kernels.slots import tokens
 from ..kernels.slots.space import RequestPlan, SlotSpace
 from ..reports.violation import HalfInfo, Violation, decode
+from ..runtime.registry import PoolRegistry
+from .guarded_pool import EnginePool
 from .layouts.base import Layout
 from .request_ids import RequestIds
 
 
-def in_tokens(violation: Violation, layout: Layout) -> Violation:
+class Blame:
+    """Makes the records of the ring rows about an engine's pools."""
+
+    def __init__(self, pools: Mapping[int, EnginePool], registry: PoolRegistry, ids: RequestIds):
+        """
+        Args:
+            pools: by the number of their slot spaces.
+        """
+        self._pools, self._registry, self._ids = pools, registry, ids
+
+    def decode(
+        self, row: Sequence[int], running: Mapping[int, RequestPlan], last: Mapping[int, RequestPlan]
+    ) -> Violation | None:
+        """The record of a ring row; None if it is about no pool of the engine.
+
+        Args:
+            running, last: plans of the forward that is running and of the one before, by the number of the slot space.
+        """
+        pool, half = self._pools.get(row[Ring.HALF]), self._registry.by_id(row[Ring.HALF])
+        if pool is not None:
+            return _in_tokens(_decode_place(row, pool.info, self._ids), pool.declared.layout)
+        if half is None or half.space is None:
+            return None
+        number = half.space.space_id
+        pool, plan, before = self._pools[number], running.get(number), last.get(number)
+        told = _decode_content(row, half.info, half.space, pool.content.imported, plan, self._ids, before)
+        return _in_tokens(told, pool.declared.layout)
+
+
+def _in_tokens(violation: Violation, layout: Layout) -> Violation:
     """The record with the position of the token that its slot goes by."""
     if violation.position is None:
         return violation
     return dataclasses.replace(violation, position=layout.token_at(violation.position))
 
 
-def decode_place(row: Sequence[int], info: HalfInfo, ids: RequestIds) -> Violation:
+def _decode_place(row: Sequence[int], info: HalfInfo, ids: RequestIds) -> Violation:
     """The record of a ring row about a slot of a pool in all of its layers."""
     token = row[Ring.DETAIL]
     told = decode(row, info, token if token >= 0 else None, request=ids.name(row[Ring.REQUEST]))
@@ -32,7 +63,7 @@ def decode_place(row: Sequence[int], info: HalfInfo, ids: RequestIds) -> Violati
     return dataclasses.replace(told, owners=(ids.name(told.stored), ids.name(told.found)))
 
 
-def decode_content(
+def _decode_content(
     row: Sequence[int],
     info: HalfInfo,
     space: SlotSpace,

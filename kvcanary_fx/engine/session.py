@@ -16,7 +16,7 @@ from ..config import CanaryConfig
 from ..errors import EngineError, SessionStateError
 from ..kernels import side_stream
 from ..kernels.context import ForwardContext, LayerHalf
-from ..kernels.ring import Ring, Word
+from ..kernels.ring import Word
 from ..kernels.side_stream import capturing
 from ..kernels.slots.space import RequestPlan
 from ..reports.violation import Violation
@@ -25,15 +25,13 @@ from ..runtime.readback import Poll
 from ..runtime.session import CanarySession, take_rows
 from .arguments import require_whole
 from .batch import Inputs
-from .blame import decode_content, decode_place, in_tokens
+from .blame import Blame
 from .forward import Clock, Forward, Schedule, beside_capture, check_after, check_before, check_reads, remember
 from .guarded_pool import EnginePool, Pools, find_rivals
 from .kv_pool import KVPool, Slots
-from .observers.given import GivenInputs, in_part, without_inputs
-from .observers.health import Health
-from .observers.stats import EngineStats, engine_stats
-from .observers.sweep import Sweep
-from .observers.windows import WindowReport, Windows
+from .observers.all import Observers
+from .observers.stats import EngineStats
+from .observers.windows import WindowReport
 from .request_ids import RequestId, RequestIds, require_ids
 from .step_view import StepView
 
@@ -48,8 +46,7 @@ class EngineSession(CanarySession):
         pools: the pools by name.
         inputs: the persistent buffers of a step's inputs, shared by captured and eager forwards.
         own_inputs: those of pools with batches of their own, by the batch's field.
-        given: the inputs of checks that the engine gave so far.
-        windows: what the pools with a window were seen to hold.
+        observers: what looks at the pools between steps; ``sweep``, ``health``, ``windows`` and ``given`` are theirs.
         backend: for ``torch.compile(model, backend=session.backend)``.
     """
 
@@ -78,6 +75,7 @@ class EngineSession(CanarySession):
         self.pools = Pools((p.name, EnginePool(p, self.registry, self.controls, config, self.ids)) for p in pools)
         self._spaces = {p.space.space_id: p for p in self.pools.values()}
         find_rivals(list(self.pools.values()))
+        self._blame = Blame(self._spaces, self.registry, self.ids)
         devices = dict.fromkeys(p.device for p in pools if side_stream.can_fork(p.device))
         self._sides = {d: side_stream.SideStream(d) for d in devices} if config.placement == "side" else {}
         self._inputs = Inputs(pools, max_requests, max_tokens, self.ids)
@@ -85,10 +83,9 @@ class EngineSession(CanarySession):
         self.backend = CanaryBackend(config, self)
         self.steps = self._begun = 0
         self.schedule = schedule or Schedule()
-        self.sweep = Sweep(self, self.schedule.sweep)
-        self.health, self.windows = Health(self), Windows(self)
+        self.observers = seen = Observers(self)
+        self.sweep, self.health, self.windows, self.given = seen.sweep, seen.health, seen.windows, seen.given
         self._poll = Poll(self.controls)
-        self.given = GivenInputs()
         self._layers: dict[tuple[int, ...], dict[str, tuple[LayerHalf, ...]]] = {}  # by the gates of a graph
         self._ready = self._closed = False
         self._step: Mapping[str | None, StepView] | None = None
@@ -119,9 +116,8 @@ class EngineSession(CanarySession):
             pool.digests.zero_()
             pool.space.counters.zero_()
             pool.scales.adopt()
-        self.windows.reset()
+        self.observers.reset()
         self._begun = 0
-        self.given.reset()
         self.found.clear()
         self._ready = True
 
@@ -179,9 +175,7 @@ class EngineSession(CanarySession):
             self._step = self._view_of(batch) if batch is not None else _EMPTY
             yield self
             self.steps += 1
-            self.sweep.after_step()
-            self.health.after_step()
-            self.windows.after_step()
+            self.observers.after_step()
             self._look()
             if self.config.mode == "log" and self._poll.news():
                 self.drain()
@@ -222,8 +216,7 @@ class EngineSession(CanarySession):
             finally:
                 self._join()
             self._after_forward(self._forward)
-            self.health.note(self._forward.plans)
-            self.windows.note(self._forward.plans)
+            self.observers.after_forward(self._forward.plans)
         finally:
             self._forward = None
 
@@ -354,28 +347,20 @@ class EngineSession(CanarySession):
         return []
 
     def _decode(self, row: Sequence[int]) -> Violation:
-        pool, half = self._spaces.get(row[Ring.HALF]), self.registry.by_id(row[Ring.HALF])
-        if pool is not None:
-            return in_tokens(decode_place(row, pool.info, self.ids), pool.declared.layout)
-        if half is None or half.space is None:
-            return super()._decode(row)
-        number = half.space.space_id
-        plan = self._forward.plans.get(number) if self._forward is not None else None
-        pool, last = self._spaces[number], self.health.last_plan(number)
-        told = decode_content(row, half.info, half.space, pool.content.imported, plan, self.ids, last)
-        return in_tokens(told, pool.declared.layout)
+        running = self._forward.plans if self._forward is not None else {}
+        return self._blame.decode(row, running, self.health.last_plans) or super()._decode(row)
 
     def checks_without_inputs(self) -> dict[str, str]:
         """The checks that cannot run in this session, each with what they lack."""
-        return without_inputs(self.given, self.pools, self.sweep.every)
+        return self.observers.checks_without_inputs()
 
     def checks_in_part(self) -> dict[str, str]:
         """The checks that run without some of their inputs, each with what is lost."""
-        return in_part(self.given, self.checks_without_inputs())
+        return self.observers.checks_in_part()
 
     def stats(self) -> EngineStats:
         """Counts since the session was ready; waits for the devices."""
-        counts = engine_stats(super().stats(), self.pools, self.steps, self.sweep, self.found.by_check)
+        counts = self.observers.stats(super().stats())
         if self.pace is None:
             return dataclasses.replace(counts, compared_every=self.config.verify_every)
         return dataclasses.replace(counts, compared_every=self.pace.every, compared_within=self.pace.within)

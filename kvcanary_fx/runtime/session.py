@@ -395,7 +395,11 @@ class Stats:
 
     def line(self) -> str:
         """The counts as one stable line of ``key=value`` pairs."""
-        return " ".join(f"{k}={v}" for k, v in dataclasses.asdict(self).items())
+        return " ".join(f"{name}={count}" for name, count in self.flat().items())
+
+    def flat(self) -> dict[str, float]:
+        """The counts by name."""
+        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         return (

@@ -331,7 +331,7 @@ def test_plan_with_fewer_tokens_stays_at_its_addresses():
     addresses = []
     for count in (9, 1):
         rig.run("A", count)
-        plan = rig.session.health._last[rig.session.pools["state"].space.space_id]
+        plan = rig.session.health.last_plans[rig.session.pools["state"].space.space_id]
         assert plan.taken is not None
         tensors = (
             plan.slots,

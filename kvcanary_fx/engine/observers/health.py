@@ -19,19 +19,18 @@ class Health:
 
     A layer without one runs unguarded: its graph was compiled without the canary, by another backend, or from a
     cached artifact.
+
+    Attributes:
+        last_plans: what the last forward read and wrote, by the number of the slot space.
     """
 
     def __init__(self, session: Observed):
         self._session = session
-        self._last: Mapping[int, RequestPlan] = {}
+        self.last_plans: Mapping[int, RequestPlan] = {}
 
     def note(self, plans: Mapping[int, RequestPlan]) -> None:
         """A forward ended that was to write what ``plans`` say."""
-        self._last = plans
-
-    def last_plan(self, number: int) -> RequestPlan | None:
-        """What the last forward read and wrote in a pool, by the number of its slot space."""
-        return self._last.get(number)
+        self.last_plans = plans
 
     def after_step(self) -> None:
         """Run if the schedule says so; also writes the line with the counts.
@@ -51,7 +50,7 @@ class Health:
         Raises:
             UnrecordedLayersError: mode ``raise``, and a layer's writes are not recorded.
         """
-        missing = [name for number, plan in self._last.items() for name in self._unrecorded(number, plan)]
+        missing = [name for number, plan in self.last_plans.items() for name in self._unrecorded(number, plan)]
         if missing:
             self._session.report_lost(UnrecordedLayersError(missing))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ...errors import CanaryError
+from ...reports.log import ViolationLog
 from ...runtime.session import Stats
 from ..forward import Schedule
 from ..guarded_pool import Pools
@@ -19,11 +20,13 @@ class Observed(Protocol):
         pools: by name.
         ids: numbers of request ids.
         schedule: which observer runs how often.
+        found: the violations so far.
     """
 
     pools: Pools
     ids: RequestIds
     schedule: Schedule
+    found: ViolationLog
 
     @property
     def steps(self) -> int:

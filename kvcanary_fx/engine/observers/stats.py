@@ -37,11 +37,9 @@ class EngineStats(Stats):
     compared_within: float = 0.0
     by_check: dict[str, int] = dataclasses.field(default_factory=dict)
 
-    def line(self) -> str:
-        """The counts as one stable line of ``key=value`` pairs."""
-        flat = {k: v for k, v in dataclasses.asdict(self).items() if k != "by_check"}
-        flat.update({f"violations_{check}": n for check, n in sorted(self.by_check.items())})
-        return " ".join(f"{k}={v}" for k, v in flat.items())
+    def flat(self) -> dict[str, float]:
+        counts = {name: count for name, count in super().flat().items() if name != "by_check"}
+        return counts | {f"violations_{check}": n for check, n in sorted(self.by_check.items())}
 
 
 def engine_stats(

@@ -1,0 +1,64 @@
+"""The observers of one session, told of its batches, forwards and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...kernels.slots.space import RequestPlan
+from ...runtime.session import Stats
+from .given import GivenInputs, in_part, without_inputs
+from .health import Health
+from .observed import Observed
+from .stats import EngineStats, engine_stats
+from .sweep import Sweep
+from .windows import Windows
+
+
+class Observers:
+    """What looks at a session's pools between its steps.
+
+    Attributes:
+        given: the inputs of checks that the engine gave so far.
+        sweep: checks of idle slots.
+        health: proof that the writes of every layer are recorded.
+        windows: what the pools with a window were seen to hold.
+    """
+
+    def __init__(self, session: Observed):
+        self._session = session
+        self.given = GivenInputs()
+        self.sweep = Sweep(session, session.schedule.sweep)
+        self.health, self.windows = Health(session), Windows(session)
+
+    def reset(self) -> None:
+        """The warm-up ended: count from here on."""
+        self.windows.reset()
+        self.given.reset()
+
+    def after_forward(self, plans: Mapping[int, RequestPlan]) -> None:
+        """A forward ended that was to read and write what ``plans`` say, by the number of the slot space."""
+        self.health.note(plans)
+        self.windows.note(plans)
+
+    def after_step(self) -> None:
+        """A step ended: run what the schedule says.
+
+        Raises:
+            UnrecordedLayersError: mode ``raise``, and a layer's writes are not recorded.
+        """
+        self.sweep.after_step()
+        self.health.after_step()
+        self.windows.after_step()
+
+    def stats(self, base: Stats) -> EngineStats:
+        """The counts of the session, out of those that every session has."""
+        session = self._session
+        return engine_stats(base, session.pools, session.steps, self.sweep, session.found.by_check)
+
+    def checks_without_inputs(self) -> dict[str, str]:
+        """The checks that cannot run in the session, each with what they lack."""
+        return without_inputs(self.given, self._session.pools, self.sweep.every)
+
+    def checks_in_part(self) -> dict[str, str]:
+        """The checks that run without some of their inputs, each with what is lost."""
+        return in_part(self.given, self.checks_without_inputs())
