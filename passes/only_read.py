@@ -104,7 +104,7 @@ def _are_all(halves: Sequence[Half], left: Sequence[Access], root: fx.Node, foun
     whole, parts = found.values[root], sum(math.prod(h.shape) for h in halves)
     if str(whole.numel()) != str(parts):
         return False
-    inputs = [n for n in found.values if n.op == "placeholder" and found.root_of(n) is root]
+    inputs = [n for n in root.graph.find_nodes(op="placeholder") if found.root_of(n) is root]
     return len(inputs) == 1 or all(_is_within(a.extent, extent_of(whole)) for a in left)
 
 

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 SPACES = ["tests/kernels/test_slot_spaces.py"]
 INTERPRETED = ["tests/kernels/test_slot_spaces.py", "-k", "interpreted or chain_of"]
+PLANNED = [*SPACES, "tests/kernels/test_bit_equality.py::test_cpu_equals_reference_on_random_plans"]
 SITES = ["tests/kernels/test_bit_equality.py", "-k", "cpu"]
 ENGINE = ["tests/runtime/test_engine_session.py", "tests/runtime/test_opaque_attention.py"]
 ENGINE += ["tests/runtime/test_side_stream.py", "-m", "not slow"]
@@ -38,7 +39,7 @@ RUNTIME = [
 
 #: The files with checks in them, and the tests that must notice.
 TARGETS = {
-    "kernels/slots/planned.py": SPACES,
+    "kernels/slots/planned.py": PLANNED,
     "kernels/slots/checks.py": SPACES,
     "kernels/slots/tokens.py": SPACES,
     "kernels/slots/triton_reads.py": INTERPRETED,
@@ -57,7 +58,7 @@ TARGETS = {
     "kernels/slots/identity.py": [*RUNTIME, "tests/kernels/test_names.py"],
     "kernels/writes/row_state.py": SITES,
     "kernels/layer_ops.py": ENGINE,
-    "kvcanary_fx/engine/observers/sweep.py": ENGINE,
+    "kvcanary_fx/engine/observers/sweep.py": ["tests/runtime/test_sweep_prefixes.py", *ENGINE],
     "kvcanary_fx/engine/observers/health.py": ENGINE,
     "kvcanary_fx/runtime/adoption.py": RUNTIME,
     "kvcanary_fx/engine/layouts/fewer_tokens.py": [
@@ -68,7 +69,7 @@ TARGETS = {
     "kvcanary_fx/engine/observers/windows.py": [*POOLS, "window_report"],
     "passes/states.py": ["tests/passes/test_states.py", "tests/passes/test_idioms.py"]
     + ["-k", "test_states or eager and not aot or a_state or a_window"],
-    "passes/only_read.py": ["tests/runtime/test_only_read.py", "-m", "not slow"],
+    "passes/only_read.py": ["tests/runtime/test_only_read.py", "tests/runtime/test_two_graphs.py", "-m", "not slow"],
     "passes/join_side_streams.py": ["tests/passes/test_join_side_streams.py"],
 }
 

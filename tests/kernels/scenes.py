@@ -139,6 +139,10 @@ def random_scene(seed: int, capacity: int = 64, dtype: torch.dtype | None = None
     dtype = drawn if dtype is None else dtype
     view, axes = random_view(rng, dtype)
     layout = SlotLayout(tuple(view.shape), axes, dtype, paged=len(axes) == 2 and rng.random() < 0.3)
+    known = random.Random(seed)
+    for slot in range(layout.slots):  # as a new cache is where nobody has written
+        if known.random() < 0.2:
+            row_of(layout, view, slot).zero_()
     half = HalfBuffers.allocate(layout, rng.choice([1, 2]), torch.device("cpu"))
     half.baseline = torch.zeros(layout.slots, dtype=torch.int32)
     control = Control.allocate(capacity, torch.device("cpu"))
@@ -151,9 +155,9 @@ def random_scene(seed: int, capacity: int = 64, dtype: torch.dtype | None = None
         read = space.reads[:-1].nonzero().flatten()
         space.listed[: read.numel()], space.listed_count[0] = read, read.numel()
         # of a slot without a digest it matters who named it, and whether this forward is to write it
-        known = random.Random(seed)
         for slot in range(layout.slots):
             space.flags[slot] = int(space.flags[slot]) | known.choice([Flag.WRITTEN, Flag.WRITTEN | Flag.NAMELESS])
+            space.owners[slot], space.positions[slot] = known.randint(0, 3), known.randint(0, 99)
             space.planned[slot] = known.randint(0, 9) - (int(space.epoch()) if known.random() < 0.5 else 0)
     site = Site(
         layout=layout,
@@ -163,7 +167,7 @@ def random_scene(seed: int, capacity: int = 64, dtype: torch.dtype | None = None
         gate=torch.zeros(len(Gate), dtype=torch.int64),
         counters=torch.zeros(len(Count), dtype=torch.int64),
         half_id=rng.randint(0, 100),
-        seed1=rng.randrange(2**32),
+        seed1=rng.randrange(2**32) * (known.random() < 0.9),
         seed2=rng.randrange(2**32),
         checks=ALL_CHECKS if rng.random() < 0.8 else Check(rng.randrange(64)),
         verify_every=rng.choice([1, BY_BUDGET, 2, 3]),
@@ -241,12 +245,16 @@ def to_device(step: Step, device: torch.device | str) -> Step:
     return dataclasses.replace(step, **moved)
 
 
+def row_of(layout: SlotLayout, view: torch.Tensor, slot: int) -> torch.Tensor:
+    """What a slot holds."""
+    return layout.slots_first(view)[divmod(slot, layout.positions) if layout.two_axes else slot]
+
+
 def write(scene: Scene, step: Step) -> None:
     """What the model's own write would do."""
-    layout, first = scene.site.layout, scene.site.layout.slots_first(scene.view)
     for slot, row in zip(step.written.tolist(), step.values, strict=True):
         if slot >= 0:
-            first[divmod(slot, layout.positions) if layout.two_axes else slot] = row
+            row_of(scene.site.layout, scene.view, slot).copy_(row)
 
 
 def play(kernels: ModuleType, scene: Scene, step: Step) -> None:
@@ -255,9 +263,8 @@ def play(kernels: ModuleType, scene: Scene, step: Step) -> None:
     Kernels that can keep the digests of the operand do so in every second step, and lose the operand.
     """
     site, view = scene.site, scene.view
-    first = site.layout.slots_first(view)
     for slot, bit in step.flips:
-        row = first[divmod(slot, site.layout.positions)] if site.layout.two_axes else first[slot]
+        row = row_of(site.layout, view, slot)
         flipped = row.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         flipped.view(-1)[0] ^= 1 << bit
         row.copy_(flipped.view(row.dtype).view(row.shape))

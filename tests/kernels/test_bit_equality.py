@@ -15,7 +15,7 @@ from scenes import ALL_CHECKS, play, random_scene, random_step, to_device
 
 from kvcanary_fx.kernels import buffers, words
 from kvcanary_fx.kernels.buffers import Count, Gate, HalfBuffers
-from kvcanary_fx.kernels.checks import REASONS, Check
+from kvcanary_fx.kernels.checks import REASONS, Check, Phase
 from kvcanary_fx.kernels.content import (
     cpu,
     gpu,
@@ -133,6 +133,23 @@ def test_programs_that_take_many_turns_digest_as_the_cpu_does(few, planes, monke
     gpu.verify(site, view, None)
     assert counters[Count.CHECKED] == slots
     assert control.words[Word.HEAD] == 0
+
+
+def test_interpreted_triton_puts_the_first_index_outside_into_the_black_box():
+    """It is what is left where a device-side assert ends the context; a later one must not replace it."""
+    device = IMPLEMENTATIONS[1][1]
+    scene = random_scene(3).to(device)
+    scene.site = dataclasses.replace(scene.site, checks=ALL_CHECKS)
+    control = scene.site.control
+    control.blackbox = torch.zeros(len(Ring) + 1, dtype=torch.int64, pin_memory=device == "cuda")
+    for raw in ([0, 100], [101, 102]):
+        given = torch.tensor(raw, device=device)
+        slots = torch.where(given == 0, 0, -1)
+        gpu.check_plan(scene.site, slots, given, 0, Phase.PRE)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    columns = [Ring.HALF, Ring.CHECK, Ring.SLOT, Ring.STORED, Ring.FOUND, -1]
+    assert control.blackbox[columns].tolist() == [scene.site.half_id, Check.BOUNDS, -1, 100, -1, 1]
 
 
 @pytest.mark.parametrize("form", ["alike", "of other strides", "of another width", "alone"])

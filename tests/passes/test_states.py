@@ -1,4 +1,4 @@
-"""What tells a running state from a cache: what it is computed from, and the axis along which it moves."""
+"""What tells a running state from a cache: its name, what it is computed from, and the axis along which it moves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import fx
 
-from kvcanary_fx.passes.states import _is_computed_from, rolled_axis
+from kvcanary_fx import CanaryBackend, CanaryConfig
+from kvcanary_fx.passes.states import _is_computed_from, rolled_axis, updated_axis
 
 
 def traced(function) -> tuple[fx.Node, fx.Node]:
@@ -44,3 +45,64 @@ def test_the_axis_along_which_a_value_moves(function, axis):
 def test_what_a_state_is_computed_from(function, computed):
     root, value = traced(function)
     assert _is_computed_from(value, root) is computed
+
+
+ONE, SHAPE = torch.tensor([1]), (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "axis"),
+    [
+        (lambda x: torch.roll(x, -1, 1), 1),
+        (lambda x: x.roll(-1, dims=-1), 2),
+        (lambda x: torch.roll(x, -1), None),  # over all axes at once
+        (lambda x: torch.cat([x[:, 1:], x[:, :1]], 1) * 2 + 1, 1),
+        (lambda x: torch.cat([x[1:], x[:1]]), 0),
+        (lambda x: x.index_copy(1, ONE, x[:, :1]), 1),
+        (lambda x: torch.slice_scatter(x, x[:, :, :1], 2, 1, 2), 2),
+        (lambda x: torch.slice_scatter(x, x[:1], start=1, end=2), 0),
+        (lambda x: torch.cat([x, x], 2)[:, :, 4:], None),  # made something larger of it
+        (lambda x: x * 2, None),
+    ],
+)
+def test_the_axis_along_which_all_of_a_cache_is_updated(function, axis):
+    run, whole = fx.Interpreter(fx.symbolic_trace(function), garbage_collect_values=False), torch.zeros(SHAPE)
+    value = run.graph.output_node().args[0]
+    run.run(whole)
+    assert updated_axis(value, whole) is None  # of values that nobody knows nothing is said
+    for node, made in run.env.items():
+        node.meta["example_value"] = made
+    assert updated_axis(value, whole) == axis
+
+
+def decay(cache, x):
+    return cache * 0.9 + x
+
+
+def shift_tokens(cache, x):
+    return torch.cat([cache[:, 1:], x[:, :1]], 1)
+
+
+def shift_taps(cache, x):
+    return torch.cat([cache[:, :, 1:], x[:, :, :1]], 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "update", "kind"),
+    [
+        ("conv_states", shift_tokens, "state"),
+        ("keys", decay, "kv"),
+        ("buffer", decay, "state"),
+        ("buffer", shift_taps, "state"),
+        ("buffer", shift_tokens, "kv"),
+    ],
+)
+def test_a_name_decides_and_without_one_how_it_is_rewritten(name, update, kind):
+    def step(x, caches):
+        caches[name].copy_(update(caches[name], x))
+        return caches[name].sum()
+
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+    with torch.no_grad():
+        torch.compile(step, backend=backend, fullgraph=True)(torch.randn(SHAPE), {name: torch.zeros(SHAPE)})
+    assert [site.kind for plan in backend.session.plans for site in plan.sites] == [kind]

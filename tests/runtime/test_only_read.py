@@ -186,6 +186,45 @@ def test_a_masked_write_that_breaks_the_graph(order, layers):
     assert len(writer.told()) == 2 * layers
 
 
+PACKED = {
+    "in front": ((2, B, H, S, D), lambda kv: kv.unbind(0)),
+    "behind the sequences": ((B, 2, H, S, D), lambda kv: (kv[:, 0], kv[:, 1])),
+    "side by side": ((B, H, S, 2 * D), lambda kv: kv.chunk(2, -1)),
+    "side by side, of which one token is not read": ((B, H, S, 2 * D), lambda kv: kv[:, :, 1:].chunk(2, -1)),
+}
+
+
+@pytest.mark.parametrize("packed", PACKED)
+def test_keys_and_values_in_one_tensor(packed):
+    shape, halves = PACKED[packed]
+    past_kv, backend = torch.randn(shape), CanaryBackend(CanaryConfig(inner="eager", mode="log"))
+
+    def read(q, past_kv):
+        return F.scaled_dot_product_attention(q, *halves(past_kv))
+
+    look = torch.no_grad()(torch.compile(read, backend=backend, fullgraph=True))
+    look(torch.randn(B, H, 1, D), past_kv)
+    for half in halves(past_kv):
+        half.data[1, 0, 2, 3] += 1
+        look(torch.randn(B, H, 1, D), past_kv)
+    token = 2 if "not read" not in packed else 3
+    told = [(v.check, v.half, v.row, v.index) for v in backend.session.violations()]
+    assert told == [("content", "K", 1, token), ("content", "V", 1, token)]
+
+
+def test_a_latent_cache_whose_values_are_a_part_of_its_keys_is_named():
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+
+    def read(q, latent_cache):
+        return F.scaled_dot_product_attention(q, latent_cache, latent_cache[..., : D // 2])
+
+    look = torch.no_grad()(torch.compile(read, backend=backend, fullgraph=True))
+    look(torch.randn(B, H, 1, D), torch.randn(B, 1, S, D))
+    (plan,) = backend.session.plans
+    why = "it is only read in this graph, in a way that does not show which of its axes counts tokens"
+    assert (plan.sites, plan.unguarded) == ([], [("latent_cache", why)])
+
+
 def test_a_cache_whose_slot_axes_nothing_shows_is_named():
     def hidden(q, k, v):
         return q + (q * k.mean() * v.mean()).exp()

@@ -76,6 +76,82 @@ def test_keys_damaged_in_the_break_or_before_the_step(packed, behind):
     assert len(layer.backend.session.violations()) == 2
 
 
+def test_keys_damaged_in_the_break_behind_which_only_the_packed_cache_is_at_hand():
+    hits: list[Callable[[], None]] = []
+
+    @torch._dynamo.disable
+    def pause():
+        while hits:
+            hits.pop()()
+
+    def forward(x, kv, pos):
+        kv[0].index_copy_(2, pos, x * 2)
+        pause()
+        kv[1].index_copy_(2, pos, x * 3)
+        return F.scaled_dot_product_attention(x, kv[0], kv[1])
+
+    backend, kv = CanaryBackend(CanaryConfig(inner="eager")), torch.zeros(2, B, H, S, D)
+    layer = torch.no_grad()(torch.compile(forward, backend=backend))
+    for n in range(2):
+        layer(torch.randn(B, H, 1, D), kv, torch.tensor([n]))
+    hits.append(lambda: kv.data[0, 1, 0, 1].add_(1))
+    with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
+        layer(torch.randn(B, H, 1, D), kv, torch.tensor([2]))
+    assert [(v.check, v.row, v.index) for v in caught.value.violations] == [("content", 1, 1)]
+
+
+def test_keys_of_another_input_in_the_storage_of_the_values_that_a_graph_writes():
+    backend, kv = CanaryBackend(CanaryConfig(inner="eager")), torch.zeros(2, B, H, S, D)
+
+    def write(x, kv, pos):
+        kv[0].index_copy_(2, pos, x)
+        kv[1].index_copy_(2, pos, x)
+        return x + 1
+
+    def attend(x, values, keys):
+        values[:, :, 3:4] = x
+        return F.scaled_dot_product_attention(x, keys, values)
+
+    fill, look = (torch.no_grad()(torch.compile(f, backend=backend, fullgraph=True)) for f in (write, attend))
+    x = torch.randn(B, H, 1, D)
+    for n in range(3):
+        fill(x, kv, torch.tensor([n]))
+    look(x, kv[1], kv[0])
+    kv.data[0, 0, 1, 2] += 1
+    with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
+        look(x, kv[1], kv[0])
+    assert [(v.check, v.half, v.row, v.index) for v in caught.value.violations] == [("content", "K", 0, 2)]
+
+
+def each(kv) -> torch.Tensor:
+    return kv[0].sum() + kv[1].sum()
+
+
+WRITTEN = {
+    "of two widths": (lambda: [torch.zeros(B, H, S, D), torch.zeros(B, H, S, D // 2)], lambda kv: kv, each),
+    "read as one tensor": (lambda: torch.zeros(2, B, H, S, D), lambda kv: kv, torch.sum),
+    "in a tensor of layers": (lambda: torch.zeros(3, 2, B, H, S, D), lambda kv: kv[1], each),
+}
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_a_second_graph_that_writes_all_it_reads_watches_nothing_besides(form):
+    """A prompt and a token, each a graph."""
+    make, layer, read = WRITTEN[form]
+    backend, cache = CanaryBackend(CanaryConfig(inner="eager")), make()
+
+    def write(x, cache, pos):
+        kv = layer(cache)
+        kv[0].index_copy_(2, pos, x)
+        kv[1].index_copy_(2, pos, x[..., : kv[1].shape[-1]])
+        return x.sum() + read(kv)
+
+    compiled = torch.no_grad()(torch.compile(write, backend=backend, fullgraph=True, dynamic=False))
+    for pos in ([0, 1, 2], [3]):
+        compiled(torch.randn(B, H, len(pos), D), cache, torch.tensor(pos))
+    assert [[site.kind for site in plan.sites] for plan in backend.session.plans] == [["kv"] * 2] * 2
+
+
 def test_flat_slots_in_one_graph_and_pages_in_the_other():
     pool, table = torch.zeros(4, 2, H, D), torch.tensor([5, 2, 7])
     hits: list[Callable[[], None]] = []
