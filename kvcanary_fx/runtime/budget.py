@@ -30,8 +30,12 @@ import statistics
 #: N before a price is known, and its bounds.  At 2 there is a larger share left to see the price by.
 START, FEWEST, MOST = 64, 2, 4096
 
-#: How much longer a call that compares more should take: enough to be seen, and little in a hundred calls.
-SEEN = 0.1
+#: How much longer a call that compares more should take: enough to be seen, and little in a hundred calls.  Where calls
+#: differ a lot, so many times as much as they do.
+SEEN, ABOVE_NOISE = 0.1, 3
+
+#: So many times as much as calls differ is clear.  What is less only says how high the price may be at most.
+CLEAR = 2
 
 #: Readings that a decision rests on, and calls from one to the next until settled and from then on.
 READINGS, OFTEN, SELDOM = 5, 4, 128
@@ -87,10 +91,14 @@ class Reading:
         return abs(self.before - self.after) / self.usual
 
     @property
+    def more(self) -> float:
+        """How much longer the call took that compared more, as a fraction."""
+        return max(self.probe / self.usual - 1, 0.0)
+
+    @property
     def price(self) -> float:
         """What comparing all bytes would add to a call, as a fraction; not more than that, as far as it shows."""
-        more = max(self.probe / self.usual - 1, 0.0) + self.noise
-        return more / (1 / self.probed - 1 / self.every)
+        return (self.more + self.noise) / (1 / self.probed - 1 / self.every)
 
 
 class Controller:
@@ -148,12 +156,23 @@ class Controller:
         self.rest = statistics.median(r.rest / r.usual for r in seen)
         guess = statistics.median(r.guessed / r.usual for r in seen)
         self.guessed = min(guess, GUESS_AT_MOST * self.budget)
-        self.price = statistics.median(r.price for r in seen)
+        self._know_price(seen)
+        assert self.price is not None
         room = max(self.budget - self.rest - self.guessed, self.budget * LEFT_FOR_BYTES)
         self.every = max(FEWEST, share_for(self.price, room), min(before, share_for(self.price * SPARE, room)))
-        self.probed = min(share_for(self.price, min(SEEN, 10 * self.budget)), self.every // 2)
+        self.probed = min(self.probed, self.every // 2)
         self.settled = before / 2 <= self.every <= before * 2
         self._readings.clear()
+
+    def _know_price(self, seen: list[Reading]) -> None:
+        """The price, and how much the next call that compares more is to compare."""
+        price, noise, more = (statistics.median(getattr(r, name) for r in seen) for name in ("price", "noise", "more"))
+        if more > CLEAR * noise:
+            self.price = price
+            self.probed = share_for(price, max(min(SEEN, 10 * self.budget), ABOVE_NOISE * noise))
+        else:
+            self.price = price if self.price is None else min(price, self.price)
+            self.probed = max(1, self.probed // 2)
 
 
 def share_for(price: float, room: float) -> int:

@@ -121,6 +121,14 @@ class Pace:
         """Seconds in which each slot is compared, as steps take now; 0 as long as nobody knows."""
         return self.every * self.controller.between
 
+    def restart(self, budget: float) -> None:
+        """Keep to another budget, and learn anew what comparing costs."""
+        with self._lock:
+            self.controller = Controller(budget)
+            self._trio = self._arriving = self._told = None
+            self._wait, self._warned = 0, False
+            self._write(self.every)
+
     # ---- calls of graphs
 
     def calls(self, run: Callable[[GraphBinding, Callable[..., Any], Any], T]) -> Callable[..., T]:

@@ -13,6 +13,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import budget
 import compile_time
 import decode_models
 import forward
@@ -77,6 +78,14 @@ def test_layers_whose_checks_the_engine_calls_are_checked_in_each_forward(capsys
     assert [row[1:3] for row in rows] == [["called", "off"], ["called", "side"]]
     assert rows[1][8] == "0"
     assert all(float(cell.split()[0]) > 0 for cell in rows[1][6:8])
+
+
+def test_flips_are_found_within_the_steps_that_a_budget_promises(capsys):
+    arguments = ["--tiny", "--device", "cpu", "--budget", "0.5", "--rounds", "1", "--flips", "1", "--seconds", "0.5"]
+    budget.main(arguments)
+    (row,) = table(capsys.readouterr().out)
+    assert row[8] == "1 of 1"
+    assert "too late" not in row[10]
 
 
 def test_a_cache_with_nothing_set_up_is_checked_in_each_forward():

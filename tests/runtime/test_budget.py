@@ -79,6 +79,13 @@ def test_steps_grow_by_no_more_than_the_budget(budget, price, noise):
         assert now.every == FEWEST or price / now.every > 0.3 * budget
 
 
+def test_on_a_noisy_machine_bytes_are_not_given_up():
+    machine = Machine(0.05, 0.005, 0.8, noise=0.12)
+    seen = [machine.run(2000).every for _ in range(20)]
+    assert max(seen) <= 4 * 16, seen
+    assert machine.growth <= 1.1 * 0.05
+
+
 def test_what_is_hidden_behind_the_model_is_compared_in_full():
     assert Machine(0.01, 0.005, 0.0).run(2000).every == FEWEST
 

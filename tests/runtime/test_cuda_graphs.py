@@ -13,6 +13,7 @@ from kvcanary_fx import CanaryBackend, CanaryConfig, CaptureError, KVCacheViolat
 from kvcanary_fx.kernels.buffers import Gate
 from kvcanary_fx.kernels.content import triton_half as triton_kernels
 from kvcanary_fx.kernels.content import triton_layer as triton_records
+from kvcanary_fx.kernels.ring import Word
 
 pytestmark = pytest.mark.gpu
 
@@ -116,6 +117,56 @@ def test_manual_capture(inner):
             assert told == [(f"layers.{layer}", "KV"[half], 2, 2)]
     captured.replay()
     rig.session.check()
+
+
+def held(session) -> torch.Tensor:
+    """The word by which a session's budget says what is compared, and which nothing changes any more: int64 ``[1]``."""
+    session.pace._wait = 1 << 30
+    (control,) = session.controls.by_device.values()
+    return control.words[Word.EVERY : Word.EVERY + 1]
+
+
+def test_a_captured_graph_follows_the_share_that_a_budget_sets():
+    rig = static(
+        Rig.build(2, device="cuda", inner="inductor", mode="log", budget="10%", compile_options={"dynamic": False})
+    )
+    rig.step(5, guarded=False)
+    captured = Captured(rig)
+    word, checked = held(rig.session), []
+    for every in (1, 4, 1):
+        word.fill_(every)
+        before = rig.session.stats().checked
+        for _ in range(4):
+            captured.replay()
+        checked.append(rig.session.stats().checked - before)
+    assert rig.found() == []
+    assert checked[1] * 3 < checked[0] < checked[2]
+    word.fill_(1 << 20)
+    rig.flip(1, 0, row=0, position=2)
+    captured.replay()
+    assert rig.found() == []
+    word.fill_(1)
+    captured.replay()
+    assert [(v.layer, v.half, v.index) for v in rig.session.violations()] == [("layers.1", "K", 2)]
+
+
+@pytest.mark.default_budget
+def test_a_gpu_has_a_budget_by_default_and_keeps_what_it_says():
+    rig = static(Rig.build(2, device="cuda", mode="log", compile_options={"dynamic": False}))
+    rig.step(8)
+    for _ in range(200):
+        rig.step(at=8)
+    torch.cuda.synchronize()
+    rig.step(at=8)
+    pace = rig.session.pace
+    assert pace.controller.price is not None
+    assert "budget 1 %: every stored byte is compared within" in rig.session.summary()
+    assert rig.found() == []
+    word = held(rig.session)
+    rig.flip(1, 0, row=0, position=2)
+    for _ in range(int(word)):
+        rig.step(at=8)
+    assert [(v.layer, v.half, v.index) for v in rig.session.violations()] == [("layers.1", "K", 2)]
 
 
 def capture(run):

@@ -14,6 +14,7 @@ from torch.fx.passes.split_module import split_module
 import kvcanary_fx
 from kvcanary_fx import Batch, KVPool, SessionStateError
 from kvcanary_fx.kernels.buffers import Gate
+from kvcanary_fx.kernels.ring import Word
 
 pytestmark = pytest.mark.gpu
 
@@ -160,6 +161,28 @@ def test_cudagraph_trees(placement, partition):
     check_flips(engine, lambda: engine.step(replay))
     assert counters["inductor"]["cudagraph_skips"] == 0
     engine.session.health.check()
+
+
+@PLACEMENTS
+def test_captured_checks_follow_the_share_that_a_budget_sets(placement):
+    engine = Engine(2, placement=placement, budget="10%")
+    engine.warm_up()
+    with engine.session.step(engine.batch(2)), engine.session.forward():
+        graph, _ = captured(engine.run)
+    engine.ready()
+    engine.session.pace._wait = 1 << 30  # from here on nothing else changes the word
+    (control,) = engine.session.controls.by_device.values()
+    for _ in range(3):
+        engine.step(graph.replay)
+    control.words[Word.EVERY] = 4
+    engine.flip(1, 0, slot=1 + 2)
+    steps, told = 0, []
+    while not told:
+        engine.step(graph.replay)
+        steps, told = steps + 1, engine.told()
+        assert steps <= 4
+    control.words[Word.EVERY] = 1
+    check_flips(engine, lambda: engine.step(graph.replay))
 
 
 @PLACEMENTS

@@ -94,6 +94,16 @@ def test_more_than_the_budget_without_any_bytes_is_a_warning(monkeypatch, caplog
     assert FEWEST < graph.every < MOST
 
 
+def test_another_budget_is_kept_from_there_on(monkeypatch):
+    graph = Graph(monkeypatch)
+    graph.run(500)
+    graph.pace.restart(0.1)
+    assert graph.every == START
+    graph.run(500)
+    assert graph.run(5000) <= 1.05 * 0.1
+    assert graph.every == 16
+
+
 def test_a_call_that_fails_leaves_the_share_as_it_was(monkeypatch):
     graph = Graph(monkeypatch)
     for number in range(200):
@@ -171,7 +181,7 @@ def test_what_a_step_rewrites_is_compared_first_whatever_the_share():
 def test_steps_of_an_engine_are_measured_whole():
     toy = prefilled(budget="10%", width=200, slots=256)
     toy.requests["A"].tokens += [0] * 150
-    for step in range(120):
+    for step in range(60):
         toy.run({"A": [6 + step]})
     pace = toy.session.pace
     assert pace.controller.price is not None
