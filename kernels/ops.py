@@ -88,6 +88,11 @@ def pool_kernels_for(device: torch.device) -> ModuleType:
     return importlib.import_module(".content.gpu_pool", __package__) if device.type == "cuda" else pool_bytes
 
 
+def life_kernels_for(device: torch.device) -> ModuleType | None:
+    """What takes many calls of an allocator at once; None where each is done as it comes, by :mod:`.slots.life`."""
+    return importlib.import_module(".slots.gpu_life", __package__) if device.type == "cuda" else None
+
+
 def _begin(state: torch.Tensor) -> None:
     context = get_forward_context()
     control = context.controls[state.device]

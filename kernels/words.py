@@ -12,7 +12,7 @@ import triton.language as tl
 
 from . import buffers, checks, ring
 from .content import digest
-from .slots import chain, space
+from .slots import chain, events, space
 
 _ENUMS: dict[str, type[enum.IntEnum] | type[enum.IntFlag]] = {
     "CHECK": checks.Check,
@@ -26,10 +26,13 @@ _ENUMS: dict[str, type[enum.IntEnum] | type[enum.IntFlag]] = {
     "FLAG": space.Flag,
     "COLUMN": space.Column,
     "SPACE": space.SpaceCount,
+    "EVENT": events.Event,
+    "CALL": events.EventRow,
 }
 
 RING_COLUMNS: tl.constexpr = tl.constexpr(len(ring.Ring))
 ROW_COLUMNS: tl.constexpr = tl.constexpr(len(buffers.RowState))
+CALL_COLUMNS: tl.constexpr = tl.constexpr(len(events.EventRow))
 UNKNOWN: tl.constexpr = tl.constexpr(ring.UNKNOWN)
 NOWHERE_WRITTEN: tl.constexpr = tl.constexpr(buffers.NOT_WRITTEN)
 REASONS_BELOW: tl.constexpr = tl.constexpr(1 << 16)

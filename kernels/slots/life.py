@@ -12,8 +12,34 @@ from ..findings import Findings
 from ..ring import UNKNOWN
 from .chain import SEED, mix_tensor
 from .checks import namespace_seed
+from .events import Event
 from .space import MARKS, REFERENCE, Flag, SlotSpace
 from .tokens import repeats
+
+
+def apply_one(
+    space: SlotSpace, event: Event, slots: torch.Tensor, owner: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """One call of an allocator, on any device.
+
+    Args:
+        slots: int64 ``[n]``.
+        owner: hash of the id that is named, 0 for none.
+
+    Returns:
+        Of a release the slots that it made free, with -1 for the others, and whose they were; int64 ``[n]`` each.
+    """
+    if event is Event.RELEASE:
+        at = torch.where((slots >= 0) & (slots < space.slots), slots, space.nowhere)
+        owners, held = space.owners[at], space.flags[at] >= REFERENCE
+        release(space, slots, owner)
+        gone = held & (space.flags[at] < REFERENCE) & ~repeats(at, space.nowhere)
+        return torch.where(gone, at, -1), owners
+    if event in _OWNED:
+        _OWNED[event](space, slots, owner)
+    else:
+        _OWNERLESS[event](space, slots)
+    return None
 
 
 def allocate(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
@@ -204,3 +230,7 @@ def _checked(space: SlotSpace, slots: torch.Tensor) -> tuple[Findings, torch.Ten
     findings.add(Why.RESERVED_SLOT, reserved & ~outside, slots, slots)
     findings.stop(outside | reserved)
     return findings, torch.where(reserved, space.nowhere, at)
+
+
+_OWNED = {Event.ALLOCATE: allocate, Event.SHARE: share, Event.HAND_OVER: hand_over}
+_OWNERLESS = {Event.REJECT: reject, Event.FORGET: forget}

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import EngineError
-from ..kernels.checks import Phase
 from ..kernels.slots import life as slot_life
-from ..kernels.slots.space import REFERENCE, Flag, SlotSpace
-from ..kernels.slots.tokens import repeats
+from ..kernels.slots.events import Event
+from ..kernels.slots.space import Flag, SlotSpace
 from ..reports.violation import ALL_LAYERS, HalfInfo
 from ..runtime.binding import Controls, check_mask
 from ..runtime.registry import PoolRegistry
-from .arguments import integers
+from .arguments import integers, require_whole
 from .kv_pool import KVPool, Slots
 from .pool_content import PoolContent, address_of
 from .request_ids import RequestId, RequestIds
 from .scales import Scales
+from .slot_events import SlotEvents, pages_of, slots_in
 from .transfer import ShadowSlice
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ class EnginePool:
 
     Attributes:
         declared: how the engine described it.
-        space: who is in each slot, and who may be.
-        content: the bytes; ``halves``, ``views`` and ``digests`` are its own.
         rivals: the pools that have some of these tensors too, with pages of their own in them.
     """
 
@@ -45,7 +43,7 @@ class EnginePool:
         device = declared.device
         info = HalfInfo(registry.new_id(), ALL_LAYERS, "*", declared.name, None, declared.slots)
         self.info = info
-        self.space = SlotSpace.allocate(
+        self._space = SlotSpace.allocate(
             declared.slots,
             device,
             controls(device),
@@ -59,9 +57,10 @@ class EnginePool:
             verify_every=1 if declared.layout.rewritten else config.verify_every_on(device),
         )
         controls.reserve_stamps(device, declared.slots)
-        self.content = PoolContent(declared, registry, self.space, config.planes)
-        self.halves, self.views, self.digests = self.content.halves, self.content.views, self.content.digests
-        self.scales = Scales(declared, registry, self.space, config.planes)
+        self._content = PoolContent(declared, registry, self._space, config.planes)
+        self._events = SlotEvents(self._space, self._content)
+        self.halves, self.views = self._content.halves, self._content.views
+        self.scales = Scales(declared, registry, self._space, config.planes)
         self.rivals: list[EnginePool] = []
         self.live_slots = 0  # allocated and not released, as far as the host was told
         self.adopted = 0
@@ -74,51 +73,82 @@ class EnginePool:
 
     # ---- the life of slots
 
-    def allocate(self, slots: Slots, owner: RequestId | None = None) -> None:
+    @property
+    def space(self) -> SlotSpace:
+        """Who is in each slot, and who may be, by all that the allocator said."""
+        self._events.flush()
+        return self._space
+
+    @property
+    def content(self) -> PoolContent:
+        """The bytes, by all that the allocator said; ``halves`` and ``views`` are its own."""
+        self._events.flush()
+        return self._content
+
+    @property
+    def digests(self) -> torch.Tensor:
+        """int32 ``[tensors, planes, slots]``, those of all halves in one block."""
+        return self.content.digests
+
+    def flush(self) -> None:
+        """Let the device know what the allocator said so far; every step, forward and look does it by itself.
+
+        For whoever rewrites the bytes of slots that it has just released, outside a forward: the bytes of what became
+        free are compared when a GPU is told.
+
+        Raises:
+            EngineError: a CUDA graph is being captured, and there is something to tell.
+        """
+        self._events.flush()
+
+    def allocate(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """Slots were taken from the free list.
 
-        Args:
-            slots: integer ``[n]``.
-            owner: id of the request that may write them; None: anybody may.
-        """
-        given = self.slot_tensor(slots)
-        for rival in self.rivals:
-            slot_life.report_taken(self.space, rival.space, given, self._ids.hash(owner))
-        slot_life.allocate(self.space, given, self._ids.hash(owner))
-        self.content.forget(given)
-        self.live_slots += given.numel()
+        On a GPU this and the calls below are noted, and told to the device together (:meth:`flush`).
 
-    def release(self, slots: Slots, owner: RequestId | None = None) -> None:
+        Args:
+            slots: integer ``[n]``, on any device or a sequence; with a ``page_size`` they are pages of so many.
+            owner: id of the request that may write them; None: anybody may.
+
+        Raises:
+            EngineError: they are no integers, or a CUDA graph is being captured.
+        """
+        for rival in self.rivals:
+            slot_life.report_taken(self.space, rival.space, self.slot_tensor(slots, page_size), self._ids.hash(owner))
+        self.live_slots += self._tell(Event.ALLOCATE, slots, owner, page_size)
+
+    def release(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """One reference to each slot was dropped; a slot without references is free.
 
         The bytes of those are compared once more, in all layers and whatever share a step compares: nobody will read
         them again.
 
         Args:
+            slots, page_size: as :meth:`allocate` takes them.
             owner: id of the one that lets go, if known: letting go of another's slot is then a violation.
         """
-        given = self.slot_tensor(slots)
-        space = self.space
-        at = torch.where((given >= 0) & (given < space.slots), given, space.nowhere)
-        owners, held = space.owners[at], space.flags[at] >= REFERENCE
-        slot_life.release(space, given, self._ids.hash(owner))
-        gone = held & (space.flags[at] < REFERENCE) & ~repeats(at, space.nowhere)
-        self.content.verify(torch.where(gone, at, -1), None, owners, Phase.LIFE)
-        self.live_slots -= given.numel()
+        self.live_slots -= self._tell(Event.RELEASE, slots, owner, page_size)
 
-    def share(self, slots: Slots, owner: RequestId | None = None) -> None:
+    def share(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """One reference to each slot was added: a shared slot is read by several and written by nobody."""
-        given = self.slot_tensor(slots)
-        slot_life.share(self.space, given, self._ids.hash(owner))
-        self.live_slots += given.numel()
+        self.live_slots += self._tell(Event.SHARE, slots, owner, page_size)
 
-    def hand_over(self, slots: Slots, owner: RequestId | None = None) -> None:
+    def hand_over(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """The slots go to another owner with what they hold, such as from a request to a prefix cache.
 
         Args:
             owner: id of the new owner; None: anybody may read and write them.
         """
-        slot_life.hand_over(self.space, self.slot_tensor(slots), self._ids.hash(owner))
+        self._tell(Event.HAND_OVER, slots, owner, page_size)
+
+    def _tell(self, event: Event, slots: Slots, owner: RequestId | None, page_size: int) -> int:
+        """Note what happened to slots; how many they are."""
+        whose = self._ids.hash(owner)
+        if page_size != 1:
+            require_whole("page_size", page_size, 1, "slots")
+        pages = pages_of(slots)
+        self._events.add(event, pages, page_size, whose)
+        return len(pages) * page_size
 
     def adopt(
         self,
@@ -147,16 +177,14 @@ class EnginePool:
         self.content.fingerprint(given)
         self.adopted += given.numel()
 
-    def forget(self, slots: Slots) -> None:
+    def forget(self, slots: Slots, page_size: int = 1) -> None:
         """Something is going to rewrite the slots: forget their bytes and who is in them.
 
         Free and reserved slots may be among them, so that all slots of a pool can be named.
         """
-        given = self.slot_tensor(slots)
-        slot_life.forget(self.space, given)
-        self.content.forget(given)
+        self._tell(Event.FORGET, slots, None, page_size)
 
-    def reject(self, slots: Slots) -> None:
+    def reject(self, slots: Slots, page_size: int = 1) -> None:
         """The slots hold drafted tokens that the target did not accept.
 
         They stay allocated, and the next token that is written there makes them good again; a forward that reads
@@ -165,7 +193,7 @@ class EnginePool:
         Args:
             slots: integer ``[n]``; slots that hold nothing may be among them.
         """
-        slot_life.reject(self.space, self.slot_tensor(slots))
+        self._tell(Event.REJECT, slots, None, page_size)
 
     def export(self, slots: Slots) -> ShadowSlice:
         """The shadow of slots that are about to be moved with their bytes, as tensors of the pool's device."""
@@ -195,15 +223,14 @@ class EnginePool:
             return
         self.content.receive(shadow, given)
 
-    def slot_tensor(self, slots: Slots) -> torch.Tensor:
-        """Slots as int64 ``[n]`` on the pool's device.
+    def slot_tensor(self, slots: Slots, page_size: int = 1) -> torch.Tensor:
+        """Slots, or those of pages, as int64 ``[n]`` on the pool's device.
 
         Raises:
             EngineError: they are no integers.
         """
-        return (
-            integers(slots, "slots").to(device=self.declared.device, dtype=torch.int64, non_blocking=True).reshape(-1)
-        )
+        given = integers(slots, "slots").to(device=self.declared.device, dtype=torch.int64, non_blocking=True)
+        return slots_in(given.reshape(-1), page_size)
 
     def _identity(
         self,

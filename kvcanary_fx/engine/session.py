@@ -171,11 +171,13 @@ class EngineSession(CanarySession):
         self._thread = threading.current_thread()
         self._begun += 1
         try:
+            self.flush()
             self._clock.begin_step(self._begun)
             self._step = self._view_of(batch) if batch is not None else _EMPTY
             yield self
             self.steps += 1
             self.observers.after_step()
+            self.flush()
             self._look()
             if self.config.mode == "log" and self._poll.news():
                 self.drain()
@@ -209,6 +211,7 @@ class EngineSession(CanarySession):
         view = self._step if batch is None else self._view_of(batch)
         self._forward = Forward(index, {} if view is _EMPTY else self._plans(view))
         try:
+            self.flush()
             self._clock.begin_forward(index)
             self._before(self._forward)
             try:
@@ -219,6 +222,18 @@ class EngineSession(CanarySession):
             self.observers.after_forward(self._forward.plans)
         finally:
             self._forward = None
+
+    def flush(self) -> None:
+        """Let the devices know what the allocators said so far, see :meth:`EnginePool.flush`.
+
+        Every step, forward and look does it by itself.  Call it before a CUDA graph is captured, and before the bytes
+        of slots that were just released are rewritten outside a forward.
+
+        Raises:
+            EngineError: a CUDA graph is being captured, and there is something to tell.
+        """
+        for pool in self.pools.values():
+            pool.flush()
 
     def _join(self) -> None:
         for side in self._sides.values():
@@ -280,6 +295,7 @@ class EngineSession(CanarySession):
         They differ while something waits to be read, so an engine can copy them along with the sampled tokens and
         ask for :meth:`violations` only then.
         """
+        self.flush()
         words = self.controls(next(iter(self.pools.values())).declared.device).words
         return words[Word.HEAD : Word.DRAINED + 1]
 
@@ -340,6 +356,7 @@ class EngineSession(CanarySession):
 
     def drain(self) -> list[Violation]:
         """Read the rings of all devices; before :meth:`mark_ready`, what they hold is warm-up and dropped."""
+        self.flush()
         if self._ready:
             return super().drain()
         for control in self.controls.by_device.values():

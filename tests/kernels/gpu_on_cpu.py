@@ -9,8 +9,14 @@ from typing import Any
 from kvcanary_fx.kernels.content import gpu
 from kvcanary_fx.kernels.content import gpu_pool as gpu_pool_bytes
 from kvcanary_fx.kernels.slots import gpu as gpu_requests
+from kvcanary_fx.kernels.slots import gpu_life
 
-KERNELS = (("kernels_for", gpu), ("request_kernels_for", gpu_requests), ("pool_kernels_for", gpu_pool_bytes))
+KERNELS = (
+    ("kernels_for", gpu),
+    ("request_kernels_for", gpu_requests),
+    ("pool_kernels_for", gpu_pool_bytes),
+    ("life_kernels_for", gpu_life),
+)
 
 
 def use_gpu_kernels(replace: Callable[[Any, str, Any], None]) -> None:

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from random_events import run_events
 from random_plans import ALL, run_plans, use_blocks
 from random_plans import BLOCKS as BLOCK_SIZES
 
@@ -41,6 +42,18 @@ def test_interpreted_triton_checks_equal_the_reference(block):
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_checks_on_the_gpu_equal_the_reference(block, kernels):
     assert sum(run_plans(seed, plans=5, device="cuda", kernels=kernels) for seed in _seeds(block)) > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
+@pytest.mark.parametrize("block", range(2))
+def test_many_calls_of_an_allocator_in_one_launch_equal_the_reference(block):
+    assert sum(run_events(seed, rounds=2) for seed in range(block * 4, block * 4 + 4)) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_many_calls_of_an_allocator_on_the_gpu_equal_the_reference(block):
+    assert sum(run_events(seed, "cuda") for seed in _seeds(block)) > 0
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 65, 1000, pytest.param(262_144, marks=pytest.mark.gpu)])

@@ -1,0 +1,50 @@
+"""What an allocator does to slots, as rows of numbers: many calls are one array and one launch (:mod:`.gpu_life`)."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import torch
+
+
+class Event(enum.IntEnum):
+    """What happened to slots; the functions of :mod:`.life` have their names."""
+
+    ALLOCATE = 0
+    RELEASE = 1
+    SHARE = 2
+    HAND_OVER = 3
+    REJECT = 4
+    FORGET = 5
+
+
+#: After these nothing is known of a slot's bytes.
+RENEWING = (Event.ALLOCATE, Event.FORGET)
+
+
+class EventRow(enum.IntEnum):
+    """Columns of a row, int64 each: one call of the allocator's."""
+
+    EVENT = 0
+    BEGIN = 1  # its first entry; it has those up to the next row's first
+    OWNER = 2  # hash of the id of the one who is named in the call, 0 if nobody is
+
+
+class Events(NamedTuple):
+    """Calls of an allocator in the order in which they were made.
+
+    Attributes:
+        rows: int64 ``[calls, len(EventRow)]``, each with at least one entry.
+        entries: int64 ``[n]``, pages: page p are the slots from ``p * page_size`` on.
+        page_size: slots of an entry.
+    """
+
+    rows: torch.Tensor
+    entries: torch.Tensor
+    page_size: int
+
+    @property
+    def slots(self) -> int:
+        """How many slots are named, each as often as it is."""
+        return self.entries.shape[0] * self.page_size

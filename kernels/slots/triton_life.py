@@ -1,0 +1,192 @@
+"""The Triton kernel of what an allocator does to slots: one lane per slot that is named, all calls in one launch.
+
+What each call does and reports is said in :mod:`.naive_life`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..triton_ring import append
+from ..words import (
+    CALL_BEGIN,
+    CALL_COLUMNS,
+    CALL_EVENT,
+    CALL_OWNER,
+    COLUMN_FLAGS,
+    COLUMN_POSITION,
+    COLUMN_TOKEN,
+    EVENT_ALLOCATE,
+    EVENT_FORGET,
+    EVENT_HAND_OVER,
+    EVENT_REJECT,
+    EVENT_RELEASE,
+    EVENT_SHARE,
+    FLAG_NAMELESS,
+    FLAG_REJECTED,
+    FLAG_RESERVED,
+    FLAG_WRITTEN,
+    PHASE_LIFE,
+    REASON_DOUBLE_ALLOCATE,
+    REASON_DOUBLE_FREE,
+    REASON_FOREIGN_FREE,
+    REASON_OUT_OF_RANGE,
+    REASON_RESERVED_SLOT,
+    REASON_SHARE_AFTER_FREE,
+    REFERENCE,
+    SPACE_COLUMNS,
+    SPACE_WIDE,
+    UNKNOWN,
+    WIDE_CHAIN,
+    WIDE_OWNER,
+)
+from .triton_shared import entry_of, note
+
+#: Arguments that differ between launches and pools, see :mod:`.triton_shared`.
+PER_LAUNCH = ["slots", "rows", "steps", "n", "page", "told", "planes", "capacity", "source", "checks"]
+
+
+@triton.jit
+def call_of(rows_ptr, rows, steps, entry, mask):
+    """The row of the call that an entry belongs to: the last one that begins no later."""
+    low = tl.zeros_like(entry)
+    high = low + rows
+    for _ in range(steps):
+        middle = (low + high) // 2
+        open_ = mask & (low < high)
+        begin = tl.load(rows_ptr + middle * CALL_COLUMNS + CALL_BEGIN, mask=open_, other=0)
+        later = open_ & (begin <= entry)
+        low = tl.where(later, middle + 1, low)
+        high = tl.where(open_ & (later == 0), middle, high)
+    return low - 1
+
+
+@triton.jit(do_not_specialize=PER_LAUNCH)
+def life_kernel(
+    block_ptr, wide_ptr, slots,  # int32 [slots + 1, 8], the same as int64
+    rows_ptr, rows, steps, entries_ptr, n, page,  # int64 [rows, 3], halvings until one of them is left, int64 [n]
+    gone_ptr, holders_ptr, told,  # int64 [n * page] each, where told: slots that became free or -1, and whose they were
+    digests_ptr, planes, imported_ptr,  # int32 [planes, slots], uint8 [slots + 1]
+    words_ptr, ring_ptr, capacity, source, checks,
+    HAS_IMPORTED: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
+    """What an allocator's calls do to slots, in the order of the calls.
+
+    The program that has the first entry of a page does all that happens to its slots, so that nobody waits for anybody:
+    it looks for the page among the entries from there on.
+    """
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    j = begin + tl.arange(0, BLOCK)
+    number = tl.load(entries_ptr + j, mask=j < n, other=0)
+    earlier = tl.zeros([BLOCK], tl.int32)
+    for c0 in range(0, begin + BLOCK, SCAN):
+        c = c0 + tl.arange(0, SCAN).to(tl.int64)
+        other = tl.load(entries_ptr + c, mask=c < n, other=0)
+        same = (other[None, :] == number[:, None]) & (c[None, :] < j[:, None])
+        earlier = tl.maximum(earlier, tl.max(same.to(tl.int32), axis=1))
+    first = (j < n) & (earlier == 0)
+    if tl.max(first.to(tl.int32), axis=0) != 0:
+        offset = tl.program_id(1).to(tl.int64) * LANES + tl.arange(0, LANES)
+        slot = number[:, None] * page + offset[None, :]
+        live = first[:, None] & (offset < page)[None, :]
+        outside = (slot < 0) | (slot >= slots)
+        at = tl.where(outside, slots, slot)
+        token, position, flags, chain, holder = entry_of(wide_ptr, at, live)
+        inside = live & (outside == 0)
+        reserved = (flags & FLAG_RESERVED) != 0
+        named = inside & (reserved == 0)
+        zero = tl.zeros_like(slot)
+        blank = zero.to(tl.int32)
+        # what a call reports is as it was when the call began, also of a slot that it names twice
+        call, flags0, holder0, token0, position0 = tl.zeros_like(j) - 1, flags, holder, token, position
+        done = j - 1
+        for c0 in range(begin // SCAN * SCAN, n, SCAN):
+            c = c0 + tl.arange(0, SCAN).to(tl.int64)
+            other = tl.load(entries_ptr + c, mask=c < n, other=0)
+            same = first[:, None] & (other[None, :] == number[:, None]) & (c < n)[None, :]
+            entry = tl.min(tl.where(same & (c[None, :] > done[:, None]), c[None, :], n), axis=1)
+            while tl.min(entry, axis=0) < n:
+                go = entry < n
+                row = call_of(rows_ptr, rows, steps, entry, go)
+                base = rows_ptr + row * CALL_COLUMNS
+                event = tl.load(base + CALL_EVENT, mask=go, other=-1)[:, None]
+                owner = tl.load(base + CALL_OWNER, mask=go, other=0)[:, None] + zero
+                again = (go & (row == call))[:, None]
+                begins = (go & (row != call))[:, None]
+                flags0 = tl.where(begins, flags, flags0)
+                holder0 = tl.where(begins, holder, holder0)
+                token0 = tl.where(begins, token, token0)
+                position0 = tl.where(begins, position, position0)
+                call = tl.where(go, row, call)
+                now = go[:, None] & live
+
+                allocate, release = named & (event == EVENT_ALLOCATE), named & (event == EVENT_RELEASE)
+                share, hand_over = named & (event == EVENT_SHARE), named & (event == EVENT_HAND_OVER)
+                shared = flags0 >= 2 * REFERENCE
+                free = (flags0 < REFERENCE) | (again & (shared == 0))
+                strange = (holder0 != 0) & (holder0 != owner) & (owner != 0) & (shared == 0) & (free == 0)
+                bits, why, stored, found = zero, zero, zero, zero
+                bits, why, stored, found = note(
+                    bits, why, stored, found, now, outside, slot, zero - 1, checks, REASON_OUT_OF_RANGE
+                )
+                bits, why, stored, found = note(
+                    bits, why, stored, found, now & inside, reserved & (event != EVENT_FORGET), slot, slot, checks,
+                    REASON_RESERVED_SLOT,
+                )  # fmt: skip
+                bits, why, stored, found = note(
+                    bits, why, stored, found, allocate, (flags0 >= REFERENCE) | again, holder0, owner, checks,
+                    REASON_DOUBLE_ALLOCATE,
+                )  # fmt: skip
+                bits, why, stored, found = note(
+                    bits, why, stored, found, release, free, holder0, owner, checks, REASON_DOUBLE_FREE
+                )
+                bits, why, stored, found = note(
+                    bits, why, stored, found, release, strange, holder0, owner, checks, REASON_FOREIGN_FREE
+                )
+                bits, why, stored, found = note(
+                    bits, why, stored, found, share | hand_over, flags0 < REFERENCE, owner, zero, checks,
+                    REASON_SHARE_AFTER_FREE,
+                )  # fmt: skip
+                if tl.max(tl.max(bits, axis=1), axis=0) != 0:
+                    about = named & (event <= EVENT_HAND_OVER)
+                    append(
+                        words_ptr, ring_ptr, capacity, bits != 0, source, bits, PHASE_LIFE, 0, slot, UNKNOWN, stored,
+                        found, tl.where(about, token0, -1), owner, tl.where(about, position0, UNKNOWN), why,
+                    )  # fmt: skip
+
+                left = tl.maximum(flags // REFERENCE - 1, 0) * REFERENCE
+                after = tl.where(left > 0, left + flags % REFERENCE, 0)
+                gone = release & (flags >= REFERENCE) & (after < REFERENCE)
+                lane = entry[:, None] * page + offset[None, :]
+                tl.store(gone_ptr + lane, tl.where(gone, slot, -1), mask=now & (told != 0))
+                tl.store(holders_ptr + lane, holder0, mask=now & (told != 0))
+
+                # once its owner has let go, a shared slot belongs to nobody in particular
+                leaves = (shared & ((owner == 0) | (holder0 == owner))) | (left == 0)
+                holder = tl.where(release & leaves, 0, tl.where(allocate | hand_over, owner, holder))
+                flags = tl.where(release, after, tl.where(share, flags + REFERENCE, flags))
+                flags = tl.where(allocate, REFERENCE, flags)
+                written = (flags & FLAG_WRITTEN) != 0
+                flags = tl.where(named & (event == EVENT_REJECT) & written, flags | FLAG_REJECTED, flags)
+                unnamed = (flags & (-1 - FLAG_REJECTED)) | FLAG_WRITTEN | FLAG_NAMELESS
+                flags = tl.where(named & (event == EVENT_FORGET) & (flags >= REFERENCE), unnamed, flags)
+                token = tl.where(allocate, -1, token)
+                position = tl.where(allocate, UNKNOWN, position)
+                chain = tl.where(allocate, 0, chain)
+                blank = tl.where(inside & ((event == EVENT_ALLOCATE) | (event == EVENT_FORGET)), 1, blank)
+
+                done = tl.where(go, entry, done)
+                entry = tl.min(tl.where(same & (c[None, :] > done[:, None]), c[None, :], n), axis=1)
+
+        own = block_ptr + at * SPACE_COLUMNS
+        tl.store(own + COLUMN_TOKEN, token.to(tl.int32), mask=named)
+        tl.store(own + COLUMN_POSITION, position.to(tl.int32), mask=named)
+        tl.store(own + COLUMN_FLAGS, flags, mask=named)
+        tl.store(wide_ptr + at * SPACE_WIDE + WIDE_CHAIN, chain, mask=named)
+        tl.store(wide_ptr + at * SPACE_WIDE + WIDE_OWNER, holder, mask=named)
+        if tl.max(tl.max(blank, axis=1), axis=0) != 0:  # their bytes are nobody's any more
+            if HAS_IMPORTED:
+                tl.store(imported_ptr + at, blank - blank, mask=blank != 0)
+            for plane in range(planes):
+                tl.store(digests_ptr + plane * slots.to(tl.int64) + at, blank - blank, mask=blank != 0)

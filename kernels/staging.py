@@ -1,0 +1,48 @@
+"""Numbers on their way from the host to a device, without waiting for either."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+
+class Staging:
+    """Host memory that is written and sent in turns: what a copy may still read is not written.
+
+    On a GPU the memory is pinned, and there are as many buffers as the host is copies ahead of the device.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._sent: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()  # the oldest first
+
+    def send(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy numbers of the host to the head of ``out``, in the current stream.
+
+        Not while a CUDA graph is captured: a replay would copy what the memory holds by then.
+
+        Args:
+            source: ``[n]`` on the host; it may be written when this returns.
+            out: ``[>= n]`` of the same dtype, on the device.
+        """
+        n = source.shape[0]
+        if self._device.type != "cuda":
+            out[:n] = source
+            return
+        size = source.numel() * source.element_size()
+        pinned, event = self._free(size)
+        typed = pinned[:size].view(source.dtype)
+        typed.copy_(source)
+        out[:n].copy_(typed, non_blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._sent.append((pinned, event))
+
+    def _free(self, size: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """uint8 ``[>= size]`` that nothing reads, and an event."""
+        if self._sent and self._sent[0][1].query():
+            pinned, event = self._sent.popleft()
+            if pinned.shape[0] >= size:
+                return pinned, event
+        room = max(4096, 1 << (size - 1).bit_length())
+        return torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=True), torch.cuda.Event()

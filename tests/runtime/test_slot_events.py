@@ -1,0 +1,185 @@
+"""What an engine's allocator says is told to a GPU together, in one launch before somebody looks: the reports stay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gpu_on_cpu import use_gpu_kernels
+from toy import Toy
+
+from kvcanary_fx import EngineError
+from kvcanary_fx.kernels.slots import gpu_life
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Sessions keep what the allocator says, as on a GPU; how many calls each launch took."""
+    taken = []
+    apply = gpu_life.apply
+
+    def counted(space, events, *args):
+        taken.append(events.rows.shape[0])
+        apply(space, events, *args)
+
+    monkeypatch.setattr(gpu_life, "apply", counted)
+    use_gpu_kernels(monkeypatch.setattr)
+    return taken
+
+
+def prefilled(**settings) -> Toy:
+    """A toy in which request A has three tokens stored, in slots 3, 4 and 5."""
+    toy = Toy(**settings)
+    toy.add("A", [5, 6, 7, 8, 9, 10, 11])
+    toy.run({"A": [3, 4, 5]})
+    return toy
+
+
+def faulty_life(toy: Toy) -> list[tuple]:
+    """Everything that an allocator can do wrong, and some that is right; what is reported."""
+    pool = toy.pool
+    pool.allocate([6, 7, 8], owner="B")
+    pool.allocate([7, 9, 9], owner="C")
+    pool.share([3, 9, 10], owner="B")
+    pool.release([6, 6], owner="B")
+    pool.release([6, 4], owner="C")
+    pool.hand_over([5, 11], owner="B")
+    pool.reject([5, 99])
+    pool.allocate([0, -2, 6], owner="C")
+    pool.forget([8, 0, 24])
+    pool.release([3], owner="A")
+    pool.release([3], owner="A")
+    return sorted((v.why, v.slot, v.request, v.position, v.token, v.phase, v.step) for v in toy.found())
+
+
+@interpreted
+def test_reports_are_those_of_calls_told_one_by_one(launches, monkeypatch):
+    together = faulty_life(prefilled())
+    assert max(launches) >= 4
+    monkeypatch.undo()
+    assert together == faulty_life(prefilled())
+    assert {why for why, *_ in together} == {
+        "DOUBLE_ALLOCATE", "SHARE_AFTER_FREE", "DOUBLE_FREE", "FOREIGN_FREE", "RESERVED_SLOT", "OUT_OF_RANGE",
+    }  # fmt: skip
+
+
+@interpreted
+def test_the_calls_of_a_step_are_one_launch_and_another_one_behind_what_was_released(launches):
+    toy = prefilled()
+    launches.clear()
+    for slot in (7, 8, 9):
+        toy.pool.allocate([slot], owner="B")
+    toy.pool.share([7, 8], owner="C")
+    toy.pool.release([7, 8], owner="C")
+    toy.run({"A": [6]})  # the bytes of what was released are compared before anybody gets it
+    assert launches == [5, 1]
+    toy.pool.release([7, 8, 9], owner="B")
+    assert toy.found() == []
+    assert launches == [5, 1, 1]
+
+
+@interpreted
+def test_bytes_of_a_slot_that_was_released_are_compared_before_the_next_owner_gets_it(launches):
+    toy = prefilled()
+    toy.kv[1][0].view(torch.int32)[4, 0, 2] ^= 1 << 7
+    toy.pool.release([3, 4, 5], owner="A")
+    toy.pool.allocate([4], owner="B")
+    toy.kv[1][0][4] = 7.0  # B's to write
+    (v,) = toy.found()
+    assert (v.check, v.phase, v.slot, v.request) == ("content", "life", 4, "A")
+
+
+@interpreted
+def test_bytes_of_released_slots_may_be_rewritten_once_the_device_was_told(launches):
+    toy = prefilled()
+    toy.pool.release([3, 4, 5], owner="A")
+    toy.session.flush()
+    toy.kv[0][0][3:6] = float("nan")
+    assert toy.found() == []
+
+
+@pytest.mark.parametrize("together", [pytest.param(True, marks=interpreted), False])
+def test_pages_stand_for_all_of_their_slots(together, request):
+    if together:
+        request.getfixturevalue("launches")
+    toy, by_slots = Toy(), Toy()
+    pages, slots = dict(slots=[1, 3], page_size=4), dict(slots=[4, 5, 6, 7, 12, 13, 14, 15])
+    pages["slots"] = np.array(pages["slots"], dtype=np.int32)
+    for pool, given in ((toy.pool, pages), (by_slots.pool, slots)):
+        pool.allocate(**given, owner="A")
+        pool.share(**given, owner="B")
+        pool.hand_over(**given, owner="B")
+        pool.release(**given, owner="B")
+        assert pool.live_slots == 8
+    assert torch.equal(toy.pool.space.block, by_slots.pool.space.block)
+    assert toy.pool.space.flags.tolist()[4:8] == [256] * 4
+    toy.pool.release([1], page_size=4)
+    toy.pool.release([6], page_size=4)  # the slots from 24 on
+    assert {(v.why, v.slot) for v in toy.found()} == {("OUT_OF_RANGE", slot) for slot in range(24, 28)}
+    with pytest.raises(EngineError, match="page_size is 0: give a whole number of slots, at least 1"):
+        toy.pool.release([1], page_size=0)
+
+
+@interpreted
+def test_a_call_that_names_more_than_is_kept_is_told_by_itself_in_its_place(launches, monkeypatch):
+    monkeypatch.setattr("kvcanary_fx.engine.slot_events.PAGES", 4)
+    toy = Toy()
+    toy.pool.allocate([3, 4], owner="A")
+    toy.pool.release([3, 4, 5, 6, 7], owner="A")
+    toy.pool.allocate([3, 4], owner="B")
+    toy.pool.allocate([5, 6, 7], owner="B")
+    assert sorted((v.why, v.slot) for v in toy.found()) == [("DOUBLE_FREE", slot) for slot in (5, 6, 7)]
+    assert toy.pool.space.flags.tolist()[3:8] == [256] * 5
+
+
+@interpreted
+def test_a_violation_belongs_to_the_step_in_which_the_allocator_did_it(launches):
+    toy = prefilled()
+    toy.pool.release([9], owner="B")  # behind the first step
+    toy.run({"A": [6]})
+    (v,) = toy.found()
+    assert (v.why, v.step) == ("DOUBLE_FREE", 1)
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("source", [list, torch.tensor, lambda slots: torch.tensor(slots, device="cuda")])
+def test_on_a_gpu_reports_are_those_of_the_cpu_whatever_the_slots_are_given_in(source):
+    def told(device: str) -> list[tuple]:
+        toy = prefilled(device=device)
+        given = {name: getattr(toy.pool, name) for name in ("allocate", "share", "release", "hand_over")}
+        for name, call in given.items():
+            if device == "cuda":
+                setattr(toy.pool, name, lambda slots, owner=None, call=call: call(source(slots), owner))
+        return faulty_life(toy)
+
+    assert told("cuda") == told("cpu")
+
+
+@pytest.mark.gpu
+def test_slots_given_on_the_device_may_be_changed_by_the_engine_at_once():
+    toy = Toy(device="cuda")
+    slots = torch.tensor([3, 4], device="cuda")
+    toy.pool.allocate(slots, owner="A")
+    slots.fill_(9)
+    assert toy.pool.space.flags[[3, 4, 9]].tolist() == [256, 256, 0]
+
+
+@pytest.mark.gpu
+def test_calls_in_a_capture_are_refused_and_those_before_it_have_to_be_told():
+    toy = Toy(device="cuda")
+    torch.cuda.synchronize()
+    graph, scratch = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    with toy.session.step():
+        toy.pool.allocate([3], owner="A")
+        with torch.cuda.graph(graph):
+            scratch.add_(1)
+            with pytest.raises(EngineError, match="while a CUDA graph is being captured"):
+                toy.pool.allocate([4], owner="A")
+            with pytest.raises(EngineError, match=r"call session.flush\(\) before"), toy.session.forward():
+                pass
+    assert toy.pool.space.flags[[3, 4]].tolist() == [256, 0]
