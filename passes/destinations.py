@@ -43,11 +43,13 @@ class Destination:
     Attributes:
         selection: what the write selects in it; None when opaque.
         part: the index of what it receives in the write's operand; () for all of it.
+        turned: the operand's axes in the order of the region's, where the write sees those in another; () if not.
     """
 
     region: Region
     selection: Selection | None
     part: tuple[Any, ...] = ()
+    turned: tuple[int, ...] = ()
 
 
 def destinations(write: KVWrite, found: Accesses, reads: AttentionReads) -> list[Destination]:
@@ -59,15 +61,17 @@ def destinations(write: KVWrite, found: Accesses, reads: AttentionReads) -> list
         return [Destination(region, None) for region in _opaque_regions(write, found, reads)]
     if write.flat is not None:
         return [Destination(Region(write.region), [Full()] * view.dim())]
-    node, selection = _with_rows(write.region, write.selection, found, reads)
+    selection = [Full()] * view.dim() if write.selection is None else write.selection
+    node, selection, turned = _with_rows(write.region, selection, found, reads, _may_turn(write, selection, found))
     source, constant = reads.source_of(node), [a for a, p in enumerate(selection) if _is_constant(p)]
     rows = {a for a in constant if reads.is_row_axis(source, a)}
     tokens = {a for a in constant if reads.is_token_axis(source, a)}
     fixed, rest = _fix(selection, rows, tokens)
     halves = _kv_axis(node, selection, write, found, reads)
     if halves is None:
-        return [Destination(Region(node, fixed if any(f != slice(None) for f in fixed) else ()), rest)]
-    apart = _parts(write, selection, halves, found)
+        region = Region(node, fixed if any(f != slice(None) for f in fixed) else ())
+        return [Destination(region, rest, turned=turned)]
+    apart = None if turned else _parts(write, selection, halves, found)
     if apart is None:
         write.opaque = "it writes K and V at once, in an order of axes that differs from the cache's"
         return [Destination(Region(node, _with(fixed, halves, half)), None) for half in (0, 1)]
@@ -87,38 +91,60 @@ def _is_constant(part: Part) -> bool:
 
 
 def _with_rows(
-    node: fx.Node, selection: Selection | None, found: Accesses, reads: AttentionReads
-) -> tuple[fx.Node, Selection]:
-    """The tensor whose sequences or tokens are picked one by one, in place of ``node``, some of them, and the selection
-    in it."""
-    selection = [Full()] * found.values[node].dim() if selection is None else selection
+    node: fx.Node, selection: Selection, found: Accesses, reads: AttentionReads, may_turn: bool = False
+) -> tuple[fx.Node, Selection, tuple[int, ...]]:
+    """The tensor whose sequences or tokens are picked one by one, in place of ``node``, some of them; the selection in
+    it; and the order of the operand's axes in it, () if that is the write's.
+
+    Args:
+        may_turn: follow the axes of a sequence that come in another order: ``keys[row].transpose(0, 1)[pos] = k``.
+    """
+    turned = list(range(sum(not isinstance(p, At) for p in selection)))
     while True:
-        while _is_as_before(node, found):
-            node = node.args[0]  # type: ignore[assignment]
-        picked = _picked_from(node, found)
+        whole, axes = _before_reordering(node, found)
+        straight = axes == sorted(axes)
+        if straight:
+            node = whole
+        picked = _picked_from(whole, found) if straight or may_turn else None
         if picked is None:
-            return node, selection
+            break
         parent, axis, part = picked
         source = reads.source_of(parent)
         if not reads.is_row_axis(source, axis) and not reads.is_token_axis(source, axis):
-            return node, selection
+            break
+        places = [axes.index(a) for a in range(len(axes))]  # of the axes of ``whole`` among those of ``node``
+        within = [selection[p] for p in places]
         if isinstance(part, At):
-            selection = [*selection[:axis], part, *selection[axis:]]
-        elif isinstance(selection[axis], Full):
-            selection = [*selection[:axis], part, *selection[axis + 1 :]]
+            within.insert(axis, part)
+        elif isinstance(within[axis], Full):
+            within[axis] = part
         else:
-            return node, selection
-        node = parent
+            break
+        # an axis of which one index was picked is none of the operand's
+        own = [p for p in places if not isinstance(selection[p], At)]
+        left = [p for p in range(len(axes)) if not isinstance(selection[p], At)]
+        node, selection, turned = parent, within, [turned[left.index(p)] for p in own]
+    return node, selection, () if turned == sorted(turned) else tuple(turned)
 
 
-def _is_as_before(node: fx.Node, found: Accesses) -> bool:
-    """Whether a call that reorders axes leaves them in order, as ``movedim(axis, 0)`` of the first axis does."""
-    whole = node.args[0] if node.args else None
-    if function_name(node) not in _REORDERS or not isinstance(whole, fx.Node):
-        return False
-    sizes = torch.Size(range(2, 2 + int(found.values[whole].dim())))
-    reordered = getattr(torch.empty(sizes, device="meta"), function_name(node))(*node.args[1:], **node.kwargs)
-    return bool(reordered.shape == sizes)
+def _may_turn(write: KVWrite, selection: Selection, found: Accesses) -> bool:
+    """Whether a write's operand has an axis for each of those that it is written to, in their order."""
+    if write.value is None:
+        return True
+    plain = all(isinstance(p, Full | Span) or (isinstance(p, Indexed) and _dims_of(p, found) == 1) for p in selection)
+    once = sum(isinstance(p, Indexed) for p in selection) <= 1
+    return plain and once and write.grid is None and found.values[write.value].dim() == len(selection)
+
+
+def _before_reordering(node: fx.Node, found: Accesses) -> tuple[fx.Node, list[int]]:
+    """``(whole, axes)``: of what ``node`` is a view that only reorders axes, and which of its axes each one is."""
+    axes = list(range(int(found.values[node].dim())))
+    while function_name(node) in _REORDERS and node.args and isinstance(node.args[0], fx.Node):
+        sizes = torch.Size(range(2, 2 + len(axes)))
+        turned = getattr(torch.empty(sizes, device="meta"), function_name(node))(*node.args[1:], **node.kwargs)
+        own = [size - 2 for size in turned.shape]
+        node, axes = node.args[0], [own[a] for a in axes]
+    return node, axes
 
 
 def _picked_from(node: fx.Node, found: Accesses) -> tuple[fx.Node, int, Part] | None:
@@ -252,7 +278,8 @@ def _dims_of(part: Indexed, found: Accesses) -> int:
 
 def _opaque_regions(write: KVWrite, found: Accesses, reads: AttentionReads) -> list[Region]:
     """Where a write goes that hides where: K and V, if the tensor holds both, [2, ...] or [pages, 2, ...]."""
-    node, _ = _with_rows(without_slots(write.region, found.values), None, found, reads)
+    node = without_slots(write.region, found.values)
+    node, _, _ = _with_rows(node, [Full()] * found.values[node].dim(), found, reads)
     if write.slot_axes:
         return [Region(write.region)]
     view, source = found.values[node], reads.source_of(node)

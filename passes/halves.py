@@ -35,6 +35,7 @@ class ReadableWrite:
     Attributes:
         index, extent: what the canary ops receive for this write: nodes, or ints in ``extent``.
         part: which part of the operand is this half's, where K and V are written at once; () for all of it.
+        turned: the operand's axes in the half's order, where the write sees them in another; () if not.
     """
 
     write: KVWrite
@@ -42,7 +43,8 @@ class ReadableWrite:
     index: list[fx.Node]
     extent: list[Any]
     part: tuple[Any, ...] = ()
-    own_value: fx.Node | None = None  # the node made of that part
+    turned: tuple[int, ...] = ()
+    own_value: fx.Node | None = None  # the node made of that part, or in that order
 
     @property
     def value(self) -> fx.Node | None:
@@ -187,7 +189,7 @@ class _Builder:
             wraps=write.wraps,
             skips=write.flat is not None,
         )
-        return ReadableWrite(write, plan, index, extent, to.part)
+        return ReadableWrite(write, plan, index, extent, to.part, to.turned)
 
 
 def _selector(part: Part, axis: int, write: KVWrite, index: list[fx.Node], extent: list[Any]) -> Selector:

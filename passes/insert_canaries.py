@@ -162,12 +162,18 @@ class _Inserter:
         self.casts.add(cast)
 
     def _apart(self, readable: ReadableWrite) -> ReadableWrite:
-        """Make the half's part of an operand a node, where K and V are written at once."""
-        if not readable.part or readable.write.value is None:
+        """Make the half's part of an operand a node, where K and V are written at once; or its axes in the half's
+        order.
+        """
+        value = readable.write.value
+        if value is None or not (readable.part or readable.turned):
             return readable
         with self.graph.inserting_before(readable.write.node):
-            part = self.graph.call_function(operator.getitem, (readable.write.value, readable.part))
-        return dataclasses.replace(readable, own_value=part)
+            if readable.part:
+                own = self.graph.call_function(operator.getitem, (value, readable.part))
+            else:
+                own = self.graph.call_method("permute", (value, readable.turned))
+        return dataclasses.replace(readable, own_value=own)
 
     def _known_before(self, half: Half, first: fx.Node) -> ReadableWrite | None:
         """The half's first write, if its slots can be computed before ``first``."""

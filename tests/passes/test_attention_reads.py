@@ -142,13 +142,17 @@ def by_slice(cache, row, pos, new):
     cache[row : row + 1].index_copy_(2, pos, new[row : row + 1])
 
 
+def by_index_of_a_turned_row(cache, row, pos, new):
+    cache[row].transpose(0, 1)[pos] = new[row].transpose(0, 1)
+
+
 def rows_apart(q, k, v):
     rows = range(q.shape[0])
     return torch.stack([F.scaled_dot_product_attention(q[r], k[r], v[r]) for r in rows])
 
 
 @pytest.mark.parametrize("attention", [fused, rows_apart], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("write", [by_index_copy, by_index, by_slice], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("write", [by_index_copy, by_index, by_slice, by_index_of_a_turned_row], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_sequences_that_are_written_one_by_one(batch, write, attention):
     """With a prompt that eager code wrote: each row of it is adopted, and guarded from then on."""
