@@ -422,6 +422,9 @@ def snapshot(site: Site, view: torch.Tensor) -> None:
 def record_changed(site: Site, view: torch.Tensor, planned: torch.Tensor | None = None) -> None:
     """Fingerprint the slots whose bytes differ from :func:`snapshot`, and look for NaN and Inf in them.
 
+    Without a plan also those that an earlier write of the step changed, and this one put back: a row that is cleared,
+    and filled with the token that it had.
+
     Args:
         planned: bool ``[slots + 1]``, the slots that this forward may write, where an engine said so.  Another one that
             changed is a violation, and keeps the digest it had.
@@ -430,7 +433,10 @@ def record_changed(site: Site, view: torch.Tensor, planned: torch.Tensor | None 
     site.counters[Count.RECORD_RUNS] += 1
     every = torch.arange(site.layout.slots, device=view.device)
     now = digest_slots(site, view, every)
-    slots = (now[0] != site.half.baseline).nonzero().squeeze(1)
+    changed = now[0] != site.half.baseline
+    if planned is None:
+        changed |= (site.half.digest[0] != 0) & (now[0] != site.half.digest[0])
+    slots = changed.nonzero().squeeze(1)
     if planned is not None:
         stray, slots = slots[~planned[slots]], slots[planned[slots]]
         if site.checks & Check.INDEX:

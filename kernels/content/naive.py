@@ -274,7 +274,9 @@ def record_changed(site: Site, view: torch.Tensor, planned: torch.Tensor | None 
     for slot in range(site.layout.slots):
         data = row_bytes(site, view, slot)
         found = digest_of(site, data)
-        if found[0] == int(site.half.baseline[slot]):
+        stored = int(site.half.digest[0, slot])
+        again = planned is None and stored not in (0, found[0])
+        if found[0] == int(site.half.baseline[slot]) and not again:
             continue
         if planned is not None and not bool(planned[slot]):
             if site.checks & Check.INDEX:

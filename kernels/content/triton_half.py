@@ -295,6 +295,8 @@ def scan_kernel(
                         words_ptr, ring_ptr, capacity, rows_ptr, positions, half, PHASE_POST, CHECK_INDEX, 0, stray,
                         slot, packed(stored1, stored2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), HAS_ROWS,
                     )  # fmt: skip
+            else:
+                changed = changed | (recorded & (h1 != stored1))
             tl.store(digest_ptr + slot, h1, mask=changed)
             if PLANES == 2:
                 tl.store(digest_ptr + slots_total + slot, h2, mask=changed)

@@ -274,8 +274,12 @@ def play(kernels: ModuleType, scene: Scene, step: Step) -> None:
     if step.opaque:
         kernels.verify(site, view, None)
         kernels.snapshot(site, view)
+        before, planned = view.clone(), step.planned if site.space is not None else None
         write(scene, step)
-        kernels.record_changed(site, view, step.planned if site.space is not None else None)
+        kernels.record_changed(site, view, planned)
+        if step.by_plan:  # a second write puts it back
+            view.copy_(before)
+            kernels.record_changed(site, view, planned)
         return
     kernels.check_plan(site, step.slots, step.raw, 3, 0)
     kernels.verify(site, view, step.first, ops=2, coming=step.coming, in_flight=step.in_flight)

@@ -300,6 +300,23 @@ def test_cropped_by_zeroing_the_tail_outside(rig):
     assert silent(rig)
 
 
+def write_onto_zeros(cache: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> None:
+    cache.index_fill_(2, index, 0)
+    cache.index_add_(2, index, new)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_slot_that_is_cleared_and_given_the_token_that_it_had(layers):
+    """Seen: only the clearing was recorded, since the second write left the bytes from before the step."""
+    rig = Rig.build(layers, write=write_onto_zeros, mode="log")
+    torch.manual_seed(1)
+    rig.step(4)
+    torch.manual_seed(1)
+    rig.step(4, at=0)
+    rig.step()
+    assert silent(rig)
+
+
 def test_rejected_drafts_are_overwritten(rig):
     rig.step(5)
     for accepted in (1, 3, 2):
