@@ -111,13 +111,14 @@ def _verify(
     context = get_forward_context()
     here, kernels = context.sites[site], kernels_for(kv.device)
     first = coming = None
+    own_rows = False
     if write >= 0:
         plan = context.plans[write]
-        coming = plan.write_id
+        coming, own_rows = plan.write_id, plan.own_rows
         resolved = kernels.resolve(plan, here.layout, index, extent, kv.device)
         _check_bounds(context, here, plan, resolved, kernels, Phase.PRE)
         first = None if plan.covers_all else kernels.first_positions(here.layout, resolved.slots)
-    kernels.verify(here, kv, first, ops=1, coming=coming, in_flight=_in_flight(context, here))
+    kernels.verify(here, kv, first, 1, coming=coming, in_flight=_in_flight(context, here), own_rows=own_rows)
 
 
 def _in_flight(context: ForwardContext, site: Site) -> bool:

@@ -115,7 +115,8 @@ class _Inserter:
         half.readable = [self._apart(r) for r in half.readable]
         ahead = None if half.opaque else self._known_before(half, first)
         others = self._to_other_rows(half, ahead)
-        half.readable = [self._numbered(r, r is ahead or r in others) for r in half.readable]
+        each = bool(others) and _are_all_rows([r for r in (ahead, *others) if r is not None], half)
+        half.readable = [self._numbered(r, r is ahead or r in others, each) for r in half.readable]
         known = [r for r in half.readable if r.plan.ahead]
         ahead, others = next(iter(known), None), known[1:]
         with self.graph.inserting_before(first):
@@ -195,8 +196,8 @@ class _Inserter:
                 fresh.append(readable)
         return fresh
 
-    def _numbered(self, readable: ReadableWrite, ahead: bool) -> ReadableWrite:
-        plan = dataclasses.replace(readable.plan, write_id=len(self.plan.writes), ahead=ahead)
+    def _numbered(self, readable: ReadableWrite, ahead: bool, own_rows: bool) -> ReadableWrite:
+        plan = dataclasses.replace(readable.plan, write_id=len(self.plan.writes), ahead=ahead, own_rows=own_rows)
         self.plan.writes.append(plan)
         if readable.write.made is None:
             self.plan.written_by[plan.write_id] = readable.write.node
@@ -301,6 +302,17 @@ def _constant_row(readable: ReadableWrite) -> tuple[Any, ...] | None:
     count = {Select.INT: 1, Select.RANGE: 2}.get(kind, 0)
     row = tuple(readable.extent[:count])
     return row if row and all(isinstance(x, int) for x in row) else None
+
+
+def _are_all_rows(first: list[ReadableWrite], half: Half) -> bool:
+    """Whether the first writes to constant sequences go to all that a half has, and no other write goes elsewhere."""
+    rows: set[int] = set()
+    for readable in first:
+        row = _constant_row(readable) or ()
+        rows |= set(row) if len(row) == 1 else set(range(*row))
+    count = half.shape[half.slot_axes[0]]
+    constant = all(_constant_row(r) is not None for r in half.readable)
+    return constant and isinstance(count, int) and rows == set(range(count))
 
 
 def _nodes_in(extent: list[Any]) -> list[fx.Node]:

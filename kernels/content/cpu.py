@@ -192,6 +192,7 @@ def verify(
     ops: int = 0,
     coming: int | None = None,
     in_flight: bool = False,
+    own_rows: bool = False,
 ) -> None:
     """Content: compare every due slot with its digest, and keep what was found.
 
@@ -206,6 +207,7 @@ def verify(
         coming: number of the write to come, whose slots :func:`check_plan` has stamped: they are due whatever their
             turn, since the record of the write replaces their digests.
         in_flight: the forward reads what it writes itself, and has not yet.
+        own_rows: only rows with a ``first`` are checked: a loop over sequences checks each before its own write.
 
     In an engine's pool those are due that the walk listed, and nothing is adopted: it says what it writes elsewhere.
     One that a forward was to write, and that has no digest, was never written.
@@ -214,6 +216,8 @@ def verify(
     count_op(site.gate, ops)
     if site.space is None:
         slots, shifted = _due_slots(site, first, coming)
+        if own_rows and first is not None:
+            slots = slots[(first != NOT_WRITTEN)[slots // site.layout.positions]]
         if site.half.baseline is not None:
             site.half.baseline.copy_(site.half.digest[0])
     else:

@@ -64,6 +64,7 @@ def _scan(
     ops: int = 0,
     coming: int | None = None,
     planned: torch.Tensor | None = None,
+    own_rows: bool = False,
 ) -> None:
     """One pass over all slots of the half."""
     layout = site.layout
@@ -97,6 +98,7 @@ def _scan(
             LENIENT=site.lenient,
             CONTENT=bool(site.checks & Check.CONTENT),
             HAS_FIRST=has_first,
+            OWN_ROWS=has_first and own_rows,
             NOT_WRITTEN=NOT_WRITTEN,
             MODE=mode,
             UNIT=geometry.unit,
@@ -116,10 +118,11 @@ def verify(
     ops: int = 0,
     coming: int | None = None,
     in_flight: bool = False,
+    own_rows: bool = False,
 ) -> None:
     """Content: compare every due slot with its digest.  See :func:`.cpu.verify`."""
     if site.space is None:
-        _scan(site, view, first, tk.VERIFY, ops, coming)
+        _scan(site, view, first, tk.VERIFY, ops, coming, own_rows=own_rows)
     else:
         _verify_listed(site, view, ops, in_flight)
 

@@ -113,6 +113,7 @@ def verify(
     ops: int = 0,
     coming: int | None = None,
     in_flight: bool = False,
+    own_rows: bool = False,
 ) -> None:
     site.counters[Count.VERIFY_RUNS] += 1
     count_op(site.gate, ops)
@@ -137,6 +138,8 @@ def verify(
         turn = site.space is not None or (slot + int(site.gate[Gate.STEP])) % every == 0
         rewritten = coming is not None and int(site.control.stamps[0, slot]) == _epoch(site, coming)
         if not (now or turn or rewritten or (lenient and shifted)):
+            continue
+        if own_rows and first is not None and int(first[slot // site.layout.positions]) == NOT_WRITTEN:
             continue
         site.counters[Count.CHECKED] += 1
         found = digest_of(site, row_bytes(site, view, slot))

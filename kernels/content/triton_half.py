@@ -221,8 +221,9 @@ def scan_kernel(
     words_ptr, ring_ptr, capacity, rows_ptr,  # int32 [rows, _ROW_COLUMNS]
     slots_total, seed1, seed2, words_in_row, half, positions, every, write_id, ops, slot_stride0, slot_stride1,
     units, n1, n2, n3, d0, d1, d2, d3,
-    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr, COMING: tl.constexpr,
-    BY_BUDGET: tl.constexpr, KEEPS: tl.constexpr, ADOPTS: tl.constexpr, PLANNED: tl.constexpr, INDEX: tl.constexpr,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr, OWN_ROWS: tl.constexpr,
+    COMING: tl.constexpr, BY_BUDGET: tl.constexpr, KEEPS: tl.constexpr, ADOPTS: tl.constexpr, PLANNED: tl.constexpr,
+    INDEX: tl.constexpr,
     NOT_WRITTEN: tl.constexpr, LENIENT: tl.constexpr, CONTENT: tl.constexpr, MODE: tl.constexpr,
     UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr, POISON_MASK: tl.constexpr,
     POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
@@ -239,19 +240,22 @@ def scan_kernel(
     lenient = now | LENIENT
     shifted = inside & (slot < 0)
     below = shifted
+    checked = inside
     if HAS_FIRST:
         first = tl.load(first_ptr + row, mask=inside, other=NOT_WRITTEN)
         after = tl.load(rows_ptr + row * ROW_COLUMNS + ROW_NEXT, mask=inside, other=0)
         coming = inside & (first != NOT_WRITTEN)
         shifted = coming & (first != after)
         below = coming & (position < first)
+        if OWN_ROWS:
+            checked = coming
     recorded = inside & (stored1 != 0)
     share = tl.load(words_ptr + WORD_EVERY) if BY_BUDGET else every
     turn = (slot + tl.load(gate_ptr + GATE_STEP)) % share == 0
     if COMING:  # what the write to come replaces is due now or never
         epoch = tl.load(words_ptr + WORD_STEP) * 65536 + write_id
         turn = turn | (tl.load(stamp_ptr + slot, mask=recorded, other=-1) == epoch)
-    due = recorded & (now | turn | (lenient & shifted))
+    due = checked & recorded & (now | turn | (lenient & shifted))
     if (MODE != _VERIFY) or (not CONTENT):
         due = due & (slot < 0)
     adopted = below & (stored1 == 0)

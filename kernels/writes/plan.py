@@ -78,6 +78,7 @@ class WritePlan:
         selectors: one per slot axis of the layout, or a single ``FLAT`` one.
         write_id: number of the write in its graph.
         ahead: its slots are known, and its bounds checked, before it runs.
+        own_rows: what is checked then are the rows that it goes to; other writes of the graph go to the others.
         wraps: a negative index counts from the end (indexing does, index_copy_ and scatter_ do not).
         skips: -1 means "no slot", as in a serving engine's slot_mapping.
     """
@@ -85,6 +86,7 @@ class WritePlan:
     selectors: tuple[Selector, ...]
     write_id: int
     ahead: bool = False
+    own_rows: bool = False
     wraps: bool = True
     skips: bool = False
 

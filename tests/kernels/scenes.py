@@ -282,7 +282,7 @@ def play(kernels: ModuleType, scene: Scene, step: Step) -> None:
             kernels.record_changed(site, view, planned)
         return
     kernels.check_plan(site, step.slots, step.raw, 3, 0)
-    kernels.verify(site, view, step.first, ops=2, coming=step.coming, in_flight=step.in_flight)
+    kernels.verify(site, view, step.first, 2, step.coming, in_flight=step.in_flight, own_rows=step.use_values)
     rows = (step.slots // site.layout.positions).tolist()
     if site.layout.has_rows and rows and len(set(rows)) == len(rows):  # a batch has one entry per row
         kernels.identify(site, scene.identity, step.slots.unsqueeze(1), step.tokens, step.positions)

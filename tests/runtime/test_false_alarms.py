@@ -300,6 +300,29 @@ def test_cropped_by_zeroing_the_tail_outside(rig):
     assert silent(rig)
 
 
+def write_row_by_row(cache: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> None:
+    for row in range(cache.shape[0]):
+        cache[row].index_copy_(1, index, new[row])
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_prompts_outside_of_sequences_that_are_written_one_by_one(layers):
+    """Seen: when the first sequence was written, nothing said where the others go on, and they were checked then."""
+    rig = Rig.build(layers, batch=3, write=write_row_by_row, mode="log")
+    rig.step(4)
+    rig.step()
+    for prompt in (7, 2):  # a longer one, and a shorter one whose tail is zeroed
+        rig.step(prompt, guarded=False, at=0)
+        for half in (half for pair in rig.caches for half in pair):
+            half[:, :, prompt:] = 0
+        rig.step()
+        rig.step()
+    assert silent(rig)
+    rig.flip(layers - 1, 1, row=2, position=1)
+    rig.step()
+    assert [(v.check, v.half, v.row, v.index) for v in rig.session.violations()] == [("content", "V", 2, 1)]
+
+
 def write_onto_zeros(cache: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> None:
     cache.index_fill_(2, index, 0)
     cache.index_add_(2, index, new)
