@@ -26,8 +26,8 @@ from ..passes.graph_plan import GraphPlan
 from .companions import ONE_LAYER, Call
 from .pool_half import PoolHalf
 from .reading import Seen, seen_halves
-from .registry import PoolRegistry, Storage
-from .returned import ReturnedCaches
+from .registry import Line, PoolRegistry, Storage
+from .returned import Lines, ReturnedCaches
 
 #: Caches that one graph keeps a binding for.
 MAX_BINDINGS = 1024
@@ -67,6 +67,7 @@ class GraphBinding:
         self._failed = 0
         self._arguments = sorted({s.argument for s in plan.sites if s.output is None})
         self._returned = sorted({s.argument for s in plan.sites if s.output is not None})
+        self._lines: dict[tuple[Any, ...], Lines] = {}
         self._bound: dict[tuple[Any, ...], BoundCall] = {}
         self._generation = registry.generation
 
@@ -110,13 +111,15 @@ class GraphBinding:
         if self._generation != self._registry.generation or len(self._bound) >= MAX_BINDINGS:
             self._bound.clear()
         key = (capturing, *[_identity(args[i]) for i in self._arguments])
+        line = None
         if self._returned:  # another tensor each time
-            key = (*key, threading.get_ident(), *[_geometry(args[i]) for i in self._returned])
+            line = self._line(args)
+            key = (*key, id(line), *[_geometry(args[i]) for i in self._returned])
         call = self._bound.get(key)
         if call is None:
             before = self._registry.generation
             with torch.inference_mode(False):  # its memory is written outside of that mode as well
-                call = self._bind(args, capturing, abort)
+                call = self._bind(args, capturing, abort, line)
             if self._registry.generation != before:  # other calls of this graph may be bound to what is gone
                 self._bound.clear()
             self._bound[key], self._generation = call, self._registry.generation
@@ -148,8 +151,21 @@ class GraphBinding:
         gates = [g.tolist() for g in self.gates.values()]
         return max(g[Gate.STEP] for g in gates), sum(g[Gate.OPS] for g in gates)
 
-    def _bind(self, args: Sequence[Any], capturing: bool, abort: Callable[[], None] | None) -> BoundCall:
-        halves, seen = self._halves(args)
+    def _line(self, args: Sequence[Any]) -> Line:
+        """What is worked with in place of the caches that a call returns."""
+        geometry = tuple(_geometry(args[i]) for i in self._returned)
+        lines = self._lines.get(geometry)
+        with torch.inference_mode(False):
+            if lines is None:
+                numbers = _layer_numbers(self.plan)
+                plans = [(s, n) for s, n in zip(self.plan.sites, numbers, strict=True) if s.output is not None]
+                lines = self._lines[geometry] = Lines(plans, self._registry, args)
+            return lines.of(args)
+
+    def _bind(
+        self, args: Sequence[Any], capturing: bool, abort: Callable[[], None] | None, line: Line | None
+    ) -> BoundCall:
+        halves, seen = self._halves(args, line)
         storages: dict[int, tuple[Storage, int, str]] = {}
         written: set[int] = set()
         for site in self.plan.sites:
@@ -167,8 +183,8 @@ class GraphBinding:
             abort=abort,
             joins=self.plan.joins,
         )
-        coming_back = [(s, h) for s, h in zip(self.plan.sites, halves, strict=True) if s.output is not None]
-        returned = ReturnedCaches(coming_back, self._registry, args) if coming_back else None
+        coming_back = [site for site in self.plan.sites if site.output is not None]
+        returned = None if line is None else ReturnedCaches(coming_back, line, self._registry, args)
         return BoundCall(
             context=context,
             halves=tuple(halves),
@@ -185,14 +201,15 @@ class GraphBinding:
         recorded = tuple(half.id for half in halves if half.kind == "kv" and half.space is None)
         return Call(id(self), recorded) if 0 < len(recorded) <= ONE_LAYER else None
 
-    def _halves(self, args: Sequence[Any]) -> tuple[list[PoolHalf], dict[int, list[Seen]]]:
+    def _halves(self, args: Sequence[Any], line: Line | None) -> tuple[list[PoolHalf], dict[int, list[Seen]]]:
         """The half of each site, and by site what other graphs record in what it reads."""
         halves: dict[int, PoolHalf] = {}
         mine: dict[int, list[PoolHalf]] = {}  # by argument, in place
         numbers = _layer_numbers(self.plan)
+        working = iter(() if line is None else line.halves)
         for i, site in enumerate(self.plan.sites):
             if site.output is not None:
-                halves[i] = self._registry.working_half(site.view(args), site, numbers[i])
+                halves[i] = next(working)
             elif site.kind != "read" or self._registry.storage_of(args[site.argument]).declared:
                 storage = self._registry.storage_of(args[site.argument])
                 halves[i] = self._registry.half_of(storage, site.view(args), site, numbers[i])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from ..kernels.buffers import HalfBuffers, IdentityBuffers, RowState
 from ..kernels.slots.space import SlotSpace
 from ..kernels.writes.geometry import merged_dims
@@ -89,6 +91,7 @@ class PoolHalf:
         reported: slots whose bytes were found wrong and not put right since, each with the digest of the right ones.
         kind: what it holds; ``"read"`` while no graph of the session writes it.
         peers: ids of the halves of the same slot space, this one included, with their layer numbers.
+        latest: the storage of the tensor that holds what a graph returned last, and where in it.
     """
 
     id: int
@@ -105,6 +108,7 @@ class PoolHalf:
     reported: dict[int, int] = dataclasses.field(default_factory=dict)
     forward: Forward | None = None
     changed: dict[int, int] = dataclasses.field(default_factory=dict)
+    latest: tuple[StorageWeakRef, Place] | None = None
 
     def last_written(self, slot: int) -> int | None:
         """Index of the last slot written in the row of ``slot``; None without rows, or before any write."""

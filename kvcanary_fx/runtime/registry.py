@@ -35,6 +35,11 @@ def _of_layer(halves: list[PoolHalf], site: SitePlan) -> list[PoolHalf]:
     return [h for h, number in zip(halves, numbers, strict=True) if number == [str(site.number)]]
 
 
+def seeds_of(site: SitePlan, number: int) -> tuple[int, int]:
+    """What the digests of a half begin with, by the number of its layer."""
+    return seeds(number, _HALF_NUMBERS.get(site.label, 2))
+
+
 def _called_like_pool(site: SitePlan) -> bool:
     """Whether the layer has no module's path, but what the names of its pools have in common."""
     common = "/" in site.layer or ":" in site.layer or site.pool == site.layer
@@ -62,15 +67,42 @@ def _hint(number: int | torch.SymInt) -> int:
     return number.node.hint if number.node.hint is not None else -1
 
 
+@dataclasses.dataclass(frozen=True)
+class ReturnedSite:
+    """A cache that a graph returns, as the calls have it that it is bound to.
+
+    Attributes:
+        number: of the layer.
+    """
+
+    plan: SitePlan
+    place: Place
+    number: int
+
+
+@dataclasses.dataclass(eq=False)
+class Line:
+    """The working halves of one cache that goes from call to call, see :mod:`.returned`.
+
+    Attributes:
+        key: tells what the calls of a graph return from other caches.
+        halves: those of a call, in the order of the graph's sites.
+    """
+
+    key: object
+    halves: tuple[PoolHalf, ...]
+
+
 @dataclasses.dataclass
 class Shadow:
     """What is known of a half of a tensor that a graph returned: a copy of the working shadow's memory.
 
     Attributes:
-        half: the working half, see :mod:`.returned`.
+        line, half: the working halves of the call that returned it, and the one of this tensor.
         memory: its digests and rows, and what it knows of who is in the slots.
     """
 
+    line: Line
     half: PoolHalf
     memory: list[torch.Tensor]
 
@@ -116,7 +148,7 @@ class PoolRegistry:
         self._storages: dict[int, Storage] = {}
         self._retired: dict[tuple[torch.device, int, Place], HalfBuffers] = {}
         self._by_id: dict[int, PoolHalf] = {}
-        self._working: dict[tuple[object, ...], PoolHalf] = {}
+        self._lines: dict[object, list[Line]] = {}
         self._next_id = 0
         self.lost: list[str] = []  # pools that graphs cut in ways of which none could be translated
         self.generation = 0  # changes when a half is dropped, so that kept bindings are made anew
@@ -153,22 +185,27 @@ class PoolRegistry:
             self._gains_writer(half, site)
         return half
 
-    def working_half(self, view: torch.Tensor, site: SitePlan, number: int) -> PoolHalf:
-        """The half that stands for a cache which a graph returns anew each time, in this thread.
+    def free_line(self, key: object) -> Line | None:
+        """A line whose caches are all gone."""
+        with self._lock:
+            self._drop_dead()
+            used = {id(shadow.line) for storage in self._storages.values() for shadow in storage.shadows.values()}
+        return next((line for line in self._lines.get(key, ()) if id(line) not in used), None)
+
+    def new_line(self, key: object, views: Sequence[torch.Tensor], sites: Sequence[ReturnedSite]) -> Line:
+        """The line of a cache that no call has returned.
 
         Raises:
-            CaptureError: it is new and a CUDA graph is being captured.
+            CaptureError: a CUDA graph is being captured.
         """
-        layout = SlotLayout(tuple(view.shape), site.slot_axes, view.dtype, site.paged)
-        place = Place(int(view.storage_offset()) * view.element_size(), tuple(view.stride()), layout)
-        key = (threading.get_ident(), view.device, place, site.layer, site.label, site.pool, number)
-        half = self._working.get(key)
-        if half is None:
+        for view, site in zip(views, sites, strict=True):
             if view.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise CaptureError(f"the KV cache {site.pool!r} has no shadow yet")
-            with self._lock:
-                half = self._working[key] = self._make(view, place, site, number)
-        return half
+                raise CaptureError(f"the KV cache {site.plan.pool!r} has no shadow yet")
+        with self._lock:
+            halves = [self._make(v, s.place, s.plan, s.number) for v, s in zip(views, sites, strict=True)]
+            line = Line(key, tuple(halves))
+            self._lines.setdefault(key, []).append(line)
+        return line
 
     def records(self, tensor: torch.Tensor) -> bool:
         """Whether a graph records bytes of a tensor's storage: it writes them, or has returned the tensor."""
@@ -235,7 +272,6 @@ class PoolRegistry:
             buffers = HalfBuffers.allocate(place.layout, self._planes, view.device)
         else:
             buffers.reset()
-        label = _HALF_NUMBERS.get(site.label, 2)
         same = [site.layer, site.label, site.pool]  # as where each layer is compiled by itself, or for a new cache
         known = ((h.info.layer, h.info.half, h.info.pool) for h in self._by_id.values())
         twins = sum([name.partition(" #")[0] for name in names] == same for names in known)
@@ -253,7 +289,7 @@ class PoolRegistry:
             ),
             place=place,
             buffers=buffers,
-            seeds=seeds(number, label),
+            seeds=seeds_of(site, number),
             layer_number=number,
             address=view.data_ptr(),
             kind=site.kind,
@@ -299,17 +335,15 @@ class PoolRegistry:
         return self._by_id.get(half_id)
 
     def view_of(self, half: PoolHalf) -> torch.Tensor | None:
-        """The half in its storage; None if that is gone, or no graph writes it in place."""
-        place = half.place
-        for storage in self._storages.values():
-            if storage.halves.get(place) is half:
-                memory = torch.UntypedStorage._new_with_weak_ptr(storage.reference.cdata)
-                if memory is None:
-                    return None
-                whole = torch.empty(0, dtype=place.layout.dtype, device=half.buffers.digest.device)
-                first = place.offset // place.layout.dtype.itemsize
-                return whole.set_(memory, first, place.layout.shape, place.strides)
-        return None
+        """The half in its storage, or in the tensor that was returned last; None if that is gone."""
+        kept = (s.reference for s in self._storages.values() if s.halves.get(half.place) is half)
+        reference, place = half.latest or (next(kept, None), half.place)
+        memory = None if reference is None else torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        if memory is None:
+            return None
+        whole = torch.empty(0, dtype=place.layout.dtype, device=half.buffers.digest.device)
+        first = place.offset // place.layout.dtype.itemsize
+        return whole.set_(memory, first, place.layout.shape, place.strides)
 
     def identity_of(self, half: PoolHalf) -> IdentityBuffers | None:
         """Who is in the slots of a half's slot space, if one of its halves keeps that."""

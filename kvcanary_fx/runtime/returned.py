@@ -3,22 +3,80 @@
 Each tensor has a shadow of its own, so that a version of a cache may be used again: the same prompt, continued twice.
 The ops work on the *working* shadow of a bound call, whose memory never moves: before a call it takes what is known of
 the tensors given, after the call a copy of it is what is known of the tensors returned.
+
+Every cache that lives has a *line* of working shadows of its own, so that layers that share a graph are told apart; a
+cache that no call has returned takes the line of one that is gone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ..kernels.writes.layout import SlotLayout
 from ..passes.graph_plan import SitePlan
-from .pool_half import PoolHalf
-from .registry import PoolRegistry, Shadow
+from .pool_half import Place, PoolHalf
+from .registry import Line, PoolRegistry, ReturnedSite, Shadow, seeds_of
 
 #: Calls in a row with tensors that no call returned, until we say so.
 PATIENCE = 3
+
+
+class Lines:
+    """Which line of working shadows a call takes, of a graph with arguments of some shapes."""
+
+    def __init__(self, plans: Sequence[tuple[SitePlan, int]], registry: PoolRegistry, args: Sequence[Any]):
+        """
+        Args:
+            plans: the sites with an output, each with its layer's number.
+        """
+        self._registry = registry
+        self._sites = [ReturnedSite(plan, _place(plan.view(args), plan), number) for plan, number in plans]
+        inside = [site.place.offset - _first_byte(args[site.plan.argument]) for site in self._sites]
+        self._keys = [
+            [_key(seeds_of(site.plan, site.number), site.place.layout, first, named) for named in (True, False)]
+            for site, first in zip(self._sites, inside, strict=True)
+        ]
+
+    def of(self, args: Sequence[Any]) -> Line:
+        """The line of the call that returned one of the tensors given; else one that nobody uses.
+
+        Raises:
+            CaptureError: there is none, and a CUDA graph is being captured.
+        """
+        named = [(s.place, s.number, s.plan.layer, s.plan.label, s.plan.pool) for s in self._sites]
+        line_key = (threading.get_ident(), args[self._sites[0].plan.argument].device, *named)
+        for site, keys in zip(self._sites, self._keys, strict=True):
+            storage = self._registry.known(args[site.plan.argument])
+            known = [] if storage is None else [storage.shadows[key] for key in keys if key in storage.shadows]
+            for shadow in known:
+                if shadow.line.key == line_key:
+                    return shadow.line
+        free = self._registry.free_line(line_key)
+        return free or self._registry.new_line(line_key, [s.plan.view(args) for s in self._sites], self._sites)
+
+
+def _place(view: torch.Tensor, plan: SitePlan) -> Place:
+    layout = SlotLayout(tuple(view.shape), plan.slot_axes, view.dtype, plan.paged)
+    return Place(int(view.storage_offset()) * view.element_size(), tuple(view.stride()), layout)
+
+
+def _key(seeds: tuple[int, int], layout: SlotLayout, inside: int, named: bool) -> tuple[object, ...]:
+    """What tells a half from others in a tensor's storage; digests of other seeds say nothing there.
+
+    Args:
+        inside: bytes from the tensor's first to the half's first.
+        named: it is known who is in the slots.
+    """
+    return seeds, layout, inside, named
+
+
+def _first_byte(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 @dataclasses.dataclass
@@ -27,6 +85,7 @@ class _Site:
 
     plan: SitePlan
     half: PoolHalf
+    inside: int  # bytes from the tensor's first to the half's first
     given: int = 0  # tensors in a row that no call returned
 
     def memory(self) -> list[torch.Tensor]:
@@ -35,25 +94,32 @@ class _Site:
         own = [] if identity is None else [identity.tokens, identity.positions, identity.chain]
         return [buffers.digest, buffers.rows, *own]
 
-    def key(self, tensor: torch.Tensor) -> tuple[object, ...]:
-        """What tells this half from others in a tensor's storage; digests of other seeds say nothing here."""
-        place = self.half.place
-        inside = place.offset - int(tensor.storage_offset()) * tensor.element_size()
-        return (self.half.seeds, place.layout, inside, self.half.identity is not None)
+    def key(self) -> tuple[object, ...]:
+        """What tells this half from others in a tensor's storage."""
+        return _key(self.half.seeds, self.half.place.layout, self.inside, self.half.identity is not None)
+
+    def place_in(self, tensor: torch.Tensor) -> Place:
+        """Where the half is in a tensor that was returned, of the strides of the one that was given."""
+        return dataclasses.replace(self.half.place, offset=_first_byte(tensor) + self.inside)
 
 
 class ReturnedCaches:
     """The caches of one bound call that its graph returns."""
 
-    def __init__(self, sites: Sequence[tuple[SitePlan, PoolHalf]], registry: PoolRegistry, args: Sequence[Any]):
+    def __init__(self, plans: Sequence[SitePlan], line: Line, registry: PoolRegistry, args: Sequence[Any]):
         """
         Args:
-            sites: those of the graph with an output.
+            plans: the sites of the graph with an output.
             args: the graph's arguments, of the shapes that all calls bound to this have.
         """
-        self._registry = registry
-        self._sites = [_Site(plan, half) for plan, half in sites]
-        self._keys = [site.key(args[site.plan.argument]) for site in self._sites]
+        self._registry, self._line = registry, line
+        given = [args[plan.argument] for plan in plans]
+        self._sites = [
+            _Site(plan, half, half.place.offset - _first_byte(tensor))
+            for plan, half, tensor in zip(plans, line.halves, given, strict=True)
+        ]
+        self._keys = [site.key() for site in self._sites]
+        self._strides = [tensor.stride() for tensor in given]
 
     def load(self, args: Sequence[Any]) -> bool:
         """Take what is known of the tensors given; whether something else may have written to one of them."""
@@ -77,15 +143,18 @@ class ReturnedCaches:
 
     def store(self, outputs: Sequence[Any]) -> None:
         """What the call left in the working shadows is what is known of the tensors that it returned."""
-        for site, key in zip(self._sites, self._keys, strict=True):
+        for site, key, strides in zip(self._sites, self._keys, self._strides, strict=True):
             assert site.plan.output is not None
             tensor = outputs[site.plan.output]
             storage = self._registry.storage_of(tensor)
             shadow = storage.shadows.get(key)
             if shadow is None:
-                storage.shadows[key] = Shadow(site.half, [t.clone() for t in site.memory()])
+                storage.shadows[key] = Shadow(self._line, site.half, [t.clone() for t in site.memory()])
             else:  # a graph that reads the tensor may be bound to this memory
                 torch._foreach_copy_(shadow.memory, site.memory())
+                shadow.line, shadow.half = self._line, site.half
+            same = tensor.stride() == strides
+            site.half.latest = (storage.reference, site.place_in(tensor)) if same else None
             storage.version = None if tensor.is_inference() else tensor._version
 
     def copied(self) -> list[str]:

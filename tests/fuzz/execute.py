@@ -357,8 +357,6 @@ class Run:
                 raise WrongPlace(f"{told}; wrong are {sorted(map(dataclasses.astuple, may))}")
             name = (violation.layer, violation.half, violation.pool)
             layers = {c.layer for c in hit} & self.named.setdefault(name, {c.layer for c in hit})
-            if not layers and self.names.in_turn(meant):
-                layers = {c.layer for c in hit}
             if not layers or not self.names.precise(violation, meant):
                 raise WrongPlace(f"{told}; does not say which layer or half")
             self.named[name] = layers

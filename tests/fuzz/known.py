@@ -31,12 +31,6 @@ KNOWN: dict[str, Callable[[Program], bool]] = {
     "a tensor of all layers, in graphs of one layer that do not show its slots: names, and a latent": lambda p: (
         p.one_tensor and p.sizes.layers > 1 and _graphs_of_one_layer(p) and p.idiom in UNSHOWN
     ),
-    "a loop over rows, of a tensor that holds several halves, after a legal change": lambda p: (
-        p.idiom in _BY_ROW and p.layout.packing != "pair" and _has(p, *_LEGAL)
-    ),
-    "returned caches in graphs of one layer each: K and V of one slot swapped in one layer": lambda p: (
-        p.way.unit == "new" and p.sizes.layers > 2 and _graphs_of_one_layer(p) and _has(p, "swap")
-    ),
     "an op returns the cache: attention does not show K and V, where names do not": lambda p: (
         p.idiom == "new_of_an_op" and p.container == "columns" and p.loop
     ),

@@ -68,10 +68,6 @@ class Names:
         of_heads = {cell.row * heads + head for head in range(heads)}
         return {"bsf": {cell.row}, "bhsd": of_heads}.get(program.layout.family, set())
 
-    def in_turn(self, meant: set[Cell]) -> bool:
-        """Whether one name means several layers in turn: they share a graph that returns their caches."""
-        return self.program.way.unit == "new" and len({cell.layer for cell in meant}) > 1
-
     def _labelled(self, label: str) -> set[int]:
         """The halves that may be called K, V or KV.
 

@@ -242,6 +242,37 @@ def test_caches_in_attributes_and_lists(name):
     assert [(v.check, v.pool, v.row, v.index) for v in caught.value.violations] == [("content", name, 0, 1)]
 
 
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_a_token_changed_in_one_of_several_layers_that_share_a_graph(damaged):
+    """Seen: one working shadow served all layers, so that what one of them showed looked like a prompt in all."""
+
+    def layer(x, kc, vc, pos):
+        kc, vc = kc.index_copy(0, pos, x), vc.index_copy(0, pos, x + 1)
+        return x + torch.tanh(kc.mean(0, True) + vc.mean(0, True)), kc, vc
+
+    backend = CanaryBackend(CanaryConfig(inner="eager", mode="log"))
+    run = torch.no_grad()(torch.compile(layer, backend=backend, fullgraph=True))
+    caches = [(torch.zeros(S, H, D), torch.zeros(S, H, D)) for _ in range(3)]
+
+    def step(position: int) -> None:
+        x = torch.randn(1, H, D)
+        for n, (keys, values) in enumerate(caches):
+            x, *caches[n] = run(x, keys, values, torch.tensor([position]))
+
+    for position in range(4):
+        step(position)
+    for half in (half for pair in caches for half in pair):  # a prompt from outside, in all layers
+        half[:4] = torch.randn(4, H, D)
+    step(4)
+    assert backend.session.violations() == []
+    for half in caches[damaged]:
+        half[1] = half[3]  # a stray copy of K and V, by an op that counts
+    step(5)
+    number = f" #{damaged + 1}" if damaged else ""
+    told = [(v.pool, v.half, v.slot) for v in backend.session.violations()]
+    assert told == [("kc" + number, "K", 1), ("vc" + number, "V", 1)]
+
+
 def test_threads_have_chains_of_their_own():
     backend = CanaryBackend(CanaryConfig(inner="eager"))
     first = Chain(attention(index_copy))
