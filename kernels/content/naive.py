@@ -137,9 +137,8 @@ def verify(
         shifted = _is_shifted(site, slot, first)
         turn = site.space is not None or (slot + int(site.gate[Gate.STEP])) % every == 0
         rewritten = coming is not None and int(site.control.stamps[0, slot]) == _epoch(site, coming)
-        if not (now or turn or rewritten or (lenient and shifted)):
-            continue
-        if own_rows and first is not None and int(first[slot // site.layout.positions]) == NOT_WRITTEN:
+        due = now or turn or rewritten or (lenient and shifted)
+        if not due or (own_rows and _is_of_others(site, slot, first)):
             continue
         site.counters[Count.CHECKED] += 1
         found = digest_of(site, row_bytes(site, view, slot))
@@ -165,6 +164,10 @@ def _is_lost(site: Site, space: SlotSpace, slot: int, in_flight: bool) -> bool:
 
 def _is_planned(space: SlotSpace, slot: int) -> bool:
     return 0 <= int(space.planned[slot]) + int(space.epoch()) < 1 << 32
+
+
+def _is_of_others(site: Site, slot: int, first: torch.Tensor | None) -> bool:
+    return first is not None and int(first[slot // site.layout.positions]) == NOT_WRITTEN
 
 
 def _is_shifted(site: Site, slot: int, first: torch.Tensor | None) -> bool:

@@ -152,7 +152,9 @@ def rows_apart(q, k, v):
 
 
 @pytest.mark.parametrize("attention", [fused, rows_apart], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("write", [by_index_copy, by_index, by_slice, by_index_of_a_turned_row], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "write", [by_index_copy, by_index, by_slice, by_index_of_a_turned_row], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_sequences_that_are_written_one_by_one(batch, write, attention):
     """With a prompt that eager code wrote: each row of it is adopted, and guarded from then on."""
