@@ -61,8 +61,8 @@ def destinations(write: KVWrite, found: Accesses, reads: AttentionReads) -> list
         return [Destination(region, None) for region in _opaque_regions(write, found, reads)]
     if write.flat is not None:
         return [Destination(Region(write.region), [Full()] * view.dim())]
-    selection = [Full()] * view.dim() if write.selection is None else write.selection
-    node, selection, turned = _with_rows(write.region, selection, found, reads, _may_turn(write, selection, found))
+    given: Selection = [Full()] * view.dim() if write.selection is None else write.selection
+    node, selection, turned = _with_rows(write.region, given, found, reads, _may_turn(write, given, found))
     source, constant = reads.source_of(node), [a for a, p in enumerate(selection) if _is_constant(p)]
     rows = {a for a in constant if reads.is_row_axis(source, a)}
     tokens = {a for a in constant if reads.is_token_axis(source, a)}

@@ -280,8 +280,7 @@ def record_changed(site: Site, view: torch.Tensor, planned: torch.Tensor | None 
     for slot in range(site.layout.slots):
         data = row_bytes(site, view, slot)
         found = digest_of(site, data)
-        stored = int(site.half.digest[0, slot])
-        again = planned is None and stored not in (0, found[0])
+        again = planned is None and int(site.half.digest[0, slot]) not in (0, found[0])
         if found[0] == int(site.half.baseline[slot]) and not again:
             continue
         if planned is not None and not bool(planned[slot]):
