@@ -2,7 +2,7 @@
 
 What torch says in public about these is either global, where a thread has to know of itself, or only in its logs.
 
-Seen on torch 2.11 and 2.13:
+Seen on the versions of torch that pyproject.toml allows, or from the one that is named:
 
 * ``TracingContext`` belongs to a thread, and is set while it is in Dynamo, in AOTAutograd or in non-strict export.
   ``torch.compiler.is_compiling()`` is true in every thread while any of them compiles (2.13).

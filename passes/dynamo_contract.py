@@ -1,6 +1,6 @@
 """The private contracts between Dynamo, AOTAutograd and a graph, all in this file, each pinned by a test.
 
-Seen on torch 2.11 and 2.13:
+Seen on the versions of torch that pyproject.toml allows:
 
 * A module of a graph has a class of its own, named ``GraphModuleImpl``; the class that was asked for is its base.
 * Dynamo reads the placeholders' metadata of *its* graph again after the backend returned, so a pass

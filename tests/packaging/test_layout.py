@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,14 @@ def files_of(package: Path) -> set[str]:
 def test_every_file_is_packaged():
     """Run against what pip installed: a room that pyproject.toml does not list would not be there."""
     assert files_of(Path(kvcanary_fx.__file__).parent) == files_of(ROOT / "kvcanary_fx")
+
+
+@checkout
+def test_readme_says_the_versions_of_torch_that_are_installed():
+    bounds = re.search(r'"torch>=(\d+\.\d+),<(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert bounds is not None
+    first, major, after = bounds.groups()
+    assert f"torch {first} to {major}.{int(after) - 1}," in (ROOT / "README.md").read_text()
 
 
 def test_version_is_said_once():

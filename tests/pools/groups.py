@@ -32,9 +32,17 @@ class Work:
 
 
 class Group:
-    """Layers with one slot per token, in slots of their own; the kinds below differ from it."""
+    """Layers with one slot per token, in slots of their own; the kinds below differ from it.
 
-    field = "slots"  # of the batch
+    Attributes:
+        field: of the batch, with its slots.
+        namespaced: tokens of a request after which a wrong namespace shows.
+        slot_per_token: every token of the batch has a slot.
+    """
+
+    field = "slots"
+    namespaced = 3
+    slot_per_token = True
 
     def __init__(self, name: str, form: str, layers: int = LAYERS, **declared: Any):
         self.name, self.form, self.declared = name, FORMS[form], declared
@@ -99,6 +107,15 @@ class Group:
         """A slot that the next forward reads, and that is not its last."""
         return int(self.table[row, total - 2])
 
+    def columns(self, total: int) -> tuple[int, int]:
+        """``(column of an entry that the next forward reads, column of another one)`` of a request's row."""
+        width = self.table.shape[1]
+        return (total - 2) % width, (total - 3) % width
+
+    def unused(self) -> int:
+        """A slot that nobody has."""
+        return self.free[-1]
+
     def sub_batch(self, work: Work, row: int, owner: str) -> Batch | None:
         return None
 
@@ -131,6 +148,12 @@ class Pages(Group):
     def live(self, row: int, total: int) -> int:
         position = total - 2
         return int(self.table[row, position // PAGE]) * PAGE + position % PAGE
+
+    def columns(self, total: int) -> tuple[int, int]:
+        return (total - 2) // PAGE, 0
+
+    def unused(self) -> int:
+        return self.free[-1] * PAGE
 
 
 class Mapped(Group):
@@ -222,6 +245,9 @@ class Neighbour(Group):
 class Compressed(Group):
     """One slot for ``ratio`` tokens, written when the last of them is."""
 
+    namespaced = 8
+    slot_per_token = False
+
     def __init__(self, name: str, form: str, ratio: int, **declared: Any):
         self.field, self.ratio = f"{name}_slots", ratio
         super().__init__(name, form, tokens_per_slot=ratio, **declared)
@@ -240,9 +266,14 @@ class Compressed(Group):
     def live(self, row: int, total: int) -> int:
         return int(self.table[row, 0])
 
+    def columns(self, total: int) -> tuple[int, int]:
+        return 0, 1
+
 
 class State(Group):
     """One slot for a request's recurrent state."""
+
+    namespaced = 1
 
     def __init__(self, name: str, form: str, **declared: Any):
         super().__init__(name, form, state=True, **declared)
@@ -280,6 +311,9 @@ class Cross(Group):
 
     def live(self, row: int, total: int) -> int:
         return int(self.table[row, 1])
+
+    def columns(self, total: int) -> tuple[int, int]:
+        return 1, 2
 
     def sub_batch(self, work: Work, row: int, owner: str) -> Batch | None:
         tokens = [100 + row + i for i in range(self.length)]

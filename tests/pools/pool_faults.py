@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-from forms import PAGE
-from groups import Compressed, Cross, Group, Mapped, Pages, State
+from groups import Cross, Group, Mapped, State
 from rig import Rig
 
 from kvcanary_fx import Violation
@@ -57,11 +56,6 @@ def flip_and_sweep(rig: Rig, group: Group) -> list[Told]:
     return [Told("content", slot)]
 
 
-def _unused(group: Group) -> int:
-    last = group.free[-1]
-    return last * PAGE if isinstance(group, Pages) else last
-
-
 def _write_next(rig: Rig, group: Group, **faults: object) -> list[int]:
     """Forwards with faults until the group has written a slot; the slots planned for it."""
     planned: list[int] = []
@@ -70,7 +64,7 @@ def _write_next(rig: Rig, group: Group, **faults: object) -> list[int]:
         if name != group.name or not any(slots):
             return slots
         planned.extend(s for s in slots if s)
-        return [_unused(group) if s else s for s in slots] if faults.get("misdirect") else slots
+        return [group.unused() if s else s for s in slots] if faults.get("misdirect") else slots
 
     rest = {k: v for k, v in faults.items() if k != "misdirect"}
     if isinstance(group, Cross):
@@ -117,14 +111,7 @@ def reuse(rig: Rig, group: Group) -> list[Told]:
 
 def _entry(rig: Rig, group: Group) -> tuple[torch.Tensor, int, int]:
     """``(row of the table, column of an entry that is read, column of another one)``."""
-    row, last = group.table[rig.row("A")], rig.stored["A"] - 2
-    if isinstance(group, Pages):
-        return row, last // PAGE, 0
-    if isinstance(group, Compressed):
-        return row, 0, 1
-    if isinstance(group, Cross):
-        return row, 1, 2
-    return row, last % row.shape[0], (last - 1) % row.shape[0]
+    return group.table[rig.row("A")], *group.columns(rig.stored["A"])
 
 
 def misread(rig: Rig, group: Group) -> list[Told]:
@@ -169,8 +156,7 @@ def foreign_history(rig: Rig, group: Group) -> list[Told]:
 
 def foreign_namespace(rig: Rig, group: Group) -> list[Told]:
     """The prefix was written for another adapter."""
-    start = 1 if isinstance(group, State) else PREFILL - 1 if isinstance(group, Compressed) else 3
-    for _ in range(start):  # a prefill of another length would be another graph
+    for _ in range(group.namespaced):  # a prefill of another length would be another graph
         rig.run("A")
     rig.run("A", namespaces=[7])
     return [Told("namespace")]

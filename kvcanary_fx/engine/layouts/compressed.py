@@ -33,11 +33,20 @@ class Compressed(FewerTokens):
         return (position + 1) * self._ratio - 1
 
     def completed(self, plan: RequestPlan, prefix: torch.Tensor, extend: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        before = prefix // self._ratio
-        return before, torch.where(counted_requests(plan), (prefix + extend) // self._ratio - before, 0)
+        before = self.slots_in(prefix)
+        return before, torch.where(counted_requests(plan), self.slots_in(prefix + extend) - before, 0)
 
     def completing(self, number: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         return (number + 1) * self._ratio - 1
+
+    def number_of(self, position: torch.Tensor) -> torch.Tensor:
+        return position // self._ratio
+
+    def slots_in(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens // self._ratio
+
+    def in_history(self) -> slice:
+        return slice(self._ratio - 1, None, self._ratio)
 
     def entries(self, start: int, stop: int) -> list[int | None]:
         return [None if (p + 1) % self._ratio else p // self._ratio for p in range(start, stop)]

@@ -54,6 +54,18 @@ class FewerTokens(Layout):
         """
         raise NotImplementedError
 
+    def number_of(self, position: torch.Tensor) -> torch.Tensor:
+        """The number of the slot that tokens at these positions complete."""
+        return position
+
+    def slots_in(self, tokens: torch.Tensor) -> torch.Tensor:
+        """How many slots as many tokens of a request complete."""
+        return tokens
+
+    def in_history(self) -> slice:
+        """Which of a request's tokens complete a slot."""
+        return slice(None)
+
     def slots_of(self, plan: RequestPlan, request: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
         """The slots that are completed, int64 ``[n]``.
 
@@ -72,7 +84,6 @@ class FewerTokens(Layout):
     def narrowed(self, place: int, plan: RequestPlan, view: StepView) -> RequestPlan:
         if not plan.rows.shape[0] or not plan.slots.shape[0]:
             return plan
-        per_slot = self.declared.tokens_per_slot
         prefix, extend = plan.prefix_lens.to(torch.int64), plan.extend_lens.to(torch.int64)
         before, added = self.completed(plan, prefix, extend)
         request, taken = self._taken(plan.slots.shape[0], prefix, extend, before, added)
@@ -84,13 +95,13 @@ class FewerTokens(Layout):
             "taken": taken,
         }
         if plan.positions is not None:
-            fields["positions"] = plan.positions[taken] // per_slot
+            fields["positions"] = self.number_of(plan.positions[taken])
         if plan.history_lens is not None and plan.history is not None:
-            fields["history_lens"] = plan.history_lens // per_slot
+            fields["history_lens"] = self.slots_in(plan.history_lens)
         kept: dict[str, Any] = {field: keep(view, field, place, value) for field, value in fields.items()}
         counts = getattr(view, _name("counts", place))[0]
         counts.copy_(torch.stack((plan.counts[0], added.sum(), plan.counts[2])))
-        history = None if plan.history is None else plan.history[:, per_slot - 1 :: per_slot]
+        history = None if plan.history is None else plan.history[:, self.in_history()]
         # other tokens end elsewhere: in memory shared with the batch's plan, the pool walked last would leave its own
         ends = getattr(view, _name("ends", place))
         return dataclasses.replace(plan, counts=counts, history=history, ends=ends, **kept)
