@@ -7,11 +7,9 @@ the last call is kept: usually nothing has changed.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,33 +21,16 @@ from ..kernels.content.digest import coefficients
 from ..kernels.context import ForwardContext
 from ..kernels.ring import Control, Word
 from ..passes.graph_plan import GraphPlan
+from .bound_call import BoundCall
 from .companions import ONE_LAYER, Call
 from .pool_half import PoolHalf
 from .reading import Seen, seen_halves
 from .registry import Line, PoolRegistry, Storage
 from .returned import Lines, ReturnedCaches
+from .steady import SteadyCall
 
 #: Caches that one graph keeps a binding for.
 MAX_BINDINGS = 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class BoundCall:
-    """The sites of a graph, bound to the caches of a call."""
-
-    context: ForwardContext
-    halves: tuple[PoolHalf, ...]
-    storages: tuple[tuple[Storage, int, str], ...]  # each with the argument it came from and a pool's name
-    opaque: bool  # the graph has attention that finds an engine's pools by itself
-    returned: ReturnedCaches | None = None
-    written: frozenset[int] = frozenset()  # ids of the storages that the graph writes
-    seen: tuple[PoolHalf, ...] = ()  # of other graphs, checked in what this one reads
-    layer: Call | None = None  # what it records, of a graph that sees one layer
-
-    @functools.cached_property
-    def ids(self) -> frozenset[int]:
-        """The ids of the halves that are checked."""
-        return frozenset(half.id for half in (*self.halves, *self.seen))
 
 
 class GraphBinding:
@@ -69,20 +50,18 @@ class GraphBinding:
         self._returned = sorted({s.argument for s in plan.sites if s.output is not None})
         self._lines: dict[tuple[Any, ...], Lines] = {}
         self._bound: dict[tuple[Any, ...], BoundCall] = {}
+        self._steady: dict[int, SteadyCall] = {}  # by the number of the first cache that the call is given
         self._generation = registry.generation
 
-    @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
-        """Around each call, of whatever thread."""
-        self._count(0)
-        try:
-            yield
-        finally:
-            self._count(1)
-
-    def _count(self, which: int) -> None:
+    def begin(self) -> None:
+        """A call begins, of whatever thread."""
         with self._traffic:
-            self._entries[which] += 1
+            self._entries[0] += 1
+
+    def end(self) -> None:
+        """A call ends, whether well or not."""
+        with self._traffic:
+            self._entries[1] += 1
 
     def calls(self) -> tuple[int, int]:
         """``(begun, ended)`` so far.  Equal, no thread is in the graph."""
@@ -102,6 +81,25 @@ class GraphBinding:
                 missing.append(f"record {site.name}")
         return missing or ["identify"]
 
+    def steady(self, args: Sequence[Any]) -> SteadyCall | None:
+        """The call of the same tensors before, if nothing has written to them since; None: look at everything."""
+        if not self._arguments or self._generation != self._registry.generation:
+            return None
+        last = self._steady.get(id(args[self._arguments[0]]))
+        return last if last is not None and last.fits(args) else None
+
+    def keep(self, call: BoundCall, args: Sequence[Any]) -> None:
+        """Call ``call`` again when the same tensors come; it has run, and what it wrote is noted."""
+        if not self._arguments or call.returned is not None or self._registry.shadows_copied:
+            return
+        if len(self._steady) >= MAX_BINDINGS:
+            self._steady.clear()
+        self._steady[id(args[self._arguments[0]])] = SteadyCall(call, self._arguments, args)
+
+    def _drop(self) -> None:
+        self._bound.clear()
+        self._steady.clear()
+
     def bind(self, args: Sequence[Any], capturing: bool, abort: Callable[[], None] | None) -> BoundCall:
         """The sites bound to the tensors in ``args``.
 
@@ -109,7 +107,7 @@ class GraphBinding:
         by itself, so bindings are kept until a cache among them dies.
         """
         if self._generation != self._registry.generation or len(self._bound) >= MAX_BINDINGS:
-            self._bound.clear()
+            self._drop()
         key = (capturing, *[_identity(args[i]) for i in self._arguments])
         line = None
         if self._returned:  # another tensor each time
@@ -121,7 +119,7 @@ class GraphBinding:
             with torch.inference_mode(False):  # its memory is written outside of that mode as well
                 call = self._bind(args, capturing, abort, line)
             if self._registry.generation != before:  # other calls of this graph may be bound to what is gone
-                self._bound.clear()
+                self._drop()
             self._bound[key], self._generation = call, self._registry.generation
         return call
 

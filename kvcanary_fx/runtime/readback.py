@@ -1,38 +1,153 @@
-"""Knowing that a device has something to report, without waiting for the device."""
+"""Knowing that a device has something to report, without waiting for the device.
+
+What is read is a few words: they are copied into pinned memory that is made once, and an event tells when they are
+there.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+
 import torch
 
+from ..kernels.buffers import Gate
 from ..kernels.ring import Word
-from .binding import Controls
+from .binding import Controls, GraphBinding
+
+
+class Words:
+    """Small int64 tensors of one device, on their way to the host."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self._tensors, self._device = tensors, tensors[0].device
+        self._lists: list[list[int]] = []
+        self._pinned: list[torch.Tensor] = []
+        if self._device.type == "cuda":
+            with torch.inference_mode(False):  # else it could not be written outside of that mode
+                sizes = [t.numel() for t in tensors]
+                room = torch.empty(sum(sizes), dtype=torch.int64, device="cpu", pin_memory=True)
+                self._pinned = list(room.split(sizes))
+            self._event = torch.cuda.Event()
+
+    def start(self) -> None:
+        """Read them once all that the device was given so far has run; on the CPU, now."""
+        if not self._pinned:
+            self._lists = [t.tolist() for t in self._tensors]
+            return
+        for pinned, tensor in zip(self._pinned, self._tensors, strict=True):
+            pinned.copy_(tensor, non_blocking=True)
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def arrived(self) -> bool:
+        """Whether what was started last is there."""
+        return not self._pinned or self._event.query()
+
+    def wait(self) -> None:
+        """Until it is there."""
+        if self._pinned:
+            self._event.synchronize()
+
+    def read(self) -> list[list[int]]:
+        """The words of each tensor, once they are there."""
+        return [pinned.tolist() for pinned in self._pinned] if self._pinned else self._lists
 
 
 class Poll:
-    """Copies of the rings' counters on their way to the host, one per device at a time."""
+    """The rings' counters of all devices, for who has no graph of ours to ask."""
 
     def __init__(self, controls: Controls):
         self._controls = controls
-        self._copies: dict[torch.device, tuple[torch.Tensor, torch.cuda.Event]] = {}
+        self._copies: dict[torch.device, Words] = {}
 
     def news(self) -> bool:
         """Whether some ring had unread rows when its counters were last copied; starts the next copies."""
         found = False
         for device, control in self._controls.by_device.items():
-            if device.type != "cuda":
-                found |= _unread(control.words)
-                continue
             copy = self._copies.get(device)
-            if copy is not None and not copy[1].query():
+            if copy is None:
+                copy = self._copies[device] = Words([control.words])
+            elif not copy.arrived():
                 continue  # still on its way
-            found |= copy is not None and _unread(copy[0])
-            pinned = torch.empty(control.words.shape, dtype=control.words.dtype, device="cpu", pin_memory=True)
-            event = torch.cuda.Event()
-            pinned.copy_(control.words, non_blocking=True)
-            event.record(torch.cuda.current_stream(device))
-            self._copies[device] = (pinned, event)
+            elif device.type == "cuda":
+                found |= _unread(copy.read()[0])
+            copy.start()
+            if device.type != "cuda":
+                found |= _unread(copy.read()[0])
         return found
 
 
-def _unread(words: torch.Tensor) -> bool:
-    return bool(words[Word.HEAD] != words[Word.DRAINED])
+def _unread(words: Sequence[int]) -> bool:
+    return words[Word.HEAD] != words[Word.DRAINED]
+
+
+class Readback:
+    """The few words that say whether the calls of a graph went well.  Of one thread.
+
+    Attributes:
+        binding: the graph.
+        under_way: started, and not looked at since.
+        at_once: there is no device to wait for.
+        alone: no thread was in the graph while they were read: one in the middle of it has run some of the ops.
+    """
+
+    def __init__(self, binding: GraphBinding, controls: Controls):
+        self.binding = binding
+        self._words = [Words([controls(device).words, gate]) for device, gate in binding.gates.items()]
+        self.at_once = all(device.type != "cuda" for device in binding.gates)
+        self.under_way = self.alone = False
+        self._forgiven = 0  # ops that failed calls did not run, by then
+        self._lists: list[list[list[int]]] = []  # per device: the control's words, the graph's gate
+
+    def start(self) -> None:
+        """Read all that the calls so far leave behind."""
+        binding = self.binding
+        binding.settle()
+        self._forgiven = binding.forgiven
+        begun, ended = calls = binding.calls()
+        for words in self._words:
+            words.start()
+        self.alone = begun == ended and not binding.unsettled and binding.calls() == calls
+        self.under_way = True
+
+    def arrived(self) -> bool:
+        """Whether it can be looked at without waiting."""
+        return self.at_once or all(words.arrived() for words in self._words)
+
+    def wait(self) -> None:
+        """Until it can be looked at."""
+        for words in self._words:
+            words.wait()
+
+    def take(self) -> bool:
+        """Look at it; whether a ring has rows that nobody read."""
+        self.under_way = False
+        self._lists = [words.read() for words in self._words]
+        return any(_unread(words) for words, _ in self._lists)
+
+    def complete(self) -> bool:
+        """Whether every inserted op ran in every call so far."""
+        steps = ran = 0
+        for _, gate in self._lists:
+            steps = max(steps, gate[Gate.STEP])
+            ran += gate[Gate.OPS]
+        return steps > 0 and ran + self._forgiven == steps * self.binding.plan.ops
+
+
+class Readbacks(threading.local):
+    """The read-backs of the thread that asks: none waits for another's."""
+
+    def __init__(self, controls: Controls):
+        self._controls = controls
+        self._of: dict[int, Readback] = {}
+
+    def of(self, binding: GraphBinding) -> Readback:
+        """That of one graph."""
+        found = self._of.get(id(binding))
+        if found is None:
+            found = self._of[id(binding)] = Readback(binding, self._controls)
+        return found
+
+    def under_way(self) -> list[Readback]:
+        """Those that nobody has looked at."""
+        return [readback for readback in self._of.values() if readback.under_way]

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..errors import CaptureError, ConcurrentUseError, EngineError
+from ..errors import CaptureError, EngineError
 from ..kernels.buffers import HalfBuffers, IdentityBuffers
 from ..kernels.content.digest import seeds
 from ..kernels.writes.layout import SlotLayout
@@ -119,25 +119,6 @@ class Storage:
     watched: bool = False  # a graph reads what others record in it
     version: int | None = None  # of the pool tensor after our last call; None before, or if it keeps none
     suspects: set[int] = dataclasses.field(default_factory=set)  # ids of halves not checked since something else wrote
-    user: int | None = None  # ident of the thread that is in a forward over it
-    depth: int = 0
-
-    def enter(self, name: str) -> None:
-        """Mark this storage as in use by the calling thread.
-
-        Raises:
-            ConcurrentUseError: another thread is inside a forward over it.
-        """
-        me = threading.get_ident()
-        if self.user is not None and self.user != me:
-            owner = next((t.name for t in threading.enumerate() if t.ident == self.user), "that has ended")
-            raise ConcurrentUseError(name, owner)
-        self.user, self.depth = me, self.depth + 1
-
-    def leave(self) -> None:
-        self.depth -= 1
-        if self.depth <= 0:
-            self.user, self.depth = None, 0
 
 
 class PoolRegistry:
@@ -151,6 +132,7 @@ class PoolRegistry:
         self._lines: dict[object, list[Line]] = {}
         self._next_id = 0
         self.lost: list[str] = []  # pools that graphs cut in ways of which none could be translated
+        self.shadows_copied = False  # a graph returns its caches: what is known of a tensor may be a copy
         self.generation = 0  # changes when a half is dropped, so that kept bindings are made anew
         self._lock = threading.Lock()
 
@@ -206,6 +188,12 @@ class PoolRegistry:
             line = Line(key, tuple(halves))
             self._lines.setdefault(key, []).append(line)
         return line
+
+    def copies_shadows(self) -> None:
+        """A graph returns its caches, so that from here on what is known of a tensor may be a copy."""
+        if not self.shadows_copied:
+            self.shadows_copied = True
+            self.generation += 1
 
     def records(self, tensor: torch.Tensor) -> bool:
         """Whether a graph records bytes of a tensor's storage: it writes them, or has returned the tensor."""

@@ -113,6 +113,7 @@ class ReturnedCaches:
             args: the graph's arguments, of the shapes that all calls bound to this have.
         """
         self._registry, self._line = registry, line
+        registry.copies_shadows()
         given = [args[plan.argument] for plan in plans]
         self._sites = [
             _Site(plan, half, half.place.offset - _first_byte(tensor))

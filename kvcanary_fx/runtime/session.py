@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +13,20 @@ import torch
 from ..config import ENGINE_CHECKS, CanaryConfig
 from ..errors import CanaryError, MissedChecksError, RecompileLimitError
 from ..kernels.buffers import Count, Gate
-from ..kernels.context import ForwardContext, forward_context
+from ..kernels.context import ForwardContext, publish, withdraw
 from ..kernels.ring import UNKNOWN, Control, Ring, Word
 from ..passes.graph_plan import GraphPlan
 from ..reports import summary
 from ..reports.log import ViolationLog
 from ..reports.violation import HalfInfo, KVCacheViolation, Violation, decode
 from .adoption import judge
-from .binding import BoundCall, Controls, GraphBinding
-from .companions import Turns
+from .binding import Controls, GraphBinding
+from .bound_call import BoundCall
+from .companions import Call, Turns
 from .pace import Pace
-from .registry import PoolRegistry, Storage
+from .readback import Readback, Readbacks
+from .registry import PoolRegistry
+from .users import Users
 
 #: A cache that was dropped before its violations were read.
 _GONE = HalfInfo(-1, "?", "?", "a cache that is gone", None, 1)
@@ -74,7 +76,8 @@ class CanarySession:
         self._adopted_slots = 0
         self._warned: set[str] = set()
         self._turns = Turns()
-        self._pending: list[_Readback] = []
+        self._users = Users()
+        self._readbacks = Readbacks(self.controls)
         self._lock = threading.RLock()
 
     # ---- compile time
@@ -110,53 +113,81 @@ class CanarySession:
             ConcurrentUseError: another thread is in a forward over one of the caches.
             CaptureError: a CUDA graph is being captured over a cache that was never seen.
         """
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        abort = self._abort if self.config.mode == "raise" and binding.plan.devices[0].type == "cpu" else None
-        call = binding.bind(args, capturing, abort)
-        with self._inside_of(call), forward_context(self._context_of(call)), binding.inside():
-            self.calls += 1
-            try:
-                if not capturing:
-                    self._take_turn(call)
-                    self._note_outside_writes(binding, call, args)
-                elif call.returned is not None:
-                    self.lose_coverage(f"{binding.plan.name}: caches that it returns are not guarded in a CUDA graph")
-                out = compiled(*args, *binding.states)
-            except BaseException as e:  # Ctrl-C as well: what it kept from running is not missing
-                self._turns.forget()
-                self._after_failure(binding, e)
-                raise
-        if not capturing:
-            self._remember_versions(call, args)
-            if call.returned is not None:
-                call.returned.store(out)
-            try:
-                self._after(binding)
-            except RuntimeError as e:  # what ran on the device failed, and this is where it shows
-                self._after_failure(binding, e)
-                raise
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return self._run_captured(binding, compiled, args)
+        steady = binding.steady(args)
+        if steady is None:
+            return self._run_anew(binding, compiled, args)
+        if not steady.counted:
+            self._be_lenient(binding)
+        out = self._enclosed(binding, steady.call, compiled, args)
+        steady.remember(args)
+        self._look_after(binding)
         return out
+
+    def _run_anew(self, binding: GraphBinding, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """The slow way: other tensors than last time, or something wrote to them."""
+        call = self._bind(binding, args, capturing=False)
+
+        def prepared(*given: Any) -> Any:
+            self._note_outside_writes(binding, call, args)
+            return compiled(*given)
+
+        out = self._enclosed(binding, call, prepared, args)
+        self._remember_versions(call, args)
+        if call.returned is not None:
+            call.returned.store(out)
+        binding.keep(call, args)
+        self._look_after(binding)
+        return out
+
+    def _run_captured(self, binding: GraphBinding, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """A call that a CUDA graph is made of: nothing is looked at, and replays run no code of ours."""
+        call = self._bind(binding, args, capturing=True)
+        if call.returned is not None:
+            self.lose_coverage(f"{binding.plan.name}: caches that it returns are not guarded in a CUDA graph")
+        return self._enclosed(binding, call, compiled, args, captured=True)
+
+    def _bind(self, binding: GraphBinding, args: Sequence[Any], capturing: bool) -> BoundCall:
+        abort = self._abort if self.config.mode == "raise" and binding.plan.devices[0].type == "cpu" else None
+        return binding.bind(args, capturing, abort)
+
+    def _enclosed(
+        self,
+        binding: GraphBinding,
+        call: BoundCall,
+        compiled: Callable[..., Any],
+        args: Sequence[Any],
+        captured: bool = False,
+    ) -> Any:
+        """The graph, with its context published, and marked as running."""
+        self._users.enter(call)
+        try:
+            published = publish(self._context_of(call))
+            binding.begin()
+            try:
+                self.calls += 1
+                try:
+                    if call.layer is not None and not captured:
+                        self._take_turn(call, call.layer)
+                    return compiled(*args, *binding.states)
+                except BaseException as e:  # Ctrl-C as well: what it kept from running is not missing
+                    self._turns.forget()
+                    self._after_failure(binding, e)
+                    raise
+            finally:
+                binding.end()
+                withdraw(published)
+        finally:
+            self._users.leave()
 
     def _context_of(self, call: BoundCall) -> ForwardContext:
         """What the ops of a call look things up in."""
         return call.context
 
-    @contextlib.contextmanager
-    def _inside_of(self, call: BoundCall) -> Iterator[None]:
-        """Mark the caches of a call as in use, and the thread as inside a guarded forward."""
-        entered: list[Storage] = []
-        try:
-            for storage, _, name in call.storages:
-                storage.enter(name)
-                entered.append(storage)
-            yield
-        finally:
-            for storage in entered:
-                storage.leave()
-
-    def _take_turn(self, call: BoundCall) -> None:
+    def _take_turn(self, call: BoundCall, layer: Call) -> None:
         """Learn which graphs of one layer make up a forward; the shortest of those seen is one."""
-        forward = self._turns.note(call.layer, self.calls) if call.layer is not None else None
+        forward = self._turns.note(layer, self.calls)
         if forward is not None:
             for half in call.halves:
                 if half.forward is None or len(forward.calls) < len(half.forward.calls):
@@ -180,8 +211,11 @@ class CanarySession:
             # what another graph that writes here was told of may have hit our halves
             lenient = lenient or not storage.suspects.isdisjoint(call.ids)
         if lenient:
-            for gate in binding.gates.values():
-                gate[Gate.LENIENT_NEXT] = 1
+            self._be_lenient(binding)
+
+    def _be_lenient(self, binding: GraphBinding) -> None:
+        for gate in binding.gates.values():
+            gate[Gate.LENIENT_NEXT] = 1
 
     def _remember_versions(self, call: BoundCall, args: Sequence[Any]) -> None:
         for storage, argument, _ in call.storages:
@@ -190,19 +224,36 @@ class CanarySession:
             if id(storage) in call.written:
                 storage.shadows.clear()  # of the tensor as a call before returned it
 
-    def _after(self, binding: GraphBinding) -> None:
-        """Look at what calls reported: at once in raise mode, when it has arrived in log mode."""
-        wait = self.config.mode == "raise"
-        with self._lock:
-            self._pending.append(_Readback.start(binding, self.controls, wait))
-            arrived = [r for r in self._pending if wait or r.arrived()]
-            self._pending = [r for r in self._pending if r not in arrived]
-        if any(head > drained for r in arrived for head, drained in r.heads()):
+    def _look_after(self, binding: GraphBinding) -> None:
+        """Look at what calls reported: at once in raise mode and on the CPU, else when it has arrived."""
+        try:
+            readback = self._readbacks.of(binding)
+            if readback.under_way and not self._look_if_arrived(readback):
+                return  # what this call reports is counted, and comes with the next
+            readback.start()
+            if self.config.mode == "raise":
+                readback.wait()
+            if readback.at_once or self.config.mode == "raise":
+                self._look_at(readback)
+        except RuntimeError as e:  # what ran on the device failed, and this is where it shows
+            self._after_failure(binding, e)
+            raise
+
+    def _look_if_arrived(self, readback: Readback) -> bool:
+        arrived = readback.arrived()
+        if arrived:
+            self._look_at(readback)
+        return arrived
+
+    def _look_at(self, readback: Readback) -> None:
+        """Read the rings if there is something in them, and compare the ops that ran with those that were inserted."""
+        if readback.take():
             self.drain()
-            if wait:
+            if self.config.mode == "raise":
                 self._raise_new()
-        for readback in arrived:
-            self._check_coverage(readback)
+        if not readback.complete() and readback.alone:
+            binding = readback.binding
+            self.report_lost(MissedChecksError(binding.plan.name, binding.missing_checks()))
 
     def _raise_new(self, cause: BaseException | None = None) -> None:
         """Raise the violations that nobody was told about by an exception."""
@@ -210,13 +261,6 @@ class CanarySession:
             fresh, total = self.found.take_untold()
         if total:
             raise KVCacheViolation(summary.by_importance(fresh), total) from cause
-
-    def _check_coverage(self, readback: _Readback) -> None:
-        """Compare the ops that ran with those that were inserted."""
-        binding = readback.binding
-        if not readback.alone or readback.complete():
-            return
-        self.report_lost(MissedChecksError(binding.plan.name, binding.missing_checks()))
 
     def report_lost(self, error: CanaryError, cause: BaseException | None = None) -> None:
         """Note that something runs unguarded; in raise mode, raise it."""
@@ -320,8 +364,10 @@ class CanarySession:
         """
         for binding in self.bindings:
             if binding.plan.guarded:
-                readback = _Readback.start(binding, self.controls, wait=True)
-                self._check_coverage(readback)
+                readback = Readback(binding, self.controls)
+                readback.start()
+                readback.wait()
+                self._look_at(readback)
         self.drain()
         self._raise_new()
 
@@ -406,49 +452,6 @@ class Stats:
             f"steps {self.steps}, fingerprints checked {self.checked}, recorded {self.recorded}, "
             f"adopted {self.adopted}, violations {self.violations}"
         )
-
-
-@dataclasses.dataclass(eq=False)  # compared by identity: tensors have no truth value
-class _Readback:
-    """The few words that say whether a call went well, on their way to the host."""
-
-    binding: GraphBinding
-    words: list[torch.Tensor]  # per device: the control's words, then the graph's gate
-    events: list[torch.cuda.Event]
-    alone: bool  # no thread was in the graph while they were read: one in the middle of it has run some of the ops
-    forgiven: int  # ops that failed calls did not run, by then
-
-    @classmethod
-    def start(cls, binding: GraphBinding, controls: Controls, wait: bool) -> _Readback:
-        binding.settle()
-        forgiven = binding.forgiven
-        words, events, (begun, ended) = [], [], binding.calls()
-        for device, gate in binding.gates.items():
-            both = torch.cat((controls(device).words, gate))
-            if device.type == "cuda" and not wait:
-                pinned = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
-                both = pinned.copy_(both, non_blocking=True)
-                events.append(torch.cuda.Event())
-                events[-1].record(torch.cuda.current_stream(device))
-            words.append(both)
-        alone = begun == ended and binding.calls() == (begun, ended) and not binding.unsettled
-        return cls(binding, words, events, alone, forgiven)
-
-    def arrived(self) -> bool:
-        return all(e.query() for e in self.events)
-
-    def heads(self) -> list[tuple[int, int]]:
-        """``(rows written, rows drained)`` of each device's ring."""
-        lists = [w.tolist() for w in self.words]
-        return [(w[Word.HEAD], w[Word.DRAINED]) for w in lists]
-
-    def complete(self) -> bool:
-        """Whether every inserted op ran in every call so far."""
-        at = len(Word)
-        lists = [w.tolist() for w in self.words]
-        steps = max(w[at + Gate.STEP] for w in lists)
-        ran = sum(w[at + Gate.OPS] for w in lists) + self.forgiven
-        return bool(steps > 0 and ran == steps * self.binding.plan.ops)
 
 
 def take_rows(control: Control) -> tuple[list[list[int]], int]:

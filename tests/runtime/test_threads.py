@@ -16,7 +16,7 @@ from kvcanary_fx import ConcurrentUseError, MissingContextError, has_forward_con
 from kvcanary_fx.kernels import ops
 from kvcanary_fx.kernels.buffers import Gate
 from kvcanary_fx.kernels.content import cpu
-from kvcanary_fx.runtime.session import _Readback
+from kvcanary_fx.runtime.readback import Readback
 
 
 def in_thread(work, name="other"):
@@ -91,16 +91,15 @@ def test_a_thread_in_the_middle_of_the_graph_is_not_one_whose_checks_did_not_run
     holder = threading.Thread(target=other.step, name="holder")
     holder.start()
     begun.wait(10)
-    start = _Readback.start
+    start = Readback.start
 
-    def start_and_let_go(binding, *args):
-        readback = start(binding, *args)
+    def start_and_let_go(readback):
+        start(readback)
         leave.set()
-        while len(set(binding.calls())) > 1:  # until nobody is in the graph
+        while len(set(readback.binding.calls())) > 1:  # until nobody is in the graph
             time.sleep(0.01)
-        return readback
 
-    monkeypatch.setattr(_Readback, "start", staticmethod(start_and_let_go))
+    monkeypatch.setattr(Readback, "start", start_and_let_go)
     rig.step()
     holder.join()
     assert rig.session.uncovered == []
@@ -257,4 +256,4 @@ def test_context_is_restored_after_an_exception(error):
     with pytest.raises(error), torch.no_grad():
         rig.step(2)
     assert not has_forward_context()
-    assert all(s.user is None for s in rig.session.registry._storages.values())
+    assert rig.session._users.nobody()
