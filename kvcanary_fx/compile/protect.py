@@ -40,10 +40,16 @@ class GuardedCall:
         self._module = module
         self.session: CanarySession = backend.session
         self.session.calls_are_judged = True
-        options = dynamo_calls.isolation() | compile_options
-        self._compiled = torch.compile(module._call_impl, backend=backend, **options)
+        self._backend, self._options = backend, compile_options
+        self._compiled = self._compile_with(compile_options)
         self._apart = dynamo_calls.behind_a_break(_call, _WHY_APART)
         dynamo_calls.constant(_inlined)
+
+    def _compile_with(self, options: dict[str, Any]) -> Callable[..., Any]:
+        """The module's call, compiled with the canary and these options of torch.compile."""
+        options = dynamo_calls.isolation() | options
+        compiled: Callable[..., Any] = torch.compile(self._module._call_impl, backend=self._backend, **options)
+        return compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's call.
@@ -51,6 +57,10 @@ class GuardedCall:
         Raises:
             UnguardedForwardError: mode ``raise``, and Dynamo did not compile the forward.
         """
+        return self._guard(self._compiled, args, kwargs)
+
+    def _guard(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's call through ``compiled``."""
         if torch.compiler.is_dynamo_compiling() and self.session.config.mode != "off" and not _inlined():
             return self._apart(self, *args, **kwargs)
         if dynamo_calls.tracing_here() or self.session.config.mode == "off":
@@ -61,7 +71,7 @@ class GuardedCall:
             return self._module._call_impl(*args, **kwargs)
         entered = self.session.entered
         guarded, unguarded = entered.guarded, entered.unguarded
-        result = self._compiled(*args, **kwargs)
+        result = compiled(*args, **kwargs)
         if (entered.guarded, entered.unguarded) == (guarded, unguarded):
             self._called_no_graph(result, args, kwargs)
         return result

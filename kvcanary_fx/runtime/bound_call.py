@@ -1,12 +1,14 @@
-"""The sites of a graph, bound to the caches of a call."""
+"""The sites of a graph, bound to the caches of a call, and the calls that are running."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 
+from ..errors import ConcurrentUseError
 from ..kernels.context import ForwardContext
-from .companions import Call
+from .companions import Call, Turns
 from .pool_half import PoolHalf
 from .registry import Storage
 from .returned import ReturnedCaches
@@ -34,3 +36,70 @@ class BoundCall:
     def storage_ids(self) -> frozenset[int]:
         """What tells its storages from others."""
         return frozenset(id(storage) for storage, *_ in self.storages)
+
+
+class RunningCalls:
+    """The calls of guarded graphs that are running in one session, by thread: a cache serves one at a time.
+
+    Where only one thread is in a forward, no cache is looked at.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[int, list[BoundCall]] = {}  # by the thread's ident; a draft may run inside its target
+        self._turns = Turns()
+
+    def enter(self, call: BoundCall) -> None:
+        """The calling thread begins a call.
+
+        Raises:
+            ConcurrentUseError: another thread is in a call over one of its caches.
+        """
+        me = threading.get_ident()
+        mine = self._calls.get(me)
+        if mine is None:
+            self._calls[me] = [call]
+        else:
+            mine.append(call)
+        if len(self._calls) > 1:
+            # entered before the others are looked at, so that of two threads that come at once one is refused
+            try:
+                self._refuse_shared(me, call)
+            except ConcurrentUseError:
+                self.leave()
+                raise
+
+    def leave(self) -> None:
+        """The calling thread's last call ends."""
+        me = threading.get_ident()
+        mine = self._calls[me]
+        mine.pop()
+        if not mine:
+            del self._calls[me]
+
+    def take_turn(self, call: BoundCall, number: int) -> None:
+        """Learn which graphs of one layer make up a forward; the shortest of those seen is one.
+
+        Args:
+            number: guarded calls of the session so far.
+        """
+        forward = self._turns.note(call.layer, number) if call.layer is not None else None
+        if forward is not None:
+            for half in call.halves:
+                if half.forward is None or len(forward.calls) < len(half.forward.calls):
+                    half.forward = forward
+
+    def break_off(self) -> None:
+        """A forward failed before all of its layers had their turn."""
+        self._turns.forget()
+
+    def nobody(self) -> bool:
+        """Whether no thread is in a forward."""
+        return not self._calls
+
+    def _refuse_shared(self, me: int, call: BoundCall) -> None:
+        for thread, theirs in list(self._calls.items()):
+            for other in tuple(theirs) if thread != me else ():
+                if not other.storage_ids.isdisjoint(call.storage_ids):
+                    name = next(name for storage, _, name in call.storages if id(storage) in other.storage_ids)
+                    owner = next((t.name for t in threading.enumerate() if t.ident == thread), "that has ended")
+                    raise ConcurrentUseError(name, owner)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +22,10 @@ from ..reports.log import ViolationLog
 from ..reports.violation import HalfInfo, KVCacheViolation, Violation, decode
 from .adoption import judge
 from .binding import Controls, GraphBinding
-from .bound_call import BoundCall
-from .companions import Call, Turns
+from .bound_call import BoundCall, RunningCalls
 from .pace import Pace
 from .readback import Readback, Readbacks
 from .registry import PoolRegistry
-from .users import Users
 
 #: A cache that was dropped before its violations were read.
 _GONE = HalfInfo(-1, "?", "?", "a cache that is gone", None, 1)
@@ -42,6 +41,12 @@ class GraphCalls(threading.local):
 
     guarded = 0
     unguarded = 0
+
+
+class _Late(threading.local):
+    """Of the thread that asks: whether what its forwards report may wait until the next one."""
+
+    deferring = False
 
 
 class CanarySession:
@@ -75,9 +80,8 @@ class CanarySession:
         self.found = ViolationLog()
         self._adopted_slots = 0
         self._warned: set[str] = set()
-        self._turns = Turns()
-        self._users = Users()
-        self._readbacks = Readbacks(self.controls)
+        self._running = RunningCalls()
+        self._readbacks, self._late = Readbacks(self.controls), _Late()
         self._lock = threading.RLock()
 
     # ---- compile time
@@ -113,6 +117,8 @@ class CanarySession:
             ConcurrentUseError: another thread is in a forward over one of the caches.
             CaptureError: a CUDA graph is being captured over a cache that was never seen.
         """
+        if self._late.deferring:
+            self._catch_up()
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return self._run_captured(binding, compiled, args)
         steady = binding.steady(args)
@@ -161,7 +167,7 @@ class CanarySession:
         captured: bool = False,
     ) -> Any:
         """The graph, with its context published, and marked as running."""
-        self._users.enter(call)
+        self._running.enter(call)
         try:
             published = publish(self._context_of(call))
             binding.begin()
@@ -169,29 +175,21 @@ class CanarySession:
                 self.calls += 1
                 try:
                     if call.layer is not None and not captured:
-                        self._take_turn(call, call.layer)
+                        self._running.take_turn(call, self.calls)
                     return compiled(*args, *binding.states)
                 except BaseException as e:  # Ctrl-C as well: what it kept from running is not missing
-                    self._turns.forget()
+                    self._running.break_off()
                     self._after_failure(binding, e)
                     raise
             finally:
                 binding.end()
                 withdraw(published)
         finally:
-            self._users.leave()
+            self._running.leave()
 
     def _context_of(self, call: BoundCall) -> ForwardContext:
         """What the ops of a call look things up in."""
         return call.context
-
-    def _take_turn(self, call: BoundCall, layer: Call) -> None:
-        """Learn which graphs of one layer make up a forward; the shortest of those seen is one."""
-        forward = self._turns.note(layer, self.calls)
-        if forward is not None:
-            for half in call.halves:
-                if half.forward is None or len(forward.calls) < len(half.forward.calls):
-                    half.forward = forward
 
     def _note_outside_writes(self, binding: GraphBinding, call: BoundCall, args: Sequence[Any]) -> None:
         """If something else wrote to a pool since our last call, let the kernels know."""
@@ -228,16 +226,40 @@ class CanarySession:
         """Look at what calls reported: at once in raise mode and on the CPU, else when it has arrived."""
         try:
             readback = self._readbacks.of(binding)
-            if readback.under_way and not self._look_if_arrived(readback):
-                return  # what this call reports is counted, and comes with the next
-            readback.start()
-            if self.config.mode == "raise":
+            if readback.at_once or (self.config.mode == "raise" and not self._late.deferring):
+                readback.start()
                 readback.wait()
-            if readback.at_once or self.config.mode == "raise":
                 self._look_at(readback)
+            elif not readback.under_way or self._look_if_arrived(readback):
+                readback.start()  # else this call is counted, and comes with the next
         except RuntimeError as e:  # what ran on the device failed, and this is where it shows
             self._after_failure(binding, e)
             raise
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Inside, this thread waits for no device: what a forward reports is raised before the next one begins.
+
+        What the last one reports is raised at the end of the block.  For loops that hand out nothing before.  On the
+        CPU nothing changes, and in mode ``log`` nobody waits anyway.
+
+        Raises:
+            KVCacheViolation: mode ``raise``, and a check failed inside.
+        """
+        outer = self._late.deferring
+        self._late.deferring = self.config.mode == "raise"
+        try:
+            yield
+            if self._late.deferring:
+                self._catch_up()
+        finally:
+            self._late.deferring = outer
+
+    def _catch_up(self) -> None:
+        """Look at what was put off."""
+        for readback in self._readbacks.under_way():
+            readback.wait()
+            self._look_at(readback)
 
     def _look_if_arrived(self, readback: Readback) -> bool:
         arrived = readback.arrived()

@@ -142,6 +142,31 @@ def test_transformers_own_compilation_does_not_go_around_the_guarded_call():
     assert kvcanary_fx.session_of(model).stats().steps == NEW
 
 
+def test_decode_steps_are_compiled_as_transformers_would_and_the_prefill_is_not_captured(monkeypatch):
+    """As on a GPU: CUDA graphs for the steps of generate, unless protect is told another mode."""
+    asked = []
+
+    def compile_with(self, options):
+        asked.append(options.get("mode"))
+        backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(inner="eager"), owner=self.session)
+        return torch.compile(self._module._call_impl, backend=backend)
+
+    monkeypatch.setattr(huggingface.Protection, "_compile_with", compile_with)
+    model = tiny.build("llama")
+    ids = tiny.prompt(model, 2, PROMPT)
+    plain = generate(model, ids)
+    config = transformers.CompileConfig()
+    config._compile_all_devices = True
+    model = huggingface.protect(model)
+    for _ in range(2):
+        assert torch.equal(generate(model, ids, compile_config=config), plain)
+    assert asked == [None, "reduce-overhead"]
+    assert kvcanary_fx.session_of(model).stats().steps == 2 * NEW
+    huggingface.protect(model, compile_mode="max-autotune-no-cudagraphs")
+    generate(model, ids, compile_config=config)
+    assert asked[2:] == ["max-autotune-no-cudagraphs"]
+
+
 def test_a_static_cache_of_the_users_own_and_the_chunks_of_a_prefill_are_guarded():
     model = tiny.build("llama")
     ids = tiny.prompt(model, 2, 9)

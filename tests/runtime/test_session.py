@@ -179,3 +179,45 @@ def test_log_mode_goes_on_while_a_read_back_is_on_its_way_and_loses_no_call(monk
     assert len(started) == 3
     assert [v.check for v in rig.session.known_violations()] == ["content"]
     assert rig.session.uncovered == []
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Words arrive when somebody waits for them."""
+    monkeypatch.setattr(Readback, "__init__", _far(Readback.__init__))
+    monkeypatch.setattr(Readback, "arrived", lambda self: False)
+
+
+def _far(init):
+    def far(self, *args):
+        init(self, *args)
+        self.at_once = False
+
+    return far
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_in_raise_mode_a_deferred_report_comes_before_the_next_forward_runs():
+    rig = Rig.build()
+    rig.step(4)
+    rig.step()
+    rig.flip(1, 1, row=0, position=2)
+    calls = rig.session.calls
+    with rig.session.deferring():
+        rig.step()
+        with pytest.raises(KVCacheViolation):
+            rig.step()
+        assert rig.session.calls == calls + 1
+    with pytest.raises(KVCacheViolation):
+        rig.flip(1, 0, row=0, position=2)
+        rig.step()  # outside, at once
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_in_raise_mode_the_last_deferred_report_comes_at_the_end():
+    rig = Rig.build()
+    rig.step(4)
+    rig.step()
+    rig.flip(1, 1, row=0, position=2)
+    with pytest.raises(KVCacheViolation), rig.session.deferring():
+        rig.step()

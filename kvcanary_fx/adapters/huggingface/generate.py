@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +23,10 @@ from .caches import has_tensors, make_room, needed_length, setting, why_not_stat
 
 log = logging.getLogger("kvcanary")
 
-_WRAPPED = ("generate", "generate_batch", "init_continuous_batching", "compile")
+_WRAPPED = ("generate", "generate_batch", "init_continuous_batching", "compile", "get_compiled_call")
+
+#: What torch.compile is given of a CompileConfig; the backend is ours.
+_OF_THEIR_CONFIG = ("fullgraph", "dynamic", "mode", "options")
 
 
 class Protection(GuardedCall):
@@ -39,23 +45,32 @@ class Protection(GuardedCall):
         self._config, self._install = config, install
         self._manager: GuardedManager | None = None
         self._not_static: str | None = None  # why the generate that is running has no static cache
+        self._ready_cache: Callable[[], Any] | None = (
+            None  # a weak reference to the last; all of its layers have tensors
+        )
+        self._decoder: tuple[dict[str, Any], Callable[..., Any]] | None = None  # the last, with its options
 
     @property
     def batch_session(self) -> EngineSession | None:
         return self._manager.session if self._manager is not None else None
 
     def wrap(self, model: Any) -> None:
-        wrappers = (self._generate, self._generate_batch, self._start, self._compile)
-        for name, wrapper in zip(_WRAPPED, wrappers, strict=True):
-            hook(model, name, wrapper)
+        wrappers = (self._generate, self._generate_batch, self._start, self._compile, self._compiled_call)
+        for i, name in enumerate(_WRAPPED):
+            hook(model, name, wrappers[i])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _guard(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if dynamo_calls.tracing_here() or "write_index" in kwargs:  # a batch over a paged cache: guarded at update
             return self._module._call_impl(*args, **kwargs)
         cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
-        if cache is not None and not self._ready(cache, args, kwargs):
+        if cache is not None and not self._known_ready(cache) and not self._ready(cache, args, kwargs):
             return self._module._call_impl(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
+        return super()._guard(compiled, args, kwargs)
+
+    def _known_ready(self, cache: Any) -> bool:
+        """Whether the last forward was over this cache, too."""
+        known = self._ready_cache
+        return known is not None and known() is cache and has_tensors(cache.layers[-1])
 
     def _ready(self, cache: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> bool:
         """Whether a forward over this cache can run compiled; gives a new cache its tensors first."""
@@ -72,6 +87,8 @@ class Protection(GuardedCall):
             return all(has_tensors(layer) for part in parts if part is not None for layer in part.layers)
         if not all(has_tensors(layer) for layer in layers):
             self._make_tensors(cache, {"input_ids": args[0]} | inputs if args else inputs)
+        if layers:
+            self._ready_cache = weakref.ref(cache)
         return True
 
     def _make_tensors(self, cache: Any, inputs: dict[str, Any]) -> None:
@@ -96,11 +113,31 @@ class Protection(GuardedCall):
             make_room(passed, model, needed_length(model, kwargs, tokens))
         elif cached and self._not_static is None:
             kwargs["cache_implementation"] = "static"
-        # otherwise transformers compiles the decode step itself, around our call
+        # nobody sees a token before generate returns, unless it is streamed
+        late = kwargs.get("streamer") is None
         try:
-            return original(*args, **kwargs | {"disable_compile": True})
+            with self.session.deferring() if late else contextlib.nullcontext():
+                return original(*args, **kwargs)
         finally:
             self._not_static = outer  # drafting by early exit calls generate within generate
+
+    def _compiled_call(self, original: Callable[..., Any], compile_config: Any = None) -> Callable[..., Any]:
+        """What ``generate`` calls its decode steps through where transformers compiles them, as on a GPU.
+
+        It is compiled as it would be by transformers, with CUDA graphs, unless ``protect`` was told how.
+        """
+        theirs = original(compile_config)
+        told = {"mode", "options"} & self._options.keys() or self._config.inner != "inductor"
+        if told or theirs == self._module.__call__:  # models of which transformers compiles no decode step either
+            return self
+        config = compile_config or self._module._last_compile_config
+        options = {name: getattr(config, name) for name in _OF_THEIR_CONFIG} | self._options
+        if self._decoder is None or self._decoder[0] != options:
+            self._decoder = options, self._compile_with(options)
+        return functools.partial(self._call_through, self._decoder[1])
+
+    def _call_through(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._guard(compiled, args, kwargs)
 
     def _start(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         manager = original(*args, **kwargs)
