@@ -20,8 +20,7 @@ from ..kernels.ring import Word
 from ..kernels.side_stream import capturing
 from ..kernels.slots.space import RequestPlan
 from ..reports.violation import Violation
-from ..runtime.binding import GraphBinding
-from ..runtime.bound_call import BoundCall
+from ..runtime.binding import BoundCall, GraphBinding
 from ..runtime.readback import Poll
 from ..runtime.session import CanarySession, take_rows
 from .arguments import require_whole

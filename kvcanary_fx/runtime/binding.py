@@ -21,7 +21,7 @@ from ..kernels.content.digest import coefficients
 from ..kernels.context import ForwardContext
 from ..kernels.ring import Control, Word
 from ..passes.graph_plan import GraphPlan
-from .bound_call import BoundCall
+from .bound_call import BoundCall as BoundCall
 from .companions import ONE_LAYER, Call
 from .pool_half import PoolHalf
 from .reading import Seen, seen_halves
