@@ -241,7 +241,7 @@ class Pace:
             return
         trio, every, probed, guessed = self._arriving
         before, probe, after = trio.samples
-        if not after.arrived():
+        if not all(sample.arrived() for sample in trio.samples):  # they need not be of one stream
             if not after.ended and trio.key == key and trio.thread == threading.get_ident():
                 self._arriving = None  # it ended in an exception
             return

@@ -99,7 +99,7 @@ class CanarySession:
     def _keep_to_budget(self, devices: Iterable[torch.device]) -> None:
         """Let a budget, where one of the devices has one, say which share of the bytes is compared in each step."""
         budgets = [b for b in map(self.config.budget_on, devices) if b is not None]
-        if budgets and self.pace is None:
+        if budgets and self.pace is None and "content" in self.config.checks:
             self.pace = Pace(budgets[0], self.controls)
 
     # ---- run time

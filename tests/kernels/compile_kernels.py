@@ -74,7 +74,7 @@ def layers() -> None:
         for _ in range(2):
             play(gpu, scene, random_step(scene))
     checks = ("content", "operand", "bounds", "poison")  # chain computes with what kernels would have left
-    rig = toys.Rig.build(mode="log", checks=checks)
+    rig = toys.Rig.build(mode="log", checks=checks, budget="1%")
     rig.step()
     rig.step()
 
@@ -86,7 +86,7 @@ def engine() -> None:
         rig.step([3, 4, 5])
         rig.step([6], padding=2)
         torch._dynamo.reset()
-    toy = Toy()
+    toy = Toy(budget="1%")
     toy.add("A", [5, 6, 7, 8])
     toy.run({"A": [3, 4]})
     batch = toy.plan({"A": [5]})

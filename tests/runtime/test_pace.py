@@ -170,6 +170,12 @@ def test_a_session_says_what_its_budget_buys():
     assert "budget" not in Rig.build(mode="log").session.summary()
 
 
+def test_nothing_is_promised_where_no_bytes_are_compared():
+    rig = Rig.build(mode="log", budget="10%", checks=("bounds", "operand"))
+    rig.step(8)
+    assert "every stored byte" not in rig.session.summary()
+
+
 def test_what_a_step_rewrites_is_compared_first_whatever_the_share():
     rig = Rig.build(mode="log", budget="10%")
     rig.step(8)
