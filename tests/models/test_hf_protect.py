@@ -85,6 +85,14 @@ class AfterStep(transformers.StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
+def test_what_had_no_turn_when_generate_ends_is_in_the_summary():
+    model = huggingface.protect(tiny.build("llama"), mode="log", inner="eager", budget="10%")
+    for _ in range(2):  # each generate counts anew
+        generate(model, tiny.prompt(model, 2, PROMPT))
+        told = f"never compared, of what was stored before these {NEW - 1} steps: 89 %"
+        assert told in kvcanary_fx.session_of(model).summary()
+
+
 @pytest.mark.parametrize(("arch", "lengths"), [("deepseek_v3", [6]), ("gemma3", [6, 6]), ("llama", [6, 9])])
 def test_generate_is_guarded_from_the_prefill_on(arch, lengths):
     model = tiny.build(arch)
