@@ -30,12 +30,6 @@ ENGINE = ["tests/runtime/test_engine_session.py", "tests/runtime/test_opaque_att
 ENGINE += ["tests/runtime/test_side_stream.py", "-m", "not slow"]
 POOLS = ["tests/pools/test_layouts.py", "-k"]
 FEWER_TOKENS = [*POOLS, "compressed or c128 or completed or plan or doctor or batch"]
-RUNTIME = [
-    "tests/runtime/test_adoption.py",
-    "tests/runtime/test_detection.py",
-    "tests/runtime/test_false_alarms.py",
-    "tests/runtime/test_session.py",
-]
 
 #: The files with checks in them, and the tests that must notice.
 TARGETS = {
@@ -55,12 +49,12 @@ TARGETS = {
     "kernels/content/triton_layer.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted"],
     "kernels/content/triton_listed.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted or halves"],
     "kernels/content/gpu_layer.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted or halves"],
-    "kernels/slots/identity.py": [*RUNTIME, "tests/kernels/test_names.py"],
+    "kernels/slots/identity.py": ["tests/kernels/test_names.py"],
     "kernels/writes/row_state.py": SITES,
     "kernels/layer_ops.py": ENGINE,
     "kvcanary_fx/engine/observers/sweep.py": ["tests/runtime/test_sweep_prefixes.py", *ENGINE],
     "kvcanary_fx/engine/observers/health.py": ENGINE,
-    "kvcanary_fx/runtime/adoption.py": RUNTIME,
+    "kvcanary_fx/runtime/adoption.py": ["tests/runtime/test_adoption.py"],
     "kvcanary_fx/engine/layouts/fewer_tokens.py": [
         *POOLS,
         "compressed or c128 or completed or plan or doctor or batch",

@@ -139,7 +139,8 @@ class _Group:
 
     def __init__(self, rows: Sequence[Row], lead: PoolHalf, registry: PoolRegistry, stamps: torch.Tensor):
         self._lead, self._stamps, self._step = lead, stamps, rows[0][Ring.STEP]
-        self._halves = [half for h in lead.peers if (half := registry.by_id(h)) is not None]
+        self._by_id = {h: half for h in lead.peers if (half := registry.by_id(h)) is not None}
+        self._halves = list(self._by_id.values())
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.by_slot: dict[int, list[Row]] = defaultdict(list)
         self._by_half: dict[int, list[Row]] = defaultdict(list)
@@ -231,7 +232,7 @@ class _Group:
         if count == 1:
             return False
         first = self.by_slot[min(slots)][0]
-        half, place = next(h for h in self._halves if h.id == first[Ring.HALF]), first[Ring.SLOT] % self._length
+        half, place = self._by_id[first[Ring.HALF]], first[Ring.SLOT] % self._length
         column = self._view(half)[0].view(count, self._length)[:, place]
         sources = (column == self._now(half, row)[place]).nonzero().squeeze(1).tolist()
         return any(source != row and self._same(row, source) for source in sources)
@@ -248,7 +249,7 @@ class _Group:
         alone = len(required) < 2
         if not slots or (not alone and (not self._lead.place.layout.has_rows or self._lead.kind == "read")):
             return slots
-        half = self._lead if self._lead.id in required else next(h for h in self._halves if h.id in required)
+        half = self._by_id[min(required)]
         written, held = self._written(row), set(self._held(half, row))
         given_up = self._given_up(row, slots, half, written)
         slots, held = slots - given_up, held - given_up
@@ -294,7 +295,7 @@ class _Group:
         """
         changed, held = torch.zeros(self._length, dtype=torch.bool), torch.zeros(self._length, dtype=torch.bool)
         for half in self._halves:
-            if half.buffers.baseline is not None and half.id in self._lead.peers:
+            if half.buffers.baseline is not None:
                 now, after = self._now(half, row), half.buffers.digest[0].to(torch.int64).cpu() & MASK32
                 after = after[row * self._length : (row + 1) * self._length]
                 changed |= torch.where(after == empty_digest(half.seeds)[0] & MASK32, 0, after) != now
@@ -311,8 +312,7 @@ class _Group:
         return row[Ring.STORED] & MASK32 == self._empty(row)
 
     def _empty(self, row: Row) -> int:
-        half = next(h for h in self._halves if h.id == row[Ring.HALF])
-        return empty_digest(half.seeds)[0] & MASK32
+        return empty_digest(self._by_id[row[Ring.HALF]].seeds)[0] & MASK32
 
     def _before(self, half: PoolHalf, row: int) -> torch.Tensor:
         """int64 ``[slots of a row]``: digests before the change, 0 where a slot was empty."""

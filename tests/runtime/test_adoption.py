@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from kvcanary_fx.kernels.buffers import HalfBuffers
+from kvcanary_fx.kernels.buffers import HalfBuffers, RowState
 from kvcanary_fx.kernels.checks import Check
+from kvcanary_fx.kernels.content.cpu import digest_rows
+from kvcanary_fx.kernels.content.digest import empty_digest
 from kvcanary_fx.kernels.ring import Ring
 from kvcanary_fx.kernels.writes.layout import SlotLayout
-from kvcanary_fx.runtime.adoption import judge
+from kvcanary_fx.runtime.adoption import Verdict, judge
 from kvcanary_fx.runtime.registry import PoolRegistry
 
 
@@ -81,3 +84,206 @@ def test_of_two_slots_the_one_that_changed_everywhere_is_adopted():
     verdict = judge([*legal[:3], flipped, legal[3]], registry(2, 2, "kv"), STAMPS)
     assert verdict.violations == [flipped]
     assert verdict.adopted_slots == 1
+
+
+def test_a_sequence_given_up_whose_state_was_empty_in_one_layer():
+    made = registry(2, 1, "state")
+    for half in range(2):
+        made.by_id(half).buffers.digest[0, 5] = 77  # another sequence
+    row = changed(0)
+    row[Ring.FOUND] = empty_digest((1, 2))[0]
+    assert judge([row], made, STAMPS).violations == []
+
+
+ROW, SEEDS = 8, (1, 2)
+
+
+class Cache:
+    """A cache of two sequences in eight slots each; layer 0 has the halves 0 and 1.
+
+    Args:
+        lengths: tokens of the two sequences.
+        shared: tokens that they begin with in common.
+        recorded: slots of a row that have a digest; None: those with a token.
+        opaque: the graph's write does not show its slots.
+        apart: each half has a graph of its own, as where graphs break between K and V.
+    """
+
+    def __init__(
+        self,
+        layers: int = 2,
+        halves: int = 2,
+        lengths: tuple[int, int] = (5, 6),
+        shared: int = 0,
+        recorded: int | None = None,
+        kind: str = "kv",
+        opaque: bool = False,
+        apart: bool = False,
+    ):
+        self.layout, self.opaque, self.apart, self.step = (
+            SlotLayout((2, ROW, 4), (0, 1), torch.float32),
+            opaque,
+            apart,
+            0,
+        )
+        self.stamps = torch.full((2, 2 * ROW), -1)
+        layer_of = {layer * halves + half: layer for layer in range(layers) for half in range(halves)}
+        above = [n for n, layer in layer_of.items() if layer]
+        forward = SimpleNamespace(above_first=lambda: above, several_layers=lambda: layers > 1, span=1)
+        self.views = {n: torch.zeros(2, ROW, 4) for n in layer_of}
+        self.halves = {}
+        for n, view in self.views.items():
+            for row, length in enumerate(lengths):
+                view[row, :length] = torch.randn(length, 4)
+            view[1, :shared] = view[0, :shared]
+            buffers = HalfBuffers.allocate(self.layout, 1, torch.device("cpu"))
+            buffers.rows[:, RowState.NEXT] = 0 if opaque else torch.tensor(lengths)
+            known = [row * ROW + i for row in range(2) for i in range(lengths[row] if recorded is None else recorded)]
+            buffers.digest[0, known] = self.digests(n, known)
+            self.halves[n] = SimpleNamespace(
+                id=n,
+                peers={n: layer_of[n]} if apart else layer_of,
+                kind=kind,
+                place=SimpleNamespace(layout=self.layout),
+                reported={},
+                forward=forward if apart else None,
+                changed={},
+                seeds=SEEDS,
+                buffers=buffers,
+            )
+        views = self.views
+        self.registry = cast(PoolRegistry, SimpleNamespace(by_id=self.halves.get, view_of=lambda half: views[half.id]))
+        self.before = {n: view.clone() for n, view in self.views.items()}
+
+    def digests(self, half: int, slots: Iterable[int]) -> torch.Tensor:
+        return digest_rows(self.layout, self.views[half], torch.tensor(list(slots)), SEEDS, 1)[0]
+
+    def change(self, slots: Iterable[int], to: Any = None, halves: Iterable[int] | None = None) -> Cache:
+        """Code outside writes random numbers, ``to`` zeros, or what other slots held."""
+        slots = list(slots)
+        for n in self.halves if halves is None else halves:
+            new = torch.randn(len(slots), 4) if to is None else self.before[n].view(-1, 4)[to] if to else 0.0
+            self.views[n].view(-1, 4)[slots] = new
+        return self
+
+    def judged(self, write: int | None = None, by: Iterable[int] | None = None, lost: int = 0) -> Verdict:
+        """A step of the graphs, and what becomes of what they found.
+
+        Args:
+            write: the slot that the step writes.
+            by: the halves that it writes; None for all.
+            lost: how many rows of what was found have no room in the ring.
+        """
+        self.step += 1
+        rows, told = [], Verdict([])
+        for n in self.halves:
+            rows += self._verify(n)
+            if write is not None and (by is None or n in by):
+                self._write(n, write)
+            if self.apart:
+                told.violations += judge(rows, self.registry, self.stamps).violations
+                rows = []
+        return told if self.apart else judge(rows[: len(rows) - lost], self.registry, self.stamps, lost)
+
+    def told(self, write: int | None = None, by: Iterable[int] | None = None) -> list[int]:
+        return sorted({row[Ring.SLOT] for row in self.judged(write, by).violations})
+
+    def _verify(self, n: int) -> list[list[int]]:
+        rows, digest = [], self.halves[n].buffers.digest[0]
+        for slot, found in enumerate(self.digests(n, range(2 * ROW)).tolist()):
+            if int(digest[slot]) not in (0, found):
+                row = changed(n, slot)
+                row[Ring.STEP], row[Ring.STORED], row[Ring.FOUND] = self.step, int(digest[slot]), found
+                rows.append(row)
+                digest[slot] = found
+        return rows
+
+    def _write(self, n: int, slot: int) -> None:
+        buffers = self.halves[n].buffers
+        if self.opaque:
+            buffers.baseline = self.digests(n, range(2 * ROW))
+        else:
+            self.stamps[0, slot], buffers.rows[slot // ROW, RowState.NEXT] = self.step << 16, slot % ROW + 1
+        self.views[n].view(-1, 4)[slot] = torch.randn(4)
+        buffers.digest[0, slot] = self.digests(n, [slot])[0]
+
+
+ONE = dict(layers=1)
+ALONE = dict(layers=1, halves=1)
+APART = dict(apart=True)
+OPAQUE = dict(opaque=True)
+ZEROS: list[int] = []
+
+#: What code outside did to the first sequence, where the step then writes, and the slots that are violations.
+CHANGES: dict[str, tuple[dict[str, Any], Callable[[Cache], Cache], int | None, list[int]]] = {
+    "reset": ({}, lambda c: c.change(range(5), ZEROS), 0, []),
+    "reset of a sequence of one token": (dict(lengths=(1, 6), **ALONE), lambda c: c.change([0], ZEROS), 0, []),
+    "another token in a sequence of one token": (dict(lengths=(1, 6), **ALONE), lambda c: c.change([0]), 1, [0]),
+    "another token, in K and V": (dict(lengths=(1, 6), **ONE), lambda c: c.change([0]), 1, []),
+    "reset that left one slot of V": (
+        {},
+        lambda c: c.change([0, 1, 3, 4], ZEROS).change([2], ZEROS, [0, 1, 2]),
+        0,
+        [0, 1, 2, 3, 4],
+    ),
+    "cropped": ({}, lambda c: c.change([3, 4], ZEROS), 3, []),
+    "newest slots emptied": ({}, lambda c: c.change([3, 4], ZEROS), 5, [3, 4]),
+    "newest slots emptied, where writes are opaque": (OPAQUE, lambda c: c.change([3, 4], ZEROS), 5, [3, 4]),
+    "a new prompt": ({}, lambda c: c.change(range(5)), 5, []),
+    "another newest token, above the first layer": ({}, lambda c: c.change([4], None, [2, 3]), 5, []),
+    "older tokens without those behind them": ({}, lambda c: c.change([1, 2]), 5, [1, 2]),
+    "older tokens of a cache that is only read": (dict(kind="read"), lambda c: c.change([1, 2]), None, []),
+    "older tokens, where writes are opaque": (OPAQUE, lambda c: c.change([1, 2]), 5, []),
+    "one layer: half of what follows": (ONE, lambda c: c.change([1, 2]), 5, []),
+    "one layer: less than half": (ONE, lambda c: c.change([0, 4]), 5, [0, 4]),
+    "one layer: the newest slot": (ONE, lambda c: c.change([4]), 5, [4]),
+    "one layer: a shorter prompt, where writes are opaque": (dict(**ONE, **OPAQUE), lambda c: c.change([0, 1]), 2, []),
+    "one layer: what lies behind an opaque write": (dict(**ONE, **OPAQUE), lambda c: c.change([0, 4]), 3, [0]),
+    "beams that differ in the newest token": (dict(shared=4, **ONE), lambda c: c.change([4], [12]), 5, []),
+    "of such beams K alone": (dict(shared=4, **ONE), lambda c: c.change([4], [12], [0]), 5, [4]),
+    "of such beams V otherwise": (
+        dict(shared=4, **ONE),
+        lambda c: c.change([4], [12], [0]).change([4], None, [1]),
+        5,
+        [4],
+    ),
+    "tokens in empty slots": (dict(recorded=ROW, **ALONE), lambda c: c.change([1, 5, 6]), 7, [1]),
+    "apart: another newest token": (APART, lambda c: c.change([4]), 5, []),
+    "apart: that in one half": (APART, lambda c: c.change([4], None, [2]), 5, [4]),
+    "apart: an older token without those behind it": (APART, lambda c: c.change([1, 13]), 5, [1]),
+    "apart: newest slots emptied": (APART, lambda c: c.change([3, 4], ZEROS), 5, [3, 4]),
+    "apart: a shorter prompt, opaque": (dict(**APART, **OPAQUE), lambda c: c.change([1]), 2, []),
+    "apart: an empty slot of one half": (dict(recorded=ROW, **APART), lambda c: c.change([5], None, [2]), 6, []),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_sequence_holds_now_is(name: str):
+    setting, change, write, told = CHANGES[name]
+    torch.manual_seed(0)
+    assert change(Cache(**setting)).told(write) == told
+
+
+@pytest.mark.parametrize(
+    ("write", "by", "told"),
+    [
+        pytest.param(2, [1], [], id="elsewhere"),
+        pytest.param(5, [1], [1], id="where it ended"),
+        pytest.param(4, None, [1], id="by this graph, too"),
+    ],
+)
+def test_a_key_changed_where_the_write_of_v_began(write, by, told):
+    assert Cache(layers=1).change([1], None, [0]).told(write, by) == told
+
+
+def test_a_slot_that_was_reported_may_be_put_right_once():
+    cache = Cache()
+    assert cache.change([1], None, [3]).told(5) == [1]
+    assert cache.change([1], [1]).told(6) == []
+    assert cache.change([1], None, [3]).told(7) == [1]
+    assert cache.change([1], None, [3]).told(7) == [1]
+
+
+def test_a_rewrite_that_overflows_the_ring_is_counted_whole():
+    verdict = Cache().change(range(5)).judged(5, lost=3)
+    assert (verdict.violations, verdict.adopted_slots, verdict.adopted_fingerprints) == ([], 5, 20)
