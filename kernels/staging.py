@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import torch
 
@@ -45,4 +46,10 @@ class Staging:
             if pinned.shape[0] >= size:
                 return pinned, event
         room = max(4096, 1 << (size - 1).bit_length())
-        return torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=True), torch.cuda.Event()
+        return lasting(room, dtype=torch.uint8, device="cpu", pin_memory=True), torch.cuda.Event()
+
+
+def lasting(*shape: int, **options: Any) -> torch.Tensor:
+    """``torch.empty``; made in inference mode, a tensor could not be written outside of it."""
+    with torch.inference_mode(False):
+        return torch.empty(*shape, **options)

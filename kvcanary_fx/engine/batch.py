@@ -79,12 +79,11 @@ def step_inputs(
     for name in dict.fromkeys(["input_ids", "positions", "parents", *(p.slots_from for p in pools)]):
         inputs.register(name, "tokens", torch.int64)
 
-    def owners(batch: Any, filled: StepInputs) -> torch.Tensor:
+    def owners(batch: Any, filled: StepInputs) -> torch.Tensor | list[int]:
         given = batch.get("request_ids") if isinstance(batch, Mapping) else getattr(batch, "request_ids", None)
         if isinstance(given, torch.Tensor):
             return given
-        hashes = ids.hashes(given) if given is not None else [0] * filled.num_requests
-        return torch.tensor(hashes, dtype=torch.int64, device="cpu")
+        return ids.hashes(given) if given is not None else [0] * filled.num_requests
 
     inputs.register("owners", "batch", torch.int64, compute=owners)
     # memory that the checks of a forward fill, at addresses that captured graphs can keep

@@ -5,7 +5,6 @@ A call was about thirty small launches: of a vLLM decode of 3.7 s on an H200, 2.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from array import array
 from typing import Any
@@ -19,15 +18,13 @@ from ..kernels.side_stream import capturing
 from ..kernels.slots import life as slot_life
 from ..kernels.slots.events import RENEWING, Event, EventRow, Events
 from ..kernels.slots.space import SlotSpace
-from ..kernels.staging import Staging
+from ..kernels.staging import Staging, lasting
 from .arguments import integers
+from .gathered import numbers_of, plain_numbers
 from .pool_content import PoolContent
 
 #: Calls, and pages and slots that they name, until the device is told; a call of more is told by itself.
 CALLS, PAGES, SLOTS = 1024, 16384, 1 << 18
-
-#: Sequences that hold nothing but whole numbers, if an array takes them.
-_PLAIN = (list, tuple, range)
 
 
 class SlotEvents:
@@ -44,9 +41,9 @@ class SlotEvents:
         device = space.block.device
         self._staging = Staging(device)
         room = 0 if self._kernels is None else CALLS * len(EventRow) + PAGES
-        self._words = torch.empty(room, dtype=torch.int64, device=device)
-        self._given = torch.empty(0, dtype=torch.int64, device=device)  # pages that were named on the device
-        self._gone = torch.empty(2, 0, dtype=torch.int64, device=device)
+        self._words = lasting(room, dtype=torch.int64, device=device)
+        self._given = lasting(0, dtype=torch.int64, device=device)  # pages that were named on the device
+        self._gone = lasting(2, 0, dtype=torch.int64, device=device)
         self._reset()
 
     def _reset(self) -> None:
@@ -86,7 +83,7 @@ class SlotEvents:
             self._rows.extend((event, held, owner))
             if isinstance(pages, torch.Tensor):
                 if not self._given.shape[0]:
-                    self._given = torch.empty(PAGES, dtype=torch.int64, device=self._given.device)
+                    self._given = lasting(PAGES, dtype=torch.int64, device=self._given.device)
                 self._given[held : held + n].copy_(pages)  # now: the engine may change them
                 self._on_device.append((held, held + n))
                 pages = array("q", bytes(8 * n))
@@ -146,7 +143,7 @@ class SlotEvents:
         """int64 ``[2, >= slots]``."""
         if self._gone.shape[1] < slots:
             room = 1 << (slots - 1).bit_length()
-            self._gone = torch.empty(2, room, dtype=torch.int64, device=self._gone.device)
+            self._gone = lasting(2, room, dtype=torch.int64, device=self._gone.device)
         return self._gone
 
 
@@ -156,21 +153,15 @@ def pages_of(slots: Any) -> array[int] | torch.Tensor:
     Raises:
         EngineError: they are no integers.
     """
-    if isinstance(slots, _PLAIN) and not (slots and isinstance(slots[0], bool)):
-        try:
-            return array("q", slots)
-        except (TypeError, OverflowError):
-            pass  # nested, or no integers
-    listed = array("q")
+    plain = plain_numbers(slots)
+    if plain is not None:
+        return plain
     if type(slots).__module__ == "numpy" and slots.dtype.kind == "i":
+        listed = array("q")
         listed.frombytes(slots.astype("int64").tobytes())
         return listed
     given = integers(slots, "slots").reshape(-1)
-    if given.device.type != "cpu":
-        return given
-    given = given.to(torch.int64).contiguous()
-    listed.frombytes(ctypes.string_at(given.data_ptr(), 8 * given.shape[0]) if given.shape[0] else b"")
-    return listed
+    return numbers_of(given) if given.device.type == "cpu" else given
 
 
 def slots_in(pages: torch.Tensor, page_size: int) -> torch.Tensor:

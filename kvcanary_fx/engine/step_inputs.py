@@ -14,15 +14,20 @@ What a batch does not have this step is None in the view, never what the step be
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
 from ..errors import StepInputError
 from ..kernels.side_stream import capturing
+from .gathered import Gathered, numbers_of, plain_numbers
 from .step_slot import StepSlot, as_tensor, require_pad, shape_text
 from .step_view import Axis, StepView
+
+#: What a slot is filled from: a tensor, or numbers of the host.
+Source: TypeAlias = "torch.Tensor | array[int]"
 
 
 class StepInputs:
@@ -39,8 +44,6 @@ class StepInputs:
             token slots follow when its requests are sliced.  None, or None in a step: one token per request.
 
     Attributes:
-        counts: [3] int64 on ``device``, the real number of requests and of tokens, and ``step``; updated in place,
-            so that a captured kernel knows how much of its padded input is real, and which step it is in.
         step: number of the step, the engine's to set.
     """
 
@@ -69,11 +72,25 @@ class StepInputs:
         self._sizes: dict[Axis, tuple[str, int]] = {}
         # Tensors born in inference mode could not be written outside of it.
         with torch.inference_mode(False):
-            self.counts = torch.zeros(3, dtype=torch.int64, device=device)
+            self._counts = torch.zeros(3, dtype=torch.int64, device=device)
+        self._gathered = Gathered(self._counts.device)
+        self._filling = self._together = False  # a fill is running, and its copies are gathered
+        self._captured = False  # what is being filled is part of a graph
+        self._real_counts: torch.Tensor | None = None  # this step's, from the device
+        self._owned: set[int] | None = None  # addresses of the buffers; None: to be looked up
         self.step = 0
         self._written: tuple[int | None, ...] = (0, 0, 0)  # what ``counts`` holds, as far as this is known
         self._unknown = False  # a graph writes to ``counts``, whenever it is replayed
-        self._device = self.counts.device  # "cuda" has become "cuda:0" here
+        self._device = self._counts.device  # "cuda" has become "cuda:0" here
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """[3] int64 on the device: the real number of requests and of tokens, and ``step``.
+
+        Updated in place, so that a captured kernel knows how much of its padded input is real, and which step it is in.
+        """
+        self._send()
+        return self._counts
 
     @property
     def num_requests(self) -> int:
@@ -100,6 +117,7 @@ class StepInputs:
         Raises:
             StepInputError: there is no such slot.
         """
+        self._send()
         if name not in self._slots:
             raise StepInputError(f"there is no slot {name!r}", f"The slots are: {', '.join(self._slots) or 'none'}")
         return self._slots[name].buffer
@@ -111,7 +129,7 @@ class StepInputs:
         dtype: torch.dtype,
         *,
         pad: int | float = 0,
-        compute: Callable[[Any, StepInputs], torch.Tensor] | None = None,
+        compute: Callable[[Any, StepInputs], torch.Tensor | list[int]] | None = None,
         exposed: bool = True,
     ) -> None:
         """Add a slot: [n] or [n, ...] of ``dtype``, with n requests or tokens.
@@ -119,8 +137,9 @@ class StepInputs:
         Args:
             name: the attribute (or key) of the batch that it is copied from, and of the view that shows it.
             pad: what the padding of the slot holds.
-            compute: makes the slot's tensor from the batch and this registry, each step, in the order of
-                registration.  It sees the plain slots, and the computed ones before it, in ``inputs.view()``.
+            compute: makes the slot's tensor, or a list of its numbers, from the batch and this registry, each step, in
+                the order of registration.  It sees the plain slots, and the computed ones before
+                it, in ``inputs.view()``.
             exposed: False keeps a computed slot out of views; :meth:`buffer` still has it.
 
         Raises:
@@ -178,17 +197,32 @@ class StepInputs:
                 buffers are frozen and too small.  Until the next fill there is nothing to view.
         """
         self._forget()
+        self._captured, self._real_counts = capturing(), _lookup(batch, "real_counts")
+        self._filling, self._together = True, self._gathers()
         try:
             with torch.no_grad():
                 self._fill_plain(batch)
-                real = _lookup(batch, "real_counts")
-                self._write_counts(real)
                 self._batch = batch
+                if not self._together:  # what is computed may ask for them
+                    self._write_counts()
                 self._fill_computed(batch)
-                self._write_counts(real)
+                self._send()
         except BaseException:
             self._forget()
+            self._gathered.send()  # buffers hold what they are taken to hold
             raise
+        finally:
+            self._filling = False
+
+    def _gathers(self) -> bool:
+        """Whether the copies of a fill go to the device together; a graph has each where it is filled."""
+        return self._device.type != "cpu" and not self._captured
+
+    def _send(self) -> None:
+        """In a fill, let the device have what was gathered so far."""
+        if self._filling:
+            self._write_counts()
+            self._gathered.send()
 
     def view(self, padded_bs: int | None = None, padded_tokens: int | None = None) -> StepView:
         """This step's inputs with ``padded_bs`` requests and ``padded_tokens`` tokens; by default the real ones.
@@ -199,10 +233,14 @@ class StepInputs:
         """
         if self._batch is None:
             raise StepInputError("there is no batch to view", "Call fill_from(batch) first, and let it succeed")
+        self._send()
         shown = {Axis.BATCH: padded_bs, Axis.TOKENS: padded_tokens}
         sizes = {axis: self._padded(axis, size) for axis, size in shown.items()}
         if self._frozen or any(sizes[axis] > self._real(axis) for axis in Axis):
+            if not self._filling:
+                self._captured = capturing()
             self._move_in(sizes)
+            self._send()
         values = {
             name: None if tensor is None else _head(tensor, sizes[self._slots[name].axis])
             for name, tensor in self._filled.items()
@@ -255,17 +293,17 @@ class StepInputs:
         for slot in self._slots.values():
             if slot.memory is not None:
                 self._reserve(slot.axis, self._real(slot.axis))
-                self._filled[slot.name] = slot.make_buffer(self._capacity[slot.axis], slot.memory, self._device)
-                slot.pad_from(self._real(slot.axis))
+                self._filled[slot.name] = self._buffer(slot, slot.memory)
+                slot.pad_from(self._real(slot.axis), self._captured, self._gathering)
             elif slot.compute is not None:
-                tensor = self._checked(slot, slot.compute(batch, self))
-                if tensor is None:
+                source = self._checked(slot, slot.compute(batch, self))
+                if source is None:
                     raise StepInputError(f"slot {slot.name!r} was computed as None", "Return a tensor at each step")
                 self._reserve(slot.axis, self._real(slot.axis))
-                self._store(slot, tensor)
+                self._store(slot, source)
 
-    def _hands_through(self, source: torch.Tensor | None, slot: StepSlot) -> TypeGuard[torch.Tensor]:
-        if source is None or not self._no_copy or self._frozen:
+    def _hands_through(self, source: Source | None, slot: StepSlot) -> TypeGuard[torch.Tensor]:
+        if not isinstance(source, torch.Tensor) or not self._no_copy or self._frozen:
             return False
         return source.dtype == slot.dtype and source.device == self._device
 
@@ -278,10 +316,15 @@ class StepInputs:
                 if tensor is not None and tensor is not self._slots[name].buffer:
                     self._store(self._slots[name], tensor)
 
-    def _checked(self, slot: StepSlot, source: Any) -> torch.Tensor | None:
-        """``source`` as a tensor that fits ``slot`` and agrees with the other slots of its axis."""
+    def _checked(self, slot: StepSlot, source: Any) -> Source | None:
+        """``source`` as something that fits ``slot`` and agrees with the other slots of its axis."""
         if source is None:
             return None
+        if self._together and slot.dtype == torch.int64 and not slot.trailing:
+            numbers = plain_numbers(source)
+            if numbers is not None:
+                self._require_size(slot, len(numbers))
+                return numbers
         tensor = as_tensor(slot, source)
         if tensor.dim() == 0:
             raise StepInputError(f"slot {slot.name!r} was given a single value", f"Give one per {slot.axis.unit[:-1]}")
@@ -292,20 +335,38 @@ class StepInputs:
                 f"{shape_text(trailing)}",
                 "Keep what follows the first dimension the same at each step, or register another slot",
             )
-        first, size = self._sizes.setdefault(slot.axis, (slot.name, len(tensor)))
-        if size != len(tensor):
-            raise StepInputError(
-                f"slots {first!r} and {slot.name!r} disagree on the number of {slot.axis.unit}: {size} and "
-                f"{len(tensor)}",
-                f"Slots of axis {slot.axis.value!r} have one entry for each; check the batch and the axis",
-            )
+        self._require_size(slot, len(tensor))
         if self._owns(tensor):  # from a view of ours: what it lies in is written before all of it is read
             return tensor.clone()
         return tensor.detach() if tensor.requires_grad else tensor
 
+    def _require_size(self, slot: StepSlot, given: int) -> None:
+        first, size = self._sizes.setdefault(slot.axis, (slot.name, given))
+        if size != given:
+            raise StepInputError(
+                f"slots {first!r} and {slot.name!r} disagree on the number of {slot.axis.unit}: {size} and {given}",
+                f"Slots of axis {slot.axis.value!r} have one entry for each; check the batch and the axis",
+            )
+
     def _owns(self, tensor: torch.Tensor) -> bool:
-        buffers = [slot.buffer for slot in self._slots.values() if slot.buffer is not None]
-        return tensor.untyped_storage().data_ptr() in [buffer.untyped_storage().data_ptr() for buffer in buffers]
+        if tensor.device != self._device:
+            return False
+        if self._owned is None:
+            buffers = [slot.buffer for slot in self._slots.values() if slot.buffer is not None]
+            self._owned = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+        return tensor.untyped_storage().data_ptr() in self._owned
+
+    def _buffer(self, slot: StepSlot, trailing: tuple[int, ...]) -> torch.Tensor:
+        before = slot.buffer
+        made = slot.make_buffer(self._capacity[slot.axis], trailing, self._device)
+        if made is not before:
+            self._owned = None
+        return made
+
+    @property
+    def _gathering(self) -> Gathered | None:
+        """What takes the copies of the fill that is running; None: they are made at once."""
+        return self._gathered if self._filling and self._together else None
 
     def _reserve(self, axis: Axis, needed: int) -> None:
         """Make the buffers of ``axis`` hold ``needed`` entries; what this step has filled so far moves along."""
@@ -318,6 +379,8 @@ class StepInputs:
                 "graph was captured over them, so they cannot move",
                 f"Give install_canary, or StepInputs, {axis.setting}={needed} or more",
             )
+        if old:
+            self._send()  # to the buffers as they were
         self._capacity[axis] = 1 << (max(needed, self._reserved[axis], 1) - 1).bit_length()
         for slot in self._slots.values():
             if slot.axis is axis and slot.buffer is not None:
@@ -325,39 +388,60 @@ class StepInputs:
                 if self._filled.get(slot.name) is moved:
                     self._store(slot, moved[: self._real(axis)])
 
-    def _store(self, slot: StepSlot, source: torch.Tensor | None) -> None:
+    def _store(self, slot: StepSlot, source: Source | None) -> None:
         """Write ``source`` to the head of the slot's buffer and padding to all that follows."""
         if source is None:  # a captured graph still reads the buffer
             self._filled[slot.name] = None
-            slot.pad_from(0)
+            slot.pad_from(0, self._captured, self._gathering)
             return
-        buffer = slot.make_buffer(self._capacity[slot.axis], tuple(source.shape[1:]), self._device)
-        # Not waiting for a copy to the CPU would let it be read before it is there.
-        buffer[: len(source)].copy_(source, non_blocking=self._device.type != "cpu")
-        slot.pad_from(len(source))
+        self._copy(self._buffer(slot, _trailing(source)), source)
+        slot.pad_from(len(source), self._captured, self._gathering)
         self._filled[slot.name] = slot.buffer
         self._settle(slot, source)
 
-    def _settle(self, slot: StepSlot, tensor: torch.Tensor) -> None:
-        """Hold the slot to its trailing shape; an empty list does not tell it, but a captured graph relies on it."""
-        if len(tensor) or self._frozen:
-            slot.trailing = tuple(tensor.shape[1:])
+    def _copy(self, buffer: torch.Tensor, source: Source) -> None:
+        """Write ``source`` to the head of a buffer."""
+        gathered, n = self._gathering, len(source)
+        if gathered is not None and n:
+            on_host = isinstance(source, array) or source.device.type == "cpu"
+            if on_host and buffer.dtype == torch.int64:
+                gathered.numbers(buffer, 0, source if isinstance(source, array) else numbers_of(source))
+                return
+            if not isinstance(source, array) and source.device == self._device:
+                gathered.tensor(buffer[:n], source)
+                return
+        if not isinstance(source, array):
+            # Not waiting for a copy to the CPU would let it be read before it is there.
+            buffer[:n].copy_(source, non_blocking=self._device.type != "cpu")
 
-    def _write_counts(self, real: torch.Tensor | None) -> None:
+    def _settle(self, slot: StepSlot, source: Source) -> None:
+        """Hold the slot to its trailing shape; an empty list does not tell it, but a captured graph relies on it."""
+        if len(source) or self._frozen:
+            slot.trailing = _trailing(source)
+
+    def _write_counts(self) -> None:
         """Tell the device how much is real.  A graph writes the counts of its batch whenever it is replayed, and never
         the step: that is the one it is replayed in."""
         # fill_ takes its value along with the launch: no host memory that the next step could overwrite.
-        captured, counted = capturing(), (self.num_requests, self.num_tokens)
+        captured, counted, real = self._captured, (self.num_requests, self.num_tokens), self._real_counts
         for place, (count, written) in enumerate(zip((*counted, self.step), self._written, strict=True)):
             if (place == 2 and captured) or (place < 2 and real is not None):
                 continue
             if count != written or captured:
-                self.counts[place].fill_(count)
+                if self._gathering is not None:
+                    self._gathering.numbers(self._counts, place, array("q", [count]))
+                else:
+                    self._counts[place].fill_(count)
         if real is not None:
-            self.counts[:2].copy_(real)
+            self._counts[:2].copy_(real)
         unknown = captured or self._unknown or real is not None
         self._unknown = self._unknown or captured
         self._written = (None, None, None) if unknown else (*counted, self.step)
+
+
+def _trailing(source: Source) -> tuple[int, ...]:
+    """What follows the first dimension."""
+    return () if isinstance(source, array) else tuple(source.shape[1:])
 
 
 def _axis(axis: Axis | str) -> Axis:

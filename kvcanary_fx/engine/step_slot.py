@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..errors import StepInputError
-from ..kernels.side_stream import capturing
+from .gathered import Gathered
 from .step_view import Axis
+
+#: Numbers of padding that are rather filled in than copied.
+MUCH_PADDING = 1024
 
 
 @dataclasses.dataclass
@@ -28,7 +33,7 @@ class StepSlot:
     axis: Axis
     dtype: torch.dtype
     pad: int | float
-    compute: Callable[[Any, Any], torch.Tensor] | None
+    compute: Callable[[Any, Any], torch.Tensor | list[int]] | None
     exposed: bool
     trailing: tuple[int, ...] | None = None
     buffer: torch.Tensor | None = None
@@ -45,14 +50,27 @@ class StepSlot:
             self.used = capacity
         return self.buffer
 
-    def pad_from(self, start: int) -> None:
-        """Let the buffer be padding from ``start`` on; what is padding already costs no launch."""
-        if capturing():
+    def pad_from(self, start: int, captured: bool, gathered: Gathered | None) -> None:
+        """Let the buffer be padding from ``start`` on; what is padding already costs no launch.
+
+        Args:
+            captured: a CUDA graph is being captured, whose replays fill the buffer up to here.
+            gathered: takes the padding of an int64 buffer along; None: it is written at once.
+        """
+        if captured:
             self.replayed = max(self.replayed, start)
         used = max(self.used, self.replayed)
         if self.buffer is not None and used > start:
-            self.buffer[start:used].fill_(self.pad)
+            if gathered is None or self.buffer.dtype != torch.int64 or (used - start) * self.row > MUCH_PADDING:
+                self.buffer[start:used].fill_(self.pad)
+            else:
+                gathered.numbers(self.buffer, start, array("q", [int(self.pad)]) * ((used - start) * self.row))
         self.used = start
+
+    @property
+    def row(self) -> int:
+        """Numbers of an entry of the buffer."""
+        return 1 if self.buffer is None else math.prod(self.buffer.shape[1:])
 
 
 def shape_text(trailing: tuple[int, ...]) -> str:

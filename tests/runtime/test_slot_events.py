@@ -135,6 +135,17 @@ def test_a_call_that_names_more_than_is_kept_is_told_by_itself_in_its_place(laun
 
 
 @interpreted
+def test_calls_may_come_in_inference_mode_and_outside_of_it(launches):
+    toy = Toy()
+    for number, inside in enumerate((True, False, True)):
+        with torch.inference_mode(inside):
+            toy.pool.allocate([3 + number, 7 + number], owner="A")
+            toy.pool.release([7 + number], owner="A")
+            toy.pool.flush()
+    assert toy.found() == []
+
+
+@interpreted
 def test_a_violation_belongs_to_the_step_in_which_the_allocator_did_it(launches):
     toy = prefilled()
     toy.pool.release([9], owner="B")  # behind the first step

@@ -10,12 +10,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcanary_fx.engine import step_inputs, step_slot
+from kvcanary_fx.engine import step_inputs
 from kvcanary_fx.engine.step_inputs import StepInputs
 from kvcanary_fx.engine.step_view import Axis, StepView
 from kvcanary_fx.errors import StepInputError
+from kvcanary_fx.kernels.staging import Staging
 
 POISON = -77
+
+
+@pytest.fixture(params=[False, True], ids=["one by one", "gathered"], autouse=True, scope="module")
+def gathered(request):
+    """Whether a fill's copies go to the device together, as they do on a GPU."""
+    before = StepInputs._gathers
+    if request.param:
+        StepInputs._gathers = lambda self: not self._captured
+    yield request.param
+    StepInputs._gathers = before
 
 
 def make(**settings):
@@ -59,6 +70,25 @@ def test_a_view_shows_the_batch():
     assert view.ends.tolist() == [2, 3]
     assert (view.num_requests, view.num_tokens, view.padded_bs, view.padded_tokens) == (2, 3, 2, 3)
     assert isinstance(view, StepView)
+
+
+def test_what_the_host_gives_in_a_step_is_one_copy(gathered, monkeypatch):
+    if not gathered:
+        pytest.skip("of a fill that gathers")
+    sent = []
+    send = Staging.send
+    monkeypatch.setattr(Staging, "send", lambda self, words, out: (sent.append(words.tolist()), send(self, words, out)))
+    inputs = StepInputs("cpu", max_requests=4, max_tokens=4)
+    for name, axis in (("rows", "batch"), ("lens", "batch"), ("ids", "tokens")):
+        inputs.register(name, axis, torch.int64, pad=-1)
+    inputs.register("owners", "batch", torch.int64, compute=lambda batch, inputs: [5] * inputs.num_requests)
+    for number, rows in enumerate(([1, 2, 3], [4])):  # padding comes along with it
+        inputs.step = number
+        inputs.fill_from({"rows": rows, "lens": torch.ones(len(rows), dtype=torch.int32), "ids": range(len(rows))})
+        assert len(sent) == number + 1
+    assert inputs.view(padded_bs=4).rows.tolist() == [4, -1, -1, -1]
+    assert inputs.counts.tolist() == [1, 1, 1]
+    assert inputs.buffer("owners").tolist() == [5, 0, 0, 0]
 
 
 def test_addresses_stay_from_step_to_step():
@@ -548,8 +578,7 @@ def test_a_captured_graph_reads_each_steps_inputs():
 def capture(monkeypatch):
     """Between the two calls of it, fills are part of a graph; what a replay does is done by hand."""
     state = [False]
-    for module in (step_inputs, step_slot):
-        monkeypatch.setattr(module, "capturing", lambda: state[0])
+    monkeypatch.setattr(step_inputs, "capturing", lambda: state[0])
     return lambda: state.__setitem__(0, not state[0])
 
 
