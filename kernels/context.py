@@ -20,25 +20,11 @@ from ..errors import MissingContextError
 
 if TYPE_CHECKING:
     from .buffers import IdentityBuffers, Site
+    from .content.layer import LayerRecord
     from .ring import Control
     from .side_stream import SideStream
     from .slots.space import RequestPlan
     from .writes.plan import WritePlan
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerHalf:
-    """One tensor of a layer, as the ops find it by the layer's name.
-
-    Attributes:
-        place: 0 for K, 1 for V, and so on.
-        reader: another layer writes the tensor, this one only reads it.
-    """
-
-    site: Site
-    view: torch.Tensor
-    place: int
-    reader: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +39,11 @@ class ForwardContext:
         gates: the graph's own step counter, by device.
         abort: called on the CPU when an index is out of range, before the write runs; raises.
         requests: what the forward of an engine is to read and write, by the number of the slot space.
-        layers: the tensors of an engine's layers, by the layer's name.
-        joins: the graph ends with a join, so that its ops may leave work on another stream.
-        sides: of a graph that joins, the stream on which the checks of layers run, by device; in the model's own
-            stream where there is none.
+        layers: what the checks of an engine's layers need, by the layer's name.
+        joins: the graph has joins, where the model waits for what runs beside it; without, the checks of a layer wait
+            for those of the one before.
+        sides: the stream on which the checks of layers run, by device; in the model's own stream where there is none.
+        compared: the bytes of all layers have been compared already, before the model.
     """
 
     sites: tuple[Site, ...]
@@ -66,9 +53,10 @@ class ForwardContext:
     gates: dict[torch.device, torch.Tensor]
     abort: Callable[[], None] | None = None
     requests: Mapping[int, RequestPlan] = dataclasses.field(default_factory=dict)
-    layers: Mapping[str, tuple[LayerHalf, ...]] = dataclasses.field(default_factory=dict)
+    layers: Mapping[str, LayerRecord] = dataclasses.field(default_factory=dict)
     joins: bool = False
     sides: Mapping[torch.device, SideStream] = dataclasses.field(default_factory=dict)
+    compared: bool = False
 
 
 _CONTEXT: contextvars.ContextVar[ForwardContext | None] = contextvars.ContextVar("kvcanary_forward", default=None)

@@ -25,19 +25,14 @@ from typing import Any
 import torch
 
 from ..errors import UnknownLayerError
-from .checks import Check
-from .context import ForwardContext, LayerHalf, get_forward_context
+from .content.layer import LayerRecord
+from .context import ForwardContext, get_forward_context
 from .counting import count_op
-from .ops import NAMESPACE, join_side, kernels_for
-from .side_stream import SideStream
-from .slots.space import RequestPlan
+from .ops import NAMESPACE, join_side
 from .turns import taking_turns
 
 #: From an opaque layer object to the layer's name, by the attention op it belongs to.
 NAME_OF: dict[str, Callable[[Any], str]] = {}
-
-#: Number of the write in the stamps of slots written twice; the writes that a graph shows count from 0.
-_WRITE = 65535
 
 
 def verify_layer(device: torch.device, layer: str) -> None:
@@ -47,19 +42,7 @@ def verify_layer(device: torch.device, layer: str) -> None:
         MissingContextError: no forward is running.
         UnknownLayerError: no pool has the layer.
     """
-    context = get_forward_context()
-    due = _verified(_halves(context, layer))
-    if due:
-        with _beside(context.sides.get(device)):
-            plan = context.requests.get(due[0].site.space.space_id) if due[0].site.space is not None else None
-            in_flight = plan is not None and plan.in_flight
-            kernels_for(device).verify_halves([h.site for h in due], [h.view for h in due], 1, in_flight)
-
-
-def _verified(halves: tuple[LayerHalf, ...]) -> list[LayerHalf]:
-    """The halves whose bytes ``verify_at`` compares.  If there are none it launches nothing, and ``record_at`` counts
-    for both: on an H200, kernels that only counted were 209 us of a decode step of 4.9 ms, beside it."""
-    return [half for half in halves if half.site.checks & Check.CONTENT and half.site.layout.slots]
+    verify_in(get_forward_context(), device, layer)
 
 
 def record_layer(key: torch.Tensor | None, value: torch.Tensor | None, device: torch.device, layer: str) -> None:
@@ -69,53 +52,57 @@ def record_layer(key: torch.Tensor | None, value: torch.Tensor | None, device: t
         MissingContextError: no forward is running.
         UnknownLayerError: no pool has the layer.
     """
-    context = get_forward_context()
-    halves = _halves(context, layer)
-    ops = 1 if _verified(halves) else 2
-    written, plan = _written(context, halves)
-    with _beside(context.sides.get(device)):
-        if plan is None or plan.real_slots is None:
-            count_op(context.gates[device], ops)
-            return
-        values = [_rows(half, (key, value), plan) for half in written]
-        sites, views = [half.site for half in written], [half.view for half in written]
-        kernels_for(device).record_halves(sites, views, plan.real_slots, values, _WRITE, ops)
+    record_in(get_forward_context(), key, value, device, layer)
 
 
-def _beside(side: SideStream | None) -> contextlib.AbstractContextManager[None]:
-    return side.fork() if side is not None else contextlib.nullcontext()
+def verify_in(context: ForwardContext, device: torch.device, layer: str) -> None:
+    """:func:`verify_layer` in a forward that its caller knows."""
+    record, side = _record_of(context, layer), context.sides.get(device)
+    if side is not None and not context.joins:
+        side.release()
+    if record is None or context.compared or not record.verifies:
+        return
+    plan = context.requests.get(record.space_id) if record.space_id is not None else None
+    if side is not None:
+        side.start()
+    record.verify(plan is not None and plan.in_flight, side.stream if side is not None else None)
 
 
-def _written(context: ForwardContext, halves: tuple[LayerHalf, ...]) -> tuple[list[LayerHalf], RequestPlan | None]:
-    """The halves of a layer that the forward writes, and its plan of their pool; no plan if no engine told one."""
-    written = [half for half in halves if not half.reader]
-    space = written[0].site.space if written else None  # the halves of a layer are of one pool
-    return written, context.requests.get(space.space_id) if space is not None else None
+def record_in(
+    context: ForwardContext,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    device: torch.device,
+    layer: str,
+) -> None:
+    """:func:`record_layer` in a forward that its caller knows."""
+    record, side = _record_of(context, layer), context.sides.get(device)
+    plan = None
+    if record is not None and record.writes and record.space_id is not None:
+        plan = context.requests.get(record.space_id)
+    if record is None or plan is None or plan.real_slots is None:
+        _count(context, record, device)
+        return
+    if side is not None:
+        side.start()
+        if not context.joins:
+            side.hold(key, value)
+    record.record(plan, key, value, side.stream if side is not None else None)
 
 
-def _halves(context: ForwardContext, layer: str) -> tuple[LayerHalf, ...]:
-    """The tensors of a layer; none where no engine has declared pools."""
-    if not context.layers:
-        return ()
-    if layer not in context.layers:
+def _count(context: ForwardContext, record: LayerRecord | None, device: torch.device) -> None:
+    """Nobody planned the forward: only say that the ops ran."""
+    side = context.sides.get(device)
+    with side.fork() if side is not None else contextlib.nullcontext():
+        count_op(context.gates[device], record.ops if record is not None else 2)
+
+
+def _record_of(context: ForwardContext, layer: str) -> LayerRecord | None:
+    """What the checks of a layer need; None where no engine has declared pools."""
+    record = context.layers.get(layer)
+    if record is None and context.layers:
         raise UnknownLayerError(layer, list(context.layers))
-    return context.layers[layer]
-
-
-def _rows(
-    half: LayerHalf, operands: tuple[torch.Tensor | None, torch.Tensor | None], plan: RequestPlan
-) -> torch.Tensor | None:
-    """The operand as the slots' rows, if it has one per planned token and is of the pool's type."""
-    layout, n = half.site.layout, plan.slots.shape[0]
-    operand = operands[half.place] if half.place < len(operands) else None
-    if plan.taken is not None:  # what a slot of several tokens holds is no token's K or V
-        return None
-    if operand is None or not half.site.checks & Check.OPERAND or operand.dtype != layout.dtype:
-        return None
-    operand = operand[:n]  # a batch is padded at its end
-    if operand.numel() * layout.dtype.itemsize != n * layout.row_bytes:
-        return None
-    return operand.reshape(n, *layout.row_shape)
+    return record
 
 
 @functools.cache

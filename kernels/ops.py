@@ -40,6 +40,7 @@ import torch
 from .buffers import Count, RowState, Site
 from .checks import Check, Phase
 from .content import cpu
+from .content import layer as layer_records
 from .content import pool as pool_bytes
 from .context import ForwardContext, get_forward_context
 from .counting import count_op
@@ -91,6 +92,11 @@ def pool_kernels_for(device: torch.device) -> ModuleType:
 def life_kernels_for(device: torch.device) -> ModuleType | None:
     """What takes many calls of an allocator at once; None where each is done as it comes, by :mod:`.slots.life`."""
     return importlib.import_module(".slots.gpu_life", __package__) if device.type == "cuda" else None
+
+
+def layer_kernels_for(device: torch.device) -> ModuleType:
+    """The implementation of a layer's record, with all halves of the layer at once."""
+    return importlib.import_module(".content.gpu_layer", __package__) if device.type == "cuda" else layer_records
 
 
 def _begin(state: torch.Tensor) -> None:

@@ -1,17 +1,24 @@
-"""Launches that take the K and the V of a layer at once, on a GPU: half as many launches in every layer."""
+"""Launches that take the K and the V of a layer at once, on a GPU: half as many launches in every layer.
+
+A :class:`LayerRecord` has them bound: what is left to do for a call is to look whether K and V lie in memory as they
+did in a call before, and to launch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
+from ..bound_launch import BoundLaunch
 from ..buffers import Site
 from ..checks import Check
-from ..slots.space import SlotSpace
-from ..writes.geometry import Geometry, geometry_of, on_device
+from ..slots.space import RequestPlan, SlotSpace
+from ..writes.geometry import Geometry, geometry_of
 from ..writes.layout import poison_mask
+from . import layer
 from . import triton_layer as records
 from .launch_args import digest_args, other_args, row_args, site_args, strided_grid
 from .triton_listed import verify_listed_kernel
@@ -73,42 +80,64 @@ def _launches(parts: Sequence[_Part]) -> Iterator[tuple[_Part, _Part]]:
 
 def verify_halves(sites: Sequence[Site], views: Sequence[torch.Tensor], ops: int = 0, in_flight: bool = False) -> None:
     """Content of the slots that the walk of this forward listed.  See :func:`.cpu.verify_halves`."""
+    for launch, grid in bind_verify(sites, views, ops):
+        launch.first(grid, (int(in_flight),), None)
+
+
+def bind_verify(sites: Sequence[Site], views: Sequence[torch.Tensor], ops: int) -> list[_Bound]:
+    """The launches of :func:`verify_halves`; what changes is whether the forward reads what it is still to write."""
     parts = [_Part(site, geometry_of(view, site.layout.slot_axes)) for site, view in zip(sites, views, strict=True)]
+    made = []
     for a, b in _launches(parts):
         space = a.site.space
         assert space is not None  # of an engine's pool: others are scanned
-        _verify(a, b, space, ops, in_flight)
+        made.append(_verify(a, b, space, ops))
         ops = 0
+    return made
 
 
-def _verify(a: _Part, b: _Part, space: SlotSpace, ops: int, in_flight: bool = False) -> None:
-    # no more than these can be listed, but the grid may be smaller; under a budget, fewer programs go through more
-    due = -(-a.site.layout.slots // (space.verify_every or USUAL_BY_BUDGET))
-    programs = strided_grid(due, LISTED_SLOTS, a.geometry.base.device)
-    with on_device(a.geometry.base):
-        verify_listed_kernel[(programs, 1 if a is b else 2)](
-            a.geometry.base,
-            b.geometry.base,
-            a.site.gate,
-            a.site.counters,
-            listed_ptr=space.listed,
-            count_ptr=space.listed_count,
-            block_ptr=space.block,
-            wide_ptr=space.block.view(torch.int64),
-            planned_ptr=space.planned,
-            clock_ptr=space.clock,
-            ahead=int(in_flight),
-            NEVER=bool(a.site.checks & Check.POISON),
-            ops=ops,
-            slot_stride0=a.geometry.slot_strides[0],
-            slot_stride1=a.geometry.slot_strides[1],
-            UNIT=a.geometry.unit,
-            num_warps=1,
-            **row_args(a.geometry),
-            **digest_args(a.site, LISTED_SLOTS, LISTED_WORDS),
-            **site_args(a.site),
-            **other_args(b.site),
-        )
+#: A launch and its grid.
+_Bound = tuple[BoundLaunch, tuple[int, int, int]]
+
+
+def _verify(a: _Part, b: _Part, space: SlotSpace, ops: int) -> _Bound:
+    due = most_listed(a.site, space)
+    device = a.geometry.base.device
+    arguments = dict(
+        base=a.geometry.base,
+        other_base=b.geometry.base,
+        gate_ptr=a.site.gate,
+        counters_ptr=a.site.counters,
+        ops=ops,
+        slot_stride0=a.geometry.slot_strides[0],
+        slot_stride1=a.geometry.slot_strides[1],
+        UNIT=a.geometry.unit,
+        **list_args(space),
+        **row_args(a.geometry),
+        **digest_args(a.site, LISTED_SLOTS, LISTED_WORDS),
+        **site_args(a.site),
+        **other_args(b.site),
+    )
+    grid = (strided_grid(due, LISTED_SLOTS, device), 1 if a is b else 2, 1)
+    return BoundLaunch(verify_listed_kernel, device, arguments, ("ahead",), warps=1), grid
+
+
+def most_listed(site: Site, space: SlotSpace) -> int:
+    """How many slots a grid is made for: no more can be listed; under a budget, fewer programs go through more."""
+    return -(-site.layout.slots // (space.verify_every or USUAL_BY_BUDGET))
+
+
+def list_args(space: SlotSpace) -> dict[str, Any]:
+    """What a check of listed slots takes of their space."""
+    return dict(
+        listed_ptr=space.listed,
+        count_ptr=space.listed_count,
+        block_ptr=space.block,
+        wide_ptr=space.block.view(torch.int64),
+        planned_ptr=space.planned,
+        clock_ptr=space.clock,
+        NEVER=bool(space.checks & Check.POISON),
+    )
 
 
 def record_halves(
@@ -121,53 +150,178 @@ def record_halves(
     planned: bool = False,
 ) -> None:
     """Fingerprint the slots just written.  See :func:`.cpu.record_halves`."""
-    parts = []
-    for site, view, value in zip(sites, views, values, strict=True):
-        compared = value is not None and slots.shape[0] > 0 and bool(site.checks & Check.OPERAND)
-        operand = geometry_of(value, (0,)) if compared and value is not None else None
-        parts.append(_Part(site, geometry_of(view, site.layout.slot_axes), operand))
+    n, slots = slots.shape[0], slots.contiguous()
+    parts = _record_parts(sites, views, values, n)
     for a, b in _launches(parts):
-        _record(a, b, slots, write_id, ops, planned)
+        launch = _record(a, b, n, write_id, ops, planned)
+        launch.first(_record_grid(n, slots.device, 1 if a is b else 2), (*_operands(a, b), slots, n), None)
         ops = 0
 
 
-def _record(a: _Part, b: _Part, slots: torch.Tensor, write_id: int, ops: int, planned: bool = False) -> None:
-    site, space, n = a.site, a.site.space, slots.shape[0]
-    operand, other_operand = a.operand or a.geometry, b.operand or b.geometry
+def _record_parts(
+    sites: Sequence[Site], views: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None], n: int
+) -> list[_Part]:
+    parts = []
+    for site, view, value in zip(sites, views, values, strict=True):
+        compared = value is not None and n > 0 and bool(site.checks & Check.OPERAND)
+        operand = geometry_of(value, (0,)) if compared and value is not None else None
+        parts.append(_Part(site, geometry_of(view, site.layout.slot_axes), operand))
+    return parts
+
+
+def _operands(a: _Part, b: _Part) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the operands of two halves start; the halves themselves, if there are none."""
+    return (a.operand or a.geometry).base, (b.operand or b.geometry).base
+
+
+def _record_grid(n: int, device: torch.device, halves: int) -> tuple[int, int, int]:
+    return strided_grid(n, (FEW if n <= FEW_SLOTS else MANY).slots, device), halves, 1
+
+
+def _record(a: _Part, b: _Part, n: int, write_id: int, ops: int, planned: bool) -> BoundLaunch:
+    """The launch for about ``n`` slots; what changes is where the operands and the slots are, and how many."""
+    site, space, operand = a.site, a.site.space, a.operand or a.geometry
     mask, bits = poison_mask(site.layout.dtype) if site.checks & Check.POISON else (0, 1)
     tile = FEW if n <= FEW_SLOTS else MANY
-    with on_device(a.geometry.base):
-        records.record_kernel[(strided_grid(n, tile.slots, slots.device), 1 if a is b else 2)](
-            a.geometry.base,
-            operand.base,
-            b.geometry.base,
-            other_operand.base,
-            slots.contiguous(),
-            n,
-            site.gate,
-            ops,
-            site.counters,
-            stamp_ptr=site.control.stamps,
-            stamp_count=site.control.stamps.shape[1],
-            write_id=write_id,
-            block_ptr=space.block if space is not None else site.half.rows,
-            planned_ptr=space.planned if space is not None else site.control.words,
-            clock_ptr=space.clock if space is not None else site.half.rows,
-            slot_stride0=a.geometry.slot_strides[0],
-            slot_stride1=a.geometry.slot_strides[1],
-            token_stride=operand.slot_strides[1],
-            OPERAND=a.operand is not None,
-            HAS_SPACE=space is not None,
-            PLANNED=planned and space is not None,
-            UNIT=a.geometry.unit,
-            OPERAND_UNIT=operand.unit,
-            ELEMENT=site.layout.dtype.itemsize,
-            POISON_MASK=mask,
-            POISON_BITS=bits,
-            **row_args(a.geometry),
-            **{f"v_{k}": v for k, v in row_args(operand).items()},
-            **digest_args(site, tile.slots, tile.words),
-            **site_args(site),
-            **other_args(b.site),
-            num_warps=tile.warps,
-        )
+    arguments = dict(
+        base=a.geometry.base,
+        other_base=b.geometry.base,
+        gate_ptr=site.gate,
+        ops=ops,
+        counters_ptr=site.counters,
+        stamp_ptr=site.control.stamps,
+        stamp_count=site.control.stamps.shape[1],
+        write_id=write_id,
+        block_ptr=space.block if space is not None else site.half.rows,
+        planned_ptr=space.planned if space is not None else site.control.words,
+        clock_ptr=space.clock if space is not None else site.half.rows,
+        slot_stride0=a.geometry.slot_strides[0],
+        slot_stride1=a.geometry.slot_strides[1],
+        token_stride=operand.slot_strides[1],
+        OPERAND=a.operand is not None,
+        HAS_SPACE=space is not None,
+        PLANNED=planned and space is not None,
+        UNIT=a.geometry.unit,
+        OPERAND_UNIT=operand.unit,
+        ELEMENT=site.layout.dtype.itemsize,
+        POISON_MASK=mask,
+        POISON_BITS=bits,
+        **row_args(a.geometry),
+        **{f"v_{k}": v for k, v in row_args(operand).items()},
+        **digest_args(site, tile.slots, tile.words),
+        **site_args(site),
+        **other_args(b.site),
+    )
+    changing = ("value_base", "other_value_base", "slot_ptr", "n")
+    return BoundLaunch(records.record_kernel, a.geometry.base.device, arguments, changing, tile.warps)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """The launches of a record for K and V that lie in memory in one way.
+
+    Attributes:
+        launches: each with how many halves it takes, and for the operand of each which of K and V it is, or None and
+            an address that is not looked at.
+    """
+
+    launches: list[tuple[BoundLaunch, int, tuple[tuple[int | None, int], ...]]]
+
+
+#: Ways in which K and V lie in memory that a layer keeps launches for: their strides may go with the size of a batch.
+MOST_FORMS = 256
+
+
+class LayerRecord(layer.LayerRecord):
+    """One layer in one graph, with its launches."""
+
+    def __init__(self, halves: Sequence[layer.LayerHalf]):
+        super().__init__(halves)
+        self._device, self._control = self.gate.device, halves[0].site.control
+        self._stamps = self._control.stamps
+        self._verify: list[_Bound] | None = None
+        self._forms: dict[tuple[Any, ...], _Form] = {}
+
+    def verify(self, in_flight: bool, stream: torch.cuda.Stream | None = None) -> None:
+        if self._verify is None:
+            self._verify = bind_verify([h.site for h in self.verified], [h.view for h in self.verified], 1)
+        for launch, grid in self._verify:
+            (launch if launch.ready else launch.first)(grid, (int(in_flight),), stream)
+
+    def record(
+        self,
+        plan: RequestPlan,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        slots = plan.real_slots
+        assert slots is not None
+        n, at, operands = slots.shape[0], slots.data_ptr(), (key, value)
+        seen: list[Any] = [n <= FEW_SLOTS, n == 0, plan.taken is None, at & 15]
+        addresses = []
+        for operand in operands:
+            if operand is None:
+                addresses.append(0)
+                seen.append(None)
+            else:
+                address, shape = operand.data_ptr(), operand.shape
+                addresses.append(address)
+                seen += (operand.dtype, shape[1:], operand.stride(), shape[0] >= n, address & 15)
+        form = self._forms.get(tuple(seen))
+        if form is None or self._stamps is not self._control.stamps:
+            self._first(tuple(seen), plan, operands, stream)
+            return
+        for launch, halves, sources in form.launches:
+            where = [addresses[i] if i is not None else nowhere for i, nowhere in sources]
+            launch(_record_grid(n, self._device, halves), (*where, at, n), stream)
+
+    def _first(
+        self,
+        seen: tuple[Any, ...],
+        plan: RequestPlan,
+        operands: tuple[torch.Tensor | None, torch.Tensor | None],
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        """Launch for K and V that lie in memory as none did before."""
+        if self._stamps is not self._control.stamps or len(self._forms) >= MOST_FORMS:
+            self._forms, self._stamps = {}, self._control.stamps
+        slots = plan.real_slots
+        assert slots is not None
+        n, written = slots.shape[0], self.written
+        rows = [_rows_in_place(half, operands, plan) for half in written]
+        values = [r.rows for r in rows]
+        parts = _record_parts([h.site for h in written], [h.view for h in written], values, n)
+        place_of = {id(part): half.place for part, half in zip(parts, written, strict=True)}
+        launches, ops, repeats = [], self.ops, all(r.in_place for r in rows)
+        for a, b in _launches(parts):
+            launch, halves = _record(a, b, n, layer.WRITE, ops, False), 1 if a is b else 2
+            bases = _operands(a, b)
+            launch.first(_record_grid(n, self._device, halves), (*bases, slots, n), stream)
+            sources = [place_of[id(p)] if p.operand is not None else None for p in (a, b)]
+            launches.append((launch, halves, tuple(zip(sources, (t.data_ptr() for t in bases), strict=True))))
+            ops, repeats = 0, repeats and launch.ready
+        if repeats:
+            self._forms[seen] = _Form(launches)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """An operand as rows, and whether these are where it starts, with its own stride from row to row."""
+
+    rows: torch.Tensor | None
+    in_place: bool
+
+
+def _rows_in_place(
+    half: layer.LayerHalf, operands: tuple[torch.Tensor | None, torch.Tensor | None], plan: RequestPlan
+) -> _Rows:
+    rows = layer.rows_of(half, operands, plan)
+    if rows is None:
+        return _Rows(None, True)
+    operand = operands[half.place]
+    assert operand is not None
+    if rows.data_ptr() != operand.data_ptr() or operand.shape[0] < rows.shape[0]:
+        return _Rows(rows, False)
+    # of a single row, reshape() makes the stride to the next what it likes
+    return _Rows(rows.as_strided(rows.shape, (operand.stride(0), *rows.stride()[1:])), True)

@@ -1,17 +1,22 @@
-"""The launch that compares the bytes of slots in all tensors of an engine's pool.  See :mod:`.pool`."""
+"""The launches that compare the bytes of slots in all tensors of an engine's pool.  See :mod:`.pool`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 
+from ..bound_launch import BoundLaunch
 from ..buffers import Site
 from ..checks import Phase
 from ..writes.geometry import Geometry, geometry_of, on_device
 from .digest import coefficients
+from .gpu_layer import list_args, most_listed
 from .launch_args import row_args, strided_grid
 from .pool import PoolBytes
 from .triton_half import as_signed
+from .triton_listed import verify_pool_kernel
 from .triton_pool import verify_slots_kernel
 
 #: As of the check of listed slots, see :mod:`.gpu_layer`.
@@ -40,7 +45,62 @@ def prepare(pool: PoolBytes) -> None:
 
 def _entry(site: Site, view: torch.Tensor) -> list[int]:
     address = geometry_of(view, site.layout.slot_axes).base.data_ptr()
-    return [address, site.half.digest.data_ptr(), as_signed(site.seed1), as_signed(site.seed2), site.half_id]
+    seeds = as_signed(site.seed1), as_signed(site.seed2)
+    shadow = site.half.rows.data_ptr(), site.counters.data_ptr()
+    return [address, site.half.digest.data_ptr(), *seeds, site.half_id, *shadow]
+
+
+def _aligned(pool: PoolBytes, members: tuple[int, ...]) -> bool:
+    return all(pool.views[i].data_ptr() % 16 == 0 for i in members)
+
+
+def verify_listed(pool: PoolBytes, in_flight: bool, stream: torch.cuda.Stream | None = None) -> None:
+    """Content of the slots that the walk of this forward listed, in all layers.  See :func:`.pool.verify_listed`."""
+    if not pool.table:
+        prepare(pool)
+    if not pool.launches:
+        pool.launches.extend(_bind_listed(pool, table, members) for table, members in pool.table)
+    for launch, grid in pool.launches:
+        (launch if launch.ready else launch.first)(grid, (int(in_flight),), stream)
+
+
+def _bind_listed(
+    pool: PoolBytes, table: torch.Tensor, members: tuple[int, ...]
+) -> tuple[BoundLaunch, tuple[int, int, int]]:
+    site, view, space = pool.sites[members[0]], pool.views[members[0]], pool.space
+    due = most_listed(site, space)
+    programs = -(-strided_grid(due * len(members), SLOTS, view.device) // len(members))
+    arguments = dict(
+        table_ptr=table,
+        HAS_ROWS=site.layout.has_rows,
+        ALIGNED=_aligned(pool, members),
+        **list_args(space),
+        **_slot_args(pool, members),
+    )
+    return BoundLaunch(verify_pool_kernel, view.device, arguments, ("ahead",), warps=1), (programs, len(members), 1)
+
+
+def _slot_args(pool: PoolBytes, members: tuple[int, ...]) -> dict[str, Any]:
+    """What a launch takes of the pool, and of tensors that lie in memory alike."""
+    site, view, space = pool.sites[members[0]], pool.views[members[0]], pool.space
+    geometry, words = geometry_of(view, site.layout.slot_axes), site.layout.words
+    return dict(
+        coef_ptr=coefficients(words, view.device),
+        words_ptr=space.control.words,
+        ring_ptr=space.control.ring,
+        capacity=space.control.capacity,
+        slots_total=site.layout.slots,
+        words_in_row=words,
+        positions=site.layout.positions,
+        slot_stride0=geometry.slot_strides[0],
+        slot_stride1=geometry.slot_strides[1],
+        TWO_AXES=site.layout.two_axes,
+        UNIT=geometry.unit,
+        PLANES=site.half.digest.shape[0],
+        BLOCK=SLOTS,
+        BLOCK_WORDS=min(WORDS, triton.next_power_of_2(words)),
+        **row_args(geometry),
+    )
 
 
 def verify_slots(
@@ -53,8 +113,6 @@ def verify_slots(
     if not pool.table:
         prepare(pool)
     for table, members in pool.table:
-        site, view = pool.sites[members[0]], pool.views[members[0]]
-        geometry, words = geometry_of(view, site.layout.slot_axes), site.layout.words
         programs = -(-strided_grid(n * len(members), SLOTS, slots.device) // len(members))
         with on_device(slots):
             verify_slots_kernel[(programs, len(members))](
@@ -64,23 +122,10 @@ def verify_slots(
                 n,
                 owners if owners is not None else space.counters,
                 wide_ptr=space.block.view(torch.int64),
-                coef_ptr=coefficients(words, slots.device),
-                words_ptr=space.control.words,
-                ring_ptr=space.control.ring,
-                capacity=space.control.capacity,
-                slots_total=site.layout.slots,
-                words_in_row=words,
-                positions=site.layout.positions,
-                slot_stride0=geometry.slot_strides[0],
-                slot_stride1=geometry.slot_strides[1],
                 HAS_COUNT=count is not None,
                 HAS_OWNERS=owners is not None,
-                TWO_AXES=site.layout.two_axes,
-                UNIT=geometry.unit,
-                PLANES=site.half.digest.shape[0],
-                BLOCK=SLOTS,
-                BLOCK_WORDS=min(WORDS, triton.next_power_of_2(words)),
+                ALIGNED=_aligned(pool, members),
                 PHASE=int(phase),
                 num_warps=1,
-                **row_args(geometry),
+                **_slot_args(pool, members),
             )

@@ -1,4 +1,4 @@
-"""The bytes of slots in every tensor of an engine's pool, compared in one go: behind a forward, and before a release.
+"""The bytes of slots in every tensor of an engine's pool, compared in one go: around a forward, and before a release.
 
 In plain torch, for the CPU; on a GPU :mod:`.gpu_pool` does the same in a launch.
 """
@@ -6,6 +6,7 @@ In plain torch, for the CPU; on a GPU :mod:`.gpu_pool` does the same in a launch
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from ..buffers import Site
 from ..checks import Check, Phase
 from ..findings import Findings
 from ..slots.space import SlotSpace
-from .cpu import digest_slots, packed
+from .cpu import digest_slots, packed, verify_halves
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,6 +29,19 @@ class PoolBytes:
     views: tuple[torch.Tensor, ...]
     space: SlotSpace
     table: list[tuple[torch.Tensor, tuple[int, ...]]] = dataclasses.field(default_factory=list)  # of the launches
+    launches: list[Any] = dataclasses.field(default_factory=list)  # of :func:`verify_listed`, bound
+
+
+def verify_listed(pool: PoolBytes, in_flight: bool, stream: torch.cuda.Stream | None = None) -> None:
+    """Compare the bytes of the slots that the walk of this forward listed with their digests, in all halves.
+
+    What :func:`.cpu.verify_halves` does for the halves of a layer.
+
+    Args:
+        in_flight: the forward reads what it writes itself, and has not yet.
+        stream: where to launch; None for the current one.
+    """
+    verify_halves(pool.sites, pool.views, 0, in_flight)
 
 
 def verify_slots(

@@ -1,4 +1,7 @@
-"""The content check of an engine's pool: the slots that a forward reads, from the list that its walk left."""
+"""The content check of an engine's pool: the slots that a forward reads, from the list that its walk left.
+
+Before each layer's attention, or of all layers at once.
+"""
 
 from __future__ import annotations
 
@@ -21,37 +24,21 @@ from ..words import (
 )
 from .triton_digest import digest_of_rows
 from .triton_half import PER_SITE, packed, report_of
+from .triton_pool import half_of
 
 
-@triton.jit(do_not_specialize=PER_SITE)
-def verify_listed_kernel(
-    base, other_base,  # first units of the view, and of another half's that is like it, for the grid's second row
-    gate_ptr,  # int64 [len(Gate)]
-    counters_ptr, other_counters_ptr,  # int64 [len(Count)]
-    listed_ptr, count_ptr,  # int32 [slots_total], int32 [1]
-    block_ptr, wide_ptr,  # int32 [slots_total + 1, 8], the same as int64: who is in the slots
-    planned_ptr, clock_ptr, ahead,  # int64 [slots_total + 1], int32 [1]
-    coef_ptr,  # int32 [2, words_in_row]
-    digest_ptr, other_digest_ptr,  # int32 [PLANES, slots_total]
-    words_ptr, ring_ptr, capacity, rows_ptr, other_rows_ptr,
-    slots_total, seed1, seed2, other_seed1, other_seed2, words_in_row, half, other_half, positions, ops,
-    slot_stride0, slot_stride1,
+@triton.jit
+def check_listed(
+    base, digest_ptr, rows_ptr, counters_ptr, half, seed1, seed2,
+    listed_ptr, count_ptr, block_ptr, wide_ptr, planned_ptr, clock_ptr, ahead, coef_ptr,
+    words_ptr, ring_ptr, capacity, slots_total, words_in_row, positions, slot_stride0, slot_stride1,
     units, n1, n2, n3, d0, d1, d2, d3,
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, NEVER: tl.constexpr,
 ):  # fmt: skip
-    """A fixed number of programs goes through the list, whatever its length: the launch can be captured."""
-    other = tl.program_id(1) == 1
-    base = tl.where(other, other_base, base)
-    counters_ptr = tl.where(other, other_counters_ptr, counters_ptr)
-    digest_ptr = tl.where(other, other_digest_ptr, digest_ptr)
-    rows_ptr = tl.where(other, other_rows_ptr, rows_ptr)
-    seed1, seed2 = tl.where(other, other_seed1, seed1), tl.where(other, other_seed2, seed2)
-    half = tl.where(other, other_half, half)
+    """One half: the grid's first row goes through the list, whatever its length, so that the launch can be captured."""
     if tl.program_id(0) == 0:
         tl.atomic_add(counters_ptr + COUNT_VERIFY_RUNS, tl.full([], 1, tl.int64))
-        if tl.program_id(1) == 0:
-            tl.atomic_add(gate_ptr + GATE_OPS, tl.full([], 0, tl.int64) + ops)
     count = tl.load(count_ptr)
     checked = tl.full([], 0, tl.int64)
     for i0 in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
@@ -108,3 +95,58 @@ def verify_listed_kernel(
             checked += tl.sum(due.to(tl.int64), axis=0)
     if checked > 0:
         tl.atomic_add(counters_ptr + COUNT_CHECKED, checked)
+
+
+@triton.jit(do_not_specialize=PER_SITE)
+def verify_listed_kernel(
+    base, other_base,  # first units of the view, and of another half's that is like it, for the grid's second row
+    gate_ptr,  # int64 [len(Gate)]
+    counters_ptr, other_counters_ptr,  # int64 [len(Count)]
+    listed_ptr, count_ptr,  # int32 [slots_total], int32 [1]
+    block_ptr, wide_ptr,  # int32 [slots_total + 1, 8], the same as int64: who is in the slots
+    planned_ptr, clock_ptr, ahead,  # int64 [slots_total + 1], int32 [1]
+    coef_ptr,  # int32 [2, words_in_row]
+    digest_ptr, other_digest_ptr,  # int32 [PLANES, slots_total]
+    words_ptr, ring_ptr, capacity, rows_ptr, other_rows_ptr,
+    slots_total, seed1, seed2, other_seed1, other_seed2, words_in_row, half, other_half, positions, ops,
+    slot_stride0, slot_stride1,
+    units, n1, n2, n3, d0, d1, d2, d3,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, NEVER: tl.constexpr,
+):  # fmt: skip
+    """The halves of a layer."""
+    other = tl.program_id(1) == 1
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.atomic_add(gate_ptr + GATE_OPS, tl.full([], 0, tl.int64) + ops)
+    check_listed(
+        tl.where(other, other_base, base), tl.where(other, other_digest_ptr, digest_ptr),
+        tl.where(other, other_rows_ptr, rows_ptr), tl.where(other, other_counters_ptr, counters_ptr),
+        tl.where(other, other_half, half), tl.where(other, other_seed1, seed1), tl.where(other, other_seed2, seed2),
+        listed_ptr, count_ptr, block_ptr, wide_ptr, planned_ptr, clock_ptr, ahead, coef_ptr,
+        words_ptr, ring_ptr, capacity, slots_total, words_in_row, positions, slot_stride0, slot_stride1,
+        units, n1, n2, n3, d0, d1, d2, d3,
+        HAS_ROWS, TWO_AXES, UNIT, PLANES, BLOCK, BLOCK_WORDS, NEVER,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=PER_SITE)
+def verify_pool_kernel(
+    table_ptr,  # int64 [halves, TABLE_COLUMNS], see :mod:`.gpu_pool`
+    listed_ptr, count_ptr,  # int32 [slots_total], int32 [1]
+    block_ptr, wide_ptr,  # int32 [slots_total + 1, 8], the same as int64: who is in the slots
+    planned_ptr, clock_ptr, ahead,  # int64 [slots_total + 1], int32 [1]
+    coef_ptr,  # int32 [2, words_in_row]
+    words_ptr, ring_ptr, capacity, slots_total, words_in_row, positions, slot_stride0, slot_stride1,
+    units, n1, n2, n3, d0, d1, d2, d3,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, NEVER: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """The halves of all layers, a row of the grid each."""
+    base, digest_ptr, seed1, seed2, half, rows_ptr, counters_ptr = half_of(table_ptr, UNIT, ALIGNED)
+    check_listed(
+        base, digest_ptr, rows_ptr, counters_ptr, half, seed1, seed2,
+        listed_ptr, count_ptr, block_ptr, wide_ptr, planned_ptr, clock_ptr, ahead, coef_ptr,
+        words_ptr, ring_ptr, capacity, slots_total, words_in_row, positions, slot_stride0, slot_stride1,
+        units, n1, n2, n3, d0, d1, d2, d3,
+        HAS_ROWS, TWO_AXES, UNIT, PLANES, BLOCK, BLOCK_WORDS, NEVER,
+    )  # fmt: skip

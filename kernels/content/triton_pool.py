@@ -12,12 +12,38 @@ from ..words import (
 from .triton_digest import digest_of_rows
 from .triton_half import packed
 
-_COLUMNS: tl.constexpr = tl.constexpr(5)
+#: Columns of the table of a launch, a row a half: addresses of the view's first unit and of its digests, two seeds, the
+#: half's number, and the addresses of its rows and counters.
+TABLE_COLUMNS = 7
+
+_COLUMNS: tl.constexpr = tl.constexpr(TABLE_COLUMNS)
+
+
+@triton.jit
+def half_of(table_ptr, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
+    """What the table says of the half that this row of the grid is for.
+
+    An address from memory is aligned to nothing that the compiler knows of: ALIGNED is the caller's word for 16 bytes.
+    """
+    entry = table_ptr + tl.program_id(1) * _COLUMNS
+    if UNIT == 4:
+        base = tl.load(entry).to(tl.pointer_type(tl.int32))
+    elif UNIT == 2:
+        base = tl.load(entry).to(tl.pointer_type(tl.int16))
+    else:
+        base = tl.load(entry).to(tl.pointer_type(tl.int8))
+    if ALIGNED:
+        base = tl.multiple_of(base, 16)
+    digest_ptr = tl.load(entry + 1).to(tl.pointer_type(tl.int32))
+    rows_ptr = tl.load(entry + 5).to(tl.pointer_type(tl.int32))
+    counters_ptr = tl.load(entry + 6).to(tl.pointer_type(tl.int64))
+    seed1, seed2 = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3).to(tl.int32)
+    return base, digest_ptr, seed1, seed2, tl.load(entry + 4), rows_ptr, counters_ptr
 
 
 @triton.jit(do_not_specialize=["n", "capacity", "slots_total"])
 def verify_slots_kernel(
-    table_ptr,  # int64 [halves, 5]: addresses of the view's first unit and of its digests, two seeds, the half's number
+    table_ptr,  # int64 [halves, TABLE_COLUMNS]
     slots_ptr, count_ptr, n,  # integer [n], negative ones are skipped; int32 [1]
     owners_ptr,  # int64 [n]
     wide_ptr,  # int64 [slots_total + 1, 4], who is in the slots
@@ -27,18 +53,10 @@ def verify_slots_kernel(
     units, n1, n2, n3, d0, d1, d2, d3,
     HAS_COUNT: tl.constexpr, HAS_OWNERS: tl.constexpr, TWO_AXES: tl.constexpr, UNIT: tl.constexpr,
     PLANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, PHASE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs for each half goes through the list, whatever its length."""
-    entry = table_ptr + tl.program_id(1) * _COLUMNS
-    if UNIT == 4:
-        base = tl.load(entry).to(tl.pointer_type(tl.int32))
-    elif UNIT == 2:
-        base = tl.load(entry).to(tl.pointer_type(tl.int16))
-    else:
-        base = tl.load(entry).to(tl.pointer_type(tl.int8))
-    digest_ptr = tl.load(entry + 1).to(tl.pointer_type(tl.int32))
-    seed1, seed2 = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3).to(tl.int32)
-    half = tl.load(entry + 4)
+    base, digest_ptr, seed1, seed2, half, _rows, _counters = half_of(table_ptr, UNIT, ALIGNED)
     count = tl.zeros([], tl.int32) + n
     if HAS_COUNT:
         count = tl.minimum(tl.load(count_ptr), count)

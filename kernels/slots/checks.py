@@ -354,6 +354,21 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
     findings.report(space.control, half_id, Phase.POST, planned, position, plan.owners[request], plan.tokens)
 
 
+class ReceivedCheck:
+    """:func:`check_received` for every layer of one forward."""
+
+    def __init__(self, space: SlotSpace, plan: RequestPlan):
+        self._space, self._plan = space, plan
+
+    def __call__(self, received: torch.Tensor, half_id: int, stream: torch.cuda.Stream | None = None) -> None:
+        """
+        Args:
+            received: integer ``[m]``, contiguous.
+            stream: where to launch, on a GPU.
+        """
+        check_received(self._space, self._plan, received.to(torch.int64), half_id)
+
+
 def _takes_tokens(space: SlotSpace, slots: torch.Tensor) -> torch.Tensor:
     """bool ``[n]``: slots of the pool that are not reserved."""
     inside = (slots >= 0) & (slots < space.slots)

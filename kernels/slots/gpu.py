@@ -6,11 +6,13 @@ may run while a CUDA graph is captured.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 import triton
 
+from ..bound_launch import BoundLaunch
 from ..checks import Check
 from ..ring import BY_BUDGET, UNKNOWN
 from ..writes.geometry import on_device
@@ -256,6 +258,42 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
             **_token_args(plan),
             **_ring_args(space, half_id),
         )
+
+
+class ReceivedCheck:
+    """:func:`check_received` for every layer of one forward: what the layers have in common is bound once."""
+
+    def __init__(self, space: SlotSpace, plan: RequestPlan):
+        self._space, self._plan = space, plan
+        self._nothing = not plan.slots.shape[0] or not plan.rows.shape[0] or not space.checks & Check.INDEX
+        self._bound: dict[tuple[torch.dtype, int], BoundLaunch] = {}
+
+    def __call__(self, received: torch.Tensor, half_id: int, stream: torch.cuda.Stream | None = None) -> None:
+        """
+        Args:
+            received: integer ``[m]``, contiguous.
+            stream: where to launch; None for the current one.
+        """
+        if self._nothing:
+            return
+        space, plan = self._space, self._plan
+        if plan.parents is not None:
+            with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+                request_checks.check_received(space, plan, received.to(torch.int64), half_id)
+            return
+        grid, address = (triton.cdiv(plan.slots.shape[0], BLOCK_TOKENS), 1, 1), received.data_ptr()
+        form = received.dtype, address & 15
+        launch = self._bound.get(form)
+        if launch is not None and launch.ready:
+            launch(grid, (address, received.shape[0], half_id), stream)
+            return
+        ring = _ring_args(space, half_id)
+        del ring["source"]
+        arguments = dict(block_ptr=space.block, slots=space.slots, **_request_args(plan), **_token_args(plan), **ring)
+        changing = ("received_ptr", "received_count", "source")
+        kernel, device = triton_writes.received_kernel, space.block.device
+        self._bound[form] = launch = BoundLaunch(kernel, device, arguments, changing, warps=4)
+        launch.first(grid, (received, received.shape[0], half_id), stream)
 
 
 def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, lengths: torch.Tensor, size: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from ..config import CanaryConfig
 from ..errors import EngineError, SessionStateError
 from ..kernels.checks import Phase
-from ..kernels.ops import kernels_for, request_kernels_for
+from ..kernels.ops import request_kernels_for
 from ..kernels.ring import HALF_FORWARD, HALF_STEP, Word
 from ..kernels.side_stream import SideStream, capturing
 from ..kernels.slots import checks as request_checks
@@ -47,11 +47,13 @@ class Forward:
         index: as the engine counts the forwards of a step.
         plans: what each pool is to be read and written at, by the number of its slot space.
         remembered: who is in the slots that it writes is known already.
+        captured: it began in the capture of a CUDA graph, so its end is in the graph.
     """
 
     index: int
     plans: dict[int, RequestPlan]
     remembered: bool = False
+    captured: bool = dataclasses.field(default_factory=lambda: capturing())
 
     def __post_init__(self) -> None:
         require_whole("the index of forward()", self.index, 0, "forwards of the step")
@@ -123,7 +125,44 @@ def check_before(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPla
         kernels.check_writes(pool.space, plan)
         pool.scales.check()
         if pool.declared.layout.once:
-            _check_bytes(pool, plan.in_flight)
+            # the graphs that read them may never write them, and then have nothing to guard
+            pool.content.verify_listed(plan.in_flight)
+
+
+def check_layers(
+    pools: Mapping[int, EnginePool],
+    running: Forward,
+    sides: Mapping[torch.device, SideStream],
+    before: Mapping[torch.device, SideStream],
+) -> None:
+    """The bytes of what a forward reads, in all layers of each pool at once, where no graph of ours has the layers.
+
+    In one launch a pool, whatever the number of layers.  What is read is what the walk of :func:`check_before` listed.
+
+    Args:
+        sides: where it may go on beside the model, which reads what it reads.
+        before: where :func:`check_before` may have run.
+    """
+    for number, plan in running.plans.items():
+        pool = pools[number]
+        if pool.declared.layout.once:  # check_before has
+            continue
+        device, stream = pool.declared.device, None
+        if device in sides and _only_read(pool, plan) and running.captured == capturing():
+            stream = sides[device].stream
+            sides[device].start()
+            if running.captured:
+                sides[device].follow(before[device])
+        elif running.captured and device in before:
+            before[device].join()
+        pool.content.verify_listed(plan.in_flight, stream)
+
+
+def _only_read(pool: EnginePool, plan: RequestPlan) -> bool:
+    """Whether a forward writes to no slot that it reads: else its check has to be over before the write."""
+    if pool.declared.layout.rewritten or plan.ring or plan.in_flight:
+        return False
+    return plan.reads is None and plan.taken is None
 
 
 def remember(pools: Mapping[int, EnginePool], running: Forward) -> None:
@@ -192,12 +231,3 @@ def _name_ahead(pool: EnginePool, plan: RequestPlan) -> None:
     slots = plan.slots.to(torch.int64)
     pool.content.forget(slots)
     request_checks.store(pool.space, plan)
-
-
-def _check_bytes(pool: EnginePool, in_flight: bool) -> None:
-    """The bytes of the slots that the walk found: the graphs that read them may never write them, and then have
-    nothing to guard."""
-    device = pool.space.block.device
-    for half in (half for layer in pool.content.layer_halves(pool.content.outside_gate).values() for half in layer):
-        if not half.reader:
-            kernels_for(device).verify(half.site, half.view, None, in_flight=in_flight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,7 @@ from ..runtime.binding import Controls, check_mask
 from ..runtime.registry import PoolRegistry
 from .arguments import integers, require_whole
 from .kv_pool import KVPool, Slots
-from .pool_content import PoolContent, address_of
+from .pool_content import LayerRecords, PoolContent, address_of
 from .request_ids import RequestId, RequestIds
 from .scales import Scales
 from .slot_events import SlotEvents, pages_of, slots_in
@@ -252,6 +252,26 @@ class EnginePool:
 
 class Pools(dict[str, EnginePool]):
     """Pools by name; a name that none has is answered with those that there are."""
+
+    def __init__(self, pools: Iterable[tuple[str, EnginePool]]):
+        super().__init__(pools)
+        self._records: dict[tuple[int, ...], LayerRecords] = {}  # by the gates of a graph
+
+    def layer_records(self, gates: Mapping[torch.device, torch.Tensor]) -> LayerRecords:
+        """What the checks of the layers of all pools need in one graph, by the layer's name; made once for each.
+
+        Args:
+            gates: int64 ``[len(Gate)]`` for each device.
+        """
+        key = tuple(id(gate) for gate in gates.values())
+        known = self._records.get(key)
+        if known is None:
+            known = self._records[key] = {}
+            for pool in self.values():
+                gate = gates.get(pool.declared.device)
+                if gate is not None:
+                    known.update(pool.content.layer_records(gate))
+        return known
 
     def __missing__(self, name: object) -> EnginePool:
         raise EngineError(f"the session has no pool {name!r}: its pools are {', '.join(map(repr, self))}")

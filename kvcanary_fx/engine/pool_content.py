@@ -11,9 +11,9 @@ from ..kernels.buffers import Count, Gate, HalfBuffers, RowState, Site
 from ..kernels.checks import Check, Phase
 from ..kernels.content.cpu import digest_rows
 from ..kernels.content.digest import coefficients, seeds
+from ..kernels.content.layer import LayerHalf, LayerRecord
 from ..kernels.content.pool import PoolBytes
-from ..kernels.context import LayerHalf
-from ..kernels.ops import pool_kernels_for
+from ..kernels.ops import layer_kernels_for, pool_kernels_for
 from ..kernels.slots.space import SlotSpace
 from ..kernels.writes.layout import SlotLayout
 from ..reports.violation import HalfInfo
@@ -21,6 +21,9 @@ from ..runtime.pool_half import Place, PoolHalf
 from ..runtime.registry import PoolRegistry
 from .kv_pool import KVPool
 from .transfer import Part, ShadowSlice
+
+#: What the checks of layers need, by the layer's name.
+LayerRecords = dict[str, LayerRecord]
 
 
 class PoolContent:
@@ -85,15 +88,15 @@ class PoolContent:
         self.halves.append(half)
         self.views.append(tensor)
 
-    def layer_halves(self, gate: torch.Tensor) -> dict[str, tuple[LayerHalf, ...]]:
-        """The tensors of each layer, as the ops around opaque attention need them.
+    def layer_records(self, gate: torch.Tensor) -> LayerRecords:
+        """What the checks of each layer need.
 
         Args:
             gate: int64 ``[len(Gate)]``, of the graph that the ops are in.
         """
-        sites = self._sites(gate)
+        sites, kernels = self._sites(gate), layer_kernels_for(gate.device)
         return {
-            name: tuple(LayerHalf(sites[p.half], self.views[p.half], p.place, p.reader) for p in parts)
+            name: kernels.LayerRecord([LayerHalf(sites[p.half], self.views[p.half], p.place, p.reader) for p in parts])
             for name, parts in self._layers.items()
         }
 
@@ -129,6 +132,11 @@ class PoolContent:
         """Compare the bytes of slots in all layers.  See :func:`.content.pool.verify_slots`."""
         if self._space.checks & Check.CONTENT:
             pool_kernels_for(slots.device).verify_slots(self.bytes, slots, count, owners, phase)
+
+    def verify_listed(self, in_flight: bool, stream: torch.cuda.Stream | None = None) -> None:
+        """Compare the bytes of what a forward reads in all layers.  See :func:`.content.pool.verify_listed`."""
+        if self._space.checks & Check.CONTENT and self._space.slots:
+            pool_kernels_for(self._space.block.device).verify_listed(self.bytes, in_flight, stream)
 
     def forget(self, slots: torch.Tensor) -> None:
         """Forget the bytes of slots (int64 ``[n]``; those that do not exist are skipped)."""

@@ -15,7 +15,7 @@ from ..compile.backend import CanaryBackend
 from ..config import CanaryConfig
 from ..errors import EngineError, SessionStateError
 from ..kernels import side_stream
-from ..kernels.context import ForwardContext, LayerHalf
+from ..kernels.context import ForwardContext
 from ..kernels.ring import Word
 from ..kernels.side_stream import capturing
 from ..kernels.slots.space import RequestPlan
@@ -26,7 +26,17 @@ from ..runtime.session import CanarySession, take_rows
 from .arguments import require_whole
 from .batch import Inputs
 from .blame import Blame
-from .forward import Clock, Forward, Schedule, beside_capture, check_after, check_before, check_reads, remember
+from .forward import (
+    Clock,
+    Forward,
+    Schedule,
+    beside_capture,
+    check_after,
+    check_before,
+    check_layers,
+    check_reads,
+    remember,
+)
 from .guarded_pool import EnginePool, Pools, find_rivals
 from .kv_pool import KVPool, Slots
 from .observers.all import Observers
@@ -77,7 +87,9 @@ class EngineSession(CanarySession):
         find_rivals(list(self.pools.values()))
         self._blame = Blame(self._spaces, self.registry, self.ids)
         devices = dict.fromkeys(p.device for p in pools if side_stream.can_fork(p.device))
-        self._sides = {d: side_stream.SideStream(d) for d in devices} if config.placement == "side" else {}
+        beside = devices if config.placement == "side" else ()
+        self._sides = {d: side_stream.SideStream(d) for d in beside}  # of what a layer waits for
+        self._pool_sides = {d: side_stream.SideStream(d) for d in beside}  # of what the forward's end waits for
         self._inputs = Inputs(pools, max_requests, max_tokens, self.ids)
         self.inputs, self.own_inputs = self._inputs.main, self._inputs.own
         self.backend = CanaryBackend(config, self)
@@ -86,7 +98,6 @@ class EngineSession(CanarySession):
         self.observers = seen = Observers(self)
         self.sweep, self.health, self.windows, self.given = seen.sweep, seen.health, seen.windows, seen.given
         self._poll = Poll(self.controls)
-        self._layers: dict[tuple[int, ...], dict[str, tuple[LayerHalf, ...]]] = {}  # by the gates of a graph
         self._ready = self._closed = False
         self._step: Mapping[str | None, StepView] | None = None
         self._thread: threading.Thread | None = None  # that is in a step
@@ -217,7 +228,7 @@ class EngineSession(CanarySession):
             try:
                 yield
             finally:
-                self._join()
+                self._join(all=True)
             self._after_forward(self._forward)
             self.observers.after_forward(self._forward.plans)
         finally:
@@ -235,8 +246,8 @@ class EngineSession(CanarySession):
         for pool in self.pools.values():
             pool.flush()
 
-    def _join(self) -> None:
-        for side in self._sides.values():
+    def _join(self, all: bool = False) -> None:
+        for side in (*self._sides.values(), *(self._pool_sides.values() if all else ())):
             side.join()
 
     def _view_of(self, batch: Any) -> Mapping[str | None, StepView]:
@@ -251,6 +262,9 @@ class EngineSession(CanarySession):
                 remember(self._spaces, running)
         if all(p.declared.device.type != "cuda" for p in self.pools.values()):
             self._look()  # free on the CPU, and the write has not happened yet
+
+    def _check_layers(self, running: Forward) -> None:
+        check_layers(self._spaces, running, self._pool_sides, self._sides)
 
     def _after_forward(self, running: Forward) -> None:
         remember(self._spaces, running)
@@ -323,7 +337,7 @@ class EngineSession(CanarySession):
         return dataclasses.replace(
             call.context,
             requests=self._forward.plans,
-            layers=self._layers_of(call.context.gates),
+            layers=self.pools.layer_records(call.context.gates),
             sides=self._sides if call.context.joins else {},
         )
 
@@ -341,18 +355,6 @@ class EngineSession(CanarySession):
                 "the model ran outside session.forward(): wrap each call, `with session.forward(): model(...)`, "
                 "so that the canary knows what it reads and writes"
             )
-
-    def _layers_of(self, gates: Mapping[torch.device, torch.Tensor]) -> dict[str, tuple[LayerHalf, ...]]:
-        """The layers of all pools, for the ops of one graph."""
-        key = tuple(id(gate) for gate in gates.values())
-        known = self._layers.get(key)
-        if known is None:
-            known = self._layers[key] = {}
-            for pool in self.pools.values():
-                gate = gates.get(pool.declared.device)
-                if gate is not None:
-                    known.update(pool.content.layer_halves(gate))
-        return known
 
     def drain(self) -> list[Violation]:
         """Read the rings of all devices; before :meth:`mark_ready`, what they hold is warm-up and dropped."""

@@ -51,10 +51,9 @@ def compile_only() -> dict[str, set[str]]:
     driver.set_active(NoDevice())
     run, seen = JITFunction.run, {}
 
-    def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool, **settings: Any) -> Any:
+    def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool, **settings: Any) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **settings)
         seen.setdefault(self.fn.__name__, set()).add(kernel.hash)
-        return kernel
 
     JITFunction.run = compiled
     return seen
@@ -96,6 +95,7 @@ def engine() -> None:
         pool = Toy(digest_bits=bits, verify_after=True).pool
         pool.content.verify(torch.tensor([3, 4]), None, torch.tensor([1, 1]), Phase.LIFE)
         pool.content.verify(pool.space.listed, pool.space.listed_count, None, Phase.POST)
+        pool.content.verify_listed(in_flight=False)
 
 
 def spaces() -> None:

@@ -177,9 +177,20 @@ def test_the_halves_of_a_layer_are_recorded_and_verified_as_each_alone(form, pla
     assert checks == sorted(wrong + [(half, Check.CONTENT, 2) for half in range(len(scene.sites))])
 
 
+def spied_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The numbers of the halves of each launch from here on, which stays away."""
+    launched, split = [], gpu_halves._launches
+
+    def spy(parts: list) -> list:
+        launched.extend((a.site.half_id, b.site.half_id) for a, b in split(parts))
+        return []
+
+    monkeypatch.setattr(gpu_halves, "_launches", spy)
+    return launched
+
+
 def test_halves_share_a_launch_if_they_differ_in_nothing_but_where_they_lie(monkeypatch):
-    launched = []
-    monkeypatch.setattr(gpu_halves, "_verify", lambda a, b, *_: launched.append((a.site.half_id, b.site.half_id)))
+    launched = spied_launches(monkeypatch)
     scene = LayerScene("alike", 1, torch.device("cpu"))
 
     def pairs(**changed: object) -> list[tuple[int, int]]:
@@ -209,8 +220,7 @@ def test_halves_share_a_launch_if_they_differ_in_nothing_but_where_they_lie(monk
     ],
 )
 def test_halves_share_a_launch_if_what_they_were_given_is_alike(given, expected, monkeypatch):
-    launched = []
-    monkeypatch.setattr(gpu_halves, "_record", lambda a, b, *_: launched.append((a.site.half_id, b.site.half_id)))
+    launched = spied_launches(monkeypatch)
     scene = LayerScene("alike", 1, torch.device("cpu"))
     of = {None: None, 0: scene.values[0], 1: scene.values[1], "transposed": scene.values[1].mT.contiguous().mT}
     slots = torch.tensor([4, -1, 0, 2, 8])

@@ -11,7 +11,9 @@ from kvcanary_fx import KVPool
 from kvcanary_fx.config import CanaryConfig
 from kvcanary_fx.engine.guarded_pool import EnginePool
 from kvcanary_fx.engine.request_ids import RequestIds
-from kvcanary_fx.kernels.checks import Phase
+from kvcanary_fx.kernels.buffers import RowState
+from kvcanary_fx.kernels.checks import Check, Phase
+from kvcanary_fx.kernels.content import cpu
 from kvcanary_fx.kernels.content import gpu_pool as gpu_pool_bytes
 from kvcanary_fx.kernels.content import pool as pool_bytes
 from kvcanary_fx.kernels.ring import Ring, Word
@@ -80,6 +82,41 @@ def test_both_find_the_same_and_keep_the_same(kind, bits, listed, device):
     assert rows(other) == rows(one) != []
     assert torch.equal(other.digests.cpu(), one.digests)
     assert {row[Ring.HALF] for row in rows(one)} <= {half.id for half in one.halves}
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("kind", ["slots", "unlike", "interleaved", "HND"])
+@pytest.mark.parametrize("in_flight", [True, False], ids=["in flight", "written before"])
+def test_what_a_forward_reads_is_compared_in_all_layers_at_once_as_in_each(kind, bits, in_flight, device):
+    """Reports, digests and counts; a slot that nobody wrote is reported, unless this forward is to write it."""
+    rng, told = random.Random(kind), []
+    flips = [(rng.randrange(64), rng.randrange(1, 20)) for _ in range(6)]
+    for kernels, where in ((cpu, "cpu"), (pool_bytes, "cpu"), (gpu_pool_bytes, device)):
+        pool = made(kind, bits, where, 64)
+        for half, slot in flips:
+            half %= len(pool.halves)
+            layout = pool.halves[half].place.layout
+            row = layout.slots_first(pool.views[half])[divmod(slot, layout.positions) if layout.two_axes else slot]
+            row[(0,) * row.dim()] ^= 1 << 3
+        space = pool.space
+        space.listed[:20] = torch.arange(3, 23, device=where)
+        space.listed_count.fill_(20)
+        space.planned[21] = -space.epoch()
+        for half in pool.halves:
+            half.buffers.rows[0, RowState.NEXT] = 1
+        for _ in range(2):
+            if kernels is cpu:
+                for site, view in zip(pool.content.bytes.sites, pool.content.bytes.views, strict=True):
+                    cpu.verify_halves([site], [view], 1, in_flight)
+            else:
+                kernels.verify_listed(pool.content.bytes, in_flight)
+        counts = [counters.tolist() for counters in pool.content.counters]
+        told.append((rows(pool), pool.digests.tolist(), counts))
+    assert told[0] == told[1] == told[2]
+    never = {(row[Ring.HALF], row[Ring.SLOT]) for row in told[0][0] if row[Ring.CHECK] == Check.POISON}
+    lost = (20, 22) if in_flight else (20, 21, 22)
+    assert never == {(half.id, slot) for half in pool.halves for slot in lost}
+    assert counts == [[2, 0, 17 + 17 + len(lost), 0, 0]] * len(pool.halves)
 
 
 def test_more_findings_than_the_ring_holds_are_counted(device):

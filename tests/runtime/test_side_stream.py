@@ -9,16 +9,18 @@ import re
 import weakref
 
 import pytest
+import test_in_flight
 import test_opaque_attention
 import torch
 from gpu_on_cpu import use_gpu_kernels
 from opaque_engine import DIM, HEADS, METADATA, Model
+from test_engine_layers import Engine
 from test_opaque_attention import LAYERS, Rig
 from torch._inductor.utils import run_and_get_code
 
 from kvcanary_fx.engine import forward as engine_forward
 from kvcanary_fx.kernels import layer_ops, side_stream
-from kvcanary_fx.kernels.content import gpu
+from kvcanary_fx.kernels.content import gpu_layer
 from kvcanary_fx.kernels.slots import gpu as gpu_requests
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
@@ -30,13 +32,28 @@ class AtOnce:
     made: list[AtOnce] = []
 
     def __init__(self, device: torch.device):
+        self.stream, self.held = None, []
         self.happened: list[str] = []
         self.made.append(self)
 
+    def start(self) -> None:
+        self.happened.append("fork")
+
     @contextlib.contextmanager
     def fork(self):
-        self.happened.append("fork")
+        self.start()
         yield
+
+    def follow(self, other: AtOnce) -> None:
+        self.happened.append("follow")
+
+    def hold(self, *tensors: torch.Tensor) -> None:
+        self.held += tensors
+
+    def release(self) -> None:
+        if self.held:
+            self.join()
+            self.held.clear()
 
     def join(self) -> None:
         self.happened.append("join")
@@ -76,10 +93,11 @@ def test_a_legal_life_is_silent_and_every_fault_is_found(beside, inner, bits):
 def test_each_layer_forks_twice_and_the_graph_and_the_forward_join(beside):
     rig = Rig(layers=3)
     rig.step([3, 4, 5])
-    (stream,) = AtOnce.made
+    stream, pools = AtOnce.made
     check = record = "fork"
     # the second layer is checked behind the first one's record, and its attention waits for both
     assert stream.happened == [check, record, check, "join", record, check, "join", record, "join", "join"]
+    assert pools.happened == ["join"]  # the graph checks its layers one by one
 
 
 class WithMlp(Model):
@@ -115,7 +133,7 @@ def test_inductor_leaves_the_products_between_a_layers_check_and_the_wait_for_it
 def test_without_the_content_check_a_layer_forks_once(beside):
     rig = Rig(layers=3, checks=("operand", "poison", "bounds"))
     rig.step([3, 4, 5])
-    (stream,) = AtOnce.made
+    stream, _ = AtOnce.made
     assert stream.happened == ["fork", "join", "fork", "join", "fork", "join", "join"]
     rig.session.health.check()
     assert rig.session.uncovered == []
@@ -124,12 +142,12 @@ def test_without_the_content_check_a_layer_forks_once(beside):
 @pytest.mark.parametrize("captured", [False, True])
 def test_who_is_in_the_slots_is_stored_once_and_beside_a_captured_model(beside, captured, monkeypatch):
     rig, order = Rig(), []
-    for name, module in (("walk", gpu_requests), ("store", gpu_requests), ("record_halves", gpu)):
+    for name, module in (("walk", gpu_requests), ("store", gpu_requests), ("record", gpu_layer.LayerRecord)):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, f=original, n=name: order.append(n) or f(*a))
     monkeypatch.setattr(engine_forward, "capturing", lambda: captured)
     rig.step([3, 4, 5])
-    layers = ["record_halves"] * LAYERS
+    layers = ["record"] * LAYERS
     assert order == (["walk", "store", *layers] if captured else ["walk", *layers, "store"])
     rig.step([6])
     rig.session.pool.space.tokens[4] += 1  # of position 1
@@ -138,10 +156,42 @@ def test_who_is_in_the_slots_is_stored_once_and_beside_a_captured_model(beside, 
 
 
 def test_inline_has_no_stream(beside):
-    rig = Rig(placement="inline")
+    rig, engine = Rig(placement="inline"), Engine(placement="inline")
     rig.step([3])
+    engine.step(3)
     assert AtOnce.made == []
     assert told(rig) == []
+
+
+def test_an_engines_layers_are_checked_at_once_beside_the_model_and_recorded_in_its_stream(beside):
+    """K and V may be memory of a graph, whose next replay writes there."""
+    engine = Engine()
+    for _ in range(2):
+        engine.step()
+    layers, pools = AtOnce.made
+    assert layers.happened == ["join", "join"]  # the forwards' ends
+    assert pools.happened == ["fork", "join"] * 2
+
+
+def test_in_a_forward_that_is_captured_whole_an_engines_layers_are_recorded_beside_the_model(beside, monkeypatch):
+    engine = Engine()
+    monkeypatch.setattr(engine_forward, "capturing", lambda: True)
+    engine.step(3)
+    layers, pools = AtOnce.made
+    checks, record = ["fork"], ["fork", "fork"]  # of identity before the model; of received slots, and of K and V
+    # the second layer's attention waits for what reads the first one's K and V
+    assert layers.happened == [*checks, *record, "join", *record, "join"]
+    assert pools.happened == ["fork", "follow", "join"]  # what is read is listed beside the model
+
+
+def test_what_a_forward_writes_itself_is_checked_before_the_model(beside):
+    """A request reads what another one writes in this forward: beside the model, the write would be in a race."""
+    rig = test_in_flight.Rig()
+    pools = AtOnce.made[1]
+    rig.run([5, 6, 7, 8, 9], [3, 4, 5, 6, 7], [0, 3], [4, 1], in_flight=True)
+    assert pools.happened == ["join"]
+    rig.run([], [], [4, 4], [0, 0])
+    assert pools.happened == ["join", "fork", "join"]
 
 
 def test_k_and_v_live_until_the_model_waits_for_what_reads_them(beside, monkeypatch):
@@ -156,4 +206,4 @@ def test_k_and_v_live_until_the_model_waits_for_what_reads_them(beside, monkeypa
     monkeypatch.setattr(AtOnce, "join", lambda self: alive.append([tensor() is not None for tensor in given]))
     Rig(layers=3).step([3])
     assert alive[:3] == [[True, True]] * 3
-    assert alive[3:] == [[False, False]]  # the forward's own
+    assert alive[3:] == [[False, False]] * 2  # the forward's own

@@ -1,0 +1,79 @@
+"""A Triton launch whose arguments are known, but for a few numbers.
+
+From Triton's own ``kernel[grid](...)``, with 60 arguments by name, the host came back after 100 us (a CPU core; nothing
+was launched): it binds them, looks at the type and alignment of each, and looks up what it compiled by that.  Here that
+happens once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+class BoundLaunch:
+    """One kernel with its arguments, compiled for them at its first launch.
+
+    Tensors are passed on as addresses, so they must keep theirs, and whoever made this keeps them alive.
+    """
+
+    def __init__(
+        self, kernel: Any, device: torch.device, arguments: Mapping[str, Any], changing: Sequence[str], warps: int
+    ):
+        """
+        Args:
+            arguments: of the kernel, by name, all but ``changing``.
+            changing: those that each launch gives, in this order.  Triton compiles for what they are at the first: a
+                number that it may specialise on, or an address of other alignment, needs a launch of its own.
+        """
+        names = _parameters(kernel.fn)
+        self._kernel, self._warps = kernel, warps
+        self._at = [names.index(name) for name in changing]
+        self._given = [arguments.get(name) for name in names]
+        self._words = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in self._given]
+        missing = [name for name in names if name not in arguments and name not in changing]
+        if missing or len(arguments) + len(changing) != len(names):
+            raise TypeError(f"{kernel.fn.__name__} lacks {missing}, or was given arguments that it does not take")
+        self._device, self._index = device, device.index if device.type == "cuda" else None
+        self._compiled: Any = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`__call__` can launch it; never in the interpreter."""
+        return self._compiled is not None
+
+    def first(self, grid: tuple[int, int, int], changing: Sequence[Any], stream: torch.cuda.Stream | None) -> None:
+        """Compile and launch.
+
+        Args:
+            changing: tensors in the place of addresses.
+        """
+        given = list(self._given)
+        for at, value in zip(self._at, changing, strict=True):
+            given[at] = value
+        device = torch.cuda.device(self._device) if self._index is not None else contextlib.nullcontext()
+        beside = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
+        with device, beside:
+            self._compiled = self._kernel[grid](*given, num_warps=self._warps)
+
+    def __call__(self, grid: tuple[int, int, int], changing: Sequence[int], stream: torch.cuda.Stream | None) -> None:
+        """Launch on a stream, or on the current one of the device."""
+        words = self._words
+        for at, value in zip(self._at, changing):  # noqa: B905  strict costs as much as the loop
+            words[at] = value
+        raw = stream.cuda_stream if stream is not None else None
+        if self._index is None or torch.cuda.current_device() == self._index:
+            self._compiled[grid](*words, stream=raw)
+            return
+        with torch.cuda.device(self._device):
+            self._compiled[grid](*words, stream=raw)
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)

@@ -1,0 +1,101 @@
+"""All that the checks of one layer need, made once for a graph: what a forward brings is its plan, K and V.
+
+Every way to a layer's checks goes through such a record: the ops around opaque attention, those in an engine's own
+graphs, and the calls of an engine that runs its layers from Python.  Here in plain torch, for the CPU; on a GPU
+:mod:`.gpu_layer` has the launches ready.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from ..buffers import Site
+from ..checks import Check
+from ..slots.space import RequestPlan
+from .cpu import record_halves, verify_halves
+
+#: Number of the write in the stamps of slots written twice; the writes that a graph shows count from 0.
+WRITE = 65535
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerHalf:
+    """One tensor of a layer, as its checks need it.
+
+    Attributes:
+        place: 0 for K, 1 for V, and so on.
+        reader: another layer writes the tensor, this one only reads it.
+    """
+
+    site: Site
+    view: torch.Tensor
+    place: int
+    reader: bool = False
+
+
+class LayerRecord:
+    """One layer in one graph.
+
+    Attributes:
+        halves: its tensors.
+        space_id: number of the slot space of their pool, by which a forward's plan is found; None for no engine's pool.
+        verifies: whether :meth:`verify` has anything to compare.  If not, it is not called, and :meth:`record` counts
+            for both: on an H200, kernels that only counted were 209 us of a decode step of 4.9 ms, beside it.
+        writes: whether the layer writes any of its tensors; one that reads what another layer writes does not.
+    """
+
+    def __init__(self, halves: Sequence[LayerHalf]):
+        self.halves = tuple(halves)
+        self.verified = [h for h in halves if h.site.checks & Check.CONTENT and h.site.layout.slots]
+        self.written = [h for h in halves if not h.reader]
+        space = halves[0].site.space  # the halves of a layer are of one pool
+        self.space_id = space.space_id if space is not None else None
+        self.verifies, self.writes = bool(self.verified), bool(self.written)
+        self.gate = halves[0].site.gate
+        self.ops = 1 if self.verifies else 2
+
+    def verify(self, in_flight: bool, stream: torch.cuda.Stream | None = None) -> None:
+        """Compare the bytes of the slots that the forward reads with their digests.
+
+        Args:
+            in_flight: the forward reads what it writes itself, and has not yet.
+            stream: where to launch; None for the current one.
+        """
+        verify_halves([h.site for h in self.verified], [h.view for h in self.verified], 1, in_flight)
+
+    def record(
+        self,
+        plan: RequestPlan,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Fingerprint the slots that the forward was planned to write.
+
+        Args:
+            plan: with its ``real_slots``.
+            key, value: ``[n, ...]``, one row per planned token in the order of the batch; more rows are padding.
+        """
+        assert plan.real_slots is not None
+        values = [rows_of(half, (key, value), plan) for half in self.written]
+        sites, views = [h.site for h in self.written], [h.view for h in self.written]
+        record_halves(sites, views, plan.real_slots, values, WRITE, self.ops)
+
+
+def rows_of(
+    half: LayerHalf, operands: tuple[torch.Tensor | None, torch.Tensor | None], plan: RequestPlan
+) -> torch.Tensor | None:
+    """The operand of a half as the slots' rows, if it has one per planned token and is of the pool's type."""
+    layout, n = half.site.layout, plan.slots.shape[0]
+    operand = operands[half.place] if half.place < len(operands) else None
+    if plan.taken is not None:  # what a slot of several tokens holds is no token's K or V
+        return None
+    if operand is None or not half.site.checks & Check.OPERAND or operand.dtype != layout.dtype:
+        return None
+    operand = operand[:n]  # a batch is padded at its end
+    if operand.numel() * layout.dtype.itemsize != n * layout.row_bytes:
+        return None
+    return operand.reshape(n, *layout.row_shape)
