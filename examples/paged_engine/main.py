@@ -30,7 +30,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--inner", default="eager", help="backend that compiles the model: eager, aot_eager, inductor")
     parser.add_argument("--build", choices=BUILDS, default="visible", help="how the llama's attention finds its KV")
     parser.add_argument("--canary", choices=("raise", "log", "off"), default="raise")
-    parser.add_argument("--verify-fraction", default="1", help="share of the read slots whose bytes are checked")
+    share = parser.add_mutually_exclusive_group()
+    share.add_argument("--verify-fraction", default="1", help="share of the read slots whose bytes are checked")
+    share.add_argument("--budget", help="how much longer a step may take, in place of that share: 1%%")
     parser.add_argument("--sweep-every", type=int, default=10, help="steps between two sweeps of idle slots, 0: none")
     parser.add_argument("--pages", type=int, default=56, help="pages of the pool; few: more retracts")
     parser.add_argument("--namespaces", type=int, default=3, help="LoRAs; KV of one is useless to another")
@@ -65,7 +67,8 @@ def run(args: argparse.Namespace, mode: str) -> Served:
         split=args.split,
     )
     requests = workload(args.requests, args.seed, args.namespaces, args.abort_share)
-    settings = dict(mode=mode, sweep_every=args.sweep_every, verify_fraction=args.verify_fraction)
+    share = {"budget": args.budget} if args.budget else {"verify_fraction": args.verify_fraction}
+    settings = dict(mode=mode, sweep_every=args.sweep_every, **share)
     return serve(requests, config, args.transfer, watch=tell, **settings)
 
 

@@ -13,7 +13,8 @@ columns:
   alarms    reports without a fault, before it, or about another slot or request than the fault explains
   per s     injections per second
 
-With a --verify-fraction below 1 the classes marked ~ are found by sampling: a miss of theirs is no failure.
+With a --verify-fraction below 1, or a --budget, the classes marked ~ are found by sampling: a miss of theirs is no
+failure.
 The exit status is 1 if any other class has a miss, or any class has a false alarm or no injection.
 """
 
@@ -120,7 +121,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts to FILE, too")
     parser.add_argument("--lab", type=Path, metavar="DIR", help=f"the engine (default: {FOLDER} of the checkout)")
     parser.add_argument("--model", choices=("oracle",), default="oracle", help="model that the engine serves")
-    parser.add_argument("--verify-fraction", default="1", help="share of the slots whose bytes are checked each step")
+    share = parser.add_mutually_exclusive_group()
+    share.add_argument("--verify-fraction", default="1", help="share of the slots whose bytes are checked each step")
+    share.add_argument("--budget", help="how much longer a step may take, in place of that share: 1%%")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -128,13 +131,14 @@ def run(args: argparse.Namespace) -> int:
     if args.per_class < 1:
         raise EngineError(f"--per-class {args.per_class}: give 1 or more injections")
     trials = _load(args.lab)
-    lab = trials.Lab(verify_fraction=args.verify_fraction)
+    sampled = args.budget is not None or args.verify_fraction != "1"
+    lab = trials.Lab(**{"budget": args.budget} if args.budget else {"verify_fraction": args.verify_fraction})
     tallies: list[Tally] = []
     print(f"{'class':15s}" + "".join(f"{h:>10s}" for h in (*_HEADINGS, "per s")), flush=True)
     try:
         with muted(), _one_thread():
             for name in names:
-                tallies.append(Tally(name, trials.PLANTS[name].by_bytes and args.verify_fraction != "1"))
+                tallies.append(Tally(name, trials.PLANTS[name].by_bytes and sampled))
                 _campaign(lab, tallies[-1], args.per_class, args.seed)
                 print(_row(tallies[-1]), flush=True)
                 if args.json is not None:  # class by class: what is done is kept if the rest is interrupted
@@ -224,5 +228,5 @@ def _summary(tallies: Sequence[Tally]) -> Iterator[str]:
 
 
 def _record(args: argparse.Namespace, tallies: Sequence[Tally]) -> dict[str, Any]:
-    settings = {k: getattr(args, k) for k in ("per_class", "seed", "model", "verify_fraction")}
+    settings = {k: getattr(args, k) for k in ("per_class", "seed", "model", "verify_fraction", "budget")}
     return {**settings, "failed": any(t.failed for t in tallies), "classes": [dataclasses.asdict(t) for t in tallies]}

@@ -56,6 +56,12 @@ def test_wrong_arguments_name_the_remedy(capsys):
     assert "give 1 or more injections" in capsys.readouterr().err
 
 
+def test_a_budget_and_a_fixed_share_are_refused_together(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["campaign", "--budget", "5%", "--verify-fraction", "1/2"])
+    assert "--verify-fraction: not allowed with argument --budget" in capsys.readouterr().err
+
+
 def test_help_explains_the_columns(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["campaign", "--help"])
