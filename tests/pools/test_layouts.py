@@ -257,6 +257,15 @@ def test_report_about_a_compressed_slot_names_the_token_that_completes_it():
     assert (violation.position, violation.token) == (7, rig.history("A")[7])
 
 
+@pytest.mark.parametrize("off", [-1, 1])
+def test_wrong_position_of_a_token_that_completes_a_slot_is_reported(off):
+    group = Compressed("c4", "584 bytes", 4)
+    rig = Rig([group])
+    rig.run("A", 4)
+    rig.run("A", 4, positions=[p + off for p in range(4, 8)])
+    assert [(v.check, v.slot) for v in rig.found()] == [("chain", int(group.table[1, 1]))]
+
+
 def test_compressed_slot_that_a_padding_row_completes_is_reported():
     row, slots = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(16, 4)
     session = kvcanary_fx.install_canary(

@@ -40,7 +40,7 @@ class Compressed(FewerTokens):
         return (number + 1) * self._ratio - 1
 
     def number_of(self, position: torch.Tensor) -> torch.Tensor:
-        return position // self._ratio
+        return torch.where((position + 1) % self._ratio == 0, position // self._ratio, -1)
 
     def slots_in(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens // self._ratio

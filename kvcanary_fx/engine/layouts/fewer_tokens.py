@@ -55,7 +55,7 @@ class FewerTokens(Layout):
         raise NotImplementedError
 
     def number_of(self, position: torch.Tensor) -> torch.Tensor:
-        """The number of the slot that tokens at these positions complete."""
+        """The number of the slot that tokens at these positions complete, int64 ``[n]``; -1 where that is none."""
         return position
 
     def slots_in(self, tokens: torch.Tensor) -> torch.Tensor:
