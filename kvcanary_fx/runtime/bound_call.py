@@ -8,7 +8,7 @@ import threading
 
 from ..errors import ConcurrentUseError
 from ..kernels.context import ForwardContext
-from .companions import Call, Turns
+from .companions import Call, LayerCalls
 from .pool_half import PoolHalf
 from .registry import Storage
 from .returned import ReturnedCaches
@@ -46,7 +46,7 @@ class RunningCalls:
 
     def __init__(self) -> None:
         self._calls: dict[int, list[BoundCall]] = {}  # by the thread's ident; a draft may run inside its target
-        self._turns = Turns()
+        self._layer_calls = LayerCalls()
 
     def enter(self, call: BoundCall) -> None:
         """The calling thread begins a call.
@@ -82,7 +82,7 @@ class RunningCalls:
         Args:
             number: guarded calls of the session so far.
         """
-        forward = self._turns.note(call.layer, number) if call.layer is not None else None
+        forward = self._layer_calls.note(call.layer, number) if call.layer is not None else None
         if forward is not None:
             for half in call.halves:
                 if half.forward is None or len(forward.calls) < len(half.forward.calls):
@@ -90,7 +90,7 @@ class RunningCalls:
 
     def break_off(self) -> None:
         """A forward failed before all of its layers had their turn."""
-        self._turns.forget()
+        self._layer_calls.forget()
 
     def nobody(self) -> bool:
         """Whether no thread is in a forward."""

@@ -32,8 +32,8 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class Forward:
-    """The graphs of one forward.
+class Companions:
+    """The calls of one forward, a layer each.
 
     Attributes:
         calls: of the layers, the lowest first.
@@ -55,15 +55,15 @@ class Forward:
         return [half for call in self.calls[end:] or self.calls for half in call.halves]
 
 
-class Turns(threading.local):
-    """The calls of a thread: those between two calls with the same halves are of one forward."""
+class LayerCalls(threading.local):
+    """The calls of a thread to graphs of one layer: those between two calls with the same halves are of one forward."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, ...], tuple[int, int]] = {}
         self._recent: deque[Call] = deque(maxlen=_MEMORY)
         self._count = 0
 
-    def note(self, call: Call, number: int) -> Forward | None:
+    def note(self, call: Call, number: int) -> Companions | None:
         """A call begins.
 
         Args:
@@ -79,7 +79,7 @@ class Turns(threading.local):
         if before is None or not 2 <= self._count - 1 - before[0] < _MEMORY:
             return None
         calls = list(self._recent)[before[0] - self._count : -1]
-        return Forward(tuple(sorted(set(calls), key=lambda c: c.halves)), number - before[1])
+        return Companions(tuple(sorted(set(calls), key=lambda c: c.halves)), number - before[1])
 
     def forget(self) -> None:
         """A forward failed before all of its layers had their turn."""

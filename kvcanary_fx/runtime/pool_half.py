@@ -13,7 +13,7 @@ from ..kernels.writes.geometry import merged_dims
 from ..kernels.writes.layout import SlotLayout
 from ..passes.graph_plan import Kind
 from ..reports.violation import HalfInfo
-from .companions import Forward
+from .companions import Companions
 
 
 def _reachable(distance: int, dims: list[tuple[int, int, int]]) -> bool:
@@ -106,7 +106,7 @@ class PoolHalf:
     space: SlotSpace | None = None  # of an engine's pool
     peers: dict[int, int] = dataclasses.field(default_factory=dict)
     reported: dict[int, int] = dataclasses.field(default_factory=dict)
-    forward: Forward | None = None
+    forward: Companions | None = None
     changed: dict[int, int] = dataclasses.field(default_factory=dict)
     latest: tuple[StorageWeakRef, Place] | None = None
 
