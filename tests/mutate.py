@@ -48,7 +48,10 @@ TARGETS = {
     + ["-k", "test_plan or interpreted"],
     "kernels/content/triton_layer.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted"],
     "kernels/content/triton_listed.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted or halves"],
-    "kernels/content/gpu_layer.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted or halves"],
+    "kernels/content/gpu_layer.py": ["tests/kernels/test_layer_record.py", "tests/kernels/test_bit_equality.py"]
+    + ["-k", "layer_record or interpreted or halves"],
+    "kernels/content/layer.py": ENGINE,
+    "kvcanary_fx/engine/layers.py": ["tests/runtime/test_engine_layers.py", *ENGINE],
     "kernels/slots/identity.py": ["tests/kernels/test_names.py"],
     "kernels/writes/row_state.py": SITES,
     "kernels/layer_ops.py": ENGINE,

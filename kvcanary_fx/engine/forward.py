@@ -143,12 +143,13 @@ def check_layers(
         sides: where it may go on beside the model, which reads what it reads.
         before: where :func:`check_before` may have run.
     """
+    joined = running.captured == capturing()  # the end of the forward is where its beginning is: in a capture, or not
     for number, plan in running.plans.items():
         pool = pools[number]
         if pool.declared.layout.once:  # check_before has
             continue
         device, stream = pool.declared.device, None
-        if device in sides and _only_read(pool, plan) and running.captured == capturing():
+        if device in sides and joined and _only_read(pool, plan):
             stream = sides[device].stream
             sides[device].start()
             if running.captured:
