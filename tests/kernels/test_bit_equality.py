@@ -26,6 +26,7 @@ from kvcanary_fx.kernels.content import (
 from kvcanary_fx.kernels.content import (
     naive as reference,
 )
+from kvcanary_fx.kernels.content.digest import MASK32, as_int32, coefficient, mixed
 from kvcanary_fx.kernels.ring import Ring, Word
 from kvcanary_fx.kernels.slots.space import Column, SlotSpace
 from kvcanary_fx.kernels.writes.layout import SlotLayout
@@ -133,6 +134,29 @@ def test_programs_that_take_many_turns_digest_as_the_cpu_does(few, planes, monke
     gpu.verify(site, view, None)
     assert counters[Count.CHECKED] == slots
     assert control.words[Word.HEAD] == 0
+
+
+def of_no_weight(first: int, a: list[int], b: list[int]) -> list[int]:
+    """Two words, the first as given, that leave the first plane of a digest as two zeros do."""
+    u = -mixed(first, a[0], b[0]) * pow(b[1], -1, 1 << 32) & MASK32
+    u = (u ^ u >> 15 ^ u >> 30) * pow(a[1], -1, 1 << 32) & MASK32
+    return [first, as_int32(u ^ u >> 16)]
+
+
+@pytest.mark.parametrize(("kernels", "device"), IMPLEMENTATIONS, ids=["cpu", "interpreted or gpu"])
+def test_a_filled_slot_that_looks_empty_in_one_plane_of_two_is_adopted(kernels, device):
+    layout = SlotLayout((3, 2), (0,), torch.int32)
+    half = HalfBuffers.allocate(layout, 2, torch.device(device))
+    half.baseline = torch.zeros(3, dtype=torch.int32, device=device)
+    gate, counters = (torch.zeros(len(kind), dtype=torch.int64, device=device) for kind in (Gate, Count))
+    control = buffers.Control.allocate(4, torch.device(device))
+    site = buffers.Site(layout, half, control, gate, counters, 1, 3, 5, ALL_CHECKS)
+    words_of = [[coefficient(i, stream) for i in range(2)] for stream in range(2)]
+    view = torch.tensor([[0, 0], of_no_weight(77, *words_of), [0, 1]], dtype=torch.int32, device=device)
+    kernels.snapshot(site, view)
+    assert half.digest[0, :2].tolist() == [0, 3]
+    assert [bool(slot.any()) for slot in half.digest.T] == [False, True, True]
+    assert counters[Count.ADOPTED] == 2
 
 
 def test_interpreted_triton_puts_the_first_index_outside_into_the_black_box():
