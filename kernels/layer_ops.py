@@ -28,6 +28,7 @@ from ..errors import UnknownLayerError
 from .content.layer import LayerRecord
 from .context import ForwardContext, get_forward_context
 from .counting import count_op
+from .host_time import timed
 from .ops import NAMESPACE, join_side
 from .turns import taking_turns
 
@@ -140,7 +141,7 @@ def _join_at(output: torch.Tensor, held: list[torch.Tensor], inputs: list[torch.
 def _register(name: str, schema: str, body: Callable[..., None]) -> None:
     _LIBRARY.define(name + schema, tags=(torch.Tag.flexible_layout,))
     _LIBRARY.impl(name, taking_turns(body), "CPU")
-    _LIBRARY.impl(name, body, "CUDA")
+    _LIBRARY.impl(name, timed(body), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *_: None, lib=_LIBRARY)
 
 

@@ -44,6 +44,7 @@ from .content import layer as layer_records
 from .content import pool as pool_bytes
 from .context import ForwardContext, get_forward_context
 from .counting import count_op
+from .host_time import timed
 from .slots import checks as request_checks
 from .slots.checks import planned_slots, taken_of
 from .slots.identity import name_slots
@@ -299,7 +300,7 @@ def _register() -> torch.library.Library:
         # our kernels read any strides, so Inductor need not copy an argument to restore the eager ones
         library.define(name + schema, tags=(torch.Tag.flexible_layout,))
         library.impl(name, taking_turns(_BODIES[name]), "CPU")
-        library.impl(name, _BODIES[name], "CUDA")
+        library.impl(name, timed(_BODIES[name]), "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _no_output, lib=library)
     return library
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..kernels.host_time import HOST_TIME
 from ..kernels.ring import Word
 from ..kernels.side_stream import capturing
 from ..reports.summary import log
@@ -33,6 +34,7 @@ class Sample:
     """One call that is measured: how long it took, and how long of that the host did our work."""
 
     def __init__(self, device: torch.device, last: Sample | None):
+        HOST_TIME.measured, HOST_TIME.seconds = False, 0.0
         self.began = time.perf_counter()
         self.ended = False
         self.ours = 0.0  # seconds
@@ -48,19 +50,23 @@ class Sample:
         self._seconds = 0.0
 
     def model_runs(self) -> None:
-        """What follows is not ours."""
+        """What follows is not ours, but for our ops where the host launches them."""
         if self._since is not None:
             self.ours += time.perf_counter() - self._since
             self._since = None
+        HOST_TIME.measured, HOST_TIME.seconds = True, 0.0
 
     def model_ran(self) -> None:
         """What follows is ours again."""
+        self.ours += HOST_TIME.seconds
+        HOST_TIME.measured, HOST_TIME.seconds = False, 0.0
         if self._since is None:
             self._since = time.perf_counter()
 
     def end(self) -> None:
         """The call has been launched."""
         self.model_runs()
+        HOST_TIME.measured = False
         self._seconds = time.perf_counter() - self.began
         if self._events is not None:
             self._events[1].record(self._stream)
@@ -142,9 +148,10 @@ class Pace:
 
             def model(*given: Any) -> Any:
                 sample.model_runs()
-                out = compiled(*given)
-                sample.model_ran()
-                return out
+                try:
+                    return compiled(*given)
+                finally:
+                    sample.model_ran()
 
             out = run(binding, model, args)
             sample.end()

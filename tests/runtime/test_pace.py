@@ -10,6 +10,7 @@ import torch
 from test_engine_session import flip, prefilled
 from toys import Rig
 
+from kvcanary_fx.kernels.host_time import HOST_TIME, timed
 from kvcanary_fx.kernels.ring import Word
 from kvcanary_fx.runtime import pace as measuring
 from kvcanary_fx.runtime.binding import Controls
@@ -69,6 +70,23 @@ def test_what_the_host_does_besides_is_taken_off(monkeypatch):
     graph = Graph(monkeypatch, ours=0.00004)
     assert graph.run(5000) <= 1.05 * 0.01
     assert graph.every == 512
+
+
+def test_ops_that_the_host_launches_are_work_of_ours(monkeypatch):
+    graph = Graph(monkeypatch)
+
+    def op() -> None:
+        graph.now += 0.0002
+
+    def model() -> None:
+        graph._model()
+        launch()
+
+    launch, graph.pace.controller.budget = timed(op), 0.1
+    for _ in range(200):
+        graph.call(graph.binding, model, ())
+    assert graph.pace.controller.rest == pytest.approx(0.0002 / 0.0053, rel=0.05)
+    assert not HOST_TIME.measured
 
 
 def test_it_is_said_once_what_the_budget_buys_and_when_that_changes(monkeypatch, caplog):
