@@ -8,7 +8,7 @@ V is summed along its tokens with those weights.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -51,7 +51,11 @@ class SlotAxes:
 class AttentionReads:
     """What the attention in one graph reads of the graph's inputs."""
 
-    def __init__(self, found: Accesses):
+    def __init__(self, found: Accesses, updated: Mapping[fx.Node, fx.Node] | None = None):
+        """
+        Args:
+            updated: values that are an input with some slots written, however that was done, each with the input.
+        """
         self.reads: list[Read] = []
         self._values = found.values
         self._sources: dict[fx.Node, list[Source]] = {}
@@ -59,6 +63,8 @@ class AttentionReads:
         for node, value in found.values.items():
             if node.op == "placeholder":
                 self._sources[node] = _input(node, value)
+            elif updated is not None and node in updated:
+                self._sources[node] = self._sources.get(updated[node], [])
             elif node.op.startswith("call"):
                 self._visit(node)
 

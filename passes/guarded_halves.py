@@ -37,11 +37,12 @@ def halves_to_guard(
     def given(root: fx.Node) -> Any:
         return example_inputs[places[root]]
 
-    reads = AttentionReads(found)
+    returned = find_returned(gm, found) if recorded is not None else []
+    updated = {write.made: cache.root for cache in returned for write in cache.writes if write.made is not None}
+    reads = AttentionReads(found, updated)
     halves, rejected = find_halves(
         found, reads, lambda root: pools_in(given(root)), lambda root, view: declared_axes(given(root), view)
     )
-    returned = find_returned(gm, found) if recorded is not None else []
     halves += halves_of_returned(returned, found, reads)
     if recorded is not None:
         others = [*plan.functional, *(source_name(r.root) for r in returned)]

@@ -89,12 +89,12 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
         lead = registry.by_id(members[0][Ring.HALF])
         assert lead is not None
         group = _Group(members, lead, registry, stamps)
-        legal = group.legal() if cut not in lead.peers else group.rewritten(group.reported - {cut})
+        legal = group.legal() if cut not in lead.peers else group.rewritten(group.required(), group.reported - {cut})
         step = members[0][Ring.STEP]
         held = legal & group.held()
         legal -= held - shown_by_all(held, lead, step, rows, registry)
         if group.asks_other_layers():
-            shown = shown_by_all(set(group.by_slot), lead, step, rows, registry, by_each=True)
+            shown = shown_by_all(group.shown(), lead, step, rows, registry, by_each=True)
             legal |= group.without_gaps(shown)
         for slot, hits in group.by_slot.items():
             if slot in legal:
@@ -156,13 +156,17 @@ class _Group:
 
     def required(self) -> set[int]:
         """The halves that a legal rewrite of a slot changes."""
-        peers, lowest = self._lead.peers, min(self._lead.peers.values())
-        above = {h for h, layer in peers.items() if layer > lowest}
-        return set(peers) if len(above) < 2 else above  # one half says nothing alone
+        above = self._above()
+        return set(self._lead.peers) if len(above) < 2 else above  # one half says nothing alone
 
-    def rewritten(self, among: Iterable[int]) -> set[int]:
+    def _above(self) -> set[int]:
+        """The halves above the group's first layer."""
+        peers, lowest = self._lead.peers, min(self._lead.peers.values())
+        return {h for h, layer in peers.items() if layer > lowest}
+
+    def rewritten(self, required: Iterable[int], among: Iterable[int]) -> set[int]:
         """The slots that changed in all required halves, of those in ``among``."""
-        asked = self.required() & set(among)
+        asked = set(required) & set(among)
         return {slot for slot, hits in self.by_slot.items() if asked <= {row[Ring.HALF] for row in hits}}
 
     def legal(self) -> set[int]:
@@ -171,7 +175,7 @@ class _Group:
         for slot in self.by_slot:
             changed[slot // self._length].add(slot)
         required = self.required()
-        rewritten = self.rewritten(required)
+        rewritten = self.rewritten(required, required)
         if len(required) < 2 and self._lead.kind == "state":
             rewritten = set()  # one alone says nothing
         legal: set[int] = set()
@@ -182,12 +186,19 @@ class _Group:
         return legal
 
     def asks_other_layers(self) -> bool:
-        """Whether the group is one half alone, as behind a break between K and V, of a forward of several layers."""
-        forward = self._lead.forward
-        alone = len(self.required()) == 1 and self._lead.kind == "kv"
-        if not alone or forward is None or not forward.several_layers():
+        """Whether the group is one half alone, or one beside the first layer's, of a forward of several layers: as behind
+        a break between K and V.
+        """
+        peers, forward = self._lead.peers, self._lead.forward
+        alone = len(peers) == 1 or len(self._above()) == 1
+        if not alone or self._lead.kind != "kv" or forward is None or not forward.several_layers():
             return False
-        return not self._lead.peers.keys() >= set(forward.above_first())  # itself alone: nobody else to ask
+        return not peers.keys() >= set(forward.above_first())  # itself alone: nobody else to ask
+
+    def shown(self) -> set[int]:
+        """The slots that changed in those of the group's halves that are above the first layer of the forward."""
+        forward = self._lead.forward
+        return self.rewritten([] if forward is None else forward.above_first(), self._lead.peers)
 
     def without_gaps(self, shown: set[int]) -> set[int]:
         """Those of the slots that are new tokens: where there are rows, every later slot that was held is one, too."""

@@ -31,9 +31,6 @@ KNOWN: dict[str, Callable[[Program], bool]] = {
     "a tensor of all layers, in graphs of one layer that do not show its slots: names, and a latent": lambda p: (
         p.one_tensor and p.sizes.layers > 1 and _graphs_of_one_layer(p) and p.idiom in UNSHOWN
     ),
-    "an op returns the cache: attention does not show K and V, where names do not": lambda p: (
-        p.idiom == "new_of_an_op" and p.container == "columns" and p.loop
-    ),
     "no attention in the graph, K and V written at once to a tensor called keys": lambda p: (
         bool(p.breaks) and p.container == "layered" and p.way.unit == "both"
     ),

@@ -130,6 +130,35 @@ def test_another_prompt_for_a_layer_of_two_parts(batch):
     assert told(session) == []
 
 
+@torch.library.custom_op("attention_reads::updated", mutates_args=())
+def updated(kv_cache: torch.Tensor, new: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    return kv_cache.index_copy(1, pos, new)
+
+
+updated.register_fake(lambda kv_cache, new, pos: torch.empty_like(kv_cache))
+
+
+def test_k_and_v_that_an_op_returns():
+    """By what attention does with the op's result: V comes first, and names say nothing."""
+
+    def run(q, caches, pos):
+        v, k = updated(caches[0], q * 2, pos), updated(caches[1], q, pos)
+        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))), [v, k]
+
+    backend = CanaryBackend(CanaryConfig(inner="eager", mode="log"))
+    compiled = torch.no_grad()(torch.compile(run, backend=backend))
+    caches = [torch.zeros(2, S, H, D) for _ in range(2)]
+    for step in range(3):
+        _, caches = compiled(torch.randn(2, 1, H, D), caches, torch.tensor([step]))
+    assert [(s.label, s.pool, s.slot_axes) for s in backend.session.plans[0].sites] == [
+        ("V", "caches[0]", (0, 1)),
+        ("K", "caches[1]", (0, 1)),
+    ]
+    caches[0].data[1, 1] += 1
+    compiled(torch.randn(2, 1, H, D), caches, torch.tensor([3]))
+    assert told(backend.session) == [("caches[1]/caches[0]", "V", 1, 1)]
+
+
 def by_index_copy(cache, row, pos, new):
     cache[row].index_copy_(1, pos, new[row])
 

@@ -507,6 +507,46 @@ def test_short_prompt_outside_of_layers_whose_graphs_hold_one_half_each(rows):
     assert {(v.pool, v.slot % 8) for v in backend.session.violations()} == {("kc #3", 3), ("vc #3", 3)}
 
 
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "no rows"])
+def test_prompt_outside_of_a_graph_with_v_of_one_layer_and_k_of_the_next(rows):
+    """Seen: V of the first layer was asked to change with every token, though it depends on the token alone."""
+
+    def model(x, caches, pos):
+        (k0, v0), (k1, v1), (k2, v2) = caches
+        k0.index_copy_(axis, pos, x)
+        torch._dynamo.graph_break()
+        v0.index_copy_(axis, pos, x * 2)
+        x = x + torch.tanh(k0.mean(axis, True) + v0.mean(axis, True))
+        k1.index_copy_(axis, pos, x)
+        torch._dynamo.graph_break()
+        v1.index_copy_(axis, pos, x * 2)
+        x = x + torch.tanh(k1.mean(axis, True) + v1.mean(axis, True))
+        k2.index_copy_(axis, pos, x)
+        torch._dynamo.graph_break()
+        v2.index_copy_(axis, pos, x * 2)
+        return x + torch.tanh(k2.mean(axis, True) + v2.mean(axis, True))
+
+    backend, axis = CanaryBackend(CanaryConfig(inner="eager", mode="log")), 1 if rows else 0
+    run = torch.compile(model, backend=backend)
+    caches = [tuple(torch.zeros((2, 8, 4) if rows else (8, 2, 4)) for _ in range(2)) for _ in range(3)]
+
+    def step(n: int) -> None:
+        run(torch.randn((2, 1, 4) if rows else (1, 2, 4)), caches, torch.tensor([n]))
+
+    with torch.no_grad():
+        for n in range(4):
+            step(n)
+        for n, half in enumerate(half for pair in caches for half in pair):
+            first = 2 if n < 2 else 1  # the second token is the same, and its K and V in the first layer
+            half.narrow(axis, first, 4 - first).normal_()
+        step(4)
+        assert backend.session.violations() == []
+        for half in caches[1]:
+            half.narrow(axis, 2, 1).add_(1)  # a stray store to K and V of one layer, by an op that counts
+        step(5)
+    assert {(v.pool, v.slot % 8) for v in backend.session.violations()} == {("k1", 2), ("v1", 2)}
+
+
 def test_prompt_over_a_longer_sequence_where_all_of_the_cache_is_rewritten():
     """Seen: what lies behind the next write was asked, too, though it is of no sequence any more."""
     rig = Rig.build(1, write=write_where, mode="log")
