@@ -186,8 +186,8 @@ class _Group:
         return legal
 
     def asks_other_layers(self) -> bool:
-        """Whether the group is one half alone, or one beside the first layer's, of a forward of several layers: as behind
-        a break between K and V.
+        """Whether the group is one half alone, or one above a first layer, of a forward of several layers: as behind a
+        break between K and V.
         """
         peers, forward = self._lead.peers, self._lead.forward
         alone = len(peers) == 1 or len(self._above()) == 1
