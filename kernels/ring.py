@@ -86,6 +86,11 @@ class Control:
         )
 
     @property
+    def flag(self) -> torch.Tensor:
+        """int64 ``[2]``, part of ``words``: rows ever, rows read."""
+        return self.words[Word.HEAD : Word.DRAINED + 1]
+
+    @property
     def capacity(self) -> int:
         return self.ring.shape[0] - 1
 

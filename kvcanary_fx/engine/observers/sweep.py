@@ -12,6 +12,7 @@ from ...kernels.findings import Findings
 from ...kernels.slots.prefixes import check_listed
 from ...kernels.slots.space import REFERENCE, Flag
 from ...kernels.writes.layout import FLOAT_DTYPES
+from ..arguments import require_whole
 from ..guarded_pool import EnginePool
 from ..kv_pool import Slots
 from ..prefixes import Prefix, listed_slots
@@ -142,7 +143,13 @@ class Sweep:
             findings.report(pool.space.control, half.id, Phase.SWEEP, slots, detail=at)
 
     def report_digest(self, pool: EnginePool, mine: int, theirs: int, request: int) -> None:
-        """Report two digests that differ."""
+        """Report two digests that differ.
+
+        Raises:
+            EngineError: they are no digests.
+        """
+        for digest in (mine, theirs):
+            require_whole("a digest", digest, -(1 << 63), "64 bits, as session.digest() returns")
         space = pool.space
         differs = torch.tensor([mine != theirs], device=space.flags.device)
         findings = Findings(torch.ones_like(differs), space.checks)
