@@ -226,13 +226,21 @@ def _sub_batch(pool: KVPool, batch: object) -> object:
     return getattr(batch, pool.batch)
 
 
+def _moved(values: Any, device: torch.device) -> torch.Tensor:
+    """Values as a tensor of a device; from the host without waiting for what the device still does."""
+    given = values if isinstance(values, torch.Tensor) else torch.as_tensor(values, device="cpu")
+    if given.device.type == "cpu" and device.type == "cuda" and not capturing():
+        return given.pin_memory().to(device, non_blocking=True)
+    return given.to(device)
+
+
 def _history(view: StepView) -> torch.Tensor | None:
     """The requests' own token ids, ``[bs, length]``: the batch's tensor as it is, since its length varies."""
     history = getattr(view, "history", None)
     if history is None or view.history_lens is None or not view.num_requests:
         return None
     try:
-        given = torch.as_tensor(history, device=view.history_lens.device)
+        given = _moved(history, view.history_lens.device)
     except (TypeError, ValueError, RuntimeError) as e:
         raise EngineError(
             f"history must be [bs, length], rows padded to one length, history_lens valid ones ({e})"

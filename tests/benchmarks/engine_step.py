@@ -58,7 +58,7 @@ class Scene:
         own = (CONTEXT + PAGE) // PAGE  # blocks of a request
         moved = BLOCKS // 4
         blocks = 1 + REQUESTS * own + 2 * moved
-        self.device, self.calls = device, calls
+        self.device, self.calls, self.page_size = device, calls, PAGE if source == "pages" else 1
         kv = [tuple(torch.zeros(blocks, PAGE, 1, 8, device=device) for _ in range(2)) for _ in range(layers)]
         ids = torch.arange(REQUESTS * own, dtype=torch.int32).view(REQUESTS, own) + 1
         table = torch.cat((torch.zeros(1, own, dtype=torch.int32), ids)).to(device)
@@ -92,7 +92,7 @@ class Scene:
             extend_lens=[1] * REQUESTS,
             positions=[CONTEXT] * REQUESTS,
         )
-        if source != "list":
+        if source not in ("pages", "list"):
             fields = {name: torch.tensor(values, device=device) for name, values in fields.items()}
         return Batch(**fields, request_ids=[f"request {i}" for i in range(REQUESTS)])
 
@@ -100,17 +100,17 @@ class Scene:
         """What the allocator does between two steps."""
         old, new = self.sets[1 - self.turn], self.sets[self.turn]
         for number, slots in enumerate(old):
-            self.pool.release(slots, owner=f"request {number}")
+            self.pool.release(slots, f"request {number}", self.page_size)
         for slots in old:
-            self.pool.release(slots)
+            self.pool.release(slots, None, self.page_size)
         self._hand_out(new)
         self.turn = 1 - self.turn
 
     def _hand_out(self, groups: list[object]) -> None:
         for number, slots in enumerate(groups):
-            self.pool.allocate(slots, owner=f"request {number}")
+            self.pool.allocate(slots, f"request {number}", self.page_size)
         for number, slots in enumerate(groups):
-            self.pool.share(slots, owner=f"request {number + 1}")
+            self.pool.share(slots, f"request {number + 1}", self.page_size)
 
     def eager(self, times: Times) -> None:
         with times.part("events"):
@@ -157,7 +157,10 @@ def _slots(blocks: list[int]) -> torch.Tensor:
 
 def _split(blocks: range, calls: int, source: str) -> list[object]:
     """The slots of blocks for a number of calls."""
-    groups = [_slots(group.tolist()) for group in torch.tensor(blocks).tensor_split(calls)]
+    pages = [group.tolist() for group in torch.tensor(blocks).tensor_split(calls)]
+    if source == "pages":
+        return list(pages)
+    groups = [_slots(group) for group in pages]
     if source == "list":
         return [group.tolist() for group in groups]
     return [group.cuda() for group in groups] if source == "device" else list(groups)
@@ -195,7 +198,9 @@ def launches(scene: Scene, run: Callable[[Times], None]) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--source", choices=("list", "host", "device"), help="what slots and batches are; default: all")
+    parser.add_argument(
+        "--source", choices=("pages", "list", "host", "device"), help="what slots and batches are; default: all"
+    )
     parser.add_argument("--calls", type=int, default=64, help="of the allocator in a step, a multiple of 4")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--steps", type=int, default=0)
@@ -205,7 +210,7 @@ def main() -> None:
     gpu = args.device == "cuda"
     layers, steps = args.layers or (32 if gpu else 2), args.steps or (200 if gpu else 5)
     rows = []
-    for source in [args.source] if args.source else ["list", "host", *(["device"] if gpu else [])]:
+    for source in [args.source] if args.source else ["pages", "list", "host", *(["device"] if gpu else [])]:
         scene = Scene(args.device, source, args.calls, layers, args.mode)
         for name in ("eager", "captured") if gpu else ("eager",):
             run = scene.eager if name == "eager" else scene.capture()
@@ -221,7 +226,7 @@ def main() -> None:
         f"## An engine's session, host time of a step\n\n{report.environment(args.device)}. Microseconds, medians of "
         f"{steps} steps, and on a GPU launches + copies; {REQUESTS} requests, {BLOCKS} blocks of {PAGE} slots handed "
         f"out, shared or released in {args.calls} calls, {layers} layers, mode `{args.mode}`. No model runs. What the "
-        "engine gives is a list, a tensor of the host, or one of the device. Command: "
+        "engine gives are lists of pages, lists of slots, tensors of the host, or tensors of the device. Command: "
         f"`python tests/benchmarks/engine_step.py --write`\n\n{report.table(['step', 'total', *PARTS], rows)}"
     )
     print(text)

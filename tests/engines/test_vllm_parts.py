@@ -14,6 +14,7 @@ from kvcanary_fx import EngineError
 from kvcanary_fx.__main__ import main
 from kvcanary_fx.adapters.versions import Tested
 from kvcanary_fx.adapters.vllm import counts, cpu_attention, identity, layouts, patching, settings
+from kvcanary_fx.adapters.vllm.books import CACHE, Books
 from kvcanary_fx.adapters.vllm.tables import Ledger
 from kvcanary_fx.engine.observers.stats import EngineStats
 from kvcanary_fx.errors import InvalidSettingError
@@ -291,6 +292,32 @@ def test_ledger_takes_an_id_that_ended_and_came_again():
     ledger.take(message(new=[("A", ([3],))], finished=["A"]))
     ledger.show(["A"])
     assert ledger.tables[0][0, 0] == 3
+
+
+# ---- whose each page is
+
+
+def test_pages_that_the_prefix_cache_gives_up_in_a_step_are_released_at_once_before_any_is_handed_out():
+    """A GPU is told of what was released before it is told who gets it: once a step, not once a request."""
+    told = []
+
+    class Pool:
+        declared = SimpleNamespace(table_page_size=16)
+
+        def __getattr__(self, name):
+            return lambda slots, page_size, owner=None: told.append((name, slots, page_size, owner))
+
+    books = Books(lambda: [SimpleNamespace(pools={"group0": Pool()})])
+    books.apply([("taken", [1, 2, 3], "A", 0), ("freed", [(1, True), (2, True), (3, False)], "A")])
+    assert told == [("allocate", [1, 2, 3], 16, "A"), ("hand_over", [1, 2], 16, CACHE), ("release", [3], 16, "A")]
+    told.clear()
+    books.apply([("taken", [1], "B", 0), ("taken", [3], "C", 0), ("taken", [2], "D", 0)])
+    assert told == [
+        ("release", [1, 2], 16, CACHE),
+        ("allocate", [1], 16, "B"),
+        ("allocate", [3], 16, "C"),
+        ("allocate", [2], 16, "D"),
+    ]
 
 
 # ---- what tells equal tokens apart

@@ -78,13 +78,13 @@ class BlockLife:
         blocks: list[int] = original(index, num_blocks)
         if blocks:
             group, pool = self._groups[index]
-            pool.allocate(group.slots_in(blocks), owner=self._request)
+            pool.allocate(blocks, self._request, group.page)
         return blocks
 
     def _give_back(self, original: Any, index: int, block_ids: list[int]) -> None:
         if block_ids:
             group, pool = self._groups[index]
-            pool.release(group.slots_in(block_ids), owner=self._request)
+            pool.release(block_ids, self._request, group.page)
         original(index, block_ids)
 
     # ---- the ledger of shared and cached blocks
@@ -93,27 +93,27 @@ class BlockLife:
         ledger, pool = group.allocator.ledger, self._groups[group.index][1]
 
         def acquire(original: Any, block_id: int) -> None:
-            pool.share(group.slots_in([block_id]), owner=self._request)
+            pool.share([block_id], self._request, group.page)
             original(block_id)
 
         def register_new_hash(original: Any, block_id: int, block_hash: int) -> int | None:
             identical: int | None = original(block_id, block_hash)
             if identical is None:
-                pool.share(group.slots_in([block_id]))
+                pool.share([block_id], page_size=group.page)
             return identical
 
         def release(original: Any, block_id: int, no_cache: bool = False) -> bool:
             registered = block_id in ledger.block_to_hash
             to_be_freed: bool = original(block_id, no_cache)
             if registered and block_id not in ledger.block_to_hash:
-                pool.release(group.slots_in([block_id]))
+                pool.release([block_id], page_size=group.page)
             if not to_be_freed:
-                pool.release(group.slots_in([block_id]), owner=self._request)
+                pool.release([block_id], self._request, group.page)
             return to_be_freed
 
         def reset(original: Any) -> None:
             if ledger.block_to_hash:
-                pool.release(group.slots_in(ledger.block_to_hash))
+                pool.release(list(ledger.block_to_hash), page_size=group.page)
             original()
 
         for wrapper in (acquire, register_new_hash, release, reset):

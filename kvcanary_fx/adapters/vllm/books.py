@@ -7,10 +7,9 @@ anew.  So a block that is freed while a request still reads it is found either w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 if TYPE_CHECKING:
     from ...engine.guarded_pool import EnginePool
@@ -40,15 +39,24 @@ class Books:
 
     def apply(self, events: Iterable[tuple[Any, ...]]) -> None:
         """Take in what a scheduler wrote down, in order."""
-        for name, *arguments in events:
-            getattr(self, name)(*arguments)
+        for name, run in itertools.groupby(events, lambda event: event[0]):
+            calls = [arguments for _, *arguments in run]
+            if name == "taken":  # a GPU is told of what was released before it is told who gets it: once for all
+                self._evict(block for ids, *_ in calls for block in ids)
+            for arguments in calls:
+                getattr(self, name)(*arguments)
 
     def taken(self, ids: Sequence[int], request: str | None, group: int) -> None:
         """Blocks were handed out anew."""
-        self._each([i for i in ids if i in self.idle], lambda pool, slots: pool.release(slots, owner=CACHE))
-        self.idle.difference_update(ids)
+        self._evict(ids)
         self.group.update(dict.fromkeys(ids, group))
-        self._each(ids, lambda pool, slots: pool.allocate(slots, owner=request))
+        self._each(ids, lambda pool, pages: pool.allocate(**pages, owner=request))
+
+    def _evict(self, ids: Iterable[int]) -> None:
+        """The prefix cache lets go of those of the blocks that it has."""
+        kept = [block for block in dict.fromkeys(ids) if block in self.idle]
+        self._each(kept, lambda pool, pages: pool.release(**pages, owner=CACHE))
+        self.idle.difference_update(kept)
 
     def touched(self, ids: Sequence[int], request: str | None) -> None:
         """A request takes up blocks that it found in the prefix cache; the session is told at the next forward."""
@@ -65,7 +73,7 @@ class Books:
         for block, request in pending:
             group = self.group.get(block)
             if group is not None and block in in_flight[group]:
-                self._each([block], lambda pool, slots: pool.hand_over(slots))
+                self._each([block], lambda pool, pages: pool.hand_over(**pages))
                 self._shared_later.append((block, request))
             else:
                 self._take_up(block, request)
@@ -79,9 +87,9 @@ class Books:
     def _take_up(self, block: int, request: str | None) -> None:
         if block in self.idle:
             self.idle.discard(block)
-            self._each([block], lambda pool, slots: pool.hand_over(slots, owner=request))
+            self._each([block], lambda pool, pages: pool.hand_over(**pages, owner=request))
         else:
-            self._each([block], lambda pool, slots: pool.share(slots, owner=request))
+            self._each([block], lambda pool, pages: pool.share(**pages, owner=request))
 
     def freed(self, given: Sequence[tuple[int, bool]], request: str | None) -> None:
         """A request lets go of blocks.
@@ -94,21 +102,21 @@ class Books:
             self._take_up(block, taker)
         self._pending = [p for p in self._pending if p[0] not in gone]
         kept = [i for i, keeps in given if keeps]
-        self._each(kept, lambda pool, slots: pool.hand_over(slots, owner=CACHE))
+        self._each(kept, lambda pool, pages: pool.hand_over(**pages, owner=CACHE))
         self.idle.update(block for block in kept if block in self.group)
         left = [i for i, keeps in given if not keeps]
-        self._each(left, lambda pool, slots: pool.release(slots, owner=request))
+        self._each(left, lambda pool, pages: pool.release(**pages, owner=request))
         self.idle.difference_update(left)
 
     def filled_elsewhere(self, ids: Sequence[int]) -> None:
         """Blocks will be filled by a KV connector, whose writes are not guarded, in a draft's layers as well."""
         for kind in ("group", "draft"):
-            self._each(ids, lambda pool, slots: pool.forget(slots), kind)
+            self._each(ids, lambda pool, pages: pool.forget(**pages), kind)
 
     def _each(
-        self, blocks: Iterable[int], tell: Callable[[EnginePool, torch.Tensor], None], kind: str = "group"
+        self, blocks: Iterable[int], tell: Callable[[EnginePool, dict[str, Any]], None], kind: str = "group"
     ) -> None:
-        """Tell each guarded group's pool about its blocks, as slots."""
+        """Tell each guarded group's pool about its blocks, by the arguments that the pool's methods take."""
         by_group: dict[int, list[int]] = {}
         for block in blocks:
             by_group.setdefault(self.group.get(block, -1), []).append(block)
@@ -116,6 +124,4 @@ class Books:
         for group, some in by_group.items():
             pool = pools.get(f"{kind}{group}")
             if pool is not None:
-                size = pool.declared.table_page_size
-                slots = (torch.tensor(some).unsqueeze(1) * size + torch.arange(size)).flatten()
-                tell(pool, slots)
+                tell(pool, dict(slots=some, page_size=pool.declared.table_page_size))
