@@ -1,7 +1,8 @@
 """Our ops around vLLM's attention, and the same checks where no graph has them.
 
 ``kvcanary_vllm::verify(output!, layer_name)``
-    before attention: the bytes of the slots that it reads.
+    before attention: says that its layer is guarded.  The bytes that the forward reads were compared before the model,
+    in all layers at once.
 ``kvcanary_vllm::record(output!, key, value, layer_name)``
     after it: fingerprints of the slots that were written, compared with ``key`` and ``value``.
 
