@@ -93,6 +93,23 @@ def test_what_had_no_turn_when_generate_ends_is_in_the_summary():
         assert told in kvcanary_fx.session_of(model).summary()
 
 
+class Looks(transformers.StoppingCriteria):
+    """Never stops; shows the cache of a call to ``look``."""
+
+    def __init__(self, model, look):
+        self.look, original = look, model._prepare_static_cache
+
+        def prepare(*args, **kwargs):
+            self.cache = original(*args, **kwargs)
+            return self.cache
+
+        model._prepare_static_cache = prepare
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.look(self.cache)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
 @pytest.mark.parametrize(("arch", "lengths"), [("deepseek_v3", [6]), ("gemma3", [6, 6]), ("llama", [6, 9])])
 def test_generate_is_guarded_from_the_prefill_on(arch, lengths):
     model = tiny.build(arch)
@@ -173,6 +190,60 @@ def test_decode_steps_are_compiled_as_transformers_would_and_the_prefill_is_not_
     huggingface.protect(model, compile_mode="max-autotune-no-cudagraphs")
     generate(model, ids, compile_config=config)
     assert asked[2:] == ["max-autotune-no-cudagraphs"]
+
+
+def tensors_of_each_call(model):
+    """Addresses of what the session keeps and of what it guards, after each call of generate."""
+    session = kvcanary_fx.session_of(model)
+    halves = session.registry.halves()
+    return {(h.id, h.address, h.buffers.digest.data_ptr(), h.buffers.rows.data_ptr()) for h in halves}
+
+
+def test_the_cache_of_one_generate_serves_the_next_so_that_what_was_captured_is_replayed():
+    model = tiny.build("llama")
+    ids = tiny.prompt(model, 2, PROMPT)
+    plain = [generate(model, ids), generate(model, ids + 1)]
+    model = huggingface.protect(model, inner="eager")
+    for _ in range(2):  # what Dynamo traced with keeps its cache
+        assert torch.equal(generate(model, ids), plain[0])
+    kept = tensors_of_each_call(model)
+    session = kvcanary_fx.session_of(model)
+    recorded = session.stats().recorded
+    assert torch.equal(generate(model, ids + 1), plain[1])
+    assert tensors_of_each_call(model) == kept
+    assert session.stats().recorded == 3 * recorded / 2
+    assert (session.stats().adopted, session.stats().violations, session.uncovered) == (0, 0, [])
+    flip = AfterStep(model, 3, 1, "K", slot=2)
+    with pytest.raises(kvcanary_fx.KVCacheViolation):
+        generate(model, ids, stopping_criteria=transformers.StoppingCriteriaList([flip]))
+
+
+def test_a_cache_that_somebody_has_is_not_taken_for_another_call():
+    model = huggingface.protect(tiny.build("llama"), inner="eager")
+    ids = tiny.prompt(model, 2, PROMPT)
+    for _ in range(2):
+        generate(model, ids)
+    whole = generate(model, ids, return_dict_in_generate=True).past_key_values
+    before = whole.layers[1].keys.clone()
+    generate(model, ids + 1)
+    assert torch.equal(whole.layers[1].keys, before)
+    del whole
+    generate(model, ids)
+    keys = None
+
+    def look(cache):
+        nonlocal keys
+        keys = cache.layers[0].keys
+
+    generate(model, ids, stopping_criteria=transformers.StoppingCriteriaList([Looks(model, look)]))
+    before = keys.clone()
+    generate(model, ids + 1)
+    assert torch.equal(keys, before)
+    with torch.inference_mode():
+        generate(model, ids)
+    generate(model, ids)
+    generate(model, tiny.prompt(model, 3, PROMPT))
+    assert kvcanary_fx.session_of(model).stats().violations == 0
 
 
 def test_a_static_cache_of_the_users_own_and_the_chunks_of_a_prefill_are_guarded():

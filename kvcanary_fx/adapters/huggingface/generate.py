@@ -20,10 +20,18 @@ from ...passes import dynamo_calls
 from ..hooks import hook, unhook
 from .batching import GuardedManager
 from .caches import has_tensors, make_room, needed_length, setting, why_not_static
+from .kept_cache import KeptCache
 
 log = logging.getLogger("kvcanary")
 
-_WRAPPED = ("generate", "generate_batch", "init_continuous_batching", "compile", "get_compiled_call")
+_WRAPPED = (
+    "generate",
+    "generate_batch",
+    "init_continuous_batching",
+    "compile",
+    "get_compiled_call",
+    "_prepare_static_cache",
+)
 
 #: What torch.compile is given of a CompileConfig; the backend is ours.
 _OF_THEIR_CONFIG = ("fullgraph", "dynamic", "mode", "options")
@@ -48,6 +56,7 @@ class Protection(GuardedCall):
         self._ready_cache: Callable[[], Any] | None = (
             None  # a weak reference to the last; all of its layers have tensors
         )
+        self._kept = KeptCache(self.session)
         self._decoder: tuple[dict[str, Any], Callable[..., Any]] | None = None  # the last, with its options
 
     @property
@@ -55,7 +64,10 @@ class Protection(GuardedCall):
         return self._manager.session if self._manager is not None else None
 
     def wrap(self, model: Any) -> None:
-        wrappers = (self._generate, self._generate_batch, self._start, self._compile, self._compiled_call)
+        wrappers = (
+            *(self._generate, self._generate_batch, self._start),
+            *(self._compile, self._compiled_call, self._prepare_cache),
+        )
         for i, name in enumerate(_WRAPPED):
             hook(model, name, wrappers[i])
 
@@ -116,10 +128,18 @@ class Protection(GuardedCall):
         # nobody sees a token before generate returns, unless it is streamed
         late = kwargs.get("streamer") is None
         try:
-            with self.session.deferring() if late else contextlib.nullcontext():
+            with self._kept.around(), self.session.deferring() if late else contextlib.nullcontext():
                 return original(*args, **kwargs)
         finally:
             self._not_static = outer  # drafting by early exit calls generate within generate
+
+    def _prepare_cache(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        fresh = original(*args, **kwargs)
+        model: Any = self._module
+        batch = kwargs.get("batch_size")
+        if batch is None or type(fresh).__name__ != "StaticCache" or getattr(fresh, "offloading", False):
+            return fresh
+        return self._kept.instead_of(fresh, batch, model.device, model.dtype)
 
     def _compiled_call(self, original: Callable[..., Any], compile_config: Any = None) -> Callable[..., Any]:
         """What ``generate`` calls its decode steps through where transformers compiles them, as on a GPU.
