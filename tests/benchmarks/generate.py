@@ -37,8 +37,6 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import kvcanary_fx
 from kvcanary_fx.adapters import huggingface
-from kvcanary_fx.config import CanaryConfig, override
-from kvcanary_fx.errors import SelfTestError
 
 #: As Llama 3.2 1B and Llama 3.1 8B are, and one whose forward takes the host only.
 SHAPES: dict[str, dict[str, int]] = {
@@ -106,8 +104,7 @@ class Runner:
                 config._compile_all_devices = True
                 self._options["compile_config"] = config
         else:
-            how = dict(inner="eager") if device.type == "cpu" else dict(compile_mode="reduce-overhead")
-            protect(model, settings | how)
+            huggingface.protect(model, **settings, **(dict(inner="eager") if device.type == "cpu" else {}))
         self.session = None if settings is None else kvcanary_fx.session_of(model)
         self.tokens = torch.empty(0)
         self.seconds: list[float] = []
@@ -148,18 +145,6 @@ class Runner:
         stats.sort_stats("tottime").print_stats(40)
         stats.sort_stats("cumtime").print_stats("kvcanary_fx", 40)
         return out.getvalue()
-
-
-def protect(model: Any, settings: dict[str, Any]) -> None:
-    """``huggingface.protect``, also where the proof of what is not measured here fails."""
-    try:
-        huggingface.protect(model, **settings)
-    except SelfTestError as e:
-        print(f"going on without the proof: {e}", file=sys.stderr)
-        settings = dict(settings)
-        options = {"mode": settings.pop("compile_mode")} if "compile_mode" in settings else {}
-        config = override(CanaryConfig.from_env(), settings, "generate.py")
-        huggingface.attach(model, config, options, {})
 
 
 def sharing_weights(model: Any) -> Any:
@@ -286,7 +271,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--mode", nargs="+", choices=["log", "raise"], default=["log", "raise"])
+    parser.add_argument("--mode", nargs="+", choices=["log", "raise"], default=["log"])
     parser.add_argument("--setting", dest="settings", type=setting, action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--profile", type=Path, help="append cProfile's view of one call of each configuration here")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

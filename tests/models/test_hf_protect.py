@@ -395,20 +395,31 @@ def untested_version(monkeypatch):
     monkeypatch.setattr(
         huggingface_versions, "TESTED", Tested("huggingface", "transformers", "6.0", "6.1", "proving itself")
     )
-    huggingface_versions.require_known_version.cache_clear()
+    proofs = huggingface_versions.require_known_version, huggingface_versions.require_known_batches
+    for proof in proofs:
+        proof.cache_clear()
     yield
-    huggingface_versions.require_known_version.cache_clear()
+    for proof in proofs:
+        proof.cache_clear()
 
 
 def test_an_untested_version_is_named_and_proves_itself(untested_version, caplog, monkeypatch):
-    findings, examine = [], huggingface_proof.examine
-    monkeypatch.setattr(huggingface_proof, "examine", lambda: findings.extend(examine()) or findings)
+    findings = []
+
+    def noting(examine):
+        return lambda: findings.extend(examine()) or findings
+
+    for name in ("examine_generate", "examine_batches"):
+        monkeypatch.setattr(huggingface_proof, name, noting(getattr(huggingface_proof, name)))
     caplog.set_level(logging.WARNING, "kvcanary")
-    huggingface.protect(tiny.build("llama"), inner="eager")
+    model = huggingface.protect(tiny.build("llama"), inner="eager")
     assert f"kvcanary.huggingface transformers {transformers.__version__} is untested" in caplog.text
     assert "tested with 6.0 up to, not including, 6.1" in caplog.text
+    assert [f.check for f in findings if f.ok] == ["silence", "content"]
+    findings.clear()
+    model.init_continuous_batching()  # before the first batch
     assert "kvcanary.violation" not in caplog.text  # of the proof's own faults
-    assert [f.check for f in findings if f.ok] == ["silence", "content", "content", "owner", "index"]
+    assert [f.check for f in findings if f.ok] == ["silence", "content", "owner", "index"]
 
 
 def test_an_untested_version_whose_hooks_are_gone_does_not_start(untested_version, monkeypatch):
@@ -416,9 +427,10 @@ def test_an_untested_version_whose_hooks_are_gone_does_not_start(untested_versio
     monkeypatch.setattr(
         huggingface_batching.GuardedProcessor, "_update", lambda self, original, *a, **k: original(*a, **k)
     )
-    monkeypatch.setattr(huggingface_proof, "_generate", lambda plant: ())  # half of the proof, and takes its time
+    monkeypatch.setattr(huggingface_proof, "examine_generate", list)
+    model = huggingface.protect(tiny.build("llama"), inner="eager")
     with pytest.raises(kvcanary_fx.SelfTestError, match="planted a flipped bit in a paged cache, reported nothing"):
-        huggingface.protect(tiny.build("llama"), inner="eager")
+        model.generate_batch([[1, 2]])
 
 
 def test_an_untested_version_that_lacks_what_is_wrapped_does_not_start(untested_version, monkeypatch):
@@ -426,6 +438,13 @@ def test_an_untested_version_that_lacks_what_is_wrapped_does_not_start(untested_
         raise AttributeError("'PagedAttentionCache' object has no attribute 'cache_allocators'")
 
     monkeypatch.setattr(huggingface_batching.GuardedProcessor, "__init__", gone)
-    monkeypatch.setattr(huggingface_proof, "_generate", lambda plant: ())
+    monkeypatch.setattr(huggingface_proof, "examine_generate", list)
+    model = huggingface.protect(tiny.build("llama"), inner="eager")
     with pytest.raises(kvcanary_fx.SelfTestError, match=r"planted nothing, reported .*no attribute 'cache_allocators'"):
+        model.init_continuous_batching()
+
+
+def test_an_untested_version_whose_generate_is_not_guarded_does_not_start(untested_version, monkeypatch):
+    monkeypatch.setattr(huggingface_proof, "_flip", lambda cache: None)  # as if it went unseen
+    with pytest.raises(kvcanary_fx.SelfTestError, match="in what a prefill wrote, reported nothing"):
         huggingface.protect(tiny.build("llama"), inner="eager")

@@ -18,7 +18,7 @@ from torch import nn
 from ...compile.protect import take_compile_options
 from ...config import CanaryConfig, override
 from .generate import Protection, attach, batch_session, unprotect
-from .versions import require_known_version
+from .versions import require_known_batches, require_known_version
 
 __all__ = ["Protection", "attach", "batch_session", "protect", "unprotect"]
 
@@ -44,7 +44,8 @@ def protect(model: Any, **settings: Any) -> Any:
     Raises:
         TypeError: ``model`` has no ``generate``.
         UnknownSettingError, InvalidSettingError: a setting that does not exist, or a value it cannot have.
-        SelfTestError: an untested version of transformers, in which a planted fault was not found.
+        SelfTestError: an untested version of transformers, in which a planted fault was not found; of one in a batch
+            ``generate_batch`` and ``init_continuous_batching`` say so.
     """
     if not isinstance(model, nn.Module) or not hasattr(model, "generate"):
         raise TypeError(
@@ -58,4 +59,4 @@ def protect(model: Any, **settings: Any) -> Any:
         return model
     unprotect(model)
     require_known_version()
-    return attach(model, config, options, install)
+    return attach(model, config, options, install, require_known_batches)

@@ -48,9 +48,16 @@ class Protection(GuardedCall):
 
     before_batch: Callable[[Any], None] | None = None
 
-    def __init__(self, model: nn.Module, config: CanaryConfig, options: dict[str, Any], install: dict[str, Any]):
+    def __init__(
+        self,
+        model: nn.Module,
+        config: CanaryConfig,
+        options: dict[str, Any],
+        install: dict[str, Any],
+        require_batches: Callable[[], None],
+    ):
         super().__init__(model, CanaryBackend(config), options)
-        self._config, self._install = config, install
+        self._config, self._install, self._require_batches = config, install, require_batches
         self._manager: GuardedManager | None = None
         self._not_static: str | None = None  # why the generate that is running has no static cache
         self._ready_cache: Callable[[], Any] | None = (
@@ -160,6 +167,7 @@ class Protection(GuardedCall):
         return self._guard(compiled, args, kwargs)
 
     def _start(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._require_batches()
         manager = original(*args, **kwargs)
         if self._manager is None or self._manager.of is not manager:
             self._manager = GuardedManager(manager, self._config, self._install, self._about_to_run)
@@ -173,15 +181,26 @@ class Protection(GuardedCall):
             self.before_batch(processor)
 
     def _generate_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._require_batches()
         results = original(*args, **kwargs)
         if self._manager is not None:
             self._manager.raise_what_ended_it()
         return results
 
 
-def attach(model: Any, config: CanaryConfig, options: dict[str, Any], install: dict[str, Any]) -> Any:
-    """What :func:`protect` does once everything is settled."""
-    protection = Protection(model, config, options, install)
+def attach(
+    model: Any,
+    config: CanaryConfig,
+    options: dict[str, Any],
+    install: dict[str, Any],
+    require_batches: Callable[[], None] = lambda: None,
+) -> Any:
+    """What :func:`protect` does once everything is settled.
+
+    Args:
+        require_batches: called before a batch is begun; raises where the adapter cannot guard one.
+    """
+    protection = Protection(model, config, options, install, require_batches)
     model._compiled_call_impl = protection
     protection.wrap(model)
     return model

@@ -26,18 +26,27 @@ Plant = Callable[[Any], None]
 _PROMPTS = [list(range(3, 14)), list(range(20, 29)), list(range(3, 12))]
 
 
-def examine() -> Iterator[Finding]:
-    """Each fault and what was reported; first a run of both ways to generate without any."""
+def examine_generate() -> Iterator[Finding]:
+    """What was reported of ``generate``, without a fault and with one."""
     with muted(), _quiet_transformers():
-        told = tuple(dict.fromkeys((*_tried(_generate, None), *_tried(_batch, None))))
-        yield Finding("silence", "nothing", not told, told)
+        yield _silence(_tried(_generate, None))
         yield _finding("content", "a flipped bit in what a prefill wrote", _tried(_generate, _flip))
+
+
+def examine_batches() -> Iterator[Finding]:
+    """The same of ``generate_batch``."""
+    with muted(), _quiet_transformers():
+        yield _silence(_tried(_batch, None))
         for check, fault, plant in (
             ("content", "a flipped bit in a paged cache", _flip_in_block),
             ("owner", "a block freed while its request reads it", _free_early),
             ("index", "a read index of another slot", _misread),
         ):
             yield _finding(check, fault, _tried(_batch, plant))
+
+
+def _silence(told: tuple[str, ...]) -> Finding:
+    return Finding("silence", "nothing", not told, told)
 
 
 def _finding(check: str, fault: str, told: tuple[str, ...]) -> Finding:

@@ -6,8 +6,10 @@ Tiny models generate, clean and with planted faults, and what is not found, or f
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 from ...errors import SelfTestError
+from ...proof.doctor import Finding
 from ..versions import Tested
 from . import proof
 
@@ -16,15 +18,35 @@ TESTED = Tested("huggingface", "transformers", "5.23", "5.24", "now proving on a
 
 @functools.cache
 def require_known_version() -> None:
-    """Warn of a version outside the tested range, and let the adapter's self-proof decide.
+    """Warn of a version outside the tested range, and let the self-proof of ``generate`` decide.
 
     Raises:
         SelfTestError: the proof failed.
     """
+    if TESTED.warn_outside(transformers_version()):
+        _require(proof.examine_generate())
+
+
+@functools.cache
+def require_known_batches() -> None:
+    """The same for ``generate_batch``, before the first batch: it leans on more of what is not documented.
+
+    Raises:
+        SelfTestError: the proof failed.
+    """
+    if not TESTED.has(transformers_version()):
+        _require(proof.examine_batches())
+
+
+def transformers_version() -> str:
+    """That of the transformers at hand."""
     import transformers
 
-    if not TESTED.warn_outside(transformers.__version__):
-        return
-    failed = [(f.check, f.fault, f.told) for f in proof.examine() if not f.ok]
+    version: str = transformers.__version__
+    return version
+
+
+def _require(findings: Iterable[Finding]) -> None:
+    failed = [(f.check, f.fault, f.told) for f in findings if not f.ok]
     if failed:
         raise SelfTestError(failed)
