@@ -93,10 +93,7 @@ def benchmarks() -> list[Job]:
         Job("benchmark growth", [sys.executable, "tests/benchmarks/growth.py", "--write"]),
         Job("benchmark engine step", [sys.executable, "tests/benchmarks/engine_step.py", "--write"]),
         Job("benchmark forward", [sys.executable, "tests/benchmarks/forward.py", "--write"]),
-        Job(
-            "benchmark generate",
-            [sys.executable, "tests/benchmarks/generate.py", "--shape", "1b", "--mode", "log", "raise", "--write"],
-        ),
+        Job("benchmark generate", [*generate, "--shape", "1b", "--mode", "log", "raise", "--write"]),
         Job("benchmark budget", [sys.executable, "tests/benchmarks/budget.py", "--length", "4096", "--write"]),
         Job("benchmark layers", [sys.executable, "tests/benchmarks/layers.py", "--write"]),
         Job("benchmark compile time", [sys.executable, "tests/benchmarks/compile_time.py", "--write"]),
