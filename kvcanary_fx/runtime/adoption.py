@@ -94,7 +94,7 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
         held = legal & group.held()
         legal -= held - shown_by_all(held, lead, step, rows, registry)
         if group.asks_other_layers():
-            shown = shown_by_all(group.shown(), lead, step, rows, registry, by_each=True)
+            shown = shown_by_all(group.shown(), lead, step, rows, registry, incomparable_vetoes=True)
             legal |= group.without_gaps(shown)
         for slot, hits in group.by_slot.items():
             if slot in legal:

@@ -19,7 +19,7 @@ def shown_by_all(
     rows: Sequence[Sequence[int]],
     registry: PoolRegistry,
     *,
-    by_each: bool = False,
+    incomparable_vetoes: bool = False,
 ) -> set[int]:
     """Those of the slots that have changed in the other layers of the forward as well.
 
@@ -27,7 +27,7 @@ def shown_by_all(
         mine: a half in which they changed.
         step: when that was found.
         rows: what is being judged, of the ring.
-        by_each: a layer whose slots cannot be compared with these shows nothing; without it, it is not asked.
+        incomparable_vetoes: a layer whose slots cannot be compared with these shows none; else it is not asked.
     """
     if mine.forward is None or not slots:
         return slots
@@ -36,7 +36,7 @@ def shown_by_all(
         half = registry.by_id(number)
         view = registry.view_of(half) if half is not None and number not in mine.peers else None
         if half is None or view is None or half.place.layout.slots != mine.place.layout.slots:
-            if by_each and number not in mine.peers:
+            if incomparable_vetoes and number not in mine.peers:
                 return set()
             continue
         told = {row[Ring.SLOT] for row in rows if row[Ring.HALF] == number and row[Ring.STEP] >= step}
