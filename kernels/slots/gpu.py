@@ -223,6 +223,8 @@ def store(space: SlotSpace, plan: RequestPlan) -> None:
             links_ptr=links,
             sums_ptr=sums,
             before_ptr=before,
+            counters_ptr=space.counters,
+            SUM_BLOCK=BLOCK_SUMS,
             **_token_args(plan),
             **_position_args(plan),
             **_wide(space),
@@ -230,14 +232,14 @@ def store(space: SlotSpace, plan: RequestPlan) -> None:
         triton_writes.links_kernel[(blocks,)](
             space.block,
             HAS_TABLE=plan.table.numel() > 0,
+            ALL=blocks == 1,
             **request,
             **common,
             **_space_args(plan),
             **_table_args(plan),
         )
-        triton_writes.store_kernel[(triton.cdiv(n, BLOCK_TOKENS),)](
-            space.block, counters_ptr=space.counters, SUM_BLOCK=BLOCK_SUMS, **request, **common
-        )
+        if blocks > 1:
+            triton_writes.store_kernel[(triton.cdiv(n, BLOCK_TOKENS),)](space.block, **request, **common)
 
 
 def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, half_id: int) -> None:

@@ -184,51 +184,13 @@ def kept_tokens(block_ptr, slots, slot_ptr, i, real):
     )
 
 
-@triton.jit(do_not_specialize=PER_STEP)
-def links_kernel(
-    block_ptr, wide_ptr, slots, links_ptr, sums_ptr, before_ptr,  # ..., int64 [n], int64 [blocks], int64 [bs]
-    counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, spaces_ptr,
-    token_ptr, slot_ptr, position_ptr, n,
-    table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
-    PAGE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_SPACES: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """What :func:`store_kernel` needs of other tokens: sums of their links, and the chain before each request."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    request, place, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING)
-    _, kept = kept_tokens(block_ptr, slots, slot_ptr, i, real)
-    token = tl.load(token_ptr + i, mask=kept, other=0).to(tl.int64)
-    if HAS_POSITIONS:
-        position = tl.load(position_ptr + i, mask=kept, other=0).to(tl.int64)
-    else:
-        position = tl.load(prefix_ptr + request, mask=kept, other=0).to(tl.int64) + place
-    link = tl.where(kept, mix(token, position), 0)
-    tl.store(links_ptr + i, tl.cumsum(link, axis=0), mask=i < n)
-    tl.store(sums_ptr + tl.program_id(0), tl.sum(link, axis=0))
-
-    mine = i < bs
-    chain = namespace_seed(spaces_ptr, i, mine, HAS_SPACES)
-    if HAS_TABLE:
-        prefix = tl.load(prefix_ptr + i, mask=mine, other=0).to(tl.int64)
-        row = tl.load(row_ptr + i, mask=mine, other=0).to(tl.int64)
-        slot = table_slot(
-            table_ptr, row, row_stride, page_stride, table_rows, columns, tl.maximum(prefix - 1, 0), map_ptr, map_size,
-            mine, PAGE, HAS_MAP, RING,
-        )  # fmt: skip
-        known = mine & (prefix > 0) & (slot >= 0) & (slot < slots)
-        last = tl.load(wide_ptr + tl.where(known, slot, slots) * SPACE_WIDE + WIDE_CHAIN, mask=known, other=0)
-        chain = tl.where(known, last, chain)
-    tl.store(before_ptr + i, chain, mask=mine)
-
-
-@triton.jit(do_not_specialize=PER_STEP)
-def store_kernel(
-    block_ptr, wide_ptr, counters_ptr, slots, links_ptr, sums_ptr, before_ptr,
+@triton.jit
+def store_tokens(
+    number, block_ptr, wide_ptr, counters_ptr, slots, links_ptr, sums_ptr, before_ptr,
     counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, token_ptr, slot_ptr, position_ptr, n,
     HAS_POSITIONS: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr, SUM_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """After a forward, after :func:`links_kernel`: remember who is in the slots that it wrote."""
-    number = tl.program_id(0).to(tl.int64)
+    """Remember who is in the slots of one block of tokens, with what :func:`links_kernel` found."""
     begin = number * BLOCK
     i = begin + tl.arange(0, BLOCK)
     request, place, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING)
@@ -258,6 +220,68 @@ def store_kernel(
     tl.store(entry + COLUMN_FLAGS, (flags | FLAG_WRITTEN) & (-1 - FLAG_NAMELESS - FLAG_REJECTED), mask=kept)
     tl.store(wide_ptr + at * SPACE_WIDE + WIDE_CHAIN, chain, mask=kept)
     tl.atomic_add(counters_ptr + SPACE_RECORDED, tl.sum(kept.to(tl.int64), axis=0))
+
+
+@triton.jit(do_not_specialize=PER_STEP)
+def links_kernel(
+    block_ptr, wide_ptr, counters_ptr, slots, links_ptr, sums_ptr, before_ptr,  # ..., int64 [n], [blocks], [bs]
+    counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, spaces_ptr,
+    token_ptr, slot_ptr, position_ptr, n,
+    table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
+    PAGE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_SPACES: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr, SUM_BLOCK: tl.constexpr,
+    ALL: tl.constexpr,
+):  # fmt: skip
+    """What :func:`store_kernel` needs of other tokens: sums of their links, and the chain before each request.
+
+    Of a batch that one program takes (``ALL``), such as most decode steps, it stores them as well: a launch less.
+    """
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    request, place, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING)
+    _, kept = kept_tokens(block_ptr, slots, slot_ptr, i, real)
+    token = tl.load(token_ptr + i, mask=kept, other=0).to(tl.int64)
+    if HAS_POSITIONS:
+        position = tl.load(position_ptr + i, mask=kept, other=0).to(tl.int64)
+    else:
+        position = tl.load(prefix_ptr + request, mask=kept, other=0).to(tl.int64) + place
+    link = tl.where(kept, mix(token, position), 0)
+    tl.store(links_ptr + i, tl.cumsum(link, axis=0), mask=i < n)
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(link, axis=0))
+
+    mine = i < bs
+    chain = namespace_seed(spaces_ptr, i, mine, HAS_SPACES)
+    if HAS_TABLE:
+        prefix = tl.load(prefix_ptr + i, mask=mine, other=0).to(tl.int64)
+        row = tl.load(row_ptr + i, mask=mine, other=0).to(tl.int64)
+        slot = table_slot(
+            table_ptr, row, row_stride, page_stride, table_rows, columns, tl.maximum(prefix - 1, 0), map_ptr, map_size,
+            mine, PAGE, HAS_MAP, RING,
+        )  # fmt: skip
+        known = mine & (prefix > 0) & (slot >= 0) & (slot < slots)
+        last = tl.load(wide_ptr + tl.where(known, slot, slots) * SPACE_WIDE + WIDE_CHAIN, mask=known, other=0)
+        chain = tl.where(known, last, chain)
+    tl.store(before_ptr + i, chain, mask=mine)
+    if ALL:
+        tl.debug_barrier()  # the lanes read what others found, and nothing is stored before all have looked
+        store_tokens(
+            tl.program_id(0).to(tl.int64), block_ptr, wide_ptr, counters_ptr, slots, links_ptr, sums_ptr, before_ptr,
+            counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, token_ptr, slot_ptr, position_ptr, n,
+            HAS_POSITIONS, HAS_PADDING, BLOCK, SUM_BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=PER_STEP)
+def store_kernel(
+    block_ptr, wide_ptr, counters_ptr, slots, links_ptr, sums_ptr, before_ptr,
+    counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, token_ptr, slot_ptr, position_ptr, n,
+    HAS_POSITIONS: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr, SUM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """After a forward, after :func:`links_kernel`: remember who is in the slots that it wrote."""
+    store_tokens(
+        tl.program_id(0).to(tl.int64), block_ptr, wide_ptr, counters_ptr, slots, links_ptr, sums_ptr, before_ptr,
+        counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, token_ptr, slot_ptr, position_ptr, n,
+        HAS_POSITIONS, HAS_PADDING, BLOCK, SUM_BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=PER_STEP)
