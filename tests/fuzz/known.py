@@ -25,11 +25,8 @@ KNOWN: dict[str, Callable[[Program], bool]] = {
     "a break between K and V: a graph that has one half of a layer is told too little of legal changes": lambda p: (
         p.breaks == "between" and _has(p, *_LEGAL)
     ),
-    "one layer whose writes do not show their slots: beams reordered after a crop": lambda p: (
-        p.sizes.layers == 1 and p.idiom in UNSHOWN and _has(p, "reorder") and _has(p, "crop", "crop_zero")
-    ),
-    "a tensor of all layers, in graphs of one layer that do not show its slots: names, and a latent": lambda p: (
-        p.one_tensor and p.sizes.layers > 1 and _graphs_of_one_layer(p) and p.idiom in UNSHOWN
+    "a latent of all layers in one tensor, in graphs of one layer that do not show its slots": lambda p: (
+        p.layout.latent and p.one_tensor and p.sizes.layers > 1 and _graphs_of_one_layer(p) and p.idiom in UNSHOWN
     ),
     "no attention in the graph, K and V written at once to a tensor called keys": lambda p: (
         bool(p.breaks) and p.container == "layered" and p.way.unit == "both"
