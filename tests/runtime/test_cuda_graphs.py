@@ -140,7 +140,7 @@ def test_a_captured_graph_follows_the_share_that_a_budget_sets():
             captured.replay()
         checked.append(rig.session.stats().checked - before)
     assert rig.found() == []
-    assert checked[1] * 3 < checked[0] < checked[2]
+    assert checked[1] * 2 < checked[0] < checked[2]  # what a step rewrites is compared at every share
     word.fill_(1 << 20)
     rig.flip(1, 0, row=0, position=2)
     captured.replay()
