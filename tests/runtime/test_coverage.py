@@ -293,7 +293,7 @@ def test_a_pass_that_fails_is_an_error_in_raise_mode_and_a_warning_in_log_mode(m
     def broken(*args, **kwargs):
         raise NotImplementedError("no such thing")
 
-    monkeypatch.setattr("kvcanary_fx.passes.insert_canaries.find_halves", broken)
+    monkeypatch.setattr("kvcanary_fx.passes.guarded_halves.find_halves", broken)
     with pytest.raises(BackendCompilerFailed, match="the graph could not be analysed"):
         Rig.build().step(2)
     torch._dynamo.reset()
