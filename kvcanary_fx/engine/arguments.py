@@ -1,6 +1,6 @@
-"""What engines give by hand: whole numbers, and integers as a tensor or a sequence; anything else is refused by name.
+"""Checks of arguments from engines: whole numbers, and integers as a tensor or a sequence; else an error names them.
 
-Only types, shapes and dtypes are looked at: values may be on a device, and nothing here waits for one.
+Only types, shapes and dtypes are checked: values may be on a device, and nothing here waits for one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def integers(values: Any, what: str) -> torch.Tensor:
         what: the name of the argument, in the plural.
 
     Raises:
-        EngineError: they are something else, such as floats, which would lose what is behind the point.
+        EngineError: they are something else, such as floats, whose fraction would be lost.
     """
     if isinstance(values, torch.Tensor):
         return integer_tensor(values, what)

@@ -1,4 +1,4 @@
-"""What a batch looks like to the canary, and the plan of a forward that comes of it."""
+"""The fields of a batch, and the plan of a forward made from it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .step_view import StepView
 
 @dataclasses.dataclass
 class Batch:
-    """One forward as an engine plans it; any object or mapping with these fields will do.
+    """One forward as an engine plans it.  Any object or mapping with these fields works.
 
     Attributes:
-        input_ids: integer ``[n]``, the tokens to add, request after request.
+        input_ids: integer ``[n]``, the tokens to add, request by request.
         slots: integer ``[n]``, where they go.
         request_rows: integer ``[bs]``, each request's row in the request table.
         prefix_lens: integer ``[bs]``, tokens that are in the pool already.
@@ -36,8 +36,8 @@ class Batch:
         namespaces: integer ``[bs]`` or None; 0 is the default namespace.
         history: integer ``[bs, length]`` or None, the requests' own token ids, for the token check.
         history_lens: integer ``[bs]``, how many of them are valid.
-        in_flight: the prefix of some request has slots that another one writes in this very forward, as engines do
-            that list a page in their prefix cache before it is computed.  Each layer must write all of its tokens
+        in_flight: the prefix of some request has slots that another one writes in this forward, as in engines that list
+            a page in their prefix cache before it is computed.  Each layer must write all of its tokens
             before attention reads any.
         parents: integer ``[n]`` or None: the added tokens of a request are a tree, and each follows the one with this
             number among them, an earlier one, or the prefix, -1.  Their slots are in the request's row one after the
@@ -45,7 +45,7 @@ class Batch:
         real_counts: int64 ``[2]`` on the device, how many requests and tokens of the batch are real, the first ones;
             None: all.  For a loop of forwards that is captured once, and replayed for fewer requests.
 
-    A pool may take slots of its own from a further field (``KVPool.slots_from``), or a whole batch of its own
+    A pool may take its slots from another field (``KVPool.slots_from``), or its whole batch
     (``KVPool.batch``).
     """
 
@@ -183,7 +183,7 @@ class Inputs:
         return views
 
     def plans(self, views: Mapping[str | None, StepView]) -> dict[str, RequestPlan]:
-        """What each pool is to be read and written at, by its name; nothing of pools without a batch."""
+        """The plan of each pool by name; pools without a batch are left out."""
         return {
             pool.name: _there(pool, plan_of(pool, place, views[field], self.main if field is None else self.own[field]))
             for field, group in self._groups.items()
@@ -213,7 +213,7 @@ def _sub_batch(pool: KVPool, batch: object) -> object:
     """The pool's own batch out of the engine's; None where it has none this time.
 
     Raises:
-        EngineError: the batch cannot have one, as it has no such field.
+        EngineError: the batch has no such field.
     """
     assert pool.batch is not None
     if isinstance(batch, dict):
@@ -227,7 +227,7 @@ def _sub_batch(pool: KVPool, batch: object) -> object:
 
 
 def _moved(values: Any, device: torch.device) -> torch.Tensor:
-    """Values as a tensor of a device; from the host without waiting for what the device still does."""
+    """Values as a tensor of a device; copied from the host without waiting for the device."""
     given = values if isinstance(values, torch.Tensor) else torch.as_tensor(values, device="cpu")
     if given.device.type == "cpu" and device.type == "cuda" and not capturing():
         return given.pin_memory().to(device, non_blocking=True)

@@ -1,6 +1,6 @@
 """What the fields of a :class:`~.batch.Batch` may be: types, shapes, dtypes, and values where the host has them.
 
-Values on a GPU are not looked at: that would wait for the device in each step.
+Values on a GPU are not checked: that would wait for the device in each step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def field_of(batch: Any, name: str) -> Any:
 
 
 def _require_listed(name: str, value: Any) -> None:
-    """Refuse what would be converted to other numbers, or taken along another axis."""
+    """Refuse values that would be converted to other numbers, or read along another axis."""
     nested = False
     if isinstance(value, torch.Tensor):
         integer_tensor(value, f"the batch's {name}")
@@ -72,7 +72,7 @@ def _require_listed(name: str, value: Any) -> None:
 
 
 def _require_lengths(batch: Any) -> None:
-    """Where the host has them: no length is below 0, and there are tokens enough."""
+    """If the values are on the host: no length is negative, and there are enough tokens."""
     for name in ("prefix_lens", "extend_lens"):
         values = _on_host(field_of(batch, name))
         if values is not None and min(values, default=0) < 0:

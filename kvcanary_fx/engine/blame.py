@@ -31,7 +31,7 @@ class Blame:
     def decode(
         self, row: Sequence[int], running: Mapping[int, RequestPlan], last: Mapping[int, RequestPlan]
     ) -> Violation | None:
-        """The record of a ring row; None if it is about no pool of the engine.
+        """The record of a ring row; None if it is not about a pool of the engine.
 
         Args:
             running, last: plans of the forward that is running and of the one before, by the number of the slot space.
@@ -75,11 +75,9 @@ def _decode_content(
     """The record of a ring row that a layer's op wrote.
 
     Args:
-        imported: bool ``[slots + 1]``, the slots whose bytes came from elsewhere; None if there never was one.
-        plan: of the forward that is running, which says more than the shadow about a slot that it writes; None
-            outside one.
-        last: of the forward that ran last, for pools that no allocator names an owner in: one of its requests read
-            the slot.
+        imported: bool ``[slots + 1]``, the slots whose bytes came from elsewhere; None if there never were any.
+        plan: of the running forward, which knows more than the shadow about a slot that it writes; None outside one.
+        last: of the last forward, for pools whose allocator reports no owners: one of its requests read the slot.
     """
     slot, request = row[Ring.SLOT], ids.name(row[Ring.REQUEST])
     if not 0 <= slot < space.slots:
@@ -87,7 +85,7 @@ def _decode_content(
     token, position, owner = (int(column[slot]) for column in (space.tokens, space.positions, space.owners))
     if row[Ring.CHECK] & Check.CONTENT and row[Ring.POSITION] != UNKNOWN:  # as it was when the check failed
         if (row[Ring.POSITION], row[Ring.REQUEST]) != (position, owner):
-            token = UNKNOWN  # that of whoever has come since
+            token = UNKNOWN  # the slot holds another token by now
         position, owner = row[Ring.POSITION], row[Ring.REQUEST]
     else:
         token, position, owner = _planned(plan, slot) or (token, position, owner)
@@ -106,7 +104,7 @@ def _decode_content(
 
 
 def _reader(plan: RequestPlan | None, slot: int) -> int:
-    """The owner's hash of the first request that has the slot in its row of the table, 0 if none has."""
+    """The hash of the first request that has the slot in its row of the table, 0 if none has."""
     if plan is None or plan.slot_map is not None or not plan.table.numel():
         return 0
     pages = plan.table[plan.rows.to(torch.int64).clamp(0, plan.table.shape[0] - 1)]

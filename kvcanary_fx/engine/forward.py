@@ -1,4 +1,4 @@
-"""The forward that is running in a session, the checks that no graph makes for it, and what comes every so often."""
+"""The running forward of a session, the checks outside its graphs, and the schedule of periodic work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What a session does every so many steps; 0 is never."""
+    """Periodic work of a session, in steps; 0 is never."""
 
     sweep: int = 0
     health: int = 64
@@ -44,9 +44,9 @@ class Forward:
     """The forward that is running.
 
     Attributes:
-        index: as the engine counts the forwards of a step.
-        plans: what each pool is to be read and written at, by the number of its slot space.
-        remembered: who is in the slots that it writes is known already.
+        index: number of the forward within its step, as the engine counts.
+        plans: what the forward reads and writes in each pool, by the number of its slot space.
+        remembered: the identity of the slots that it writes is stored already.
         captured: it began in the capture of a CUDA graph, so its end is in the graph.
     """
 
@@ -72,7 +72,7 @@ class Forward:
 
 
 class Clock:
-    """Tells the devices which step and which forward runs: what they report carries both, also long after in a drain.
+    """Tells the devices which step and forward is running.  Reports carry both, also if they are read much later.
 
     Both are halves of one word, since forwards are captured and steps are not.
     """
@@ -81,12 +81,13 @@ class Clock:
         self._controls, self._last, self._captured = controls, -1, False
 
     def begin_step(self, number: int) -> None:
-        """A step of the engine begins.  Not told to a graph that is being captured: its replays are other steps."""
+        """A step of the engine begins.  Not recorded in a graph that is being captured: its replays are other steps."""
         if not capturing():
             self._fill(HALF_STEP, number)
 
     def begin_forward(self, index: int) -> None:
-        """A forward begins.  Launches only what changes; a captured forward tells its own index at each replay."""
+        """A forward begins.  Launches only if something changed; a captured forward writes its own index at each
+        replay."""
         self._captured = self._captured or capturing()
         if index == self._last and not self._captured:
             return
@@ -100,12 +101,12 @@ class Clock:
 
 @contextlib.contextmanager
 def beside_capture(sides: Collection[SideStream]) -> Iterator[bool]:
-    """In a forward that is being captured whole, leave work to the side streams: its graphs wait for it.
+    """In a forward that is captured whole, run work on the side streams: its graphs wait for it.
 
-    A graph that is replayed in a forward was captured without it, and starts when the model's stream comes to it.
+    A graph that is replayed inside a forward was captured without that work, and starts in the model's stream's order.
 
     Yields:
-        whether the work goes beside the model.
+        whether the work runs beside the model.
     """
     beside = bool(sides) and capturing()
     with contextlib.ExitStack() as stack:
@@ -115,7 +116,7 @@ def beside_capture(sides: Collection[SideStream]) -> Iterator[bool]:
 
 
 def check_before(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPlan]) -> None:
-    """What a forward is about to read and write in each pool, by the number of its slot space."""
+    """Check what a forward is about to read and write in each pool, by the number of its slot space."""
     for number, plan in plans.items():
         pool = pools[number]
         kernels = request_kernels_for(pool.space.block.device)
@@ -125,7 +126,7 @@ def check_before(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPla
         kernels.check_writes(pool.space, plan)
         pool.scales.check()
         if pool.declared.layout.once:
-            # the graphs that read them may never write them, and then have nothing to guard
+            # the graphs that read them may never write them, and then guard nothing
             pool.content.verify_listed(plan.in_flight)
 
 
@@ -135,15 +136,16 @@ def check_layers(
     sides: Mapping[torch.device, SideStream],
     before: Mapping[torch.device, SideStream],
 ) -> None:
-    """The bytes of what a forward reads, in all layers of each pool at once, where no graph of ours has the layers.
+    """Compare the bytes that a forward reads, in all layers of each pool at once, where no graph of ours has the
+    layers.
 
     In one launch a pool, whatever the number of layers.  What is read is what the walk of :func:`check_before` listed.
 
     Args:
-        sides: where it may go on beside the model, which reads what it reads.
+        sides: where it may run beside the model, which reads the same bytes.
         before: where :func:`check_before` may have run.
     """
-    joined = running.captured == capturing()  # the end of the forward is where its beginning is: in a capture, or not
+    joined = running.captured == capturing()  # the forward ends where it began: inside a capture, or outside
     for number, plan in running.plans.items():
         pool = pools[number]
         if pool.declared.layout.once:  # check_before has
@@ -160,17 +162,17 @@ def check_layers(
 
 
 def _only_read(pool: EnginePool, plan: RequestPlan) -> bool:
-    """Whether a forward writes to no slot that it reads: else its check has to be over before the write."""
+    """Whether a forward writes to none of the slots that it reads: else its check must end before the write."""
     if pool.declared.layout.rewritten or plan.ring or plan.in_flight:
         return False
     return plan.reads is None and plan.taken is None
 
 
 def remember(pools: Mapping[int, EnginePool], running: Forward) -> None:
-    """Who is in the slots that a forward wrote.
+    """Store who is in the slots that a forward wrote.
 
-    After the model, or beside a captured one once :func:`check_before` has looked: from then on only reports ask who is
-    where, and a replay cannot stop half way.  Behind the model the two launches were 11 us of a decode step (H200).
+    After the model, or beside a captured one once :func:`check_before` has run: from then on only reports need the
+    identities, and a replay cannot stop half way.  After the model the two launches took 11 us of a decode step (H200).
     """
     if running.remembered:
         return
@@ -183,9 +185,9 @@ def remember(pools: Mapping[int, EnginePool], running: Forward) -> None:
 
 
 def check_after(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPlan], config: CanaryConfig) -> None:
-    """The bytes of what a forward read, once more: something may have written to them while it ran.
+    """Compare the bytes that a forward read once more: something may have written to them while it ran.
 
-    What was told before the forward is not told again, since the digest found stands for the one stored.
+    A violation reported before the forward is not repeated, since the digest found has replaced the one stored.
     """
     for number in plans:
         pool = pools[number]
@@ -225,9 +227,9 @@ def check_reads(
 
 
 def _name_ahead(pool: EnginePool, plan: RequestPlan) -> None:
-    """Let the walk find who will be in the slots that this forward writes; their bytes are not known yet.
+    """Store who will be in the slots that this forward writes, before the walk; their bytes are not known yet.
 
-    Plain torch on all devices: the kernels that store count on a walk before them.
+    Plain torch on all devices: the kernels that store identities need a walk before them.
     """
     slots = plan.slots.to(torch.int64)
     pool.content.forget(slots)

@@ -1,4 +1,4 @@
-"""What the host gives to a device in a step, gathered: one copy from pinned memory, one launch that spreads it."""
+"""Gathers a step's copies from host to device: one copy from pinned memory, one launch that scatters it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PLAIN = (list, tuple, range)
 
 
 class Gathered:
-    """Copies that go to a device together.
+    """Copies that are sent to a device together.
 
-    Where they are to go is most often what it was in the step before: those views are kept.
+    Their destinations are usually those of the step before, so the views are kept.
     """
 
     def __init__(self, device: torch.device):
@@ -73,7 +73,7 @@ class Gathered:
 
 
 def plain_numbers(values: Any) -> array[int] | None:
-    """A sequence of whole numbers as an array; None for anything else, which is then looked at in full."""
+    """A sequence of whole numbers as an array; None for anything else, which is then checked in full."""
     if not isinstance(values, _PLAIN) or not values or isinstance(values[0], bool):
         return None
     try:
@@ -83,7 +83,7 @@ def plain_numbers(values: Any) -> array[int] | None:
 
 
 def numbers_of(tensor: torch.Tensor) -> array[int]:
-    """The integers of a tensor of the host, row after row."""
+    """The integers of a host tensor, row by row."""
     given = tensor.to(torch.int64).contiguous()
     listed = array("q")
     if given.numel():

@@ -1,4 +1,4 @@
-"""The pools of an engine: who is in their slots, and what happens to those outside a forward."""
+"""The pools of an engine: who is in their slots, and what happens to slots outside a forward."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class EnginePool:
     """A pool under guard: the life of its slots.
 
     Attributes:
-        declared: how the engine described it.
-        rivals: the pools that have some of these tensors too, with pages of their own in them.
+        declared: the engine's declaration.
+        rivals: the pools that share some of these tensors, with other pages in them.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class EnginePool:
         self.halves, self.views = self._content.halves, self._content.views
         self.scales = Scales(declared, registry, self._space, config.planes)
         self.rivals: list[EnginePool] = []
-        self.live_slots = 0  # allocated and not released, as far as the host was told
+        self.live_slots = 0  # allocated and not released, as far as the host knows
         self.adopted = 0
 
     def describe(self) -> str:
@@ -75,13 +75,13 @@ class EnginePool:
 
     @property
     def space(self) -> SlotSpace:
-        """Who is in each slot, and who may be, by all that the allocator said."""
+        """Who is in each slot, and who may be, after all allocator calls so far."""
         self._events.flush()
         return self._space
 
     @property
     def content(self) -> PoolContent:
-        """The bytes, by all that the allocator said; ``halves`` and ``views`` are its own."""
+        """The bytes, after all allocator calls so far; ``halves`` and ``views`` are its own."""
         self._events.flush()
         return self._content
 
@@ -91,20 +91,21 @@ class EnginePool:
         return self.content.digests
 
     def flush(self) -> None:
-        """Let the device know what the allocator said so far; every step, forward and look does it by itself.
+        """Send the queued allocator calls to the device.  Every step, forward and read of violations does this by
+        itself.
 
-        For whoever rewrites the bytes of slots that it has just released, outside a forward: the bytes of what became
-        free are compared when a GPU is told.
+        Call it before rewriting the bytes of slots that were just released, outside a forward: a GPU compares the bytes
+        of freed slots when the calls are sent.
 
         Raises:
-            EngineError: a CUDA graph is being captured, and there is something to tell.
+            EngineError: a CUDA graph is being captured, and calls are queued.
         """
         self._events.flush()
 
     def allocate(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """Slots were taken from the free list.
 
-        On a GPU this and the calls below are noted, and told to the device together (:meth:`flush`).
+        On a GPU this and the calls below are queued, and sent to the device together (:meth:`flush`).
 
         Args:
             slots: integer ``[n]``, on any device or a sequence; with a ``page_size`` they are pages of so many.
@@ -120,21 +121,21 @@ class EnginePool:
     def release(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """One reference to each slot was dropped; a slot without references is free.
 
-        The bytes of those are compared once more, in all layers and whatever share a step compares: nobody will read
-        them again.
+        The bytes of freed slots are compared once more, in all layers and whatever share a step compares: they will not
+        be read again.
 
         Args:
             slots, page_size: as :meth:`allocate` takes them.
-            owner: id of the one that lets go, if known: letting go of another's slot is then a violation.
+            owner: id of the request that releases them, if known: releasing another's slot is then a violation.
         """
         self.live_slots -= self._tell(Event.RELEASE, slots, owner, page_size)
 
     def share(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
-        """One reference to each slot was added: a shared slot is read by several and written by nobody."""
+        """One reference to each slot was added: a shared slot may be read by several requests and written by none."""
         self.live_slots += self._tell(Event.SHARE, slots, owner, page_size)
 
     def hand_over(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
-        """The slots go to another owner with what they hold, such as from a request to a prefix cache.
+        """The slots get another owner and keep their content, for example from a request to a prefix cache.
 
         Args:
             owner: id of the new owner; None: anybody may read and write them.
@@ -142,7 +143,7 @@ class EnginePool:
         self._tell(Event.HAND_OVER, slots, owner, page_size)
 
     def _tell(self, event: Event, slots: Slots, owner: RequestId | None, page_size: int) -> int:
-        """Note what happened to slots; how many they are."""
+        """Queue what happened to slots, and return how many they are."""
         whose = self._ids.hash(owner)
         if page_size != 1:
             require_whole("page_size", page_size, 1, "slots")
@@ -158,10 +159,10 @@ class EnginePool:
         namespace: int = 0,
         owner: RequestId | None = None,
     ) -> None:
-        """The slots were filled by something that is not guarded: take their bytes as they are.
+        """The slots were filled by something that is not guarded: accept their bytes as they are.
 
         Args:
-            owner: id of the request that they were filled for, if known: filling another's is a violation.
+            owner: id of the request that they were filled for, if known: filling another request's slot is a violation.
             tokens, positions: who is in the slots, if known; they must be one request's, in order, from
                 position 0.  Without them, the identity of these slots is not checked.
             namespace: of the request.
@@ -187,11 +188,11 @@ class EnginePool:
     def reject(self, slots: Slots, page_size: int = 1) -> None:
         """The slots hold drafted tokens that the target did not accept.
 
-        They stay allocated, and the next token that is written there makes them good again; a forward that reads
+        They stay allocated, and the next write makes them valid again; a forward that reads
         one before that is a violation of the token check, whether or not the batch has a ``history``.
 
         Args:
-            slots: integer ``[n]``; slots that hold nothing may be among them.
+            slots: integer ``[n]``; empty slots are allowed.
         """
         self._tell(Event.REJECT, slots, None, page_size)
 
@@ -202,10 +203,11 @@ class EnginePool:
         return ShadowSlice.take(self.space, self.digests, given, self.content.parts)
 
     def import_(self, shadow: ShadowSlice, slots: Slots, owner: RequestId | None = None) -> None:
-        """The slots received the bytes of exported ones: the next reader checks that all of them arrived.
+        """The slots received the bytes of exported ones: the next read checks that all of them arrived.
 
         Args:
-            owner: id of the request that they were loaded for, if known: loading over another's is a violation.
+            owner: id of the request that they were loaded for, if known: loading over another request's slot is a
+                violation.
 
         Raises:
             EngineError: the shadow is of another number of slots or digest bits, lacks one of the pool's layers, or is
@@ -251,7 +253,7 @@ class EnginePool:
 
 
 class Pools(dict[str, EnginePool]):
-    """Pools by name; a name that none has is answered with those that there are."""
+    """Pools by name; the error for an unknown name lists the known ones."""
 
     def __init__(self, pools: Iterable[tuple[str, EnginePool]]):
         super().__init__(pools)
@@ -278,7 +280,7 @@ class Pools(dict[str, EnginePool]):
 
 
 def find_rivals(pools: Sequence[EnginePool]) -> None:
-    """Let pools know of each other that have tensors in common."""
+    """Make pools that share tensors known to each other."""
     addresses = [{address_of(view) for view in pool.views} for pool in pools]
     for i, pool in enumerate(pools):
         pool.rivals = [other for j, other in enumerate(pools) if i != j and addresses[i] & addresses[j]]

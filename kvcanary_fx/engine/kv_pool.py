@@ -1,4 +1,4 @@
-"""How an engine describes a pool: one declaration for every layout, or an error that says what cannot be guarded."""
+"""The declaration of a pool, the same for every layout; an error says what cannot be guarded."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class KVPool:
         tokens_per_slot: tokens that a slot stands for, in a compressed cache: slot e of a request is written when
             its token ``(e + 1) * tokens_per_slot - 1`` is, and goes by that token.
         state: a slot is the state of a whole request, rewritten in each step; the table is ``[requests, 1]``.
-        written_once: a slot is written once in its life and read for long after, by graphs that may never write
-            it, as those of cross-attention are.
+        written_once: a slot is written once and then only read, by graphs that may never write it, as in
+            cross-attention.
         batch: the batch's field with a batch of this pool's own, where its tokens are not the decoder's.
         scales: tensors of any shape by name that every slot's meaning depends on, such as scales per tensor: their
             bytes are compared before each forward.
@@ -150,7 +150,7 @@ class KVPool:
             )
 
     def _require_layout(self) -> None:
-        """Refuse what would need two numberings of tokens at once, or what does not fit the one."""
+        """Refuse declarations that need two numberings of tokens at once, or that do not fit theirs."""
         given = layouts_of(self)
         if len(given) > 1:
             names = " and ".join(layout.argument for layout in given)
@@ -169,7 +169,7 @@ class KVPool:
 
     @functools.cached_property
     def names_of_layers(self) -> list[str]:
-        """``layer_names``, or what stands for them."""
+        """``layer_names``, or the defaults."""
         return list(self.layer_names or (f"layers.{number}" for number in range(len(self.layers))))
 
     @functools.cached_property

@@ -1,13 +1,13 @@
 """Checks of an engine's layers where no graph of ``session.backend`` makes them.
 
-An engine that compiles by itself puts ops of its own around attention, whose bodies are
+An engine with its own compiler puts its own ops around attention, whose bodies are
 :func:`~.kernels.layer_ops.verify_layer` and :func:`~.kernels.layer_ops.record_layer`, and lets them find the forward::
 
     checks = LayerChecks(session)
     with session.step(batch), session.forward(), checks.publish():
         model(...)
 
-One whose attention runs in no graph at all calls the checks itself::
+An engine whose attention runs outside any graph calls the checks itself::
 
     layers = EagerLayers(session)
     with session.step(batch), session.forward():
@@ -17,13 +17,13 @@ One whose attention runs in no graph at all calls the checks itself::
         layers.record("model.layers.0.self_attn", key, value, slots)
 
 Either way the bytes of what the forward reads are compared in all layers at once, before the first, in one launch a
-pool: what a forward reads is known before it runs, and Python that launched something for each layer was 1.0 ms a
-forward of 32 layers (H200).  With ``placement="side"`` the model goes on beside it, unless the forward writes to what
+pool: what a forward reads is known before it runs, and launching from Python for each layer took 1.0 ms per forward of
+32 layers (H200).  With ``placement="side"`` the model goes on beside it, unless the forward writes to what
 it reads (rings, states, requests that read what others write).
 
-What a layer wrote is fingerprinted behind its attention, in the model's stream.  Only in a forward that is captured
-whole, its end included, that goes beside the model, too: elsewhere K and V may be memory of a CUDA graph, whose next
-replay writes there, whoever holds them.
+What a layer wrote is fingerprinted after its attention, in the model's stream.  It runs beside the model only in a
+forward that is captured whole, its end included: elsewhere K and V may be memory of a CUDA graph, which its next replay
+overwrites even if they are held.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 
 class LayerChecks:
-    """What the checks around attention need of a session, forward after forward.
+    """What the checks around attention need from a session in each forward.
 
     Attributes:
         gates: int64 ``[len(Gate)]`` for each device that a pool is on.
-        running: whether a forward of the session is running; outside of one there is no plan to check against.
+        running: whether a forward of the session is running; without one there is no plan to check against.
     """
 
     def __init__(self, session: EngineSession):
@@ -80,7 +80,7 @@ class LayerChecks:
             yield
 
     def _begin(self, running: Forward) -> None:
-        """Count a forward, as a graph's first op does: reports have the number.  Compare what it reads."""
+        """Count a forward, as a graph's first op does, for the number in reports.  Compare what it reads."""
         for device, gate in self.gates.items():
             kernels_for(device).begin(self._session.controls(device).words, gate)
         self._session._check_layers(running)
@@ -101,7 +101,7 @@ class LayerChecks:
 
 
 class EagerLayers(LayerChecks):
-    """Runs the checks of layers when an engine says so."""
+    """Runs the checks of layers when the engine calls them."""
 
     def __init__(self, session: EngineSession):
         super().__init__(session)
@@ -110,7 +110,8 @@ class EagerLayers(LayerChecks):
         self._received: dict[int, Any] = {}  # of the running forward, by the number of the slot space
 
     def verify(self, layer: str) -> None:
-        """Before a layer's attention; the forward's first compares the bytes that it reads, in all layers.
+        """Call it before a layer's attention.  The first call of a forward compares the bytes that it reads, in all
+        layers.
 
         Raises:
             UnknownLayerError: no pool has a layer of this name.
@@ -124,7 +125,7 @@ class EagerLayers(LayerChecks):
         value: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
     ) -> None:
-        """After a layer's write: fingerprint the slots that the forward was planned to write.
+        """Call it after a layer's write: fingerprints the slots that the forward planned to write.
 
         Args:
             key, value: what was written, ``[n, ...]`` in the pool's type, one row per token in the order of the
@@ -151,7 +152,7 @@ class EagerLayers(LayerChecks):
         return self._here
 
     def _check_received(self, context: ForwardContext, record: LayerRecord, slots: torch.Tensor) -> None:
-        """Are they the planned ones?  Told once a layer, not for each of its tensors."""
+        """Are they the planned ones?  Reported once per layer, not for each of its tensors."""
         site, number = record.halves[0].site, record.space_id
         plan = context.requests.get(number) if number is not None else None
         if plan is None or number is None or site.space is None:

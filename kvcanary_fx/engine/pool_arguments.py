@@ -107,7 +107,7 @@ def is_integer(tensor: torch.Tensor) -> bool:
 
 
 def shared_bytes(tensors: Sequence[Sequence[torch.Tensor]]) -> str | None:
-    """Tensors of a pool that hold a byte twice, as text: a write to one changes what the other says.
+    """Tensors of a pool that share a byte, as text: a write to one changes the other.
 
     A layer that reads another layer's cache has the very same tensors.  Views of other strides or dtypes are not
     compared.

@@ -1,4 +1,4 @@
-"""The bytes of a pool: its tensors, a half each, and the digests of their slots."""
+"""The bytes of a pool: its tensors, one half each, and the digests of their slots."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class PoolContent:
         halves: one per tensor, in the order of ``declared.tensors``; a tensor of several layers is the first one's.
         views: the tensors of the halves.
         counters: int64 ``[len(Count)]`` for each half, of what opaque attention does.
-        imported: bool ``[slots + 1]``, for reports: the bytes came with an exported shadow; None if none ever did.
+        imported: bool ``[slots + 1]``, for reports: the bytes came with an exported shadow; None if that never
+            happened.
         outside_gate: of checks that are in no graph.
-        bytes: all tensors, for the kernels that look at them in one go.
+        bytes: all tensors, for the kernels that read them in one launch.
     """
 
     def __init__(self, declared: KVPool, registry: PoolRegistry, space: SlotSpace, planes: int):
@@ -160,7 +161,7 @@ class PoolContent:
         self.imported[slots[there]] = True
 
     def _inside(self, slots: torch.Tensor) -> torch.Tensor:
-        """The slots that exist; the others are reported where they are named."""
+        """The slots that exist; the others are reported elsewhere."""
         return slots[(slots >= 0) & (slots < self._space.slots)]
 
 

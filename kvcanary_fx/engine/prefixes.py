@@ -1,4 +1,4 @@
-"""What a prefix cache lists, as an engine gives it to a sweep."""
+"""The entries of a prefix cache, as an engine passes them to a sweep."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Prefix:
 
     Attributes:
         slots: integer ``[n]``, in the order of their tokens; none for the root of a tree.
-        parent: the node that comes before, itself given to the same sweep or not: slots are checked once, in the node
-            that has them, and the first one is linked to the parent's last.
+        parent: the node before, whether or not it is in the same sweep: slots are checked once, in the node that has
+            them, and the first one must follow the parent's last.
         start: position of the first slot; None: behind ``parent``, 0 without one.
         namespace: of the requests that may take the prefix.
-        owner: id of the one that the cache's slots belong to, where they are handed over to it; None: not compared.
+        owner: id of the owner of the cache's slots, where they were handed over; None: not compared.
         tokens: integer ``[n]``, what the cache takes the tokens in the slots to be; None: not compared.
 
     Raises:

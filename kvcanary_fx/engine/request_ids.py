@@ -16,7 +16,7 @@ KEPT = 1 << 20
 
 
 def require_ids(requests: Any) -> None:
-    """Refuse what is no list of ids, such as one string, whose letters would be taken for ids.
+    """Refuse anything but a list of ids, such as a string, whose letters would be taken for ids.
 
     Raises:
         EngineError: ``requests`` is no sequence.

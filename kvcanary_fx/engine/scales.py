@@ -1,4 +1,4 @@
-"""Tensors that are no slot's and that the meaning of every slot depends on: scales per tensor, per head, per layer."""
+"""Scales that apply to every slot of a pool: per tensor, per head, per layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Scales:
         self._space = space
         self._parts: list[tuple[PoolHalf, torch.Tensor]] = []
         for name, tensor in declared.scales.items():
-            # read where it is: a flat copy would not see what happens to the tensor
+            # read in place: a flat copy would not show later writes to the tensor
             layout = SlotLayout((1, *tensor.shape), (0,), tensor.dtype)
             half_id = registry.new_id()
             half = PoolHalf(
@@ -45,12 +45,12 @@ class Scales:
         self.adopt()
 
     def adopt(self) -> None:
-        """Take the scales as they are now, as after a calibration."""
+        """Accept the scales as they are now, for example after a calibration."""
         for half, tensor in self._parts:
             half.buffers.digest.copy_(_digest(half, tensor))
 
     def check(self) -> None:
-        """Compare the scales with what they were; a difference is reported once.  Waits for nothing."""
+        """Compare the scales with what they were; a difference is reported once.  Does not wait for the device."""
         for half, tensor in self._parts:
             stored, found = half.buffers.digest.clone(), _digest(half, tensor)
             bad = (stored != found).any(0)

@@ -1,6 +1,6 @@
-"""What an engine's allocator did, kept on the host until a device has to know: many calls, one copy and one launch.
+"""Allocator calls of an engine, queued on the host until a device needs them: many calls, one copy and one launch.
 
-A call was about thirty small launches: of a vLLM decode of 3.7 s on an H200, 2.1 s were 2,481 of them.
+Each call took about thirty small launches: 2,481 calls were 2.1 s of a vLLM decode of 3.7 s on an H200.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .arguments import integers
 from .gathered import numbers_of, plain_numbers
 from .pool_content import PoolContent
 
-#: Calls, and pages and slots that they name, until the device is told; a call of more is told by itself.
+#: Limits of the queue: calls, and the pages and slots that they name.  A larger call is sent by itself.
 CALLS, PAGES, SLOTS = 1024, 16384, 1 << 18
 
 
 class SlotEvents:
-    """The calls of one pool's allocator that its device was not told yet, in their order.
+    """The allocator calls of one pool that its device does not have yet, in order.
 
     Attributes:
-        pending: there are some.
+        pending: whether there are any.
     """
 
     def __init__(self, space: SlotSpace, content: PoolContent):
@@ -76,7 +76,7 @@ class SlotEvents:
         with self._lock:
             held = len(self._pages)
             full = held + n > min(PAGES, SLOTS // page_size) or len(self._rows) >= CALLS * len(EventRow)
-            # what a release made free is compared before anybody else gets it
+            # freed slots are compared before they are allocated again
             if self.pending and (full or page_size != self._page_size or (self._released and event in RENEWING)):
                 self.flush()
                 held = 0
@@ -92,7 +92,7 @@ class SlotEvents:
             self._released |= event is Event.RELEASE
 
     def _do(self, event: Event, pages: array[int] | torch.Tensor, page_size: int, owner: int) -> None:
-        """A call by itself."""
+        """Send one call by itself."""
         space = self._space
         given = pages if isinstance(pages, torch.Tensor) else torch.frombuffer(pages, dtype=torch.int64)
         slots = slots_in(given.to(device=space.block.device, dtype=torch.int64), page_size)
@@ -103,10 +103,10 @@ class SlotEvents:
             self._content.forget(slots)
 
     def flush(self) -> None:
-        """Let the device know.
+        """Send the calls to the device.
 
         Raises:
-            EngineError: there is something to tell, and a CUDA graph is being captured.
+            EngineError: calls are queued, and a CUDA graph is being captured.
         """
         if not self.pending:
             return
@@ -148,7 +148,7 @@ class SlotEvents:
 
 
 def pages_of(slots: Any) -> array[int] | torch.Tensor:
-    """Whole numbers as they are noted: those of a device as integers ``[n]`` there, all others on the host.
+    """Whole numbers as they are queued: those of a device as integers ``[n]`` there, all others on the host.
 
     Raises:
         EngineError: they are no integers.
@@ -165,7 +165,7 @@ def pages_of(slots: Any) -> array[int] | torch.Tensor:
 
 
 def slots_in(pages: torch.Tensor, page_size: int) -> torch.Tensor:
-    """All slots of pages (int64 ``[n]``), page after page."""
+    """All slots of pages (int64 ``[n]``), page by page."""
     if page_size == 1:
         return pages
     return (pages.unsqueeze(1) * page_size + torch.arange(page_size, device=pages.device)).flatten()

@@ -1,4 +1,4 @@
-"""How the tokens of a request are numbered in slots: one class for each layout, asked by all that depends on it.
+"""How the tokens of a request are numbered in slots: one class for each layout.
 
 ``base.py`` is the contract, and the answers of a pool with one slot per token.
 """

@@ -13,7 +13,7 @@ from ..step_view import StepView
 
 
 class Declared(Protocol):
-    """What layouts ask of the pool that has them; see :class:`~..kv_pool.KVPool`."""
+    """What layouts need from their pool; see :class:`~..kv_pool.KVPool`."""
 
     @property
     def request_table(self) -> torch.Tensor: ...
@@ -63,7 +63,7 @@ class Layout:
         argument: what declares the layout, as a user writes it.
         ring: the columns of a row are used again and again.
         slot_per_token: a token has one slot, and a slot one token.
-        rewritten: each step replaces the bytes and the digest of a slot, so each step must look.
+        rewritten: each step replaces the bytes and the digest of a slot, so each step must compare.
         once: a slot is written once, and read by graphs that may never write it: their bytes are checked before each
             forward.
         unlike_page_tables: why the page table that a kernel gets cannot be compared with the request table, or None.

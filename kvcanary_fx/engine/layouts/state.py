@@ -44,7 +44,7 @@ class State(FewerTokens):
         return ["states, rewritten in each step"]
 
     def completed(self, plan: RequestPlan, prefix: torch.Tensor, extend: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # where padding keeps its state is the table's business
+        # the table decides where padding keeps its state
         return prefix + (extend - 1).clamp(min=0), torch.where(real_requests(plan), extend.clamp(max=1), 0)
 
     def completing(self, number: torch.Tensor, last: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The observers of one session, told of its batches, forwards and steps."""
+"""The observers of one session; they see its batches, forwards and steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Observers:
         given: the inputs of checks that the engine gave so far.
         sweep: checks of idle slots.
         health: proof that the writes of every layer are recorded.
-        windows: what the pools with a window were seen to hold.
+        windows: what pools with a window held.
     """
 
     def __init__(self, session: Observed):
@@ -36,7 +36,7 @@ class Observers:
         self.given.reset()
 
     def after_forward(self, plans: Mapping[int, RequestPlan]) -> None:
-        """A forward ended that was to read and write what ``plans`` say, by the number of the slot space."""
+        """A forward ended; ``plans`` says what it read and wrote, by the number of the slot space."""
         self.health.note(plans)
         self.windows.note(plans)
 

@@ -31,7 +31,7 @@ class GivenInputs:
         self._half_a_history = False
 
     def note(self, batch: Any) -> None:
-        """A batch was given; one without requests needs nothing."""
+        """A batch was given; an empty one needs nothing."""
         had = [name for name in _FIELDS if _field(batch, name) is not None]
         if not _size(_field(batch, "request_rows")):
             return
@@ -47,7 +47,7 @@ class GivenInputs:
             )
 
     def called(self, what: str) -> None:
-        """A call brought what only it can bring."""
+        """A call gave an input that no batch has."""
         self._had[f"session.{what}"] += 1
 
     def missing(self, need: Need) -> str | None:

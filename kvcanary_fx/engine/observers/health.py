@@ -29,11 +29,11 @@ class Health:
         self.last_plans: Mapping[int, RequestPlan] = {}
 
     def note(self, plans: Mapping[int, RequestPlan]) -> None:
-        """A forward ended that was to write what ``plans`` say."""
+        """A forward ended; ``plans`` says what it wrote."""
         self.last_plans = plans
 
     def after_step(self) -> None:
-        """Run if the schedule says so; also writes the line with the counts.
+        """Run if it is due; also logs the line with the counts.
 
         Raises:
             UnrecordedLayersError: mode ``raise``, and a layer's writes are not recorded.

@@ -23,7 +23,7 @@ class EngineStats(Stats):
         slots_checked: slots whose identity was compared.
         sweeps: sweeps so far; ``swept`` the fingerprints they compared.
         compared_every: N of the share 1/N of the slots whose bytes are compared in a step.
-        compared_within: seconds in which each slot's are, under a budget; 0 where nobody knows.
+        compared_within: seconds in which each slot's are, under a budget; 0 if unknown.
         by_check: violations by the name of the check.
     """
 

@@ -1,4 +1,4 @@
-"""The sweep: slots that nobody reads for a while are checked on a schedule, all of them or a slice at a time."""
+"""The sweep: idle slots are checked on a schedule, all of them or a slice at a time."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Sweep:
             slots: integer ``[n]``, in any order; None: the written ones, within the budget.
             pool: name of the pool; None for all.
             prefixes: what a prefix cache lists, with the order of the slots: positions, what each token follows,
-                namespaces, owners and tokens are compared as a forward that took the prefix would do.  Without
-                ``slots``, these slots are the ones that are looked at, whatever the budget.
+                namespaces, owners and tokens are compared as in a forward that took the prefix.  Without ``slots``,
+                exactly these slots are checked, whatever the budget.
 
         Returns:
             How many fingerprints were compared.

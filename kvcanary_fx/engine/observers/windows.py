@@ -1,7 +1,7 @@
-"""How the groups of a hybrid model differ: numbers that show whether the checks of a window had something to check.
+"""How the groups of a hybrid model differ: numbers that show whether the window checks had anything to check.
 
-A window's pool whose slots are the full pool's, one by one, hides a mapping that is forgotten somewhere: nothing
-differs, so nothing fails.  A window that no request has outgrown is never seen to move.
+If a window's pool has the same slot numbers as the full pool, a forgotten mapping does not show: nothing differs, so
+nothing fails.  A window that no request has outgrown never moves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .observed import Observed
 
 @dataclasses.dataclass(frozen=True)
 class GroupReport:
-    """One pool.  What is not said to be counted since the session was ready is of the last forward's requests.
+    """One pool.  Unless stated otherwise, the numbers are about the last forward's requests.
 
     Attributes:
         pool: its name.
@@ -83,7 +83,7 @@ class Windows:
         self._last = {}
 
     def note(self, plans: Mapping[int, RequestPlan]) -> None:
-        """A forward ended that was to read and write what ``plans`` say."""
+        """A forward ended; ``plans`` says what it read and wrote."""
         self._last = plans
 
     def after_step(self) -> None:
