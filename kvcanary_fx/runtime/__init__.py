@@ -1,1 +1,1 @@
-"""A guarded call: caches are bound, checks run, what changed is judged."""
+"""A guarded call: binds caches, runs checks, and judges changes."""

@@ -1,11 +1,11 @@
 """Telling a legal change made outside the compiled graph from a corruption.
 
-Between two calls of a guarded graph, code that we cannot see may legally rewrite slots: a prefill that is
-not compiled, ``cache.reset()``, a beam reordering.  PyTorch's version counters say *that* something wrote
-to a pool.  They cannot say whether it was legal, because a stray write by an op counts as well.  Where something else
-did write (or may have: inference tensors have no version counter, a captured graph runs without us), what changed is
-compared with what was known before, row by row.  A row is a sequence: of a paged or flat pool all slots together, of
-running states each slot.  *Empty* is a slot that holds zeros, or that nobody recorded.
+Between two calls of a guarded graph, code that we cannot see may legally rewrite slots: a prefill that is not compiled,
+``cache.reset()``, a beam reordering.  PyTorch's version counters say *that* something wrote to a pool, not whether it
+was legal: a stray write by an op counts as well.  If something else wrote (or may have: inference tensors have no
+version counter, a captured graph runs without us), the change is compared with the recorded state, row by row.  A row
+is a sequence; in a paged or flat pool all slots together, for running states each slot.  A slot is *empty* if it holds
+zeros or was never recorded.
 
 The first line that fits decides:
 
@@ -28,14 +28,14 @@ anything else                               a flipped bit, a wrong stride or a b
                                             or layer, or one slot among older ones
 ==========================================  =========================================================  ==========
 
-Of a paged or flat pool, and of a cache that no guarded graph writes, the later slots are not asked: who writes them may
-write single slots.  Nor are they of several layers whose writes do not show their slots; what lies behind such a write
-is of no sequence.  A running state depends on all tokens: it changes in all of a layer's states at once.  One half by
-itself: two slots at least and half of those from the lowest on, or bytes in slots that were empty.  Behind a break
-between K and V, where graphs of one half each make up a forward of several layers, what all of them show is asked.
+In a paged or flat pool, and in a cache that no guarded graph writes, the later slots are not considered: their writer
+may write single slots.  Nor are they with several layers whose writes do not show their slots; slots after such a write
+belong to no sequence.  A running state depends on all tokens, so all of a layer's states change at once.  For a half by
+itself: at least two slots and half of those from the lowest on, or bytes in slots that were empty.  After a break
+between K and V, where graphs of one half each make up a forward of several layers, all of them are considered together.
 
-What is legal is adopted and counted.  So is a change of a reported slot, back to the bytes that it had before: it was
-put right.
+Legal changes are adopted and counted.  So is a change of a reported slot back to the bytes from before: it was
+repaired.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
 
     Args:
         stamps: int64 ``[2, slots]`` of the device's control block.
-        lost: rows that came after these and found the ring full.
+        lost: later rows for which the ring had no room.
     """
     verdict = Verdict([])
     groups: dict[tuple[int, frozenset[int]], list[Row]] = defaultdict(list)
@@ -83,7 +83,7 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
             groups[(row[Ring.STEP], frozenset(half.peers))].append(row)
         else:
             verdict.violations.append(row)
-    # Only the last half to report can have lost rows, and those after it have lost all of theirs.
+    # Only the last half to report can have lost some rows; those after it lost all of theirs.
     cut = rows[-1][Ring.HALF] if lost else None
     for members in groups.values():
         lead = registry.by_id(members[0][Ring.HALF])
@@ -114,8 +114,7 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
 
 
 def _settle(row: Row, registry: PoolRegistry, verdict: Verdict) -> None:
-    """Adopt a change of a slot back to what it was before it was reported: somebody put it right.  Any other is a
-    violation.
+    """Adopt a change of a slot back to what it was before it was reported: it was repaired.  Any other is a violation.
 
     Seen with cross-attention: after a report the same prompt was encoded again, into the same bytes but for the slot
     whose corrupted bytes had been fingerprinted when they were reported.
@@ -193,7 +192,7 @@ class _Group:
         alone = len(peers) == 1 or len(self._above()) == 1
         if not alone or self._lead.kind != "kv" or forward is None or not forward.several_layers():
             return False
-        return not peers.keys() >= set(forward.above_first())  # itself alone: nobody else to ask
+        return not peers.keys() >= set(forward.above_first())  # no other half to compare with
 
     def shown(self) -> set[int]:
         """The slots that changed in those of the group's halves that are above the first layer of the forward."""
@@ -201,7 +200,7 @@ class _Group:
         return self.rewritten([] if forward is None else forward.above_first(), self._lead.peers)
 
     def without_gaps(self, shown: set[int]) -> set[int]:
-        """Those of the slots that are new tokens: where there are rows, every later slot that was held is one, too."""
+        """Those of the slots that are new tokens: with rows, every later slot that was not empty must be one, too."""
         if not self._lead.place.layout.has_rows:
             return shown
         new: set[int] = set()
@@ -220,15 +219,15 @@ class _Group:
     # ---- the table's lines
 
     def _emptied(self, row: int, slots: set[int]) -> bool:
-        """Whether nothing is left in a row."""
+        """Whether a row is empty."""
         if not all(self._is_empty(r) for slot in slots for r in self.by_slot[slot]):
             return False
         return not any(bool(self._now(half, row).any()) for half in self._halves)
 
     def _begun_elsewhere(self, row: int) -> bool:
-        """Whether the forward goes on in a row elsewhere than where its last write to this half ended.
+        """Whether the forward continues a row at another place than where its last write to this half ended.
 
-        A graph that checks the half and does not write it cannot ask that; other halves of the row show it.
+        A graph that checks the half without writing it does not know; other halves of the row show it.
         """
         if not self._lead.place.layout.has_rows or self._lead.buffers.baseline is not None or self._lead.kind != "kv":
             return False
@@ -267,7 +266,7 @@ class _Group:
         fresh, old = slots - held, slots & held
         if alone:
             fresh -= half.reported.keys()  # emptied by what was reported
-        if written is not None:  # what lies behind is of another sequence
+        if written is not None:  # later slots belong to another sequence
             behind = {slot for slot in held if slot >= written}
             fresh, old, held = fresh | (old & behind), old - behind, held - behind
         if not old:
@@ -295,14 +294,14 @@ class _Group:
         else:
             after = row * self._length + int(half.buffers.rows[row, RowState.NEXT])
         if not held or after <= held[-1] + 1:
-            return set()  # nothing says where the write went on; or it did not go on there
+            return set()  # unknown where the write continued, or it did not continue there
         newest = row * self._length + (int(now[-1]) if len(now) else -1)
         return {slot for slot in slots if slot > newest}
 
     def _written(self, row: int) -> int | None:
         """The first slot of a row that a write which may reach any slot has changed; None where nothing shows it.
 
-        A window that rolls changes all of them, and shows nothing.
+        A rolling window changes all of them, and shows nothing.
         """
         changed, held = torch.zeros(self._length, dtype=torch.bool), torch.zeros(self._length, dtype=torch.bool)
         for half in self._halves:

@@ -1,4 +1,4 @@
-"""What a graph of one layer takes for legal, the graphs of the other layers must show as well: :mod:`.companions`."""
+"""A change that a graph of one layer judges legal must be in the other layers' graphs as well: :mod:`.companions`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def shown_by_all(
     *,
     incomparable_vetoes: bool = False,
 ) -> set[int]:
-    """Those of the slots that have changed in the other layers of the forward as well.
+    """Those of the slots that changed in the other layers of the forward as well.
 
     Args:
         mine: a half in which they changed.
-        step: when that was found.
-        rows: what is being judged, of the ring.
-        incomparable_vetoes: a layer whose slots cannot be compared with these shows none; else it is not asked.
+        step: when the change was found.
+        rows: the rows of the ring that are being judged.
+        incomparable_vetoes: a layer whose slots cannot be compared with these counts as unchanged; else it is skipped.
     """
     if mine.forward is None or not slots:
         return slots
@@ -40,7 +40,7 @@ def shown_by_all(
                 return set()
             continue
         told = {row[Ring.SLOT] for row in rows if row[Ring.HALF] == number and row[Ring.STEP] >= step}
-        if number < mine.id:  # it had its turn
+        if number < mine.id:  # checked earlier in this forward
             told |= {slot for slot, found in half.changed.items() if 0 <= step - found < mine.forward.span}
         left -= _as_recorded(half, view, left - told)
     return left

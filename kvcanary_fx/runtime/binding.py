@@ -1,8 +1,8 @@
 """Binding a rewritten graph to the caches of one call.
 
-A graph knows its sites by number.  Each call may bring other caches (a new ``StaticCache``, another
-model's), so before each call the sites are bound to the halves of the tensors at hand.  The binding of
-the last call is kept: usually nothing has changed.
+A graph knows its sites by number.  Each call may have other caches (a new ``StaticCache``, another model's), so before
+each call the sites are bound to the halves of its tensors.  The binding of the last call is kept: usually nothing has
+changed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class GraphBinding:
             self.gates = {d: torch.zeros(len(Gate), dtype=torch.int64, device=d) for d in plan.devices}
         self.counters: list[torch.Tensor] = []
         self._traffic, self._entries = threading.Lock(), [0, 0]  # calls begun, calls ended
-        self.forgiven = 0  # ops that calls which failed half-way did not run
-        self.unsettled = False  # a call failed, and what it did not run is not forgiven yet
+        self.forgiven = 0  # ops that failed calls did not run
+        self.unsettled = False  # a call failed, and the ops it did not run are not forgiven yet
         self._failed = 0
         self._arguments = sorted({s.argument for s in plan.sites if s.output is None})
         self._returned = sorted({s.argument for s in plan.sites if s.output is not None})
@@ -54,12 +54,12 @@ class GraphBinding:
         self._generation = registry.generation
 
     def begin(self) -> None:
-        """A call begins, of whatever thread."""
+        """A call begins, in any thread."""
         with self._traffic:
             self._entries[0] += 1
 
     def end(self) -> None:
-        """A call ends, whether well or not."""
+        """A call ends, successfully or not."""
         with self._traffic:
             self._entries[1] += 1
 
@@ -82,14 +82,14 @@ class GraphBinding:
         return missing or ["identify"]
 
     def steady(self, args: Sequence[Any]) -> SteadyCall | None:
-        """The call of the same tensors before, if nothing has written to them since; None: look at everything."""
+        """The earlier call with the same tensors, if nothing has written to them since; None: check everything."""
         if not self._arguments or self._generation != self._registry.generation:
             return None
         last = self._steady.get(id(args[self._arguments[0]]))
         return last if last is not None and last.fits(args) else None
 
     def keep(self, call: BoundCall, args: Sequence[Any]) -> None:
-        """Call ``call`` again when the same tensors come; it has run, and what it wrote is noted."""
+        """Reuse ``call`` for the same tensors; it has run, and its writes are counted."""
         if not self._arguments or call.returned is not None or self._registry.shadows_copied:
             return
         if len(self._steady) >= MAX_BINDINGS:
@@ -116,21 +116,21 @@ class GraphBinding:
         call = self._bound.get(key)
         if call is None:
             before = self._registry.generation
-            with torch.inference_mode(False):  # its memory is written outside of that mode as well
+            with torch.inference_mode(False):  # its memory is also written outside that mode
                 call = self._bind(args, capturing, abort, line)
-            if self._registry.generation != before:  # other calls of this graph may be bound to what is gone
+            if self._registry.generation != before:  # other calls of this graph may be bound to a dropped half
                 self._drop()
             self._bound[key], self._generation = call, self._registry.generation
         return call
 
     def forgive_failure(self) -> None:
-        """The call that the caller is in ends in an exception: the ops it did not reach are not missing."""
+        """The caller's call ends in an exception: the ops it did not reach do not count as missing."""
         self._failed += 1
         self.unsettled = True  # if a second Ctrl-C interrupts what follows, the next call does it
         self.settle(inside=1)
 
     def settle(self, inside: int = 0) -> None:
-        """Forgive what failed calls did not run, once no other call is in the middle of the graph.
+        """Forgive the ops that failed calls did not run, once no other call is inside the graph.
 
         Args:
             inside: calls that are to count as ended, the caller's own.
@@ -150,7 +150,7 @@ class GraphBinding:
         return max(g[Gate.STEP] for g in gates), sum(g[Gate.OPS] for g in gates)
 
     def _line(self, args: Sequence[Any]) -> Line:
-        """What is worked with in place of the caches that a call returns."""
+        """The working halves for the caches that a call returns."""
         geometry = tuple(_geometry(args[i]) for i in self._returned)
         lines = self._lines.get(geometry)
         with torch.inference_mode(False):
@@ -228,7 +228,7 @@ class GraphBinding:
         return [halves[i] for i in range(len(self.plan.sites))], seen
 
     def _group(self, halves: list[PoolHalf]) -> dict[int, IdentityBuffers]:
-        """Tell halves of one slot space about each other; the identity buffers of the sites that lead one."""
+        """Link the halves of each slot space; the identity buffers of the sites that lead one."""
         spaces: dict[tuple[Any, ...], dict[int, int]] = {}
         for half in halves:
             spaces.setdefault(_space(half), {})[half.id] = half.layer_number
@@ -280,7 +280,7 @@ class GraphBinding:
 
 
 class Controls:
-    """The control block of each device, made when the device is first seen."""
+    """The control block of each device, made on first use."""
 
     def __init__(self, capacity: int):
         self._capacity = capacity
@@ -309,12 +309,12 @@ def check_mask(config: CanaryConfig) -> Check:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What must be the same for a binding to stay valid."""
+    """What must be equal for a binding to stay valid."""
     return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape)
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What must be the same for a working shadow to fit."""
+    """What must be equal for a working shadow to be reused."""
     return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
 
 

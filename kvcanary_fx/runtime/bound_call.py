@@ -29,19 +29,19 @@ class BoundCall:
 
     @functools.cached_property
     def ids(self) -> frozenset[int]:
-        """The ids of the halves that are checked."""
+        """Ids of the halves that are checked."""
         return frozenset(half.id for half in (*self.halves, *self.seen))
 
     @functools.cached_property
     def storage_ids(self) -> frozenset[int]:
-        """What tells its storages from others."""
+        """Identifies its storages."""
         return frozenset(id(storage) for storage, *_ in self.storages)
 
 
 class RunningCalls:
     """The calls of guarded graphs that are running in one session, by thread: a cache serves one at a time.
 
-    Where only one thread is in a forward, no cache is looked at.
+    While only one thread is in a forward, no caches are compared.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class RunningCalls:
         else:
             mine.append(call)
         if len(self._calls) > 1:
-            # entered before the others are looked at, so that of two threads that come at once one is refused
+            # entered before the others are compared, so that of two simultaneous threads one is refused
             try:
                 self._refuse_shared(me, call)
             except ConcurrentUseError:
@@ -77,7 +77,7 @@ class RunningCalls:
             del self._calls[me]
 
     def take_turn(self, call: BoundCall, number: int) -> None:
-        """Learn which graphs of one layer make up a forward; the shortest of those seen is one.
+        """Learn which graphs of one layer make up a forward; the shortest sequence seen is one.
 
         Args:
             number: guarded calls of the session so far.
@@ -89,7 +89,7 @@ class RunningCalls:
                     half.forward = forward
 
     def break_off(self) -> None:
-        """A forward failed before all of its layers had their turn."""
+        """A forward failed before all of its layers ran."""
         self._layer_calls.forget()
 
     def nobody(self) -> bool:

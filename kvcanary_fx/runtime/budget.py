@@ -1,23 +1,22 @@
 """How many bytes a step may compare so that it takes no longer than a budget says: the logic, without a device.
 
-A step compares the slots with ``(slot + step) % N == 0``, and N is looked for.  What a share costs is seen as a user
-would see it: now and then one call compares more than its neighbours do, and the difference is the price::
+A step compares the slots with ``(slot + step) % N == 0``; this module chooses N.  The cost of a share is measured as a
+user would see it: now and then one call compares more than its neighbours do, and the difference is the price::
 
     time(N) = rest + comparing everything / N
 
-The other ways to know it were worse.  Events around our own kernels cannot be put into a CUDA graph that is replayed,
-and beside the model, on a stream of their own, their time says little about the step's: at 64 requests of 4,096 tokens
+The alternatives were worse.  Events around our own kernels cannot be put into a CUDA graph that is replayed, and on a
+side stream the time of the kernels says little about the step's: at 64 requests of 4,096 tokens
 the bytes of 1/64 of the slots are 134 us of an H200's bandwidth and added 40 us to a step, since attention then finds
-them in its cache.  A difference counts what is hidden, behind the model or behind Python, as free.  It is noisy, so
-the larger share is chosen large enough to be seen (:data:`SEEN`), a few times in a hundred, and what the neighbours
-differ by is added to the price.
+them in its cache.  A difference counts work that the model or Python hides as free.  It is noisy, so the larger share
+is chosen large enough to be seen (:data:`SEEN`), a few times in a hundred calls, and the difference between the
+neighbours is added to the price.
 
-What is done besides (identity, fingerprints of what is written) is the same at every share, and no difference shows
-it.  It is taken off the budget as far as it can be told: the host's time where the device was waiting for it, and a
-usual time for each op of a graph (:data:`SECONDS_PER_OP`), which may take no more than :data:`GUESS_AT_MOST` of the
-budget.
+The other work (identity, fingerprints of writes) is the same at every share, so no difference shows it.  It is
+subtracted from the budget as far as it is known: the host's time while the device was waiting for it, and a typical
+time for each op of a graph (:data:`SECONDS_PER_OP`), at most :data:`GUESS_AT_MOST` of the budget.
 
-N is a power of two, so that changing it costs nothing of the promise: **in any M steps in a row each slot is compared,
+N is a power of two, so that changing it keeps the promise: **in any M steps in a row each slot is compared,
 where M is the largest N in use in them.**  Among M steps in a row there is one with ``(slot + step) % M == 0``; the N
 of that step divides M, so ``(slot + step) % N == 0`` as well.
 """
@@ -27,24 +26,24 @@ from __future__ import annotations
 import dataclasses
 import statistics
 
-#: N before a price is known, and its bounds.  At 2 there is a larger share left to see the price by.
+#: N before a price is known, and its bounds.  At 2 a larger share is left to measure the price with.
 START, FEWEST, MOST = 64, 2, 4096
 
 #: How much longer a call that compares more should take: enough to be seen, and little in a hundred calls.  Where calls
-#: differ a lot, so many times as much as they do.
+#: vary a lot, this many times their variation.
 SEEN, ABOVE_NOISE = 0.1, 3
 
-#: So many times as much as calls differ is clear.  What is less only says how high the price may be at most.
+#: A difference of this many times the calls' variation is clear.  A smaller one only gives an upper bound of the price.
 CLEAR = 2
 
-#: Readings that a decision rests on, and calls from one to the next until settled and from then on.
+#: Readings per decision, and calls between readings until settled and afterwards.
 READINGS, OFTEN, SELDOM = 5, 4, 128
 
-#: Calls that differ by more were not alike, such as a prefill among decode steps; after so many readings of that kind
-#: in a row, nobody hurries any more.
+#: Calls that differ by more were not alike, such as a prefill among decode steps; after this many such readings in a
+#: row, readings become less frequent.
 UNLIKE, PATIENCE = 0.25, 24
 
-#: A call that takes so many times longer, or shorter, than those of the last decision, asks for a new one soon.
+#: A call that takes this many times longer or shorter than those of the last decision triggers a new one.
 OTHER_WORK = 1.5
 
 #: What an op of ours adds to a step of a GPU besides comparing: 64 requests of 4,096 tokens, 66 ops beside the model,
@@ -52,10 +51,11 @@ OTHER_WORK = 1.5
 SECONDS_PER_OP = 1.5e-6
 GUESS_AT_MOST = 0.75
 
-#: Of the budget, what comparing gets even where the rest takes all of it: nothing is left unseen for ever.
+#: The part of the budget that comparing gets even if the rest uses all of it, so that every slot is compared
+#: eventually.
 LEFT_FOR_BYTES = 1 / 8
 
-#: What N is lowered for must fit with so much room to spare, so that it does not go to and fro.
+#: N is lowered only if the larger share fits with this much room to spare, so that N does not oscillate.
 SPARE = 1.25
 
 
@@ -66,8 +66,8 @@ class Reading:
     Attributes:
         before, probe, after: seconds that they took.
         every, probed: N of the outer ones, and of the second.
-        rest: seconds of our other work that the device was seen to wait for, in one call.
-        guessed: seconds that our other work is taken to cost besides.
+        rest: seconds in one call that the device waited for our other work.
+        guessed: seconds that our other work is estimated to cost in addition.
         between: seconds from one call to the next.
     """
 
@@ -87,7 +87,7 @@ class Reading:
 
     @property
     def noise(self) -> float:
-        """How much calls differ that should not, as a fraction."""
+        """How much calls differ that should be alike, as a fraction."""
         return abs(self.before - self.after) / self.usual
 
     @property
@@ -97,20 +97,21 @@ class Reading:
 
     @property
     def price(self) -> float:
-        """What comparing all bytes would add to a call, as a fraction; not more than that, as far as it shows."""
+        """What comparing all bytes would add to a call, as a fraction; an upper bound where the difference is
+        unclear."""
         return (self.more + self.noise) / (1 / self.probed - 1 / self.every)
 
 
 class Controller:
-    """Turns N up and down by what readings say.
+    """Raises and lowers N from readings.
 
     Attributes:
         budget: how much longer a step may take, as a fraction.
         every: N as it should be.
         probed: N of the next call that compares more.
-        settled: the price is known; before, N is what costs little on most models.
-        rest: what our other work was seen to add to a step, as a fraction; ``guessed`` what it is taken to add besides.
-        price: what comparing all bytes would add; None as long as nobody knows.
+        settled: the price is known; until then N has a value that is cheap on most models.
+        rest: what our other work was measured to add to a step, as a fraction; ``guessed``: the estimated rest of it.
+        price: what comparing all bytes would add; None until known.
         between: seconds from one step to the next.
     """
 
@@ -130,7 +131,7 @@ class Controller:
 
     @property
     def over(self) -> bool:
-        """Our other work alone was seen to take more than the budget."""
+        """Our other work alone takes more than the budget."""
         return self.rest > self.budget
 
     def take(self, reading: Reading) -> bool:
@@ -184,7 +185,7 @@ def share_for(price: float, room: float) -> int:
 
 
 class Tour:
-    """Which slots had their turn in a number of calls of one graph: those stored before the first of them."""
+    """Which of the slots stored before a number of calls of one graph were compared in them."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -203,7 +204,7 @@ class Tour:
         self._done = len(self._runs) % 64 == 0 and self.unseen() == 0
 
     def unseen(self) -> float:
-        """The share of the slots that had no turn; 0 before the first call."""
+        """The share of the slots that were not compared; 0 before the first call."""
         if self._done or not self._runs:
             return 0.0
         modulus = max((every for every, _ in self._runs), default=1)

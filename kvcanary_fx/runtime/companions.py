@@ -1,8 +1,8 @@
-"""What the graphs of one forward show together, where each of them sees the cache of one layer.
+"""Judges the graphs of one forward together, where each of them sees the cache of one layer.
 
-Layers are compiled one by one, or a graph breaks in each.  Code outside that writes a prompt changes K and V of a token
-in all layers, a stray copy in one of them: what one graph takes for legal, the other layers must show as well.  Those
-that had their turn in this forward have noted what they found; those to come still hold other bytes than recorded.
+Layers are compiled one by one, or a graph breaks in each.  Outside code that writes a prompt changes K and V of a token
+in all layers, a stray copy in one of them: a change that one graph judges legal must be in the other layers as well.
+The layers that already ran in this forward have noted their changes; the others still hold other bytes than recorded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 #: Halves that a graph may have to see one layer only: K and V.
 ONE_LAYER = 2
 
-#: Calls that are remembered; those of one forward must be among them.
+#: Calls that are remembered; must include those of one forward.
 _MEMORY = 1024
 
 
@@ -23,7 +23,7 @@ class Call:
     """A call of a graph, by what it records.
 
     Attributes:
-        graph: tells the graph from others.
+        graph: identifies the graph.
         halves: ids, in order.
     """
 
@@ -33,7 +33,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Companions:
-    """The calls of one forward, a layer each.
+    """The calls of one forward, one per layer.
 
     Attributes:
         calls: of the layers, the lowest first.
@@ -70,7 +70,7 @@ class LayerCalls(threading.local):
             number: guarded calls of the session before it.
 
         Returns:
-            The forward that ends before it; None if that is not known, or of one call.
+            The forward that ended before it; None if unknown, or if it had one call.
         """
         before = self._last.get(call.halves)
         self._last[call.halves] = self._count, number
@@ -82,5 +82,5 @@ class LayerCalls(threading.local):
         return Companions(tuple(sorted(set(calls), key=lambda c: c.halves)), number - before[1])
 
     def forget(self) -> None:
-        """A forward failed before all of its layers had their turn."""
+        """A forward failed before all of its layers ran."""
         self._last.clear()

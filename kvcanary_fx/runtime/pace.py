@@ -1,7 +1,7 @@
-"""Measures calls of guarded graphs, or steps of an engine, and tells the devices which share of the bytes is due.
+"""Measures calls of guarded graphs or steps of an engine, and sets on the devices which share of the bytes is due.
 
 Nothing here waits for a device: times come from events that are polled, and a new share is written by a launch in the
-model's own stream.  Of how many calls the times are taken, :mod:`.budget` says.
+model's own stream.  :mod:`.budget` decides how many calls are measured.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .budget import MOST, SECONDS_PER_OP, START, Controller, Reading, Tour
 
 T = TypeVar("T")
 
-#: Calls of a graph that are not measured: it is warming up, or being captured.
+#: First calls of a graph, which are not measured: it is warming up, or being captured.
 WARM_UP = 4
 
-#: Calls of other graphs after which the three calls of a reading are given up.
+#: Calls of other graphs after which a reading is abandoned.
 PATIENCE = 128
 
 
 class Sample:
-    """One call that is measured: how long it took, and how long of that the host did our work."""
+    """One measured call: how long it took, and how much of that the host spent on our work."""
 
     def __init__(self, device: torch.device, last: Sample | None):
         HOST_TIME.measured, HOST_TIME.seconds = False, 0.0
@@ -45,19 +45,19 @@ class Sample:
             self._stream = torch.cuda.current_stream(device)
             self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self._events[0].record(self._stream)
-        #: the device had nothing left to do, so that our work on the host keeps it waiting
+        #: the device was idle, so our work on the host keeps it waiting
         self.waited_for = last is not None and last.arrived()
         self._seconds = 0.0
 
     def model_runs(self) -> None:
-        """What follows is not ours, but for our ops where the host launches them."""
+        """The work that follows is not ours, except our ops where the host launches them."""
         if self._since is not None:
             self.ours += time.perf_counter() - self._since
             self._since = None
         HOST_TIME.measured, HOST_TIME.seconds = True, 0.0
 
     def model_ran(self) -> None:
-        """What follows is ours again."""
+        """The work that follows is ours again."""
         self.ours += HOST_TIME.seconds
         HOST_TIME.measured, HOST_TIME.seconds = False, 0.0
         if self._since is None:
@@ -79,11 +79,11 @@ class Sample:
         return float(other._events[0].elapsed_time(self._events[0])) / 1e3
 
     def arrived(self) -> bool:
-        """Whether the device has come to the end of the call."""
+        """Whether the device has finished the call."""
         return self.ended and (self._events is None or self._events[1].query())
 
     def seconds(self) -> float:
-        """How long the call took on its device, once it arrived."""
+        """How long the call took on its device, once it has finished."""
         return self._seconds if self._events is None else self._events[0].elapsed_time(self._events[1]) / 1e3
 
 
@@ -124,11 +124,11 @@ class Pace:
 
     @property
     def within(self) -> float:
-        """Seconds in which each slot is compared, as steps take now; 0 as long as nobody knows."""
+        """Seconds within which each slot is compared, at the current speed of steps; 0 until known."""
         return self.every * self.controller.between
 
     def restart(self, budget: float) -> None:
-        """Keep to another budget, and learn anew what comparing costs."""
+        """Keep to another budget, and measure the cost of comparing again."""
         with self._lock:
             self.controller = Controller(budget)
             self._trio = self._arriving = self._told = None
@@ -175,7 +175,7 @@ class Pace:
 
     @contextlib.contextmanager
     def forward(self, inner: contextlib.AbstractContextManager[T]) -> Iterator[T]:
-        """``inner``, whose beginning and end are our work, and what happens inside is not."""
+        """``inner``, whose start and end are our work, but not what happens inside."""
         sample = self._running
         if sample is None:
             with inner as value:
@@ -191,7 +191,7 @@ class Pace:
     # ---- measuring
 
     def begin(self, key: Hashable, device: torch.device, ops: int) -> Sample | None:
-        """A call begins; what measures it, if it is one to be measured.
+        """A call begins; returns what measures it, if it is to be measured.
 
         Args:
             key: what is called; a reading is of calls of one key.
@@ -231,7 +231,7 @@ class Pace:
         return sample
 
     def _interrupt(self, trio: _Trio) -> None:
-        """Something else is called before a reading is complete: it shall not compare more than it should."""
+        """Something else is called before a reading is complete: it must not compare the larger share."""
         if len(trio.samples) == 2:
             self._write(self.every)
         trio.others += 1
@@ -269,7 +269,7 @@ class Pace:
             self._tell()
 
     def _write(self, every: int) -> None:
-        """Tell the devices N; a launch each, in the stream that the model runs in."""
+        """Write N to the devices: one launch each, in the model's stream."""
         self._controls.every = every
         for control in self._controls.by_device.values():
             control.words[Word.EVERY].fill_(every)
@@ -283,16 +283,16 @@ class Pace:
     # ---- what is said
 
     def new_sequence(self) -> None:
-        """From here on other tokens are stored: :meth:`unseen` counts anew."""
+        """From here on other tokens are stored: :meth:`unseen` starts over."""
         with self._lock:
             self._tours.clear()
 
     def unseen(self) -> float:
-        """The share of what was stored when :meth:`new_sequence` was called, or first, that had no turn since."""
+        """The share of what was stored at :meth:`new_sequence`, or at the start, that was not compared since."""
         return self._longest().unseen()
 
     def _longest(self) -> Tour:
-        """What was called most: the graph of a decode step."""
+        """The most frequent call: the graph of a decode step."""
         with self._lock:
             return max(self._tours.values(), key=lambda tour: tour.calls, default=Tour())
 
@@ -325,7 +325,7 @@ class Pace:
         )
 
     def _tell(self) -> None:
-        """Log what the budget buys: once it is known, and when it becomes another."""
+        """Log what the budget buys: once it is known, and when it changes."""
         if self.controller.over and not self._warned:
             self._warned = True
             log.warning("kvcanary.budget %s", self._excess())

@@ -84,11 +84,11 @@ class PoolHalf:
     """One half of one layer in one cache, and its shadow.
 
     Attributes:
-        layer_number: what orders layers; 0 is the layer whose K and V depend on the token alone.
+        layer_number: orders layers; K and V of layer 0 depend on the token alone.
         address: data pointer of the half.
         forward: the graphs that take turns with those of this half, one layer each; None if one graph has several.
         changed: slots that were found changed, each with the number of the call that found it.
-        reported: slots whose bytes were found wrong and not put right since, each with the digest of the right ones.
+        reported: slots whose bytes were found wrong and not repaired since, each with the digest of the right ones.
         kind: what it holds; ``"read"`` while no graph of the session writes it.
         peers: ids of the halves of the same slot space, this one included, with their layer numbers.
         latest: the storage of the tensor that holds what a graph returned last, and where in it.

@@ -1,7 +1,6 @@
-"""Knowing that a device has something to report, without waiting for the device.
+"""Finds out whether a device has something to report, without waiting for the device.
 
-What is read is a few words: they are copied into pinned memory that is made once, and an event tells when they are
-there.
+A few words are copied into pinned memory that is allocated once; an event shows when they have arrived.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Words:
             self._event = torch.cuda.Event()
 
     def start(self) -> None:
-        """Read them once all that the device was given so far has run; on the CPU, now."""
+        """Read them after all work queued on the device so far; on the CPU, now."""
         if not self._pinned:
             self._lists = [t.tolist() for t in self._tensors]
             return
@@ -40,28 +39,28 @@ class Words:
         self._event.record(torch.cuda.current_stream(self._device))
 
     def arrived(self) -> bool:
-        """Whether what was started last is there."""
+        """Whether the last copy has arrived."""
         return not self._pinned or self._event.query()
 
     def wait(self) -> None:
-        """Until it is there."""
+        """Wait until it has arrived."""
         if self._pinned:
             self._event.synchronize()
 
     def read(self) -> list[list[int]]:
-        """The words of each tensor, once they are there."""
+        """The words of each tensor, once they have arrived."""
         return [pinned.tolist() for pinned in self._pinned] if self._pinned else self._lists
 
 
 class Poll:
-    """The rings' counters of all devices, for who has no graph of ours to ask."""
+    """The rings' counters of all devices, for callers without a guarded graph."""
 
     def __init__(self, controls: Controls):
         self._controls = controls
         self._copies: dict[torch.device, Words] = {}
 
     def news(self) -> bool:
-        """Whether some ring had unread rows when its counters were last copied; starts the next copies."""
+        """Whether any ring had unread rows when its counters were last copied; starts the next copies."""
         found = False
         for device, control in self._controls.by_device.items():
             copy = self._copies.get(device)
@@ -82,13 +81,13 @@ def _unread(words: Sequence[int]) -> bool:
 
 
 class Readback:
-    """The few words that say whether the calls of a graph went well.  Of one thread.
+    """The few words that show whether the calls of a graph went well.  One per thread.
 
     Attributes:
         binding: the graph.
         under_way: started, and not looked at since.
         at_once: there is no device to wait for.
-        alone: no thread was in the graph while they were read: one in the middle of it has run some of the ops.
+        alone: no thread was in the graph while they were read; a thread inside has run only some of the ops.
     """
 
     def __init__(self, binding: GraphBinding, controls: Controls):
@@ -111,16 +110,16 @@ class Readback:
         self.under_way = True
 
     def arrived(self) -> bool:
-        """Whether it can be looked at without waiting."""
+        """Whether the words can be read without waiting."""
         return self.at_once or all(words.arrived() for words in self._words)
 
     def wait(self) -> None:
-        """Until it can be looked at."""
+        """Wait until the words can be read."""
         for words in self._words:
             words.wait()
 
     def take(self) -> bool:
-        """Look at it; whether a ring has rows that nobody read."""
+        """Read the words; whether a ring has unread rows."""
         self.under_way = False
         self._lists = [words.read() for words in self._words]
         return any(_unread(words) for words, _ in self._lists)
@@ -135,7 +134,7 @@ class Readback:
 
 
 class Readbacks(threading.local):
-    """The read-backs of the thread that asks: none waits for another's."""
+    """The read-backs of the calling thread: no thread waits for another's."""
 
     def __init__(self, controls: Controls):
         self._controls = controls
@@ -149,5 +148,5 @@ class Readbacks(threading.local):
         return found
 
     def under_way(self) -> list[Readback]:
-        """Those that nobody has looked at."""
+        """Those that were not read yet."""
         return [readback for readback in self._of.values() if readback.under_way]

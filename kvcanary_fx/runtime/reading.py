@@ -1,8 +1,8 @@
-"""What a graph reads and does not write is checked by the cut of the graphs that write it.
+"""What a graph only reads is checked by the slots of the graphs that write it.
 
 A graph that only reads a cache, such as the rest of a layer behind a graph break, may divide it into other slots than
-the graph that writes it, or not show the slots at all.  It needs none of its own: the halves that others record and
-that lie in what it reads are checked, each by its own shadow.
+the graph that writes it, or not show the slots at all.  It needs no halves of its own: those that others record inside
+what it reads are checked, each by its own shadow.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One cut of a cache into slots in place of another: what is recorded by the old one is carried over.
+"""Replaces one division of a cache into slots by another, and carries over what is recorded.
 
 Two graphs may divide the same bytes in different ways: one was compiled for a position that was a constant, one writes
 pages and the other a flat view of them.  A digest of one cut says nothing about a slot of another.  So the bytes are
-compared once by the old cut, and fingerprinted by the new one where all of a slot was recorded.  Where they differ, the
-new slot gets a digest that no bytes have: the check that follows finds it, and tells a legal change from a corruption.
+compared once by the old cut, and fingerprinted by the new one where all of a slot was recorded.  If they differ, the
+new slot gets a digest that no bytes have: the next check finds it, and decides whether the change was legal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..kernels.content.cpu import digest_rows
 if TYPE_CHECKING:
     from .pool_half import PoolHalf
 
-#: Elements of a storage that are looked at: the marks of one take a byte.
+#: Limit of a storage's elements: each takes a byte of marks.
 LARGEST = 1 << 28
 
 _UNKNOWN, _AS_RECORDED, _CHANGED = 0, 1, 2
@@ -50,8 +50,8 @@ def carry_over(tensor: torch.Tensor, gone: Sequence[PoolHalf], kept: Sequence[Po
 
 
 def _elements(tensor: torch.Tensor, halves: Sequence[PoolHalf]) -> tuple[torch.Tensor | None, int]:
-    """The elements of a storage that some halves lie in, flat, and the number of the first; None if they cannot be
-    looked at."""
+    """The flat elements of a storage that contain some halves, and the number of the first; None if they cannot be
+    compared."""
     spans = [half.place.span() for half in halves]
     low, high = min(a for a, _ in spans), max(b for _, b in spans)
     size = tensor.element_size()
@@ -102,7 +102,7 @@ def _take(base: torch.Tensor, start: int, marks: torch.Tensor, half: PoolHalf) -
 
 
 def _continue_rows(half: PoolHalf, gone: Sequence[PoolHalf]) -> None:
-    """Let the rows of a half go on where those of the old cut ended, or behind what is recorded."""
+    """Continue the rows of a half where those of the old cut ended, or after what is recorded."""
     layout, rows = half.place.layout, half.buffers.rows
     if not layout.has_rows or bool(rows[:, RowState.NEXT].any()):
         return

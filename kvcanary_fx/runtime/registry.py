@@ -1,7 +1,7 @@
 """The registry of pools: which storage has which halves, and the shadow of each.
 
 A pool is known by its storage, not by the tensor object or the graph: two compiled graphs that touch the
-same cache share its shadow, and a new cache in an old graph gets one of its own.
+same cache share its shadow, and a new cache in an old graph gets its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def seeds_of(site: SitePlan, number: int) -> tuple[int, int]:
 
 
 def _called_like_pool(site: SitePlan) -> bool:
-    """Whether the layer has no module's path, but what the names of its pools have in common."""
+    """Whether the layer is named not by a module's path but by the common part of its pools' names."""
     common = "/" in site.layer or ":" in site.layer or site.pool == site.layer
     return common or site.pool.startswith((f"{site.layer}.", f"{site.layer}["))
 
@@ -69,7 +69,7 @@ def _hint(number: int | torch.SymInt) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ReturnedSite:
-    """A cache that a graph returns, as the calls have it that it is bound to.
+    """A cache that a graph returns, as its bound calls have it.
 
     Attributes:
         number: of the layer.
@@ -85,7 +85,7 @@ class Line:
     """The working halves of one cache that goes from call to call, see :mod:`.returned`.
 
     Attributes:
-        key: tells what the calls of a graph return from other caches.
+        key: identifies what the calls of a graph return.
         halves: those of a call, in the order of the graph's sites.
     """
 
@@ -99,7 +99,7 @@ class Shadow:
 
     Attributes:
         line, half: the working halves of the call that returned it, and the one of this tensor.
-        memory: its digests and rows, and what it knows of who is in the slots.
+        memory: its digests and rows, and the identity of its slots as far as known.
     """
 
     line: Line
@@ -190,7 +190,7 @@ class PoolRegistry:
         return line
 
     def copies_shadows(self) -> None:
-        """A graph returns its caches, so that from here on what is known of a tensor may be a copy."""
+        """A graph returns its caches: from here on what is known of a tensor may be a copy."""
         if not self.shadows_copied:
             self.shadows_copied = True
             self.generation += 1
@@ -207,7 +207,7 @@ class PoolRegistry:
         self.generation += 1
 
     def without_slots(self, view: torch.Tensor, site: SitePlan) -> PoolHalf:
-        """A half that stands for a site which checks the halves of other graphs only."""
+        """A half for a site that only checks the halves of other graphs."""
         layout = SlotLayout((0,), (0,), view.dtype)
         place = Place(0, (1,), layout)
         buffers = HalfBuffers.allocate(layout, self._planes, view.device)
@@ -227,7 +227,7 @@ class PoolRegistry:
         self._by_id[half.id] = half
 
     def new_id(self) -> int:
-        """A number that no half has."""
+        """An unused number for a half."""
         self._next_id += 1
         return self._next_id - 1
 
@@ -286,9 +286,9 @@ class PoolRegistry:
         return half
 
     def recut(self, storage: Storage, tensor: torch.Tensor, mine: Sequence[PoolHalf], written: Collection[int]) -> None:
-        """Let the halves that a graph writes take the place of those that cut the same bytes in another way.
+        """Replace halves that cut the same bytes in another way by the halves that a graph writes.
 
-        What is recorded of these goes along, since the graph writes the cache without updating it.
+        What they have recorded is carried over, since the graph writes the cache without updating it.
 
         Args:
             tensor: of the storage.
@@ -303,7 +303,7 @@ class PoolRegistry:
             self._forget(storage, half)
 
     def forget(self, tensor: torch.Tensor) -> int:
-        """Forget what is recorded about a tensor's storage; how many halves that were."""
+        """Forget what is recorded about a tensor's storage; returns how many halves that were."""
         storage = self.known(tensor)
         halves = list(storage.halves.values()) if storage else []
         for half in halves:
@@ -334,7 +334,7 @@ class PoolRegistry:
         return whole.set_(memory, first, place.layout.shape, place.strides)
 
     def identity_of(self, half: PoolHalf) -> IdentityBuffers | None:
-        """Who is in the slots of a half's slot space, if one of its halves keeps that."""
+        """The identity of a half's slot space, if one of its halves keeps it."""
         peers = (self._by_id.get(peer) for peer in half.peers)
         return next((p.identity for p in peers if p is not None and p.identity is not None), None)
 

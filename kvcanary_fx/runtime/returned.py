@@ -1,8 +1,8 @@
-"""Caches that a graph returns instead of writing: their shadow goes along from the tensor given to the one returned.
+"""Caches that a graph returns instead of writing: their shadow moves from the tensor passed in to the one returned.
 
-Each tensor has a shadow of its own, so that a version of a cache may be used again: the same prompt, continued twice.
-The ops work on the *working* shadow of a bound call, whose memory never moves: before a call it takes what is known of
-the tensors given, after the call a copy of it is what is known of the tensors returned.
+Each tensor has its own shadow, so that a version of a cache may be used again: the same prompt, continued twice. The
+ops work on the *working* shadow of a bound call, whose memory never moves: before a call the shadow of the tensors
+passed in is copied to it, after the call it is copied to that of the tensors returned.
 
 Every cache that lives has a *line* of working shadows of its own, so that layers that share a graph are told apart; a
 cache that no call has returned takes the line of one that is gone.
@@ -22,7 +22,7 @@ from ..passes.graph_plan import SitePlan
 from .pool_half import Place, PoolHalf
 from .registry import Line, PoolRegistry, ReturnedSite, Shadow, seeds_of
 
-#: Calls in a row with tensors that no call returned, until we say so.
+#: Calls in a row with tensors that no call returned, until a warning.
 PATIENCE = 3
 
 
@@ -43,7 +43,7 @@ class Lines:
         ]
 
     def of(self, args: Sequence[Any]) -> Line:
-        """The line of the call that returned one of the tensors given; else one that nobody uses.
+        """The line of the call that returned one of the tensors passed in; else an unused one.
 
         Raises:
             CaptureError: there is none, and a CUDA graph is being captured.
@@ -66,11 +66,11 @@ def _place(view: torch.Tensor, plan: SitePlan) -> Place:
 
 
 def _key(seeds: tuple[int, int], layout: SlotLayout, inside: int, named: bool) -> tuple[object, ...]:
-    """What tells a half from others in a tensor's storage; digests of other seeds say nothing there.
+    """Identifies a half in a tensor's storage; digests with other seeds cannot be compared.
 
     Args:
         inside: bytes from the tensor's first to the half's first.
-        named: it is known who is in the slots.
+        named: the identity of the slots is known.
     """
     return seeds, layout, inside, named
 
@@ -95,7 +95,7 @@ class _Site:
         return [buffers.digest, buffers.rows, *own]
 
     def key(self) -> tuple[object, ...]:
-        """What tells this half from others in a tensor's storage."""
+        """Identifies this half in a tensor's storage."""
         return _key(self.half.seeds, self.half.place.layout, self.inside, self.half.identity is not None)
 
     def place_in(self, tensor: torch.Tensor) -> Place:
@@ -123,7 +123,7 @@ class ReturnedCaches:
         self._strides = [tensor.stride() for tensor in given]
 
     def load(self, args: Sequence[Any]) -> bool:
-        """Take what is known of the tensors given; whether something else may have written to one of them."""
+        """Load what is known of the tensors passed in; whether something else may have written to one of them."""
         lenient, work, known = False, list[torch.Tensor](), list[torch.Tensor]()
         for site, key in zip(self._sites, self._keys, strict=True):
             tensor = args[site.plan.argument]
@@ -143,7 +143,7 @@ class ReturnedCaches:
         return lenient
 
     def store(self, outputs: Sequence[Any]) -> None:
-        """What the call left in the working shadows is what is known of the tensors that it returned."""
+        """Store the working shadows as what is known of the tensors that the call returned."""
         for site, key, strides in zip(self._sites, self._keys, self._strides, strict=True):
             assert site.plan.output is not None
             tensor = outputs[site.plan.output]
@@ -159,5 +159,5 @@ class ReturnedCaches:
             storage.version = None if tensor.is_inference() else tensor._version
 
     def copied(self) -> list[str]:
-        """Names of caches that are never given as they were returned, so that nothing is known of them."""
+        """Names of caches that are never passed in as they were returned, so that nothing is known of them."""
         return [site.plan.pool for site in self._sites if site.given == PATIENCE]

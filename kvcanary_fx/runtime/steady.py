@@ -1,10 +1,10 @@
-"""The fast way into a guarded call: the tensors of the last call again, and nothing else has written to them.
+"""The fast path of a guarded call: the same tensors as in the last call, and nothing else has written to them.
 
-Most calls of a decode loop are such.  A cache is then known by the tensor object that it comes in, without a look at
-its storage, and a few tight loops find everything that would make the call another one:
+Most calls of a decode loop take it.  A cache is then recognised by its tensor object, without a look at its storage,
+and a few tight loops find everything that would require the slow path:
 
-* another tensor: a weak reference says so, also where a new one has an old one's number;
-* a write from outside: PyTorch's count of in-place writes, which counts changes of shape, offset and storage, too
+* another tensor: a weak reference shows it, even if a new tensor has an old one's id;
+* a write from outside: PyTorch's count of in-place writes, which includes changes of shape, offset and storage
   (``resize_``, ``set_``);
 * ``tensor.data = other``, which nothing counts: the address of its memory.
 """
@@ -60,7 +60,7 @@ class SteadyCall:
         )
 
     def remember(self, args: Sequence[Any]) -> None:
-        """After the call: its own writes are nobody else's."""
+        """After the call: take its own writes as seen."""
         if self.counted:
             self._versions = versions = self._versions_of(self._take(args))
             for storage, version in zip(self._storages, versions, strict=True):
@@ -78,7 +78,7 @@ class SteadyCall:
 
 
 def _taking(arguments: Sequence[int]) -> Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]:
-    """What takes these arguments of all, as a tuple."""
+    """A function that picks these arguments, as a tuple."""
     if len(arguments) == 1:
         only = arguments[0]
         return lambda args: (args[only],)
