@@ -147,7 +147,7 @@ def compile_graph(
         raise CaptureError("this graph is not compiled yet")
     side, recorded = config.placement == "side", owner.registry.records
     declared = owner.registry.declared_axes
-    ordered = passes("chain" in config.checks, config.rewrite, owner.pools_in, side, recorded, declared)
+    ordered = passes("chain" in config.checks, config.rewrite, owner.hooks.pools_in, side, recorded, declared)
     try:
         rewritten, plan = run_passes(gm, example_inputs, ordered, config.dump)
     except Exception as e:

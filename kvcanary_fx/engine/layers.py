@@ -55,7 +55,7 @@ class LayerChecks:
     """
 
     def __init__(self, session: EngineSession):
-        self._session = session
+        self._session, self._steps = session, session._stepping
         devices = dict.fromkeys(pool.declared.device for pool in session.pools.values())
         self.gates = {d: torch.zeros(len(Gate), dtype=torch.int64, device=d) for d in devices}
         self._layers = session.pools.layer_records(self.gates)
@@ -63,7 +63,7 @@ class LayerChecks:
 
     @property
     def running(self) -> bool:
-        return self._session._forward is not None
+        return self._steps.running is not None
 
     @contextlib.contextmanager
     def publish(self) -> Iterator[None]:
@@ -72,7 +72,7 @@ class LayerChecks:
         Raises:
             SessionStateError: no forward is running.
         """
-        running = self._session._forward
+        running = self._steps.running
         if running is None:
             raise SessionStateError("publish() outside forward(): with session.step(batch), session.forward(): first")
         self._begin(running)
@@ -83,7 +83,7 @@ class LayerChecks:
         """Count a forward, as a graph's first op does, for the number in reports.  Compare what it reads."""
         for device, gate in self.gates.items():
             kernels_for(device).begin(self._session.controls(device).words, gate)
-        self._session._check_layers(running)
+        self._steps.check_layers(running)
 
     def _context(self, running: Forward | None) -> ForwardContext:
         whole = running is not None and running.captured
@@ -95,7 +95,7 @@ class LayerChecks:
             gates=self.gates,
             requests=running.plans if running is not None else {},
             layers=self._layers,
-            sides=self._session._sides if whole else {},
+            sides=self._steps.sides if whole else {},
             compared=True,
         )
 
@@ -142,7 +142,7 @@ class EagerLayers(LayerChecks):
 
     def _running(self) -> ForwardContext:
         """The context of the forward that is running, which begins with its first layer."""
-        running = self._session._forward
+        running = self._steps.running
         if running is None:
             return self._outside
         if running is not self._begun:

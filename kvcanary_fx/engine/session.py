@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,37 +13,18 @@ import torch
 from ..compile.backend import CanaryBackend
 from ..config import CanaryConfig
 from ..errors import EngineError, SessionStateError
-from ..kernels import side_stream
-from ..kernels.context import ForwardContext
 from ..kernels.side_stream import capturing
-from ..kernels.slots.space import RequestPlan
-from ..reports.violation import Violation
-from ..runtime.binding import BoundCall, GraphBinding
-from ..runtime.readback import Poll
-from ..runtime.session import CanarySession, take_rows
+from ..runtime.session import CanarySession
 from .batch import Inputs
-from .blame import Blame
-from .forward import (
-    Clock,
-    Forward,
-    Schedule,
-    beside_capture,
-    check_after,
-    check_before,
-    check_layers,
-    check_reads,
-    remember,
-)
+from .forward import Schedule, check_reads
 from .guarded_pool import EnginePool, Pools, find_rivals
+from .hooks import EngineHooks
 from .kv_pool import KVPool, Slots
 from .observers.all import Observers
 from .observers.stats import EngineStats
 from .observers.windows import WindowReport
 from .request_ids import RequestId, RequestIds, require_ids
-from .step_view import StepView
-
-#: The views of a step that was given no batch.
-_EMPTY: Any = object()
+from .steps import Steps
 
 
 class EngineSession(CanarySession):
@@ -79,31 +59,21 @@ class EngineSession(CanarySession):
             )
         self._keep_to_budget(p.device for p in pools)
         self.ids = RequestIds()
-        self.pools_in = self._pools_in
         self.pools = Pools((p.name, EnginePool(p, self.registry, self.controls, config, self.ids)) for p in pools)
-        self._spaces = {p.space.space_id: p for p in self.pools.values()}
         find_rivals(list(self.pools.values()))
-        self._blame = Blame(self._spaces, self.registry, self.ids)
-        devices = dict.fromkeys(p.device for p in pools if side_stream.can_fork(p.device))
-        beside = devices if config.placement == "side" else ()
-        self._sides = {d: side_stream.SideStream(d) for d in beside}  # of what a layer waits for
-        self._pool_sides = {d: side_stream.SideStream(d) for d in beside}  # of what the forward's end waits for
-        self._inputs = Inputs(pools, max_requests, max_tokens, self.ids)
-        self.inputs, self.own_inputs = self._inputs.main, self._inputs.own
+        inputs = Inputs(pools, max_requests, max_tokens, self.ids)
+        self.inputs, self.own_inputs = inputs.main, inputs.own
         self.backend = CanaryBackend(config, self)
-        self.steps = self._begun = 0
         self.schedule = schedule or Schedule()
         self.observers = seen = Observers(self)
         self.sweep, self.health, self.windows, self.given = seen.sweep, seen.health, seen.windows, seen.given
-        self._poll = Poll(self.controls)
-        self._ready = self._closed = False
-        self._step: Mapping[str | None, StepView] | None = None
-        self._thread: threading.Thread | None = None  # that is in a step
-        self._forward: Forward | None = None
-        self._clock = Clock(self.controls)
+        self._stepping = Steps(self.pools, inputs, self.controls, config, seen, self._look, self.drain)
+        self.hooks = EngineHooks(self._stepping, self.pools, self.registry, self.ids, seen)
 
-    def _pools_in(self, tensor: Any) -> int:
-        return self.registry.pools_in(tensor) if isinstance(tensor, torch.Tensor) else 0
+    @property
+    def steps(self) -> int:
+        """Steps of the engine that ended well so far."""
+        return self._stepping.done
 
     @property
     def pool(self) -> EnginePool:
@@ -118,7 +88,7 @@ class EngineSession(CanarySession):
 
     def mark_ready(self) -> None:
         """End the warm-up: what capture and dummy batches wrote and read is forgotten, checks count from here."""
-        self._require_open()
+        self._stepping.require_open()
         self.drain()
         for pool in self.pools.values():
             pool.space.forget_identity()
@@ -126,9 +96,8 @@ class EngineSession(CanarySession):
             pool.space.counters.zero_()
             pool.scales.adopt()
         self.observers.reset()
-        self._begun = 0
         self.found.clear()
-        self._ready = True
+        self._stepping.mark_ready()
 
     def close(self) -> None:
         """End the session: read what the devices still have; later steps are an error.
@@ -136,25 +105,7 @@ class EngineSession(CanarySession):
         Raises:
             SessionStateError: it is closed already, or a step is running.
         """
-        self._require_open()
-        if self._step is not None:
-            raise SessionStateError("close() inside step(): leave the step first")
-        self.drain()
-        self._closed = True
-
-    def _require_no_step(self) -> None:
-        if self._thread is None:
-            return
-        if self._thread is not threading.current_thread():
-            raise SessionStateError(
-                f"thread {threading.current_thread().name!r} entered step() while thread {self._thread.name!r} is in "
-                "one. A session serves one thread at a time: give each engine a session of its own, or take turns"
-            )
-        raise SessionStateError("step() inside step(): one step at a time; the forwards of a draft go into forward(i)")
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise SessionStateError("this session is closed: install_canary(...) makes a new one")
+        self._stepping.close()
 
     def step(self, batch: Any = None) -> contextlib.AbstractContextManager[EngineSession]:
         """One outer step of the engine: fills the step inputs; sweeps, drains and tells at the end.
@@ -164,34 +115,14 @@ class EngineSession(CanarySession):
             StepInputError: the batch does not fit.
             KVCacheViolation: mode ``raise``, and a check failed.
         """
-        inner = self._run_step(batch)
-        return inner if self.pace is None or not self._ready else self.pace.step(inner, *self._weight)
+        inner = self._stepping.step(batch, self)
+        return inner if self.pace is None or not self._stepping.ready else self.pace.step(inner, *self._weight)
 
     @functools.cached_property
     def _weight(self) -> tuple[torch.device, int]:
         """The device of the pools, and how many ops of ours a step launches there, about."""
         pools = [p.declared for p in self.pools.values()]
         return pools[0].device, 2 * sum(len(p.layers) + 1 for p in pools)
-
-    @contextlib.contextmanager
-    def _run_step(self, batch: Any) -> Iterator[EngineSession]:
-        self._require_open()
-        self._require_no_step()
-        self._thread = threading.current_thread()
-        self._begun += 1
-        try:
-            self.flush()
-            self._clock.begin_step(self._begun)
-            self._step = self._view_of(batch) if batch is not None else _EMPTY
-            yield self
-            self.steps += 1
-            self.observers.after_step()
-            self.flush()
-            self._look()
-            if self.config.mode == "log" and self._poll.news():
-                self.drain()
-        finally:
-            self._step = self._thread = None
 
     def forward(self, index: int = 0, batch: Any = None) -> contextlib.AbstractContextManager[None]:
         """One forward of the model: checks what it is about to read and write, remembers what it wrote.
@@ -206,31 +137,8 @@ class EngineSession(CanarySession):
             SessionStateError: no step is running, or another forward is.
             KVCacheViolation: mode ``raise``, and a check failed.
         """
-        inner = self._run_forward(index, batch)
+        inner = self._stepping.forward(index, batch)
         return inner if self.pace is None else self.pace.forward(inner)
-
-    @contextlib.contextmanager
-    def _run_forward(self, index: int, batch: Any) -> Iterator[None]:
-        if self._forward is not None and self._thread is threading.current_thread():
-            self._forward.require(index)
-            yield
-            return
-        if self._step is None or self._thread is not threading.current_thread():
-            raise SessionStateError(f"forward({index}) outside step(): with session.step(batch): comes first")
-        view = self._step if batch is None else self._view_of(batch)
-        self._forward = Forward(index, {} if view is _EMPTY else self._plans(view))
-        try:
-            self.flush()
-            self._clock.begin_forward(index)
-            self._before(self._forward)
-            try:
-                yield
-            finally:
-                self._join(all=True)
-            self._after_forward(self._forward)
-            self.observers.after_forward(self._forward.plans)
-        finally:
-            self._forward = None
 
     def flush(self) -> None:
         """Let the devices know what the allocators said so far, see :meth:`EnginePool.flush`.
@@ -241,44 +149,13 @@ class EngineSession(CanarySession):
         Raises:
             EngineError: a CUDA graph is being captured, and there is something to tell.
         """
-        for pool in self.pools.values():
-            pool.flush()
-
-    def _join(self, all: bool = False) -> None:
-        for side in (*self._sides.values(), *(self._pool_sides.values() if all else ())):
-            side.join()
-
-    def _view_of(self, batch: Any) -> Mapping[str | None, StepView]:
-        views = self._inputs.fill(batch, self._begun)
-        self.given.note(batch)
-        return views
-
-    def _before(self, running: Forward) -> None:
-        with beside_capture(self._sides.values()) as beside:
-            check_before(self._spaces, running.plans)
-            if beside:
-                remember(self._spaces, running)
-        if all(p.declared.device.type != "cuda" for p in self.pools.values()):
-            self._look()  # free on the CPU, and the write has not happened yet
-
-    def _check_layers(self, running: Forward) -> None:
-        check_layers(self._spaces, running, self._pool_sides, self._sides)
-
-    def _after_forward(self, running: Forward) -> None:
-        remember(self._spaces, running)
-        check_after(self._spaces, running.plans, self.config)
-        self._look()
+        self._stepping.flush()
 
     def _look(self) -> None:
         """In raise mode, raise what was found so far."""
         if self.config.mode == "raise" and not capturing():
             self.drain()
             self._raise_new()
-
-    def _plans(self, views: Mapping[str | None, StepView]) -> dict[int, RequestPlan]:
-        """What each pool is to be read and written at, by the number of its slot space."""
-        plans = self._inputs.plans(views)
-        return {number: plans[pool.name] for number, pool in self._spaces.items() if pool.name in plans}
 
     def check_reads(
         self, pages: torch.Tensor, lengths: torch.Tensor, pool: str | None = None, page_size: int | None = None
@@ -294,11 +171,12 @@ class EngineSession(CanarySession):
             SessionStateError: no forward is running.
             EngineError: fewer rows than the forward has requests, or a pool of rings or states.
         """
-        if self._forward is None:
+        running = self._stepping.running
+        if running is None:
             raise SessionStateError("check_reads() outside forward(): it compares with the plan of the running forward")
-        self._join()
+        self._stepping.join()
         self.given.called("check_reads")
-        check_reads(self.pool if pool is None else self.pools[pool], self._forward, pages, lengths, page_size)
+        check_reads(self.pool if pool is None else self.pools[pool], running, pages, lengths, page_size)
 
     @property
     def flag(self) -> torch.Tensor:
@@ -318,61 +196,6 @@ class EngineSession(CanarySession):
         device = next(iter(self.pools.values())).declared.device
         require_ids(request_ids)
         return torch.tensor(self.ids.hashes(request_ids), dtype=torch.int64, device=device)
-
-    # ---- hooks of CanarySession
-
-    def runner(self) -> Callable[[GraphBinding, Callable[..., Any], Sequence[Any]], Any]:
-        """:meth:`run`: of an engine, steps are measured."""
-        return self.run
-
-    def _context_of(self, call: BoundCall) -> ForwardContext:
-        if self._forward is None:
-            self._require_forward(call)
-            return call.context
-        if not call.context.joins:  # its checks run in the model's stream
-            self._join()
-        return dataclasses.replace(
-            call.context,
-            requests=self._forward.plans,
-            layers=self.pools.layer_records(call.context.gates),
-            sides=self._sides if call.context.joins else {},
-        )
-
-    def _require_forward(self, call: BoundCall) -> None:
-        """Refuse a call of a guarded graph that no forward is around."""
-        if not call.opaque and all(half.space is None for half in call.halves):
-            return
-        if capturing():
-            raise SessionStateError(
-                "a CUDA graph is being captured outside session.forward(): its checks would look at nothing, and "
-                "report clean for ever. Capture in `with session.step(batch), session.forward():`"
-            )
-        if self._ready:
-            raise SessionStateError(
-                "the model ran outside session.forward(): wrap each call, `with session.forward(): model(...)`, "
-                "so that the canary knows what it reads and writes"
-            )
-
-    def drain(self) -> list[Violation]:
-        """Read the rings of all devices; before :meth:`mark_ready`, what they hold is warm-up and dropped."""
-        self.flush()
-        if self._ready:
-            return super().drain()
-        for control in self.controls.by_device.values():
-            take_rows(control)
-        return []
-
-    def _decode(self, row: Sequence[int]) -> Violation:
-        running = self._forward.plans if self._forward is not None else {}
-        return self._blame.decode(row, running, self.health.last_plans) or super()._decode(row)
-
-    def checks_without_inputs(self) -> dict[str, str]:
-        """The checks that cannot run in this session, each with what they lack."""
-        return self.observers.checks_without_inputs()
-
-    def checks_in_part(self) -> dict[str, str]:
-        """The checks that run without some of their inputs, each with what is lost."""
-        return self.observers.checks_in_part()
 
     def stats(self) -> EngineStats:
         """Counts since the session was ready; waits for the devices."""

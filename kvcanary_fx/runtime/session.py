@@ -11,24 +11,21 @@ from typing import Any
 
 import torch
 
-from ..config import ENGINE_CHECKS, CanaryConfig
+from ..config import CanaryConfig
 from ..errors import CanaryError, MissedChecksError, RecompileLimitError
 from ..kernels.buffers import Count, Gate
-from ..kernels.context import ForwardContext, publish, withdraw
-from ..kernels.ring import UNKNOWN, Control, Ring, Word
+from ..kernels.context import publish, withdraw
 from ..passes.graph_plan import GraphPlan
 from ..reports import summary
 from ..reports.log import ViolationLog
-from ..reports.violation import HalfInfo, KVCacheViolation, Violation, decode
-from .adoption import judge
+from ..reports.violation import KVCacheViolation, Violation
 from .binding import Controls, GraphBinding
 from .bound_call import BoundCall, RunningCalls
+from .hooks import Hooks
 from .pace import Pace
 from .readback import Readback, Readbacks
 from .registry import PoolRegistry
-
-#: A cache that was dropped before its violations were read.
-_GONE = HalfInfo(-1, "?", "?", "a cache that is gone", None, 1)
+from .rows import decode_blackbox, decode_row, take_judged, take_rows
 
 
 class GraphCalls(threading.local):
@@ -55,10 +52,10 @@ class CanarySession:
     Every model compiled with the same settings shares one session (:func:`kvcanary_fx.session`); a session
     of one's own comes from :class:`kvcanary_fx.CanaryBackend`.  Threads may use a session at once, each
     with caches of its own.
-    """
 
-    #: How many pools are in an input of a graph, in a session that knows its pools beforehand.
-    pools_in: Callable[[Any], int] | None = None
+    Attributes:
+        hooks: asked about calls and rows; an engine's session has its own.
+    """
 
     #: Layers whose checks an engine calls itself, since no graph shows them.
     eager_layers: tuple[str, ...] = ()
@@ -68,6 +65,7 @@ class CanarySession:
 
     def __init__(self, config: CanaryConfig | None = None):
         self.config = config or CanaryConfig.from_env()
+        self.hooks = Hooks()
         self.registry = PoolRegistry(self.config.planes)
         self.controls = Controls(self.config.ring_capacity)
         self.pace: Pace | None = None  # where a budget says which share of the bytes is compared
@@ -106,7 +104,7 @@ class CanarySession:
 
     def runner(self) -> Callable[[GraphBinding, Callable[..., Any], Sequence[Any]], Any]:
         """:meth:`run`, of a graph that was added just now: measured where a budget is to be kept."""
-        return self.run if self.pace is None else self.pace.calls(self.run)
+        return self.pace.calls(self.run) if self.pace is not None and self.hooks.measures_calls else self.run
 
     def run(self, binding: GraphBinding, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
         """One call of a guarded graph.
@@ -169,7 +167,7 @@ class CanarySession:
         """The graph, with its context published, and marked as running."""
         self._running.enter(call)
         try:
-            published = publish(self._context_of(call))
+            published = publish(self.hooks.context_of(call))
             binding.begin()
             try:
                 self.calls += 1
@@ -186,10 +184,6 @@ class CanarySession:
                 withdraw(published)
         finally:
             self._running.leave()
-
-    def _context_of(self, call: BoundCall) -> ForwardContext:
-        """What the ops of a call look things up in."""
-        return call.context
 
     def _note_outside_writes(self, binding: GraphBinding, call: BoundCall, args: Sequence[Any]) -> None:
         """If something else wrote to a pool since our last call, let the kernels know."""
@@ -306,34 +300,24 @@ class CanarySession:
     def drain(self) -> list[Violation]:
         """Read the rings of all devices; the violations that were new.
 
-        In log mode each is logged, and handed to ``on_violation``.  Waits for the device.
+        In log mode each is logged, and handed to ``on_violation``.  Waits for the device.  Before an engine is ready,
+        what the rings hold is of its warm-up, and dropped.
         """
+        if not self.hooks.before_drain():
+            for control in self.controls.by_device.values():
+                take_rows(control)
+            return []
         fresh: list[Violation] = []
         with self._lock:
             for control in self.controls.by_device.values():
-                rows, total = take_rows(control)
-                verdict = judge(rows, self.registry, control.stamps, lost=total - len(rows))
+                verdict, failed = take_judged(control, self.registry)
                 self._adopted_slots += verdict.adopted_slots
-                decoded = [self._decode(row) for row in verdict.violations]
-                self.found.add(decoded, total - verdict.adopted_fingerprints)
+                decoded = [self.hooks.decode(row) or decode_row(row, self.registry) for row in verdict.violations]
+                self.found.add(decoded, failed)
                 fresh += decoded
             lines = list(self.found.lines(fresh)) if self.config.mode == "log" else []
         summary.emit(fresh, lines, self.config)
         return fresh
-
-    def _decode(self, row: Sequence[int]) -> Violation:
-        """The record of a ring row, with what the shadow knows about the slot's token."""
-        half = self.registry.by_id(row[Ring.HALF])
-        if half is None:
-            return decode(row, _GONE)
-        slot = row[Ring.SLOT]
-        last = half.last_written(slot)
-        identity = self.registry.identity_of(half)
-        if identity is None or slot < 0:
-            return decode(row, half.info, last_written=last)
-        token, position = int(identity.tokens[slot]), int(identity.positions[slot])
-        known = None if position == UNKNOWN else position
-        return decode(row, half.info, token if token >= 0 else None, known, last_written=last)
 
     def _abort(self) -> None:
         """Called from an op on the CPU when an index is out of range, before the write runs."""
@@ -358,12 +342,8 @@ class CanarySession:
 
     def _read_blackbox(self) -> None:
         """Take in what a device left in host memory before it was lost."""
-        found = []
-        for control in self.controls.by_device.values():
-            if control.blackbox is not None and int(control.blackbox[-1]):
-                row = control.blackbox[:-1].tolist()
-                half = self.registry.by_id(row[Ring.HALF])
-                found.append(decode(row, half.info if half is not None else _GONE))
+        left = [decode_blackbox(control, self.registry) for control in self.controls.by_device.values()]
+        found = [violation for violation in left if violation is not None]
         self.found.add(found, len(found))
 
     def violations(self) -> list[Violation]:
@@ -421,11 +401,11 @@ class CanarySession:
 
     def checks_without_inputs(self) -> dict[str, str]:
         """The checks that cannot run in this session, each with what they lack."""
-        return dict.fromkeys(ENGINE_CHECKS, "only an engine knows what they need (kvcanary_fx.install_canary)")
+        return self.hooks.checks_without_inputs()
 
     def checks_in_part(self) -> dict[str, str]:
         """The checks that run without some of what they need, each with what is lost."""
-        return {}
+        return self.hooks.checks_in_part()
 
     def summary(self) -> str:
         """What is protected, what is off and why, and the counts so far, as text."""
@@ -474,19 +454,6 @@ class Stats:
             f"steps {self.steps}, fingerprints checked {self.checked}, recorded {self.recorded}, "
             f"adopted {self.adopted}, violations {self.violations}"
         )
-
-
-def take_rows(control: Control) -> tuple[list[list[int]], int]:
-    """The rows in a ring and how many there were to be, marked as taken."""
-    words = control.words.tolist()
-    head, drained = words[Word.HEAD], words[Word.DRAINED]
-    if head == drained:
-        return [], 0
-    kept = min(head - drained, control.capacity)
-    place = torch.arange(drained, drained + kept, device=control.ring.device) % control.capacity
-    rows = control.ring[place].tolist()
-    control.words[Word.DRAINED] = head
-    return rows, head - drained
 
 
 def _version(tensor: torch.Tensor) -> int | None:

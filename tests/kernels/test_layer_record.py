@@ -71,7 +71,7 @@ class Rig:
             input_ids=range(tokens), slots=planned, request_rows=[0], prefix_lens=[self.stored], extend_lens=[tokens]
         )
         with self.session.step(batch), self.session.forward():
-            (self.plan,) = self.session._forward.plans.values()
+            (self.plan,) = self.session._stepping.running.plans.values()
             for name in self.names:
                 self.layers.verify(name)
                 self.layers.record(name, key, value, slots)

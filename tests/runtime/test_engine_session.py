@@ -748,7 +748,7 @@ def test_what_a_captured_graph_reads_of_a_step_stays_where_it_is():
         for name, slots in work.items():
             toy.take(name, slots)
         with session.step(toy.plan(work)), session.forward():
-            (plan,) = session._forward.plans.values()
+            (plan,) = session._stepping.running.plans.values()
             tensors = {n: t for n, t in vars(plan).items() if isinstance(t, torch.Tensor)}
             seen.append({n: t.data_ptr() for n, t in tensors.items() if n != "history"})  # which is the batch's own
             return plan.real_slots.tolist()
@@ -877,7 +877,8 @@ def test_a_report_that_is_read_late_names_who_had_the_slot(phase, monkeypatch):
     toy = prefilled()
     flip(toy, 0, 0, slot=4)
     with monkeypatch.context() as late:
-        late.setattr(toy.session, "drain", list)
+        for whoever, drain in ((toy.session, "drain"), (toy.session._stepping, "_drain")):
+            late.setattr(whoever, drain, list)
         if phase == "pre":
             toy.run({"A": [6]})
         else:

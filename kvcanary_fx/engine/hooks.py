@@ -1,0 +1,93 @@
+"""What an engine's session knows beyond its graphs: the running forward's plans, whose slots they are, its pools."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import SessionStateError
+from ..kernels.context import ForwardContext
+from ..kernels.side_stream import capturing
+from ..reports.violation import Violation
+from ..runtime.bound_call import BoundCall
+from ..runtime.hooks import Hooks
+from ..runtime.registry import PoolRegistry
+from .blame import Blame
+from .guarded_pool import Pools
+from .observers.all import Observers
+from .request_ids import RequestIds
+from .steps import Steps
+
+
+class EngineHooks(Hooks):
+    """The answers of an engine.
+
+    Attributes:
+        measures_calls: False: of an engine, steps are measured.
+    """
+
+    measures_calls = False
+
+    def __init__(self, steps: Steps, pools: Pools, registry: PoolRegistry, ids: RequestIds, observers: Observers):
+        self._steps, self._pools, self._observers = steps, pools, observers
+        self._blame = Blame({p.space.space_id: p for p in pools.values()}, registry, ids)
+        self._registry = registry
+        self.pools_in = self._count
+
+    def _count(self, tensor: Any) -> int:
+        return self._registry.pools_in(tensor) if isinstance(tensor, torch.Tensor) else 0
+
+    def context_of(self, call: BoundCall) -> ForwardContext:
+        """The graph's context, with the plans of the running forward.
+
+        Raises:
+            SessionStateError: no forward is running, and the session is ready or a CUDA graph is being captured.
+        """
+        running = self._steps.running
+        if running is None:
+            self._require_forward(call)
+            return call.context
+        if not call.context.joins:  # its checks run in the model's stream
+            self._steps.join()
+        return dataclasses.replace(
+            call.context,
+            requests=running.plans,
+            layers=self._pools.layer_records(call.context.gates),
+            sides=self._steps.sides if call.context.joins else {},
+        )
+
+    def _require_forward(self, call: BoundCall) -> None:
+        """Refuse a call of a guarded graph that no forward is around."""
+        if not call.opaque and all(half.space is None for half in call.halves):
+            return
+        if capturing():
+            raise SessionStateError(
+                "a CUDA graph is being captured outside session.forward(): its checks would look at nothing, and "
+                "report clean for ever. Capture in `with session.step(batch), session.forward():`"
+            )
+        if self._steps.ready:
+            raise SessionStateError(
+                "the model ran outside session.forward(): wrap each call, `with session.forward(): model(...)`, "
+                "so that the canary knows what it reads and writes"
+            )
+
+    def before_drain(self) -> bool:
+        """Tell the devices what the allocators said; rows of the warm-up do not count."""
+        self._steps.flush()
+        return self._steps.ready
+
+    def decode(self, row: Sequence[int]) -> Violation | None:
+        """The record of a row about one of the engine's pools, with the request whose slot it is."""
+        running = self._steps.running
+        return self._blame.decode(row, running.plans if running is not None else {}, self._observers.health.last_plans)
+
+    def checks_without_inputs(self) -> dict[str, str]:
+        """The checks that cannot run in this session, each with what they lack."""
+        return self._observers.checks_without_inputs()
+
+    def checks_in_part(self) -> dict[str, str]:
+        """The checks that run without some of their inputs, each with what is lost."""
+        return self._observers.checks_in_part()

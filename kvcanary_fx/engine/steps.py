@@ -1,0 +1,189 @@
+"""The steps and forwards of an engine's session: which one runs, what it reads and writes, and its checks."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from ..config import CanaryConfig
+from ..errors import SessionStateError
+from ..kernels import side_stream
+from ..kernels.slots.space import RequestPlan
+from ..runtime.binding import Controls
+from ..runtime.readback import Poll
+from .batch import Inputs
+from .forward import Clock, Forward, beside_capture, check_after, check_before, check_layers, remember
+from .guarded_pool import Pools
+from .observers.all import Observers
+from .step_view import StepView
+
+#: The views of a step that was given no batch.
+_EMPTY: Any = object()
+
+Session = TypeVar("Session")
+
+
+class Steps:
+    """One step at a time, in one thread at a time; within it one forward at a time.
+
+    Attributes:
+        running: the forward that is running; None outside of one.
+        begun: steps that began since the session was ready; reports have the number.
+        done: steps that ended well.
+        ready: the warm-up ended.
+        closed: no further step may begin.
+        sides: of what a layer waits for, where the checks run beside the model.
+    """
+
+    def __init__(
+        self,
+        pools: Pools,
+        inputs: Inputs,
+        controls: Controls,
+        config: CanaryConfig,
+        observers: Observers,
+        look: Callable[[], None],
+        drain: Callable[[], object],
+    ):
+        """
+        Args:
+            observers: told of batches, forwards and steps.
+            look: in raise mode, raises what was found so far.
+            drain: reads the rings of all devices.
+        """
+        self._pools, self._inputs, self._config, self._observers = pools, inputs, config, observers
+        self._look, self._drain = look, drain
+        self._spaces = {p.space.space_id: p for p in pools.values()}
+        devices = dict.fromkeys(p.declared.device for p in pools.values())
+        beside = [d for d in devices if side_stream.can_fork(d)] if config.placement == "side" else ()
+        self.sides = {d: side_stream.SideStream(d) for d in beside}
+        self._pool_sides = {d: side_stream.SideStream(d) for d in beside}  # of what the forward's end waits for
+        self._on_host = all(d.type != "cuda" for d in devices)
+        self._clock, self._poll = Clock(controls), Poll(controls)
+        self.begun = self.done = 0
+        self.ready = self.closed = False
+        self.running: Forward | None = None
+        self._step: Mapping[str | None, StepView] | None = None
+        self._thread: threading.Thread | None = None  # that is in a step
+
+    def mark_ready(self) -> None:
+        """The warm-up ended: number the steps from here."""
+        self.begun, self.ready = 0, True
+
+    def close(self) -> None:
+        """Read what the devices still have; later steps are an error.
+
+        Raises:
+            SessionStateError: it is closed already, or a step is running.
+        """
+        self.require_open()
+        if self._step is not None:
+            raise SessionStateError("close() inside step(): leave the step first")
+        self._drain()
+        self.closed = True
+
+    def require_open(self) -> None:
+        """
+        Raises:
+            SessionStateError: the session is closed.
+        """
+        if self.closed:
+            raise SessionStateError("this session is closed: install_canary(...) makes a new one")
+
+    def _require_no_step(self) -> None:
+        if self._thread is None:
+            return
+        if self._thread is not threading.current_thread():
+            raise SessionStateError(
+                f"thread {threading.current_thread().name!r} entered step() while thread {self._thread.name!r} is in "
+                "one. A session serves one thread at a time: give each engine a session of its own, or take turns"
+            )
+        raise SessionStateError("step() inside step(): one step at a time; the forwards of a draft go into forward(i)")
+
+    @contextlib.contextmanager
+    def step(self, batch: Any, session: Session) -> Iterator[Session]:
+        """See :meth:`.EngineSession.step`.
+
+        Args:
+            session: what ``with`` binds.
+        """
+        self.require_open()
+        self._require_no_step()
+        self._thread = threading.current_thread()
+        self.begun += 1
+        try:
+            self.flush()
+            self._clock.begin_step(self.begun)
+            self._step = self._view_of(batch) if batch is not None else _EMPTY
+            yield session
+            self.done += 1
+            self._observers.after_step()
+            self.flush()
+            self._look()
+            if self._config.mode == "log" and self._poll.news():
+                self._drain()
+        finally:
+            self._step = self._thread = None
+
+    @contextlib.contextmanager
+    def forward(self, index: int, batch: Any) -> Iterator[None]:
+        """See :meth:`.EngineSession.forward`."""
+        if self.running is not None and self._thread is threading.current_thread():
+            self.running.require(index)
+            yield
+            return
+        if self._step is None or self._thread is not threading.current_thread():
+            raise SessionStateError(f"forward({index}) outside step(): with session.step(batch): comes first")
+        view = self._step if batch is None else self._view_of(batch)
+        self.running = Forward(index, {} if view is _EMPTY else self._plans(view))
+        try:
+            self.flush()
+            self._clock.begin_forward(index)
+            self._before(self.running)
+            try:
+                yield
+            finally:
+                self.join(all=True)
+            self._after(self.running)
+            self._observers.after_forward(self.running.plans)
+        finally:
+            self.running = None
+
+    def flush(self) -> None:
+        """Let the devices know what the allocators said so far."""
+        for pool in self._pools.values():
+            pool.flush()
+
+    def join(self, all: bool = False) -> None:
+        """Let the model's streams wait for what a layer waits for; with ``all``, for the forward's, too."""
+        for side in (*self.sides.values(), *(self._pool_sides.values() if all else ())):
+            side.join()
+
+    def check_layers(self, running: Forward) -> None:
+        """Compare what a forward reads in all layers at once, see :func:`.forward.check_layers`."""
+        check_layers(self._spaces, running, self._pool_sides, self.sides)
+
+    def _view_of(self, batch: Any) -> Mapping[str | None, StepView]:
+        views = self._inputs.fill(batch, self.begun)
+        self._observers.given.note(batch)
+        return views
+
+    def _plans(self, views: Mapping[str | None, StepView]) -> dict[int, RequestPlan]:
+        """What each pool is to be read and written at, by the number of its slot space."""
+        plans = self._inputs.plans(views)
+        return {number: plans[pool.name] for number, pool in self._spaces.items() if pool.name in plans}
+
+    def _before(self, running: Forward) -> None:
+        with beside_capture(self.sides.values()) as beside:
+            check_before(self._spaces, running.plans)
+            if beside:
+                remember(self._spaces, running)
+        if self._on_host:
+            self._look()  # free on the CPU, and the write has not happened yet
+
+    def _after(self, running: Forward) -> None:
+        remember(self._spaces, running)
+        check_after(self._spaces, running.plans, self._config)
+        self._look()
