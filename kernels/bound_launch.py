@@ -1,8 +1,7 @@
-"""A Triton launch whose arguments are known, but for a few numbers.
+"""A Triton launch with bound arguments, except for a few numbers.
 
-From Triton's own ``kernel[grid](...)``, with 60 arguments by name, the host came back after 100 us (a CPU core; nothing
-was launched): it binds them, looks at the type and alignment of each, and looks up what it compiled by that.  Here that
-happens once.
+Triton's own ``kernel[grid](...)`` took 100 us of host time for 60 keyword arguments (a CPU core; nothing was launched):
+it binds them, inspects the type and alignment of each, and looks up the compiled kernel.  Here that happens once.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 class BoundLaunch:
     """One kernel with its arguments, compiled for them at its first launch.
 
-    Tensors are passed on as addresses, so they must keep theirs, and whoever made this keeps them alive.
+    Tensors are passed as addresses, so these must not change, and the caller keeps the tensors alive.
     """
 
     def __init__(
@@ -28,8 +27,8 @@ class BoundLaunch:
         """
         Args:
             arguments: of the kernel, by name, all but ``changing``.
-            changing: those that each launch gives, in this order.  Triton compiles for what they are at the first: a
-                number that it may specialise on, or an address of other alignment, needs a launch of its own.
+            changing: those that each launch passes, in this order.  Triton compiles for their first values: a number
+                that it may specialise on, or an address with another alignment, needs a separate launch.
         """
         names = _parameters(kernel.fn)
         self._kernel, self._warps = kernel, warps

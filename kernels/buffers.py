@@ -84,7 +84,7 @@ class HalfBuffers:
 class IdentityBuffers:
     """Who is in a slot, one per slot space: kept for the chain check and for reports.
 
-    The last entry belongs to no slot: it takes what a masked write skips.
+    The last entry belongs to no slot: masked writes go there.
     """
 
     tokens: torch.Tensor  # int32 [slots + 1]
@@ -122,7 +122,7 @@ class Site:
     #: a step checks the slots with (slot + step) % verify_every == 0, and those it is about to write; BY_BUDGET: as the
     #: control's word says; no engine's pool
     verify_every: int = 1
-    lenient: bool = False  # something may rewrite the pool unseen between two calls (captured graphs)
+    lenient: bool = False  # the pool may be rewritten unseen between two calls (captured graphs)
     space: SlotSpace | None = None  # of an engine's pool: which slots are about to be read
     watched: bool = False  # no graph writes the half: what it holds when first seen is what it should hold
     parts: tuple[Part, ...] = ()  # halves that other graphs record, in what a graph reads
@@ -135,7 +135,7 @@ class Part:
     Attributes:
         site: its own layout and shadow, with the counters of the site that reads.
         strides: of the half.
-        ahead: elements from the first of the tensor that is read to the half's first.
+        ahead: elements from the start of the tensor that is read to the start of the half.
     """
 
     site: Site

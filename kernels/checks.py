@@ -1,4 +1,4 @@
-"""The table of checks: what a check is called, needs and says, and of each reason to fail which check it belongs to.
+"""The table of checks and of reasons to fail: names, requirements, texts, and the check of each reason.
 
 Settings, the order of a report, texts, the doctor's list, what an engine is asked for and the constants of the Triton
 kernels come from here.  Imports nothing of ours, and no torch: settings are read from it.
@@ -27,7 +27,7 @@ class Check(enum.IntFlag):
 
 
 class Phase(enum.IntEnum):
-    """When a violation was found: before the write, after it, in a sweep, or when an engine handed slots around."""
+    """When a violation was found: before the write, after it, in a sweep, or in an engine's allocator call."""
 
     PRE = 0
     POST = 1
@@ -74,7 +74,7 @@ class Shown(enum.Enum):
 
     NUMBER = enum.auto()  # slots, positions, tokens
     HASH = enum.auto()  # digests and links of a chain, in hexadecimal
-    OWNER = enum.auto()  # requests by their ids, or by their hash where the id is not known any more
+    OWNER = enum.auto()  # requests by their ids, or by their hash if the id is forgotten
 
 
 class Text(NamedTuple):
@@ -198,7 +198,7 @@ CHECKS: dict[str, CheckRow] = {
         needs=(Need(("session.compare_digests",), True, "no digests of ranks or transfers are compared"),),
     ),
     "sweep": CheckRow(
-        Check.CONTENT,  # it is a schedule: it finds what the others find
+        Check.CONTENT,  # a schedule: it finds what the others find
         place=8,
         engine=True,
     ),
@@ -480,7 +480,7 @@ def bits_of(names: tuple[str, ...]) -> Check:
 
 
 def check_and_reason(failure: Why | Check) -> tuple[Check, Why]:
-    """The check of a reason, with it; a check that needs none with ``Why.NONE``."""
+    """The check of a reason, with the reason; a check without reasons has ``Why.NONE``."""
     return (failure, Why.NONE) if isinstance(failure, Check) else (REASONS[failure].check, failure)
 
 

@@ -1,4 +1,4 @@
-"""The ForwardContext: what the canary ops of one forward look up, because a graph cannot carry it.
+"""The ForwardContext: data that the canary ops of one forward look up, because a graph cannot carry it.
 
 The ops in a compiled graph hold a site number and tensors.  Everything else (the shadow, the ring, the
 layout) is found through the context published for this forward.  It is a ``ContextVar``, so threads do
@@ -40,7 +40,7 @@ class ForwardContext:
         abort: called on the CPU when an index is out of range, before the write runs; raises.
         requests: what the forward of an engine is to read and write, by the number of the slot space.
         layers: what the checks of an engine's layers need, by the layer's name.
-        joins: the graph has joins, where the model waits for what runs beside it; without, the checks of a layer wait
+        joins: the graph has joins, where the model waits for work beside it; without joins, the checks of a layer wait
             for those of the one before.
         sides: the stream on which the checks of layers run, by device; in the model's own stream where there is none.
         compared: the bytes of all layers have been compared already, before the model.

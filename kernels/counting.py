@@ -1,4 +1,4 @@
-"""How an op leaves a trace that it ran, where the coverage check looks for it."""
+"""Counts the ops that ran, for the coverage check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collecting what failed about each entry of a batch of checks, and appending it to the ring without a host sync."""
+"""Collects the failures of each entry of a batch of checks, and appends them to the ring without a host sync."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Findings:
         self.found = torch.where(first, found, self.found)
 
     def stop(self, broken: torch.Tensor) -> None:
-        """Leave entries out of the checks to come: their slot cannot be looked at."""
+        """Exclude entries from later checks: their slot cannot be read."""
         self.live = self.live & ~broken
 
     def report(

@@ -1,4 +1,4 @@
-"""How long the host is in our ops, for calls that are measured."""
+"""How long the host spends in our ops, for measured calls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class HostTime(threading.local):
     """Of the thread that asks.
 
     Attributes:
-        measured: somebody wants to know.
-        seconds: that ops took since it was set to 0.
+        measured: the time is being measured.
+        seconds: time spent in ops since it was set to 0.
     """
 
     measured = False
@@ -25,7 +25,7 @@ HOST_TIME = HostTime()
 
 
 def timed(body: Callable[..., None]) -> Callable[..., None]:
-    """An op's body for a GPU, where calling it is launching: what it takes is the host's time, whatever is launched."""
+    """An op's body for a GPU, which only launches: its duration is host time, whatever it launches."""
 
     @functools.wraps(body)
     def launched(*args: Any) -> None:

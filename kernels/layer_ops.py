@@ -3,14 +3,14 @@
 ``kvcanary::verify_at(output!, state!, layer)``
     checks the bytes of the slots that the forward reads, in every half of the layer.
 ``kvcanary::record_at(output!, key, value, state!, layer)``
-    fingerprints the slots that the forward was planned to write, and compares them with ``key`` and ``value``.
+    fingerprints the slots that the forward planned to write, and compares them with ``key`` and ``value``.
 
 ``kvcanary::join_at(output!, held, inputs, state!)``
-    lets attention wait for both, which on a GPU leave their work to a :class:`~.side_stream.SideStream`, if the context
-    has one.  ``held`` is what they read, and may go then.  ``inputs`` is what attention takes.
+    makes attention wait for both, which on a GPU run on a :class:`~.side_stream.SideStream`, if the context has one.
+    ``held`` is what they read; it may be freed afterwards.  ``inputs`` are attention's arguments.
 
-``output`` is neither read nor written.  The ops claim to mutate it, because attention does: that is what keeps them in
-order.  A layer's name is a string, or an object of an opaque type that the graph takes as an input; each
+``output`` is neither read nor written.  The ops are declared to mutate it, as attention does: that keeps them in order.
+A layer's name is a string, or an object of an opaque type that the graph takes as an input; each
 opaque type gets ops of its own, because a schema names the type.
 """
 
@@ -37,7 +37,7 @@ NAME_OF: dict[str, Callable[[Any], str]] = {}
 
 
 def verify_layer(device: torch.device, layer: str) -> None:
-    """The body of ``verify_at``, for engines whose ops around attention are of their own.
+    """The body of ``verify_at``, for engines with their own ops around attention.
 
     Raises:
         MissingContextError: no forward is running.
@@ -57,7 +57,7 @@ def record_layer(key: torch.Tensor | None, value: torch.Tensor | None, device: t
 
 
 def verify_in(context: ForwardContext, device: torch.device, layer: str) -> None:
-    """:func:`verify_layer` in a forward that its caller knows."""
+    """:func:`verify_layer` for a caller that has the context."""
     record, side = _record_of(context, layer), context.sides.get(device)
     if side is not None and not context.joins:
         side.release()
@@ -76,7 +76,7 @@ def record_in(
     device: torch.device,
     layer: str,
 ) -> None:
-    """:func:`record_layer` in a forward that its caller knows."""
+    """:func:`record_layer` for a caller that has the context."""
     record, side = _record_of(context, layer), context.sides.get(device)
     plan = None
     if record is not None and record.writes and record.space_id is not None:
@@ -92,7 +92,7 @@ def record_in(
 
 
 def _count(context: ForwardContext, record: LayerRecord | None, device: torch.device) -> None:
-    """Nobody planned the forward: only say that the ops ran."""
+    """The forward has no plan: only count that the ops ran."""
     side = context.sides.get(device)
     with side.fork() if side is not None else contextlib.nullcontext():
         count_op(context.gates[device], record.ops if record is not None else 2)

@@ -91,7 +91,7 @@ def pool_kernels_for(device: torch.device) -> ModuleType:
 
 
 def life_kernels_for(device: torch.device) -> ModuleType | None:
-    """What takes many calls of an allocator at once; None where each is done as it comes, by :mod:`.slots.life`."""
+    """The kernels that apply many allocator calls at once; None where :mod:`.slots.life` applies each immediately."""
     return importlib.import_module(".slots.gpu_life", __package__) if device.type == "cuda" else None
 
 
@@ -199,7 +199,7 @@ def _watch(kv: torch.Tensor, state: torch.Tensor, site: int) -> None:
     here, kernels = context.sites[site], kernels_for(kv.device)
     for part in here.parts:
         kernels.verify(part.site, part.of(kv), None)
-    if here.layout.slots == 0:  # it stands for its parts
+    if here.layout.slots == 0:  # a placeholder for its parts
         here.counters[Count.VERIFY_RUNS : Count.VERIFY_RUNS + 1].add_(1)
         count_op(here.gate)
         return
@@ -215,10 +215,10 @@ def _watch(kv: torch.Tensor, state: torch.Tensor, site: int) -> None:
 
 
 def _take_as_found(here: Site, kv: torch.Tensor, kernels: ModuleType) -> None:
-    """Fingerprint the slots that nothing is known of: a cache without rows shows no row's end to adopt up to."""
+    """Fingerprint the unrecorded slots: a cache without rows has no row's end to adopt up to."""
     every = torch.arange(here.layout.slots, device=kv.device)
     fresh = torch.where(here.half.digest[0] == 0, every, -1)
-    quiet = dataclasses.replace(here, checks=here.checks & ~Check.POISON)  # it may be memory that nobody set
+    quiet = dataclasses.replace(here, checks=here.checks & ~Check.POISON)  # it may be uninitialised memory
     kernels.record(quiet, kv, fresh, None, 0, None, None)
     taken = (fresh >= 0).sum()
     here.counters[Count.ADOPTED] += taken
@@ -252,7 +252,7 @@ def _identify(
 
 
 def _on(device: torch.device, positions: torch.Tensor | None) -> torch.Tensor | None:
-    """Positions where the cache is: a model whose layers are on several devices takes them on one."""
+    """Positions on the cache's device: a model with layers on several devices has them on one."""
     return None if positions is None else positions.to(device)
 
 
@@ -275,7 +275,7 @@ def _join(held: list[torch.Tensor], state: torch.Tensor) -> None:
 
 
 def join_side(device: torch.device) -> None:
-    """Let the model wait for what works beside it on a device, if anything may."""
+    """Make the model wait for the work beside it on a device, if there can be any."""
     side = get_forward_context().sides.get(device)
     if side is not None:
         side.join()

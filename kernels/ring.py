@@ -1,6 +1,6 @@
-"""The ring of violations: what a row of it holds, and who writes one.
+"""The ring of violations: the columns of a row, and its writer.
 
-Kernels append and count, the host takes out.  :func:`append` is the one writer in torch, plain code and vectorised;
+Kernels append and count, the host reads.  :func:`append` is the one writer in torch, plain code and vectorised;
 :mod:`.triton_ring` has the one of the Triton kernels.
 """
 
@@ -56,7 +56,7 @@ HALF_FORWARD, HALF_STEP = 0, 1
 
 
 def forward_and_step(word: int) -> tuple[int, int]:
-    """The halves of :attr:`Word.FORWARD`, each -1 where no engine told."""
+    """The halves of :attr:`Word.FORWARD`, each -1 without an engine."""
     return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000, word >> 32
 
 

@@ -9,7 +9,7 @@ import torch
 
 
 class Staging:
-    """Host memory that is written and sent in turns: what a copy may still read is not written.
+    """Host buffers that are written and sent in turn: memory that a copy may still read is not written.
 
     On a GPU the memory is pinned, and there are as many buffers as the host is copies ahead of the device.
     """
@@ -21,7 +21,7 @@ class Staging:
     def send(self, source: torch.Tensor, out: torch.Tensor) -> None:
         """Copy numbers of the host to the head of ``out``, in the current stream.
 
-        Not while a CUDA graph is captured: a replay would copy what the memory holds by then.
+        Not while a CUDA graph is captured: a replay would copy the memory's later content.
 
         Args:
             source: ``[n]`` on the host; it may be written when this returns.
@@ -40,7 +40,7 @@ class Staging:
         self._sent.append((pinned, event))
 
     def _free(self, size: int) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """uint8 ``[>= size]`` that nothing reads, and an event."""
+        """An unused uint8 ``[>= size]``, and an event."""
         if self._sent and self._sent[0][1].query():
             pinned, event = self._sent.popleft()
             if pinned.shape[0] >= size:

@@ -11,10 +11,10 @@ _TURN = threading.RLock()
 
 
 def taking_turns(body: Callable[..., None]) -> Callable[..., None]:
-    """An op's body for the CPU, which no other thread's op runs beside.
+    """An op's body for the CPU, which excludes other threads' ops.
 
-    Threads that share a graph share its counters, and all of a session share the ring.  PyTorch lets go of the
-    interpreter's lock while it adds, so two threads that counted at once counted once: seen as checks that had not run.
+    Threads that share a graph share its counters, and all of a session share the ring.  PyTorch releases the GIL while
+    it adds, so two threads that counted at once counted once: seen as checks that had not run.
     A GPU's kernels are ordered by their stream.
     """
 

@@ -1,4 +1,4 @@
-"""The numbers of the shadow and of the ring as Triton kernels take them, all derived: nothing is typed by hand.
+"""The numbers of the shadow and of the ring as Triton kernels take them, all derived: none is written by hand.
 
 ``CHECK_BOUNDS``, ``WHY_OVERWRITE``, ``RING_SLOT``, ...: the member of an enum, after its prefix in :data:`_ENUMS`.
 ``REASON_OVERWRITE`` is a reason with the check that it belongs to, which the table of checks says.

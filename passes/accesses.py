@@ -74,7 +74,7 @@ class Accesses:
     inner_values: dict[fx.Node, Any]  # the same for nodes of subgraphs
     roots: dict[Any, fx.Node]  # storage key -> placeholder
     born: dict[Any, fx.Node]  # storage key -> the node that made it and that something wrote to later
-    writers: dict[Any, list[fx.Node]]  # storage key -> what wrote to it later
+    writers: dict[Any, list[fx.Node]]  # storage key -> nodes that wrote to it later
 
     def root_of(self, node: fx.Node) -> fx.Node | None:
         """The placeholder whose storage ``node``'s value lives in; None if it is not an input's."""
@@ -94,10 +94,10 @@ class Accesses:
         return list(dict.fromkeys(a.root for a in self.accesses if a.writes))
 
 
-#: Functions that make a tensor to be filled: a cache may be born from one inside the graph.
+#: Functions that make a tensor to be filled: a cache may be created by one inside the graph.
 FACTORIES = ("zeros", "empty", "full", "new_zeros", "new_empty", "zeros_like", "empty_like")
 
-#: Ops that return their first argument with some of its slots written.
+#: Ops that return their first argument with some slots written.
 UPDATES = (
     "index_copy",
     "index_put",
@@ -110,10 +110,10 @@ UPDATES = (
     "scatter_add",
 )
 
-#: The same, of any tensor as well: only where the input has a cache's name.
+#: Likewise, but common for any tensor: only where the input has a cache's name.
 MASKED_UPDATES = ("where", "masked_scatter", "masked_fill")
 
-#: Ops that may return an input updated, in a tensor of its own: a cache that the graph returns instead of writing.
+#: Ops that may return an updated input in a new tensor: a cache that the graph returns instead of writing.
 COPIES = ("clone", *MASKED_UPDATES, *UPDATES)
 
 
@@ -175,7 +175,7 @@ class _Replay(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self.recorder.clear()
         if _is_number(n) or self._touches_nothing(n):
-            # a second run may not even know a number: `item()` of a fake tensor has no value
+            # a second run may lack a number: `item()` of a fake tensor has no value
             value = n.meta["example_value"]
         elif n.op == "call_function" and isinstance(n.target, torch._ops.HigherOrderOperator):
             value = self._run_higher_order(n)
@@ -187,7 +187,7 @@ class _Replay(fx.Interpreter):
         return value
 
     def _touches_nothing(self, n: fx.Node) -> bool:
-        """Whether a call involves no tensor whose writes we look for, so that Dynamo's own value will do."""
+        """Whether a call involves no tensor whose writes we look for, so that Dynamo's own value suffices."""
         if not n.op.startswith("call") or "example_value" not in n.meta or function_name(n) in FACTORIES:
             return False
         inputs = [t for i in n.all_input_nodes for t in pytree.tree_leaves(self.env.get(i))]
@@ -250,14 +250,14 @@ class _Replay(fx.Interpreter):
 
 
 def _may_return_a_cache(node: fx.Node) -> bool:
-    """Whether a call may return what it is given, updated."""
+    """Whether a call may return an updated argument."""
     schema = schema_of(node.target)
     custom = schema is not None and schema.name.split("::")[0] not in ("aten", "prims")
     return custom or function_name(node) in COPIES
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether a call gives a size or another number, and no tensor."""
+    """Whether a call returns a size or another number, not a tensor."""
     known = node.meta.get("example_value")
     return node.op.startswith("call") and isinstance(known, int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
 
@@ -324,7 +324,7 @@ def _same_storage_offset(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _replay_mode(mode: FakeTensorMode) -> Iterator[None]:
-    """Fake mode for a second run of a graph: its data-dependent sizes must not count as new."""
+    """Fake mode for a second run of a graph: data-dependent sizes must not count as new."""
     env = mode.shape_env
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)

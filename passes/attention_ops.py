@@ -1,7 +1,7 @@
 """Opaque attention: one op that writes KV and reads it, and finds the tensors by the name of its layer.
 
-All that the graph shows is ``attention(q, k, v, output!, layer_name)``, as in vLLM and SGLang.  The op mutates its
-output and nothing that we could see, so our ops thread the output: ``verify_at(output!, state!, layer)`` before it
+All that the graph shows is ``attention(q, k, v, output!, layer_name)``, as in vLLM and SGLang.  The op visibly mutates
+only its output, so our ops thread the output: ``verify_at(output!, state!, layer)`` before it
 and ``record_at(output!, k, v, state!, layer)`` after it.  Reading q instead left them out of order in 11 of 12 tries.
 """
 

@@ -1,8 +1,8 @@
 """How a graph's attention reads a cache: which axis counts tokens, which one sequences, and whether it is K or V.
 
 A name or a shape may mislead: ``[B, S, H, D]`` looks like ``[B, H, S, D]``, and a cache of two sequences like K and V
-in one tensor.  What attention does with a cache is what it is: the scores of K are normalised along its tokens, and
-V is summed along its tokens with those weights.
+in one tensor.  Attention's use of a cache decides: the scores of K are normalised along its tokens, and V is summed
+along its tokens with those weights.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AttentionReads:
     def __init__(self, found: Accesses, updated: Mapping[fx.Node, fx.Node] | None = None):
         """
         Args:
-            updated: values that are an input with some slots written, however that was done, each with the input.
+            updated: values that are an input with some slots written, in whatever way, each with the input.
         """
         self.reads: list[Read] = []
         self._values = found.values
@@ -69,14 +69,14 @@ class AttentionReads:
                 self._visit(node)
 
     def source_of(self, node: fx.Node, constant: Sequence[Any] = ()) -> Source | None:
-        """The part of an input that ``node[constant]`` is; None if the axes are lost on the way."""
+        """The part of an input that ``node[constant]`` is; None if its axes cannot be followed."""
         sources = self._sources.get(node, [])
         if len(sources) != 1:
             return None
         return index(sources[0], constant, self._values) if constant else sources[0]
 
     def of(self, part: Source | None) -> list[Read]:
-        """The reads that a part of an input takes part in."""
+        """The reads that involve a part of an input."""
         return [] if part is None else [r for r in self.reads if part.may_share(r.source)]
 
     def half_of(self, part: Source | None) -> str | None:
@@ -101,8 +101,8 @@ class AttentionReads:
     def is_row_axis(self, part: Source | None, axis: int) -> bool:
         """Whether an axis of a part counts sequences, though the graph picks them one by one with constants.
 
-        An axis of heads is none: a write to one head is no write to a slot, so that nothing could be said of its
-        operand, and what else changes beside it would be taken for written.
+        An axis of heads does not: a write to one head is not a write of a slot, so its operand could not be checked,
+        and other changes of the slot would count as written.
         """
         if part is None or len(part.axes[axis]) != 1:
             return False
@@ -114,7 +114,7 @@ class AttentionReads:
         if not picked or len(picked) != len(reads) or len({r.half for r in reads}) != 1 or any(r.rows for r in reads):
             return False
         only = self._values[part.input].shape[own] == 1 and not any(r.tokens & r.source.moved for r in picked)
-        several = only or len({r.source.picked[own] for r in picked}) > 1  # slots that a table picks have no rows
+        several = only or len({r.source.picked[own] for r in picked}) > 1  # slots picked by a table have no rows
         return several and not any(_follows(a, b, own) for a in picked for b in picked)
 
     def is_token_axis(self, part: Source | None, axis: int) -> bool:

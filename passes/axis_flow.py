@@ -7,7 +7,7 @@ An example, from a cache ``[B, S, H, D]`` to what attention is given::
     ...[:, :, None].expand(...)     ({0}, {2}, {}, {1}, {3})
     ...reshape(B, H * 4, S, D)      ({0}, {2}, {1}, {3})
 
-Only ops that move, copy or scale are followed.  Through any other the axes are lost, and nothing is concluded.
+Only ops that move, copy or scale are followed.  After any other op the axes are unknown, and nothing is concluded.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Source:
         return next(known, (0, size if isinstance(size, int) else None))
 
     def shuffled(self, *axes: int) -> Source:
-        """Some axes of the value in another order: an index of them is none of the input's."""
+        """Some axes of the value in another order: their indices are not the input's."""
         return dataclasses.replace(self, moved=self.moved.union(*(self.axes[a] for a in axes)))
 
     def may_share(self, other: Source) -> bool:
@@ -102,7 +102,7 @@ class Source:
 
 
 def follow(node: fx.Node, operand: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Source | None:
-    """The source of a node's value, of which ``source`` is an operand's; None if the axes are lost."""
+    """The source of a node's value, given the ``source`` of an operand; None if the axes cannot be followed."""
     name = function_name(node)
     if name == "getattr":
         name = str(node.args[1])
@@ -224,7 +224,7 @@ def _slice(node: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Source 
 
 
 def _rearrange(node: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Source | None:
-    """``cat``, ``roll``, ``gather``: what is picked from an axis now is not known."""
+    """``cat``, ``roll``, ``gather``: the indices along an axis are unknown from here on."""
     place = 2 if function_name(node) in ("roll", "take_along_dim") else 1
     dim = _axis(argument(node, place, "dim"), len(source.axes))
     return source.shuffled(*(range(len(source.axes)) if dim is None else (dim,)))
@@ -287,7 +287,7 @@ def _reduce(node: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Source
 
 
 def _regroup(node: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Source | None:
-    """``view``, ``reshape``, ``flatten``: axes that are merged or split are told by the sizes."""
+    """``view``, ``reshape``, ``flatten``: the sizes show which axes are merged or split."""
     whole = node.args[0]
     before, after = values.get(whole) if isinstance(whole, fx.Node) else None, values.get(node)
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
@@ -313,7 +313,7 @@ def _regroup(node: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Sourc
 def _block(old: list[Any], new: list[Any], i: int, j: int) -> tuple[int, int] | None:
     """The ends of the shortest groups of sizes, from ``i`` and ``j`` on, that hold equally many elements."""
     if i == len(old) or j == len(new):
-        return len(old), len(new)  # what is left are ones
+        return len(old), len(new)  # the rest are ones
     a, b = i + 1, j + 1
     while (left := math.prod(old[i:a])) != (right := math.prod(new[j:b])):
         if left < right and a < len(old):

@@ -1,16 +1,16 @@
 """The private contracts around a *call* of a compiled function, all in this file, each pinned by a test.
 
-What torch says in public about these is either global, where a thread has to know of itself, or only in its logs.
+Torch's public API for these is either global, where a thread needs its own state, or only in its logs.
 
 Seen on the versions of torch that pyproject.toml allows, or from the one that is named:
 
 * ``TracingContext`` belongs to a thread, and is set while it is in Dynamo, in AOTAutograd or in non-strict export.
   ``torch.compiler.is_compiling()`` is true in every thread while any of them compiles (2.13).
-* Dynamo passes over every function that is called under a transform of functorch, under a TorchDispatchMode that is not
-  torch's own, or while it is switched off, and over the same code ever after.
+* Dynamo skips every function that is called under a functorch transform, under a TorchDispatchMode that is not torch's
+  own, or while it is disabled, and skips the same code from then on.
 * ``enter_exit_hooks`` of a compiled callable run around each of its calls, in whatever stance, compiled or not.
 * The function that compiles a frame, ``_compile``, has its backend in ``compiler_fn``, in wrappers.
-* An isolated callable (2.13) is not affected by what was passed over in others, and has a recompile limit of its own.
+* An isolated callable (2.13) is not affected by what was skipped in others, and has its own recompile limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 
 def tracing_here() -> bool:
-    """Whether this thread's code is traced by Dynamo, which takes it for a constant, or run for torch.export."""
+    """Whether this thread's code is traced by Dynamo, for which the result is a constant, or run for torch.export."""
     return torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None
 
 
@@ -38,7 +38,7 @@ def isolation() -> dict[str, Any]:
 
 
 def obstacle() -> str | None:
-    """What makes Dynamo pass over every function that this thread calls now, and the way out; None if nothing does."""
+    """What makes Dynamo skip every function that this thread calls now, and the remedy; None if nothing does."""
     if torch._C._functorch.get_dynamic_layer_stack_depth():
         return (
             "it was called under a function transform (torch.vmap, torch.func), where Dynamo compiles nothing: call it "
@@ -75,7 +75,7 @@ def behind_a_break(function: Callable[..., Any], why: str) -> Callable[..., Any]
 
 
 def constant(function: Callable[[], bool]) -> Callable[[], bool]:
-    """``function`` as Dynamo takes it when it traces a call of it: it calls it then, and its result is a constant."""
+    """``function`` such that Dynamo calls it while tracing, and treats its result as a constant."""
     marked: Callable[[], bool] = torch.compiler.assume_constant_result(function)
     return marked
 
@@ -117,7 +117,7 @@ def _stack() -> Iterator[types.FrameType]:
 
 
 def stance() -> str | None:
-    """What the compiler's stance keeps from being compiled, and the way out; None in the default stance."""
+    """What the compiler's stance keeps from being compiled, and the remedy; None in the default stance."""
     name: str = torch._dynamo.eval_frame._stance.stance
     if name == "default":
         return None

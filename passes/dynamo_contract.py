@@ -2,10 +2,10 @@
 
 Seen on the versions of torch that pyproject.toml allows:
 
-* A module of a graph has a class of its own, named ``GraphModuleImpl``; the class that was asked for is its base.
+* A module of a graph has its own class, named ``GraphModuleImpl``; the requested class is its base.
 * Dynamo reads the placeholders' metadata of *its* graph again after the backend returned, so a pass
   edits a clone.
-* AOTAutograd wants ``_dynamo_source`` on every placeholder, also on one that we append, and takes None.
+* AOTAutograd needs ``_dynamo_source`` on every placeholder, including appended ones, and accepts None.
 * An object of a registered opaque type can be an input of a graph and an argument of an op, whose schema names the
   type by a name of torch's own making.
 * An appended input counts as static for CUDA graphs only with ``tensor_dict`` metadata that says so.

@@ -24,7 +24,7 @@ from .accesses import Accesses
 from .names import function_name
 from .states import ancestors
 
-#: What slots are computed with: of the same inputs always the same, and nothing is written.
+#: Ops that slots are computed with: deterministic, and without writes.
 _PURE = {
     "arange", "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "view", "reshape", "flatten",
     "unflatten", "transpose", "permute", "movedim", "t", "T", "mT", "contiguous", "clone", "to", "long",
@@ -36,7 +36,7 @@ _PURE = {
 
 
 class EarlyValues:
-    """Computes values of a graph once more, in front of where they are wanted."""
+    """Computes values of a graph once more, before the point where they are needed."""
 
     def __init__(self, graph: fx.Graph, found: Accesses, order: dict[fx.Node, int]):
         """
@@ -48,7 +48,7 @@ class EarlyValues:
         self._found = found
 
     def possible(self, nodes: Iterable[fx.Node], before: fx.Node) -> bool:
-        """Whether all of ``nodes`` can be had in front of ``before``."""
+        """Whether all of ``nodes`` can be computed before ``before``."""
         return all(self._is_pure(part) for node in nodes for part in self._late(node, before))
 
     def of(self, node: fx.Node, before: fx.Node) -> fx.Node:

@@ -1,7 +1,7 @@
 """Caches that cannot be guarded: rebuilt by ``keys = torch.cat([keys, new])``, replaced, or born in the graph.
 
-Such a cache is no input that the graph writes or returns with some slots written (:mod:`.returned_caches`), so there
-is no pool to guard.  All we can do is say so, by name.
+The graph neither writes such a cache nor returns it with some slots written (:mod:`.returned_caches`), so there is no
+pool to guard.  All we can do is name it.
 
 Before and after (nothing changes)::
 
@@ -24,10 +24,10 @@ from .dynamo_contract import is_fragment, is_kept_by_someone
 from .graph_plan import GraphPlan
 from .names import function_name, source_name, state_named
 
-#: Why an input is not guarded that comes back as another tensor, computed from it.
+#: Why an input that comes back as another tensor, computed from it, is not guarded.
 REPLACED = "replaced by a new tensor each step"
 
-#: Ops whose result is kept in the place of what they are given.
+#: Ops whose result replaces their argument.
 _PASSED_ON = ("detach", "clone", "contiguous")
 
 
@@ -44,7 +44,7 @@ def find_functional_caches(gm: fx.GraphModule, example_inputs: Sequence[Any], pl
 
 
 def _is_kept(node: fx.Node, returned: set[fx.Node]) -> bool:
-    """Whether the graph returns a node, a part of it, as a sliding window's last tokens, or a copy of it."""
+    """Whether the graph returns a node, a part of it (such as a sliding window's last tokens), or a copy of it."""
     parts = [u for u in node.users if u.target is operator.getitem or function_name(u) in _PASSED_ON]
     return node in returned or any(_is_kept(part, returned) for part in parts)
 
@@ -90,10 +90,10 @@ def _may_be_kept(placeholder: fx.Node, found: Accesses) -> bool:
 
 
 def _is_state(placeholder: fx.Node, node: fx.Node, first: fx.Node, whole: bool) -> bool:
-    """Whether ``node`` is what ``placeholder`` becomes, and not what a layer makes of its activations.
+    """Whether ``node`` is the new value of ``placeholder``, and not an activation of a layer.
 
     A name decides where there is one.  Otherwise a state is kept in an attribute or a container, or it is returned
-    behind the model's result, of another shape than that.
+    after the model's result, with another shape.
     """
     if _is_called(placeholder):
         return True

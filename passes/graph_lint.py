@@ -46,7 +46,7 @@ def check_canary_rules(gm: fx.GraphModule, plan: GraphPlan, after: str) -> None:
 
 
 def _checked(node: fx.Node) -> object:
-    """What a verify must come before: one write, of several to its half, or all of them."""
+    """The writes that a verify must precede: one of several to its half, or all of them."""
     write = _argument(node, "write")
     return ("site", _argument(node, "site")) if write == -1 else ("write", write)
 

@@ -78,7 +78,7 @@ class SitePlan:
         kind: what the half holds.
         output: the output of the graph that is this cache in the next call, where it is returned and not written.
         whole: a write reaches every slot, or one may.
-        foreseen: before the first access it is known which slots the graph writes.
+        foreseen: the slots that the graph writes are known before the first access.
         reads: of a site that only reads, the elements ``[low, high)`` from the view's first on that the graph reads;
             None for all.  Without ``slot_axes`` only what other graphs record there is checked.
     """

@@ -140,7 +140,7 @@ class _Builder:
         read_as = self.reads.half_of(part)
         state = not self.reads.of(part) and is_running_state(root, [write for write, _ in group], self.found)
         slots = SlotAxes((0,), paged=False) if state else _slot_axes(group, view, self.reads.slot_axes(part))
-        if all(write.flat is not None or write.opaque is not None for write, _ in group):  # no index shows them
+        if all(write.flat is not None or write.opaque is not None for write, _ in group):  # no index shows the slots
             declared = self.declared_axes(root, view)
             if declared is not None and len(declared) == len(slots.axes):
                 slots = dataclasses.replace(slots, axes=declared)
@@ -229,7 +229,7 @@ def _slot_axes(group: list[tuple[KVWrite, Destination]], view: torch.Tensor, sho
     """
     for write, _ in group:
         if write.opaque is not None and write.made is not None and shown is not None:
-            return shown  # what a returned cache's operands show is less
+            return shown  # a returned cache's operands show less
         if write.slot_axes is not None:
             return SlotAxes(write.slot_axes, _is_paged(group))
     merged: Selection = [Full()] * view.dim()
@@ -264,7 +264,7 @@ def _is_paged(group: list[tuple[KVWrite, Destination]]) -> bool:
 def _guess_axes(writes: list[KVWrite], view: torch.Tensor) -> tuple[int, ...]:
     """The slot axes of a half that is only ever written whole, or by an op that hides where.
 
-    What is written tells its axis by what it rolls, concatenates or is updated along.  Otherwise: an engine's
+    The operand shows the axis that it is rolled, concatenated or updated along.  Otherwise: an engine's
     ``[slots, H, D]`` or ``[pages, page_size, H, D]`` for hidden writes, ``[B, H, S, D]`` for whole ones.
     """
     if any(write.opaque is not None for write in writes):
@@ -286,9 +286,9 @@ def find_halves(
 
     Args:
         reads: how the graph's attention reads its inputs.
-        declared: how many pools an engine keeps in an input: one is a KV pool however it is used; where there are
+        declared: how many pools an engine keeps in an input: such an input is a KV pool however it is used; with
             several, two layers that write the same bytes are not the same layer.
-        declared_axes: by what axes of a view of an input an engine numbers its slots.
+        declared_axes: the axes of a view of an input by which an engine numbers its slots.
     """
     builder = _Builder(found, reads, declared_axes)
     halves: list[Half] = []
@@ -332,7 +332,7 @@ def _not_kv(halves: list[Half], root: fx.Node, found: Accesses) -> str | None:
     readable = [r.write for h in halves for r in h.readable]
     opaque = [w for h in halves for w in h.opaque]
     named = has_kv_name(source_name(root)) or state_named(source_name(root)) is not None
-    named |= any(h.attention for h in halves)  # what attention reads needs no name
+    named |= any(h.attention for h in halves)  # read by attention: needs no name
     if all(w.fill for w in readable + opaque):
         return "only constants are written to it: a mask or a buffer being cleared"
     if opaque:
@@ -354,7 +354,7 @@ def _carries_kv(write: KVWrite, root: fx.Node, found: Accesses) -> bool:
         return True
     for node in ancestors(write.value):
         if node is root and not any(isinstance(p, Indexed) for p in write.selection or ()):
-            return True  # a window that rolls: the new token is written into the rolled copy in place
+            return True  # a rolling window: the new token is written into the rolled copy in place
         if node.op in ("placeholder", "get_attr") and node is not root:
             tensor = found.values.get(node)
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():

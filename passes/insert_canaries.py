@@ -56,13 +56,13 @@ def insert_canaries(
 ) -> fx.GraphModule:
     """Guard every KV write of ``gm``, in place, and fill ``plan``.
 
-    A graph that has canaries already is left alone.
+    A graph that already has canaries is unchanged.
 
     Args:
         chain: insert the chain check where the graph shows token ids.
         pools_in: how many pools an engine is known to keep in an example input.
-        recorded: whether another graph of the session records an example input; None to leave alone what this graph
-            only reads.
+        recorded: whether another graph of the session records an example input; None to ignore what this graph only
+            reads.
         declared_axes: the slot axes of a view of an example input, where an engine declared it.
     """
     if any(is_canary(n) for n in gm.graph.nodes):
@@ -142,7 +142,7 @@ class _Inserter:
             with self._after(hidden.node):
                 self._call("record_changed", self._made(hidden, half.region, view), state, site)
         self.plan.sites.append(self._site_plan(half, leads))
-        if half.output is None:  # what is returned has to be made
+        if half.output is None:  # a returned cache does not exist yet
             self.plan.pool_bytes.append(_bytes_of(half))
 
     def _match_dtype(self, write: KVWrite, dtype: torch.dtype) -> None:
@@ -261,7 +261,7 @@ class _Inserter:
 
     @contextlib.contextmanager
     def _after(self, node: fx.Node) -> Iterator[None]:
-        """Insert after a write and after what was inserted there before."""
+        """Insert after a write and after ops already inserted there."""
         following = self.tails.get(node, node).next
         with self.graph.inserting_before(following):
             yield

@@ -1,20 +1,19 @@
 """Where the checks that run beside the model start, and where the model waits for them.
 
-The last op of a graph joins: a CUDA graph cannot end while work that was forked in it is running, and whoever captures
-is not asked: cudagraph trees capture all of a graph, an engine what it likes.  A graph that will be captured in parts
-gets no join, and its checks stay in the model's own stream: an op tagged ``cudagraph_unsafe`` cuts a graph into such
-parts.
+The last op of a graph joins: a CUDA graph cannot end while work that was forked in it is running, and we do not control
+the capture: cudagraph trees capture a whole graph, an engine any part.  A graph that will be captured in parts gets no
+join, and its checks stay in the model's own stream: an op tagged ``cudagraph_unsafe`` cuts a graph into such parts.
 
-Beside the model, K and V are read when the model is done with them.  The next layer's attention waits for that, and
-until there they are held: their memory is not used again before.
+On the side stream, K and V are read when the model is done with them.  The next layer's attention waits for that, and
+they are held until then, so that their memory is not reused.
 
-The check of a layer goes behind the record of the layer before, where its bytes are read while the model computes
-products of matrices.  Forked right before attention, two streams started at once what was due there: on an H200 a
-decode of 32 layers took 4.986 ms like that, and 4.924 ms like this, 4.892 ms without checks.
+The check of a layer goes after the record of the layer before, so that its bytes are read while the model computes
+matrix products.  Forked right before attention, both streams started their work at once: on an H200 a decode of 32
+layers took 4.986 ms that way, 4.924 ms this way, and 4.892 ms without checks.
 
-The wait names the output that attention is to fill, and what attention takes.  Without the output nothing ties it, and
-the check before it, to attention.  Without the rest Inductor moves it up to the check, because what is held goes free
-there, and the model waits for each check as soon as it is started (seen in its code; such a decode took 5.289 ms).
+The wait takes attention's output and its inputs as arguments.  Without the output nothing ties it, and the check before
+it, to attention.  Without the inputs Inductor moves it up to the check, because the held tensors are freed there, and
+the model waits for each check as soon as it is started (seen in its code; such a decode took 5.289 ms).
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from .state_inputs import state_input
 
 
 def join_side_streams(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: GraphPlan) -> fx.GraphModule:
-    """Let checks start early and join at the end, in graphs of opaque attention on a device with streams, in place."""
+    """Make checks start early and join at the end, in graphs of opaque attention on a device with streams, in place."""
     devices = [device for device in plan.devices if side_stream.can_fork(device)]
     if not plan.attention or plan.joins or not devices or any(_cuts(node) for node in gm.graph.nodes):
         return gm
-    records: dict[Any, fx.Node] = {}  # by its device's state, the latest that nothing has waited for
+    records: dict[Any, fx.Node] = {}  # by its device's state, the latest without a wait
     for node in list(gm.graph.nodes):
         if _is_op(node, "kvcanary::verify_at"):
             _place(gm, node, records.pop(node.args[1], None))
@@ -53,7 +52,7 @@ def join_side_streams(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: G
 
 
 def _place(gm: fx.GraphModule, check: fx.Node, record: fx.Node | None) -> None:
-    """Move a check behind the record of the layer before, if it may go there; the model waits where the check stood."""
+    """Move a check after the record of the layer before, if allowed; the model waits where the check was."""
     if record is None:
         return
     output, state = check.args[:2]
@@ -71,13 +70,13 @@ def _operands(record: fx.Node | None) -> list[fx.Node]:
 
 
 def _inputs_of(attention: fx.Node, output: Any) -> list[fx.Node]:
-    """What attention takes: the tensors among its arguments, but for the one it fills."""
+    """Attention's inputs: its tensor arguments, except its output."""
     values = zip(attention.all_input_nodes, fake_values(attention.all_input_nodes), strict=True)
     return [node for node, value in values if isinstance(value, torch.Tensor) and node is not output]
 
 
 def _may_go_ahead(check: fx.Node, record: fx.Node) -> bool:
-    """Whether a check sees behind the record of another layer what it sees where it stands.
+    """Whether a check sees the same bytes after the record of another layer as at its own place.
 
     Not if an op between is given the layer: by its name it can write the cache.
     """

@@ -77,7 +77,7 @@ def _read_together(halves: list[Half]) -> list[list[Half]]:
 
 
 def _label_states(halves: list[Half]) -> None:
-    """Running states by what they are called; numbered where a layer has several of a kind."""
+    """Label running states by their names; numbered if a layer has several of a kind."""
     for half in halves:
         half.layer = half.layer or half.pool
         half.label = state_named(half.pool) or "state"
@@ -154,14 +154,14 @@ def _are_called_so(first: Half, second: Half, found: Accesses) -> bool:
 
 
 def _is_computed_from(half: Half, other: Half) -> bool:
-    """Whether what is written to a half is computed from another one, as in the layer above it."""
+    """Whether a half's operand is computed from another half, as in the layer above it."""
     touched = {a.node for a in other.accesses}
     written = [r.write.value for r in half.readable if r.write.value is not None]
     return any(touched & set(ancestors(value)) for value in written)
 
 
 def _common_name(members: list[Half], others: list[Half]) -> str:
-    """What to call the layer of some halves: what their names have in common, unless other halves have it, too."""
+    """The layer name of some halves: the common part of their names, unless other halves share it."""
     by_input: dict[str, PoolName] = {}
     for half in members:
         known = by_input.get(half.name.input)
@@ -177,7 +177,7 @@ def _common_name(members: list[Half], others: list[Half]) -> str:
 
 
 def _stems(first: str, second: str) -> list[str]:
-    """What two expressions are the ends of."""
+    """The common beginnings of two expressions."""
     stem = first.removesuffix("[0]")
     stems = [stem] if stem != first and second == f"{stem}[1]" else []
     prefix = first.rpartition(".")[0]
@@ -205,14 +205,14 @@ def _label(halves: list[Half]) -> None:
 
 
 def _known_as(half: Half) -> str | None:
-    """K or V as the graph's attention reads it, else as its name says."""
+    """K or V as the graph's attention reads it, else by its name."""
     known = half.read_as or half_named(half.pool)
     return None if known == "KV" else known
 
 
 def _of_two(halves: list[Half], labels: list[str | None]) -> list[str | None]:
     """The labels of a layer's two halves, of which some may be known."""
-    if {h.read_as for h in halves} == {"K", "KV"}:  # a latent, and the part of K that V has not
+    if {h.read_as for h in halves} == {"K", "KV"}:  # a latent, and the part of K that V lacks
         return [h.read_as for h in halves]
     if None in labels and set(labels) != {None}:
         known = next(label for label in labels if label is not None)

@@ -8,10 +8,10 @@ Before and after::
     watch_1 = torch.ops.kvcanary.watch(values, state, 5)
     attn = scaled_dot_product_attention(q, keys, values)
 
-The graph has no write that says what a cache is.  Two things do: another graph of the session records the same
-memory, or attention reads it as K or V, and it is called a cache or kept somewhere.  What another graph records is
-checked by the slots of that one.  Otherwise how attention reads it shows the axes of its slots; where it does not, the
-cache is named in ``plan.unguarded``.
+The graph has no write that shows what is a cache.  Two things do: another graph of the session records the same memory,
+or attention reads it as K or V, and it is called a cache or kept somewhere.  What another graph records is checked by
+that graph's slots.  Otherwise attention's read shows the slot axes; where it does not, the cache is named in
+``plan.unguarded``.
 
 A graph may also read more of a cache than it writes: V is written here, K was before the graph broke.
 """
@@ -38,7 +38,7 @@ from .pool_names import PoolName, pool_name
 #: Whether another graph of the session records bytes of an example input's storage.
 Recorded = Callable[[torch.Tensor], bool]
 
-#: What keys and values are called that were computed by the graph before, not kept.
+#: Names of keys and values that were computed by the graph before, not kept.
 _PASSING = re.compile(r"[qkv]|_*x?[qkv]_?\d*|query|key|value|.*(states|new|layer|stack).*", re.IGNORECASE)
 
 _READ = "it is only read in this graph"
@@ -59,7 +59,7 @@ def find_only_read(
     Args:
         reads: how the graph's attention reads its inputs.
         given: the example input of a placeholder.
-        functional: names of caches that are rebuilt each step: the tensor at hand will not be seen again.
+        functional: names of caches that are rebuilt each step: this tensor will not be seen again.
     """
     written = set(found.written_roots())
     halves: list[Half] = []
@@ -145,7 +145,7 @@ def _is_called(root: fx.Node) -> bool:
 
 
 def _why_not(root: fx.Node, fake: torch.Tensor, reads: AttentionReads, shown: bool) -> str | None:
-    """Why an input that may be a cache is not guarded; None if it is none."""
+    """Why an input that may be a cache is not guarded; None if it is not a cache."""
     name = source_name(root)
     if fake.dim() < 3 or fake.dtype not in FLOAT_DTYPES:
         return None

@@ -86,7 +86,7 @@ def run_passes(
 
     Args:
         dump: directory for the graph's text before the first and after every pass; one that cannot be written to is
-            told in the log.
+            logged.
     """
     plan = GraphPlan(graph_name(gm))
     gm = clone_graph_module(gm)
@@ -116,7 +116,7 @@ def _diff(before: Counter[str], gm: fx.GraphModule) -> str:
 def _dump(
     gm: fx.GraphModule, plan: GraphPlan, directory: str | os.PathLike[str] | None, number: int, name: str
 ) -> None:
-    """Write the graph's text; a directory that takes none is told, and the graph is guarded all the same."""
+    """Write the graph's text; a failure is logged, and the graph is still guarded."""
     if directory is None:
         return
     text = gm.print_readable(print_output=False)

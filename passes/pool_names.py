@@ -1,7 +1,7 @@
 """What a half is called in reports: the input that holds it, and the constant index that picks it there.
 
-However the graph picks it, ``kv[1, 0]``, ``kv.select(0, 1).narrow(0, 0, 1)`` and ``kv.unbind(0)[1].chunk(2)[0]`` are
-one place, and have one name: ``kv[1][0]``.
+``kv[1, 0]``, ``kv.select(0, 1).narrow(0, 0, 1)`` and ``kv.unbind(0)[1].chunk(2)[0]`` are the same place, and have one
+name: ``kv[1][0]``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def pool_name(
     """What ``node[index]`` is called, a view in the storage of the input ``root``."""
     source = reads.source_of(node, index)
     while source is None and node.op != "placeholder" and node.args and isinstance(node.args[0], fx.Node):
-        node = node.args[0]  # a view whose axes are lost, such as as_strided: what it is a view of
+        node = node.args[0]  # a view with unknown axes, such as as_strided: use its base
         source = reads.source_of(node)
     given = root if source is None else source.input  # several inputs may share a storage
     chosen = {axis: (start, stop) for axis, start, stop in source.ranges} if source is not None else {}

@@ -10,8 +10,8 @@ Before and after::
     record = torch.ops.kvcanary.record(index_copy, k, [pos], [], None, state, 0, 0)
     return (attn, index_copy)
 
-An update that does not show what it changes is compared, whole, with what it was given (``observe`` and
-``record_changed``), as a write that hides where is.
+An update that does not show what it changes is compared in full with its argument (``observe`` and ``record_changed``),
+like a write that hides its slots.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .selection import At, Full, Selection, Unreadable, parse_span
 from .write_ops import named_arguments, read_custom_op, schema_of, slot_axes_by_token
 from .writes import READERS, KVWrite, bound
 
-#: Ops that return what they are given, in a tensor of its own or not.
+#: Ops that return their argument, in a new tensor or not.
 _PASSING = ("clone", "detach", "contiguous")
 
 
@@ -115,7 +115,7 @@ def _first(node: fx.Node) -> fx.Node | None:
 
 
 def _kind(node: fx.Node, found: Accesses) -> tuple[Any, ...] | None:
-    """What two tensors have in common of which one can take the other's place."""
+    """The properties that two tensors share if one can replace the other."""
     value = found.values.get(node)
     if not isinstance(value, torch.Tensor):
         return None
@@ -147,7 +147,7 @@ def _leads_to_cache(node: fx.Node, found: Accesses) -> bool:
 
 
 def _custom(node: fx.Node, kind: tuple[Any, ...], found: Accesses) -> _Step | None:
-    """The step that a custom op makes, of which ``node`` is an output: the pools it takes and returns, in order."""
+    """The update by a custom op of which ``node`` is an output: the pools it takes and returns, in order."""
     call, number = node, 0
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         call, number = node.args[0], node.args[1]  # type: ignore[assignment]

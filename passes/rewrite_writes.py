@@ -32,7 +32,7 @@ def rewrite_writes(
     """Rewrite readable writes of ``gm`` that have an operand, in place.
 
     Runs after ``insert_canaries``: the record op that follows a write names its slots and operand.
-    Custom ops are left alone: they write in place already.
+    Custom ops are unchanged: they already write in place.
 
     Args:
         parts_only: only where a half is a part of its input, K and V or all layers in one tensor, or is written in
@@ -51,7 +51,7 @@ def rewrite_writes(
             gm.graph.call_function(torch.ops.kvcanary.index_put_.default, arguments)
         replaced[node] = None
         plan.rewritten += 1
-    for node in replaced:  # K and V may be written by one
+    for node in replaced:  # one write may fill K and V
         if node.args and isinstance(node.args[0], fx.Node):
             node.replace_all_uses_with(node.args[0])  # an in-place op returns its destination
         gm.graph.erase_node(node)

@@ -10,7 +10,7 @@ Before and after, in a decode step of a Mamba layer (``ssm``: ``[B, heads, dim, 
     copy_ = ssm.copy_(new)
     record = torch.ops.kvcanary.record(ssm, new, [], [], None, state, 0, 0)
 
-No axis of such a tensor counts tokens.  A slot is what one sequence has: one index of the first axis.
+No axis of such a tensor counts tokens.  A slot is the state of one sequence: one index of the first axis.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .names import function_name, half_named, source_name, state_named
 from .selection import Full
 from .writes import KVWrite
 
-#: What makes a new state out of the old one.  A KV cache is moved and filled, never computed with.
+#: Ops that compute a new state from the old one.  A KV cache is moved and filled, never computed with.
 _ARITHMETIC = re.compile(r"i?(mul|add|sub|div)_?|multiply|truediv|lerp|addcmul|matmul|bmm|einsum|exp")
 
 
 def is_running_state(root: fx.Node, writes: Sequence[KVWrite], found: Accesses) -> bool:
-    """Whether a half that is written as a whole is a state, and no window of tokens that rolls.
+    """Whether a half that is written as a whole is a state, and not a rolling window of tokens.
 
     A name decides where there is one: ``conv_states`` and ``recurrent_states`` are states, ``keys`` and
     ``values`` are not.  Otherwise a state shifts along its last axis (a convolution's taps), which in a KV
-    cache holds the elements of a token, or is computed from what it was.
+    cache holds the elements of a token, or is computed from its old value.
     """
     if not all(_is_whole(w) for w in writes):
         return False
@@ -60,7 +60,7 @@ def _is_whole(write: KVWrite) -> bool:
 
 
 def _is_computed_from(value: fx.Node, root: fx.Node) -> bool:
-    """Whether arithmetic lies on a way from ``root`` to ``value``."""
+    """Whether there is arithmetic on a path from ``root`` to ``value``."""
     above = list(ancestors(value))
     reached, grown = {root}, True
     while grown:

@@ -1,6 +1,6 @@
 """Custom ops that write KV: which argument is the pool, which the slots, which the operand.
 
-An op's body is a black box, so its arguments have to say it.  Two ways: the op was registered with
+An op's body is a black box, so its arguments must show it.  Either the op was registered with
 :func:`register_kv_write`, or its schema uses the names that serving engines use (``slot_mapping``).
 """
 
@@ -30,7 +30,7 @@ _REGISTERED: dict[str, RegisteredOp] = {}
 
 
 def register_kv_write(op: str, *, slots: str, pools: dict[str, str]) -> None:
-    """Tell the pass how to read a custom op that writes a KV cache.
+    """Register how to read a custom op that writes a KV cache.
 
     Args:
         op: qualified name, ``"mylib::store_kv"``.
@@ -64,7 +64,7 @@ class WriteSpec:
 
 
 def read_custom_op(node: fx.Node, values: dict[fx.Node, Any]) -> WriteSpec | None:
-    """What a custom op's call says about the pools it writes; None if it is no custom op or says nothing."""
+    """What a custom op's call shows about the pools it writes; None if it is not a custom op or shows nothing."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         schema, arguments = _functionalised(node)
     else:

@@ -1,8 +1,8 @@
 """Reading a KV write: where it goes, at which slots, with what operand.
 
-That a node writes a pool is known from storages (:mod:`.accesses`).  Here its call is read, by the names
-that the common idioms have, to learn the slots and the operand.  What cannot be read is not an error: the
-write is guarded as *opaque*, by comparing the pool before and after it.
+Storages show that a node writes a pool (:mod:`.accesses`).  Here its call is parsed, by the names of the common idioms,
+for the slots and the operand.  A call that cannot be parsed is not an error: the write is guarded as *opaque*, by
+comparing the pool before and after it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KVWrite:
         slot_axes: the region's slot axes, where the write itself says them.
         half: index on the region's first axis, where one argument holds K and V.
         fill: the write puts a constant, so it says nothing about whether this is a KV cache.
-        made: the tensor that holds the pool after the write, where that is not the one before it.
+        made: the tensor that holds the pool after the write, if that is another one than before.
     """
 
     node: fx.Node
@@ -126,7 +126,7 @@ def _from_functionalised(node: fx.Node, target: fx.Node, value: Any, values: dic
 
 
 def _in_place(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
-    """``fill_``, ``zero_``, ``add_`` and their kind: the destination is known, the operand is not comparable."""
+    """``fill_``, ``zero_``, ``add_`` and similar: the destination is known, the operand is not comparable."""
     target = node.args[0]
     assert isinstance(target, fx.Node)
     write = _whole(node, target, None, values)
@@ -268,7 +268,7 @@ def _operands_on(node: fx.Node, root: fx.Node, found: Accesses) -> list[fx.Node]
 
 
 def _are_apart(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two views have no byte in common: one lies behind the other, or they are parts of a row, side by side."""
+    """Whether two views have no byte in common: one comes after the other, or they are adjacent parts of a row."""
     alike = a.shape == b.shape and a.stride() == b.stride()
     return not extent_of(a).overlaps(extent_of(b)) or (alike and a.storage_offset() != b.storage_offset())
 

@@ -111,7 +111,7 @@ def report(
     """Append one ring row per slot in ``slots``; rows for which there is no room are counted and dropped."""
     if slots.numel() == 0:  # as almost always
         return
-    who = site.space if check is Check.CONTENT or why else None  # who may be gone when this is read
+    who = site.space if check is Check.CONTENT or why else None  # may have changed when this is read
     append(
         site.control,
         torch.ones_like(slots, dtype=torch.bool),
@@ -168,8 +168,8 @@ def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int
 
 
 def takes_padding(site: Site, slots: torch.Tensor) -> torch.Tensor:
-    """bool ``[n]``: slots where an engine sends the padding of a batch, all of it; slot 0 of a pool without rows,
-    unless the engine said which."""
+    """bool ``[n]``: slots to which an engine sends all padding of a batch; slot 0 of a pool without rows, unless the
+    engine declared others."""
     if site.space is not None:
         return (slots >= 0) & ((site.space.flags[slots.clamp(min=0)] & int(Flag.RESERVED)) != 0)
     return torch.zeros_like(slots, dtype=torch.bool) if site.layout.has_rows else slots == 0
@@ -201,16 +201,16 @@ def verify(
     Args:
         view: the pool half, shape ``site.layout.shape``.
         first: int32 ``[rows]``, the lowest position about to be written in each row (``NOT_WRITTEN``:
-            none).  A row whose next write does not continue the last one was changed by somebody else;
-            where that is possible (lenient) its slots are adopted instead of reported.
+            none).  A row whose next write does not continue the last one was changed from outside; where that is
+            possible (lenient) its slots are adopted instead of reported.
         ops: how many ops to count as run, see :mod:`.kernels.counting`.
-        coming: number of the write to come, whose slots :func:`check_plan` has stamped: they are due whatever their
-            turn, since the record of the write replaces their digests.
-        in_flight: the forward reads what it writes itself, and has not yet.
+        coming: number of the write to come, whose slots :func:`check_plan` has stamped: they are always due, since the
+            record of the write replaces their digests.
+        in_flight: the forward reads slots that it has yet to write itself.
         own_rows: only rows with a ``first`` are checked: a loop over sequences checks each before its own write.
 
-    In an engine's pool those are due that the walk listed, and nothing is adopted: it says what it writes elsewhere.
-    One that a forward was to write, and that has no digest, was never written.
+    In an engine's pool the slots that the walk listed are due, and nothing is adopted: the engine reports its other
+    writes. A planned slot without a digest was never written.
     """
     site.counters[Count.VERIFY_RUNS] += 1
     count_op(site.gate, ops)
@@ -238,7 +238,7 @@ def verify(
 
 
 def _read_slots(site: Site, space: SlotSpace, in_flight: bool) -> torch.Tensor:
-    """Slots of an engine's pool whose turn it is, and that have a digest or should have: int64 ``[n]``."""
+    """Slots of an engine's pool that are due, and that have a digest or should have: int64 ``[n]``."""
     slots = space.listed[: int(space.listed_count)].to(torch.int64)
     recorded = site.half.digest[0, slots] != 0
     if not site.checks & Check.POISON or not int(site.half.rows[0, RowState.NEXT]) or bool(recorded.all()):
@@ -247,7 +247,7 @@ def _read_slots(site: Site, space: SlotSpace, in_flight: bool) -> torch.Tensor:
 
 
 def _due_slots(site: Site, first: torch.Tensor | None, coming: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Recorded slots whose turn it is: int64 ``[n]``; and where a change may be legal, :func:`_shifted_slots`."""
+    """Recorded slots that are due: int64 ``[n]``; and where a change may be legal, :func:`_shifted_slots`."""
     now = bool(site.gate[Gate.LENIENT_NOW])
     shifted = _shifted_slots(site, first) if now or site.lenient else None
     due = site.half.digest[0] != 0
@@ -302,7 +302,7 @@ def _shifted_slots(site: Site, first: torch.Tensor | None) -> torch.Tensor:
 
 
 def adopt(site: Site, view: torch.Tensor, first: torch.Tensor) -> None:
-    """Record, unverified, the slots below the coming write that nobody recorded: written outside."""
+    """Record, unverified, the unrecorded slots below the coming write: they were written outside."""
     layout = site.layout
     if not layout.has_rows:
         return
@@ -335,8 +335,8 @@ def record(
         moved: None for a write at chosen slots; for a write of all slots (a window that rolls), the tokens
             it took in, 0 if unknown.
         ops: how many ops to count as run, see :mod:`.kernels.counting`.
-        planned: the slots are what a write received.  Those that the plan of the forward does not have keep the digest
-            of what belongs there, so that their next reader finds what was done to them.
+        planned: the slots are what a write received.  Those outside the forward's plan keep their digest, so that the
+            next read finds the stray write.
     """
     live = slots >= 0
     site.counters[Count.RECORD_RUNS] += 1
@@ -407,10 +407,10 @@ def poisoned_words(words: torch.Tensor, layout: SlotLayout) -> torch.Tensor:
 
 
 def snapshot(site: Site, view: torch.Tensor) -> None:
-    """Keep the digest of every slot, written or not: the "before" of a write we cannot read.
+    """Keep the digest of every slot, written or not: the state before a write that we cannot read.
 
-    Slots that nobody recorded and that hold anything but zeros were written outside, and are adopted: nothing shows
-    how far a sequence goes.  Not in an engine's pool, where the engine says so.
+    Unrecorded slots that hold anything but zeros were written outside, and are adopted: nothing shows how far a
+    sequence goes.  Not in an engine's pool, where the engine reports such writes.
     """
     assert site.half.baseline is not None
     every = torch.arange(site.layout.slots, device=view.device)
@@ -426,12 +426,12 @@ def snapshot(site: Site, view: torch.Tensor) -> None:
 def record_changed(site: Site, view: torch.Tensor, planned: torch.Tensor | None = None) -> None:
     """Fingerprint the slots whose bytes differ from :func:`snapshot`, and look for NaN and Inf in them.
 
-    Without a plan also those that an earlier write of the step changed, and this one put back: a row that is cleared,
-    and filled with the token that it had.
+    Without a plan also those that an earlier write of the step changed and this one restored: a row that is cleared,
+    then filled with the same token.
 
     Args:
-        planned: bool ``[slots + 1]``, the slots that this forward may write, where an engine said so.  Another one that
-            changed is a violation, and keeps the digest it had.
+        planned: bool ``[slots + 1]``, the slots that this forward may write, in an engine's pool.  A change of any
+            other slot is a violation, and the slot keeps its digest.
     """
     assert site.half.baseline is not None
     site.counters[Count.RECORD_RUNS] += 1

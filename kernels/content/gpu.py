@@ -128,7 +128,7 @@ def verify(
 
 
 def _verify_listed(site: Site, view: torch.Tensor, ops: int, in_flight: bool) -> None:
-    """The slots that the walk of this forward listed; an engine says what else it writes, nothing is adopted."""
+    """The slots that the walk of this forward listed; nothing is adopted, since an engine reports its other writes."""
     if site.checks & Check.CONTENT and site.layout.slots:
         verify_halves([site], [view], ops, in_flight)
         return
@@ -137,12 +137,12 @@ def _verify_listed(site: Site, view: torch.Tensor, ops: int, in_flight: bool) ->
 
 
 def adopt(site: Site, view: torch.Tensor, first: torch.Tensor) -> None:
-    """Record, unverified, the slots below the coming write that nobody recorded."""
+    """Record, unverified, the unrecorded slots below the coming write."""
     _scan(site, view, first, tk.ADOPT)
 
 
 def snapshot(site: Site, view: torch.Tensor) -> None:
-    """Keep the digest of every slot: the "before" of a write we cannot read.  See :func:`.cpu.snapshot`."""
+    """Keep the digest of every slot: the state before a write that we cannot read.  See :func:`.cpu.snapshot`."""
     _scan(site, view, None, tk.SNAPSHOT)
 
 

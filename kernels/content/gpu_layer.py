@@ -1,7 +1,7 @@
 """Launches that take the K and the V of a layer at once, on a GPU: half as many launches in every layer.
 
-A :class:`LayerRecord` has them bound: what is left to do for a call is to look whether K and V lie in memory as they
-did in a call before, and to launch.
+A :class:`LayerRecord` has them bound: a call only checks whether K and V have the memory layout of an earlier call, and
+launches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ USUAL_BY_BUDGET = 16
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What one program does at a time: slots, words of a row, by so many warps."""
+    """What one program does at a time: slots, words of a row, and its warps."""
 
     slots: int
     words: int
@@ -71,7 +71,7 @@ class _Part:
 
 
 def _launches(parts: Sequence[_Part]) -> Iterator[tuple[_Part, _Part]]:
-    """Parts two by two, where they are alike; one that goes alone stands with itself."""
+    """Parts in pairs, where they are alike; a single one is paired with itself."""
     waiting = list(parts)
     while waiting:
         first = waiting.pop(0)
@@ -85,12 +85,13 @@ def verify_halves(sites: Sequence[Site], views: Sequence[torch.Tensor], ops: int
 
 
 def bind_verify(sites: Sequence[Site], views: Sequence[torch.Tensor], ops: int) -> list[_Bound]:
-    """The launches of :func:`verify_halves`; what changes is whether the forward reads what it is still to write."""
+    """The launches of :func:`verify_halves`; the changing argument is whether the forward reads what it has yet to
+    write."""
     parts = [_Part(site, geometry_of(view, site.layout.slot_axes)) for site, view in zip(sites, views, strict=True)]
     made = []
     for a, b in _launches(parts):
         space = a.site.space
-        assert space is not None  # of an engine's pool: others are scanned
+        assert space is not None  # an engine's pool: others are scanned
         made.append(_verify(a, b, space, ops))
         ops = 0
     return made
@@ -123,12 +124,13 @@ def _verify(a: _Part, b: _Part, space: SlotSpace, ops: int) -> _Bound:
 
 
 def most_listed(site: Site, space: SlotSpace) -> int:
-    """How many slots a grid is made for: no more can be listed; under a budget, fewer programs go through more."""
+    """How many slots a grid is made for: the most that can be listed; under a budget, fewer programs loop over more
+    slots."""
     return -(-site.layout.slots // (space.verify_every or USUAL_BY_BUDGET))
 
 
 def list_args(space: SlotSpace) -> dict[str, Any]:
-    """What a check of listed slots takes of their space."""
+    """The arguments that a check of listed slots takes from their space."""
     return dict(
         listed_ptr=space.listed,
         count_ptr=space.listed_count,
@@ -179,7 +181,7 @@ def _record_grid(n: int, device: torch.device, halves: int) -> tuple[int, int, i
 
 
 def _record(a: _Part, b: _Part, n: int, write_id: int, ops: int, planned: bool) -> BoundLaunch:
-    """The launch for about ``n`` slots; what changes is where the operands and the slots are, and how many."""
+    """The launch for about ``n`` slots; the changing arguments are the operands, the slots, and how many."""
     site, space, operand = a.site, a.site.space, a.operand or a.geometry
     mask, bits = poison_mask(site.layout.dtype) if site.checks & Check.POISON else (0, 1)
     tile = FEW if n <= FEW_SLOTS else MANY
@@ -218,7 +220,7 @@ def _record(a: _Part, b: _Part, n: int, write_id: int, ops: int, planned: bool) 
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """The launches of a record for K and V that lie in memory in one way.
+    """The launches of a record for one memory layout of K and V.
 
     Attributes:
         launches: each with how many halves it takes, and for the operand of each which of K and V it is, or None and
@@ -228,7 +230,7 @@ class _Form:
     launches: list[tuple[BoundLaunch, int, tuple[tuple[int | None, int], ...]]]
 
 
-#: Ways in which K and V lie in memory that a layer keeps launches for: their strides may go with the size of a batch.
+#: Memory layouts of K and V that a layer keeps launches for: their strides may depend on the batch size.
 MOST_FORMS = 256
 
 
@@ -283,7 +285,7 @@ class LayerRecord(layer.LayerRecord):
         operands: tuple[torch.Tensor | None, torch.Tensor | None],
         stream: torch.cuda.Stream | None,
     ) -> None:
-        """Launch for K and V that lie in memory as none did before."""
+        """Launch for K and V with a new memory layout."""
         if self._stamps is not self._control.stamps or len(self._forms) >= MOST_FORMS:
             self._forms, self._stamps = {}, self._control.stamps
         slots = plan.real_slots
@@ -323,5 +325,5 @@ def _rows_in_place(
     assert operand is not None
     if rows.data_ptr() != operand.data_ptr() or operand.shape[0] < rows.shape[0]:
         return _Rows(rows, False)
-    # of a single row, reshape() makes the stride to the next what it likes
+    # for a single row, reshape() may return any stride to the next
     return _Rows(rows.as_strided(rows.shape, (operand.stride(0), *rows.stride()[1:])), True)

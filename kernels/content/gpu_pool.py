@@ -24,9 +24,9 @@ SLOTS, WORDS = 8, 128
 
 
 def prepare(pool: PoolBytes) -> None:
-    """Make the tables of the launches: not from inside a CUDA graph, which cannot copy them from the host.
+    """Make the tables of the launches.  Not while a CUDA graph is captured, which cannot copy them from the host.
 
-    Tensors that lie in memory alike take one launch: most often all of a pool's.
+    Tensors with the same memory layout take one launch: usually all of a pool's.
     """
     groups: list[tuple[Geometry, list[int]]] = []
     for i, (site, view) in enumerate(zip(pool.sites, pool.views, strict=True)):
@@ -81,7 +81,7 @@ def _bind_listed(
 
 
 def _slot_args(pool: PoolBytes, members: tuple[int, ...]) -> dict[str, Any]:
-    """What a launch takes of the pool, and of tensors that lie in memory alike."""
+    """The arguments of a launch: from the pool, and from tensors with the same memory layout."""
     site, view, space = pool.sites[members[0]], pool.views[members[0]], pool.space
     geometry, words = geometry_of(view, site.layout.slot_axes), site.layout.words
     return dict(

@@ -41,7 +41,7 @@ def site_args(site: Site) -> dict[str, Any]:
 
 
 def digest_args(site: Site, slots: int = BLOCK_SLOTS, most_words: int = MAX_BLOCK_WORDS) -> dict[str, Any]:
-    """Those of the digests of a site, and of a tile that takes so many slots and words at a time."""
+    """Kernel arguments of a site's digests, and of a tile of slots and words."""
     words = site.layout.words
     return dict(
         coef_ptr=coefficients(words, site.half.digest.device),
@@ -69,7 +69,7 @@ def other_args(site: Site) -> dict[str, Any]:
 
 
 def strided_grid(n: int, slots: int, device: torch.device) -> int:
-    """Programs that share ``n`` slots, each taking so many at a time; at least one."""
+    """Programs that share ``n`` slots, each with a block at a time; at least one."""
     return max(1, min(-(-n // slots), _programs(device)))
 
 

@@ -1,8 +1,8 @@
-"""All that the checks of one layer need, made once for a graph: what a forward brings is its plan, K and V.
+"""All that the checks of one layer need, made once per graph; each forward adds its plan, K and V.
 
-Every way to a layer's checks goes through such a record: the ops around opaque attention, those in an engine's own
-graphs, and the calls of an engine that runs its layers from Python.  Here in plain torch, for the CPU; on a GPU
-:mod:`.gpu_layer` has the launches ready.
+All callers of a layer's checks use such a record: the ops around opaque attention, those in an engine's own graphs, and
+engines that run their layers from Python.  Here in plain torch, for the CPU; on a GPU :mod:`.gpu_layer` has bound
+launches.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LayerRecord:
         value: torch.Tensor | None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """Fingerprint the slots that the forward was planned to write.
+        """Fingerprint the slots that the forward planned to write.
 
         Args:
             plan: with its ``real_slots``.
@@ -91,7 +91,7 @@ def rows_of(
     """The operand of a half as the slots' rows, if it has one per planned token and is of the pool's type."""
     layout, n = half.site.layout, plan.slots.shape[0]
     operand = operands[half.place] if half.place < len(operands) else None
-    if plan.taken is not None:  # what a slot of several tokens holds is no token's K or V
+    if plan.taken is not None:  # a slot of several tokens holds the K or V of none
         return None
     if operand is None or not half.site.checks & Check.OPERAND or operand.dtype != layout.dtype:
         return None

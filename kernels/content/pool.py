@@ -1,4 +1,4 @@
-"""The bytes of slots in every tensor of an engine's pool, compared in one go: around a forward, and before a release.
+"""Compares the bytes of slots in every tensor of an engine's pool at once: around a forward, and before a release.
 
 In plain torch, for the CPU; on a GPU :mod:`.gpu_pool` does the same in a launch.
 """
@@ -38,7 +38,7 @@ def verify_listed(pool: PoolBytes, in_flight: bool, stream: torch.cuda.Stream | 
     What :func:`.cpu.verify_halves` does for the halves of a layer.
 
     Args:
-        in_flight: the forward reads what it writes itself, and has not yet.
+        in_flight: the forward reads slots that it has yet to write itself.
         stream: where to launch; None for the current one.
     """
     verify_halves(pool.sites, pool.views, 0, in_flight)
@@ -47,15 +47,16 @@ def verify_listed(pool: PoolBytes, in_flight: bool, stream: torch.cuda.Stream | 
 def verify_slots(
     pool: PoolBytes, slots: torch.Tensor, count: torch.Tensor | None, owners: torch.Tensor | None, phase: Phase
 ) -> None:
-    """Compare the bytes of slots with their digests, in all halves, and keep what was found: told once.
+    """Compare the bytes of slots with their digests, in all halves, and keep what was found, so that it is reported
+    once.
 
-    Slots without a digest are left out; which ones are due is the caller's to say, ``verify_fraction`` has no part.
+    Slots without a digest are skipped; the caller decides which ones are due, ``verify_fraction`` does not apply.
 
     Args:
         slots: integer ``[n]``, each slot once; negative ones are skipped.
         count: int32 ``[1]``, how many of them there are, the first ones; None for all.
-        owners: int64 ``[n]``, whose they are in a report; None for what is known now.
-        phase: stands in the report.
+        owners: int64 ``[n]``, the slots' owners for reports; None for the current ones.
+        phase: for the report.
     """
     slots = slots if count is None else slots[: int(count)]
     there = slots >= 0

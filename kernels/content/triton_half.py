@@ -252,7 +252,7 @@ def scan_kernel(
     recorded = inside & (stored1 != 0)
     share = tl.load(words_ptr + WORD_EVERY) if BY_BUDGET else every
     turn = (slot + tl.load(gate_ptr + GATE_STEP)) % share == 0
-    if COMING:  # what the write to come replaces is due now or never
+    if COMING:  # slots that the coming write replaces are always due
         epoch = tl.load(words_ptr + WORD_STEP) * 65536 + write_id
         turn = turn | (tl.load(stamp_ptr + slot, mask=recorded, other=-1) == epoch)
     due = checked & recorded & (now | turn | (lenient & shifted))

@@ -31,7 +31,7 @@ def digest_and_compare(
     """:func:`digest_of_rows`, and which rows [BLOCK] differ from those of the operand.
 
     Row and operand are read side by side.  Digested one after the other, a record of 64 slots waited for memory twice,
-    with the matrix product behind it: 39 us of a decode step of 32 layers (H200).
+    and delayed the matrix product after it: 39 us of a decode step of 32 layers (H200).
     """
     sum1 = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)
     sum2 = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)
@@ -72,7 +72,7 @@ def record_kernel(
     POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
     PLANNED: tl.constexpr,
 ):  # fmt: skip
-    """A bounded number of programs goes through the slots: with one each, their atomic adds took turns."""
+    """A bounded number of programs loops over the slots: with one each, their atomic adds were serialised."""
     other = tl.program_id(1) == 1
     base = tl.where(other, other_base, base)
     value_base = tl.where(other, other_value_base, value_base)
@@ -94,7 +94,7 @@ def record_kernel(
         live = slot >= 0
         at = tl.maximum(slot, 0)
         kept = live
-        if PLANNED:  # what a write received, but was not to write, keeps the digest of what belongs there
+        if PLANNED:  # received by the write but not planned: keeps its digest
             number = tl.load(planned_ptr + at, mask=live, other=0) + ((tl.load(clock_ptr).to(tl.int64) + 1) << 32)
             kept = live & (number >= 0) & (number < 4294967296)
         if TWO_AXES:

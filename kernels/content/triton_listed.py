@@ -36,7 +36,7 @@ def check_listed(
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, NEVER: tl.constexpr,
 ):  # fmt: skip
-    """One half: the grid's first row goes through the list, whatever its length, so that the launch can be captured."""
+    """One half: the grid's first row loops over the list, whatever its length, so that the launch can be captured."""
     if tl.program_id(0) == 0:
         tl.atomic_add(counters_ptr + COUNT_VERIFY_RUNS, tl.full([], 1, tl.int64))
     count = tl.load(count_ptr)

@@ -23,7 +23,7 @@ _COLUMNS: tl.constexpr = tl.constexpr(TABLE_COLUMNS)
 def half_of(table_ptr, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
     """What the table says of the half that this row of the grid is for.
 
-    An address from memory is aligned to nothing that the compiler knows of: ALIGNED is the caller's word for 16 bytes.
+    The compiler does not know the alignment of an address from memory: with ALIGNED the caller promises 16 bytes.
     """
     entry = table_ptr + tl.program_id(1) * _COLUMNS
     if UNIT == 4:
@@ -55,7 +55,7 @@ def verify_slots_kernel(
     PLANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, PHASE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """A fixed number of programs for each half goes through the list, whatever its length."""
+    """A fixed number of programs for each half loops over the list, whatever its length."""
     base, digest_ptr, seed1, seed2, half, _rows, _counters = half_of(table_ptr, UNIT, ALIGNED)
     count = tl.zeros([], tl.int32) + n
     if HAS_COUNT:

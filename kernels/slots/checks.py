@@ -27,7 +27,7 @@ from .tokens import (
     token_requests,
 )
 
-#: Positions of a row that are looked at together; bounds the scratch memory of a walk.
+#: Positions of a row that are processed together; bounds the scratch memory of a walk.
 CHUNK = 4096
 
 
@@ -44,7 +44,7 @@ def namespace_seed(namespaces: torch.Tensor | None, like: torch.Tensor) -> torch
 
 
 def table_slots(plan: RequestPlan, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The slots that the request table gives, as they stand there, in this pool's index space.
+    """The slots in the request table, unchecked, in this pool's index space.
 
     Args:
         requests, positions: int64, shapes that broadcast together.
@@ -68,7 +68,7 @@ def mapped(slots: torch.Tensor, slot_map: torch.Tensor | None) -> torch.Tensor:
 def walk(space: SlotSpace, plan: RequestPlan) -> None:
     """Before a forward: is every slot that attention will read the one it should be?
 
-    Stamps the slots it found sound and whose turn it is, so that the layers' content checks look at them.
+    Stamps the slots that passed and are due, for the layers' content checks.
     """
     space.clock.add_(1)
     space.counters[SpaceCount.FORWARDS] += 1
@@ -83,7 +83,7 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
 
 
 def _list_reads(space: SlotSpace, stamped: list[torch.Tensor]) -> None:
-    """List what was stamped, each slot once, for all layers: looking for the stamps would take a look at the pool."""
+    """List the stamped slots once for all layers: finding them by their stamps would scan the pool."""
     slots = torch.cat(stamped).unique() if stamped else space.listed[:0]
     slots = slots[slots != space.nowhere]
     space.listed[: slots.numel()] = slots.to(torch.int32)
@@ -91,7 +91,7 @@ def _list_reads(space: SlotSpace, stamped: list[torch.Tensor]) -> None:
 
 
 def walked(space: SlotSpace, plan: RequestPlan) -> int:
-    """How many positions of each request a walk looks at: from 0 on, in a ring from the window's first on."""
+    """How many positions of each request a walk checks: from 0 on, in a ring from the window's first on."""
     if plan.ring:
         return max((space.window or 1) - 1, 0)
     return min(plan.columns, plan.width)
@@ -268,7 +268,7 @@ def _behind_window(
 ) -> torch.Tensor:
     """bool ``[n]``: tokens of a long prefill that no later forward reads, so that they may be stored nowhere.
 
-    Never a request's newest token, which attention reads in this very forward.
+    Never a request's newest token, which attention reads in this forward.
     """
     if space.window is None:
         return torch.zeros_like(real)

@@ -19,7 +19,7 @@ class Event(enum.IntEnum):
     FORGET = 5
 
 
-#: After these nothing is known of a slot's bytes.
+#: After these a slot's bytes are unknown.
 RENEWING = (Event.ALLOCATE, Event.FORGET)
 
 
@@ -28,7 +28,7 @@ class EventRow(enum.IntEnum):
 
     EVENT = 0
     BEGIN = 1  # its first entry; it has those up to the next row's first
-    OWNER = 2  # hash of the id of the one who is named in the call, 0 if nobody is
+    OWNER = 2  # hash of the id named in the call, 0 if none
 
 
 class Events(NamedTuple):

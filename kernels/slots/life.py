@@ -43,7 +43,7 @@ def apply_one(
 
 
 def allocate(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
-    """Hand free slots to an owner.  What they held is forgotten.
+    """Allocate free slots to an owner.  Their content is forgotten.
 
     Args:
         slots: int64 ``[n]``.
@@ -66,7 +66,7 @@ def release(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
 
     Args:
         slots: int64 ``[n]``.
-        owner: hash of the id of the one that lets go, 0 if that is not known.
+        owner: hash of the id of the request that releases them, 0 if unknown.
     """
     findings, at = _checked(space, slots)
     flags, holder = space.flags[at], space.owners[at]
@@ -76,7 +76,7 @@ def release(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
         findings.add(Why.DOUBLE_FREE, free, holder, owner)
         findings.add(Why.FOREIGN_FREE, stranger & ~free, holder, owner)
     _report(findings, space, slots, at, owner)
-    # once its owner has let go, a shared slot belongs to nobody in particular
+    # after its owner's release, a shared slot has no particular owner
     leaves = (flags >= 2 * REFERENCE) & ((owner == 0) | (holder == owner))
     space.owners[at] = torch.where(leaves, 0, holder)
     dropped = torch.zeros_like(space.flags).scatter_add(0, at, torch.full_like(at, REFERENCE, dtype=torch.int32))
@@ -89,7 +89,7 @@ def release(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
 
 
 def share(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
-    """Add one reference to each slot: a shared slot is read by several and written by nobody.
+    """Add one reference to each slot: a shared slot may be read by several requests and written by none.
 
     Args:
         slots: int64 ``[n]``.
@@ -100,11 +100,11 @@ def share(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
         findings.add(Why.SHARE_AFTER_FREE, space.flags[at] < REFERENCE, owner, 0)
     _report(findings, space, slots, at, owner)
     space.flags.scatter_add_(0, at, torch.full_like(at, REFERENCE, dtype=torch.int32))
-    space.flags[space.nowhere] = 0  # what it takes must not pile up
+    space.flags[space.nowhere] = 0  # masked writes must not accumulate
 
 
 def hand_over(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
-    """Slots go to another owner with what they hold; the number of references stays.
+    """Slots get another owner and keep their content and references.
 
     Args:
         slots: int64 ``[n]``.
@@ -164,7 +164,7 @@ def reject(space: SlotSpace, slots: torch.Tensor) -> None:
 def forget(space: SlotSpace, slots: torch.Tensor) -> None:
     """Something is going to rewrite slots: who is in them is not known any more.
 
-    Reserved slots stay reserved, free ones free: nobody reads those before they are handed out and written again.
+    Reserved slots stay reserved, free ones free: these are not read before they are allocated and written again.
 
     Args:
         slots: int64 ``[n]``.
@@ -186,11 +186,11 @@ def report_outside(space: SlotSpace, slots: torch.Tensor) -> torch.Tensor:
 
 
 def report_taken(space: SlotSpace, rival: SlotSpace, slots: torch.Tensor, owner: int) -> None:
-    """Report slots that are handed out while another pool has them, in the same memory.
+    """Report slots that are allocated while another pool has them, in the same memory.
 
     Args:
         slots: int64 ``[n]``; those that do not exist are skipped.
-        owner: hash of the id of the request that they are handed to.
+        owner: hash of the id of the request that they are allocated to.
     """
     at = slots[(slots >= 0) & (slots < space.slots)]
     flags = rival.flags[at]

@@ -14,7 +14,7 @@ from .tokens import token_requests
 def plan_writes(space: SlotSpace, plan: RequestPlan) -> None:
     """Note the slots that the forward writes, before its walk.
 
-    Where prefixes are written in flight they are no concern of the walk, and are not marked.
+    Prefixes that are written in flight are legal, so their slots are not marked.
     """
     if plan.slots.shape[0] == 0 or plan.rows.shape[0] == 0:
         return

@@ -14,7 +14,7 @@ from ..findings import Findings
 from .checks import _check_identity, _check_place
 from .space import RequestPlan, SlotSpace
 
-#: Slots looked at together; bounds the scratch memory.
+#: Slots processed together; bounds the scratch memory.
 CHUNK = 1 << 17
 
 
@@ -25,8 +25,8 @@ class ListedSlots:
     Attributes:
         slots: as they are listed.
         positions: of their tokens.
-        before: the slot of the token before; -1 where nobody says which.
-        owners: hash of the id of the one that they belong to; 0 where nobody says.
+        before: the slot of the token before; -1 if unknown.
+        owners: hash of the id of their owner; 0 if unknown.
         namespaces: of the prefix that each is in.
         tokens: what the cache takes the slot's token to be; -1 where it does not say.
     """

@@ -1,4 +1,4 @@
-"""The shadow of a pool whose slots an engine hands out: who is in each slot, and who may be.
+"""The shadow of a pool whose slots an engine allocates: who is in each slot, and who may be.
 
 One *slot space* per pool, shared by all its layers: 32 bytes a slot.  The functions that work on it are in
 :mod:`.checks` (each forward) and :mod:`.life` (when the engine's allocator moves slots), the
@@ -22,7 +22,7 @@ class Flag(enum.IntFlag):
 
     WRITTEN = 1  # holds a token
     RESERVED = 2  # takes the padding of a batch; no token may live there
-    NAMELESS = 4  # holds a token that nobody named: its identity is not checked
+    NAMELESS = 4  # holds a token of unknown identity, which is not checked
     REJECTED = 8  # holds a drafted token that the target did not accept: to be overwritten, not to be read
     PLANNED = 16  # the forward that begins writes it, and no request may read what another writes; until check_writes
 
@@ -67,7 +67,7 @@ class SlotSpace:
     A check wants everything about a slot at once, and slots are scattered over the pool: what is known of a slot
     therefore lies side by side in ``block``, and the other buffers are its columns.
 
-    The last entry of each buffer belongs to no slot: it takes what a masked write skips.
+    The last entry of each buffer belongs to no slot: masked writes go there.
 
     Attributes:
         block: int32 ``[slots + 1, COLUMNS]``.
@@ -76,7 +76,7 @@ class SlotSpace:
         listed: int32 ``[slots]``, the slots whose ``reads`` is ``clock``, in any order; not kept by the reference.
         listed_count: int32 ``[1]``, how many they are.
         clock: number of the forward that is running.
-        space_id: stands where a half's number stands in a violation's record.
+        space_id: takes the place of a half's number in a violation's record.
         token_offset: the slot of position p holds the token of position p + token_offset (an EAGLE draft's: 1).
         window: slots of a request that attention still reads, the newest ones; None for all.
         verify_every: a step checks the bytes of the slots with ``(slot + step) % verify_every == 0``, where the step
@@ -207,7 +207,7 @@ class RequestPlan:
         tokens: integer ``[n]``, the ids of the added tokens, request after request.
         slots: integer ``[n]``, where they go.
         positions: integer ``[n]`` or None.
-        owners: int64 ``[bs]``, hashes of the requests' ids; 0 where nobody said whose a request is: it is no stranger.
+        owners: int64 ``[bs]``, hashes of the requests' ids; 0 if unknown: such a request is foreign to no slot.
         namespaces: int64 ``[bs]`` or None.
         table: integer ``[requests, width]``, pages of each request (slots, with a page size of 1).
         slot_map: integer ``[n]`` or None, from the slots in ``table`` to this pool's, -1 or 0 where there is none.
@@ -225,7 +225,7 @@ class RequestPlan:
         reads: what the forward reads, where that does not follow from what it writes; None: this plan.
         taken: int64 ``[n]`` or None, the batch's tokens that this plan's are, where it has fewer: a write that
             received a slot for each token of the batch received these.
-        in_flight: some request's prefix has slots that another request writes in this very forward.
+        in_flight: some request's prefix has slots that another request writes in this forward.
         padding_row: a request with this row is padding, wherever it stands in the batch: its tokens go to reserved
             slots or to none.  None: there is no such row.
     """
@@ -267,7 +267,7 @@ class RequestPlan:
     def to(self, device: torch.device) -> RequestPlan:
         """The plan for a pool of this device; itself, if nothing of it is elsewhere.
 
-        Kernels follow addresses, whosever they are.  A device can read pinned memory of the host.
+        Kernels follow addresses on any device.  A device can read pinned host memory.
         """
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         moved: dict[str, Any] = {

@@ -73,8 +73,8 @@ def life_kernel(
 ):  # fmt: skip
     """What an allocator's calls do to slots, in the order of the calls.
 
-    The program that has the first entry of a page does all that happens to its slots, so that nobody waits for anybody:
-    it looks for the page among the entries from there on.
+    The program with the first entry of a page applies all calls to its slots, so that no program waits for another: it
+    searches the later entries for the page.
     """
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     j = begin + tl.arange(0, BLOCK)
@@ -98,7 +98,7 @@ def life_kernel(
         named = inside & (reserved == 0)
         zero = tl.zeros_like(slot)
         blank = zero.to(tl.int32)
-        # what a call reports is as it was when the call began, also of a slot that it names twice
+        # a call reports the state from before the call, also for a slot that it names twice
         call, flags0, holder0, token0, position0 = tl.zeros_like(j) - 1, flags, holder, token, position
         done = j - 1
         for c0 in range(begin // SCAN * SCAN, n, SCAN):
@@ -162,7 +162,7 @@ def life_kernel(
                 tl.store(gone_ptr + lane, tl.where(gone, slot, -1), mask=now & (told != 0))
                 tl.store(holders_ptr + lane, holder0, mask=now & (told != 0))
 
-                # once its owner has let go, a shared slot belongs to nobody in particular
+                # after its owner's release, a shared slot has no particular owner
                 leaves = (shared & ((owner == 0) | (holder0 == owner))) | (left == 0)
                 holder = tl.where(release & leaves, 0, tl.where(allocate | hand_over, owner, holder))
                 flags = tl.where(release, after, tl.where(share, flags + REFERENCE, flags))
@@ -185,7 +185,7 @@ def life_kernel(
         tl.store(own + COLUMN_FLAGS, flags, mask=named)
         tl.store(wide_ptr + at * SPACE_WIDE + WIDE_CHAIN, chain, mask=named)
         tl.store(wide_ptr + at * SPACE_WIDE + WIDE_OWNER, holder, mask=named)
-        if tl.max(tl.max(blank, axis=1), axis=0) != 0:  # their bytes are nobody's any more
+        if tl.max(tl.max(blank, axis=1), axis=0) != 0:  # their bytes belong to no request
             if HAS_IMPORTED:
                 tl.store(imported_ptr + at, blank - blank, mask=blank != 0)
             for plane in range(planes):

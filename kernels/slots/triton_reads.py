@@ -199,7 +199,7 @@ def walk_kernel(
         )  # fmt: skip
         torn = chain != base + tl.cumsum(tl.where(live, link, 0), axis=0)
         suspect = live & ((named == 0) | free | foreign | rejected | planned | wrong | misplaced | strange | torn)
-        if tl.max(suspect.to(tl.int32), axis=0) != 0:  # what is wrong is worked out only where something may be
+        if tl.max(suspect.to(tl.int32), axis=0) != 0:  # details only where something may be wrong
             follows = named & (position > first)
             before = table_slot(
                 table_ptr, row, row_stride, page_stride, table_rows, columns, position - 1, map_ptr, map_size, follows,

@@ -1,4 +1,4 @@
-"""What the Triton kernels of the identity checks share: the words they read, and how a failure is told.
+"""What the Triton kernels of the identity checks share: the words they read, and how a failure is reported.
 
 The kernels are in :mod:`.triton_reads` and :mod:`.triton_writes`, their launches in :mod:`.gpu`.
 """
@@ -71,7 +71,7 @@ def table_slot(
 
 @triton.jit
 def note(bits, why, stored, found, live, bad, expected, got, checks, REASON: tl.constexpr):
-    """Note a failed check, if it is one of ``checks``: every one leaves its bit, the first is the one that is told."""
+    """Note a failed check, if it is one of ``checks``: each sets its bit, the first one gives the reason."""
     CHECK: tl.constexpr = REASON // REASONS_BELOW
     WHY: tl.constexpr = REASON % REASONS_BELOW
     bad = bad & live & ((checks & CHECK) != 0)

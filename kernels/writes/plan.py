@@ -78,7 +78,7 @@ class WritePlan:
         selectors: one per slot axis of the layout, or a single ``FLAT`` one.
         write_id: number of the write in its graph.
         ahead: its slots are known, and its bounds checked, before it runs.
-        own_rows: what is checked then are the rows that it goes to; other writes of the graph go to the others.
+        own_rows: only the rows of this write are checked then; other writes of the graph go to the others.
         wraps: a negative index counts from the end (indexing does, index_copy_ and scatter_ do not).
         skips: -1 means "no slot", as in a serving engine's slot_mapping.
     """
@@ -185,7 +185,7 @@ class WritePlan:
         value = value.to(layout.dtype)
         n = resolved.slots.shape[0]
         if self.selectors[0].kind is Select.FLAT:
-            return value.reshape(-1, *layout.row_shape)[:n]  # a store kernel goes by the slots: the rest is padding
+            return value.reshape(-1, *layout.row_shape)[:n]  # as many rows as slots; the rest is padding
         if any(s.kind is Select.GRID for s in self.selectors):
             for dim, size in enumerate(resolved.grid):
                 size = layout.shape[dim] if dim in layout.row_axes else size

@@ -21,7 +21,7 @@ def update_rows(site: Site, slots: torch.Tensor, last_position: torch.Tensor | N
     if not layout.has_rows or slots.numel() == 0:
         return
     live = slots >= 0
-    row = torch.where(live, slots // layout.positions, layout.rows)  # one row more takes what is skipped
+    row = torch.where(live, slots // layout.positions, layout.rows)  # one extra row for skipped writes
     last = torch.full((layout.rows + 1,), -1, dtype=torch.int64, device=slots.device)
     last = last.scatter_reduce(0, row, slots % layout.positions, "amax")[:-1]
     length = torch.zeros(layout.rows + 1, dtype=torch.int64, device=slots.device)
