@@ -10,6 +10,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api
 
 from kvcanary_fx.adapters import huggingface
+from kvcanary_fx.adapters.huggingface import paged_cache
+from kvcanary_fx.adapters.huggingface.groups import Group
 from kvcanary_fx.proof import tiny
 
 PAGE = 4
@@ -28,7 +30,9 @@ def prompts(*lengths: int, shared: int = 0, seed: int = 0) -> list[list[int]]:
 
 def configs(new: int = 12, sequences: int = 1, **settings: Any) -> tuple[GenerationConfig, ContinuousBatchingConfig]:
     """A small paged cache, and batches in which a prompt is prefilled in several chunks."""
-    batching = ContinuousBatchingConfig(**{"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 16} | settings)
+    batching = ContinuousBatchingConfig(
+        **{paged_cache.page_setting(): PAGE, "num_blocks": 64, "max_batch_tokens": 16} | settings
+    )
     generation = GenerationConfig(
         max_new_tokens=new, do_sample=sequences > 1, num_return_sequences=sequences, eos_token_id=-1, pad_token_id=0
     )
@@ -73,14 +77,14 @@ def planted(monkeypatch: Any, before: Plant | None = None, after: Plant | None =
     monkeypatch.setattr(continuous_api.ContinuousBatchProcessor, "prepare_next_batch", prepare_next_batch)
 
 
-def allocator_of(processor: Any, layer: int) -> Any:
-    return processor.cache.layer_to_allocator[layer]
+def group_of(processor: Any, layer: int) -> Group:
+    return next(g for g in paged_cache.groups_of(processor.cache, 1, str) if layer in g.layers)
 
 
 def flip(processor: Any, layer: int, half: int, request: str, position: int) -> None:
     """Flip one bit of K (0) or V (1) of a request's token."""
-    allocator = allocator_of(processor, layer)
-    place = position % getattr(allocator, "sliding_window", 1 << 30)
-    block = allocator.block_table[request][place // PAGE]
-    row = allocator._kv_token_views[layer][half][block * allocator.block_physical_stride + place % PAGE]
-    row.view(torch.int32)[-1, -1] ^= 1 << 9
+    group = group_of(processor, layer)
+    place = position % (group.window or 1 << 30)
+    block = group.allocator.block_table[request][place // PAGE]
+    halves = group.tensors()[list(group.layers).index(layer)]
+    halves[half][block, place % PAGE].view(torch.int32)[-1, -1] ^= 1 << 9

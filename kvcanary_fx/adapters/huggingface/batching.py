@@ -7,6 +7,7 @@ not the rest of the model is compiled.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +20,7 @@ from ...engine.session import EngineSession
 from ...errors import CanaryError, UnguardedForwardError
 from ...install import install_canary
 from ..hooks import hook
-from .blocks import BlockLife
-from .groups import Group
+from . import paged_cache
 
 log = logging.getLogger("kvcanary")
 
@@ -91,20 +91,18 @@ class GuardedProcessor:
         self.processor, self._model, self._before = processor, model, before
         cache, names = processor.cache, attention_names(model)
         requests = processor.cb_config.max_requests_per_batch
-        self._groups = [
-            Group(name, allocator, requests, lambda i: names.get(i, f"layers.{i}"))
-            for name, allocator in cache.cache_allocators.items()
-        ]
+        self._groups = paged_cache.groups_of(cache, requests, lambda i: names.get(i, f"layers.{i}"))
         session = install_canary(*[g.pool() for g in self._groups], config=config, **install)
         assert session is not None  # with mode="off" nothing of this is set up
         self.session: EngineSession = session
         self._layers = EagerLayers(session)
         self._of_layer = {number: group for group in self._groups for number in group.layers}
-        life = BlockLife(cache, [(group, session.pools[group.name]) for group in self._groups])
+        life = paged_cache.watch_blocks(cache, [(group, session.pools[group.name]) for group in self._groups])
         life.watch_offloading(processor.offloading_manager)
         self._warming_up = False
         hook(processor, "warmup", self._warmup)
         hook(processor, "_generation_step", self._step)
+        self._update_arguments = inspect.signature(cache.update)
         hook(cache, "update", self._update)
         cache.update = torch.compiler.disable(cache.update)
         session.mark_ready()
@@ -168,22 +166,22 @@ class GuardedProcessor:
     def _update(
         self,
         original: Callable[..., Any],
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        kwargs: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's write and read, with the checks of its slots around."""
         if not self._layers.running:
             if not self._warming_up:
                 why = "transformers ran a batch that it had not prepared before: please report it, with its version"
                 self.session.report_lost(UnguardedForwardError(type(self._model).__name__, self._names(), why))
-            return original(key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
-        group = self._of_layer[layer_idx]
-        layer, written = group.layers[layer_idx], kwargs["write_index"][group.index]
+            return original(*args, **kwargs)  # type: ignore[no-any-return]
+        given = self._update_arguments.bind(*args, **kwargs).arguments
+        number = given["layer_idx"]
+        group = self._of_layer[number]
+        layer, written = group.layers[number], given.get("kwargs", given)["write_index"][group.index]
         self._layers.verify(layer)
-        attended: tuple[torch.Tensor, torch.Tensor] = original(key_states, value_states, layer_idx, kwargs)
-        key, value = (states.squeeze(0).transpose(0, 1) for states in (key_states, value_states))
+        attended: tuple[torch.Tensor, torch.Tensor] = original(*args, **kwargs)
+        key, value = (given[states].squeeze(0).transpose(0, 1) for states in ("key_states", "value_states"))
         self._layers.record(layer, key, value, group.slots_of(written))
         return attended
 

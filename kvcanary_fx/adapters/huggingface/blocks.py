@@ -31,7 +31,10 @@ class BlockLife:
         #: Shadows of requests that are to leave for host memory, by request and group.
         self._leaving: dict[tuple[str, str], ShadowSlice] = {}
         self._keep_leaving = False
-        for group, _ in groups:
+        self._watch(cache)
+
+    def _watch(self, cache: Any) -> None:
+        for group, _ in self._groups.values():
             self._watch_allocator(group)
             self._watch_ledger(group)
         hook(cache.pool, "get_free_blocks", self._take)

@@ -45,26 +45,36 @@ class Group:
         room = allocator.num_blocks * self.page if self.window is None else self.window
         device = allocator.cache_tensor.device
         self.table = torch.full((requests, room // self.entry), -1, dtype=torch.int32, device=device)
-        self.trash = range(2 * allocator.blocks_per_sector * self.page)
 
     def pool(self) -> KVPool:
         """The tensors of all layers, as views of the cache."""
-        tensor = self.allocator.cache_tensor
-        rows = tensor.view(-1, *tensor.shape[2:])  # K and V of a token lie apart, so they are rows of their own
-        blocks = rows.view(-1, self.stride, *rows.shape[1:])
-        pages = blocks.split(self.page, dim=1)
         return KVPool(
-            layers=list(zip(pages[0::2], pages[1::2], strict=True)),
+            layers=self.tensors(),
             request_table=self.table,
             name=self.name,
             layer_names=list(self.layers.values()),
             paged=True,
             table_page_size=self.entry,
             slots_from=self.field,
-            reserved=tuple(self.trash),
+            reserved=tuple(self.trash()),
             window=self.window,
             ring=self.window is not None,
         )
+
+    def tensors(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each layer, ``[blocks, page, heads, head_dim]`` each, as views of the cache."""
+        tensor = self.allocator.cache_tensor
+        rows = tensor.view(-1, *tensor.shape[2:])  # K and V of a token lie apart, so they are rows of their own
+        pages = rows.view(-1, self.stride, *rows.shape[1:]).split(self.page, dim=1)
+        return list(zip(pages[0::2], pages[1::2], strict=True))
+
+    def trash(self) -> range:
+        """Slots of padding, which no request ever has."""
+        return range(2 * self.allocator.blocks_per_sector * self.page)
+
+    def hand_back(self, blocks: Sequence[int]) -> None:
+        """Put blocks on the free list, whoever has them: a fault, which the self-proof plants."""
+        self.allocator.pool.free_blocks(self.index, blocks)
 
     @property
     def field(self) -> str:

@@ -18,7 +18,9 @@ from ...config import CanaryConfig
 from ...proof import tiny
 from ...proof.doctor import Finding
 from ...reports.summary import muted
+from . import paged_cache
 from .generate import attach, batch_session
+from .groups import Group
 
 #: Plants a fault in a cache, or in a processor of batches that has a batch prepared.
 Plant = Callable[[Any], None]
@@ -94,7 +96,9 @@ def _batch(plant: Plant | None) -> tuple[str, ...]:
     results = model.generate_batch(
         _PROMPTS,
         generation_config=GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0),
-        continuous_batching_config=ContinuousBatchingConfig(page_size=4, num_blocks=32, max_batch_tokens=16),
+        continuous_batching_config=ContinuousBatchingConfig(
+            **{paged_cache.page_setting(): 4}, num_blocks=32, max_batch_tokens=16
+        ),
     )
     session = batch_session(model)
     session.sweep.run()
@@ -116,22 +120,27 @@ def _flip(cache: Any) -> None:
 
 
 def _flip_in_block(processor: Any) -> None:
-    allocator = processor.cache.layer_to_allocator[1]
-    block = next(iter(allocator.block_table.values()))[0]
-    keys = allocator._kv_token_views[1][0]
-    keys[block * allocator.block_physical_stride].view(torch.int32)[0, 0] ^= 1
+    group = _group_of_layer(processor, 1)
+    block = next(iter(group.allocator.block_table.values()))[0]
+    keys, _ = group.tensors()[list(group.layers).index(1)]
+    keys[block, 0].view(torch.int32)[0, 0] ^= 1
 
 
 def _free_early(processor: Any) -> None:
-    allocator = processor.cache.layer_to_allocator[1]
-    blocks = [table[0] for table in allocator.block_table.values() if len(table) > 1]
+    group = _group_of_layer(processor, 1)
+    blocks = [table[0] for table in group.allocator.block_table.values() if len(table) > 1]
     for _ in range(3):  # a shared block has several references
-        allocator.pool.free_blocks(allocator.index, blocks[:1])
+        group.hand_back(blocks[:1])
 
 
 def _misread(processor: Any) -> None:
     index = processor.inputs_and_outputs.read_index_storage[0]
     index[2] = index[1]
+
+
+def _group_of_layer(processor: Any, number: int) -> Group:
+    groups = paged_cache.groups_of(processor.cache, 1, str)
+    return next(group for group in groups if number in group.layers)
 
 
 @contextlib.contextmanager
