@@ -18,11 +18,10 @@ from torch import fx
 
 from .accesses import Accesses
 from .attention_reads import AttentionReads
+from .loops import REORDERS, Loops
 from .names import function_name, half_named, source_name
 from .selection import At, Full, Indexed, Part, Selection, Span, Unreadable, selected_by
 from .writes import KVWrite, without_slots
-
-_REORDERS = ("movedim", "moveaxis", "permute", "transpose", "swapaxes", "swapdims")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,19 +51,19 @@ class Destination:
     turned: tuple[int, ...] = ()
 
 
-def destinations(write: KVWrite, found: Accesses, reads: AttentionReads) -> list[Destination]:
+def destinations(write: KVWrite, found: Accesses, reads: AttentionReads, loops: Loops) -> list[Destination]:
     """The regions that a write goes to: one, or K and V."""
     view = found.values[write.region]
     if write.half is not None:
         return [Destination(Region(write.region, (write.half,)), [Full()] * (view.dim() - 1))]
     if write.opaque is not None:
-        return [Destination(region, None) for region in _opaque_regions(write, found, reads)]
+        return [Destination(region, None) for region in _opaque_regions(write, found, reads, loops)]
     if write.flat is not None:
         return [Destination(Region(write.region), [Full()] * view.dim())]
     given: Selection = [Full()] * view.dim() if write.selection is None else write.selection
-    node, selection, turned = _with_rows(write.region, given, found, reads, _may_turn(write, given, found))
+    node, selection, turned = _with_rows(write.region, given, found, reads, loops, _may_turn(write, given, found))
     source, constant = reads.source_of(node), [a for a, p in enumerate(selection) if _is_constant(p)]
-    rows = {a for a in constant if reads.is_row_axis(source, a)}
+    rows = {a for a in constant if reads.is_row_axis(source, a) or loops.is_row_axis(node, a)}
     tokens = {a for a in constant if reads.is_token_axis(source, a)}
     fixed, rest = _fix(selection, rows, tokens)
     halves = _kv_axis(node, selection, write, found, reads)
@@ -91,7 +90,7 @@ def _is_constant(part: Part) -> bool:
 
 
 def _with_rows(
-    node: fx.Node, selection: Selection, found: Accesses, reads: AttentionReads, may_turn: bool = False
+    node: fx.Node, selection: Selection, found: Accesses, reads: AttentionReads, loops: Loops, may_turn: bool = False
 ) -> tuple[fx.Node, Selection, tuple[int, ...]]:
     """The tensor whose sequences or tokens are picked one by one, in place of ``node``, some of them; the selection in
     it; and the order of the operand's axes in it, () if that is the write's.
@@ -110,7 +109,8 @@ def _with_rows(
             break
         parent, axis, part = picked
         source = reads.source_of(parent)
-        if not reads.is_row_axis(source, axis) and not reads.is_token_axis(source, axis):
+        shown = reads.is_row_axis(source, axis) or reads.is_token_axis(source, axis)
+        if not shown and not loops.is_row_axis(parent, axis):
             break
         places = [axes.index(a) for a in range(len(axes))]  # of the axes of ``whole`` among those of ``node``
         within = [selection[p] for p in places]
@@ -139,7 +139,7 @@ def _may_turn(write: KVWrite, selection: Selection, found: Accesses) -> bool:
 def _before_reordering(node: fx.Node, found: Accesses) -> tuple[fx.Node, list[int]]:
     """``(whole, axes)``: of what ``node`` is a view that only reorders axes, and which of its axes each one is."""
     axes = list(range(int(found.values[node].dim())))
-    while function_name(node) in _REORDERS and node.args and isinstance(node.args[0], fx.Node):
+    while function_name(node) in REORDERS and node.args and isinstance(node.args[0], fx.Node):
         sizes = torch.Size(range(2, 2 + len(axes)))
         turned = getattr(torch.empty(sizes, device="meta"), function_name(node))(*node.args[1:], **node.kwargs)
         own = [size - 2 for size in turned.shape]
@@ -276,10 +276,10 @@ def _dims_of(part: Indexed, found: Accesses) -> int:
     return int(found.values[part.tensor].dim())
 
 
-def _opaque_regions(write: KVWrite, found: Accesses, reads: AttentionReads) -> list[Region]:
+def _opaque_regions(write: KVWrite, found: Accesses, reads: AttentionReads, loops: Loops) -> list[Region]:
     """Where a write goes that hides where: K and V, if the tensor holds both, [2, ...] or [pages, 2, ...]."""
     node = without_slots(write.region, found.values)
-    node, _, _ = _with_rows(node, [Full()] * found.values[node].dim(), found, reads)
+    node, _, _ = _with_rows(node, [Full()] * found.values[node].dim(), found, reads, loops)
     if write.slot_axes:
         return [Region(write.region)]
     view, source = found.values[node], reads.source_of(node)

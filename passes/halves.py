@@ -17,6 +17,7 @@ from .attention_reads import AttentionReads, SlotAxes
 from .axis_flow import Source
 from .destinations import Destination, Region, destinations
 from .graph_plan import Kind
+from .loops import AMBIGUOUS, Loops, place
 from .names import function_name, has_kv_name, module_path, source_name, state_named
 from .pool_names import PoolName, pool_name
 from .returned_caches import Returned
@@ -79,6 +80,7 @@ class Half:
     read_as: str | None = None
     attention: frozenset[fx.Node] = frozenset()
     reads: tuple[tuple[int, int], ...] | None = None  # of a half that is only read, see SitePlan
+    part_of: fx.Node | None = None  # the tensor of all heads, where the graph writes them one by one
 
     @property
     def pool(self) -> str:
@@ -116,6 +118,7 @@ class _Builder:
 
     def __init__(self, found: Accesses, reads: AttentionReads, declared_axes: DeclaredAxes):
         self.found, self.reads, self.declared_axes = found, reads, declared_axes
+        self.ambiguous: set[fx.Node] = set()  # inputs of which nobody can tell what an axis counts
 
     def halves_of(self, root: fx.Node, by_layer: bool) -> list[Half]:
         accesses = self.found.of(root)
@@ -127,11 +130,17 @@ class _Builder:
         self, root: fx.Node, writes: list[KVWrite], accesses: list[Access], by_layer: bool = False
     ) -> list[Half]:
         grouped: dict[Any, list[tuple[KVWrite, Destination]]] = {}
+        loops = Loops(root, writes, self.found, self.reads)
+        if loops.ambiguous:
+            self.ambiguous.add(root)
         for write in writes:
-            for to in destinations(write, self.found, self.reads):
+            for to in destinations(write, self.found, self.reads, loops):
                 layer = module_path(write.node) if by_layer else ""
                 grouped.setdefault((layer, _key(to.region, self.found)), []).append((write, to))
-        return [self._half(root, group, accesses) for group in grouped.values()]
+        halves = [self._half(root, group, accesses) for group in grouped.values()]
+        for half, group in zip(halves, grouped.values(), strict=True):
+            half.part_of = loops.part_of([write for write, _ in group])
+        return halves
 
     def _half(self, root: fx.Node, group: list[tuple[KVWrite, Destination]], accesses: list[Access]) -> Half:
         region = group[0][1].region
@@ -217,8 +226,7 @@ class Sum:
 
 def _key(region: Region, found: Accesses) -> tuple[Any, ...]:
     """Identity of a region inside its storage; symbolic sizes compare by expression."""
-    view = region.of(found.values[region.node])
-    return (str(view.storage_offset()), *map(str, view.shape), *map(str, view.stride()))
+    return place(region.of(found.values[region.node]))
 
 
 def _slot_axes(group: list[tuple[KVWrite, Destination]], view: torch.Tensor, shown: SlotAxes | None) -> SlotAxes:
@@ -297,7 +305,7 @@ def find_halves(
         why = _not_a_pool(root, found)
         if why is None:
             made = builder.halves_of(root, by_layer=declared(root) > 1)
-            why = None if declared(root) else _not_kv(made, root, found)
+            why = None if declared(root) else AMBIGUOUS if root in builder.ambiguous else _not_kv(made, root, found)
             if why is None:
                 halves += made
         if why is not None:

@@ -59,7 +59,9 @@ def _number(halves: list[Half], loose: list[Half]) -> None:
 def _are_several(halves: list[Half]) -> bool:
     """Whether what one module writes is the cache of several layers: of several attentions."""
     together = _read_together(halves)
-    return len(together) > 1 if together and sum(map(len, together)) == len(halves) else len(halves) > 2
+    if together and sum(map(len, together)) == len(halves):
+        return len(together) > 1
+    return len({id(h.part_of or h) for h in halves}) > 2  # the heads of one tensor are one
 
 
 def _read_together(halves: list[Half]) -> list[list[Half]]:
@@ -125,12 +127,19 @@ def _are_siblings(first: Half, second: Half, found: Accesses) -> bool:
     """Whether two halves are ``kv[0]`` and ``kv[1]`` of a layer."""
     if first.attention and second.attention and first.attention != second.attention:
         return False
+    if _are_heads(first, second):
+        return False
     labels = _known_as(first), _known_as(second)
     if labels[0] is not None and labels[0] == labels[1]:
         return False
     return (
         _are_ends(first.name, second.name) and _same_kind(first, second, found) and not _is_computed_from(second, first)
     )
+
+
+def _are_heads(first: Half, second: Half) -> bool:
+    """Whether two halves are heads of one tensor."""
+    return first.part_of is not None and first.part_of is second.part_of
 
 
 def _are_ends(first: PoolName, second: PoolName) -> bool:
@@ -198,7 +207,7 @@ def _label(halves: list[Half]) -> None:
     writes K first.
     """
     labels = [_known_as(h) for h in halves]
-    if len(halves) == 2:
+    if len(halves) == 2 and not _are_heads(*halves):
         labels = _of_two(halves, labels)
     for half, label in zip(halves, labels, strict=True):
         half.label = label or "KV"

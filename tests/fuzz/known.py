@@ -8,8 +8,6 @@ from fuzz.program import Program
 from fuzz.reports import HIDDEN
 from fuzz.write_idioms import UNSHOWN
 
-_BY_ROW = ("row_loop", "row_index_copy", "rows_unbound")
-_BY_PART = (*_BY_ROW, "head_loop", "heads_split")
 _LEGAL = ("prompt", "reset", "crop", "crop_zero", "reorder", "prefill", "turns", "new_cache")
 
 
@@ -30,9 +28,6 @@ KNOWN: dict[str, Callable[[Program], bool]] = {
     ),
     "no attention in the graph, K and V written at once to a tensor called keys": lambda p: (
         bool(p.breaks) and p.container == "layered" and p.way.unit == "both"
-    ),
-    "no attention in the graph, a loop over rows or heads: the parts of one half are taken for K and V": lambda p: (
-        bool(p.breaks) and p.idiom in _BY_PART
     ),
     "no attention in the graph, an op hides the slots: two sequences are taken for K and V": lambda p: (
         bool(p.breaks) and p.idiom in HIDDEN and p.sizes.batch == 2
