@@ -188,7 +188,7 @@ def test_batches_are_proved_where_the_config_has_no_page_size(monkeypatch):
             return theirs(page_size=block_size, **others)
 
     if HAS_ALLOCATORS:
-        monkeypatch.setattr(transformers, "ContinuousBatchingConfig", WithBlocks)
+        monkeypatch.setattr("transformers.ContinuousBatchingConfig", WithBlocks)
     clean_run = next(proof.examine_batches())
     assert clean_run.ok, clean_run.told
 
