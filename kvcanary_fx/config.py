@@ -41,7 +41,7 @@ ADAPTER_PREFIXES = ("KVCANARY_VLLM_",)
 MOST_TURNS = 1 << 30
 MOST_RECORDS = 1 << 24
 
-#: What ``budget="auto"`` stands for on a GPU, where neither a budget nor a ``verify_fraction`` was given.
+#: What ``budget="auto"`` means on a GPU if neither a budget nor a ``verify_fraction`` is given.
 GPU_BUDGET: float | None = 0.01
 
 
@@ -55,18 +55,18 @@ class CanaryConfig:
             hands the graph to the inner backend untouched.
         inner: the backend that compiles the rewritten graph: a name torch.compile knows, or a callable.
         checks: the checks to run, at least one, of :data:`CHECKS`; :data:`ENGINE_CHECKS` need an engine's session.
-        budget: how much longer a guarded step may take, ``"1%"`` or 0.01: the share of the slots whose bytes are
-            checked each step follows from it, and the summary says within which time each is; None: all of them in
+        budget: how much longer a guarded step may take, ``"1%"`` or 0.01.  It sets the share of the slots whose bytes
+            are checked each step; the summary says within which time each slot is checked.  None: all of them in
             each step.  ``"auto"``: 1 % on a GPU, None on a CPU.
-        verify_fraction: in the place of a budget, a fixed share of the recorded slots whose bytes are checked each
+        verify_fraction: instead of a budget, a fixed share of the recorded slots whose bytes are checked each
             step, ``"1/N"``; each slot is checked within N steps.  None: as the budget says.
-        verify_after: whether an engine's session checks the bytes of what a forward read behind it as well, which finds
-            what is written to them while it runs: True, False, or ``"auto"``: on a CPU, where all are checked before.
+        verify_after: whether an engine's session checks the bytes of what a forward read again after it, which finds
+            writes to them while it runs: True, False, or ``"auto"``: on a CPU, if all are checked before.
         digest_bits: bits of content digest stored per slot, layer and half: 32 or 64.
-        placement: where the checks of an engine's layers run on a GPU, those of opaque attention and those that an
-            engine calls: ``"side"``, on a stream of their own beside the model's, or ``"inline"``, in the model's own.
+        placement: where the checks of an engine's layers run on a GPU (those of opaque attention, and those that an
+            engine calls): ``"side"``, on a stream of their own beside the model's, or ``"inline"``, in the model's own.
             Inline is for engines that capture a graph in pieces with our ops in them: a piece cannot end while a check
-            runs beside it.  Elsewhere checks run inline.
+            runs beside it.  All other checks run inline.
         rewrite_writes: replace KV writes by an op that writes in place, where Inductor would copy the pool:
             True for every write, False for none; ``"auto"`` under Inductor for writes to a part of a tensor
             (K and V, or all layers, in one), which it copies whole.
@@ -103,11 +103,11 @@ class CanaryConfig:
 
     @property
     def verify_every(self) -> int:
-        """N of ``verify_fraction = 1/N``; 1 without it."""
+        """N of ``verify_fraction = 1/N``; 1 if it is not set."""
         return 1 if self.verify_fraction is None else Fraction(self.verify_fraction).denominator
 
     def budget_on(self, device: torch.device) -> float | None:
-        """How much longer a step of this device may take, as a fraction; None where the share of slots is fixed."""
+        """How much longer a step of this device may take, as a fraction; None if the share of slots is fixed."""
         if self.verify_fraction is not None:
             return None
         asked = _budget_of(self.budget)
@@ -117,18 +117,18 @@ class CanaryConfig:
         return asked
 
     def verify_every_on(self, device: torch.device) -> int:
-        """The ``verify_every`` of what lies on this device: N of 1/N, or that the budget's word says it."""
+        """The ``verify_every`` of tensors on this device: N of 1/N, or a marker that the budget's word holds it."""
         return self.verify_every if self.budget_on(device) is None else BY_BUDGET
 
     def verifies_after(self, device: torch.device) -> bool:
-        """Whether the bytes of a pool on this device are checked behind a forward as well."""
+        """Whether the bytes of a pool on this device are checked after a forward as well."""
         if self.verify_after == "auto":
             return device.type == "cpu" and self.verify_every_on(device) == 1
         return bool(self.verify_after)
 
     @property
     def rewrite(self) -> bool | Literal["parts"]:
-        """What the pass of that name is asked for."""
+        """The options of the pass of that name."""
         if self.rewrite_writes == "auto":
             return "parts" if self.inner == "inductor" else False
         return self.rewrite_writes
@@ -166,8 +166,8 @@ class CanaryConfig:
 def asked_for(environ: Mapping[str, str] | None = None) -> bool:
     """Whether an engine that loads us as a plugin is to be guarded: ``KVCANARY_MODE`` is set, and is not ``off``.
 
-    Unlike elsewhere there is no default: that the package is installed must change nothing.  Other settings without
-    the mode are told, since whoever set them expects a guard.
+    Unlike elsewhere there is no default: installing the package must change nothing.  Other settings without the mode
+    are reported, since whoever set them expects a guard.
 
     Raises:
         UnknownSettingError: a ``KVCANARY_`` variable names no setting, such as a misspelt ``KVCANARY_MODE``.
@@ -182,7 +182,7 @@ def asked_for(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def eager_inputs_without_copy(environ: Mapping[str, str] | None = None) -> bool:
-    """What the variable of that name asks for.
+    """The value of the boolean variable of that name.
 
     Raises:
         InvalidSettingError: it is neither true nor false.
@@ -212,7 +212,7 @@ def resolve(config: CanaryConfig | None, options: Mapping[str, Any] | None) -> t
 
 
 def _require_theirs(key: str) -> None:
-    """Refuse an option that was meant for us and would go to the inner backend, which may drop it without a word."""
+    """Refuse an option that was meant for us and would go to the inner backend, which may drop it silently."""
     prefix, dot, _ = key.partition(".")
     meant = bool(dot) and difflib.SequenceMatcher(None, prefix.lower(), OPTION_PREFIX[:-1]).ratio() > 0.75
     if meant or key in names():
@@ -338,7 +338,7 @@ def _is_inner(value: Any) -> bool:
 
 
 def _is_directory_to_be(value: Any) -> bool:
-    """Whether the directory can be made, or is there, and written to; so that no graph is lost for want of it."""
+    """Whether the directory exists or can be made, and can be written to; so that no graph is lost later."""
     if value is None:
         return True
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
@@ -383,7 +383,7 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "fals
 
 
 def _parse(name: str, text: str) -> Any:
-    """The value that an environment variable's text stands for; ``text`` itself if it stands for none."""
+    """The value of an environment variable's text; ``text`` itself if it is not a literal."""
     if name == "checks":
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if name in ("digest_bits", "ring_capacity"):
@@ -394,10 +394,10 @@ def _parse(name: str, text: str) -> Any:
 
 
 def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings that variables stand for, by the variable.
+    """The settings in the environment, by the variable.
 
     Raises:
-        UnknownSettingError: a variable that begins like ours and is none.
+        UnknownSettingError: a variable has our prefix and is not a setting.
     """
     settable = {ENV_PREFIX + n.upper(): n for n in names() if n != "on_violation"}
     found = {}

@@ -1,4 +1,4 @@
-"""Every error a user can meet but :class:`~.violation.KVCacheViolation`, one class and one message template each."""
+"""Every error of the package except :class:`~.violation.KVCacheViolation`: one class, one message template each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class UnguardedForwardError(CoverageError):
     def __init__(self, module: str, layers: Sequence[str], why: str | None = None):
         """
         Args:
-            layers: those that were guarded before.
+            layers: the layers that were guarded before.
             why: the cause and the way out; None if Dynamo does not say.
         """
         named = ", ".join(layers[:4]) + (f" and {len(layers) - 4} more" if len(layers) > 4 else "")
@@ -46,7 +46,7 @@ class UnguardedForwardError(CoverageError):
 
 
 class RecompileLimitError(CoverageError):
-    """Dynamo gave up compiling a guarded function, so it runs eagerly from here on, unguarded."""
+    """Dynamo gave up compiling a guarded function: from now on it runs eagerly, unguarded."""
 
     def __init__(self, function: str, limit: str, value: object, reason: object):
         super().__init__(
@@ -57,7 +57,7 @@ class RecompileLimitError(CoverageError):
 
 
 def _fewer_compiles(reason: object) -> str:
-    """What makes Dynamo compile a function less often, by its last reason to compile it again."""
+    """How to make Dynamo recompile a function less often, by its last reason to recompile."""
     text = str(reason)
     if "BACKEND_MATCH" in text or "different backend" in text:
         return (
@@ -105,7 +105,7 @@ class ConcurrentUseError(CanaryError):
 
 
 class CaptureError(CanaryError):
-    """A CUDA graph is being captured over something that was not prepared."""
+    """A CUDA graph is being captured over a graph or cache that was not prepared."""
 
     def __init__(self, what: str):
         super().__init__(
@@ -122,14 +122,14 @@ class UnknownSettingError(CanaryError, ValueError):
 
 
 class InvalidSettingError(CanaryError, ValueError):
-    """A setting with a value that it cannot have."""
+    """A setting with an invalid value."""
 
     def __init__(self, name: str, where: str, value: object, expected: str):
         super().__init__(f"setting {name!r} in {where} is {value!r}; it must be {expected}.")
 
 
 class LintError(CanaryError):
-    """The lint found something and was asked to be strict."""
+    """The lint found something, and ``lint="raise"`` is set."""
 
     def __init__(self, findings: Sequence[str]):
         super().__init__(
@@ -168,7 +168,7 @@ class UnloadableTargetError(CanaryError):
 
 
 class EngineError(CanaryError, ValueError):
-    """An engine described its pools, or used a session, in a way that cannot be."""
+    """An engine described its pools, or used a session, in a way that is invalid."""
 
 
 class UnknownLayerError(CanaryError, LookupError):
@@ -183,7 +183,7 @@ class UnknownLayerError(CanaryError, LookupError):
 
 
 class SelfTestError(CanaryError, RuntimeError):
-    """A check stayed silent about a planted fault, or spoke without one."""
+    """A check did not report a planted fault, or reported one that was not there."""
 
     def __init__(self, failed: Sequence[tuple[str, str, Sequence[str]]]):
         lines = [

@@ -1,4 +1,4 @@
-"""The session of a serving engine: it knows the pools, the requests and the plan of each forward.
+"""The session of a serving engine, which knows the pools, the requests and the plan of each forward.
 
 ::
 
@@ -46,13 +46,13 @@ def install_canary(
     """Guard the pools of an engine.
 
     Args:
-        pools: at least one; groups of layers with slot numbers of their own are pools of their own.
-        config: None stands for the environment's settings.
+        pools: at least one; each group of layers with its own slot numbers is a pool.
+        config: None takes the environment's settings.
         max_requests, max_tokens: sizes of the largest batch, where CUDA graphs are captured.
         sweep_every: steps between two sweeps over all written slots, 0 for none.
         health_every: steps between two proofs that every layer's writes are recorded, 0 for none.
         stats_every: steps between two log lines with the counts, 0 for none.
-        window_report_every: steps between two log lines that tell how the groups of a hybrid model differ
+        window_report_every: steps between two log lines on how the groups of a hybrid model differ
             (:meth:`EngineSession.window_report`), 0 for none.
         self_test: plant one fault per check on scratch pools of the same layout first, and refuse to start where
             one is not reported.  Takes some seconds.
@@ -62,8 +62,8 @@ def install_canary(
         The session; None if the canary is off.
 
     Raises:
-        EngineError: pools that cannot be, or share a name.
-        SelfTestError: ``self_test``, and a check does not work here.
+        EngineError: pools are invalid, or share a name.
+        SelfTestError: with ``self_test``, a check does not work here.
         UnknownSettingError, InvalidSettingError: a setting that does not exist, or a value it cannot have.
     """
     resolved = override(CanaryConfig.from_env() if config is None else config, settings, "install_canary()")

@@ -1,8 +1,8 @@
-"""Where a write goes: what is fixed about a destination (layer, K or V) and what the step selects in it (slots).
+"""Where a write goes: the fixed part of a destination (layer, K or V), and what the step selects in it (slots).
 
-``kv[layer][0, :, pos] = k`` is a write to the region ``kv[layer][0]`` at ``[:, pos]``.  Two things cannot be told from
-the index alone, and are told from how attention reads the tensor (:mod:`.attention_reads`): a constant index may be a
-sequence's (``keys[row][:, pos] = k[row]`` in a loop over rows) or a token's (``keys.select(2, pos)``, where the graph
+``kv[layer][0, :, pos] = k`` is a write to the region ``kv[layer][0]`` at ``[:, pos]``.  Two things do not follow from
+the index alone, and are taken from how attention reads the tensor (:mod:`.attention_reads`): a constant index may be a
+sequence's (``keys[row][:, pos] = k[row]`` in a loop over rows) or a token's (``keys.select(2, pos)``, if the graph
 was compiled for one position), and K and V may be written at once (``kv[:, slots] = torch.stack([k, v])``: two
 regions).
 """
@@ -41,8 +41,8 @@ class Destination:
 
     Attributes:
         selection: what the write selects in it; None when opaque.
-        part: the index of what it receives in the write's operand; () for all of it.
-        turned: the operand's axes in the order of the region's, where the write sees those in another; () if not.
+        part: the index into the write's operand of what it receives; () for all of it.
+        turned: the operand's axes in the region's order, if the write sees them in another order; () if not.
     """
 
     region: Region
@@ -92,11 +92,11 @@ def _is_constant(part: Part) -> bool:
 def _with_rows(
     node: fx.Node, selection: Selection, found: Accesses, reads: AttentionReads, loops: Loops, may_turn: bool = False
 ) -> tuple[fx.Node, Selection, tuple[int, ...]]:
-    """The tensor whose sequences or tokens are picked one by one, in place of ``node``, some of them; the selection in
-    it; and the order of the operand's axes in it, () if that is the write's.
+    """The tensor that replaces ``node``, one whose sequences or tokens (or some of them) are picked one by one; the
+    selection in it; and the order of the operand's axes in it, () if that is the write's.
 
     Args:
-        may_turn: follow the axes of a sequence that come in another order: ``keys[row].transpose(0, 1)[pos] = k``.
+        may_turn: follow a sequence's axes in another order, too: ``keys[row].transpose(0, 1)[pos] = k``.
     """
     turned = list(range(sum(not isinstance(p, At) for p in selection)))
     while True:
@@ -120,7 +120,7 @@ def _with_rows(
             within[axis] = part
         else:
             break
-        # an axis of which one index was picked is none of the operand's
+        # the operand lacks an axis of which one index was picked
         own = [p for p in places if not isinstance(selection[p], At)]
         left = [p for p in range(len(axes)) if not isinstance(selection[p], At)]
         node, selection, turned = parent, within, [turned[left.index(p)] for p in own]
@@ -128,7 +128,7 @@ def _with_rows(
 
 
 def _may_turn(write: KVWrite, selection: Selection, found: Accesses) -> bool:
-    """Whether a write's operand has an axis for each of those that it is written to, in their order."""
+    """Whether a write's operand has one axis for each axis of its destination, in that order."""
     if write.value is None:
         return True
     plain = all(isinstance(p, Full | Span) or (isinstance(p, Indexed) and _dims_of(p, found) == 1) for p in selection)
@@ -137,7 +137,7 @@ def _may_turn(write: KVWrite, selection: Selection, found: Accesses) -> bool:
 
 
 def _before_reordering(node: fx.Node, found: Accesses) -> tuple[fx.Node, list[int]]:
-    """``(whole, axes)``: of what ``node`` is a view that only reorders axes, and which of its axes each one is."""
+    """``(whole, axes)``: the tensor of which ``node`` is a view that only reorders axes, and each one's axis in it."""
     axes = list(range(int(found.values[node].dim())))
     while function_name(node) in REORDERS and node.args and isinstance(node.args[0], fx.Node):
         sizes = torch.Size(range(2, 2 + len(axes)))
@@ -148,7 +148,7 @@ def _before_reordering(node: fx.Node, found: Accesses) -> tuple[fx.Node, list[in
 
 
 def _picked_from(node: fx.Node, found: Accesses) -> tuple[fx.Node, int, Part] | None:
-    """``(parent, axis, part)`` where a node is a constant part of an axis of its parent, and nothing else."""
+    """``(parent, axis, part)`` if a node is a constant part of one axis of its parent, and nothing else."""
     parent = node.args[0] if node.args else None
     if isinstance(parent, fx.Node) and node.target is operator.getitem and function_name(parent) == "unbind":
         whole = parent.args[0]
@@ -177,7 +177,7 @@ def _fix(selection: Selection, rows: set[int], tokens: set[int]) -> tuple[tuple[
     """``(constant index, the rest)``: constant integers, and constant slices of the last axes, are structure.
 
     Args:
-        rows, tokens: axes whose constant integer is a sequence's or a token's, and so part of a slot's number.
+        rows, tokens: axes whose constant integer is a sequence or a token, and so part of a slot's number.
     """
     shown = rows | tokens
     last_indexed = max((a for a, p in enumerate(selection) if isinstance(p, Indexed)), default=-1)
@@ -199,7 +199,7 @@ def _constant(part: Part) -> Any:
 
 
 def _moves(part: Part, axis: int, selection: Selection, last_indexed: int) -> bool:
-    """Whether a part says which slots are written, and not which layer or half."""
+    """Whether a part selects slots, not a layer or half."""
     if isinstance(part, Indexed):
         return True
     if isinstance(part, Span):
@@ -209,7 +209,7 @@ def _moves(part: Part, axis: int, selection: Selection, last_indexed: int) -> bo
 
 
 def _kv_axis(node: fx.Node, selection: Selection, write: KVWrite, found: Accesses, reads: AttentionReads) -> int | None:
-    """The axis along which a write puts K and V at once; None if it writes one of them."""
+    """The axis along which one write stores both K and V; None if it writes one of them."""
     view, source = found.values[node], reads.source_of(node)
     for axis, part in enumerate(selection[:-1]):
         if not isinstance(part, Full) or not isinstance(view.shape[axis], int) or view.shape[axis] != 2:
@@ -221,7 +221,7 @@ def _kv_axis(node: fx.Node, selection: Selection, write: KVWrite, found: Accesse
 
 
 def _is_stacked(write: KVWrite, axis: int, selection: Selection, found: Accesses) -> bool:
-    """Whether the operand is a ``stack`` of two along an axis of a tensor that is not called K or V itself."""
+    """Whether the operand is a ``stack`` of two along an axis, and the tensor is not called K or V itself."""
     value = write.value
     if value is None or function_name(value) != "stack" or half_named(_input_name(write, found)) is not None:
         return False
@@ -240,7 +240,7 @@ def _input_name(write: KVWrite, found: Accesses) -> str:
 def _parts(
     write: KVWrite, selection: Selection, axis: int, found: Accesses
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
-    """What K and V get of the operand; None where the parts would not have the axes of a write to one half."""
+    """The operand's parts for K and V; None if these would not have the axes of a write to one half."""
     indexed = [a for a, p in enumerate(selection) if isinstance(p, Indexed)]
     if write.grid is not None:
         return None  # the index has the axis, too
@@ -257,7 +257,7 @@ def _parts(
 
 
 def _operand_axis(write: KVWrite, selection: Selection, axis: int, found: Accesses) -> int:
-    """The axis of a write's operand that goes along an axis that the write takes whole; negative if it has none."""
+    """The axis of a write's operand that matches an axis that the write takes whole; negative if it has none."""
     left = [a for a, p in enumerate(selection) if not isinstance(p, At)]
     indexed = [left.index(a) for a, p in enumerate(selection) if isinstance(p, Indexed)]
     assert write.value is not None
@@ -277,7 +277,7 @@ def _dims_of(part: Indexed, found: Accesses) -> int:
 
 
 def _opaque_regions(write: KVWrite, found: Accesses, reads: AttentionReads, loops: Loops) -> list[Region]:
-    """Where a write goes that hides where: K and V, if the tensor holds both, [2, ...] or [pages, 2, ...]."""
+    """The regions of a write that hides its slots: K and V, if the tensor holds both, [2, ...] or [pages, 2, ...]."""
     node = without_slots(write.region, found.values)
     node, _, _ = _with_rows(node, [Full()] * found.values[node].dim(), found, reads, loops)
     if write.slot_axes:

@@ -1,9 +1,9 @@
-"""Writes in a loop over sequences or heads, where no attention shows what an axis counts: ``keys[b][:, pos] = k[b]``.
+"""Writes in a loop over sequences or heads, if no attention shows what an axis counts: ``keys[b][:, pos] = k[b]``.
 
 Constant indices of a destination's axis may be sequences, heads, or K and V.  If index ``i`` of the axis is written
-from index ``i`` of one tensor, for every ``i``, that axis goes along the tensor's: K and V are two tensors.  It counts
-sequences if it is the first, or tokens stand before it; heads otherwise.  Only two indices of an axis of two may be K
-and V after all, which were computed as one tensor: then a name has to say it.
+from index ``i`` of one tensor, for every ``i``, that axis is the tensor's: K and V would be two tensors.  It counts
+sequences if it is the first axis, or if the tokens' axis stands before it; heads otherwise.  Only two indices of an
+axis of two may be K and V after all, computed as one tensor: then a name has to say it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .writes import KVWrite
 
 REORDERS = ("movedim", "moveaxis", "permute", "transpose", "swapaxes", "swapdims")
 
-#: Why a cache is not guarded of which nobody can tell what its axis of two counts.
+#: Why a cache is not guarded if nothing shows what its axis of two counts.
 AMBIGUOUS = (
     "it is written at the constants 0 and 1 of an axis of two, and nothing in this graph says whether these are "
     "sequences, heads, or K and V: put the write and the attention into one graph, call it keys, values or kv, "
@@ -53,7 +53,7 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """One index of an axis that one write goes to, and where in the operand that comes from."""
+    """The one index of an axis that a write goes to, and the operand's index that it comes from."""
 
     whole: fx.Node
     axis: int
@@ -88,12 +88,12 @@ class Loops:
             self.loops.append(Loop(whole, axis, operand, nodes, steps[0].of_rows))
 
     def is_row_axis(self, node: fx.Node, axis: int) -> bool:
-        """Whether a loop goes over the sequences that an axis of a value counts."""
+        """Whether a loop runs over an axis of a value, and that axis counts sequences."""
         whole = place(self.found.values[node])
         return any(loop.of_rows and loop.axis == axis and loop.whole == whole for loop in self.loops)
 
     def part_of(self, writes: Sequence[KVWrite]) -> fx.Node | None:
-        """The tensor of which some writes put one part: a head."""
+        """The tensor of which some writes store one part: a head."""
         nodes = {w.node for w in writes}
         return next((loop.operand for loop in self.loops if not loop.of_rows and nodes <= loop.nodes), None)
 
@@ -104,7 +104,7 @@ def place(view: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _steps(write: KVWrite, found: Accesses) -> Iterator[_Step]:
-    """The constants of a write's destination: in its own index, or else in that of the view that it goes to."""
+    """The constants of a write's destination: in its own index, or else in that of the view that it writes."""
     if write.value is None or write.selection is None or write.opaque is not None or write.flat is not None:
         return
     ints = {a: p.index for a, p in enumerate(write.selection) if isinstance(p, At) and isinstance(p.index, int)}
@@ -132,13 +132,13 @@ def _steps(write: KVWrite, found: Accesses) -> Iterator[_Step]:
 
 
 def _is_first(axis: int, moved: set[int], fixed: set[int], left: int) -> bool:
-    """Whether an axis counts sequences: none but tokens stand before it, and behind tokens it is not the heads'."""
+    """Whether an axis counts sequences: only tokens may stand before it, and after tokens it must not be the heads'."""
     before = set(range(axis)) - fixed
     return not before or (before <= moved and left == 3)
 
 
 def _turned(node: fx.Node, found: Accesses) -> list[int] | None:
-    """Which axis of its operand each axis of a reordering is."""
+    """The operand's axis for each axis of a reordering."""
     if not node.args or not isinstance(node.args[0], fx.Node):
         return None
     sizes = torch.Size(range(2, 2 + found.values[node].dim()))
@@ -147,7 +147,7 @@ def _turned(node: fx.Node, found: Accesses) -> list[int] | None:
 
 
 def one_picked(node: fx.Node, found: Accesses) -> tuple[fx.Node, int, int] | None:
-    """``(parent, axis, index)`` where a node is one constant index of an axis, kept or not, and nothing else."""
+    """``(parent, axis, index)`` if a node is one constant index of an axis, kept or not, and nothing else."""
     given = node.args[0] if node.args else None
     if node.target is operator.getitem and isinstance(given, fx.Node) and isinstance(node.args[1], int):
         name, whole = function_name(given), given.args[0] if given.args else None
@@ -169,7 +169,7 @@ def one_picked(node: fx.Node, found: Accesses) -> tuple[fx.Node, int, int] | Non
 
 
 def _constant(part: Any) -> int | None:
-    """The index of a part that is one constant."""
+    """The index, if a part is one constant."""
     if isinstance(part, At):
         return part.index if isinstance(part.index, int) else None
     if not isinstance(part, Span) or not isinstance(part.start, int):
@@ -183,7 +183,7 @@ def _minus(stop: Any, start: int) -> int | None:
 
 
 def _dealt(steps: Sequence[_Step], found: Accesses) -> fx.Node | None:
-    """The tensor whose every index goes to the same index of the destination's axis; None if there is no such."""
+    """The tensor whose every index goes to the same index of the destination's axis; None if there is none."""
     operands: dict[Any, fx.Node] = {}
     indices: set[int] = set()
     size: Any = 0
@@ -204,7 +204,7 @@ def _dealt(steps: Sequence[_Step], found: Accesses) -> fx.Node | None:
 
 
 def _expression(node: fx.Node) -> Any:
-    """What a view is of what: a loop makes the same one in each round."""
+    """Identity of a view: a loop makes the same view in each iteration."""
     if function_name(node) not in (*REORDERS, "getitem", "select", "unbind") or node.kwargs:
         return node
     return (function_name(node), *(_expression(a) if isinstance(a, fx.Node) else repr(a) for a in node.args))

@@ -1,4 +1,4 @@
-"""What an engine's session knows beyond its graphs: the running forward's plans, whose slots they are, its pools."""
+"""What an engine's session knows beyond its graphs: the running forward's plans, the owners of slots, its pools."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EngineHooks(Hooks):
     """The answers of an engine.
 
     Attributes:
-        measures_calls: False: of an engine, steps are measured.
+        measures_calls: False: an engine is timed by its steps.
     """
 
     measures_calls = False
@@ -60,7 +60,7 @@ class EngineHooks(Hooks):
         )
 
     def _require_forward(self, call: BoundCall) -> None:
-        """Refuse a call of a guarded graph that no forward is around."""
+        """Refuse a call of a guarded graph outside a forward."""
         if not call.opaque and all(half.space is None for half in call.halves):
             return
         if capturing():
@@ -75,17 +75,17 @@ class EngineHooks(Hooks):
             )
 
     def before_drain(self) -> bool:
-        """Tell the devices what the allocators said; rows of the warm-up do not count."""
+        """Send the allocators' calls to the devices; rows of the warm-up do not count."""
         self._steps.flush()
         return self._steps.ready
 
     def decode(self, row: Sequence[int]) -> Violation | None:
-        """The record of a row about one of the engine's pools, with the request whose slot it is."""
+        """The record of a row about one of the engine's pools, with the request that owns the slot."""
         running = self._steps.running
         return self._blame.decode(row, running.plans if running is not None else {}, self._observers.health.last_plans)
 
     def checks_without_inputs(self) -> dict[str, str]:
-        """The checks that cannot run in this session, each with what they lack."""
+        """The checks that cannot run in this session, each with what it lacks."""
         return self._observers.checks_without_inputs()
 
     def checks_in_part(self) -> dict[str, str]:

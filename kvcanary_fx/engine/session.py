@@ -33,8 +33,8 @@ class EngineSession(CanarySession):
     Attributes:
         pools: the pools by name.
         inputs: the persistent buffers of a step's inputs, shared by captured and eager forwards.
-        own_inputs: those of pools with batches of their own, by the batch's field.
-        observers: what looks at the pools between steps; ``sweep``, ``health``, ``windows`` and ``given`` are theirs.
+        own_inputs: the same for pools with their own batches, by the batch's field.
+        observers: they inspect the pools between steps; ``sweep``, ``health``, ``windows`` and ``given`` are theirs.
         backend: for ``torch.compile(model, backend=session.backend)``.
     """
 
@@ -72,7 +72,7 @@ class EngineSession(CanarySession):
 
     @property
     def steps(self) -> int:
-        """Steps of the engine that ended well so far."""
+        """Steps of the engine that ended without an error."""
         return self._stepping.done
 
     @property
@@ -87,7 +87,7 @@ class EngineSession(CanarySession):
         return next(iter(self.pools.values()))
 
     def mark_ready(self) -> None:
-        """End the warm-up: what capture and dummy batches wrote and read is forgotten, checks count from here."""
+        """End the warm-up: forget what capture and dummy batches wrote and read; checks count from here."""
         self._stepping.require_open()
         self.drain()
         for pool in self.pools.values():
@@ -100,7 +100,7 @@ class EngineSession(CanarySession):
         self._stepping.mark_ready()
 
     def close(self) -> None:
-        """End the session: read what the devices still have; later steps are an error.
+        """End the session: read what is left on the devices; later steps are an error.
 
         Raises:
             SessionStateError: it is closed already, or a step is running.
@@ -108,10 +108,10 @@ class EngineSession(CanarySession):
         self._stepping.close()
 
     def step(self, batch: Any = None) -> contextlib.AbstractContextManager[EngineSession]:
-        """One outer step of the engine: fills the step inputs; sweeps, drains and tells at the end.
+        """One outer step of the engine: fills the step inputs; sweeps, drains and reports at the end.
 
         Raises:
-            SessionStateError: a step is running already, or the session is closed.
+            SessionStateError: a step is already running, or the session is closed.
             StepInputError: the batch does not fit.
             KVCacheViolation: mode ``raise``, and a check failed.
         """
@@ -120,18 +120,18 @@ class EngineSession(CanarySession):
 
     @functools.cached_property
     def _weight(self) -> tuple[torch.device, int]:
-        """The device of the pools, and how many ops of ours a step launches there, about."""
+        """The device of the pools, and about how many of our ops a step launches there."""
         pools = [p.declared for p in self.pools.values()]
         return pools[0].device, 2 * sum(len(p.layers) + 1 for p in pools)
 
     def forward(self, index: int = 0, batch: Any = None) -> contextlib.AbstractContextManager[None]:
-        """One forward of the model: checks what it is about to read and write, remembers what it wrote.
+        """One forward of the model: checks what it is about to read and write, records what it wrote.
 
         Nested calls with the same index belong to the outermost one.
 
         Args:
-            index: 0 is the target's; a draft that runs several forwards counts them.  Violations have it.
-            batch: what this forward reads and writes, if it is not what the step was given.
+            index: 0 is the target's; a draft with several forwards counts them.  Violations carry it.
+            batch: what this forward reads and writes, if it differs from the step's batch.
 
         Raises:
             SessionStateError: no step is running, or another forward is.
@@ -141,18 +141,18 @@ class EngineSession(CanarySession):
         return inner if self.pace is None else self.pace.forward(inner)
 
     def flush(self) -> None:
-        """Let the devices know what the allocators said so far, see :meth:`EnginePool.flush`.
+        """Send the allocators' calls so far to the devices, see :meth:`EnginePool.flush`.
 
-        Every step, forward and look does it by itself.  Call it before a CUDA graph is captured, and before the bytes
-        of slots that were just released are rewritten outside a forward.
+        Every step, forward and read of violations does it by itself.  Call it before a CUDA graph is captured, and
+        before the bytes of slots that were just released are rewritten outside a forward.
 
         Raises:
-            EngineError: a CUDA graph is being captured, and there is something to tell.
+            EngineError: a CUDA graph is being captured, and there is something to send.
         """
         self._stepping.flush()
 
     def _look(self) -> None:
-        """In raise mode, raise what was found so far."""
+        """In raise mode, raise the violations found so far."""
         if self.config.mode == "raise" and not capturing():
             self.drain()
             self._raise_new()
@@ -182,23 +182,23 @@ class EngineSession(CanarySession):
     def flag(self) -> torch.Tensor:
         """int64 ``[2]`` on the device of the first pool: violations ever, violations read.
 
-        They differ while something waits to be read, so an engine can copy them along with the sampled tokens and
+        They differ while violations wait to be read, so an engine can copy them along with the sampled tokens and
         ask for :meth:`violations` only then.
         """
         self.flush()
         return self.controls(next(iter(self.pools.values())).declared.device).flag
 
     def owners(self, request_ids: Sequence[RequestId]) -> torch.Tensor:
-        """Request ids as a batch may have them on the device: int64 ``[bs]`` on that of the first pool.
+        """Request ids for a batch with ids on the device: int64 ``[bs]`` on the first pool's device.
 
-        A captured loop of forwards reads the tensor at each replay; refill it with those of the requests to come.
+        A captured loop of forwards reads the tensor at each replay; refill it with the ids of the next requests.
         """
         device = next(iter(self.pools.values())).declared.device
         require_ids(request_ids)
         return torch.tensor(self.ids.hashes(request_ids), dtype=torch.int64, device=device)
 
     def stats(self) -> EngineStats:
-        """Counts since the session was ready; waits for the devices."""
+        """Counts since the session is ready; waits for the devices."""
         counts = self.observers.stats(super().stats())
         if self.pace is None:
             return dataclasses.replace(counts, compared_every=self.config.verify_every)
@@ -217,7 +217,7 @@ class EngineSession(CanarySession):
     # ---- digests
 
     def digest(self, slots: Slots, pool: str | None = None, what: str = "identity") -> int:
-        """64 bits over slots, to be compared between ranks or the two ends of a transfer.
+        """64-bit digest of slots, to compare between ranks or the two ends of a transfer.
 
         Args:
             what: ``identity`` (tokens, positions, chain: equal on all ranks) or ``content`` (bytes: equal where
@@ -231,7 +231,7 @@ class EngineSession(CanarySession):
     def compare_digests(
         self, mine: int, theirs: int, request: RequestId | None = None, pool: str | None = None
     ) -> bool:
-        """Report a violation of the digest check if two digests differ; whether they agree.
+        """Report a violation of the digest check if two digests differ; returns whether they agree.
 
         Raises:
             KVCacheViolation: mode ``raise``, and they differ.

@@ -1,4 +1,4 @@
-"""The inputs of one engine step, in buffers that stay where they are: one registry for captured and eager steps.
+"""The inputs of one engine step, in buffers with fixed addresses: one registry for captured and eager steps.
 
 A CUDA graph reads the addresses it was captured over, so each step's inputs are copied to the same place::
 
@@ -9,7 +9,7 @@ A CUDA graph reads the addresses it was captured over, so each step's inputs are
     inputs.fill_from(batch)
     view = inputs.view(padded_bs=64, padded_tokens=64)   # view.input_ids: [64], the same address each step
 
-What a batch does not have this step is None in the view, never what the step before left in the buffer.
+A field that the batch lacks this step is None in the view, never the previous step's contents.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .gathered import Gathered, numbers_of, plain_numbers
 from .step_slot import StepSlot, as_tensor, require_pad, shape_text
 from .step_view import Axis, StepView
 
-#: What a slot is filled from: a tensor, or numbers of the host.
+#: Source of a slot: a tensor, or numbers on the host.
 Source: TypeAlias = "torch.Tensor | array[int]"
 
 
@@ -37,14 +37,14 @@ class StepInputs:
         device: where the buffers are.
         max_requests, max_tokens: room to reserve along each axis, rounded up to a power of two.  Without them
             the buffers are built for the first batch, and a larger one moves them: give them before capturing.
-        no_copy: hand the batch's own tensors through where they have the slot's dtype and device, as long as
+        no_copy: pass the batch's own tensors through if they have the slot's dtype and device, as long as
             nothing is frozen and no padding is asked for.  Their addresses are the batch's: call
-            :meth:`freeze` before the view that a CUDA graph is captured over.
-        tokens_per_request: the batch-axis slot that says how many tokens each request has; what a view's
-            token slots follow when its requests are sliced.  None, or None in a step: one token per request.
+            :meth:`freeze` before you take the view that a CUDA graph is captured over.
+        tokens_per_request: the batch-axis slot with the number of tokens of each request; a view's
+            token slots follow it when its requests are sliced.  None, or None in a step: one token per request.
 
     Attributes:
-        step: number of the step, the engine's to set.
+        step: number of the step, set by the engine.
     """
 
     def __init__(
@@ -68,19 +68,19 @@ class StepInputs:
         self._batch: Any = None
         # This step's slots: None, the slot's buffer, or with no_copy the batch's own tensor.
         self._filled: dict[str, torch.Tensor | None] = {}
-        # This step's real sizes; the slot that gave each is kept for messages.
+        # This step's real sizes; the slot that set each is kept for error messages.
         self._sizes: dict[Axis, tuple[str, int]] = {}
-        # Tensors born in inference mode could not be written outside of it.
+        # Tensors made in inference mode could not be written outside it.
         with torch.inference_mode(False):
             self._counts = torch.zeros(3, dtype=torch.int64, device=device)
         self._gathered = Gathered(self._counts.device)
         self._filling = self._together = False  # a fill is running, and its copies are gathered
-        self._captured = False  # what is being filled is part of a graph
-        self._real_counts: torch.Tensor | None = None  # this step's, from the device
-        self._owned: set[int] | None = None  # addresses of the buffers; None: to be looked up
+        self._captured = False  # this fill is part of a graph
+        self._real_counts: torch.Tensor | None = None  # this step's, on the device
+        self._owned: set[int] | None = None  # addresses of the buffers; None: not looked up yet
         self.step = 0
-        self._written: tuple[int | None, ...] = (0, 0, 0)  # what ``counts`` holds, as far as this is known
-        self._unknown = False  # a graph writes to ``counts``, whenever it is replayed
+        self._written: tuple[int | None, ...] = (0, 0, 0)  # what ``counts`` holds, as far as known
+        self._unknown = False  # a graph writes to ``counts`` at each replay
         self._device = self._counts.device  # "cuda" has become "cuda:0" here
 
     @property
@@ -108,11 +108,11 @@ class StepInputs:
         return self._frozen
 
     def capacity(self, axis: Axis | str) -> int:
-        """Entries that the buffers of ``axis`` have; 0 before the first is built."""
+        """Capacity of the buffers of ``axis``; 0 before the first is built."""
         return self._capacity[_axis(axis)]
 
     def buffer(self, name: str) -> torch.Tensor | None:
-        """The whole buffer of a slot, [capacity, ...], also of one kept out of views; None before its first fill.
+        """The whole buffer of a slot, [capacity, ...], also if it is kept out of views; None before its first fill.
 
         Raises:
             StepInputError: there is no such slot.
@@ -135,15 +135,15 @@ class StepInputs:
         """Add a slot: [n] or [n, ...] of ``dtype``, with n requests or tokens.
 
         Args:
-            name: the attribute (or key) of the batch that it is copied from, and of the view that shows it.
-            pad: what the padding of the slot holds.
+            name: the attribute (or key) of the batch that it is copied from, and of the view.
+            pad: the value of the padding.
             compute: makes the slot's tensor, or a list of its numbers, from the batch and this registry, each step, in
-                the order of registration.  It sees the plain slots, and the computed ones before
-                it, in ``inputs.view()``.
+                the order of registration.  In ``inputs.view()`` it sees the plain slots, and the computed ones
+                registered before it.
             exposed: False keeps a computed slot out of views; :meth:`buffer` still has it.
 
         Raises:
-            StepInputError: the name is taken or cannot be used, the registry is frozen, ``pad`` is no value of
+            StepInputError: the name is taken or cannot be used, the registry is frozen, ``pad`` does not fit
                 ``dtype``, or a slot that is not computed is to be kept out of views.
         """
         axis = _axis(axis)
@@ -166,9 +166,9 @@ class StepInputs:
     def register_memory(
         self, name: str, axis: Axis | str, dtype: torch.dtype, *, pad: int | float = 0, trailing: tuple[int, ...] = ()
     ) -> None:
-        """Add a slot [n, *trailing] that nothing is copied to: memory for kernels, whose graphs keep its address.
+        """Add a slot [n, *trailing] without a source: memory for kernels, whose graphs keep its address.
 
-        Each step its first n entries are whatever they are, and the rest is padding.
+        Its first n entries are left as they are in each step; the rest is padding.
 
         Raises:
             StepInputError: as :meth:`register` does.
@@ -177,7 +177,7 @@ class StepInputs:
         self._slots[name].memory = trailing
 
     def freeze(self) -> None:
-        """Refuse from here on what would move a buffer: a CUDA graph is captured over them, or about to be."""
+        """From now on refuse what would move a buffer: a CUDA graph is captured over them, or about to be."""
         self._frozen = True
         for slot in self._slots.values():
             if slot.buffer is not None:
@@ -186,15 +186,15 @@ class StepInputs:
     def fill_from(self, batch: Any) -> None:
         """Copy this step's inputs from ``batch``, an object with attributes or a mapping, then compute the rest.
 
-        A plain slot's source is a tensor on any device, or a sequence of numbers.  What the batch does not have,
-        or has as None, is None in this step's views, and its buffer holds padding.  Integers of another width
+        A plain slot's source is a tensor on any device, or a sequence of numbers.  A field that the batch lacks,
+        or that is None, is None in this step's views, and its buffer holds padding.  Integers of another width
         are converted as torch does, unchecked: a check would wait for the device.  While a CUDA graph is captured, the
-        copies become part of it; a batch whose number varies from replay to replay says it in ``real_counts``, int64
+        copies become part of it; a batch whose size varies from replay to replay gives it in ``real_counts``, int64
         ``[2]`` on the device: how many of its requests and tokens, the first ones, are real.
 
         Raises:
             StepInputError: a source has a wrong shape or dtype, slots of one axis have different lengths, or the
-                buffers are frozen and too small.  Until the next fill there is nothing to view.
+                buffers are frozen and too small.  There is nothing to view until the next fill.
         """
         self._forget()
         self._captured, self._real_counts = capturing(), _lookup(batch, "real_counts")
@@ -203,23 +203,23 @@ class StepInputs:
             with torch.no_grad():
                 self._fill_plain(batch)
                 self._batch = batch
-                if not self._together:  # what is computed may ask for them
+                if not self._together:  # computed slots may read them
                     self._write_counts()
                 self._fill_computed(batch)
                 self._send()
         except BaseException:
             self._forget()
-            self._gathered.send()  # buffers hold what they are taken to hold
+            self._gathered.send()  # so that the buffers hold what we assume
             raise
         finally:
             self._filling = False
 
     def _gathers(self) -> bool:
-        """Whether the copies of a fill go to the device together; a graph has each where it is filled."""
+        """Whether the copies of a fill go to the device together; in a graph each is made where its slot is filled."""
         return self._device.type != "cpu" and not self._captured
 
     def _send(self) -> None:
-        """In a fill, let the device have what was gathered so far."""
+        """In a fill, send what was gathered so far to the device."""
         if self._filling:
             self._write_counts()
             self._gathered.send()
@@ -308,7 +308,7 @@ class StepInputs:
         return source.dtype == slot.dtype and source.device == self._device
 
     def _move_in(self, sizes: Mapping[Axis, int]) -> None:
-        """Make room for padded ``sizes``, and copy what was handed through."""
+        """Make room for padded ``sizes``, and copy the tensors that were passed through."""
         for axis in {self._slots[name].axis for name, tensor in self._filled.items() if tensor is not None}:
             self._reserve(axis, sizes[axis])
         with torch.no_grad():
@@ -317,7 +317,7 @@ class StepInputs:
                     self._store(self._slots[name], tensor)
 
     def _checked(self, slot: StepSlot, source: Any) -> Source | None:
-        """``source`` as something that fits ``slot`` and agrees with the other slots of its axis."""
+        """``source``, checked against ``slot`` and the other slots of its axis."""
         if source is None:
             return None
         if self._together and slot.dtype == torch.int64 and not slot.trailing:
@@ -336,7 +336,7 @@ class StepInputs:
                 "Keep what follows the first dimension the same at each step, or register another slot",
             )
         self._require_size(slot, len(tensor))
-        if self._owns(tensor):  # from a view of ours: what it lies in is written before all of it is read
+        if self._owns(tensor):  # a view of our buffer, which is written before all of it is read
             return tensor.clone()
         return tensor.detach() if tensor.requires_grad else tensor
 
@@ -365,11 +365,11 @@ class StepInputs:
 
     @property
     def _gathering(self) -> Gathered | None:
-        """What takes the copies of the fill that is running; None: they are made at once."""
+        """Collects the copies of the running fill; None: they are made at once."""
         return self._gathered if self._filling and self._together else None
 
     def _reserve(self, axis: Axis, needed: int) -> None:
-        """Make the buffers of ``axis`` hold ``needed`` entries; what this step has filled so far moves along."""
+        """Make the buffers of ``axis`` hold ``needed`` entries; what this step has filled so far is moved."""
         old = self._capacity[axis]
         if old and needed <= old:
             return
@@ -389,7 +389,7 @@ class StepInputs:
                     self._store(slot, moved[: self._real(axis)])
 
     def _store(self, slot: StepSlot, source: Source | None) -> None:
-        """Write ``source`` to the head of the slot's buffer and padding to all that follows."""
+        """Write ``source`` to the head of the slot's buffer and padding after it."""
         if source is None:  # a captured graph still reads the buffer
             self._filled[slot.name] = None
             slot.pad_from(0, self._captured, self._gathering)
@@ -411,18 +411,18 @@ class StepInputs:
                 gathered.tensor(buffer[:n], source)
                 return
         if not isinstance(source, array):
-            # Not waiting for a copy to the CPU would let it be read before it is there.
+            # A copy to the CPU must be waited for, or it would be read before it arrives.
             buffer[:n].copy_(source, non_blocking=self._device.type != "cpu")
 
     def _settle(self, slot: StepSlot, source: Source) -> None:
-        """Hold the slot to its trailing shape; an empty list does not tell it, but a captured graph relies on it."""
+        """Fix the slot's trailing shape; an empty list does not show it, but a captured graph relies on it."""
         if len(source) or self._frozen:
             slot.trailing = _trailing(source)
 
     def _write_counts(self) -> None:
-        """Tell the device how much is real.  A graph writes the counts of its batch whenever it is replayed, and never
-        the step: that is the one it is replayed in."""
-        # fill_ takes its value along with the launch: no host memory that the next step could overwrite.
+        """Tell the device how much is real.  A graph writes the counts of its batch at each replay, but never the step:
+        that is the step of the replay."""
+        # fill_ takes its value along with the launch: there is no host memory that the next step could overwrite.
         captured, counted, real = self._captured, (self.num_requests, self.num_tokens), self._real_counts
         for place, (count, written) in enumerate(zip((*counted, self.step), self._written, strict=True)):
             if (place == 2 and captured) or (place < 2 and real is not None):
@@ -440,7 +440,7 @@ class StepInputs:
 
 
 def _trailing(source: Source) -> tuple[int, ...]:
-    """What follows the first dimension."""
+    """The dimensions after the first."""
     return () if isinstance(source, array) else tuple(source.shape[1:])
 
 

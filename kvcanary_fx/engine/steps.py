@@ -1,4 +1,4 @@
-"""The steps and forwards of an engine's session: which one runs, what it reads and writes, and its checks."""
+"""The steps and forwards of an engine's session: which one is running, what it reads and writes, and its checks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Session = TypeVar("Session")
 
 
 class Steps:
-    """One step at a time, in one thread at a time; within it one forward at a time.
+    """One step at a time, in one thread at a time, and in it one forward at a time.
 
     Attributes:
         running: the forward that is running; None outside of one.
-        begun: steps that began since the session was ready; reports have the number.
-        done: steps that ended well.
+        begun: steps that began since the session was ready; reports carry the number.
+        done: steps that ended without an error.
         ready: the warm-up ended.
         closed: no further step may begin.
-        sides: of what a layer waits for, where the checks run beside the model.
+        sides: streams of the work that a layer waits for, if checks run beside the model.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Steps:
     ):
         """
         Args:
-            observers: told of batches, forwards and steps.
-            look: in raise mode, raises what was found so far.
+            observers: notified of batches, forwards and steps.
+            look: in raise mode, raises the violations found so far.
             drain: reads the rings of all devices.
         """
         self._pools, self._inputs, self._config, self._observers = pools, inputs, config, observers
@@ -59,21 +59,21 @@ class Steps:
         devices = dict.fromkeys(p.declared.device for p in pools.values())
         beside = [d for d in devices if side_stream.can_fork(d)] if config.placement == "side" else ()
         self.sides = {d: side_stream.SideStream(d) for d in beside}
-        self._pool_sides = {d: side_stream.SideStream(d) for d in beside}  # of what the forward's end waits for
+        self._pool_sides = {d: side_stream.SideStream(d) for d in beside}  # for the forward's end
         self._on_host = all(d.type != "cuda" for d in devices)
         self._clock, self._poll = Clock(controls), Poll(controls)
         self.begun = self.done = 0
         self.ready = self.closed = False
         self.running: Forward | None = None
         self._step: Mapping[str | None, StepView] | None = None
-        self._thread: threading.Thread | None = None  # that is in a step
+        self._thread: threading.Thread | None = None  # the thread that is in a step
 
     def mark_ready(self) -> None:
         """The warm-up ended: number the steps from here."""
         self.begun, self.ready = 0, True
 
     def close(self) -> None:
-        """Read what the devices still have; later steps are an error.
+        """Read what is left on the devices; later steps are an error.
 
         Raises:
             SessionStateError: it is closed already, or a step is running.
@@ -152,12 +152,12 @@ class Steps:
             self.running = None
 
     def flush(self) -> None:
-        """Let the devices know what the allocators said so far."""
+        """Send the allocators' calls so far to the devices."""
         for pool in self._pools.values():
             pool.flush()
 
     def join(self, all: bool = False) -> None:
-        """Let the model's streams wait for what a layer waits for; with ``all``, for the forward's, too."""
+        """Let the model's streams wait for the work that a layer waits for; with ``all``, also for the forward's."""
         for side in (*self.sides.values(), *(self._pool_sides.values() if all else ())):
             side.join()
 
@@ -171,7 +171,7 @@ class Steps:
         return views
 
     def _plans(self, views: Mapping[str | None, StepView]) -> dict[int, RequestPlan]:
-        """What each pool is to be read and written at, by the number of its slot space."""
+        """The plan of each pool, by the number of its slot space."""
         plans = self._inputs.plans(views)
         return {number: plans[pool.name] for number, pool in self._spaces.items() if pool.name in plans}
 

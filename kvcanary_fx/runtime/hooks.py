@@ -1,4 +1,4 @@
-"""What a session asks whoever knows more than its graphs show: pools, steps and requests."""
+"""Questions of a session that its graphs do not answer: pools, steps and requests."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .bound_call import BoundCall
 
 
 class Hooks:
-    """The answers of a session that knows its graphs alone.  An engine's: :mod:`kvcanary_fx.engine.hooks`.
+    """The answers of a session that knows only its graphs.  An engine's: :mod:`kvcanary_fx.engine.hooks`.
 
     Attributes:
-        pools_in: how many pools are in an input of a graph; None where no pools are known beforehand.
-        measures_calls: a budget is kept by the time of calls; False where steps are measured.
+        pools_in: how many pools are in an input of a graph; None if no pools are declared.
+        measures_calls: a budget is kept by timing calls; False if steps are timed.
     """
 
     pools_in: Callable[[Any], int] | None = None
     measures_calls = True
 
     def context_of(self, call: BoundCall) -> ForwardContext:
-        """What the ops of a call look things up in."""
+        """The context in which the ops of a call look things up."""
         return call.context
 
     def before_drain(self) -> bool:
@@ -31,11 +31,11 @@ class Hooks:
         return True
 
     def decode(self, row: Sequence[int]) -> Violation | None:
-        """The record of a ring row; None if there is no more to say about it than the graph's shadow has."""
+        """The record of a ring row; None if nothing is known beyond the graph's shadow."""
         return None
 
     def checks_without_inputs(self) -> dict[str, str]:
-        """The checks that cannot run, each with what they lack."""
+        """The checks that cannot run, each with what it lacks."""
         return dict.fromkeys(ENGINE_CHECKS, "only an engine knows what they need (kvcanary_fx.install_canary)")
 
     def checks_in_part(self) -> dict[str, str]:

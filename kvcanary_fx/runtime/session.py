@@ -29,11 +29,11 @@ from .rows import decode_blackbox, decode_row, take_judged, take_rows
 
 
 class GraphCalls(threading.local):
-    """How many graphs of one session the thread that asks has called, whether they ended well or not.
+    """How many graphs of one session the calling thread has called, whether they failed or not.
 
     Attributes:
         guarded: graphs with a check in them.
-        unguarded: graphs in which there is nothing to guard.
+        unguarded: graphs with nothing to guard.
     """
 
     guarded = 0
@@ -41,7 +41,7 @@ class GraphCalls(threading.local):
 
 
 class _Late(threading.local):
-    """Of the thread that asks: whether what its forwards report may wait until the next one."""
+    """Of the calling thread: whether reports of its forwards may wait until the next one."""
 
     deferring = False
 
@@ -49,18 +49,18 @@ class _Late(threading.local):
 class CanarySession:
     """Guards the KV caches of the models compiled with it.
 
-    Every model compiled with the same settings shares one session (:func:`kvcanary_fx.session`); a session
-    of one's own comes from :class:`kvcanary_fx.CanaryBackend`.  Threads may use a session at once, each
-    with caches of its own.
+    Every model compiled with the same settings shares one session (:func:`kvcanary_fx.session`);
+    :class:`kvcanary_fx.CanaryBackend` has its own.  Several threads may use a session at once, each
+    with its own caches.
 
     Attributes:
-        hooks: asked about calls and rows; an engine's session has its own.
+        hooks: answer questions about calls and rows; an engine's session has its own.
     """
 
     #: Layers whose checks an engine calls itself, since no graph shows them.
     eager_layers: tuple[str, ...] = ()
 
-    #: Who calls the compiled functions sees to it that each call is guarded.
+    #: Whoever calls the compiled functions makes sure that each call is guarded.
     calls_are_judged = False
 
     def __init__(self, config: CanaryConfig | None = None):
@@ -68,13 +68,13 @@ class CanarySession:
         self.hooks = Hooks()
         self.registry = PoolRegistry(self.config.planes)
         self.controls = Controls(self.config.ring_capacity)
-        self.pace: Pace | None = None  # where a budget says which share of the bytes is compared
+        self.pace: Pace | None = None  # set if a budget decides which share of the bytes is compared
         self.plans: list[GraphPlan] = []
         self.bindings: list[GraphBinding] = []
         self.uncovered: list[str] = []  # why coverage was lost, in words
-        self.limit_hit: RecompileLimitError | None = None  # by a function that was to be compiled for this session
-        self.calls = 0  # of guarded graphs, whether they ended well or not
-        self.entered = GraphCalls()  # by the thread that asks
+        self.limit_hit: RecompileLimitError | None = None  # by a function being compiled for this session
+        self.calls = 0  # of guarded graphs, whether they failed or not
+        self.entered = GraphCalls()  # per thread
         self.found = ViolationLog()
         self._adopted_slots = 0
         self._warned: set[str] = set()
@@ -95,7 +95,7 @@ class CanarySession:
         return binding
 
     def _keep_to_budget(self, devices: Iterable[torch.device]) -> None:
-        """Let a budget, where one of the devices has one, say which share of the bytes is compared in each step."""
+        """If one of the devices has a budget, let it decide which share of the bytes is compared in each step."""
         budgets = [b for b in map(self.config.budget_on, devices) if b is not None]
         if budgets and self.pace is None and "content" in self.config.checks:
             self.pace = Pace(budgets[0], self.controls)
@@ -103,7 +103,7 @@ class CanarySession:
     # ---- run time
 
     def runner(self) -> Callable[[GraphBinding, Callable[..., Any], Sequence[Any]], Any]:
-        """:meth:`run`, of a graph that was added just now: measured where a budget is to be kept."""
+        """:meth:`run` a graph that was just added: timed if there is a budget."""
         return self.pace.calls(self.run) if self.pace is not None and self.hooks.measures_calls else self.run
 
     def run(self, binding: GraphBinding, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -130,7 +130,7 @@ class CanarySession:
         return out
 
     def _run_anew(self, binding: GraphBinding, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """The slow way: other tensors than last time, or something wrote to them."""
+        """The slow path: other tensors than last time, or something wrote to them."""
         call = self._bind(binding, args, capturing=False)
 
         def prepared(*given: Any) -> Any:
@@ -146,7 +146,7 @@ class CanarySession:
         return out
 
     def _run_captured(self, binding: GraphBinding, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """A call that a CUDA graph is made of: nothing is looked at, and replays run no code of ours."""
+        """A call under CUDA graph capture: nothing is read, and replays run no Python of ours."""
         call = self._bind(binding, args, capturing=True)
         if call.returned is not None:
             self.lose_coverage(f"{binding.plan.name}: caches that it returns are not guarded in a CUDA graph")
@@ -175,7 +175,7 @@ class CanarySession:
                     if call.layer is not None and not captured:
                         self._running.take_turn(call, self.calls)
                     return compiled(*args, *binding.states)
-                except BaseException as e:  # Ctrl-C as well: what it kept from running is not missing
+                except BaseException as e:  # Ctrl-C as well: ops that it kept from running are not missing
                     self._running.break_off()
                     self._after_failure(binding, e)
                     raise
@@ -200,7 +200,7 @@ class CanarySession:
             if version is None or version != storage.version:
                 lenient = True
                 storage.suspects = {half.id for half in storage.halves.values()}
-            # what another graph that writes here was told of may have hit our halves
+            # a write that another graph already knows of may have hit our halves
             lenient = lenient or not storage.suspects.isdisjoint(call.ids)
         if lenient:
             self._be_lenient(binding)
@@ -214,10 +214,10 @@ class CanarySession:
             storage.version = _version(args[argument])
             storage.suspects -= call.ids
             if id(storage) in call.written:
-                storage.shadows.clear()  # of the tensor as a call before returned it
+                storage.shadows.clear()  # of the tensor as an earlier call returned it
 
     def _look_after(self, binding: GraphBinding) -> None:
-        """Look at what calls reported: at once in raise mode and on the CPU, else when it has arrived."""
+        """Read what calls reported: at once in raise mode and on the CPU, else when it has arrived."""
         try:
             readback = self._readbacks.of(binding)
             if readback.at_once or (self.config.mode == "raise" and not self._late.deferring):
@@ -225,17 +225,17 @@ class CanarySession:
                 readback.wait()
                 self._look_at(readback)
             elif not readback.under_way or self._look_if_arrived(readback):
-                readback.start()  # else this call is counted, and comes with the next
-        except RuntimeError as e:  # what ran on the device failed, and this is where it shows
+                readback.start()  # else this call is counted, and read with the next
+        except RuntimeError as e:  # a failure on the device shows up here
             self._after_failure(binding, e)
             raise
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
-        """Inside, this thread waits for no device: what a forward reports is raised before the next one begins.
+        """In this block the thread waits for no device: violations of a forward are raised before the next one begins.
 
-        What the last one reports is raised at the end of the block.  For loops that hand out nothing before.  On the
-        CPU nothing changes, and in mode ``log`` nobody waits anyway.
+        Those of the last forward are raised at the end of the block.  For loops that return nothing before.  On the
+        CPU nothing changes, and mode ``log`` does not wait anyway.
 
         Raises:
             KVCacheViolation: mode ``raise``, and a check failed inside.
@@ -250,7 +250,7 @@ class CanarySession:
             self._late.deferring = outer
 
     def _catch_up(self) -> None:
-        """Look at what was put off."""
+        """Read what was deferred."""
         for readback in self._readbacks.under_way():
             readback.wait()
             self._look_at(readback)
@@ -262,7 +262,7 @@ class CanarySession:
         return arrived
 
     def _look_at(self, readback: Readback) -> None:
-        """Read the rings if there is something in them, and compare the ops that ran with those that were inserted."""
+        """Read the rings if they are not empty, and compare the ops that ran with those that were inserted."""
         if readback.take():
             self.drain()
             if self.config.mode == "raise":
@@ -272,7 +272,7 @@ class CanarySession:
             self.report_lost(MissedChecksError(binding.plan.name, binding.missing_checks()))
 
     def _raise_new(self, cause: BaseException | None = None) -> None:
-        """Raise the violations that nobody was told about by an exception."""
+        """Raise the violations that no exception has reported yet."""
         with self._lock:
             fresh, total = self.found.take_untold()
         if total:
@@ -291,17 +291,17 @@ class CanarySession:
             summary.log.warning("kvcanary.coverage %s", why)
 
     def warn_once(self, key: str, message: str) -> None:
-        """Log ``message`` at WARNING the first time, and at INFO whenever ``key`` comes again."""
+        """Log ``message`` at WARNING the first time, and at INFO each time ``key`` repeats."""
         summary.log.log(logging.INFO if key in self._warned else logging.WARNING, "%s", message)
         self._warned.add(key)
 
     # ---- reports
 
     def drain(self) -> list[Violation]:
-        """Read the rings of all devices; the violations that were new.
+        """Read the rings of all devices; returns the new violations.
 
-        In log mode each is logged, and handed to ``on_violation``.  Waits for the device.  Before an engine is ready,
-        what the rings hold is of its warm-up, and dropped.
+        In log mode each is logged, and passed to ``on_violation``.  Waits for the device.  Before an engine is ready,
+        the rings hold rows of its warm-up, which are dropped.
         """
         if not self.hooks.before_drain():
             for control in self.controls.by_device.values():
@@ -325,10 +325,10 @@ class CanarySession:
         self._raise_new()
 
     def _after_failure(self, binding: GraphBinding, cause: BaseException) -> None:
-        """A forward failed: if the rings know why, raise that in its place (raise mode).
+        """A forward failed: if the rings show why, raise that instead (raise mode).
 
-        An order to stop, such as ``KeyboardInterrupt``, is no error: nothing takes its place, and what the rings
-        have is raised after the next forward.
+        An order to stop, such as ``KeyboardInterrupt``, is not an error: it is not replaced, and what the rings
+        hold is raised after the next forward.
         """
         stopped = not isinstance(cause, Exception)
         try:
@@ -341,13 +341,13 @@ class CanarySession:
             self._raise_new(cause)
 
     def _read_blackbox(self) -> None:
-        """Take in what a device left in host memory before it was lost."""
+        """Read what a device left in host memory before it was lost."""
         left = [decode_blackbox(control, self.registry) for control in self.controls.by_device.values()]
         found = [violation for violation in left if violation is not None]
         self.found.add(found, len(found))
 
     def violations(self) -> list[Violation]:
-        """The violations so far, after reading what the devices have: the first 5,000 and the newest 5,000."""
+        """The violations so far, after reading the devices' rings: the first 5,000 and the newest 5,000."""
         self.drain()
         return self.found.records()
 
@@ -356,9 +356,9 @@ class CanarySession:
         return self.found.records()
 
     def check(self) -> None:
-        """Wait for the devices and raise what was found and not yet raised, in any mode.
+        """Wait for the devices and raise the violations that were not raised yet, in any mode.
 
-        The way to look after a replay of a captured graph, which runs no Python of ours.
+        Call it after a replay of a captured graph, which runs no Python of ours.
 
         Raises:
             KVCacheViolation: a check failed.
@@ -400,7 +400,7 @@ class CanarySession:
         )
 
     def checks_without_inputs(self) -> dict[str, str]:
-        """The checks that cannot run in this session, each with what they lack."""
+        """The checks that cannot run in this session, each with what it lacks."""
         return self.hooks.checks_without_inputs()
 
     def checks_in_part(self) -> dict[str, str]:
@@ -431,7 +431,7 @@ class Stats:
         steps: guarded graph calls.
         checked: fingerprints compared with the pool's bytes.
         recorded: fingerprints taken after a write.
-        adopted: fingerprints taken of slots that were written outside the compiled graphs, unverified.
+        adopted: fingerprints taken, unverified, of slots that were written outside the compiled graphs.
         violations: failed checks.
     """
 
@@ -457,5 +457,5 @@ class Stats:
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """PyTorch's count of in-place writes to a tensor; None for inference tensors, which keep none."""
+    """PyTorch's count of in-place writes to a tensor; None for inference tensors, which have none."""
     return None if tensor.is_inference() else tensor._version
