@@ -1,1 +1,1 @@
-"""Adapters: one per engine, imported only by who uses that engine."""
+"""Adapters: one per engine, imported only where that engine is used."""

@@ -1,4 +1,4 @@
-"""Wrapping a method of one object, so that all others of its class stay as they are."""
+"""Wrapping a method of one object; other objects of its class are unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Hook:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy = memo.get(id(self._owner))
-        if copy is None:  # copied without its object: then it still belongs to that
+        if copy is None:  # copied without its object, so it still belongs to that one
             return self
         return types.MethodType(getattr(type(copy), self._name), copy)
 
@@ -36,7 +36,7 @@ def hook(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def unhook(owner: Any, name: str) -> None:
-    """Take the outermost wrapper off; nothing where there is none."""
+    """Take the outermost wrapper off; does nothing if there is none."""
     found = owner.__dict__.get(name)
     if not isinstance(found, Hook):
         return

@@ -1,7 +1,7 @@
-"""Whether an engine is of a version that its adapter was tested with.
+"""Whether an engine's version is one that its adapter was tested with.
 
-An adapter hooks into what an engine does not document.  Another version may do something else, or call it no longer,
-and the canary would guard nothing without a word: so the range is told, and the adapter's self-proof decides.
+An adapter hooks into undocumented parts of an engine.  Another version may change them or no longer call them,
+and the canary would silently guard nothing: so the range is logged, and the adapter's self-proof decides.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ log = logging.getLogger("kvcanary")
 
 @dataclasses.dataclass(frozen=True)
 class Tested:
-    """The versions of an engine that its adapter was tested with, as the table in its page of the docs lists them.
+    """The versions of an engine that its adapter was tested with, as in the table of its docs page.
 
     Attributes:
-        adapter: name of ours, for the log.
-        engine: name of theirs.
+        adapter: our name, for the log.
+        engine: its name.
         first: the first version that is known to work.
-        until: the first after it that is not known to.
+        until: the first later version that is not known to work.
         elsewhere: what the adapter does with any other, for the log.
     """
 
@@ -36,7 +36,7 @@ class Tested:
         return _numbers(self.first) <= _numbers(version) < _numbers(self.until)
 
     def warn_outside(self, version: str) -> bool:
-        """Whether ``version`` lies outside of the range; says so, naming the range."""
+        """Whether ``version`` lies outside the range; if so, logs the range."""
         if self.has(version):
             return False
         log.warning(

@@ -40,13 +40,13 @@ from ..reports.summary import muted
 #: Where the laboratory is in a checkout.
 FOLDER = Path("examples") / "paged_engine"
 
-#: One run in so many has no fault.
+#: One run in this many has no fault.
 CLEAN_EVERY = 20
 
-#: Runs per wanted injection, at most; a run may have no opportunity.
+#: Maximum number of runs per wanted injection; a run may have no opportunity.
 PATIENCE = 4
 
-#: Misses and false alarms of a class that are told in detail.
+#: Misses and false alarms of a class that are shown in detail.
 DETAILS = 3
 
 _HEADINGS = ("injected", "mattered", "same", "later", "missed", "harmless", "alarms")
@@ -57,7 +57,7 @@ class Tally:
     """The counts of one class.
 
     Attributes:
-        sampled: its misses are no failure.
+        sampled: its misses do not count as failures.
         details: the first misses and false alarms, with the seed of their run.
         latest: the most steps between a strike and its first report.
     """
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
                 tallies.append(Tally(name, trials.PLANTS[name].by_bytes and sampled))
                 _campaign(lab, tallies[-1], args.per_class, args.seed)
                 print(_row(tallies[-1]), flush=True)
-                if args.json is not None:  # class by class: what is done is kept if the rest is interrupted
+                if args.json is not None:  # written after each class: finished ones are kept if the rest is interrupted
                     args.json.write_text(json.dumps(_record(args, tallies), indent=2) + "\n")
     finally:
         lab.close()
@@ -173,7 +173,7 @@ def _load(given: Path | None) -> Any:
     """The module ``trials`` of the laboratory.
 
     Raises:
-        EngineError: it is not there.
+        EngineError: it does not exist.
     """
     places = [given] if given is not None else [Path(__file__).resolve().parents[2] / FOLDER, Path.cwd() / FOLDER]
     found = next((p for p in places if (p / "trials.py").is_file()), None)
@@ -188,7 +188,7 @@ def _load(given: Path | None) -> Any:
 
 
 def _campaign(lab: Any, tally: Tally, wanted: int, seed: int) -> None:
-    """Run one class until it has the injections it wants; runs are numbered, and the number is their seed."""
+    """Run one class until it has the injections it wants; a run's number is its seed."""
     _warm_up(lab, tally, seed)
     start = time.perf_counter()
     for number in range(PATIENCE * wanted + CLEAN_EVERY):

@@ -74,7 +74,7 @@ class _Demo:
     def generate(self, what: str, config: Any, strike: int | None = None) -> torch.Tensor:
         """Generate greedily; with ``strike``, flip a bit of that layer's K half-way."""
         self.cache.reset()
-        self.model.__dict__.pop("_compiled_call", None)  # transformers keeps the first backend it was given
+        self.model.__dict__.pop("_compiled_call", None)  # transformers keeps its first backend
         steps = 0
 
         def between_steps(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:

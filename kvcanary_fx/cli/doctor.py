@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    CanaryConfig.from_env()  # refuses what no model could run with
+    CanaryConfig.from_env()  # refuses invalid settings
     why = left_out()
     if why is not None:
         print(f"  FAIL {why}")

@@ -1,1 +1,1 @@
-"""What torch.compile calls: the backend, the decorator, and whether guarded code runs."""
+"""The interface to torch.compile: the backend, the decorator, and whether guarded code runs."""

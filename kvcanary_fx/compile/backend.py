@@ -27,7 +27,7 @@ def session(config: CanaryConfig | None = None) -> CanarySession:
     """The session shared by all models compiled with these settings.
 
     Args:
-        config: None stands for the settings of the environment; if only one session exists, that one.
+        config: None takes the settings of the environment; if only one session exists, that one.
     """
     with _LOCK:
         if config is None and len(_SESSIONS) == 1:
@@ -52,8 +52,8 @@ def kvcanary_backend(
     """A torch.compile backend that guards every KV cache the graph writes, then compiles with Inductor.
 
     Args:
-        mode: as torch.compile's, handed to the inner backend (``"reduce-overhead"``).
-        options: as torch.compile's, handed to the inner backend; keys that start with ``kvcanary.`` are
+        mode: as torch.compile's, passed to the inner backend (``"reduce-overhead"``).
+        options: as torch.compile's, passed to the inner backend; keys that start with ``kvcanary.`` are
             settings of :class:`CanaryConfig` (``{"kvcanary.mode": "log"}``).
 
     Raises:
@@ -81,15 +81,15 @@ kvcanary_backend.session_for = _session_for  # type: ignore[attr-defined]
 
 
 def register_name() -> None:
-    """Make ``backend="kvcanary"`` known where no installed package does so by its entry point, as in a checkout."""
+    """Register ``backend="kvcanary"`` if no installed package does by its entry point, as in a checkout."""
     coverage.listen()
     if not importlib.metadata.entry_points(group="torch_dynamo_backends", name="kvcanary"):
-        with contextlib.suppress(AssertionError):  # it is registered: the package was imported anew
+        with contextlib.suppress(AssertionError):  # it is registered: the package was imported again
             torch._dynamo.register_backend(kvcanary_backend, name="kvcanary")
 
 
 class CanaryBackend:
-    """A backend with settings and a session of its own.
+    """A backend with its own settings and session.
 
     Example::
 
@@ -98,7 +98,7 @@ class CanaryBackend:
         print(backend.session.summary())
     """
 
-    is_kvcanary = True  # no inner backend of another
+    is_kvcanary = True  # may not be the inner backend of another
 
     def __init__(self, config: CanaryConfig | None = None, owner: CanarySession | None = None):
         """
@@ -151,7 +151,7 @@ def compile_graph(
     try:
         rewritten, plan = run_passes(gm, example_inputs, ordered, config.dump)
     except Exception as e:
-        # Not every exception may reach Dynamo: it takes some for a graph break, and runs on unguarded.
+        # Not every exception may reach Dynamo: it treats some as graph breaks, and runs on unguarded.
         owner.report_lost(AnalysisError(e), e)
         return _unguarded(inner_compile(gm, example_inputs, config, mode, options), owner)
     _announce(plan, owner)
@@ -175,7 +175,7 @@ def compile_graph(
 
 
 def _unguarded(compiled: Callable[..., Any], owner: CanarySession) -> Callable[..., Any]:
-    """A graph without a check, as it counts: it is compiled, so its function does not run eagerly."""
+    """Counts calls of a graph without checks: it is compiled, so its function does not run eagerly."""
     entered = owner.entered
 
     def unguarded(*args: Any) -> Any:
@@ -193,7 +193,7 @@ def inner_compile(
     options: Mapping[str, Any],
     plan: GraphPlan | None = None,
 ) -> Callable[..., Any]:
-    """What the inner backend makes of a graph, with ``mode`` and ``options`` as torch.compile passes them."""
+    """Compile a graph with the inner backend; ``mode`` and ``options`` are as torch.compile passes them."""
     if config.inner == "inductor":
         from .inductor import compile_with_inductor
 
@@ -201,13 +201,13 @@ def inner_compile(
     inner = torch._dynamo.lookup_backend(config.inner) if isinstance(config.inner, str) else config.inner
     arguments = {k: v for k, v in (("mode", mode), ("options", dict(options))) if v}
     if arguments and isinstance(config.inner, str) and config.inner in ("eager", "aot_eager"):
-        arguments = {}  # these take neither, and torch.compile's own wrapper is not here to say so
+        arguments = {}  # these backends take neither, and torch.compile's wrapper, which would say so, is not used here
     compiled: Callable[..., Any] = inner(gm, list(inputs), **arguments)
     return compiled
 
 
 def _announce(plan: GraphPlan, owner: CanarySession) -> None:
-    """Say what cannot be guarded, and what to do about it: once for each cache, and once for no cache at all."""
+    """Log what cannot be guarded, and what to do about it: once for each cache, and once if there is no cache."""
     replaced = [name for name, why in plan.unguarded if why == REPLACED]
     if replaced:
         owner.warn_once(

@@ -1,8 +1,8 @@
-"""Noticing that guarded code runs unguarded.
+"""Detects that guarded code runs unguarded.
 
-Where Dynamo runs a function eagerly, nothing of ours is called: whoever calls it compares, before and after, how many
-graphs the thread has called (:class:`~.session.GraphCalls`).  Past the recompile limit Dynamo says so in its log as
-well, with its reason, if the log's level lets it.
+If Dynamo runs a function eagerly, none of our code is called.  So its caller compares, before and after, how many
+graphs the thread has called (:class:`~.session.GraphCalls`).  Past the recompile limit Dynamo's log also says so,
+with its reason, if the log's level allows it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _GUARDED: dict[str, weakref.WeakSet[CanarySession]] = {}  # function, as Dynamo 
 
 
 class CallWatch:
-    """Around each call of what torch.compile returned, from its first guarded graph on: says when none is called.
+    """Wraps each call of a compiled function, from its first guarded graph on, and reports if no graph was called.
 
-    A call without any graph is no sign by itself, since a function may have nothing to compile for some inputs.
+    A call without any graph proves nothing by itself: a function may have nothing to compile for some inputs.
     """
 
     def __init__(self, session: CanarySession, code: types.CodeType, cache: int):
         self.session, self._code, self._cache = session, code, cache
-        self._why: str | None = None  # Dynamo passed over this code once, so it does from there on
+        self._why: str | None = None  # Dynamo skipped this code once, so it always does from then on
 
     def __call__(self) -> Callable[[], None]:
-        """Before a call; returns what is to be called afterwards."""
+        """Call it before a call; returns a function to call after it."""
         entered, raised = self.session.entered, sys.exc_info()[1]
         before = entered.guarded, entered.unguarded
 
@@ -60,7 +60,7 @@ class CallWatch:
 
 
 def watch_calls(session: CanarySession) -> None:
-    """Watch the compiled callable that this thread is in, on behalf of ``session``."""
+    """Watch the compiled callable that this thread is in, for ``session``."""
     found, code = dynamo_calls.enter_hooks(), _code_being_compiled()
     if found is None or code is None:
         return
@@ -86,9 +86,9 @@ class _RecompileLimitHandler(logging.Handler):
 
 
 def _concerned(function: str) -> list[CanarySession]:
-    """The session that Dynamo compiles for now; if that is not known, those that have a graph of the function.
+    """The session that Dynamo is compiling for; if unknown, those that have a graph of the function.
 
-    None, if it compiles for another backend: what those sessions have of the function stays guarded.
+    None if it compiles for another backend: the graphs that those sessions have of the function stay guarded.
     """
     at_work = dynamo_calls.backend_at_work()
     if at_work is None:
@@ -103,7 +103,7 @@ _HANDLER = _RecompileLimitHandler(level=logging.WARNING)
 
 
 def watch_recompile_limit(session: CanarySession) -> None:
-    """Watch the function that Dynamo is compiling now, on behalf of ``session``."""
+    """Watch the function that Dynamo is compiling, for ``session``."""
     code = _code_being_compiled()
     if code is None:
         return
@@ -113,14 +113,14 @@ def watch_recompile_limit(session: CanarySession) -> None:
 
 
 def listen() -> None:
-    """Be told of every recompile limit: also of the first function of ours, after others had used it up."""
+    """Catch every recompile limit, also if other functions reached it before our first one."""
     logger = logging.getLogger("torch._dynamo.convert_frame")
     if _HANDLER not in logger.handlers:
         logger.addHandler(_HANDLER)
 
 
 def forget_watched(session: CanarySession) -> None:
-    """Stop watching on behalf of ``session``: torch._dynamo.reset() dropped its graphs."""
+    """Stop watching for ``session``: torch._dynamo.reset() dropped its graphs."""
     with _LOCK:
         for sessions in _GUARDED.values():
             sessions.discard(session)

@@ -45,9 +45,9 @@ def compile_with_inductor(
 def compile_and_read(
     gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], list[str]]:
-    """Compile a graph and return the code that Inductor wrote for it.
+    """Compile a graph and return Inductor's code for it.
 
-    The compile caches are off for this compilation: a cached artifact brings no code along.
+    The compile caches are off for this compilation: a cached artifact comes without code.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 

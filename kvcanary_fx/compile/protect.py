@@ -1,6 +1,6 @@
 """``protect``: guard a module's KV cache by compiling its calls with the canary backend.
 
-It works on a class, as a decorator, and on an instance.  Either way the module stays what it was: the
+It works on a class, as a decorator, and on an instance.  In both cases the module's type and state are unchanged: the
 compiled call lives in the hook that ``nn.Module.compile`` uses, outside state_dict and pickle.
 """
 
@@ -66,7 +66,7 @@ class GuardedCall:
         if dynamo_calls.tracing_here() or self.session.config.mode == "off":
             return self._module._call_impl(*args, **kwargs)
         obstacle = dynamo_calls.obstacle()
-        if obstacle is not None:  # Dynamo would pass over this code from here on
+        if obstacle is not None:  # Dynamo would skip this code from now on
             self._ran_eagerly(obstacle)
             return self._module._call_impl(*args, **kwargs)
         entered = self.session.entered
@@ -77,7 +77,7 @@ class GuardedCall:
         return result
 
     def __del__(self) -> None:
-        """``module.compile(...)`` has put a call of its own in this one's place: put the guard back."""
+        """``module.compile(...)`` replaced this call with its own: restore the guard."""
         module = self.__dict__.get("_module")
         now = module.__dict__.get("_compiled_call_impl") if module is not None else None
         if now is None or isinstance(now, GuardedCall) or self.session.config.mode == "off":
@@ -88,7 +88,7 @@ class GuardedCall:
         kept.say_that_it_stays()
 
     def say_that_it_stays(self) -> None:
-        """Log that ``module.compile(...)`` does nothing to a module that is guarded."""
+        """Log that ``module.compile(...)`` does nothing on a guarded module."""
         name = type(self._module).__name__
         self.session.warn_once(
             "compiled again",
@@ -98,20 +98,20 @@ class GuardedCall:
         )
 
     def _called_no_graph(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Dynamo compiled nothing of the forward: because it does not, or because there is nothing in it."""
+        """Dynamo compiled nothing of the forward: it skipped it, or there is nothing to compile."""
         why = dynamo_calls.stance()
         if why is not None or not self._passes_on(result, (args, kwargs)):
             self._ran_eagerly(why)
 
     def _passes_on(self, result: Any, given: Any) -> bool:
-        """Whether a result is nothing but what the module was given or holds: a forward without an operation."""
+        """Whether a result has only the module's inputs, parameters and buffers: a forward without an operation."""
         held = [*pytree.tree_leaves(given), *self._module.parameters(), *self._module.buffers()]
         known = {id(leaf) for leaf in held}
         leaves = pytree.tree_leaves(result)
         return all(id(leaf) in known or isinstance(leaf, str | int | float | None) for leaf in leaves)
 
     def _ran_eagerly(self, why: str | None) -> None:
-        """Report it, unless all that was compiled of the module so far has nothing to guard."""
+        """Report it, unless nothing compiled for the module so far had anything to guard."""
         plans = self.session.plans
         if plans and not any(plan.guarded for plan in plans):
             return
@@ -125,7 +125,7 @@ def _call(guarded: GuardedCall, *args: Any, **kwargs: Any) -> Any:
 
 
 def _inlined() -> bool:
-    """Whether a protected module may be part of the graph that Dynamo traces now: one for export, or a guarded one."""
+    """Whether a protected module may be part of the graph that Dynamo is tracing: an export, or a guarded graph."""
     at_work = dynamo_calls.backend_at_work()
     return at_work is None or hasattr(at_work[0], "session_for")
 
@@ -164,14 +164,14 @@ def protect(target: Any = None, **settings: Any) -> Any:
     """Guard the KV cache of a module: ``@protect`` on its class, or ``protect(model)``.
 
     The module is compiled with :class:`CanaryBackend` at its first call and runs guarded; state_dict,
-    pickling, ``isinstance``, subclasses, ``.to`` and hooks are what they were.  An instance is guarded in
-    place and returned; a copy of it is a plain module until it is protected itself, while copies of an
+    pickling, ``isinstance``, subclasses, ``.to`` and hooks work as before.  An instance is guarded in
+    place and returned; a copy of it is unguarded until it is protected itself, while copies of an
     instance of a protected class are protected.
 
-    The guard stays where the module is compiled again: ``module.compile(...)`` changes nothing, and
+    The guard stays if the module is compiled again: ``module.compile(...)`` changes nothing, and
     ``torch.compile(module, backend=...)`` breaks its graph around the module, unless its backend is the canary's.  A
-    protected part of a bigger model is traced into that model's graph, guarded if the bigger one's backend is: protect
-    what you call, or compile it with ``backend="kvcanary"``.
+    protected part of a bigger model is traced into that model's graph, and guarded if the bigger one's backend is:
+    protect what you call, or compile it with ``backend="kvcanary"``.
 
     Args:
         target: an ``nn.Module`` class or instance; None when settings are given to the decorator.
@@ -180,7 +180,7 @@ def protect(target: Any = None, **settings: Any) -> Any:
 
     Raises:
         UnknownSettingError, InvalidSettingError: a setting that does not exist, or a value it cannot have.
-        TypeError: ``target`` is no module.
+        TypeError: ``target`` is not a module.
 
     Example::
 
@@ -232,7 +232,7 @@ def _keeping_the_guard(compile_module: Callable[..., None]) -> Callable[..., Non
 
 
 def take_compile_options(settings: dict[str, Any]) -> dict[str, Any]:
-    """Take the settings that are torch.compile's out of ``settings``, under the names that they have there."""
+    """Take torch.compile's settings out of ``settings``, under torch.compile's names."""
     names = {"dynamic": "dynamic", "fullgraph": "fullgraph", "compile_mode": "mode", "compile_options": "options"}
     for name, (kinds, expected) in _COMPILE_OPTIONS.items():
         if name in settings and not isinstance(settings[name], kinds):

@@ -1,7 +1,7 @@
-"""Self-proof: on a scratch pool of the user's own layout, one fault per check is planted, and each must be reported.
+"""Self-proof: plant one fault per check on a scratch pool of the user's own layout; each must be reported.
 
-A sanitizer that is broken looks exactly like a program without bugs.  The doctor tells the two apart, on the device,
-dtype and layout at hand, through the same graph rewrite and the same kernels that guard the real pools.
+A broken sanitizer looks exactly like a program without bugs.  The doctor distinguishes the two, on the user's device,
+dtype and layout, through the same graph rewrite and the same kernels that guard the real pools.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ..kernels.writes.layout import FLOAT_DTYPES
 from ..reports.summary import by_importance, muted
 from .scratch import Scratch
 
-#: Steps without a fault: a scratch ring is full after four slots, and goes round.
+#: Steps without a fault: a scratch ring is full after four slots, and wraps around.
 _STEPS = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What the doctor saw of one check.
+    """The doctor's result for one check.
 
     Attributes:
         check: its name; ``silence`` for the run without a fault.
         fault: what was planted.
-        ok: the check spoke, and only where it should.
-        told: what was reported, by the checks' names.
+        ok: the check reported, and only where it should.
+        told: the names of the checks that reported.
     """
 
     check: str
@@ -67,7 +67,7 @@ def _compare_ranks_that_differ(scratch: Scratch) -> None:
     scratch.session.compare_digests(1, 2)
 
 
-#: For each check what is planted, and how.
+#: The fault planted for each check, and how.
 FAULTS: dict[str, tuple[str, Callable[[Scratch], None]]] = {
     "content": ("a flipped bit in a stored slot", _flip_and_read),
     "operand": ("a write that lands one slot further", lambda s: s.append(shift=1)),
@@ -110,7 +110,7 @@ def _examine(scratch: Scratch, check: str, fault: str, plant: Callable[[Scratch]
 
 
 def require_health(pools: Sequence[KVPool], config: CanaryConfig) -> None:
-    """Refuse to start where a check stays silent about its fault, or speaks without one.
+    """Refuse to start if a check does not report its fault, or reports without one.
 
     Raises:
         SelfTestError: naming the checks.

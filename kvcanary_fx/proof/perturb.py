@@ -1,7 +1,7 @@
-"""Fault injection: damage a KV cache on purpose, and see whether the canary says so.
+"""Fault injection: damage a KV cache on purpose, and see whether the canary reports it.
 
-Each perturbation has a generator of its own and acts on what any engine has: pools, request tables, lists of slots
-and tokens.  Call ``strike`` wherever its fault could happen; it decides, acts, logs one line and remembers::
+Each perturbation has its own generator and acts on structures of any engine: pools, request tables, lists of slots
+and tokens.  Call ``strike`` wherever its fault could happen; it decides, acts, logs one line and records it::
 
     fault = perturb.UsedBytes(probability=0.01, seed=7, warm_up=100)
     ...
@@ -31,7 +31,7 @@ Numbers = MutableSequence[int] | torch.Tensor
 
 
 class UsedBytes(Perturbation):
-    """A bit of a slot that the coming forward reads."""
+    """A bit of a slot that the next forward reads."""
 
     kind = "used_bytes"
 
@@ -46,7 +46,7 @@ class UsedBytes(Perturbation):
 
 
 class IdleBytes(UsedBytes):
-    """A bit of a cached slot that nobody reads now."""
+    """A bit of a cached slot that no request reads now."""
 
     kind = "idle_bytes"
 
@@ -76,13 +76,13 @@ class LateWrite(Perturbation):
         self._rows: dict[tuple[str, int, int], torch.Tensor] = {}
 
     def remember(self, pool: EnginePool, slots: Sequence[int]) -> None:
-        """Slots are about to be released: keep what is in them."""
+        """Slots are about to be released: save their contents."""
         for number in self.halves(pool):
             for slot in slots:
                 self._rows[pool.name, number, slot] = row_of(pool, number, slot).clone()
 
     def strike(self, pool: EnginePool, spots: Sequence[Spot], step: int | None = None) -> Strike | None:
-        """Write what one of ``spots`` held when it was last released, in one tensor of the pool."""
+        """Restore what one of ``spots`` held at its last release, in one tensor of the pool."""
         found = [(n, s) for s in spots if self.wants(s) for n in self.halves(pool) if self._differs(pool, n, s.slot)]
         if not found or not self.due():
             return None
@@ -185,7 +185,7 @@ class SwappedTokens(Perturbation):
     kind = "swapped_tokens"
 
     def strike(self, tokens: Numbers, spots: Mapping[int, Spot], step: int | None = None) -> Strike | None:
-        """Swap two different tokens at indices of ``spots``; one of them is the target's request's."""
+        """Swap two different tokens at indices of ``spots``; one of them belongs to the target's request."""
         pairs = [(i, j) for i in self.indices(spots) for j in spots if int(tokens[i]) != int(tokens[j])]
         if not pairs or not self.due():
             return None
@@ -196,7 +196,7 @@ class SwappedTokens(Perturbation):
 
 
 class RankSkew(Perturbation):
-    """One of several ranks goes on with another token."""
+    """One of several ranks continues with another token."""
 
     kind = "rank_skew"
 
@@ -249,7 +249,7 @@ class DoubleFree(Perturbation):
         return [*pages, page]
 
 
-#: By the name of the class of faults.
+#: Perturbations by the name of the fault class.
 CLASSES: dict[str, type[Perturbation]] = {
     kind.kind: kind
     for kind in (

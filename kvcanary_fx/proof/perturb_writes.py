@@ -1,7 +1,7 @@
-"""Faults of the writes inside a compiled graph: what the graph says is right, what happens is not.
+"""Faults of the writes inside a compiled graph: the graph is right, the execution is not.
 
-``FaultyWrites`` stands in for the compiler: an inner backend that runs the rewritten graph eagerly, and lets a
-perturbation act in place of one assignment ``pool[slots] = values`` (not to pools with two slot axes)::
+``FaultyWrites`` replaces the compiler: an inner backend that runs the rewritten graph eagerly, and lets a
+perturbation replace one assignment ``pool[slots] = values`` (not for pools with two slot axes)::
 
     writes = FaultyWrites()
     session = install_canary(pool, inner=writes)
@@ -23,10 +23,10 @@ from .perturbation import Perturbation, Spot, Strike, same_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What is armed: the write of one slot in one tensor.
+    """An armed fault: the write of one slot in one tensor.
 
     Attributes:
-        act: does the write in its own way, given ``(tensor, slots, values, place of the slot)``.
+        act: does the faulty write, given ``(tensor, slots, values, place of the slot)``.
     """
 
     tensor: torch.Tensor
@@ -34,14 +34,14 @@ class Fault:
     act: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 
     def concerns(self, tensor: torch.Tensor, slots: object, values: torch.Tensor) -> bool:
-        """Whether a write is ``pool[slots] = values`` with one row of values per slot, in this very tensor."""
+        """Whether a write is ``pool[slots] = values`` with one row of values per slot, in this tensor."""
         if not isinstance(slots, torch.Tensor) or slots.dim() != 1 or values.shape[:1] != slots.shape:
             return False
         return tensor.data_ptr() == self.tensor.data_ptr() and tensor.shape == self.tensor.shape
 
 
 class _Write(torch.nn.Module):
-    """Stands for an indexed assignment in a graph."""
+    """Replaces an indexed assignment in a graph."""
 
     def __init__(self, writes: FaultyWrites):
         super().__init__()
@@ -59,10 +59,10 @@ class _Write(torch.nn.Module):
 
 
 class FaultyWrites:
-    """An inner backend that runs a graph as it is, except for the write that a fault is armed for.
+    """An inner backend that runs a graph unchanged, except for the write of an armed fault.
 
     Attributes:
-        armed: the fault that waits for its write.
+        armed: the fault waiting for its write.
     """
 
     def __init__(self) -> None:
@@ -81,12 +81,12 @@ class FaultyWrites:
 
 
 class WritePerturbation(Perturbation):
-    """Base: chooses the write of a slot in one tensor, and is armed until that write comes."""
+    """Base: chooses the write of a slot in one tensor, and stays armed until that write."""
 
     def strike(
         self, pool: EnginePool, spots: Sequence[Spot], writes: FaultyWrites, step: int | None = None
     ) -> Fault | None:
-        """Arm for the next write of one of ``spots``; it acts, and is noted, if it changes any byte."""
+        """Arm for the next write of one of ``spots``; it acts, and is recorded, if it changes any byte."""
         numbers, chosen = self.halves(pool), [s for s in spots if self.wants(s)]
         if not numbers or not chosen or not self.due():
             return None
@@ -102,7 +102,7 @@ class WritePerturbation(Perturbation):
         return writes.armed
 
     def matters(self, row: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether the fault shows, given what is in the slot and what is to be written."""
+        """Whether the fault is visible, given the slot's contents and the values to write."""
         return not same_bytes(row, value)
 
     def write(self, tensor: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, place: int) -> int | None:

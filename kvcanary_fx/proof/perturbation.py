@@ -1,4 +1,4 @@
-"""What every perturbation has: when it strikes, at what, and what it remembers."""
+"""The base of all perturbations: when it strikes, at what, and its records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..reports.summary import log
 
 
 class Spot(NamedTuple):
-    """A slot that can be struck, and what is there."""
+    """A slot that can be struck, and its contents."""
 
     slot: int
     request: RequestId | None = None
@@ -39,10 +39,10 @@ class Strike:
 
     Attributes:
         kind: name of the perturbation.
-        what: what was done, in words.
+        what: what was done, as text.
         pool, layer, half: where; None if the fault is not about one.
         slot, request, position: what was struck first.
-        partner: the second place of the fault: where a write landed, whose token came.
+        partner: the second place of the fault: where a write landed, or whose token was taken.
         step: as the caller counts.
     """
 
@@ -66,17 +66,17 @@ class Strike:
 
 
 class Perturbation:
-    """Base: decides when to strike, and keeps what it did.
+    """Base: decides when to strike, and records the strikes.
 
     Args:
         probability: of a strike, per opportunity.
         seed: of the generator that makes all choices.
-        warm_up: opportunities that are left alone first.
+        warm_up: opportunities to skip first.
         target: what may be struck.
-        limit: strikes after which it rests, None for no end.
+        limit: maximum number of strikes, None for no limit.
 
     Attributes:
-        strikes: what was done so far.
+        strikes: the strikes so far.
         opportunities: how often there was something to strike.
 
     Raises:
@@ -107,21 +107,21 @@ class Perturbation:
         self.random = random.Random(seed)
 
     def due(self) -> bool:
-        """Take one opportunity: whether to strike."""
+        """Count one opportunity; returns whether to strike."""
         self.opportunities += 1
         if self.opportunities <= self.warm_up or len(self.strikes) == self.limit:
             return False
         return self.random.random() < self.probability
 
     def note(self, what: str, spot: Spot, **where: Any) -> Strike:
-        """Remember a strike and log it."""
+        """Record a strike and log it."""
         strike = Strike(self.kind, what, slot=spot.slot, request=spot.request, position=spot.position, **where)
         self.strikes.append(strike)
         log.info("%s", strike.line())
         return strike
 
     def wants(self, spot: Spot) -> bool:
-        """Whether the target's request, if there is one, is the spot's."""
+        """Whether the spot belongs to the target's request, if there is one."""
         return self.target.request in (None, spot.request)
 
     def halves(self, pool: EnginePool) -> list[int]:
@@ -147,7 +147,7 @@ def row_of(pool: EnginePool, number: int, slot: int) -> torch.Tensor:
 
 
 def flip_bit(row: torch.Tensor, generator: random.Random) -> int:
-    """Change one bit of a row of any layout and type; its number."""
+    """Change one bit of a row of any layout and type; returns the bit's number."""
     raw = row.reshape(-1).clone().view(torch.uint8)
     bit = generator.randrange(8 * raw.numel())
     raw[bit // 8] ^= 1 << bit % 8

@@ -1,4 +1,4 @@
-"""A small pool with the layout of a real one, and one request whose tokens a compiled model writes there."""
+"""A small pool with the layout of a real one, and one request whose tokens a compiled model writes to it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..kernels.writes.layout import FLOAT_DTYPES
 from ..passes.write_ops import register_kv_write
 from .scratch_tensors import scaled_down
 
-#: Slots of a scratch pool that belong to no request, so that a write that goes astray stays inside.
+#: Slots of a scratch pool that belong to no request, so that a stray write stays inside.
 _SPARE = 4
 
 #: Tokens of a request's history; more than are ever stored.
 _HISTORY = 128
 
-#: An entry of a request table that is beyond every scratch pool.
+#: An entry of a request table that is out of bounds in every scratch pool.
 BEYOND = 9999
 
 _LIBRARY = torch.library.Library("kvcanary_doctor", "FRAGMENT")
@@ -64,7 +64,7 @@ class Scratch:
         self._paged = pool.paged
         self.table = torch.zeros(3, pages, dtype=torch.int32, device=pool.device)
         self._map: torch.Tensor | None = None
-        if pool.slot_map is not None:  # every slot of the table has another one's number
+        if pool.slot_map is not None:  # the table's slot numbers differ from the pool's
             self._map = torch.arange(first * page, device=pool.device).roll(-1)
             self._map[: self._reserved] = 0
         scratch = dataclasses.replace(
@@ -82,7 +82,7 @@ class Scratch:
             allocations=True,
             **self._small.fields,
         )
-        # behind the forward everything is found that the check before it should have found
+        # the check after the forward would find everything that the check before it should have found
         settings = dataclasses.replace(config, mode="log", budget="auto", verify_fraction="1", verify_after=False)
         self.session = EngineSession([scratch], settings)
         self._layout, self._offset = scratch.layout, scratch.token_offset
@@ -91,12 +91,12 @@ class Scratch:
         self.session.pool.allocate(self._slots, owner="patient")
         self.stored = 0
         self._generator = torch.Generator("cpu").manual_seed(0)
-        # Dynamo keeps what it compiled with the code object, and gives up after a few sessions over one
+        # Dynamo stores what it compiled in the code object, and gives up after a few sessions with the same one
         write = types.FunctionType(_write_all.__code__.replace(), globals())
         self._write = torch.compile(write, backend=self.session.backend, dynamic=False)
 
     def reset(self) -> None:
-        """Back to one request with a few tokens, and nothing reported."""
+        """Reset to one request with a few tokens and no reports."""
         pool = self.session.pool
         self.table[1] = torch.arange(1, self.table.shape[1] + 1, device=self.table.device)
         pool.release(self._slots)
@@ -111,7 +111,7 @@ class Scratch:
 
     @property
     def live(self) -> int:
-        """The entry of the request's row that was written last: the next step reads it."""
+        """The last written entry of the request's row: the next step reads it."""
         return max(entry for entry in self._layout.entries(0, self.stored)[-self._small.more :] if entry is not None)
 
     def slots_at(self, entries: Sequence[int]) -> list[int]:
@@ -120,15 +120,15 @@ class Scratch:
         return slots if self._map is None else self._map[slots].tolist()
 
     def misread(self) -> None:
-        """Let the request's row say something else about the slot that the next step reads."""
+        """Change the entry of the request's row for the slot that the next step reads."""
         self.table[1, self.live // self.session.pool.declared.table_page_size] = BEYOND
 
     def positions_off_by_one(self) -> list[int]:
-        """What a batch with wrong positions has."""
+        """The fields of a batch with wrong positions."""
         return [self.stored + 1 + i for i in range(self._small.more)]
 
     def another_history(self) -> torch.Tensor:
-        """A history that is not what is stored."""
+        """A history that differs from the stored tokens."""
         return self._history().flip(1)
 
     def flip(self) -> None:
@@ -146,10 +146,10 @@ class Scratch:
         """One step that appends tokens.
 
         Args:
-            astray: how far the slots that the write gets are from the planned ones.
-            shift: how far from those it really writes.
+            astray: offset of the slots that the write gets from the planned ones.
+            shift: offset of the slots really written from those.
             nan: write a NaN.
-            plan: fields of the batch that are not what they should be.
+            plan: wrong fields of the batch.
         """
         start, end = self.stored, self.stored + count
         entries = self._layout.entries(start, end)

@@ -1,4 +1,4 @@
-"""Tensors of a few slots that lie in memory as those of a real pool do."""
+"""Tensors of a few slots with the memory layout of a real pool's."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
-#: Tells what lies in one run of slots: the storage, where the run begins, and how far its slots are apart, in bytes.
+#: Identifies a run of slots: the storage, where the run begins, and the distance of its slots, in bytes.
 _Run = tuple[int, int, int]
 
 
 def scaled_down(layers: Sequence[Sequence[torch.Tensor]], first: int) -> list[list[torch.Tensor]]:
-    """Zeros of another number of slots or pages in memory of their own: types, rows and strides as they are.
+    """Zeros with another number of slots or pages in new memory; types, rows and strides are kept.
 
-    Views that lie side by side in one slot, such as K and V of one row, still do; a tensor that two layers share is
-    shared.  What the real pool has between runs of slots is left out.
+    Views side by side in one slot, such as K and V of one row, stay so; a tensor that two layers share is
+    shared.  Memory between runs of slots in the real pool is left out.
 
     Args:
         layers: views ``[slots, ...]`` or ``[pages, page_size, ...]``.
-        first: slots or pages of the new ones.
+        first: number of slots or pages of the new tensors.
     """
     runs: dict[_Run, list[torch.Tensor]] = {}
     for tensor in (tensor for layer in layers for tensor in layer):
@@ -45,12 +45,12 @@ def _run(tensor: torch.Tensor) -> _Run:
 
 
 def _within(tensor: torch.Tensor) -> int:
-    """How many bytes behind its run a tensor begins."""
+    """Offset of a tensor in its run, in bytes."""
     return _offset(tensor) - _run(tensor)[1]
 
 
 def _strides(tensor: torch.Tensor, first: int) -> list[int]:
-    """Its strides with ``first`` slots or pages: what lies beyond all of them, such as heads, moves along."""
+    """Its strides with ``first`` slots or pages: strides of outer axes, such as heads, are adjusted."""
     slots, step = tensor.shape[0], tensor.stride(0)
     given = zip(tensor.shape, tensor.stride(), strict=True)
     return [stride // slots * first if size > 1 and stride > step else stride for size, stride in given]

@@ -85,7 +85,7 @@ _DECODER: dict[str, Any] = dict(
     eos_token_id=None,
 )
 
-#: The same for models whose cache is more than keys and values of every layer.
+#: The same for models whose cache has more than the keys and values of every layer.
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3n": (
         "Gemma3nForCausalLM",
@@ -232,7 +232,7 @@ def build(architecture: str, layers: int | None = None, seed: int = 0, device: s
     config = getattr(transformers, config_class)(**arguments)
     model = getattr(transformers, model_class)(config).eval()
     if device != "cpu" and hasattr(config, "num_experts_per_tok"):
-        # the default sends the experts' offsets to the host, which no CUDA graph can do
+        # the default copies the experts' offsets to the host, which a CUDA graph cannot do
         model.set_experts_implementation("batched_mm")
     return model.to(device)
 
@@ -251,7 +251,7 @@ def prompt(model: Any, batch: int, length: int) -> torch.Tensor:
 
 
 def static_cache(model: Any, length: int, encoder_length: int = 0) -> Any:
-    """A cache for ``length`` tokens that is written in place; with encoder-decoders a pair of them.
+    """A cache for ``length`` tokens that is written in place; a pair of them for encoder-decoders.
 
     Args:
         encoder_length: positions that cross-attention reads.
@@ -266,7 +266,7 @@ def static_cache(model: Any, length: int, encoder_length: int = 0) -> Any:
 
 
 def cache_tensors(cache: Any) -> list[tuple[int, str, torch.Tensor]]:
-    """``(layer, half, tensor)`` of everything that a Hugging Face cache holds by now.
+    """``(layer, half, tensor)`` of all tensors that a Hugging Face cache holds so far.
 
     ``half`` is K, V, indexer, conv or state, numbered where a layer has several; for cross-attention it starts
     with ``cross``.

@@ -1,7 +1,7 @@
-"""What a session found so far, and which of it is worth a line: bounded, however long a fault goes on.
+"""The violations of a session, and which get a line in the log: bounded, however long a fault persists.
 
-A slot that stays wrong is reported each time it is read.  An exception or a callback wants all of these; a log wants
-the first, and from then on how many there were.
+A slot that stays wrong is reported each time it is read.  An exception or a callback needs all of these; a log needs
+the first, and then how many there were.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from .violation import Violation
 #: Records kept: the first ones, since they are nearest to the cause, and as many of the newest.
 KEPT = 5_000
 
-#: Records that wait for an exception; more are only counted.
+#: Maximum number of records that wait for an exception; more are only counted.
 UNTOLD = 1_000
 
-#: Lines about one group, which is a check and its reason in one half; what follows shares a line at 10, 100, ... times.
+#: Lines about one group (a check and its reason in one half); later ones share a line at 10, 100, ... times.
 LINES = 100
 
 #: Places whose repetitions are counted; the oldest are forgotten first.
@@ -28,8 +28,8 @@ class ViolationLog:
     """The violations of one session.
 
     Attributes:
-        total: violations so far, those included that a full ring had no room for.
-        by_check: how many of each check, of those that were read.
+        total: violations so far, including those that did not fit into a full ring.
+        by_check: how many of each check were read.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class ViolationLog:
         self._groups: Counter[tuple[object, ...]] = Counter()
 
     def add(self, fresh: Sequence[Violation], total: int) -> None:
-        """Take in what was read.
+        """Add violations that were read.
 
         Args:
             total: how many there were, at least as many as ``fresh``.
@@ -65,16 +65,16 @@ class ViolationLog:
         return [*self._first, *self._newest]
 
     def take_untold(self) -> tuple[list[Violation], int]:
-        """The records that no exception told yet, at most :data:`UNTOLD`, and how many there were."""
+        """The records that no exception reported yet, at most :data:`UNTOLD`, and how many there were."""
         fresh, total = self._untold, self._untold_total
         self._untold, self._untold_total = [], 0
         return fresh, total
 
     def lines(self, violations: Sequence[Violation]) -> Iterator[str]:
-        """What a log says about violations that were just read.
+        """Log lines for violations that were just read.
 
-        The first at a place is its :meth:`Violation.line`.  The same again, or more than :data:`LINES` of one group,
-        is one line with a count, at the 10th, 100th, 1,000th time.
+        The first at a place is its :meth:`Violation.line`.  Repetitions of it, or more than :data:`LINES` of one group,
+        get one line with a count, at the 10th, 100th, 1,000th time.
         """
         for violation in violations:
             group = (violation.check, violation.why, violation.phase, violation.layer, violation.half, violation.pool)
@@ -91,7 +91,7 @@ class ViolationLog:
                 yield f"{violation.line()} places={number}"
 
     def _seen(self, place: tuple[object, ...]) -> int:
-        """How often a place was told, this time included."""
+        """How often a place was reported, including this time."""
         times = self._places.pop(place, 0) + 1
         self._places[place] = times
         if len(self._places) > PLACES:

@@ -1,4 +1,4 @@
-"""What a session says: log lines, the order of violations, the summary."""
+"""A session's output: log lines, the order of violations, the summary."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def muted() -> Iterator[None]:
 
 
 def by_importance(violations: Sequence[Violation]) -> list[Violation]:
-    """The causes before the consequences: a write out of bounds explains the content it destroyed."""
+    """Sort causes before consequences: a write out of bounds explains the content it destroyed."""
     return sorted(violations, key=lambda v: (v.step, CHECKS[v.check].place))
 
 
 def emit(violations: Sequence[Violation], lines: Sequence[str], config: CanaryConfig) -> None:
-    """Log what there is to say about violations, and hand each of them to the user's callback."""
+    """Log violations, and pass each of them to the user's callback."""
     for line in lines[:LINES_PER_DRAIN]:
         log.warning("%s", line)
     if len(lines) > LINES_PER_DRAIN:
@@ -73,12 +73,12 @@ def summarise(
 
     Args:
         every: N of the share 1/N of the slots whose bytes are checked each step.
-        counts: what was done so far, in words.
-        off, in_part: why checks do not run, or lose a part, by check; also of those that were not asked for.
-        eager_layers: layers that are guarded around each call of their own.
-        lost: pools of which two graphs disagree.
+        counts: what was done so far, as text.
+        off, in_part: why checks do not run, or only in part, by check; also for checks that were not enabled.
+        eager_layers: layers whose calls are guarded one by one.
+        lost: pools on which two graphs disagree.
         uncovered: why coverage was lost.
-        budget: what a budget buys, where one says how much is compared.
+        budget: what a budget buys, if there is one.
     """
     on = [c for c in config.checks if c not in off]
     lines = [

@@ -1,4 +1,4 @@
-"""Violations: from a ring row to a record, to one line for grep, to a text for people."""
+"""Violations: from a ring row to a record, to one line for grep, to a readable text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..kernels.checks import REASONS, TEXTS, Check, Phase, Shown, Text, Why, how
 from ..kernels.ring import UNKNOWN, Ring, forward_and_step
 from ..kernels.slots.chain import MASK64
 
-#: Stands for the layer of a violation that concerns a slot in all of them.
+#: Layer name of a violation that concerns a slot in all layers.
 ALL_LAYERS = "*"
 
 
 @dataclasses.dataclass(frozen=True)
 class HalfInfo:
-    """What a report says about a half."""
+    """The names and sizes of a half, for reports."""
 
     id: int
     layer: str
@@ -25,7 +25,7 @@ class HalfInfo:
     pool: str
     rows: int | None  # size of the row axis, None without one
     positions: int  # slots in one row
-    heads: int = 1  # rows that one sequence has in the shadow; reports count sequences
+    heads: int = 1  # shadow rows per sequence; reports count sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,24 +35,24 @@ class Violation:
     Attributes:
         check: ``content``, ``operand``, ``bounds``, ``poison``, ``chain``, ``index``, ``owner``, ``namespace``,
             ``token`` or ``digest``.
-        phase: ``pre`` (before the layer's write), ``post``, ``sweep``, or ``life`` (an engine handed slots around).
-        step: number of the guarded graph call on this device; in an engine's session of the engine's step, 1 for the
-            first one after ``mark_ready()``.  What is found between two steps has that of the one before.
+        phase: ``pre`` (before the layer's write), ``post``, ``sweep``, or ``life`` (an allocator's call).
+        step: number of the guarded graph call on this device; in an engine's session number of the engine's step, 1 for
+            the first one after ``mark_ready()``.  What is found between two steps has the number of the earlier one.
         layer, half, pool: ``model.layers.3.self_attn``, ``K``, ``past_key_values.layers[3].keys``; layer ``*``
             where a slot of an engine's pool is wrong in all of them.
-        row: batch row (or page) of the slot, None where the pool has none.
-        index: index inside the row; the slot itself where the pool has no rows.
-        slot: slot number in the whole pool, -1 where a write had no slot.
-        position: token position, None if nothing showed it.
+        row: batch row (or page) of the slot, None if the pool has none.
+        index: index inside the row; the slot itself if the pool has no rows.
+        slot: slot number in the whole pool, -1 if a write had no slot.
+        position: token position, None if unknown.
         stored, found: what the check compared: digests, indices or positions.
         detail: the word of the row that holds a NaN (poison), 1 for a slot written twice (bounds), the
             token (chain).
-        request, token: the request and the token in the slot, where an engine told us; else None.
-        why: what exactly failed, such as ``READ_AFTER_FREE``; None where the check says it.
-        also: other checks that failed about the same slot at the same moment.
+        request, token: the request and the token in the slot, if known from an engine; else None.
+        why: what exactly failed, such as ``READ_AFTER_FREE``; None if the check says it.
+        also: other checks that failed for the same slot at the same time.
         forward: index of the engine's forward (``session.forward(index)``) in which it was found; None outside one.
-        owners: ids of the requests whose hashes ``stored`` and ``found`` are, in an owner check; None where unknown.
-        text: name of the text that explains it, where neither ``why`` nor ``check`` is.
+        owners: in an owner check, ids of the requests with the hashes ``stored`` and ``found``; None if unknown.
+        text: name of the text that explains it, if that is neither ``why`` nor ``check``.
     """
 
     check: str
@@ -77,7 +77,7 @@ class Violation:
     text: str | None = None
 
     def line(self) -> str:
-        """The record as one stable line of ``key=value`` pairs; a value that is no plain word is a JSON string."""
+        """The record as one stable line of ``key=value`` pairs; a value that is not a plain word is a JSON string."""
         shown = {
             "check": self.check,
             "phase": self.phase,
@@ -106,7 +106,7 @@ class Violation:
         return str(value) if plain else f"{value & MASK64:#x}"
 
     def where(self) -> str:
-        """The place, in words."""
+        """The place, as text."""
         place = "all layers" if self.layer == ALL_LAYERS else f"layer {self.layer}, half {self.half}"
         if self.request is not None:
             place += f", request {one_line(self.request)}"
@@ -124,7 +124,7 @@ class Violation:
         return f"step {self.step}" if self.forward is None else f"step {self.step}, forward {self.forward}"
 
     def explain(self) -> str:
-        """A short text for people: what failed, where, stored and found, the usual meaning, what to try."""
+        """A short readable text: what failed, where, stored and found, the usual meaning, what to try."""
         text = self._text()
         if self.phase == "sweep":  # which reads nothing
             text = text._replace(what=text.what.replace("attention is about to read", "a prefix cache lists"))
@@ -155,20 +155,20 @@ class Violation:
 
 
 def one_line(value: object) -> str:
-    """Text from outside, such as an id, without control characters: it can neither forge a line nor colour it."""
+    """Untrusted text, such as an id, without control characters: it can neither forge a line nor colour it."""
     text = str(value)
     return text if text.isprintable() else json.dumps(text)
 
 
 def one_word(value: object) -> str:
-    """The same as one word of a line: a JSON string where it has spaces, quotes or nothing at all."""
+    """The same as one word of a line: a JSON string if it is empty or has spaces or quotes."""
     text = one_line(value)
     plain = bool(text) and not any(c.isspace() or c in '"=' for c in text)
     return text if plain or text != str(value) else json.dumps(text)
 
 
 def _primary(bits: int, why: Why) -> Check:
-    """The check whose failure a row tells about."""
+    """The check whose failure a row reports."""
     return REASONS[why].check if why in REASONS else Check(bits)
 
 
@@ -183,14 +183,14 @@ def decode(
     """The record of one ring row.
 
     Args:
-        token, position, request: who is in the slot, where the shadow knows it.
-        last_written: index of the slot that was written last in the slot's row.
+        token, position, request: who is in the slot, if the shadow knows it.
+        last_written: index of the last written slot in the slot's row.
     """
     slot, origin, why = row[Ring.SLOT], row[Ring.ORIGIN], Why(row[Ring.WHY])
     check = _primary(row[Ring.CHECK], why)
     if row[Ring.POSITION] != UNKNOWN:
         position = row[Ring.POSITION]
-    inside = row[Ring.PHASE] in (Phase.PRE, Phase.POST)  # the others happen between forwards
+    inside = row[Ring.PHASE] in (Phase.PRE, Phase.POST)  # the other phases are between forwards
     forward, step = forward_and_step(row[Ring.FORWARD])
     in_row = info.rows is not None and slot >= 0
     index = slot % info.positions if in_row else slot
@@ -198,7 +198,7 @@ def decode(
     if in_row and origin != UNKNOWN:
         position = origin + index
         if origin > 0 and last_written is not None and index > last_written:
-            position -= info.positions  # a ring: what lies behind its newest token is from the round before
+            position -= info.positions  # a ring: slots behind its newest token are from the round before
     return Violation(
         check=(check.name or "?").lower(),
         phase=Phase(row[Ring.PHASE]).name.lower(),
@@ -225,8 +225,8 @@ class KVCacheViolation(CanaryError):
     """The KV cache is not what it should be.
 
     Attributes:
-        violations: the records, most telling first.
-        total: how many violations there were, including those the ring had no room for.
+        violations: the records, most informative first.
+        total: how many violations there were, including those that did not fit into the ring.
     """
 
     def __init__(self, violations: Sequence[Violation], total: int):

@@ -22,19 +22,19 @@ from .versions import require_known_batches, require_known_version
 
 __all__ = ["Protection", "attach", "batch_session", "protect", "unprotect"]
 
-#: Settings of ``install_canary`` that a session over a paged cache takes.
+#: Settings of ``install_canary`` that a session over a paged cache accepts.
 _INSTALL = ("sweep_every", "health_every", "stats_every", "self_test")
 
 
 def protect(model: Any, **settings: Any) -> Any:
-    """Guard everything that ``generate`` and ``generate_batch`` of a Hugging Face model keep in a KV cache.
+    """Guard the KV caches of ``generate`` and ``generate_batch`` of a Hugging Face model.
 
     ``generate`` uses a static cache unless it is told otherwise, and each of its forwards, the prefill too, is
     compiled with the canary.  ``generate_batch``, and the managers of ``init_continuous_batching``, get an engine's
     session over the paged cache: its blocks, tables, indices, tokens and bytes are checked in every batch.
 
     Args:
-        model: a ``PreTrainedModel``, guarded in place.  A deep copy of it is a plain model.
+        model: a ``PreTrainedModel``, guarded in place.  A deep copy of it is unguarded.
         settings: those of :func:`kvcanary_fx.protect`, and ``sweep_every``, ``health_every``, ``stats_every`` and
             ``self_test`` of :func:`kvcanary_fx.install_canary`.
 
@@ -44,8 +44,8 @@ def protect(model: Any, **settings: Any) -> Any:
     Raises:
         TypeError: ``model`` has no ``generate``.
         UnknownSettingError, InvalidSettingError: a setting that does not exist, or a value it cannot have.
-        SelfTestError: an untested version of transformers, in which a planted fault was not found; of one in a batch
-            ``generate_batch`` and ``init_continuous_batching`` say so.
+        SelfTestError: transformers has an untested version, in which a planted fault was not found; for a fault in a
+            batch ``generate_batch`` and ``init_continuous_batching`` raise it.
     """
     if not isinstance(model, nn.Module) or not hasattr(model, "generate"):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Continuous batching over a PagedAttentionCache: an engine's session for each processor of batches.
+"""Continuous batching over a PagedAttentionCache: an engine's session for each batch processor.
 
 The cache's ``update`` writes K and V, and transformers keeps it out of compiled graphs, because functionalising views
 of one tensor copies that tensor in every layer.  So the checks of a layer run around ``update``, in eager, whether or
@@ -29,13 +29,13 @@ class GuardedManager:
     """A ContinuousBatchingManager whose batches are guarded.
 
     Attributes:
-        session: of the processor that the manager has or had last; None before the first.
+        session: of the manager's current or last processor; None before the first.
     """
 
     def __init__(self, manager: Any, config: CanaryConfig, install: dict[str, Any], before: Callable[[Any], None]):
         """
         Args:
-            before: called with a processor that has a batch prepared, before it is checked.
+            before: called with a processor whose batch is prepared, before the check.
         """
         self._manager, self._config, self._install, self._before = manager, config, install, before
         self._processor: GuardedProcessor | None = None
@@ -60,7 +60,7 @@ class GuardedManager:
         return processor
 
     def raise_what_ended_it(self) -> None:
-        """Raise the violation that ended the manager's loop: transformers keeps it as text in the requests' results.
+        """Raise the violation that ended the manager's loop: transformers only keeps its text in the requests' results.
 
         Raises:
             KVCacheViolation, CoverageError: mode ``raise``, and a check failed in a batch, or while blocks were freed.
@@ -93,7 +93,7 @@ class GuardedProcessor:
         requests = processor.cb_config.max_requests_per_batch
         self._groups = paged_cache.groups_of(cache, requests, lambda i: names.get(i, f"layers.{i}"))
         session = install_canary(*[g.pool() for g in self._groups], config=config, **install)
-        assert session is not None  # with mode="off" nothing of this is set up
+        assert session is not None  # with mode="off" none of this is set up
         self.session: EngineSession = session
         self._layers = EagerLayers(session)
         self._of_layer = {number: group for group in self._groups for number in group.layers}
@@ -115,14 +115,14 @@ class GuardedProcessor:
             self._warming_up = False
 
     def _step(self, original: Callable[..., Any], model: Any) -> None:
-        """One batch: what it is to read and write is checked, then the model runs."""
+        """One batch: check what it is about to read and write, then run the model."""
         self._before(self.processor)
         with self.session.step(self._batch()), self.session.forward():
             self._check_reads()
             original(model)
 
     def _batch(self) -> dict[str, Any]:
-        """The batch that is prepared, as the session takes it; fills the request tables."""
+        """The prepared batch in the session's form; fills the request tables."""
         io = self.processor.inputs_and_outputs
         states = [future.state for future in io.requests_in_batch]
         added = [future.query_length for future in io.requests_in_batch]
@@ -140,7 +140,7 @@ class GuardedProcessor:
             "positions": io.position_ids[:total],
             "request_rows": range(len(states)),
             "request_ids": names,
-            # the batch was prepared, and with that each request moved on
+            # preparing the batch has advanced each request
             "prefix_lens": [s.position_offset - n for s, n in zip(states, added, strict=True)],
             "extend_lens": added,
             "history": padded,
@@ -148,7 +148,7 @@ class GuardedProcessor:
         } | {g.field: g.slots_of(io.write_index_storage[g.index, :total]) for g in self._groups}
 
     def _check_reads(self) -> None:
-        """Compare the indices that attention gathers by with the block tables; a ring's are in no such order."""
+        """Compare the indices that attention gathers by with the block tables; not for a ring, whose order differs."""
         io = self.processor.inputs_and_outputs
         if io.max_kv_read == 0:
             return
@@ -169,7 +169,7 @@ class GuardedProcessor:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's write and read, with the checks of its slots around."""
+        """A layer's write and read, between the checks of its slots."""
         if not self._layers.running:
             if not self._warming_up:
                 why = "transformers ran a batch that it had not prepared before: please report it, with its version"
@@ -190,7 +190,7 @@ class GuardedProcessor:
 
 
 def attention_names(model: Any) -> dict[int, str]:
-    """The path of the module that is each layer's attention, by the layer's number."""
+    """The path of each layer's attention module, by the layer's number."""
     found: dict[int, str] = {}
     for path, module in model.named_modules():
         number = getattr(module, "layer_idx", None)

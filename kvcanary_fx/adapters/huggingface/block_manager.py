@@ -2,7 +2,7 @@
 
 There is a tensor of keys and one of values for each layer of a group, and all groups use the same ones.  A block
 belongs to one group at a time and has ``block_size`` rows in each of these tensors; indices of reads and writes count
-rows, so each is a slot.  Two more blocks, the last, take padding.
+rows, so each index is a slot.  Two more blocks, at the end, take padding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ManagedLayers:
     def __init__(self, cache: Any, manager: Any):
         """
         Args:
-            manager: transformers' CacheAllocator of the group, which has the block tables alone.
+            manager: transformers' CacheAllocator of the group, which has only the block tables.
         """
         self.cache, self.manager = cache, manager
         self.index: int = manager._index
@@ -55,7 +55,7 @@ class ManagedGroup(Group):
 
 
 def managed_groups(cache: Any, requests: int, layer_name: Callable[[int], str]) -> list[Group]:
-    """The groups of ``cache``, named by attention type, and numbered from the second of a type on."""
+    """The groups of ``cache``, named by attention type; later ones of the same type are numbered."""
     seen: Counter[str] = Counter()
     groups: list[Group] = []
     for manager in cache.group_cache_managers:
@@ -70,16 +70,16 @@ def managed_groups(cache: Any, requests: int, layer_name: Callable[[int], str]) 
 class ManagedBlockLife(BlockLife):
     """Watches the block manager of one cache.
 
-    It keeps a count of references for each block that can be shared, and a table of the blocks with known content,
-    in which a block stays when nobody refers to it until it is given out again.
+    It counts the references of each block that can be shared, and has a table of the blocks with known content.
+    A block without references stays in the table until it is given out again.
     """
 
     def _watch(self, cache: Any) -> None:
         self._blocks = cache._block_manager
         self._known: set[int] = set()  # blocks whose entry in the table has a reference in our pools
-        self._acting: int = 0  # the group
-        self._children: Iterator[str] | None = None  # those of a fork that get blocks of their own
-        self._forked: dict[int, int] = {}  # groups of blocks that are to be copied to
+        self._acting: int = 0  # group that the running call is for
+        self._children: Iterator[str] | None = None  # children of a fork that get their own blocks
+        self._forked: dict[int, int] = {}  # groups of blocks that will be copied to
         for group, _ in self._groups.values():
             self._watch_manager(group)
         hook(cache, "search_prefix_match", self._match)
@@ -132,7 +132,7 @@ class ManagedBlockLife(BlockLife):
         return source, destination
 
     def _match(self, original: Any, request_id: str, prompt_ids: list[int]) -> Any:
-        """Leave the last token out: where all of a prompt matches, it would be written to a shared block again."""
+        """Leave the last token out: if the whole prompt matches, it would be written to a shared block again."""
         with self._acting_for(request_id):
             return original(request_id, prompt_ids[:-1])
 
@@ -156,7 +156,7 @@ class ManagedBlockLife(BlockLife):
         original(blocks, shareable)
 
     def _evict(self, original: Any, n_blocks: int) -> bool:
-        """Blocks of known content that nobody refers to are given out when no others are left."""
+        """Blocks of known content without references are given out when no others are left."""
         if len(self._blocks._uninit_block_ids) >= n_blocks:
             return original(n_blocks)  # type: ignore[no-any-return]
         before = set(self._blocks._init_block_ids)

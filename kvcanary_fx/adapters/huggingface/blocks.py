@@ -1,7 +1,7 @@
-"""The life of blocks: what the allocators of a PagedAttentionCache do, told to the canary's pools.
+"""The life of blocks: reports what the allocators of a PagedAttentionCache do to the canary's pools.
 
 A slot's references are those of transformers' ledger, and one more while the block is registered by its content for
-requests to come.  What is free is what the free list of the cache has.
+later requests.  Free are the blocks on the cache's free list.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class BlockLife:
     """Watches the allocators of one cache.
 
     Args:
-        cache: transformers' PagedAttentionCache; its methods are wrapped, on this object alone.
+        cache: transformers' PagedAttentionCache; its methods are wrapped, on this object only.
         groups: with the pool of each.
     """
 
     def __init__(self, cache: Any, groups: Sequence[tuple[Group, EnginePool]]):
         self._groups = {group.index: (group, pool) for group, pool in groups}
         self._request: str | None = None
-        #: Shadows of requests that are to leave for host memory, by request and group.
+        #: Shadows of requests about to be moved to host memory, by request and group.
         self._leaving: dict[tuple[str, str], ShadowSlice] = {}
         self._keep_leaving = False
         self._watch(cache)
@@ -58,7 +58,7 @@ class BlockLife:
         hook(allocator, "copy_blocks", lambda original, source, dest: self._copy(original, group, source, dest))
 
     def _on_behalf(self, parameter: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A wrapper of a method that one of its parameters says the request of."""
+        """A wrapper for a method with a parameter that names the request."""
         signature = inspect.signature(method)
 
         def wrapper(original: Any, *args: Any, **kwargs: Any) -> Any:

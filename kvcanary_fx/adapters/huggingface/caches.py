@@ -1,4 +1,4 @@
-"""Which cache ``generate`` of a protected model runs over: static where it can be, and with room for another turn."""
+"""Which cache ``generate`` of a protected model runs over: static if possible, and with room for another turn."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-#: Models that transformers does not mark as fit for a compiled static cache, and that are: seen in their tests.
+#: Models that work with a compiled static cache (seen in their tests), though transformers does not mark them so.
 _FIT = ("FalconH1ForCausalLM", "MambaForCausalLM", "Zamba2ForCausalLM")
 
-#: Models that it marks, and whose tokens are others over a static cache than over a dynamic one: seen with 5.23.
+#: Models that it marks, but whose tokens differ between a static and a dynamic cache: seen with 5.23.
 _OTHER_TOKENS = ("DeepseekV32ForCausalLM",)
 
 
 def setting(model: Any, options: dict[str, Any], name: str) -> Any:
-    """What ``generate(**options)`` takes ``name`` to be: its argument, its configuration's, or the model's."""
+    """The value of ``name`` in ``generate(**options)``: its argument, its configuration's, or the model's."""
     if options.get(name) is not None:
         return options[name]
     given = getattr(options.get("generation_config"), name, None)
@@ -53,10 +53,10 @@ def has_tensors(layer: Any) -> bool:
 
 
 def needed_length(model: Any, options: dict[str, Any], tokens: torch.Tensor | None) -> int:
-    """How many tokens a cache must hold for a call of ``generate``; 0 if that does not show.
+    """How many tokens a cache must hold for a call of ``generate``; 0 if unknown.
 
     Args:
-        tokens: int64 ``[batch, n]``, the whole text so far.
+        tokens: int64 ``[batch, n]``, all tokens so far.
     """
     new = setting(model, options, "max_new_tokens")
     if new is not None:
@@ -65,9 +65,9 @@ def needed_length(model: Any, options: dict[str, Any], tokens: torch.Tensor | No
 
 
 def make_room(cache: Any, model: Any, length: int) -> bool:
-    """Let a static cache that was filled by an earlier turn hold ``length`` tokens, with what is in it.
+    """Grow a static cache, filled by an earlier turn, to ``length`` tokens; its contents are kept.
 
-    A static cache of ``generate`` has the exact size of its call; a dynamic one, which it stands for, grows.
+    A static cache of ``generate`` has the exact size of its call; the dynamic one that it replaces would grow.
 
     Returns:
         Whether tensors were replaced by larger ones.

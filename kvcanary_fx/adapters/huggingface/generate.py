@@ -33,7 +33,7 @@ _WRAPPED = (
     "_prepare_static_cache",
 )
 
-#: What torch.compile is given of a CompileConfig; the backend is ours.
+#: Fields of a CompileConfig that are passed to torch.compile; the backend is ours.
 _OF_THEIR_CONFIG = ("fullgraph", "dynamic", "mode", "options")
 
 
@@ -41,8 +41,8 @@ class Protection(GuardedCall):
     """The guarded calls of one model: the compiled forward, and the managers of its batches.
 
     Attributes:
-        batch_session: over the paged cache of the last ``generate_batch``, or manager; None before.
-        before_batch: called with transformers' processor when a batch is prepared, before it is checked: where faults
+        batch_session: session over the paged cache of the last ``generate_batch`` or manager; None before.
+        before_batch: called with transformers' processor when a batch is prepared, before the check, so that faults
             can be planted.
     """
 
@@ -59,12 +59,12 @@ class Protection(GuardedCall):
         super().__init__(model, CanaryBackend(config), options)
         self._config, self._install, self._require_batches = config, install, require_batches
         self._manager: GuardedManager | None = None
-        self._not_static: str | None = None  # why the generate that is running has no static cache
+        self._not_static: str | None = None  # why the running generate has no static cache
         self._ready_cache: Callable[[], Any] | None = (
-            None  # a weak reference to the last; all of its layers have tensors
+            None  # a weak reference to the last cache whose layers all have tensors
         )
         self._kept = KeptCache(self.session)
-        self._decoder: tuple[dict[str, Any], Callable[..., Any]] | None = None  # the last, with its options
+        self._decoder: tuple[dict[str, Any], Callable[..., Any]] | None = None  # the last one, with its options
 
     @property
     def batch_session(self) -> EngineSession | None:
@@ -79,7 +79,7 @@ class Protection(GuardedCall):
             hook(model, name, wrappers[i])
 
     def _guard(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if dynamo_calls.tracing_here() or "write_index" in kwargs:  # a batch over a paged cache: guarded at update
+        if dynamo_calls.tracing_here() or "write_index" in kwargs:  # a batch over a paged cache is guarded at update
             return self._module._call_impl(*args, **kwargs)
         cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
         if cache is not None and not self._known_ready(cache) and not self._ready(cache, args, kwargs):
@@ -101,7 +101,7 @@ class Protection(GuardedCall):
             )
             return False
         layers = getattr(cache, "layers", None)
-        if layers is None:  # a pair of caches: the prefill, which runs the encoder too, makes their tensors
+        if layers is None:  # a pair of caches: their tensors are made in the prefill, which also runs the encoder
             parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
             return all(has_tensors(layer) for part in parts if part is not None for layer in part.layers)
         if not all(has_tensors(layer) for layer in layers):
@@ -111,7 +111,7 @@ class Protection(GuardedCall):
         return True
 
     def _make_tensors(self, cache: Any, inputs: dict[str, Any]) -> None:
-        """One token through the plain model.  Made inside a graph, tensors of a cache are its outputs, unguarded."""
+        """One token through the plain model.  A cache's tensors made inside a graph would be its outputs, unguarded."""
         given = {name: inputs.get(name) for name in ("input_ids", "inputs_embeds")}
         first = {name: tokens[:, :1] for name, tokens in given.items() if tokens is not None}
         name = "cache_params" if "cache_params" in inputs else "past_key_values"
@@ -120,7 +120,7 @@ class Protection(GuardedCall):
         cache.reset()
 
     def _generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``generate`` over a cache that keeps its place, with every forward through the guarded call."""
+        """``generate`` over a cache with fixed addresses, with every forward through the guarded call."""
         model = self._module
         cached = kwargs.get("use_cache", True) and setting(model, kwargs, "cache_implementation") is None
         passed = next((kwargs[n] for n in ("past_key_values", "cache_params") if kwargs.get(n) is not None), None)
@@ -132,13 +132,13 @@ class Protection(GuardedCall):
             make_room(passed, model, needed_length(model, kwargs, tokens))
         elif cached and self._not_static is None:
             kwargs["cache_implementation"] = "static"
-        # nobody sees a token before generate returns, unless it is streamed
+        # no token is visible before generate returns, unless it is streamed
         late = kwargs.get("streamer") is None
         try:
             with self._kept.around(), self.session.deferring() if late else contextlib.nullcontext():
                 return original(*args, **kwargs)
         finally:
-            self._not_static = outer  # drafting by early exit calls generate within generate
+            self._not_static = outer  # early-exit drafting calls generate within generate
 
     def _prepare_cache(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         fresh = original(*args, **kwargs)
@@ -149,13 +149,13 @@ class Protection(GuardedCall):
         return self._kept.instead_of(fresh, batch, model.device, model.dtype)
 
     def _compiled_call(self, original: Callable[..., Any], compile_config: Any = None) -> Callable[..., Any]:
-        """What ``generate`` calls its decode steps through where transformers compiles them, as on a GPU.
+        """The callable for the decode steps of ``generate`` if transformers compiles them, as on a GPU.
 
-        It is compiled as it would be by transformers, with CUDA graphs, unless ``protect`` was told how.
+        It is compiled as transformers would, with CUDA graphs, unless ``protect`` got options.
         """
         theirs = original(compile_config)
         told = {"mode", "options"} & self._options.keys() or self._config.inner != "inductor"
-        if told or theirs == self._module.__call__:  # models of which transformers compiles no decode step either
+        if told or theirs == self._module.__call__:  # models whose decode step transformers does not compile either
             return self
         config = compile_config or self._module._last_compile_config
         options = {name: getattr(config, name) for name in _OF_THEIR_CONFIG} | self._options
@@ -195,10 +195,10 @@ def attach(
     install: dict[str, Any],
     require_batches: Callable[[], None] = lambda: None,
 ) -> Any:
-    """What :func:`protect` does once everything is settled.
+    """The part of :func:`protect` after its arguments are resolved.
 
     Args:
-        require_batches: called before a batch is begun; raises where the adapter cannot guard one.
+        require_batches: called before a batch begins; raises if the adapter cannot guard one.
     """
     protection = Protection(model, config, options, install, require_batches)
     model._compiled_call_impl = protection
@@ -207,7 +207,7 @@ def attach(
 
 
 def unprotect(model: Any) -> Any:
-    """Make a model plain again; returns it."""
+    """Remove the guard from a model; returns the model."""
     if isinstance(model._compiled_call_impl, Protection):
         model._compiled_call_impl = None
         for name in _WRAPPED:

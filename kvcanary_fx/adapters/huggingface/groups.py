@@ -1,9 +1,9 @@
 """A group of layers of a PagedAttentionCache: its tensors as a pool, its block tables as a request table.
 
 transformers keeps one byte tensor for all layers.  An allocator per attention type divides it into blocks; a block has
-a page for each layer of the group, and a page the keys and then the values of ``tokens_per_page`` tokens.  Indices of
-reads and writes count rows of that tensor, of which a block has ``block_physical_stride``; layer views are shifted, so
-that one index serves all layers of a group.  Here a slot is ``block * tokens_per_page + offset``.
+a page for each layer of the group, and a page holds the keys and then the values of ``tokens_per_page`` tokens.
+Indices of reads and writes count rows of that tensor, of which a block has ``block_physical_stride``; layer views are
+shifted, so that one index serves all layers of a group.  Here a slot is ``block * tokens_per_page + offset``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...engine.kv_pool import KVPool
 
 
 class Group:
-    """One allocator, as the canary sees it.
+    """One allocator as a pool of the canary.
 
     Args:
         name: the attention type, ``full_attention`` or ``sliding_attention``; the pool's name.
@@ -26,9 +26,9 @@ class Group:
         layer_name: from a layer's number to its name in reports.
 
     Attributes:
-        index: the allocator's place among those of the cache.
-        table: int32 ``[requests, width]``, the blocks of each request of the running batch; slots, if the window of
-            a sliding group is not a whole number of pages.
+        index: the allocator's index in the cache.
+        table: int32 ``[requests, width]``, the blocks of each request of the running batch; slots, if a sliding
+            group's window is not a whole number of pages.
         window: tokens that attention sees, None for all.
         layers: names of the layers, by their number in the model.
     """
@@ -64,7 +64,7 @@ class Group:
     def tensors(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of each layer, ``[blocks, page, heads, head_dim]`` each, as views of the cache."""
         tensor = self.allocator.cache_tensor
-        rows = tensor.view(-1, *tensor.shape[2:])  # K and V of a token lie apart, so they are rows of their own
+        rows = tensor.view(-1, *tensor.shape[2:])  # K and V of a token lie apart, so each is a row
         pages = rows.view(-1, self.stride, *rows.shape[1:]).split(self.page, dim=1)
         return list(zip(pages[0::2], pages[1::2], strict=True))
 
@@ -73,16 +73,16 @@ class Group:
         return range(2 * self.allocator.blocks_per_sector * self.page)
 
     def hand_back(self, blocks: Sequence[int]) -> None:
-        """Put blocks on the free list, whoever has them: a fault, which the self-proof plants."""
+        """Put blocks on the free list, even if they are in use: a fault that the self-proof plants."""
         self.allocator.pool.free_blocks(self.index, blocks)
 
     @property
     def field(self) -> str:
-        """The batch's field with the slots planned for this group."""
+        """The batch's field that holds this group's planned slots."""
         return f"{self.name}_slots"
 
     def slots_of(self, index: torch.Tensor) -> torch.Tensor:
-        """Slots of transformers' cache indices, int64; -1 for a row that is no layer's first page."""
+        """Slots of transformers' cache indices, int64; -1 for a row that is not in the first layer's page."""
         block, offset = index.div(self.stride, rounding_mode="floor"), index % self.stride
         return torch.where(offset < self.page, block * self.page + offset, -1)
 

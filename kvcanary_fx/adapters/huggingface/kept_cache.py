@@ -1,9 +1,9 @@
-"""The static cache of one ``generate``, given to the next.
+"""The static cache of one ``generate``, kept for the next.
 
-What is captured in CUDA graphs holds the addresses of a cache, and our checks in it those of the cache's shadow.
-transformers makes a new cache in each call.  Without the canary it often comes to the addresses of the last one; with
-the shadow's tensors around it does not: on an H100 each ``generate`` of 128 tokens recorded two graphs anew, and took
-half as long again.
+A captured CUDA graph holds the addresses of a cache, and our checks in it those of the cache's shadow.
+transformers makes a new cache in each call.  Without the canary it often gets the addresses of the last one; with
+the shadow's tensors beside it, it does not: on an H100 each ``generate`` of 128 tokens recorded two graphs again, and
+took half as long again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .caches import has_tensors
 
 @dataclasses.dataclass(frozen=True)
 class _Circumstances:
-    """What a cache's tensors depend on besides its layers: those of other ones would not fit."""
+    """What a cache's tensors depend on besides its layers: if it differs, the kept tensors do not fit."""
 
     device: torch.device
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class _Circumstances:
 
 
 class _Running(threading.local):
-    """The caches of the calls of ``generate`` that the thread is in, each in a list of its own."""
+    """The caches of the calls of ``generate`` that the thread is in, each in its own list."""
 
     def __init__(self) -> None:
         self.calls: list[list[tuple[Any, _Circumstances]]] = []
@@ -48,7 +48,7 @@ class KeptCache:
 
     def __init__(self, session: CanarySession):
         self._session = session
-        #: one, or none while it is in use; taken by pop, so by one thread
+        #: one cache, or none while it is in use; pop gives it to one thread only
         self._free: list[tuple[Any, _Circumstances]] = []
         self._running = _Running()
 
@@ -64,10 +64,10 @@ class KeptCache:
             self._running.calls.pop()
 
     def instead_of(self, fresh: Any, batch: int, device: torch.device, dtype: torch.dtype) -> Any:
-        """``fresh``, a cache without tensors, or the kept one, emptied, if it is the same and nobody has it.
+        """``fresh``, a cache without tensors, or the kept one, emptied, if it matches and is not in use.
 
         Args:
-            batch: sequences that it is for.
+            batch: number of sequences.
             device, dtype: of the model.
         """
         if not self._running.calls:
@@ -76,7 +76,7 @@ class KeptCache:
         if self._free and not any(has_tensors(layer) for layer in fresh.layers):
             try:
                 kept, before = self._free.pop()
-            except IndexError:  # another thread has taken it
+            except IndexError:  # another thread took it
                 kept, before = None, None
             mine = before == made_for and sys.getrefcount(kept) <= _MINE
             if mine and _alike(kept, fresh, batch) and _unshared(kept):
@@ -92,7 +92,7 @@ _MINE = 2
 
 
 def _alike(kept: Any, fresh: Any, batch: int) -> bool:
-    """Whether a cache has the layers that a new one would get."""
+    """Whether a cache has the layers that a new one would have."""
     if type(kept) is not type(fresh) or len(kept.layers) != len(fresh.layers):
         return False
     return all(
@@ -109,12 +109,12 @@ def _halves(layer: Any) -> tuple[torch.Tensor | None, ...]:
 
 
 def _unshared(kept: Any) -> bool:
-    """Whether nobody holds a layer or a tensor of it, to look at later."""
+    """Whether nothing else references a layer or a tensor of it, to read it later."""
     for layer in kept.layers:
-        if sys.getrefcount(layer) > _MINE + 1:  # that of the list
+        if sys.getrefcount(layer) > _MINE + 1:  # the list's
             return False
         for name in ("keys", "values"):
             tensor = getattr(layer, name)
-            if sys.getrefcount(tensor) > _MINE + 1:  # that of the layer
+            if sys.getrefcount(tensor) > _MINE + 1:  # the layer's
                 return False
     return True

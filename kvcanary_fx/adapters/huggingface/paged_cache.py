@@ -1,6 +1,6 @@
-"""The paged cache of the transformers at hand: what differs between versions is asked here, once.
+"""The paged cache of the installed transformers: differences between versions are handled here.
 
-From 5.18 on a cache has an allocator per attention type (``groups.py``, ``blocks.py``), before that one block manager
+From 5.18 on a cache has an allocator per attention type (``groups.py``, ``blocks.py``); before, one block manager
 for all groups of layers (``block_manager.py``).
 """
 
@@ -17,7 +17,7 @@ from .groups import Group
 
 
 def page_setting() -> str:
-    """What ContinuousBatchingConfig calls the tokens of a page: ``page_size``, or ``block_size`` before 5.18."""
+    """ContinuousBatchingConfig's name for the tokens of a page: ``page_size``, or ``block_size`` before 5.18."""
     from transformers import ContinuousBatchingConfig
 
     names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
@@ -37,7 +37,7 @@ def groups_of(cache: Any, requests: int, layer_name: Callable[[int], str]) -> li
 
 
 def watch_blocks(cache: Any, groups: Sequence[tuple[Group, EnginePool]]) -> BlockLife:
-    """Tell the pools from now on what becomes of the blocks of ``cache``."""
+    """From now on report to the pools what happens to the blocks of ``cache``."""
     return (ManagedBlockLife if _has_block_manager(cache) else BlockLife)(cache, groups)
 
 

@@ -1,7 +1,7 @@
 """Self-proof of the adapter: a tiny random model generates, clean and with faults planted between its steps.
 
-What is planted goes through the methods that the adapter wraps.  If transformers no longer calls them, or means
-something else by them, a fault stays unreported or a clean run does not stay silent.
+Faults go through the methods that the adapter wraps.  If transformers no longer calls these, or uses them for
+something else, a fault is not reported, or a clean run is.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from . import paged_cache
 from .generate import attach, batch_session
 from .groups import Group
 
-#: Plants a fault in a cache, or in a processor of batches that has a batch prepared.
+#: Plants a fault in a cache, or in a batch processor whose batch is prepared.
 Plant = Callable[[Any], None]
 
 _PROMPTS = [list(range(3, 14)), list(range(20, 29)), list(range(3, 12))]
 
 
 def examine_generate() -> Iterator[Finding]:
-    """What was reported of ``generate``, without a fault and with one."""
+    """What was reported for ``generate``, without a fault and with one."""
     with muted(), _quiet_transformers():
         yield _silence(_tried(_generate, None))
         yield _finding("content", "a flipped bit in what a prefill wrote", _tried(_generate, _flip))
 
 
 def examine_batches() -> Iterator[Finding]:
-    """The same of ``generate_batch``."""
+    """The same for ``generate_batch``."""
     with muted(), _quiet_transformers():
         yield _silence(_tried(_batch, None))
         for check, fault, plant in (
@@ -56,16 +56,16 @@ def _finding(check: str, fault: str, told: tuple[str, ...]) -> Finding:
 
 
 def _tried(run: Callable[[Plant | None], tuple[str, ...]], plant: Plant | None) -> tuple[str, ...]:
-    """What a run reports; in a version that nobody knows it may also end in any way."""
+    """What a run reports; in an unknown version it may also fail in any way."""
     try:
-        with torch.device("cpu"):  # the tiny models are there, whatever the user's default is
+        with torch.device("cpu"):  # the tiny models are on the CPU, whatever the user's default device
             return run(plant)
     except Exception as e:
         return (f"{type(e).__name__}: {e}",)
 
 
 def _generate(plant: Plant | None) -> tuple[str, ...]:
-    """What is reported of ``generate`` with a fault between the prefill and the first decode step."""
+    """What is reported for ``generate`` with a fault between the prefill and the first decode step."""
     from transformers import StaticCache
 
     model = _protected()
@@ -80,7 +80,7 @@ def _generate(plant: Plant | None) -> tuple[str, ...]:
 
 
 def _batch(plant: Plant | None) -> tuple[str, ...]:
-    """What is reported of ``generate_batch`` with a fault before its fourth batch; ``adapter`` if it fails."""
+    """What is reported for ``generate_batch`` with a fault before its fourth batch; ``adapter`` if it fails."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model = _protected()
@@ -145,7 +145,7 @@ def _group_of_layer(processor: Any, number: int) -> Group:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Keep to ourselves what transformers logs about tiny models and small caches."""
+    """Hide what transformers logs about tiny models and small caches."""
     names = ("transformers", "ContinuousBatchingLogger")
     before = {name: logging.getLogger(name).level for name in names}
     try:

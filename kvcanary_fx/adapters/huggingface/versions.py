@@ -1,6 +1,6 @@
-"""The versions of transformers that the adapter was tested with; in others it first proves itself.
+"""The versions of transformers that the adapter was tested with; in others it runs the self-proof first.
 
-Tiny models generate, clean and with planted faults, and what is not found, or found where nothing is, refuses to start.
+Tiny models generate, clean and with planted faults; a miss or a false alarm is an error at the start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TESTED = Tested("huggingface", "transformers", "5.23", "5.24", "now proving on a
 
 @functools.cache
 def require_known_version() -> None:
-    """Warn of a version outside the tested range, and let the self-proof of ``generate`` decide.
+    """Warn about a version outside the tested range, and let the self-proof of ``generate`` decide.
 
     Raises:
         SelfTestError: the proof failed.
@@ -29,7 +29,7 @@ def require_known_version() -> None:
 
 @functools.cache
 def require_known_batches() -> None:
-    """The same for ``generate_batch``, before the first batch: it leans on more of what is not documented.
+    """The same for ``generate_batch``, before the first batch: it relies on more undocumented behaviour.
 
     Raises:
         SelfTestError: the proof failed.
@@ -39,7 +39,7 @@ def require_known_batches() -> None:
 
 
 def transformers_version() -> str:
-    """That of the transformers at hand."""
+    """The version of the installed transformers."""
     import transformers
 
     version: str = transformers.__version__

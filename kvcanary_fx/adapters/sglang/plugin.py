@@ -1,4 +1,4 @@
-"""What SGLang calls when it loads its plugins: three hooks of its registry, in each of its processes."""
+"""Called by SGLang when it loads its plugins: three hooks of its registry, in each of its processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TESTED = Tested(
     "sglang", "SGLang", "0.5.23", "0.5.24", "the checks are proved on scratch pools of the same layout first"
 )
 
-#: What to do where SGLang's own kv-canary is on: step ``aside`` or ``replace`` it.
+#: What to do if SGLang's own kv-canary is on: step ``aside`` or ``replace`` it.
 OWN_CANARY = "SGLANG_KVCANARY_OWN"
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -28,7 +28,7 @@ def register() -> None:
     """Register the hooks, if ``KVCANARY_MODE`` asks for them.
 
     Raises:
-        UnknownSettingError, InvalidSettingError: a ``KVCANARY_*`` variable that does not exist, or has another value.
+        UnknownSettingError, InvalidSettingError: a ``KVCANARY_*`` variable that does not exist, or has a bad value.
     """
     if not asked_for():
         return
@@ -59,7 +59,7 @@ def _replaces_own() -> bool:
 
 
 def _attach(runner: Any, config: CanaryConfig) -> None:
-    """Guard a model runner whose pools are there, or say why not."""
+    """Guard a model runner whose pools are allocated, or log why not."""
     reason = why_not(runner)
     if reason is not None:
         log.warning("kvcanary.unguarded %s of SGLang: %s", "draft" if runner.is_draft_worker else "model", reason)
@@ -71,14 +71,14 @@ def _attach(runner: Any, config: CanaryConfig) -> None:
 
 
 def _keep_history(result: Any, owner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-    """Leave each request's own tokens with the batch that the model gets: SGLang keeps them on the host."""
+    """Attach each request's own tokens to the model's batch: SGLang keeps them on the host."""
     result.kvcanary_history = [[*r.origin_input_ids, *r.output_ids] for r in batch.reqs]
 
 
 def _attention(
     original: Callable[..., Any], layer: Any, q: Any, k: Any, v: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """A layer's attention, KV write included, between the checks of what it reads and of what it wrote."""
+    """A layer's attention, KV write included, between the check of what it reads and the check of what it wrote."""
     guard = GuardedRunner.running
     if guard is None:
         return original(layer, q, k, v, forward_batch, *args, **kwargs)

@@ -48,14 +48,14 @@ class GuardedRunner:
 
     Attributes:
         session: guards its pool, ``kv``.
-        running: the one whose forward is running in this process.
+        running: the runner whose forward is running in this process.
     """
 
     running: ClassVar[GuardedRunner | None] = None
 
     def __init__(self, runner: Any, config: CanaryConfig, self_test: bool = False):
         pool, allocator = runner.token_to_kv_pool, runner.token_to_kv_pool_allocator
-        #: Pages are handed out whole and freed by number, which says nothing about their slots.
+        #: Pages are handed out whole and freed by number, not by slot.
         self._by_slot = allocator.page_size == 1 and type(allocator).__name__ == "TokenToKVPoolAllocator"
         session = install_canary(
             KVPool(
@@ -70,7 +70,7 @@ class GuardedRunner:
             stats_every=1000,
             self_test=self_test,
         )
-        assert session is not None  # the plugin hooks nothing with mode="off"
+        assert session is not None  # with mode="off" the plugin hooks nothing
         self.session: EngineSession = session
         self._layers = EagerLayers(session)
         self._received: torch.Tensor | None = None
@@ -81,7 +81,7 @@ class GuardedRunner:
         session.mark_ready()
 
     def _forward(self, original: Callable[..., Any], forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """One forward of the model; batches of no request (idle ranks, warm-up) have nothing to check."""
+        """One forward of the model; batches without requests (idle ranks, warm-up) have nothing to check."""
         if forward_batch.rids is None or not forward_batch.batch_size or forward_batch.forward_mode.is_idle():
             return original(forward_batch, *args, **kwargs)
         before, GuardedRunner.running = GuardedRunner.running, self
@@ -99,11 +99,11 @@ class GuardedRunner:
     def attention(
         self, layer: Any, key: torch.Tensor | None, value: torch.Tensor | None, run: Callable[[], Any]
     ) -> Any:
-        """A layer's attention, between the checks of what it reads and of what it wrote.
+        """A layer's attention, between the check of what it reads and the check of what it wrote.
 
         Args:
             layer: SGLang's RadixAttention.
-            key, value: ``[n, ...]``; None where the layer attends to what another layer wrote.
+            key, value: ``[n, ...]``; None if the layer attends to what another layer wrote.
             run: the attention itself.
         """
         name = layer_name(layer.layer_id)
@@ -116,8 +116,8 @@ class GuardedRunner:
 
 
 def padding_row(requests: Any) -> int | None:
-    """The row that padded entries of a batch have, of SGLang's ReqToTokenPool before it gave one away; None where row 0
-    is handed out as any other."""
+    """The row of padded entries in a batch, from SGLang's ReqToTokenPool before it gives any row away; None if row 0 is
+    handed out like any other."""
     return 0 if 0 not in requests.free_slots else None
 
 
@@ -126,7 +126,7 @@ def layer_name(number: int) -> str:
 
 
 def describe(forward_batch: Any) -> dict[str, Any]:
-    """SGLang's ForwardBatch as a session takes it."""
+    """SGLang's ForwardBatch in a session's form."""
     rows, lengths = forward_batch.req_pool_indices, forward_batch.seq_lens
     extends = not forward_batch.forward_mode.is_decode()
     history = getattr(forward_batch, "kvcanary_history", None)
@@ -147,9 +147,9 @@ def describe(forward_batch: Any) -> dict[str, Any]:
 
 
 def watch_allocator(allocator: Any, pool: EnginePool) -> None:
-    """Tell a pool which slots an allocator hands out and takes back.
+    """Report to a pool which slots an allocator hands out and takes back.
 
-    The allocator knows no requests: its slots are anybody's, and whose they are is told by the request table.
+    The allocator knows no requests: its slots may be any request's; the request table shows whose they are.
     """
 
     def alloc(original: Callable[..., Any], need_size: int) -> Any:
@@ -159,7 +159,7 @@ def watch_allocator(allocator: Any, pool: EnginePool) -> None:
         return slots
 
     def free(original: Callable[..., Any], free_index: torch.Tensor) -> None:
-        if allocator.free_group is None and free_index.numel():  # else it comes again when the group ends
+        if allocator.free_group is None and free_index.numel():  # else it is called again when the group ends
             pool.release(free_index)
         original(free_index)
 

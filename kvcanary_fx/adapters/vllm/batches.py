@@ -1,4 +1,4 @@
-"""What a model runner is about to run, as a batch of the canary."""
+"""A model runner's next forward as a batch of the canary."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def make_batch(
     Args:
         runner: the model runner, its inputs prepared.
         scheduled: the ``SchedulerOutput`` of the step.
-        input_ids, positions: what the model is given, ``[padded tokens]``; None or of another shape for models that
+        input_ids, positions: the model's inputs, ``[padded tokens]``; None or another shape for models that
             take embeddings or several positions a token.
-        namespaces: by the request's id, where it is not 0.
-        in_flight: some request's prefix is written by another one in this forward.
+        namespaces: by the request's id, if not 0.
+        in_flight: another request writes some request's prefix in this forward.
     """
     batch, n = runner.input_batch, scheduled.total_num_scheduled_tokens
     requests = list(batch.req_ids[: batch.num_reqs])
     added = [scheduled.num_scheduled_tokens[request] for request in requests]
-    # The device's: the host's count takes all drafts for accepted while it runs ahead of the device.
+    # The device's counts: the host, which runs ahead of the device, counts all drafts as accepted.
     prefix = runner.num_computed_tokens[: len(requests)]
     tokens = (runner.input_ids.gpu if input_ids is None else input_ids)[:n]
     history = batch.token_ids_cpu_tensor[: len(requests), : runner.max_model_len]
@@ -62,9 +62,9 @@ def make_batch(
 
 
 def known_tokens(runner: Any, count: int) -> torch.Tensor:
-    """How many of each request's token ids the worker knows: int64 ``[count]``.
+    """The number of token ids of each request that the worker knows: int64 ``[count]``.
 
-    With asynchronous scheduling sampled tokens stay on the device, and their places on the host hold nothing.
+    With asynchronous scheduling sampled tokens stay on the device, and their places on the host are not filled.
     """
     batch = runner.input_batch
     known = batch.num_prompt_tokens_cpu_tensor if runner.use_async_scheduling else batch.num_tokens_no_spec_cpu_tensor
@@ -85,14 +85,14 @@ def _mark(
 
 
 def kernel_tables(metadata: Any, lengths: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The block table and the lengths that a layer's attention kernel gets, for the ``count`` requests of the batch.
+    """The block table and lengths that a layer's attention kernel gets, for the ``count`` requests of the batch.
 
     Args:
-        metadata: of the layer; MLA keeps its requests in two parts, those that decode first.
+        metadata: of the layer; MLA keeps requests in two parts, decodes first.
         lengths: integer ``[requests]``, the runner's, for metadata that has none.
 
     Returns:
-        None where the metadata shows no table of all requests.
+        None if the metadata has no table of all requests.
     """
     table = getattr(metadata, "block_table", None)
     if table is not None:

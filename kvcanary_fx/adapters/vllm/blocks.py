@@ -1,4 +1,4 @@
-"""Hooks on vLLM's block pool and its managers, which say whose blocks they ask for."""
+"""Hooks on vLLM's block pool and its managers, which say for which request they ask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .identity import namespace
 from .journal import Journal
 from .patching import wrap, wrap_in_all
 
-#: ``(request id, KV cache group)`` of the call into the block pool that is running; None where it is not known.
+#: ``(request id, KV cache group)`` of the call into the block pool that is running; None if unknown.
 _CALLER: contextvars.ContextVar[tuple[str | None, int | None]] = contextvars.ContextVar(
     "kvcanary_vllm_caller", default=(None, None)
 )
@@ -25,7 +25,7 @@ _JOURNALS: weakref.WeakKeyDictionary[Any, Journal] = weakref.WeakKeyDictionary()
 
 
 def journal_of(pool: Any) -> Journal | None:
-    """The journal of a block pool; None of one that was not made under the hooks, or has blocks of the host."""
+    """The journal of a block pool; None for one that was made without the hooks, or that has blocks in host memory."""
     return _JOURNALS.get(pool)
 
 
@@ -39,7 +39,7 @@ def _caller(request: str | None, group: int | None) -> Iterator[None]:
 
 
 def hook() -> None:
-    """Follow every block pool that is made in this process from here on."""
+    """Follow every block pool made in this process from now on."""
     wrap(BlockPool, "__init__", _made)
     wrap(BlockPool, "get_new_blocks", _get_new_blocks)
     wrap(BlockPool, "touch", _touch)
@@ -53,7 +53,7 @@ def hook() -> None:
 
 def _made(original: Callable[..., None], pool: Any, *args: Any, **kwargs: Any) -> None:
     original(pool, *args, **kwargs)
-    if type(pool) is BlockPool:  # others keep blocks in host memory
+    if type(pool) is BlockPool:  # other classes keep blocks in host memory
         _JOURNALS[pool] = Journal()
 
 

@@ -1,8 +1,8 @@
-"""Whose each block of vLLM's block pool is, told to the session.
+"""Reports to the session who owns each block of vLLM's block pool.
 
-A block counts one reference for each request that has it.  A full block whose requests have all ended stays in vLLM's
+A block has one reference for each request that uses it.  A full block whose requests have all ended stays in vLLM's
 prefix cache: it then belongs to the cache, with one reference, until a request takes it up again or it is handed out
-anew.  So a block that is freed while a request still reads it is found either way.
+to another.  So a block that is freed while a request still reads it is found in both cases.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from ...engine.guarded_pool import EnginePool
     from ...engine.session import EngineSession
 
-#: Who a block belongs to that no request has and the prefix cache keeps.
+#: Owner of a block that no request uses and that the prefix cache keeps.
 CACHE = "the prefix cache of vLLM"
 
 
 class Books:
-    """What the canary knows of the blocks of one block pool, beside the references that its session counts.
+    """What the canary knows about the blocks of one block pool, besides the references that its session counts.
 
     Args:
-        sessions: the sessions of the target and of its draft, as far as there are any.
+        sessions: the sessions of the target and of its draft, if there are any.
 
     Attributes:
-        group: the group that each block was handed out to.
+        group: the KV cache group of each block.
         idle: blocks that belong to the prefix cache.
     """
 
@@ -34,40 +34,40 @@ class Books:
         self._sessions = sessions
         self.group: dict[int, int] = {}
         self.idle: set[int] = set()
-        self._pending: list[tuple[int, str | None]] = []  # taken up since the last forward, by whom
+        self._pending: list[tuple[int, str | None]] = []  # blocks taken up since the last forward, and by whom
         self._shared_later: list[tuple[int, str | None]] = []
 
     def apply(self, events: Iterable[tuple[Any, ...]]) -> None:
-        """Take in what a scheduler wrote down, in order."""
+        """Apply a scheduler's journal, in order."""
         for name, run in itertools.groupby(events, lambda event: event[0]):
             calls = [arguments for _, *arguments in run]
-            if name == "taken":  # a GPU is told of what was released before it is told who gets it: once for all
+            if name == "taken":  # the GPU must get the releases before the new owners: once for all
                 self._evict(block for ids, *_ in calls for block in ids)
             for arguments in calls:
                 getattr(self, name)(*arguments)
 
     def taken(self, ids: Sequence[int], request: str | None, group: int) -> None:
-        """Blocks were handed out anew."""
+        """Blocks were handed out."""
         self._evict(ids)
         self.group.update(dict.fromkeys(ids, group))
         self._each(ids, lambda pool, pages: pool.allocate(**pages, owner=request))
 
     def _evict(self, ids: Iterable[int]) -> None:
-        """The prefix cache lets go of those of the blocks that it has."""
+        """The prefix cache gives up those of the blocks that it holds."""
         kept = [block for block in dict.fromkeys(ids) if block in self.idle]
         self._each(kept, lambda pool, pages: pool.release(**pages, owner=CACHE))
         self.idle.difference_update(kept)
 
     def touched(self, ids: Sequence[int], request: str | None) -> None:
-        """A request takes up blocks that it found in the prefix cache; the session is told at the next forward."""
+        """A request takes up blocks that it found in the prefix cache; the session gets this at the next forward."""
         self._pending += [(block, request) for block in ids]
 
     def settle(self, in_flight: Sequence[set[int]]) -> None:
-        """A forward begins: tell what was taken up.
+        """A forward begins: report which blocks were taken up.
 
         Args:
             in_flight: for each group the blocks that the forward writes and another request reads.  Those are shared
-                when it has ended: while it runs, nobody may write a shared slot, and all who take part may read.
+                after it: while it runs, nobody may write a shared slot, and all requests involved may read.
         """
         pending, self._pending = self._pending, []
         for block, request in pending:
@@ -92,7 +92,7 @@ class Books:
             self._each([block], lambda pool, pages: pool.share(**pages, owner=request))
 
     def freed(self, given: Sequence[tuple[int, bool]], request: str | None) -> None:
-        """A request lets go of blocks.
+        """A request gives up blocks.
 
         Args:
             given: ``(id, whether the prefix cache keeps it as its only owner)``.
@@ -109,14 +109,14 @@ class Books:
         self.idle.difference_update(left)
 
     def filled_elsewhere(self, ids: Sequence[int]) -> None:
-        """Blocks will be filled by a KV connector, whose writes are not guarded, in a draft's layers as well."""
+        """Blocks will be filled by a KV connector, whose writes are not guarded, also in a draft's layers."""
         for kind in ("group", "draft"):
             self._each(ids, lambda pool, pages: pool.forget(**pages), kind)
 
     def _each(
         self, blocks: Iterable[int], tell: Callable[[EnginePool, dict[str, Any]], None], kind: str = "group"
     ) -> None:
-        """Tell each guarded group's pool about its blocks, by the arguments that the pool's methods take."""
+        """Call ``tell`` with each guarded group's pool and its blocks, as arguments of the pool's methods."""
         by_group: dict[int, list[int]] = {}
         for block in blocks:
             by_group.setdefault(self.group.get(block, -1), []).append(block)

@@ -1,7 +1,7 @@
-"""Keeping guarded and unguarded artifacts apart in vLLM's compile caches.
+"""Keeps guarded and unguarded artifacts apart in vLLM's compile caches.
 
-A warm ahead-of-time cache hands out what was compiled before, and calls no backend: without our part in its key a
-guarded run would silently take the unguarded graph, and the other way round.
+A warm ahead-of-time cache returns what was compiled before, and calls no backend: without our part in its key a
+guarded run would silently get the unguarded graph, and the other way round.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Connecting to vLLM: every hook, in one place."""
+"""Connects to vLLM: every hook, in one place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def connect(settings: VllmSettings) -> None:
     """Hook into this process's vLLM; a second call changes nothing.
 
     Raises:
-        EngineError: something that is hooked into is missing, or Model Runner V2 is asked for.
+        EngineError: a hook point is missing, or Model Runner V2 is asked for.
     """
     _log_as_vllm_does()
     _require_runner_v1()
@@ -51,7 +51,7 @@ def connect(settings: VllmSettings) -> None:
 
 
 def _require_runner_v1() -> None:
-    """Model Runner V2 has other hook points: choose the first, unless the user insists on the second."""
+    """Model Runner V2 has other hook points: choose the first, unless the user asks for the second."""
     if os.environ.setdefault(_RUNNER_VARIABLE, "0") not in ("0", "false", "False"):
         raise EngineError(f"Model Runner V2 cannot be guarded: unset {_RUNNER_VARIABLE}, or unset KVCANARY_MODE")
     wrap_property(VllmConfig, "use_v2_model_runner", _refuse_v2)
@@ -74,7 +74,7 @@ def _refuse_v2(chosen: bool, config: Any) -> bool:
 
 
 def _log_as_vllm_does() -> None:
-    """Let our lines go where vLLM's go."""
+    """Send our log lines where vLLM's go."""
     ours, theirs = logging.getLogger("kvcanary"), logging.getLogger("vllm")
     for handler in theirs.handlers:
         if handler not in ours.handlers:

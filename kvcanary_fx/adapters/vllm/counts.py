@@ -1,7 +1,7 @@
-"""Counts of all processes of one vLLM, handed on through small files.
+"""Counts of all processes of one vLLM, passed on in small files.
 
-A model runs in an engine's process and the metrics endpoint is in the server's: each engine leaves its counts in a
-directory that the first process made, and the endpoint reads what is there.
+A model runs in an engine's process and the metrics endpoint in the server's: each engine writes its counts to a
+directory that the first process made, and the endpoint reads them there.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvcanary")
 
-#: Seconds between two writes of one engine: counting waits for the device.
+#: Seconds between two writes by one engine: counting waits for the device.
 EVERY = 2.0
 
-#: What is written besides the violations, by the name of the metric.
+#: The counts besides the violations, by the name of the metric.
 FIELDS = {
     "forwards": "forwards",
     "slots_checked": "slots_checked",
@@ -41,7 +41,7 @@ FIELDS = {
 
 
 def directory() -> pathlib.Path:
-    """Where the counts are; made by the first process that asks, and removed when that one ends."""
+    """The directory of the counts; made by the first process that asks, and removed when that one ends."""
     path = os.environ.get(COUNTS_VARIABLE)
     if path is None:
         path = os.environ[COUNTS_VARIABLE] = tempfile.mkdtemp(prefix="kvcanary-")
@@ -50,26 +50,26 @@ def directory() -> pathlib.Path:
 
 
 class Counts:
-    """The file of one engine, written every so often by a thread of its own, also when the engine is idle."""
+    """The file of one engine, written periodically by its own thread, also when the engine is idle."""
 
     def __init__(self, name: str):
         self._path = directory() / f"{name}.json"
         self._lock = threading.Lock()
-        self._steps = 0  # that the file knows of
-        self._lost = False  # its directory
+        self._steps = 0  # that the file includes
+        self._lost = False  # whether its directory is gone
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Around what must not be looked at while it runs: a forward."""
+        """Around code whose counts must not be read while it runs: a forward."""
         with self._lock:
             yield
 
     def follow(self, *sessions: EngineSession, every: float = EVERY) -> None:
-        """Begin to write the counts of sessions, summed, for as long as all of them live."""
+        """Start writing the summed counts of sessions, as long as all of them live."""
         watched, ending = [weakref.ref(session) for session in sessions], threading.Event()
 
         def write_news() -> bool:
-            """Whether the sessions are still there."""
+            """Whether the sessions are still alive."""
             followed = [session for session in (known() for known in watched) if session is not None]
             if len(followed) < len(watched):
                 return False
@@ -89,14 +89,14 @@ class Counts:
         thread.start()
 
         def end() -> None:
-            """A thread that is inside of torch when the interpreter ends aborts the process (seen)."""
+            """A thread that is inside torch when the interpreter ends aborts the process (seen)."""
             ending.set()
             thread.join(10)
 
         atexit.register(end)
 
     def write(self, *stats: EngineStats) -> None:
-        """Leave the counts, summed over sessions, where the endpoint finds them, whole at any time."""
+        """Write the counts, summed over sessions, for the endpoint, which never sees a partial file."""
         counts = {name: sum(getattr(each, field) for each in stats) for name, field in FIELDS.items()}
         violations: Counter[str] = Counter()
         for each in stats:
@@ -107,19 +107,19 @@ class Counts:
         try:
             draft.write_text(text)
             os.replace(draft, self._path)
-        except FileNotFoundError:  # the first process has ended, or somebody tidied up: no reason to end an engine
+        except FileNotFoundError:  # the first process ended, or the directory was deleted: no reason to end an engine
             if not self._lost:
                 self._lost = True
                 log.warning("kvcanary.vllm the metrics endpoint stands still: %s is gone", self._path.parent)
 
 
 def compared_within() -> float:
-    """Seconds in which each stored byte is compared, in the slowest engine; 0 where nobody knows."""
+    """Seconds in which each stored byte is compared, in the slowest engine; 0 if unknown."""
     return max((json.loads(p.read_text())["within"] for p in directory().glob("*.json")), default=0.0)
 
 
 def read_all() -> tuple[Counter[str], Counter[str]]:
-    """``(counts, violations by check)``, summed over all engines that left any."""
+    """``(counts, violations by check)``, summed over all engines that wrote any."""
     counts: Counter[str] = Counter()
     violations: Counter[str] = Counter()
     for path in sorted(directory().glob("*.json")):

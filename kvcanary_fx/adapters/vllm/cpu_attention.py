@@ -1,9 +1,9 @@
-"""vLLM's attention on CPUs with AMX: in the tiles' layout no slot has bytes of its own that a view could show.
+"""vLLM's attention on CPUs with AMX: in the tiles' layout a slot's bytes are not a view.
 
 There, words of 32 bits hold an element of K of one token and the next one, and an element of V of two tokens, and a
-block is cut into groups of 16 tokens (read: ``csrc/cpu/cpu_attn_amx.hpp``).  vLLM takes tiles for every bfloat16 cache
-whose blocks are a multiple of 32 tokens, and no others are allowed.  So a guarded engine takes the vector kernels
-instead, whose layout the canary can read: what a CPU without AMX runs.
+block is cut into groups of 16 tokens (read: ``csrc/cpu/cpu_attn_amx.hpp``).  vLLM uses tiles for every bfloat16 cache
+whose blocks are a multiple of 32 tokens, and allows no other blocks.  So a guarded engine uses the vector kernels
+instead, whose layout the canary can read: the ones that a CPU without AMX runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UNQUANTISED = (None, "auto", "bfloat16")
 
 
 def hook() -> None:
-    """Take no AMX tiles for the attention of this process from here on; nothing where vLLM does not run on a CPU."""
+    """From now on use no AMX tiles for attention in this process; does nothing if vLLM does not run on a CPU."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -37,9 +37,9 @@ def without_tiles(
     head_size: int | None = None,
     kv_cache_dtype: str | None = None,
 ) -> str:
-    """The kernels that vLLM chose; the vector kernels in the place of AMX tiles.
+    """The kernels that vLLM chose; the vector kernels instead of AMX tiles.
 
-    Quantised caches are not guarded either way, and keep what was chosen.
+    Quantised caches are not guarded either way, and keep vLLM's choice.
     """
     chosen = original(dtype, block_size, head_size, kv_cache_dtype)
     if chosen != "amx" or kv_cache_dtype not in _UNQUANTISED:

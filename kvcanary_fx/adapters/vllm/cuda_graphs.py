@@ -1,7 +1,7 @@
 """Which of vLLM's CUDA graphs can be guarded.
 
-A piecewise graph leaves attention, and so our ops, outside: they run anew in each forward.  A full graph is captured in
-vLLM's warm-up, with dummy requests; what it would replay of our ops looks at those for ever.
+A piecewise graph leaves attention, and so our ops, outside: they run in each forward.  A full graph is captured in
+vLLM's warm-up, with dummy requests; its replays of our ops would always check those.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("kvcanary")
 
 
 def hook() -> None:
-    """Let vLLM capture piecewise graphs where it would capture full ones."""
+    """Make vLLM capture piecewise graphs instead of full ones."""
 
     def post_init(original: Callable[..., None], config: Any, *args: Any, **kwargs: Any) -> None:
         if current_platform.is_cuda_alike():
@@ -31,7 +31,7 @@ def hook() -> None:
 
 
 def keep_piecewise(config: Any) -> None:
-    """Change a compilation config whose CUDA graphs would be full, or may become so by default."""
+    """Change a compilation config whose CUDA graphs would be full, or may be by default."""
     asked = config.cudagraph_mode
     if asked is None or asked.has_full_cudagraphs():
         config.cudagraph_mode = CUDAGraphMode.PIECEWISE
@@ -39,7 +39,7 @@ def keep_piecewise(config: Any) -> None:
 
 
 def require_none_full(runner: Any) -> None:
-    """Refuse to run where vLLM made the graphs full after all.
+    """Refuse to run if vLLM made the graphs full after all.
 
     Raises:
         EngineError: naming the remedy.

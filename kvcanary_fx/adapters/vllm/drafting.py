@@ -19,7 +19,7 @@ _PROPOSAL: contextvars.ContextVar[Proposal | None] = contextvars.ContextVar("kvc
 
 
 def hook() -> None:
-    """Guard every draft of this process from here on."""
+    """Guard every draft of this process from now on."""
     wrap_in_all(SpecDecodeBaseProposer, "propose", _propose)
     wrap_in_all(SpecDecodeBaseProposer, "build_per_group_and_layer_attn_metadata", _build_metadata)
     wrap(llm_base_proposer, "set_forward_context", _set_forward_context)

@@ -1,6 +1,6 @@
-"""The draft's own layers under guard: a session of their own, and a bracket around each forward of a proposal.
+"""Guards the draft's own layers: they have their own session, and a bracket around each forward of a proposal.
 
-vLLM drafts after it has sampled, outside of the step of the target model::
+vLLM drafts after sampling, outside the step of the target model::
 
     propose(...)                                     # a step of the draft's session
         build_per_group_and_layer_attn_metadata(...)
@@ -8,7 +8,7 @@ vLLM drafts after it has sampled, outside of the step of the target model::
         build_per_group_and_layer_attn_metadata(...)
         with set_forward_context(...): model(...)    # forwards 1, 2, ...: a guess of each request
 
-The metadata that all layers share comes from the call in between: that of a layer differs from backend to backend.
+The metadata that all layers share comes from the call in between: a layer's own metadata depends on the backend.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Drafts:
     """The draft's layers of one model runner.
 
     Attributes:
-        session: theirs.
+        session: of these layers.
         groups: the KV cache groups that they are in.
-        calls_in_graph, calls_outside: as those of the guard.
+        calls_in_graph, calls_outside: as in the guard.
     """
 
     def __init__(self, session: EngineSession, groups: Sequence[Group]):
@@ -43,7 +43,7 @@ class Drafts:
         self._due: dict[str, torch.Tensor] = {}
 
     def expect(self, slots: Mapping[str, torch.Tensor], count: int) -> None:
-        """The target model wrote ``count`` tokens; the draft is to write its KV of them.
+        """The target model wrote ``count`` tokens; the draft must write their KV in its own layers.
 
         Args:
             slots: integer ``[padded tokens]``, by layer.
@@ -55,8 +55,8 @@ class Drafts:
         self._due = {}
 
     def settle(self) -> None:
-        """The step ends.  Where vLLM did not draft (it leaves that out while some request is too long for the draft)
-        the draft will read slots that it never wrote: a worse guess, and no news."""
+        """The step ends.  If vLLM did not draft (it skips that while some request is too long for the draft)
+        the draft will read slots that it never wrote: a worse guess, and no violation."""
         due, self._due = self._due, {}
         for name, slots in due.items():
             self.session.pools[name].forget(slots)
@@ -64,16 +64,16 @@ class Drafts:
 
 @dataclasses.dataclass
 class Proposal:
-    """What is being proposed in this thread.
+    """The running proposal in this thread.
 
     Attributes:
-        namespaces: by the request's id, where it is not 0.
-        in_flight: some request's prefix was written by another one in the target's forward.
-        rejected: int32 ``[bs]``, drafts of the step before that the target rejected, which are in its batch; or None.
+        namespaces: by the request's id, if not 0.
+        in_flight: another request wrote some request's prefix in the target's forward.
+        rejected: int32 ``[bs]``, drafts of the previous step that the target rejected, which are in its batch; or None.
         batch: integer ``[n]``, tokens of the target's batch.
-        following: integer ``[bs]``, the token of each request that follows those it has computed.
-        common: the metadata of the forward that comes next, as vLLM's ``CommonAttentionMetadata``.
-        forwards: how many there were.
+        following: integer ``[bs]``, each request's next token after those it has computed.
+        common: the metadata of the next forward, as vLLM's ``CommonAttentionMetadata``.
+        forwards: how many there were so far.
         guesses: slots of guessed tokens, by pool.
     """
 
@@ -90,7 +90,7 @@ class Proposal:
     guesses: dict[str, list[torch.Tensor]] = dataclasses.field(default_factory=dict)
 
     def next_tokens(self, index: int) -> torch.Tensor:
-        """The tokens at the positions of the forward that comes next, the ``index``-th; asked once for each."""
+        """The tokens at the positions of the next forward, the ``index``-th; called once for each."""
         given: torch.Tensor = self.drafter.input_ids[: self.common.num_actual_tokens]
         if not self.drafter.pass_hidden_states_to_model:
             return given
@@ -104,7 +104,7 @@ class Proposal:
         """Around one forward of the draft.
 
         Args:
-            metadata, slots: by layer: what attention and the KV write get.
+            metadata, slots: by layer: the inputs of attention and of the KV write.
 
         Raises:
             KVCacheViolation: mode ``raise``, and a check failed.
@@ -131,12 +131,12 @@ class Proposal:
             given = kernel_tables(metadata[next(iter(group.layers))], self.common.seq_lens, count)
             if given is not None:
                 pages, lengths = given
-                if rows is not None and self.rejected is not None:  # the kernel runs over what was rejected as well
+                if rows is not None and self.rejected is not None:  # the kernel also runs over rejected tokens
                     lengths = lengths - self.rejected
                 self.drafts.session.check_reads(pages, lengths, pool=group.name, page_size=group.kernel_page_size)
 
     def end(self) -> None:
-        """All was proposed.  The next step writes every guess anew, accepted or not, before anything reads it."""
+        """The proposal ends.  The next step writes every guess again, accepted or not, before anything reads it."""
         for name, guesses in self.guesses.items():
             self.drafts.session.pools[name].reject(torch.cat(guesses))
 
@@ -144,20 +144,20 @@ class Proposal:
 def draft_batch(
     proposal: Proposal, index: int, slots: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """The fields of a forward of a draft, and the rows of its tokens in what the model is given.
+    """The fields of a forward of a draft, and the rows of its tokens in the model's inputs.
 
-    A slot goes by the token of its position also where an EAGLE head was given the next one: that is what a block's
-    hash stands for.  By the next token, a clean run reported the last slot of a cached block, which another request
-    had filled with a next token of its own.  So there is no ``token_offset``; and no ``history``, which would have no
-    token of a guess.
+    A slot is identified by the token of its position, also if an EAGLE head got the next one: that token is in the
+    block's hash.  With the next token, a clean run reported the last slot of a cached block, which another request
+    had filled with its own next token.  So there is no ``token_offset``; and no ``history``, which would lack the
+    guessed tokens.
 
     Args:
-        proposal: its ``common`` metadata is that of the forward.
+        proposal: its ``common`` metadata is the forward's.
         index: of the forward.
         slots: integer ``[padded tokens]``, by layer.
 
     Returns:
-        The fields; int64 ``[n]``, None where rows and tokens agree.
+        The fields; int64 ``[n]``, None if rows and tokens agree.
     """
     common, drafter, count = proposal.common, proposal.drafter, len(proposal.requests)
     n = common.num_actual_tokens
@@ -187,9 +187,9 @@ def draft_batch(
 
 
 def _real_first(starts: torch.Tensor, added: torch.Tensor, n: int) -> torch.Tensor:
-    """The order that puts each request's first tokens in front, and what the target rejected of it behind all.
+    """The order that puts each request's first tokens in front, and all rejected tokens at the end.
 
-    Without waiting for the device.  An EAGLE head writes what was rejected all the same, a draft model does not; both
+    Does not wait for the device.  An EAGLE head writes rejected tokens all the same, a draft model does not; both
     write those slots again before they read them.
 
     Args:

@@ -1,4 +1,4 @@
-"""Putting our ops into the graphs that vLLM compiles.
+"""Inserts our ops into the graphs that vLLM compiles.
 
 ::
 
@@ -7,8 +7,8 @@
     vllm.unified_attention_with_output(query, key, value, output, layer, ..., dep)
     kvcanary_vllm.record(output, key, value, layer)                                  # new
 
-It happens where Dynamo hands over the whole graph, before vLLM splits it at attention: every compilation mode gets its
-backend from one place, and a pass after that sees no attention op in the default, piecewise mode.  Our ops join the
+This happens when Dynamo hands over the whole graph, before vLLM splits it at attention: every compilation mode gets its
+backend from one place, and a later pass sees no attention op in the default, piecewise mode.  Our ops join the
 splitting ops, so that they share the piece of their attention op and the pieces between stay as alike as they were:
 vLLM compiles equal pieces once.
 """
@@ -32,7 +32,7 @@ log = logging.getLogger("kvcanary")
 
 
 def hook() -> None:
-    """Guard the graphs of every model that vLLM compiles from here on."""
+    """Guard the graphs of every model that vLLM compiles from now on."""
 
     def init_backend(
         original: Callable[..., Any], config: CompilationConfig, vllm_config: VllmConfig, *args: Any, **kwargs: Any
@@ -46,7 +46,7 @@ def hook() -> None:
 
 
 def guarded(inner: Callable[..., Any], config: CompilationConfig) -> Callable[..., Any]:
-    """A backend that puts our ops into a graph and hands it on."""
+    """A backend that inserts our ops into a graph and passes it on."""
 
     def compile_guarded(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         return inner(insert_guards(gm, config), example_inputs, **kwargs)
@@ -55,9 +55,9 @@ def guarded(inner: Callable[..., Any], config: CompilationConfig) -> Callable[..
 
 
 class GuardedInductor(torch._TorchCompileInductorWrapper):
-    """What torch.compile makes of the backend's name "inductor", guarded.
+    """The object that torch.compile makes from the backend's name "inductor", guarded.
 
-    A class of that type, because ahead-of-time compilation asks for it, and with the options that vLLM passes along
+    It is a subclass, because ahead-of-time compilation checks the type, and it takes the options that vLLM passes
     only with the name.
     """
 
@@ -85,7 +85,7 @@ def insert_guards(gm: fx.GraphModule, config: CompilationConfig) -> fx.GraphModu
 
 
 def split_at_ours(config: CompilationConfig) -> None:
-    """Keep our ops in the pieces of the attention ops, where graphs are split at those."""
+    """Keep our ops in the pieces of the attention ops if graphs are split at those."""
     splits = config.splitting_ops
     if splits and any(op in splits for op in ops.ATTENTION):
         splits.extend(op for op in ops.OPS if op not in splits)

@@ -1,4 +1,4 @@
-"""The guard of one model runner: its session, and what it is told before each forward."""
+"""The guard of one model runner: its session, and the session's inputs before each forward."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class Guard:
 
     Attributes:
         groups: the KV cache groups that are guarded.
-        session: theirs; made at the first step, when it is known whether a scheduler reports what it does to blocks.
+        session: of these groups; made at the first step, when it is known whether a scheduler reports its blocks.
         drafts: the draft's layers, if there are any that can be guarded; made with the session.
-        in_flight: some request's prefix is written by another one in the forward of this step.
-        books: which blocks it handed out, from the first on.
+        in_flight: another request writes some request's prefix in this step's forward.
+        books: all blocks handed out, from the first one.
         namespaces: of the requests that have one, by id.
-        calls_in_graph, calls_outside: attention calls that were guarded by ops of a compiled graph, and by those around
+        calls_in_graph, calls_outside: attention calls guarded by ops of a compiled graph, and by calls around
             vLLM's own ops.
-        flagged: requests to be aborted, by id, that no scheduler was told about yet.
-        scheduled: the ``SchedulerOutput`` of the step that is running.
+        flagged: requests to be aborted, by id, not yet reported to a scheduler.
+        scheduled: the ``SchedulerOutput`` of the running step.
     """
 
     def __init__(self, runner: Any, settings: VllmSettings, self_test: bool, groups: list[Group]):
@@ -70,8 +70,8 @@ class Guard:
         self._session: EngineSession | None = None
         self._layers: LayerChecks | None = None
         self._counts = Counts(f"{os.getpid()}-{id(self):x}")
-        self._requests: list[str] = []  # of the forward, in the order of its batch
-        self._news = False  # a violation that the counts do not have yet
+        self._requests: list[str] = []  # of the forward, in batch order
+        self._news = False  # a violation that is not in the counts yet
 
     @property
     def session(self) -> EngineSession:
@@ -103,14 +103,14 @@ class Guard:
             stats_every=stats_every,
             self_test=self._self_test,
         )
-        assert session is not None  # the plugin is not loaded in mode off
+        assert session is not None  # in mode off the plugin is not loaded
         session.mark_ready()
         log.info("kvcanary.vllm guards %s", "; ".join(p.describe() for p in session.pools.values()))
         return session
 
     @property
     def sessions(self) -> list[EngineSession]:
-        """The session, and that of the draft's layers if there is one."""
+        """The session, and the draft's if there is one."""
         return [self.session] if self.drafts is None else [self.session, self.drafts.session]
 
     def _flag(self, violation: Violation) -> None:
@@ -122,7 +122,7 @@ class Guard:
             given(violation)
 
     def take_flagged(self) -> set[str]:
-        """The requests to be aborted, once."""
+        """The requests to be aborted; each is returned once."""
         taken, self.flagged = self.flagged, set()
         return taken
 
@@ -132,10 +132,10 @@ class Guard:
         self.scheduled = scheduled
         told: Message | None = getattr(scheduled, ATTRIBUTE, None)
         if self._session is None:
-            with torch.inference_mode(False):  # what is made inside could not be written outside, by the counts' thread
+            with torch.inference_mode(False):  # the counts' thread could not write tensors made in inference mode
                 self._session = self._install(told is not None)
                 self._layers = LayerChecks(self._session)
-                if self._draft_groups:  # block ids are the target's, and so is the check of their owners
+                if self._draft_groups:  # block ids belong to the target, which checks their owners
                     self.drafts = Drafts(self._session_of(self._draft_groups, allocations=False), self._draft_groups)
             self._counts.follow(*self.sessions)
         if told is not None:
@@ -203,7 +203,7 @@ class Guard:
             self._tell_news()
 
     def _tell_news(self) -> None:
-        """Leave a violation in the counts at once."""
+        """Write a violation to the counts at once."""
         if self._news:
             self._news = False
             self._counts.write(*(session.stats() for session in self.sessions))
@@ -211,7 +211,7 @@ class Guard:
     def _check_tables(self, runner: Any) -> None:
         """Compare the block tables that the attention kernels get with the scheduler's."""
         metadata = get_forward_context().attn_metadata
-        if not isinstance(metadata, dict):  # a list where a batch runs in parts: each has a piece of the tables
+        if not isinstance(metadata, dict):  # a list if a batch runs in parts, each with a piece of the tables
             return
         count = runner.input_batch.num_reqs
         for group in self.groups:
@@ -221,7 +221,7 @@ class Guard:
 
 
 def _ledger(runner: Any) -> Ledger:
-    """A ledger with room for the longest request that the runner takes."""
+    """A ledger with room for the longest request that the runner accepts."""
     most = runner.max_model_len + runner.num_spec_tokens + 1
     groups = runner.kv_cache_config.kv_cache_groups
     widths = [-(-most // group.kv_cache_spec.block_size) + 1 for group in groups]

@@ -1,4 +1,4 @@
-"""What tells the KV of equal token ids apart: adapters, salts and images."""
+"""Distinguishes the KV of equal token ids: adapters, salts and images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def hashed(bits: int, *parts: object) -> int:
-    """A positive number of ``bits`` bits out of ``parts``, the same in every process."""
+    """A positive hash of ``parts`` with ``bits`` bits, the same in every process."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") & ((1 << bits) - 1)) or 1
 
@@ -24,10 +24,10 @@ def namespace(lora_request: Any, cache_salt: str | None) -> int:
 
 
 def mark_images(tokens: torch.Tensor, first: int, features: Sequence[Any]) -> None:
-    """Replace, in place, the placeholder tokens of images by numbers that stand for the image and the place in it.
+    """Replace, in place, the placeholder tokens of images by numbers for the image and the place in it.
 
     All images have the same placeholder token, so without this the prefix of another image would look right.  A
-    namespace would not do: two requests with other images may share the text before them.
+    namespace does not work: two requests with different images may share the text before them.
 
     Args:
         tokens: integer ``[n]``, a request's tokens from position ``first`` on.
@@ -37,7 +37,7 @@ def mark_images(tokens: torch.Tensor, first: int, features: Sequence[Any]) -> No
         begin, length = feature.mm_position.offset, feature.mm_position.length
         start, stop = max(begin, first), min(begin + length, first + tokens.shape[0])
         if start < stop:
-            # ids of real tokens stay below 2**30: what stands for an image cannot be taken for one
+            # ids of real tokens stay below 2**30, so an image's number cannot be mistaken for one
             base = (1 << 30) + hashed(29, "image", feature.identifier)
             numbers = torch.arange(start - begin, stop - begin, device=tokens.device)
             tokens[start - first : stop - first] = (base + numbers).to(tokens.dtype)

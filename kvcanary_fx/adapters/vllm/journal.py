@@ -1,7 +1,7 @@
-"""What the scheduler's block pool did since the last step, on its way to the workers.
+"""A journal of what the scheduler's block pool did since the last step, sent to the workers.
 
-The scheduler may be in another process than the model, or ahead of it.  So what it does to blocks is written down, and
-travels with the message of the step (``SchedulerOutput``) to every worker, which tells its session in the same order.
+The scheduler may be in another process than the model, or ahead of it.  So its operations on blocks are recorded, and
+travel with the step's message (``SchedulerOutput``) to every worker, which passes them to its session in order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ATTRIBUTE = "kvcanary"
 
 @dataclasses.dataclass
 class Message:
-    """What a worker is told with a step.
+    """The message to a worker with a step.
 
     Attributes:
         events: ``(name, *arguments)``, methods of :class:`~.books.Books`, in order.
@@ -34,14 +34,14 @@ class Journal:
         self._message = Message()
 
     def note(self, name: str, *arguments: Any) -> None:
-        """Something happened to blocks."""
+        """Record an operation on blocks."""
         self._message.events.append((name, *arguments))
 
     def name(self, request: str, namespace: int) -> None:
-        """A request has a namespace."""
+        """Record a request's namespace."""
         self._message.namespaces[request] = namespace
 
     def take(self) -> Message:
-        """What was written down, once."""
+        """The recorded events; each is returned once."""
         taken, self._message = self._message, Message()
         return taken

@@ -1,9 +1,9 @@
-"""Where the bytes of a slot lie in a page of vLLM's KV cache.
+"""Where a slot's bytes lie in a page of vLLM's KV cache.
 
-A page's layout belongs to the attention backend: on CPUs K lies transposed, for example.  It is found out by writing:
-the backend itself stores known bits into a scratch page, slot by slot, and from where they turn up follow the strides
-of a view ``[pages, page_size, heads, dim]``.  Nothing is assumed of a backend, and a layout in which a slot's bytes
-are no such view is noticed rather than misread.
+A page's layout depends on the attention backend: on CPUs K lies transposed, for example.  It is found by writing:
+the backend itself stores known bits into a scratch page, slot by slot, and the places where they appear give the
+strides of a view ``[pages, page_size, heads, dim]``.  Nothing is assumed about a backend, and a layout in which a
+slot's bytes are not such a view is detected rather than misread.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import torch
 
-#: ``(key, value, cache, slots)``: what a backend does to store tokens.
+#: ``(key, value, cache, slots)``: how a backend stores tokens.
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
-#: Elements of one write that are told apart by their bits, and the bits of element 0: ordinary numbers in each type.
+#: Elements of one write, which differ in their bits, and the bits of element 0: ordinary numbers in each type.
 _AT_ONCE = 8192
 _FIRST = {torch.bfloat16: 0x3C00, torch.float16: 0x3C00, torch.float32: 0x3C000000}
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -24,12 +24,12 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 @dataclasses.dataclass(frozen=True)
 class HalfLayout:
-    """How one half of a layer lies in its cache, in elements.
+    """The layout of one half of a layer in its cache, in elements.
 
     Attributes:
         shape: of a slot's row, such as ``(heads, dim)``.
         offset: of the first page's first slot in the cache.
-        slot: from one slot of a page to the next.
+        slot: stride from one slot of a page to the next.
         strides: of the row.
     """
 
@@ -54,11 +54,11 @@ def find(
     """The layouts of K and V (of the latent and the rotary part) in a cache.
 
     Args:
-        cache: ``[pages, ...]`` of a floating-point type; it is not touched.
+        cache: ``[pages, ...]`` of a floating-point type; it is not changed.
         shapes: of one token's key and value.
 
     Returns:
-        None if the bytes of a slot are no strided view, or the cache holds other numbers than were written.
+        None if a slot's bytes are not a strided view, or the cache holds other numbers than were written.
     """
     if cache.dtype not in _FIRST:
         return None
@@ -76,7 +76,7 @@ def find(
 def _places(
     scratch: torch.Tensor, page_size: int, shapes: tuple[tuple[int, ...], ...], half: int, write: Write
 ) -> torch.Tensor | None:
-    """Where each element of each slot of page 1 is stored: int64 ``[page_size, *shape]``; None if it is not found."""
+    """Where each element of each slot of page 1 is stored: int64 ``[page_size, *shape]``; None if not found."""
     first, bits = _FIRST[scratch.dtype], _BITS[scratch.dtype.itemsize]
     memory = torch.as_strided(scratch, (scratch.untyped_storage().nbytes() // scratch.dtype.itemsize,), (1,), 0)
     count = int(torch.Size(shapes[half]).numel())
@@ -98,7 +98,7 @@ def _places(
 
 
 def _strides(places: torch.Tensor, page_stride: int) -> HalfLayout | None:
-    """The strided view that the places of page 1 are; None if they are none."""
+    """The strided view formed by the places of page 1; None if they form none."""
     origin = int(places.flatten()[0])
     steps = [_step(places, axis, origin) for axis in range(places.dim())]
     expected = torch.full_like(places, origin)

@@ -23,7 +23,7 @@ _HELP = {
 
 
 class CanaryCollector(Collector):
-    """Reads the counts of all engines whenever the endpoint is asked."""
+    """Reads the counts of all engines at each request to the endpoint."""
 
     def describe(self) -> list[Any]:
         """Nothing: the names are known without reading the counts."""
@@ -45,8 +45,8 @@ class CanaryCollector(Collector):
 
 
 def hook() -> None:
-    """Add the counts to the registries that vLLM shows."""
-    counts.directory()  # made here, so that the processes to come inherit its name
+    """Add the counts to vLLM's registries."""
+    counts.directory()  # made here, so that later processes inherit its name
     collector = CanaryCollector()
     if not any(isinstance(known, CanaryCollector) for known in list(REGISTRY._collector_to_names)):
         REGISTRY.register(collector)

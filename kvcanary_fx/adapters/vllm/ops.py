@@ -1,17 +1,17 @@
-"""Our ops around vLLM's attention, and the same checks where no graph has them.
+"""Our ops around vLLM's attention, and the same checks for calls outside a graph.
 
 ``kvcanary_vllm::verify(output!, layer_name)``
-    before attention: says that its layer is guarded.  The bytes that the forward reads were compared before the model,
+    before attention: marks its layer as guarded.  The bytes that the forward reads were compared before the model,
     in all layers at once.
 ``kvcanary_vllm::record(output!, key, value, layer_name)``
-    after it: fingerprints of the slots that were written, compared with ``key`` and ``value``.
+    after it: takes fingerprints of the written slots, and compares them with ``key`` and ``value``.
 
 Both claim to mutate ``output``, as attention does: that keeps the three in order and alive.  Unlike the ops of other
 backends they take no state: vLLM's graphs are called with the inputs that Dynamo found, also from a warm cache.
 
-Wherever attention runs outside of such a graph (eager mode, a model that is not compiled, a step that skips the
+If attention runs outside such a graph (eager mode, a model that is not compiled, a step that skips the
 compiled graph), the implementation of vLLM's own op makes the two calls.  Both find what they need in the context that
-:class:`~kvcanary_fx.engine.layers.LayerChecks` publishes, and do nothing without one: a warm-up, or an
+:class:`~kvcanary_fx.engine.layers.LayerChecks` publishes, and do nothing without one: in a warm-up, or an
 unguarded draft.
 """
 
@@ -35,7 +35,7 @@ from ...kernels.layer_ops import record_layer, verify_layer
 NAMESPACE = "kvcanary_vllm"
 OPS = (f"{NAMESPACE}::verify", f"{NAMESPACE}::record")
 
-#: vLLM's attention ops, each with the names of what it writes: key and value, or the latent and the rotary part.
+#: vLLM's attention ops, each with the names of its written arguments: key and value, or the latent and the rotary part.
 ATTENTION = {
     "vllm::unified_attention_with_output": ("key", "value"),
     "vllm::unified_mla_attention_with_output": ("kv_c_normed", "k_pe"),
@@ -44,10 +44,10 @@ ATTENTION = {
 
 @dataclasses.dataclass
 class Guarded:
-    """The layers of one forward that were guarded, by ops of a graph or outside of one.
+    """The layers of one forward that were guarded, by ops of a graph or outside one.
 
     Attributes:
-        rows: int64 ``[n]``, which rows of keys and values the planned tokens have; None: the first ones, in order.
+        rows: int64 ``[n]``, the rows of keys and values of the planned tokens; None: the first ones, in order.
     """
 
     rows: torch.Tensor | None = None
@@ -95,13 +95,13 @@ def _record(key: torch.Tensor | None, value: torch.Tensor | None, device: torch.
 
 
 def _nothing(*_: Any) -> None:
-    """What the ops do to fake tensors."""
+    """The ops' fake implementation."""
 
 
 def register() -> None:
-    """Define the ops, and let vLLM's own make the same calls where no graph of ours does.
+    """Define the ops, and let vLLM's own ops make the same calls outside our graphs.
 
-    A cached artifact needs the ops when it is loaded, so this runs when the plugin is.
+    A cached artifact needs the ops when it is loaded, so this runs when the plugin is loaded.
     """
     if hasattr(getattr(torch.ops, NAMESPACE), "verify"):
         return
@@ -119,7 +119,7 @@ def register() -> None:
 
 
 def _guarded(original: Callable[..., None]) -> Callable[..., None]:
-    """The implementation of one of vLLM's attention ops, with the checks that no graph has made."""
+    """The implementation of one of vLLM's attention ops, with the checks that no graph made."""
 
     def guarded(
         query: torch.Tensor,

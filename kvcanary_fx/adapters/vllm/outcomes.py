@@ -1,7 +1,7 @@
-"""Hooks on vLLM's scheduler: what it tells the workers, and what it hears from them.
+"""Hooks on vLLM's scheduler: its messages to the workers, and theirs to it.
 
-With ``KVCANARY_VLLM_ABORT=request`` the forward that found a violation goes on to its end, since other requests are in
-it.  Before the scheduler takes in the sampled tokens, the named requests are finished with an error: their tokens of
+With ``KVCANARY_VLLM_ABORT=request`` the forward that found a violation runs to its end, since it has other requests.
+Before the scheduler processes the sampled tokens, the named requests are finished with an error: their tokens of
 this step never leave the engine.
 """
 

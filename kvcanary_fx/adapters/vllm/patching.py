@@ -1,4 +1,4 @@
-"""Wrapping a method of vLLM's, once, and with an error that says what is missing in this version."""
+"""Wraps a method of vLLM once; an error names what is missing in this version."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MARK = "_kvcanary_wraps"
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     """Replace ``owner.name`` by a function that calls ``around(original, *args, **kwargs)``.
 
-    What is wrapped already stays as it is: plugins are loaded several times in a process.
+    A wrapped name is left as it is: plugins are loaded several times in a process.
 
     Args:
-        owner: a class or a module that has the name itself, not by inheritance.
+        owner: a class or module that defines the name itself, not by inheritance.
 
     Raises:
         EngineError: there is no such name.
@@ -41,7 +41,7 @@ def wrap_property(owner: type, name: str, around: Callable[[Any, Any], Any]) -> 
     """Replace a property by one that gives ``around(value, object)``, once.
 
     Raises:
-        EngineError: the class has no such property itself.
+        EngineError: the class does not define such a property itself.
     """
     original = vars(owner).get(name)
     if not isinstance(original, property) or original.fget is None:
@@ -68,7 +68,7 @@ def _missing(owner: Any, name: str) -> EngineError:
 def wrap_in_all(base: type, name: str, around: Callable[..., Any]) -> None:
     """:func:`wrap` a method in a class and in each subclass that overrides it.
 
-    An override that calls the base's is wrapped once: ``around`` gets the outermost call of an object.
+    If an override calls the base's method, ``around`` gets only the outermost call of an object.
 
     Raises:
         EngineError: the base has no such method.

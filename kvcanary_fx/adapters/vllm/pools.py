@@ -1,4 +1,4 @@
-"""From vLLM's KV cache groups to pools: one for each group of layers that share block ids."""
+"""Pools from vLLM's KV cache groups: one for each group of layers that share block ids."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ GUARDED_DRAFTS = ("draft_model", "eagle", "eagle3")
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A KV cache group under guard.
+    """A guarded KV cache group.
 
     Attributes:
         number: of the group, in vLLM's order.
         page_size: tokens of a block of the block manager.
-        kernel_page_size: tokens of a block of the attention kernel, which may be a part of the manager's.
-        window: tokens that its attention sees; None for all.
+        kernel_page_size: tokens of a block of the attention kernel, which may be smaller than the manager's.
+        window: tokens that its attention sees, None for all.
         layers: K and V (latent and rotary part) of each layer, ``[pages, page_size, ...]``, by the layer's name.
         mla: halves are the latent and the rotary part.
-        draft: the layers are a draft's, whose forwards a session of its own checks.
+        draft: the layers are a draft's, whose own session checks its forwards.
     """
 
     number: int
@@ -75,14 +75,14 @@ class Group:
 
 
 def guarded_groups(runner: Any) -> list[Group]:
-    """The groups of the target model that can be guarded; the others are told, with the reason."""
+    """The groups of the target model that can be guarded; the others are logged, with the reason."""
     drafts = draft_layers(runner)
     known = runner.compilation_config.static_forward_context
     return _groups(runner, frozenset(known) - drafts, draft=False)
 
 
 def draft_groups(runner: Any) -> list[Group]:
-    """The groups of a draft's layers that can be guarded; the others are told, with the reason."""
+    """The groups of a draft's layers that can be guarded; the others are logged, with the reason."""
     drafts = draft_layers(runner)
     why = _unguarded(getattr(runner, "drafter", None)) if drafts else None
     if why is not None:
@@ -92,7 +92,7 @@ def draft_groups(runner: Any) -> list[Group]:
 
 
 def draft_layers(runner: Any) -> frozenset[str]:
-    """The layers of a draft, which are in the KV cache groups of the target model or in groups of their own."""
+    """The layers of a draft, which are in KV cache groups of the target model or in their own."""
     drafter = getattr(runner, "drafter", None)
     names: set[str] = set()
     for field in ("_draft_attn_layer_names", "attn_layer_names"):
@@ -103,7 +103,7 @@ def draft_layers(runner: Any) -> frozenset[str]:
 def _unguarded(drafter: Any) -> str | None:
     """Why the forwards of a proposer cannot be bracketed; None if they can.
 
-    MTP, DFlash and parallel drafting lay out their tokens in other ways, or leave layers out.
+    MTP, DFlash and parallel drafting lay out their tokens differently, or leave layers out.
     """
     if type(drafter) not in (EagleProposer, DraftModelProposer) or drafter.method not in GUARDED_DRAFTS:
         return f"drafts of {getattr(drafter, 'method', type(drafter).__name__)} are not supported by this adapter"
@@ -147,7 +147,7 @@ def _group(runner: Any, number: int, spec: Any, names: Sequence[str]) -> tuple[G
 
 
 def _window(spec: Any) -> int | str | None:
-    """Tokens that the group's blocks are kept for, None for all; or why it cannot be guarded, as text."""
+    """The number of tokens whose blocks the group keeps, None for all; or why it cannot be guarded, as text."""
     refused = (ChunkedLocalAttentionSpec, CrossAttentionSpec, EncoderOnlyAttentionSpec)
     if not isinstance(spec, AttentionSpec) or isinstance(spec, refused):
         return f"{type(spec).__name__} is not supported by this adapter"
@@ -159,7 +159,7 @@ def _window(spec: Any) -> int | str | None:
 
 
 def _halves(layer: Any, page_size: int) -> tuple[torch.Tensor, torch.Tensor] | str:
-    """The two halves of a layer as views ``[pages, page_size, ...]``; why not, as text."""
+    """The two halves of a layer as views ``[pages, page_size, ...]``; or why it cannot be guarded, as text."""
     cache = layer.kv_cache
     if not isinstance(cache, torch.Tensor) or not cache.numel():
         return "it has no KV cache of its own"

@@ -13,7 +13,7 @@ _BY_DRAFTER: weakref.WeakKeyDictionary[Any, Guard] = weakref.WeakKeyDictionary()
 
 
 def add(runner: Any, guard: Guard) -> None:
-    """A runner got its KV cache; its guard takes the place of one that the runner had before."""
+    """A runner got its KV cache; its guard replaces the runner's previous one."""
     _BY_RUNNER[runner] = guard
     drafter = getattr(runner, "drafter", None)
     if drafter is not None:

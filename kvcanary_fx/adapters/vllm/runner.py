@@ -21,10 +21,10 @@ log = logging.getLogger("kvcanary")
 
 
 def guard(runner: Any, settings: VllmSettings, self_test: bool) -> None:
-    """Guard a model runner that got its KV cache, if it has any that can be.
+    """Guard a model runner that got its KV cache, if any of it can be guarded.
 
     Raises:
-        EngineError: mode ``raise``, and it has a KV cache, of which nothing can be guarded.
+        EngineError: mode ``raise``, and nothing of its KV cache can be guarded.
     """
     if not runner.kv_cache_config.kv_cache_groups:
         log.warning("kvcanary.unguarded this model has no KV cache: there is nothing to guard")
@@ -43,7 +43,7 @@ def guard(runner: Any, settings: VllmSettings, self_test: bool) -> None:
 
 
 def hook(settings: VllmSettings, self_test: bool) -> None:
-    """Guard every model runner of this process from here on."""
+    """Guard every model runner of this process from now on."""
 
     def initialize_kv_cache(
         original: Callable[..., Any], runner: Any, kv_cache_config: Any, *args: Any, **kwargs: Any
@@ -82,7 +82,7 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
         if guard is not None and guard.drafts is not None:
             guard.drafts.settle()
         flagged = guard.take_flagged() if guard is not None else set()
-        if flagged:  # what comes later from the device has what goes to the scheduler inside
+        if flagged:  # an asynchronous output contains the one that goes to the scheduler
             setattr(getattr(output, "_model_runner_output", output), ATTRIBUTE, sorted(flagged))
         return output
 

@@ -1,4 +1,4 @@
-"""Settings of the adapter: those of every session, and what becomes of a request with a violation."""
+"""Settings of the adapter: those of every session, and what happens to a request with a violation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Literal
 from ...config import CanaryConfig, asked_for
 from ...errors import InvalidSettingError
 
-#: In mode ``raise``: what a violation ends, ``engine`` or the ``request`` it names.
+#: In mode ``raise``: what a violation ends, the ``engine`` or the ``request`` it names.
 ABORT_VARIABLE = "KVCANARY_VLLM_ABORT"
 
-#: Directory in which the processes of one vLLM leave their counts for its metrics endpoint.
+#: Directory in which the processes of one vLLM write their counts for its metrics endpoint.
 COUNTS_VARIABLE = "KVCANARY_VLLM_COUNTS"
 
 _KNOWN = (ABORT_VARIABLE, COUNTS_VARIABLE)
@@ -42,7 +42,7 @@ class VllmSettings:
         return self.config.mode == "raise" and self.abort == "request"
 
     def cache_key(self, version: str) -> str:
-        """What vLLM's compile caches must tell apart: our version, and the settings that change a graph.
+        """What vLLM's compile caches must distinguish: our version, and the settings that change a graph.
 
         Args:
             version: of kvcanary_fx.
@@ -51,9 +51,9 @@ class VllmSettings:
 
 
 def left_out(environ: Mapping[str, str] | None = None) -> str | None:
-    """Why vLLM would not load the plugin with these variables, as text; None if it would, or nobody asked for it.
+    """Why vLLM would not load the plugin with these variables, as text; None if it would, or if the canary is off.
 
-    vLLM imports nothing of a plugin that ``VLLM_PLUGINS`` does not name, so there the canary itself cannot say it.
+    vLLM imports nothing of a plugin that ``VLLM_PLUGINS`` does not name, so there the canary itself cannot report it.
     """
     environ = os.environ if environ is None else environ
     named = environ.get("VLLM_PLUGINS")
@@ -66,10 +66,10 @@ def left_out(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def from_env(environ: Mapping[str, str] | None = None) -> VllmSettings:
-    """The settings that the environment asks for.
+    """The settings in the environment.
 
     Raises:
-        UnknownSettingError, InvalidSettingError: naming the variable; also one that the mode makes void.
+        UnknownSettingError, InvalidSettingError: naming the variable; also for one that has no effect in this mode.
     """
     environ = os.environ if environ is None else environ
     for name in environ:

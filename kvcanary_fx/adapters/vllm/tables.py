@@ -1,7 +1,7 @@
-"""Which pages each request has, as the scheduler says it.
+"""The pages of each request, from the scheduler's messages.
 
-The worker keeps a block table of its own, fed from the same messages: that is the one attention reads, and the one to
-be checked.  So this ledger takes in the messages by itself.
+The worker's own block table is fed from the same messages; attention reads it, and it is the one to check.  So this
+ledger is built independently from the messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 @dataclasses.dataclass
 class _Row:
-    """What a row of the tables shows at the moment."""
+    """The current contents of a row of the tables."""
 
     request: str = ""
     version: int = -1
@@ -24,14 +24,14 @@ class _Row:
 
 @dataclasses.dataclass
 class _Pages:
-    """A request's pages, a list for each group; a new version whenever they are replaced rather than extended."""
+    """A request's pages, a list for each group; a new version each time they are replaced rather than extended."""
 
     groups: list[list[int]]
     version: int
 
 
 class Ledger:
-    """The pages of all requests, and the request table of each group for the batch at hand.
+    """The pages of all requests, and the request table of each group for the current batch.
 
     Attributes:
         tables: int32 ``[max_requests, width]`` for each group, row i for the i-th request of the batch.
@@ -46,7 +46,7 @@ class Ledger:
         self._versions = 0
 
     def take(self, scheduled: Any) -> None:
-        """Take in a ``SchedulerOutput``: requests that ended, began, were resumed or got more pages."""
+        """Apply a ``SchedulerOutput``: requests that ended, began, were resumed or got more pages."""
         for request in scheduled.finished_req_ids:
             self._requests.pop(request, None)
         for new in scheduled.scheduled_new_reqs:
@@ -60,7 +60,7 @@ class Ledger:
                     known.extend(more)
 
     def show(self, requests: Sequence[str]) -> None:
-        """Let row i of each table be the pages of ``requests[i]``."""
+        """Set row i of each table to the pages of ``requests[i]``."""
         for number, request in enumerate(requests):
             row, pages = self._rows[number], self._requests[request]
             if (row.request, row.version) != (request, pages.version):
@@ -75,13 +75,13 @@ class Ledger:
                 table[: len(requests)].copy_(host[: len(requests)])
 
     def in_flight(self, scheduled: Any, page_sizes: Sequence[int]) -> list[set[int]]:
-        """The pages of each group that one request reads as its prefix, and another writes in this very forward.
+        """The pages of each group that one request reads as its prefix and another writes in this forward.
 
         vLLM lists a page in its prefix cache when it plans to fill it: a request of the same step may take it up, and
-        reads what the same forward wrote just before.
+        reads what the same forward has just written.
 
         Args:
-            scheduled: the ``SchedulerOutput``, already taken in.
+            scheduled: the ``SchedulerOutput``, already applied.
             page_sizes: tokens of a page of each group.
         """
         cached = scheduled.scheduled_cached_reqs
