@@ -92,7 +92,7 @@ class RunningCalls:
         """A forward failed before all of its layers ran."""
         self._layer_calls.forget()
 
-    def nobody(self) -> bool:
+    def idle(self) -> bool:
         """Whether no thread is in a forward."""
         return not self._calls
 

@@ -256,4 +256,4 @@ def test_context_is_restored_after_an_exception(error):
     with pytest.raises(error), torch.no_grad():
         rig.step(2)
     assert not has_forward_context()
-    assert rig.session._running.nobody()
+    assert rig.session._running.idle()
