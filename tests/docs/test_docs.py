@@ -12,6 +12,7 @@ import torch
 
 import kvcanary_fx
 from kvcanary_fx import config
+from kvcanary_fx.adapters.vllm.hook_points import HOOK_POINTS, NEEDS
 from kvcanary_fx.kernels.checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +82,18 @@ def test_every_error_a_user_can_meet_is_documented():
     values = {name: getattr(kvcanary_fx, name) for name in kvcanary_fx.__all__}
     public = {n for n, v in values.items() if isinstance(v, type) and issubclass(v, kvcanary_fx.CanaryError)}
     assert [n for n in sorted(public - {"CanaryError"}) if f"`{n}`" not in page] == []
+
+
+def test_hooks_into_vllm_are_documented_as_they_are_checked():
+    page = (ROOT / "docs" / "vllm.md").read_text().split("## The hooks that a sanitizer needs", 1)[1]
+    rows = [line for line in page.splitlines() if line.startswith("| `vllm.")]
+    expected = []
+    for need in NEEDS:
+        assert f"**{need}.**" in page
+        for point in [p for p in HOOK_POINTS if p.need == need]:
+            takes = point.takes if point.takes == "property" else f"({point.takes})"
+            expected.append(f"| `{point.name}` | `{takes}` | {point.why}{', called' * point.called} |")
+    assert rows == expected
 
 
 def test_pictures_are_what_their_script_draws():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -13,7 +14,16 @@ import torch
 from kvcanary_fx import EngineError
 from kvcanary_fx.__main__ import main
 from kvcanary_fx.adapters.versions import Tested
-from kvcanary_fx.adapters.vllm import counts, cpu_attention, identity, layouts, patching, settings
+from kvcanary_fx.adapters.vllm import (
+    counts,
+    cpu_attention,
+    hook_points,
+    identity,
+    known,
+    layouts,
+    patching,
+    settings,
+)
 from kvcanary_fx.adapters.vllm.books import CACHE, Books
 from kvcanary_fx.adapters.vllm.tables import Ledger
 from kvcanary_fx.engine.observers.stats import EngineStats
@@ -41,6 +51,7 @@ def test_plugin_connects_when_it_is_asked(monkeypatch):
     from kvcanary_fx.adapters import vllm as adapter
     from kvcanary_fx.adapters.vllm import plugin
 
+    monkeypatch.setattr(plugin.known, "can_be_guarded", lambda mode: True)
     given = []
     monkeypatch.setattr(adapter, "connect", SimpleNamespace(connect=given.append), raising=False)
     monkeypatch.setitem(sys.modules, "kvcanary_fx.adapters.vllm.connect", adapter.connect)
@@ -141,6 +152,79 @@ def test_wrapping_twice_wraps_once_and_a_missing_name_is_told():
     assert [Extends().run() for _ in range(2)] == [["around", "extended", "base"]] * 2
     with pytest.raises(EngineError, match=r"no Base\.walk"):
         patching.wrap(Base, "walk", lambda original: None)
+
+
+@pytest.fixture
+def unknown_version(monkeypatch):
+    """A module that stands for a vLLM, and a table that it differs from."""
+
+    class Pool:
+        def __init__(self, size):
+            """As known."""
+
+        def free(self, blocks, tier):
+            """A parameter more than known."""
+
+        def touch(self, blocks, *, now=None):
+            """As known."""
+
+        @property
+        def size(self):
+            return 0
+
+    class Tiered(Pool):
+        def __init__(self, tiers):
+            """A constructor is its class's own matter."""
+
+        def touch(self, blocks, tier, *, now=None):
+            """Cannot be called as the method that it overrides."""
+
+    class Renamed(Pool):
+        def touch(self, given, *, now=None):
+            """Can be."""
+
+    monkeypatch.setitem(sys.modules, "pool_of_tomorrow", SimpleNamespace(Pool=Pool, kept=(Tiered, Renamed)))
+    rows = [
+        ("Pool.__init__", "self, size"),
+        ("Pool.free", "self, blocks"),
+        ("Pool.touch", "self, blocks, *, now=..."),
+        ("Pool.size", "property"),
+        ("Pool.grow", "self"),
+        ("Heap.free", "self"),
+    ]
+    points = [hook_points.HookPoint("", f"pool_of_tomorrow:{where}", takes, "") for where, takes in rows]
+    return [*points, hook_points.HookPoint("", "no_such_module:f", "", "")]
+
+
+def test_what_differs_from_the_table_is_named(unknown_version):
+    here = test_what_differs_from_the_table_is_named.__module__
+    assert hook_points.differences(unknown_version, on_cpu=False) == [
+        "pool_of_tomorrow.Pool.free takes (self, blocks, tier), known is (self, blocks)",
+        f"{here}.unknown_version.<locals>.Tiered.touch takes (self, blocks, tier, *, now=...), "
+        "known is (self, blocks, *, now=...)",
+        "pool_of_tomorrow.Pool.grow is missing",
+        "pool_of_tomorrow.Heap.free is missing",
+        "no_such_module.f is missing",
+    ]
+
+
+@pytest.mark.parametrize("mode", ["raise", "log"])
+def test_unknown_vllm_is_refused_and_in_mode_log_runs_unguarded(mode, unknown_version, monkeypatch, caplog):
+    for name, module in {
+        "vllm": SimpleNamespace(__version__="0.99"),
+        "vllm.platforms": SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True)),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    said = "this vLLM (0.99) is not one that kvcanary_fx knows: no_such_module.f is missing. Install vllm==0.32.0, "
+    if mode == "raise":
+        with pytest.raises(EngineError, match=re.escape(said)):
+            known.can_be_guarded(mode, unknown_version[-1:])
+    else:
+        assert not known.can_be_guarded(mode, unknown_version[-1:])
+        assert [r.message for r in caplog.records] == [
+            f"kvcanary.unguarded nothing is guarded: {said}or set KVCANARY_MODE=off to run this one unguarded"
+        ]
+    assert known.can_be_guarded(mode, [])
 
 
 def test_property_is_wrapped_once_and_a_missing_one_is_told():

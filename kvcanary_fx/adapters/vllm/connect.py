@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
@@ -11,31 +10,20 @@ from vllm.config import VllmConfig
 
 from ... import __version__
 from ...errors import EngineError
-from ..versions import Tested
 from . import blocks, cache_key, cpu_attention, cuda_graphs, drafting, graph, metrics, ops, outcomes, runner
+from .known import TESTED
 from .patching import wrap_property
 from .settings import VllmSettings
-
-#: As docs/vllm.md lists them.
-TESTED = Tested(
-    "vllm",
-    "vLLM",
-    "0.32.0",
-    "0.32.1",
-    "the checks are proved on scratch pools of the same layout before the first request, and the engine does not start "
-    "if one stays silent",
-)
 
 _RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def connect(settings: VllmSettings) -> None:
-    """Hook into this process's vLLM; a second call changes nothing.
+    """Hook into this process's vLLM, which :mod:`.known` has found to be known; a second call changes nothing.
 
     Raises:
-        EngineError: a hook point is missing, or Model Runner V2 is asked for.
+        EngineError: Model Runner V2 is asked for.
     """
-    _log_as_vllm_does()
     _require_runner_v1()
     self_test = TESTED.warn_outside(vllm.__version__)
     ops.register()
@@ -71,12 +59,3 @@ def _refuse_v2(chosen: bool, config: Any) -> bool:
             "run without it, or unset KVCANARY_MODE"
         )
     return chosen
-
-
-def _log_as_vllm_does() -> None:
-    """Send our log lines where vLLM's go."""
-    ours, theirs = logging.getLogger("kvcanary"), logging.getLogger("vllm")
-    for handler in theirs.handlers:
-        if handler not in ours.handlers:
-            ours.addHandler(handler)
-    ours.setLevel(min(ours.level or logging.INFO, logging.INFO))

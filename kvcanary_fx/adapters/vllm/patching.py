@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import EngineError
+from .hook_points import overrides
 
 _MARK = "_kvcanary_wraps"
 
@@ -86,9 +87,5 @@ def wrap_in_all(base: type, name: str, around: Callable[..., Any]) -> None:
             running.discard(call)
 
     wrap(base, name, outermost)
-    todo: list[type] = list(base.__subclasses__())
-    while todo:
-        cls = todo.pop()
-        todo += cls.__subclasses__()
-        if name in vars(cls):
-            wrap(cls, name, outermost)
+    for cls in overrides(base, name):
+        wrap(cls, name, outermost)

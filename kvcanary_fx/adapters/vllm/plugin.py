@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...config import asked_for
-from . import settings
+from . import known, settings
 
 
 def register() -> None:
@@ -13,10 +13,14 @@ def register() -> None:
 
     Raises:
         UnknownSettingError, InvalidSettingError: a ``KVCANARY_`` variable names no setting, or cannot be read.
-        EngineError: this vLLM lacks a hook point, or is configured in a way that the canary cannot guard.
+        EngineError: this vLLM is not known and the mode is ``raise``, or it is configured in a way that the canary
+            cannot guard.
     """
     if not asked_for():
         return
-    from . import connect  # imports vLLM, torch and the kernels: only if the canary is on
+    given = settings.from_env()
+    if not known.can_be_guarded(given.config.mode):
+        return
+    from . import connect  # imports what is hooked into, torch and the kernels: only if the canary is on
 
-    connect.connect(settings.from_env())
+    connect.connect(given)

@@ -1,0 +1,290 @@
+"""Every function of vLLM that the canary wraps or calls as part of a hook: one table, checked before anything is hooked.
+
+None of them is a public interface.  A version that has lost one, or gives it other parameters, is not guarded by guess:
+what differs is named.  docs/vllm.md shows the same table (tested).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+#: What a part of the table is for, in the order of the table.
+NEEDS = (
+    "Who has which block",
+    "What a step runs, and what becomes of its tokens",
+    "The forward, and the memory that it reads",
+    "The compiled graph",
+    "Drafts",
+    "Operations",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class HookPoint:
+    """One function of vLLM.
+
+    Attributes:
+        need: what it is for, one of :data:`NEEDS`.
+        where: ``module:qualified name``.
+        takes: its parameters, as in a stub: ``self, num_blocks, prefix=...``; ``property`` for a property.
+        why: what the canary does there.
+        called: the canary calls it and does not wrap it.
+        on_cpu: it exists only where vLLM runs on a CPU.
+    """
+
+    need: str
+    where: str
+    takes: str
+    why: str
+    called: bool = False
+    on_cpu: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.where.replace(":", ".")
+
+
+def _part(need: str, prefix: str, *rows: tuple[str, str, str], **given: Any) -> tuple[HookPoint, ...]:
+    return tuple(HookPoint(need, prefix + name, takes, why, **given) for name, takes, why in rows)
+
+
+_MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager."
+_POOL = "vllm.v1.core.block_pool:BlockPool."
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler."
+_PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:"
+
+#: The table.
+HOOK_POINTS: tuple[HookPoint, ...] = (
+    *_part(
+        NEEDS[0],
+        _POOL,
+        (
+            "__init__",
+            "self, num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events=..., "
+            "metrics_collector=..., medium=...",
+            "follows the pool from its first block",
+        ),
+        ("get_new_blocks", "self, num_blocks", "blocks are handed out, and leave the prefix cache"),
+        ("touch", "self, blocks", "a request takes up blocks that it found in the prefix cache"),
+        ("free_blocks", "self, ordered_blocks", "a request gives up blocks; the prefix cache may keep them"),
+    ),
+    *_part(
+        NEEDS[0],
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.",
+        (
+            "allocate_slots",
+            "self, request, num_new_tokens, num_new_computed_tokens=..., new_computed_blocks=..., "
+            "num_lookahead_tokens=..., num_external_computed_tokens=..., delay_cache_blocks=..., "
+            "num_encoder_tokens=..., full_sequence_must_fit=..., reserved_blocks=..., has_scheduled_reqs=..., "
+            "skip_zeroing_group_ids=...",
+            "for which request the block pool is asked, its adapter and its salt",
+        ),
+        ("free", "self, request", "for which request blocks are given up"),
+    ),
+    *_part(
+        NEEDS[0],
+        _MANAGER,
+        (
+            "add_local_computed_blocks",
+            "self, request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens",
+            "for which request and KV cache group the block pool is asked",
+        ),
+        ("allocate_new_blocks", "self, request_id, num_tokens, num_tokens_main_model", "the same"),
+        ("free", "self, request_id", "the same"),
+        (
+            "remove_skipped_blocks",
+            "self, request_id, processed_computed_tokens, num_prompt_tokens=...",
+            "the same, for blocks that left a sliding window",
+        ),
+        (
+            "allocate_external_computed_blocks",
+            "self, request_id, num_local_computed_tokens, num_external_computed_tokens, record_for_zeroing=...",
+            "which blocks a KV connector fills",
+        ),
+    ),
+    *_part(
+        NEEDS[1],
+        _SCHEDULER,
+        ("schedule", "self, throttle_prefills=...", "what happened to blocks goes to the workers with the step"),
+        (
+            "update_from_output",
+            "self, scheduler_output, model_runner_output",
+            "requests that read damage end before their tokens leave",
+        ),
+    ),
+    *_part(
+        NEEDS[1],
+        _SCHEDULER,
+        ("finish_requests", "self, request_ids, finished_status", "ends them"),
+        called=True,
+    ),
+    *_part(
+        NEEDS[2],
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.",
+        (
+            "initialize_kv_cache",
+            "self, kv_cache_config, is_profiling=..., kv_cache_allocation_context=...",
+            "the cache exists: where each slot's bytes are is found, and the guard is made",
+        ),
+        ("execute_model", "self, scheduler_output, intermediate_tensors=...", "a step begins"),
+        (
+            "_model_forward",
+            "self, input_ids=..., positions=..., intermediate_tensors=..., inputs_embeds=..., **model_kwargs",
+            "what is about to be read is checked before the model runs, what it wrote after",
+        ),
+        ("sample_tokens", "self, grammar_output", "what failed goes to the scheduler with the tokens"),
+    ),
+    *_part(
+        NEEDS[2],
+        "vllm.v1.attention.backends.cpu_attn:",
+        (
+            "_get_attn_isa",
+            "dtype, block_size, head_size=..., kv_cache_dtype=...",
+            "no AMX tiles, in which a slot's bytes are no strided row",
+        ),
+        on_cpu=True,
+    ),
+    *_part(
+        NEEDS[3],
+        "vllm.config:",
+        (
+            "CompilationConfig.init_backend",
+            "self, vllm_config, prefix=..., is_encoder=...",
+            "two ops around attention, before the graph is split",
+        ),
+        ("VllmConfig.compute_hash", "self, include_version=...", "guarded artifacts have keys of their own"),
+        ("VllmConfig.__post_init__", "self", "CUDA graphs that run our ops with each forward"),
+        ("VllmConfig.use_v2_model_runner", "property", "a runner that is guarded"),
+    ),
+    *_part(
+        NEEDS[3],
+        "vllm.model_executor.layers.attention.",
+        (
+            "attention:unified_attention_with_output",
+            "query, key, value, output, layer_name, output_scale=..., output_block_scale=..., kv_cache_dummy_dep=...",
+            "the same two calls where no graph has the ops: eager mode",
+        ),
+        (
+            "mla_attention:unified_mla_attention_with_output",
+            "q, kv_c_normed, k_pe, output, layer_name, output_scale=..., output_block_scale=..., "
+            "kv_cache_dummy_dep=..., quant_group_size=..., quant_scale_ue8m0=..., quant_col_major=..., "
+            "quant_tma_aligned=..., q_dcp_replicated=...",
+            "the same for MLA",
+        ),
+    ),
+    *_part(
+        NEEDS[3],
+        "vllm.utils.torch_utils:",
+        (
+            "direct_register_custom_op",
+            "op_name, op_func, mutates_args=..., fake_impl=..., target_lib=..., dispatch_key=..., tags=...",
+            "registers the ops",
+        ),
+        ("_resolve_layer_name", "layer_name", "the layer of an op's call"),
+        called=True,
+    ),
+    *_part(
+        NEEDS[4],
+        _PROPOSER,
+        (
+            "SpecDecodeBaseProposer.propose",
+            "self, num_speculative_tokens, target_token_ids, target_positions, target_hidden_states, next_token_ids, "
+            "token_indices_to_sample, common_attn_metadata, sampling_metadata, mm_embed_inputs=..., "
+            "num_rejected_tokens_gpu=..., slot_mappings=...",
+            "a proposal begins: the draft's own layers",
+        ),
+        (
+            "SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata",
+            "self, common_attn_metadata, draft_index=...",
+            "what the next forward of the draft reads",
+        ),
+        (
+            "set_forward_context",
+            "attn_metadata, vllm_config, num_tokens=..., num_tokens_across_dp=..., cudagraph_runtime_mode=..., "
+            "batch_descriptor=..., ubatch_slices=..., slot_mapping=..., skip_compiled=..., is_padding=...",
+            "around a forward of the draft",
+        ),
+    ),
+    *_part(
+        NEEDS[5],
+        "vllm.v1.metrics.prometheus:",
+        ("get_prometheus_registry", "", "the canary's counts are in vLLM's metrics endpoint"),
+    ),
+)
+
+
+def differences(table: Sequence[HookPoint], on_cpu: bool) -> list[str]:
+    """What of a table this vLLM does not have as the table says; empty if all is known.
+
+    Args:
+        on_cpu: vLLM runs on a CPU.
+    """
+    return [text for point in table if on_cpu or not point.on_cpu for text in _differences(point)]
+
+
+def resolve(where: str) -> tuple[Any, str]:
+    """The class or module that has a name, and the name in it.
+
+    Raises:
+        ImportError, AttributeError: there is no such module or class.
+    """
+    module, _, path = where.partition(":")
+    owner: Any = importlib.import_module(module)
+    *outer, name = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    return owner, name
+
+
+def overrides(owner: type, name: str) -> Iterator[type]:
+    """The subclasses of a class, known by now, that define ``name`` themselves."""
+    todo: list[type] = list(owner.__subclasses__())
+    while todo:
+        cls = todo.pop()
+        todo += cls.__subclasses__()
+        if name in vars(cls):
+            yield cls
+
+
+def parameters(found: Any) -> str:
+    """The parameters of a function as the table writes them: no annotations, and no values of defaults."""
+    if isinstance(found, property):
+        return "property"
+    empty = inspect.Parameter.empty
+    shown = [
+        p.replace(annotation=empty, default=empty if p.default is empty else ...)
+        for p in inspect.signature(found).parameters.values()
+    ]
+    return str(inspect.Signature(shown))[1:-1].replace("=Ellipsis", "=...")
+
+
+def _differences(point: HookPoint) -> Iterator[str]:
+    try:
+        owner, name = resolve(point.where)
+        found = vars(owner)[name]
+    except (ImportError, AttributeError, KeyError):
+        yield f"{point.name} is missing"
+        return
+    if (has := parameters(found)) != point.takes:
+        yield f"{point.name} takes ({has}), known is ({point.takes})"
+        return
+    if isinstance(owner, type) and callable(found) and name != "__init__":  # which a subclass calls as it likes
+        for cls in overrides(owner, name):
+            if not _takes_the_same(vars(cls)[name], found):
+                has = parameters(vars(cls)[name])
+                yield f"{cls.__module__}.{cls.__qualname__}.{name} takes ({has}), known is ({point.takes})"
+
+
+def _takes_the_same(override: Callable[..., Any], base: Callable[..., Any]) -> bool:
+    """Whether an override can be called by position as the method that it overrides; it may name things its own way."""
+    given = [p for p in inspect.signature(base).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    try:
+        inspect.signature(override).bind(*given)
+        inspect.signature(override).bind(*(p for p in given if p.default is p.empty))
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,63 @@
+"""Whether this vLLM is one that the canary knows, decided before anything of it is hooked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ...errors import EngineError
+from ..versions import Tested
+from .hook_points import HOOK_POINTS, HookPoint, differences
+
+log = logging.getLogger("kvcanary")
+
+#: As docs/vllm.md lists them.
+TESTED = Tested(
+    "vllm",
+    "vLLM",
+    "0.32.0",
+    "0.32.1",
+    "the checks are proved on scratch pools of the same layout before the first request, and the engine does not start "
+    "if one stays silent",
+)
+
+
+def can_be_guarded(mode: str, table: Sequence[HookPoint] = HOOK_POINTS) -> bool:
+    """Whether this vLLM has all that the canary hooks into, as the table says; if not, it is logged.
+
+    Raises:
+        EngineError: it has not, and the mode is ``raise``.
+    """
+    import vllm
+    from vllm.platforms import current_platform
+
+    log_as_vllm_does()
+    unknown = differences(table, current_platform.is_cpu())
+    if not unknown:
+        return True
+    text = unknown_version(vllm.__version__, unknown)
+    if mode == "raise":
+        raise EngineError(text)
+    log.warning("kvcanary.unguarded nothing is guarded: %s", text)
+    return False
+
+
+def unknown_version(version: str, unknown: Sequence[str]) -> str:
+    """Why a version of vLLM cannot be guarded, and the remedy.
+
+    Args:
+        unknown: what is missing or has another signature.
+    """
+    return (
+        f"this vLLM ({version}) is not one that kvcanary_fx knows: {'; '.join(unknown)}. "
+        f"Install vllm=={TESTED.first}, or set KVCANARY_MODE=off to run this one unguarded"
+    )
+
+
+def log_as_vllm_does() -> None:
+    """Send our log lines where vLLM's go."""
+    ours, theirs = logging.getLogger("kvcanary"), logging.getLogger("vllm")
+    for handler in theirs.handlers:
+        if handler not in ours.handlers:
+            ours.addHandler(handler)
+    ours.setLevel(min(ours.level or logging.INFO, logging.INFO))

@@ -1,0 +1,59 @@
+"""The table of what is hooked into, and the vLLM that is installed."""
+
+from __future__ import annotations
+
+import gc
+import types
+
+import pytest
+
+from kvcanary_fx import EngineError
+from kvcanary_fx.adapters.vllm import plugin
+from kvcanary_fx.adapters.vllm.hook_points import HOOK_POINTS, differences, overrides, resolve
+from kvcanary_fx.adapters.vllm.patching import _MARK
+
+
+def test_vllm_has_what_the_table_says():
+    assert differences(HOOK_POINTS, on_cpu=True) == []
+
+
+def test_all_that_is_wrapped_is_in_the_table():
+    plugin.register()
+    assert differences(HOOK_POINTS, on_cpu=True) == []  # also of what is hooked already
+    known = set()
+    for point in HOOK_POINTS:
+        owner, name = resolve(point.where)
+        known.add(id(getattr(vars(owner)[name], "fget", vars(owner)[name])))
+        if isinstance(owner, type):
+            known.update(id(vars(cls)[name]) for cls in overrides(owner, name))
+    wrapped = [f for f in gc.get_objects() if isinstance(f, types.FunctionType) and _MARK in vars(f)]
+    ours = [f for f in wrapped if f.__module__.split(".")[0] == "vllm"]
+    assert [f"{f.__module__}.{f.__qualname__}" for f in ours if id(f) not in known] == []
+    assert len(ours) > 20
+
+
+def _free_blocks_into(self, ordered_blocks, tier):
+    """As a later version might have it."""
+
+
+@pytest.mark.parametrize("mode", ["raise", "log"])
+def test_vllm_with_another_signature_is_not_guarded_by_guess(mode, monkeypatch, caplog):
+    from vllm.v1.core.block_pool import BlockPool
+
+    monkeypatch.setattr(BlockPool, "free_blocks", _free_blocks_into)
+    monkeypatch.delattr("vllm.v1.core.sched.scheduler.Scheduler.schedule")
+    monkeypatch.setenv("KVCANARY_MODE", mode)
+    said = (
+        r"is not one that kvcanary_fx knows: vllm\.v1\.core\.block_pool\.BlockPool\.free_blocks takes "
+        r"\(self, ordered_blocks, tier\), known is \(self, ordered_blocks\); "
+        r"vllm\.v1\.core\.sched\.scheduler\.Scheduler\.schedule is missing\. "
+        r"Install vllm==0\.32\.0, or set KVCANARY_MODE=off"
+    )
+    if mode == "raise":
+        with pytest.raises(EngineError, match=said):
+            plugin.register()
+    else:
+        plugin.register()
+        (record,) = caplog.records
+        assert record.message.startswith("kvcanary.unguarded nothing is guarded: this vLLM (0.32.0")
+    assert BlockPool.free_blocks is _free_blocks_into
