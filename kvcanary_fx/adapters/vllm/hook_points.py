@@ -1,4 +1,4 @@
-"""Every function of vLLM that the canary wraps or calls as part of a hook: one table, checked before anything is hooked.
+"""Every function of vLLM that the canary wraps, or calls from a wrapper: one table, checked before anything is hooked.
 
 None of them is a public interface.  A version that has lost one, or gives it other parameters, is not guarded by guess:
 what differs is named.  docs/vllm.md shows the same table (tested).
