@@ -65,7 +65,7 @@ def jobs(marked: bool) -> list[Job]:
         Job("tests examples", [*pytest, *parallel, "tests/examples"]),
         Job("tests pools", [*pytest, *parallel, "tests/pools"]),
         Job("doctor", [python, "-m", "kvcanary_fx", "doctor"]),
-        Job("random plans", [*plans, "--plans", "1500"]),
+        Job("random plans", [*plans, "--plans", "5000", "--jobs", "6"]),
     ]
     made.append(Job("tests models, bugs", [*pytest, *parallel, "tests/models", "tests/bugs"]))
     if not marked:  # these have no test that a GPU runs

@@ -1,9 +1,14 @@
 """Random lives of a slot space: an engine that mostly does the right thing, and now and then does not.
 
-    python tests/kernels/random_plans.py --plans 100000 [--device cuda --kernels triton]
+    python tests/kernels/random_plans.py --plans 100000 [--jobs 8] [--device cuda --kernels triton]
 
 Each plan is one forward (walk, check_writes, store) between random allocations, with random corruption of the
-request table, of the plan and of the shadow.  Two implementations must leave the same bits behind.
+request table, of the plan and of the shadow.  Two implementations must leave the same bits behind; at the first
+difference it prints the command that shows it again, and exits with 1.  On a CPU ``--kernels triton`` needs
+``TRITON_INTERPRET=1``.
+
+What Triton compiles for (a :class:`Form`) is drawn for each plan.  On a GPU that would be a compilation for nearly
+every launch, so there a form is kept for ``--group`` plans, and all else differs from plan to plan.
 """
 
 from __future__ import annotations
@@ -11,12 +16,14 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import itertools
 import random
-import time
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from shares import Shares
 
 from kvcanary_fx.kernels.checks import CHECKS, Check, bits_of
 from kvcanary_fx.kernels.ring import BY_BUDGET, Control, Word
@@ -32,7 +39,7 @@ from kvcanary_fx.kernels.slots import (
 from kvcanary_fx.kernels.slots import (
     naive as space_reference,
 )
-from kvcanary_fx.kernels.slots.space import Flag, RequestPlan, SlotSpace
+from kvcanary_fx.kernels.slots.space import Column, Flag, RequestPlan, SlotSpace
 
 ALL = bits_of(tuple(CHECKS))
 
@@ -53,10 +60,41 @@ BLOCKS = (
     (2, 2, 2, 2),
 )
 OWNERS = (0, 11, 22, 33)
+#: Of one seed, in one space.
+PLANS = 10
 
 
-def random_space(rng: random.Random) -> SlotSpace:
-    checks = ALL
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What kernels are compiled for: the same for every plan of a group."""
+
+    page_size: int
+    integer: torch.dtype  # of rows and table
+    positions: bool
+    namespaces: bool
+    history: bool
+    slot_map: bool
+    padding_row: bool
+    ring: bool  # where the space has a window that a row has room for
+    by_budget: bool
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Form:
+        return cls(
+            page_size=rng.choice([1, 1, 4]),
+            integer=rng.choice([torch.int32, torch.int64]),
+            positions=rng.random() < 0.8,
+            namespaces=rng.random() < 0.5,
+            history=rng.random() < 0.4,
+            slot_map=rng.random() < 0.2,
+            padding_row=rng.random() < 0.4,
+            ring=rng.random() < 0.5,
+            by_budget=rng.random() < 0.25,
+        )
+
+
+def random_space(rng: random.Random, form: Form | None = None) -> SlotSpace:
+    form, checks = form or Form.draw(rng), ALL
     for check in Check:
         if rng.random() < 0.1:
             checks &= ~check
@@ -72,13 +110,14 @@ def random_space(rng: random.Random) -> SlotSpace:
         window=rng.choice([None, None, 1, 3]),
         once=rng.random() < 0.2,
         owner_known=rng.random() < 0.8,
-        verify_every=rng.choice([1, BY_BUDGET, 2, 3]),
+        verify_every=BY_BUDGET if form.by_budget else rng.choice([1, 2, 3]),
     )
 
 
-def random_plan(rng: random.Random, space: SlotSpace, unique: bool) -> RequestPlan:
+def random_plan(rng: random.Random, space: SlotSpace, unique: bool, form: Form | None = None) -> RequestPlan:
     """A forward over up to four requests; ``unique`` keeps its slots apart, as a scatter's order is not defined."""
-    size, width = rng.choice([1, 1, 4]), rng.randint(1, 6)
+    form = form or Form.draw(rng)
+    size, width = form.page_size, rng.randint(1, 6)
     requests, table_rows = rng.randint(0, 4), rng.randint(1, 5)
     prefix = [rng.randint(0, width * size - 1 if rng.random() < 0.95 else width * size + 2) for _ in range(requests)]
     extend = [rng.randint(0, 3) for _ in range(requests)]
@@ -96,26 +135,26 @@ def random_plan(rng: random.Random, space: SlotSpace, unique: bool) -> RequestPl
         slots = torch.tensor((drawn + [-1] * (tokens + padding))[: tokens + padding], dtype=torch.int64)
     expected = [p + k for p, e in zip(prefix, extend, strict=True) for k in range(e)]  # of a tree some are wrong
     positions = torch.tensor([e + odd() for e in expected] + [0] * padding, dtype=torch.int64)
-    integer = rng.choice([torch.int32, torch.int64])
+    ring = form.ring and space.window is not None and width * size >= space.window
     return RequestPlan(
         counts=torch.tensor([requests, tokens, rng.randint(0, 5)]),
-        rows=rows.to(integer),
+        rows=rows.to(form.integer),
         prefix_lens=torch.tensor(prefix + [0] * padding, dtype=torch.int32),
         extend_lens=torch.tensor(extend + [1] * padding, dtype=torch.int32),
         tokens=integers(2 * (tokens + padding), 0, 3)[::2] if rng.random() < 0.2 else integers(tokens + padding, 0, 3),
         slots=slots,
-        positions=positions if rng.random() < 0.8 else None,
+        positions=positions if form.positions else None,
         owners=torch.tensor([rng.choice(OWNERS) for _ in range(requests + padding)], dtype=torch.int64),
-        namespaces=integers(requests + padding, 0, 1) if rng.random() < 0.5 else None,
-        table=table.view(table_rows, width).to(integer),
+        namespaces=integers(requests + padding, 0, 1) if form.namespaces else None,
+        table=table.view(table_rows, width).to(form.integer),
         columns=max(prefix, default=0) + rng.randint(0, 3),
         page_size=size,
-        ring=space.window is not None and width * size >= space.window and rng.random() < 0.5,
-        slot_map=integers(space.slots, -1, space.slots - 1) if rng.random() < 0.2 else None,
-        history=integers((requests + padding) * 8, 0, 3).view(-1, 8) if rng.random() < 0.4 else None,
+        ring=ring,
+        slot_map=integers(space.slots, -1, space.slots - 1) if form.slot_map else None,
+        history=integers((requests + padding) * 8, 0, 3).view(-1, 8) if form.history else None,
         history_lens=integers(requests + padding, 0, 9),
         parents=random_trees(rng, extend, padding) if rng.random() < 0.25 else None,
-        padding_row=rng.choice([None, None, None, 0, 1]),
+        padding_row=rng.choice([0, 1]) if form.padding_row else None,
         in_flight=rng.random() < 0.2,
     )
 
@@ -157,52 +196,68 @@ def make_it_true(rng: random.Random, space: SlotSpace, plan: RequestPlan) -> Non
             space.flags[slot] = rng.choice([256, 257, 257, 257, 257, 513, 261, 265, 1])
 
 
-def play(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, SlotSpace]], plans: int) -> int:
-    """Drive all implementations alike; raises AssertionError where they part.  How many plans ran."""
+def play(
+    rng: random.Random, space: SlotSpace, impls: list[tuple[Any, SlotSpace]], plans: int, form: Form | None = None
+) -> None:
+    """Drive all implementations alike; raises AssertionError where they part.
+
+    Args:
+        form: of every plan; None draws one for each.
+    """
     for number in range(plans):
         for _ in range(rng.randint(0, 2)):
             _random_life(rng, space, impls)
-        compare(impls, number)  # what follows may make all of them equal again
-        plan = random_plan(rng, space, unique=True)
+        lived = [Snapshot(own) for _, own in impls]  # what follows may make all of them equal again
+        drawn = form or Form.draw(rng)
+        plan = random_plan(rng, space, unique=True, form=drawn)
         if rng.random() < 0.7:
             make_it_true(rng, space, plan)
             for _, own in impls[1:]:
-                for buffer in ("tokens", "positions", "chain", "owners", "flags"):
-                    getattr(own, buffer).copy_(getattr(space, buffer))
-        writes = plan if rng.random() < 0.5 else random_plan(rng, space, unique=False)
+                own.block[:, : Column.READS].copy_(space.block[:, : Column.READS])
+                own.block[:, Column.CHAIN :].copy_(space.block[:, Column.CHAIN :])
+        writes = plan if rng.random() < 0.5 else random_plan(rng, space, unique=False, form=drawn)
         received = (writes.slots + (rng.random() < 0.2))[: rng.choice([None, -1])]
-        pages, lengths, size = random_pages(rng, plan)
-        for impl, own in impls:
-            device = own.tokens.device
-            here, there = moved(plan, device), moved(writes, device)
-            _walk(impl, own, [here] if writes is plan else [here, there], number)
-            impl.check_writes(own, there)
-            impl.check_received(own, there, received.to(device), 9)
-            if not plan.ring:
-                impl.check_reads(own, here, pages.to(device), lengths.to(device), size)
-            impl.store(own, here)
-            own.control.words[Word.STEP] += 1
-            own.control.words[Word.FORWARD] = number % 3 - 1
-            own.control.words[Word.EVERY] = 1 << number % 3
-            if impl is not space_reference:
-                compare_real_slots(own, there)
-            if impl is IMPLEMENTATIONS["triton"] or (impl is not space_reference and device.type == "cpu"):
-                listed = sorted(own.listed[: int(own.listed_count)].tolist())
-                assert listed == (own.reads[:-1] == own.clock).nonzero().flatten().tolist(), f"plan {number}"
-        compare(impls, number)
+        reads = random_pages(rng, plan)
+        done = [_forward(impl, own, (plan, writes), received, reads, number) for impl, own in impls]
+        for before, after, (impl, own) in zip(lived[1:], done[1:], impls[1:], strict=True):
+            fetch(before, after)
+            compare(lived[0], before, number)
+            compare(done[0], after, number)
+            compare_real_slots(after, writes)
+            if impl is IMPLEMENTATIONS["triton"] or own.block.device.type == "cpu":
+                assert after.listed() == after.reads(), f"plan {number}: slots that were listed, and read"
         for _, own in impls:
             own.control.words[Word.DRAINED] = own.control.words[Word.HEAD]
-    return plans
 
 
-def _walk(impl: ModuleType, space: SlotSpace, plans: list[RequestPlan], number: int) -> None:
-    for plan in plans:
-        impl.walk(space, plan)
-        if plan.ends is not None:  # a captured launch sees what an earlier step left of larger batches
-            plan.ends[int(plan.counts[0]) :] = poison(number)
+def _forward(
+    impl: Any,
+    own: SlotSpace,
+    plans: tuple[RequestPlan, RequestPlan],
+    received: torch.Tensor,
+    reads: tuple[torch.Tensor, torch.Tensor, int],
+    number: int,
+) -> Snapshot:
+    """One forward that is to write as the second plan says, and reads and writes as the first does."""
+    device = own.block.device
+    here = moved(plans[0], device)
+    there = here if plans[1] is plans[0] else moved(plans[1], device)
+    for each, plan in zip((here, there)[: 1 + (there is not here)], plans):  # noqa: B905
+        impl.walk(own, each)
+        if each.ends is not None:  # a captured launch sees what an earlier step left of larger batches
+            each.ends[int(plan.counts[0]) :] = poison(number)
+    impl.check_writes(own, there)
+    impl.check_received(own, there, received.to(device), 9)
+    if not here.ring:
+        impl.check_reads(own, here, *(t.to(device) for t in reads[:2]), reads[2])
+    impl.store(own, here)
+    own.control.words[Word.STEP] += 1
+    own.control.words[Word.FORWARD] = number % 3 - 1
+    own.control.words[Word.EVERY] = 1 << number % 3
+    return Snapshot(own, there)
 
 
-def _random_life(rng: random.Random, space: SlotSpace, impls: list[tuple[ModuleType, SlotSpace]]) -> None:
+def _random_life(rng: random.Random, space: SlotSpace, impls: list[tuple[Any, SlotSpace]]) -> None:
     what = rng.choice(["allocate", "allocate", "release", "share", "hand_over", "name", "reject", "forget"])
     some = [rng.randint(0, space.slots - 1) if rng.random() < 0.97 else -3 for _ in range(rng.randint(0, 4))]
     if what == "name":
@@ -230,44 +285,83 @@ def poison(number: int) -> int:
     return (-7, 0, 10**6)[number % 3]
 
 
-def compare_real_slots(space: SlotSpace, plan: RequestPlan) -> None:
-    """What the layers take their slots from is the plan's slots, without padding and what is outside; an op that hides
-    where it writes may reach those and the reserved ones."""
-    may = {s for s in range(space.slots) if int(space.flags[s]) & Flag.RESERVED}
-    if plan.slots.shape[0] and plan.rows.shape[0]:
-        real = {i for i, _, _ in space_reference._tokens(plan)}
-        expected = [s if i in real and 0 <= s < space.slots else -1 for i, s in enumerate(plan.slots.tolist())]
-        assert plan.real_slots is not None
-        assert plan.real_slots.tolist() == expected
-        may |= {s for s in expected if s >= 0}
-    assert request_checks.planned_slots(space, plan)[:-1].nonzero().flatten().tolist() == sorted(may)
+class Snapshot:
+    """What the buffers of a space hold at a time.  It stays on their device until :func:`fetch`."""
+
+    COLUMNS = ("tokens", "positions", "chain", "owners", "flags", "reads")
+
+    def __init__(self, space: SlotSpace, plan: RequestPlan | None = None):
+        """
+        Args:
+            plan: what the layers take their slots from is kept as well.
+        """
+        control = space.control
+        tensors = {name: getattr(space, name)[:-1] for name in self.COLUMNS}
+        tensors |= dict(clock=space.clock, counters=space.counters, words=control.words, ring=control.ring)
+        if plan is not None:
+            tensors |= dict(listed=space.listed, count=space.listed_count)
+            tensors["may_write"] = request_checks.planned_slots(space, plan)[:-1]
+            if plan.real_slots is not None:
+                tensors["real_slots"] = plan.real_slots
+        self._shapes = {name: t.shape for name, t in tensors.items()}
+        self.packed = torch.cat([t.reshape(-1).to(torch.int64) for t in tensors.values()])
+
+    def values(self) -> dict[str, torch.Tensor]:
+        parts = self.packed.split([shape.numel() for shape in self._shapes.values()])
+        return {name: p.view(shape) for p, (name, shape) in zip(parts, self._shapes.items(), strict=True)}
+
+    def listed(self) -> list[int]:
+        values = self.values()
+        return sorted(values["listed"][: int(values["count"])].tolist())
+
+    def reads(self) -> list[int]:
+        values = self.values()
+        return (values["reads"] == values["clock"]).nonzero().flatten().tolist()
+
+    def state(self) -> dict[str, Any]:
+        """Everything a check may change, violations in a fixed order."""
+        values = self.values()
+        ring, words = values["ring"], values["words"]
+        capacity, head, drained = ring.shape[0] - 1, int(words[Word.HEAD]), int(words[Word.DRAINED])
+        kept = min(head - drained, capacity)
+        place = torch.arange(drained, drained + kept) % capacity
+        # which rows a full ring keeps depends on the order in which violations were found
+        rows = sorted(ring[place].tolist()) if kept == head - drained else kept
+        return {n: values[n].tolist() for n in (*self.COLUMNS, "clock", "counters", "words")} | {"ring": rows}
+
+
+def fetch(*snapshots: Snapshot) -> None:
+    """Bring what they hold to the CPU, in one copy: it is the only time that a plan waits for a GPU to be done."""
+    parts = torch.cat([s.packed for s in snapshots]).cpu().split([s.packed.shape[0] for s in snapshots])
+    for snapshot, part in zip(snapshots, parts, strict=True):
+        snapshot.packed = part
 
 
 def state(space: SlotSpace) -> dict[str, Any]:
-    """Everything a check may change, violations in a fixed order."""
-    ring, words = space.control.ring.cpu(), space.control.words.cpu()
-    control, space = dataclasses.replace(space.control, ring=ring, words=words), space.to("cpu")
-    head, drained = (int(control.words[w]) for w in (Word.HEAD, Word.DRAINED))
-    kept = min(head - drained, control.capacity)
-    place = torch.arange(drained, drained + kept) % control.capacity
-    # which rows a full ring keeps depends on the order in which violations were found
-    ring = sorted(control.ring[place].tolist()) if kept == head - drained else kept
-    names = ("tokens", "positions", "chain", "owners", "flags", "reads")
-    return {
-        **{n: getattr(space, n)[:-1].tolist() for n in names},
-        "clock": space.clock.tolist(),
-        "counters": space.counters.tolist(),
-        "words": control.words.tolist(),
-        "ring": ring,
-    }
+    """:meth:`Snapshot.state` of now."""
+    snapshot = Snapshot(space)
+    fetch(snapshot)
+    return snapshot.state()
 
 
-def compare(impls: list[tuple[ModuleType, SlotSpace]], number: int) -> None:
-    expected = state(impls[0][1])
-    for _, own in impls[1:]:
-        got = state(own)
-        for key, value in expected.items():
-            assert got[key] == value, f"plan {number}: {key} is {got[key]}, the reference has {value}"
+def compare(expected: Snapshot, got: Snapshot, number: int) -> None:
+    other = got.state()
+    for key, value in expected.state().items():
+        assert other[key] == value, f"plan {number}: {key} is {other[key]}, the reference has {value}"
+
+
+def compare_real_slots(snapshot: Snapshot, plan: RequestPlan) -> None:
+    """What the layers take their slots from is the plan's slots, without padding and what is outside; an op that hides
+    where it writes may reach those and the reserved ones."""
+    values = snapshot.values()
+    slots = values["flags"].shape[0]
+    may = set((values["flags"] & int(Flag.RESERVED)).nonzero().flatten().tolist())
+    if plan.slots.shape[0] and plan.rows.shape[0]:
+        real = {i for i, _, _ in space_reference._tokens(plan)}
+        expected = [s if i in real and 0 <= s < slots else -1 for i, s in enumerate(plan.slots.tolist())]
+        assert values["real_slots"].tolist() == expected
+        may |= {s for s in expected if s >= 0}
+    assert values["may_write"].nonzero().flatten().tolist() == sorted(may)
 
 
 def use_blocks(positions: int, tokens: int, requests: int, sums: int) -> None:
@@ -276,37 +370,43 @@ def use_blocks(positions: int, tokens: int, requests: int, sums: int) -> None:
     gpu_requests.BLOCK_REQUESTS, gpu_requests.BLOCK_SUMS = requests, sums
 
 
-def run_plans(seed: int, plans: int, device: str = "cpu", kernels: str = "torch") -> int:
-    """The reference and one of :data:`IMPLEMENTATIONS` over random plans; how many violations the reference found."""
-    rng = random.Random(seed)
+def run_plans(seed: int, plans: int, device: str = "cpu", kernels: str = "torch", group: int | None = None) -> int:
+    """The reference and one of :data:`IMPLEMENTATIONS` over random plans; how many violations the reference found.
+
+    Args:
+        group: seeds that have the same :class:`Form`; None draws one for each plan.
+    """
+    rng, form = random.Random(seed), None
+    if group is not None:
+        form = Form.draw(random.Random(-1 - seed // group))
     if kernels == "triton":
-        use_blocks(*BLOCKS[seed // 10 % 2])
-    space = random_space(rng)
+        use_blocks(*BLOCKS[seed // (group or PLANS) % 2])
+    space = random_space(rng, form)
     other = copy.deepcopy(space)
     if device != "cpu":
         control = Control(*[getattr(other.control, n).to(device) for n in ("words", "ring", "stamps")])
         other = dataclasses.replace(other.to(device), control=control)
-    play(rng, space, [(space_reference, space), (IMPLEMENTATIONS[kernels], other)], plans)
+    play(rng, space, [(space_reference, space), (IMPLEMENTATIONS[kernels], other)], plans, form)
     return int(space.control.words[Word.HEAD])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, default=100_000)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--seed", type=int, default=0, help=f"of the first {PLANS} plans; the next have {PLANS} more")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kernels", choices=IMPLEMENTATIONS, default="torch")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first plans, to share the work")
-    args = parser.parse_args()
-    started, done, found, shown = time.time(), 0, 0, 0.0
-    while done < args.plans:
-        found += run_plans(args.first + done, 10, args.device, args.kernels)
-        done += 10
-        if time.time() - shown > 5:
-            shown = time.time()
-            print(f"{done} of {args.plans} plans, {found} violations, bit-equal so far", flush=True)
-    what, seconds = f"{done} random plans on {args.device} ({args.kernels})", time.time() - started
-    print(f"{what}, {found} violations: bit-equal, {seconds:.0f} s")
+    parser.add_argument("--group", type=int, help="plans of one form; on a GPU 200, else each has its own")
+    args = parser.parse_args(given)
+    group = args.group or (200 if args.device != "cpu" else None)
+    settings = dict(device=args.device, kernels=args.kernels, group=group)
+    seeds = range(args.seed, args.seed + args.plans, PLANS)
+    shares = [list(s) for _, s in itertools.groupby(seeds, key=lambda seed: seed // (group or 20 * PLANS))]
+    command = f"--device {args.device} --kernels {args.kernels}" + (f" --group {args.group}" if args.group else "")
+    repeat = f"python tests/kernels/random_plans.py {command} --plans {PLANS} --seed "
+    return Shares(run_plans, PLANS, settings).run(shares, args.jobs, f"{args.device}, {args.kernels}", repeat)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from random_events import run_events
-from random_plans import ALL, run_plans, use_blocks
+from random_plans import ALL, IMPLEMENTATIONS, main, run_plans, use_blocks
 from random_plans import BLOCKS as BLOCK_SIZES
 
 from kvcanary_fx.kernels.ring import Control, Word
@@ -41,7 +41,18 @@ def test_interpreted_triton_checks_equal_the_reference(block):
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_checks_on_the_gpu_equal_the_reference(block, kernels):
-    assert sum(run_plans(seed, plans=5, device="cuda", kernels=kernels) for seed in _seeds(block)) > 0
+    settings = dict(device="cuda", kernels=kernels, group=20)  # of seeds, for which Triton compiles once
+    assert sum(run_plans(seed, plans=5, **settings) for seed in _seeds(block)) > 0
+
+
+def test_plans_that_differ_end_with_a_command_that_shows_it_again(monkeypatch, capsys):
+    with monkeypatch.context() as broken:
+        broken.setattr(IMPLEMENTATIONS["torch"], "store", lambda space, plan: None)
+        assert main(["--plans", "30", "--seed", "20", "--group", "20"]) == 1
+        command = capsys.readouterr().out.splitlines()[-1].split("random_plans.py ")[1].split()
+        assert main(command) == 1
+        assert capsys.readouterr().out.splitlines()[-1].endswith(" ".join(command))
+    assert main(command) == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
