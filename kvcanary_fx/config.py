@@ -41,6 +41,12 @@ ADAPTER_PREFIXES = ("KVCANARY_VLLM_",)
 MOST_TURNS = 1 << 30
 MOST_RECORDS = 1 << 24
 
+#: Most files of incidents in a directory: it is listed whenever one is written.
+MOST_INCIDENTS = 10_000
+
+#: What ``privacy`` can keep out of an incident's file.
+PRIVATE = ("tokens", "ids", "bytes")
+
 #: What ``budget="auto"`` means on a GPU if neither a budget nor a ``verify_fraction`` is given.
 GPU_BUDGET: float | None = 0.01
 
@@ -74,6 +80,10 @@ class CanaryConfig:
             ``"warn"`` or ``"raise"``.
         ring_capacity: violations kept in detail between two reads of the ring.
         dump: directory that receives the graph before and after each pass, or None; made if it does not exist.
+        incidents: directory that receives a file on the first violation of its kind, or None; made if it does not
+            exist.  The files hold what is known of the slots, prompts and KV bytes included: docs/incidents.md.
+        incidents_kept: most files in that directory.
+        privacy: what the files must not hold, out of :data:`PRIVATE`.
         on_violation: called with each :class:`~kvcanary_fx.Violation`, in either mode.
 
     Raises:
@@ -92,6 +102,9 @@ class CanaryConfig:
     lint: Literal["off", "warn", "raise"] = "off"
     ring_capacity: int = 65536
     dump: str | os.PathLike[str] | None = None
+    incidents: str | os.PathLike[str] | None = None
+    incidents_kept: int = 20
+    privacy: tuple[str, ...] = ()
     on_violation: Callable[[Any], None] | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +112,10 @@ class CanaryConfig:
             validate(field.name, getattr(self, field.name), "CanaryConfig")
         _require_one(vars(self), "CanaryConfig")
         object.__setattr__(self, "checks", tuple(self.checks))
-        object.__setattr__(self, "dump", None if self.dump is None else os.fspath(self.dump))
+        object.__setattr__(self, "privacy", tuple(self.privacy))
+        for name in ("dump", "incidents"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else os.fspath(value))
 
     @property
     def verify_every(self) -> int:
@@ -149,6 +165,9 @@ class CanaryConfig:
             self.digest_bits,
             self.placement,
             self.ring_capacity,
+            self.incidents,
+            self.incidents_kept,
+            self.privacy,
             self.on_violation,
         )
 
@@ -376,6 +395,15 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         _is_directory_to_be,
         "None, or the path of a directory that is there or can be made, and can be written to",
     ),
+    "incidents": (
+        _is_directory_to_be,
+        "None, or the path of a directory that is there or can be made, and can be written to",
+    ),
+    "incidents_kept": (lambda v: _is_count(v) and v <= MOST_INCIDENTS, f"a whole number from 1 to {MOST_INCIDENTS}"),
+    "privacy": (
+        lambda v: isinstance(v, tuple | list) and all(p in PRIVATE for p in v),
+        f"a tuple of names out of {', '.join(PRIVATE)}",
+    ),
     "on_violation": (lambda v: v is None or callable(v), "a callable, or None"),
 }
 
@@ -384,9 +412,9 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "fals
 
 def _parse(name: str, text: str) -> Any:
     """The value of an environment variable's text; ``text`` itself if it is not a literal."""
-    if name == "checks":
+    if name in ("checks", "privacy"):
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    if name in ("digest_bits", "ring_capacity"):
+    if name in ("digest_bits", "ring_capacity", "incidents_kept"):
         return int(text) if text.isascii() and text.isdigit() else text
     if name in ("rewrite_writes", "verify_after"):
         return _BOOLEANS.get(text.strip().lower(), text)

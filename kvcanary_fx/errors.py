@@ -157,6 +157,13 @@ class MissingExtraError(CanaryError, ImportError):
         )
 
 
+class IncidentError(CanaryError):
+    """The file of an incident cannot be written where it was asked for, or read."""
+
+    def __init__(self, path: object, problem: str, remedy: str):
+        super().__init__(f"{path}: {problem}. {remedy}.")
+
+
 class UnloadableTargetError(CanaryError):
     """``explain`` was given something it cannot load."""
 

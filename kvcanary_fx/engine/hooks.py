@@ -15,6 +15,7 @@ from ..reports.violation import Violation
 from ..runtime.bound_call import BoundCall
 from ..runtime.hooks import Hooks
 from ..runtime.registry import PoolRegistry
+from ..runtime.scene import Group, groups_of
 from .blame import Blame
 from .guarded_pool import Pools
 from .observers.all import Observers
@@ -34,7 +35,7 @@ class EngineHooks(Hooks):
     def __init__(self, steps: Steps, pools: Pools, registry: PoolRegistry, ids: RequestIds, observers: Observers):
         self._steps, self._pools, self._observers = steps, pools, observers
         self._blame = Blame({p.space.space_id: p for p in pools.values()}, registry, ids)
-        self._registry = registry
+        self._registry, self._ids = registry, ids
         self.pools_in = self._count
 
     def _count(self, tensor: Any) -> int:
@@ -83,6 +84,25 @@ class EngineHooks(Hooks):
         """The record of a row about one of the engine's pools, with the request that owns the slot."""
         running = self._steps.running
         return self._blame.decode(row, running.plans if running is not None else {}, self._observers.health.last_plans)
+
+    def groups(self, registry: PoolRegistry) -> list[Group]:
+        """The engine's pools, and other caches that its graphs write."""
+        running = self._steps.running
+        plans = running.plans if running is not None else self._observers.health.last_plans
+        pools = [
+            Group(
+                name=pool.name,
+                halves=pool.halves,
+                views=pool.views,
+                info_id=pool.info.id,
+                space=pool.space,
+                name_of=self._ids.name,
+                plan=plans.get(pool.space.space_id),
+            )
+            for pool in self._pools.values()
+        ]
+        declared = {half.id for pool in pools for half in pool.halves}
+        return pools + [g for g in groups_of(registry) if declared.isdisjoint(g.numbers())]
 
     def checks_without_inputs(self) -> dict[str, str]:
         """The checks that cannot run in this session, each with what it lacks."""

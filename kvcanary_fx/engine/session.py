@@ -96,7 +96,7 @@ class EngineSession(CanarySession):
             pool.space.counters.zero_()
             pool.scales.adopt()
         self.observers.reset()
-        self.found.clear()
+        self._alarm.clear()
         self._stepping.mark_ready()
 
     def close(self) -> None:

@@ -9,6 +9,8 @@ from ..config import ENGINE_CHECKS
 from ..kernels.context import ForwardContext
 from ..reports.violation import Violation
 from .bound_call import BoundCall
+from .registry import PoolRegistry
+from .scene import Group, groups_of
 
 
 class Hooks:
@@ -33,6 +35,10 @@ class Hooks:
     def decode(self, row: Sequence[int]) -> Violation | None:
         """The record of a ring row; None if nothing is known beyond the graph's shadow."""
         return None
+
+    def groups(self, registry: PoolRegistry) -> list[Group]:
+        """The caches that are guarded, for the file of an incident."""
+        return groups_of(registry)
 
     def checks_without_inputs(self) -> dict[str, str]:
         """The checks that cannot run, each with what it lacks."""

@@ -50,10 +50,10 @@ def decode_row(row: Sequence[int], registry: PoolRegistry) -> Violation:
     return decode(row, half.info, token if token >= 0 else None, known, last_written=last)
 
 
-def decode_blackbox(control: Control, registry: PoolRegistry) -> Violation | None:
-    """What a device left in host memory before it was lost; asks the device nothing."""
+def decode_blackbox(control: Control, registry: PoolRegistry) -> tuple[list[int], Violation] | None:
+    """The row that a device left in host memory before it was lost, and its record; asks the device nothing."""
     if control.blackbox is None or not int(control.blackbox[-1]):
         return None
-    row = control.blackbox[:-1].tolist()
+    row: list[int] = control.blackbox[:-1].tolist()
     half = registry.by_id(row[Ring.HALF])
-    return decode(row, half.info if half is not None else _GONE)
+    return row, decode(row, half.info if half is not None else _GONE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -17,15 +18,14 @@ from ..kernels.buffers import Count, Gate
 from ..kernels.context import publish, withdraw
 from ..passes.graph_plan import GraphPlan
 from ..reports import summary
-from ..reports.log import ViolationLog
 from ..reports.violation import KVCacheViolation, Violation
+from .alarm import Alarm
 from .binding import Controls, GraphBinding
 from .bound_call import BoundCall, RunningCalls
 from .hooks import Hooks
 from .pace import Pace
 from .readback import Readback, Readbacks
 from .registry import PoolRegistry
-from .rows import decode_blackbox, decode_row, take_judged, take_rows
 
 
 class GraphCalls(threading.local):
@@ -75,12 +75,12 @@ class CanarySession:
         self.limit_hit: RecompileLimitError | None = None  # by a function being compiled for this session
         self.calls = 0  # of guarded graphs, whether they failed or not
         self.entered = GraphCalls()  # per thread
-        self.found = ViolationLog()
-        self._adopted_slots = 0
         self._warned: set[str] = set()
         self._running = RunningCalls()
         self._readbacks, self._late = Readbacks(self.controls), _Late()
         self._lock = threading.RLock()
+        self._alarm = Alarm(self, self.controls, self._lock)
+        self.found = self._alarm.found
 
     # ---- compile time
 
@@ -304,20 +304,9 @@ class CanarySession:
         the rings hold rows of its warm-up, which are dropped.
         """
         if not self.hooks.before_drain():
-            for control in self.controls.by_device.values():
-                take_rows(control)
+            self._alarm.drop()
             return []
-        fresh: list[Violation] = []
-        with self._lock:
-            for control in self.controls.by_device.values():
-                verdict, failed = take_judged(control, self.registry)
-                self._adopted_slots += verdict.adopted_slots
-                decoded = [self.hooks.decode(row) or decode_row(row, self.registry) for row in verdict.violations]
-                self.found.add(decoded, failed)
-                fresh += decoded
-            lines = list(self.found.lines(fresh)) if self.config.mode == "log" else []
-        summary.emit(fresh, lines, self.config)
-        return fresh
+        return self._alarm.drain()
 
     def _abort(self) -> None:
         """Called from an op on the CPU when an index is out of range, before the write runs."""
@@ -336,15 +325,9 @@ class CanarySession:
             if not stopped and not isinstance(cause, KVCacheViolation):
                 self.drain()
         except RuntimeError:  # the device is lost, as after a device-side assert
-            self._read_blackbox()
+            self._alarm.read_blackbox()
         if self.config.mode == "raise" and not stopped:
             self._raise_new(cause)
-
-    def _read_blackbox(self) -> None:
-        """Read what a device left in host memory before it was lost."""
-        left = [decode_blackbox(control, self.registry) for control in self.controls.by_device.values()]
-        found = [violation for violation in left if violation is not None]
-        self.found.add(found, len(found))
 
     def violations(self) -> list[Violation]:
         """The violations so far, after reading the devices' rings: the first 5,000 and the newest 5,000."""
@@ -354,6 +337,16 @@ class CanarySession:
     def known_violations(self) -> list[Violation]:
         """The violations that were read so far; waits for nothing."""
         return self.found.records()
+
+    def snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Write what is known now to a file, as on a violation: docs/incidents.md.  Waits for the devices.
+
+        Raises:
+            IncidentError: it cannot be written.
+            MissingExtraError: safetensors is not installed.
+        """
+        self.drain()
+        self._alarm.snapshot(path)
 
     def check(self) -> None:
         """Wait for the devices and raise the violations that were not raised yet, in any mode.
@@ -395,7 +388,7 @@ class CanarySession:
             steps=steps,
             checked=totals[Count.CHECKED],
             recorded=totals[Count.RECORDED],
-            adopted=totals[Count.ADOPTED] + self._adopted_slots,
+            adopted=totals[Count.ADOPTED] + self._alarm.adopted_slots,
             violations=self.found.total,
         )
 

@@ -1,0 +1,148 @@
+"""An incident in words: which request damaged which, in which step, by what, as far as the records say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from ...kernels.checks import Shown, how_shown
+from ..violation import ALL_LAYERS, Violation, one_line
+from .incident import HalfScene, Incident, PoolScene, Record
+
+#: Slots and checks that are told of.
+TOLD = 5
+
+#: What a request did, by the reason: ``{who}`` did it, ``{whose}`` is the other one, where the check knows both.
+_DEEDS = {
+    "READ_AFTER_FREE": "{who} was about to read {slot}, which is free",
+    "FOREIGN_READ": "{who} was about to read {slot}, which belongs to {found}",
+    "READ_WHILE_WRITTEN": "{who} was about to read {slot}, which {found} writes in the same forward",
+    "WRITE_AFTER_FREE": "{who} was about to write {slot}, which is free",
+    "OVERWRITE": "{who} was about to write over {slot}, which belongs to {found}",
+    "WRITE_SHARED": "{who} was about to write {slot}, which several requests share",
+    "WRITTEN_BEFORE": "{who} was about to write {slot} a second time",
+    "DOUBLE_FREE": "{slot} was released although it is free already",
+    "FOREIGN_FREE": "{found} released {slot}, which belongs to {stored}",
+    "DOUBLE_ALLOCATE": "{slot} of {stored} was handed out again, to {found}",
+    "SHARE_AFTER_FREE": "{slot} was shared although it is free",
+    "NEVER_WRITTEN": "{who} was about to read {slot}, which nobody has written since it was allocated",
+    "OUT_OF_RANGE": "{who} named {slot}, which does not exist",
+    "RESERVED_SLOT": "{who} named {slot}, which is reserved for padding",
+    "REJECTED_TOKEN": "{who} was about to read {slot}, which holds a rejected draft",
+}
+
+
+def story(incident: Incident) -> list[str]:
+    """A paragraph for each slot and check, the most telling first."""
+    if not incident.records:
+        return ["No check had failed when this snapshot was taken."]
+    firsts: dict[tuple[object, ...], Record] = {}
+    for record in incident.records:
+        v = record.violation
+        firsts.setdefault((v.check, v.why, v.phase, record.pool, v.slot), record)
+    told = [" ".join(_sentences(incident, record)) for record in list(firsts.values())[:TOLD]]
+    if len(firsts) > TOLD:
+        told.append(f"So it goes on, in {len(firsts) - TOLD} further slots or checks.")
+    return told
+
+
+def _sentences(incident: Incident, record: Record) -> Iterable[str]:
+    violation, pool = record.violation, _pool(incident, record)
+    yield f"{violation.when().capitalize()}: {deed(violation)}."
+    yield from byte_sentences(incident, record)
+    others = {
+        r.violation.layer + r.violation.half
+        for r in incident.records
+        if r.slot == record.slot and r.pool == record.pool and r.violation.check == violation.check
+    }
+    if pool is not None and violation.layer != ALL_LAYERS and len(pool.halves) > 1:
+        yield f"The slot is reported in {len(others)} of {len(pool.halves)} tensors."
+    readers = [] if pool is None else readers_of(pool, record.slot)
+    if readers:
+        yield f"In the batch it is read by {', '.join(readers)}."
+
+
+def deed(violation: Violation) -> str:
+    """What happened to the slot, without the step."""
+    slot = f"slot {violation.slot} of {one_line(violation.pool)}"
+    if violation.layer != ALL_LAYERS:
+        slot = f"{violation.half} of {one_line(violation.layer)} in {slot}"
+    who = f"request {one_line(violation.request)}" if violation.request is not None else "a request"
+    position = [] if violation.position is None else [f"position {violation.position}"]
+    if violation.why in _DEEDS:
+        slot += f" ({position[0]})" if position else ""
+        return _DEEDS[violation.why].format(who=who, slot=slot, **_compared(violation))
+    whose = ", ".join([who] * (violation.request is not None) + position)
+    slot += f" ({whose})" if whose else ""
+    if violation.check == "content":
+        return f"{slot} was not what had been written there"
+    if violation.check == "operand":
+        return f"{slot} was not what the write had been given"
+    facts = violation.explain().split("\n", 1)[0].partition("] ")[2]
+    return f"{slot}: {facts}" if violation.slot >= 0 else f"{who}: {facts}"
+
+
+def _compared(violation: Violation) -> dict[str, str]:
+    """What the check compared, requests by their ids."""
+    if how_shown(violation.check, violation.why) is not Shown.OWNER:
+        return {"stored": str(violation.stored), "found": str(violation.found)}
+    named = (f"request {one_line(owner)}" if owner is not None else "nobody known" for owner in violation.owners)
+    return dict(zip(("stored", "found"), named, strict=True))
+
+
+def byte_sentences(incident: Incident, record: Record) -> Iterable[str]:
+    """What the bytes show."""
+    seen, half = record.evidence, incident.half(record.half)
+    if seen is None or half is None:
+        return
+    if not seen.unchanged:
+        yield "The bytes have changed again since the check; what follows is of those in this file."
+    if seen.bit is not None:
+        yield f"One bit differs: {bit_name(half, seen.bit)}."
+    for row in seen.same_as[:1]:
+        yield f"The bytes are those that were recorded for {_row_name(incident, row.half, row.slot)}."
+    if seen.moved_to:
+        yield f"What was written here is in slot {', '.join(map(str, seen.moved_to))} now."
+    if not seen.nonzero:
+        yield "All bytes are zero."
+    if seen.poisoned:
+        yield f"{seen.poisoned} elements are NaN or Inf."
+    if seen.bit is None and seen.nonzero and not (seen.same_as or seen.moved_to or seen.poisoned):
+        yield "More than one bit differs, and no recorded row of the pool has these bytes."
+
+
+def bit_name(half: HalfScene, bit: int) -> str:
+    """Where a bit of a row is: its element and head."""
+    width = 8 * int(getattr(torch, half.dtype).itemsize)
+    element = bit // width
+    place = f"bit {bit % width} of element {element}"
+    if len(half.row_shape) > 1:
+        place += f", head {element // math.prod(half.row_shape[1:])}"
+    return f"{place} ({half.dtype})"
+
+
+def readers_of(pool: PoolScene, slot: int) -> list[str]:
+    """The requests of the batch whose table names a slot in their prefix."""
+    found = [(request, request.reads(slot)) for request in pool.batch]
+    return [
+        f"request {one_line(request.request)} (position {position})"
+        for request, position in found
+        if position is not None
+    ]
+
+
+def _pool(incident: Incident, record: Record) -> PoolScene | None:
+    return None if record.pool is None else incident.pools[record.pool]
+
+
+def _row_name(incident: Incident, number: int, slot: int) -> str:
+    """A row elsewhere, with who is in the slot."""
+    half = incident.half(number)
+    pool = next((p for p in incident.pools if half in p.halves), None)
+    known = None if pool is None else next((s for s in pool.near if s.slot == slot), None)
+    name = f"{half.name if half is not None else '?'} in slot {slot}"
+    whose = [] if known is None or known.owner is None else [f"request {one_line(known.owner)}"]
+    whose += [] if known is None or known.position is None else [f"position {known.position}"]
+    return f"{name} ({', '.join(whose)})" if whose else name

@@ -1,0 +1,278 @@
+"""What surrounds a violation, read from the devices for an incident: the slots, their neighbours, the batch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from ..kernels.ring import UNKNOWN
+from ..kernels.slots.space import REFERENCE, Flag, RequestPlan, SlotSpace
+from ..reports.incidents import row_bytes
+from ..reports.incidents.incident import (
+    STATES,
+    Evidence,
+    HalfScene,
+    PoolScene,
+    RequestScene,
+    Row,
+    SlotScene,
+)
+from .pool_half import PoolHalf
+from .registry import PoolRegistry
+
+#: Damaged slots of a pool that are shown in detail, and how many slots on either side of each.
+DAMAGED, BESIDE = 32, 2
+
+#: Bytes of slots in a file; damaged tensors come first.
+MOST_BYTES = 32 << 20
+
+#: Slots of a pool up to which the state of each is kept.
+MOST_MAPPED = 1 << 22
+
+#: Requests of a batch, and entries of their tables, tokens and slots.
+REQUESTS, ENTRIES = 64, 4_096
+
+#: Owners by name in a map, and rows elsewhere with the same bytes.
+OWNERS, SAME = 1_000, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Tensors that share slot numbers.
+
+    Attributes:
+        info_id: stands for all layers in a row of the ring; None where no row has it.
+        views: the tensor of each half; None if it is gone.
+        space: who is in the slots, in an engine's pool.
+        name_of: the request behind a hash.
+        plan: what the running forward, or else the last one, reads and writes.
+    """
+
+    name: str
+    halves: Sequence[PoolHalf]
+    views: Sequence[torch.Tensor | None]
+    info_id: int | None = None
+    space: SlotSpace | None = None
+    name_of: Callable[[int], str | int | None] | None = None
+    plan: RequestPlan | None = None
+
+    @property
+    def slots(self) -> int:
+        return self.halves[0].place.layout.slots if self.space is None else self.space.slots
+
+    def numbers(self) -> set[int]:
+        """What the half of a row of the ring may be."""
+        return {h.id for h in self.halves} | ({self.info_id} if self.info_id is not None else set())
+
+
+def groups_of(registry: PoolRegistry) -> list[Group]:
+    """The tensors of a session without an engine: caches with the same slots are one group."""
+    alike: dict[tuple[object, ...], list[PoolHalf]] = defaultdict(list)
+    for half in registry.halves():
+        layout = half.place.layout
+        device = half.buffers.digest.device
+        alike[layout.slots, layout.positions, layout.has_rows, half.info.heads, half.kind, device].append(half)
+    return [Group(_name(hs), hs, [registry.view_of(h) for h in hs]) for hs in alike.values()]
+
+
+def _name(halves: Sequence[PoolHalf]) -> str:
+    names = list(dict.fromkeys(half.info.pool for half in halves))
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """A failed check that names a slot.
+
+    Attributes:
+        number: the half, or what stands for all layers.
+        bytes: the check compared bytes.
+    """
+
+    number: int
+    slot: int
+    stored: int
+    found: int
+    bytes: bool
+
+
+def pool_scene(group: Group, registry: PoolRegistry, damage: Sequence[Damage], room: int = MOST_BYTES) -> PoolScene:
+    """One pool, around the slots that failed a check.
+
+    Args:
+        room: bytes that may be taken from the slots.
+    """
+    struck = list(dict.fromkeys(d.slot for d in damage if 0 <= d.slot < group.slots))[:DAMAGED]
+    beside = {s + k for s in struck for k in range(-BESIDE, BESIDE + 1)}
+    elsewhere = {row.slot for d in damage[:DAMAGED] for row in same_rows(group, d)}
+    near = torch.tensor(sorted(s for s in beside | elsewhere if 0 <= s < group.slots), dtype=torch.int64)
+    states, owners = _states(group), None
+    names: tuple[str | int, ...] = ()
+    if group.space is not None and group.name_of is not None and group.slots <= MOST_MAPPED:
+        owners, names = _owners(group.space, group.name_of)
+    layout = group.halves[0].place.layout
+    return PoolScene(
+        name=group.name,
+        slots=group.slots,
+        positions=layout.positions if layout.two_axes else 0,
+        halves=tuple(_halves(group, near, {d.number for d in damage}, room)),
+        near=tuple(_near(group, registry, near, states)),
+        map=states if group.slots <= MOST_MAPPED else None,
+        owners=owners,
+        owner_names=names,
+        batch=tuple(_requests(group)) if group.plan is not None else (),
+    )
+
+
+def evidence(pool: PoolScene, damage: Damage, group: Group) -> Evidence | None:
+    """What the bytes of a slot show; None if they are not at hand, or the check was not about bytes."""
+    half = next((h for h in pool.halves if h.id == damage.number), None)
+    place = pool.place(damage.slot)
+    if not damage.bytes or half is None or half.rows is None or half.recorded is None or place is None:
+        return None
+    planes, row = half.recorded.shape[0], half.rows[place]
+    now = row_bytes.digests_of(half.rows, half.seeds, planes).tolist()
+    moved = [s.slot for s, digest in zip(pool.near, now, strict=True) if row_bytes.packed_equal(digest, damage.stored)]
+    return Evidence(
+        unchanged=row_bytes.packed_equal(now[place], damage.found),
+        bit=row_bytes.flipped_bit(row, half.seeds, damage.stored),
+        nonzero=int((row != 0).sum()),
+        poisoned=row_bytes.poisoned(row, getattr(torch, half.dtype)),
+        same_as=tuple(same_rows(group, damage)),
+        moved_to=tuple(slot for slot in moved if slot != damage.slot),
+    )
+
+
+def same_rows(group: Group, damage: Damage) -> list[Row]:
+    """Where else the bytes that were found are recorded: in any half and slot of the pool.
+
+    By the digests: the rows themselves need not be read.
+    """
+    mine = next((h for h in group.halves if h.id == damage.number), None)
+    total = row_bytes.sum_of(damage.found, mine.seeds) if mine is not None and damage.bytes else None
+    if total is None or mine is None or total == 0:  # a row of zeros is nobody's
+        return []
+    found: list[Row] = []
+    for half in sorted(group.halves, key=lambda h: h is not mine):
+        wanted = (total + half.seeds[0]) & 0xFFFFFFFF
+        wanted -= (wanted >> 31) << 32
+        hits = (half.buffers.digest[0] == wanted).nonzero().flatten()[: SAME + 1].tolist() if wanted else []
+        found += [Row(half.id, s) for s in hits if half is not mine or s != damage.slot]
+        if len(found) >= SAME:
+            break
+    return found[:SAME]
+
+
+def _states(group: Group) -> torch.Tensor:
+    """uint8 ``[slots]`` on the host, each a number of :data:`STATES`."""
+    number = {name: i for i, name in enumerate(STATES)}
+    if group.space is None:
+        recorded = torch.stack([h.buffers.digest[0] != 0 for h in group.halves]).any(0)
+        return recorded.to("cpu", torch.uint8) * number["written"]
+    flags = group.space.flags[:-1].cpu()
+    states = torch.where((flags & int(Flag.WRITTEN)) != 0, number["written"], number["empty"])
+    states[flags >= 2 * REFERENCE] = number["shared"]
+    states[(flags & int(Flag.REJECTED)) != 0] = number["rejected"]
+    states[flags < REFERENCE] = number["free"]
+    states[(flags & int(Flag.RESERVED)) != 0] = number["reserved"]
+    return states.to(torch.uint8)
+
+
+def _owners(space: SlotSpace, name_of: Callable[[int], str | int | None]) -> tuple[torch.Tensor, tuple[str | int, ...]]:
+    """int32 ``[slots]``, an index into the names, -1 for nobody."""
+    hashes, place = space.owners[:-1].cpu().unique(return_inverse=True)
+    names: list[str | int] = []
+    numbers = torch.full((len(hashes),), -1, dtype=torch.int32)
+    for i, hashed in enumerate(hashes.tolist()):
+        name = name_of(hashed)
+        if name is not None and len(names) < OWNERS:
+            numbers[i] = len(names)
+            names.append(name)
+    return numbers[place], tuple(names)
+
+
+def _near(group: Group, registry: PoolRegistry, near: torch.Tensor, states: torch.Tensor) -> Iterable[SlotScene]:
+    known: dict[str, list[int]] = {}
+    space, identity = group.space, registry.identity_of(group.halves[0])
+    if space is not None:
+        there = near.to(space.block.device)
+        columns = dict(tokens=space.tokens, positions=space.positions, owners=space.owners, flags=space.flags)
+        known = {name: column[there].tolist() for name, column in columns.items()}
+    elif identity is not None and identity.tokens.shape[0] > group.slots:
+        there = near.to(identity.tokens.device)
+        known = {"tokens": identity.tokens[there].tolist(), "positions": identity.positions[there].tolist()}
+    for i, slot in enumerate(near.tolist()):
+        token, position = (known[name][i] if known else UNKNOWN for name in ("tokens", "positions"))
+        owner = group.name_of(known["owners"][i]) if group.name_of is not None and "owners" in known else None
+        yield SlotScene(
+            slot=slot,
+            state=STATES[int(states[slot])],
+            references=known["flags"][i] // REFERENCE if "flags" in known else None,
+            owner=owner,
+            token=token if token >= 0 else None,
+            position=position if position != UNKNOWN else None,
+        )
+
+
+def _halves(group: Group, near: torch.Tensor, damaged: set[int], room: int) -> Iterable[HalfScene]:
+    """The halves in order; bytes of the damaged ones first, as long as there is room."""
+    size = {h.id: near.numel() * h.place.layout.row_bytes for h in group.halves}
+    taken: set[int] = set()
+    for half in sorted(group.halves, key=lambda h: h.id not in damaged):
+        if size[half.id] <= room:
+            room -= size[half.id]
+            taken.add(half.id)
+    for half, view in zip(group.halves, group.views, strict=True):
+        layout, there = half.place.layout, near.to(half.buffers.digest.device)
+        rows = None
+        if half.id in taken and view is not None and near.numel():
+            gathered = layout.gather(view, there).reshape(near.numel(), -1).contiguous()
+            rows = gathered.view(torch.uint8).cpu()
+        yield HalfScene(
+            id=half.id,
+            layer=half.info.layer,
+            half=half.info.half,
+            pool=half.info.pool,
+            heads=half.info.heads,
+            dtype=str(layout.dtype).removeprefix("torch."),
+            row_shape=layout.row_shape,
+            seeds=half.seeds,
+            recorded=half.buffers.digest[:, there].cpu(),
+            rows=rows,
+        )
+
+
+def _requests(group: Group) -> Iterable[RequestScene]:
+    """The real requests of the plan; a plan may be nonsense, since that is what checks are for."""
+    plan, name_of = group.plan, group.name_of
+    assert plan is not None
+    count = min(int(plan.counts[0]), plan.rows.shape[0], REQUESTS)
+    columns: Mapping[str, list[int]] = {
+        name: getattr(plan, name)[:count].tolist() for name in ("rows", "prefix_lens", "extend_lens", "owners")
+    }
+    tokens, slots = plan.tokens.tolist(), plan.slots.tolist()
+    positions = plan.positions.tolist() if plan.positions is not None else []
+    end = 0
+    for i in range(count):
+        row, prefix, extend = columns["rows"][i], columns["prefix_lens"][i], max(columns["extend_lens"][i], 0)
+        begin, end = end, end + extend
+        table: list[int] = []
+        if 0 <= row < plan.table.shape[0]:
+            used = plan.table.shape[1] if plan.ring else -(-(max(prefix, 0) + extend) // plan.page_size)
+            with contextlib.suppress(IndexError):
+                table = plan.table[row, : min(used, ENTRIES)].tolist()
+        yield RequestScene(
+            request=name_of(columns["owners"][i]) if name_of is not None else None,
+            row=row,
+            prefix=prefix,
+            extend=extend,
+            tokens=tuple(tokens[begin:end][:ENTRIES]),
+            slots=tuple(slots[begin:end][:ENTRIES]),
+            positions=tuple(positions[begin:end][:ENTRIES]),
+            table=tuple(table),
+            page_size=plan.page_size,
+        )
