@@ -1,4 +1,4 @@
-"""``kvcanary inspect``: an incident in the terminal, and what it answers to files that are none."""
+"""``kvcanary inspect`` and ``replay``: an incident in the terminal, and what it answers to files that are none."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import dataclasses
 import json
 import re
 import zipfile
+from html.parser import HTMLParser
 
 import pytest
 import torch
 
 from kvcanary_fx import Violation
 from kvcanary_fx.__main__ import main
-from kvcanary_fx.reports.incidents import file
+from kvcanary_fx.reports.incidents import file, row_bytes
 from kvcanary_fx.reports.incidents.incident import (
     Evidence,
     HalfScene,
@@ -22,6 +23,8 @@ from kvcanary_fx.reports.incidents.incident import (
     RequestScene,
     SlotScene,
 )
+from kvcanary_fx.reports.incidents.page import page
+from kvcanary_fx.reports.incidents.replay import replay
 from kvcanary_fx.reports.incidents.terminal import Terminal
 
 FLIPPED = Violation(
@@ -76,6 +79,40 @@ def test_the_width_of_the_terminal_is_kept(width, colour):
     assert max(len(re.sub(r"\x1b\[[\d;]*m", "", line)) for line in text.splitlines()) <= width
 
 
+def test_the_page_tells_the_story_first_and_loads_nothing(saved, tmp_path, capsys):
+    assert main(["inspect", str(saved), "--html", str(tmp_path / "page.html")]) == 0
+    assert "page.html" in capsys.readouterr().out
+    text = (tmp_path / "page.html").read_text()
+    assert (tmp_path / "page.html").stat().st_mode & 0o777 == 0o600
+    HTMLParser().feed(text)
+    assert text.index("One bit differs: bit 2 of element 1, head 0") < text.index("<h2>")
+    assert "default-src &#x27;none&#x27;" in text or "default-src 'none'" in text
+    assert not re.search(r"<script|<link|<img|@import|url\(|https?:", text)
+    assert "slot 5, written, " in text
+    assert "K of layers.3, damaged" in text
+    assert '<b class="was">00</b>' in text
+    assert '<b class="now">04</b>' in text
+
+
+def test_what_a_client_sent_is_no_markup_in_the_page():
+    evil = dataclasses.replace(FLIPPED, request="<script>alert(1)</script>", pool="<b>", layer='"><i>')
+    one = incident()
+    near = (dataclasses.replace(one.pools[0].near[0], owner="<script>"),)
+    rows = dataclasses.replace(one.pools[0].halves[0], layer="<script>", rows=None, recorded=None)
+    pool = dataclasses.replace(one.pools[0], near=near, halves=(rows,), name="<script>")
+    log = ("<script>x</script>",)
+    record = dataclasses.replace(one.records[0], violation=evil)
+    text = page(dataclasses.replace(one, records=(record,), pools=(pool,), log=log, system={"<script>": "<script>"}))
+    assert "<script" not in text
+    assert "<i>" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_a_page_that_cannot_be_written_is_a_clear_error(saved, tmp_path, capsys):
+    assert main(["inspect", str(saved), "--html", str(tmp_path / "nowhere" / "page.html")]) == 2
+    assert "the page cannot be written (No such file or directory)" in capsys.readouterr().err
+
+
 def rewritten(saved, told=None, tensors=None):
     with zipfile.ZipFile(saved) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
@@ -91,6 +128,59 @@ def damaged(document):
     document["incident"]["pools"][0]["near"] = []
 
 
+def test_replay_fails_again_on_stored_bytes_and_passes_on_repaired_ones(saved, tmp_path, capsys):
+    assert main(["replay", str(saved)]) == 1
+    out = capsys.readouterr().out
+    assert "fails again: content, layer layers.3, half K" in out
+    assert "recorded was 0x11" in out
+    assert "1 of 1 checks fail again" in out
+    one = incident()
+    half = one.pools[0].halves[0]
+    stored = int(row_bytes.digests_of(half.rows[:1], half.seeds, 1))
+    right = dataclasses.replace(one.records[0], violation=dataclasses.replace(FLIPPED, stored=stored))
+    file.save(dataclasses.replace(one, records=(right,)), tmp_path / "right.zip")
+    assert main(["replay", str(tmp_path / "right.zip")]) == 0
+    assert "passes now: content" in capsys.readouterr().out
+
+
+def of_slot(why, request="bob", stored=0, found=0, check="owner", slot=5):
+    return Violation(check, "pre", 7, "*", "*", "kv", None, slot, slot, 2, stored, found, request=request, why=why)
+
+
+@pytest.mark.parametrize(
+    ("violation", "fails"),
+    [
+        (of_slot("READ_AFTER_FREE", slot=6), True),
+        (of_slot("READ_AFTER_FREE"), False),
+        (of_slot("FOREIGN_READ"), True),
+        (of_slot("FOREIGN_READ", "evil\x1b[31m"), False),
+        (of_slot("FOREIGN_READ", None), None),
+        (of_slot("WRITE_SHARED"), False),
+        (of_slot("OUT_OF_RANGE", stored=4000), True),
+        (of_slot("NEVER_WRITTEN"), False),
+        (of_slot("NEVER_WRITTEN", slot=6), True),
+        (of_slot("WRONG_TOKEN", stored=8, found=9), True),
+        (of_slot("WRONG_POSITION", stored=1, found=2, check="chain"), True),
+        (of_slot("PLANNED_TWICE", stored=7), False),
+        (of_slot("READ_WHILE_WRITTEN", slot=5), False),
+        (of_slot("DOUBLE_ALLOCATE"), None),
+    ],
+    ids=lambda v: f"{v.why}-{v.slot}-{v.request}" if isinstance(v, Violation) else str(v),
+)
+def test_replay_of_checks_of_slots(violation, fails):
+    one = incident()
+    (outcome,) = replay(dataclasses.replace(one, records=(Record(violation, 0, None, violation.slot),)))
+    assert outcome.fails is fails
+
+
+def test_replay_without_what_it_needs_says_so(saved, tmp_path, capsys):
+    record = Record(of_slot("DOUBLE_ALLOCATE"), 0, None, 5)
+    file.save(dataclasses.replace(incident(), records=(record,)), tmp_path / "one.zip")
+    assert main(["replay", str(tmp_path / "one.zip")]) == 3
+    assert "cannot be run: owner (double_allocate)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["inspect", "replay"])
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -116,9 +206,9 @@ def damaged(document):
         "pickle",
     ],
 )
-def test_a_file_that_is_no_incident_is_a_clear_error(spoil, said, saved, capsys):
+def test_a_file_that_is_no_incident_is_a_clear_error(command, spoil, said, saved, capsys):
     spoil(saved)
-    assert main(["inspect", str(saved)]) == 2
+    assert main([command, str(saved)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert said in err

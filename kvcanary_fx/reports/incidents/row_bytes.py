@@ -56,6 +56,11 @@ def packed_equal(one: int, other: int) -> bool:
     return one & MASK64 == other & MASK64
 
 
+def shown(digest: int) -> str:
+    """A digest in hexadecimal."""
+    return f"{digest & MASK64:#x}"
+
+
 def _words(rows: torch.Tensor) -> torch.Tensor:
     layout = SlotLayout(tuple(rows.shape), (0,), torch.uint8)
     return rows_as_words(rows, layout)

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..violation import ALL_LAYERS, one_line
-from . import pool_map
+from . import pool_map, tables
 from .incident import HalfScene, Incident, PoolScene, Record
 from .story import story
 
@@ -77,28 +77,13 @@ class Terminal:
                 yield f"{name[-margin:]:{margin}}  {row}".rstrip()
         key = ", ".join(f"{mark} {state}" for state, mark in pool_map.MARKS.items())
         yield from self._wrap(f"({key}, {pool_map.DAMAGED} damaged)")
-        yield from self._slots(pool)
-        yield from self._batch(pool)
+        yield from self._columns(tables.SLOT_HEAD, list(tables.slot_rows(pool)))
+        yield from self._columns(tables.BATCH_HEAD, list(tables.batch_rows(pool)))
 
     def _slot(self, state: str, damaged: bool) -> str:
         if damaged:
             return self._paint("damage", pool_map.DAMAGED)
         return self._paint(state, pool_map.MARKS.get(state, "?"))
-
-    def _slots(self, pool: PoolScene) -> Iterator[str]:
-        rows: list[Sequence[str]] = [("slot", "state", "held", "owner", "position", "token")]
-        for s in pool.near[:32]:
-            values = (s.slot, s.state, s.references, s.owner, s.position, s.token)
-            rows.append(["-" if value is None else one_line(value) for value in values])
-        yield from self._columns(rows) if len(rows) > 1 else ()
-
-    def _batch(self, pool: PoolScene) -> Iterator[str]:
-        rows = [("request", "row", "prefix", "adds", "to slots", "table")]
-        for r in pool.batch[:16]:
-            adds = ",".join(map(str, r.slots[:8])) + ("..." if len(r.slots) > 8 else "")
-            table = ",".join(map(str, r.table[:16])) + ("..." if len(r.table) > 16 else "")
-            rows.append((one_line(r.request), str(r.row), str(r.prefix), str(r.extend), adds, table))
-        yield from self._columns(rows) if len(rows) > 1 else ()
 
     def _bytes(self, incident: Incident) -> Iterator[str]:
         shown = [r for r in incident.records if r.evidence is not None][:EXPLAINED]
@@ -133,9 +118,10 @@ class Terminal:
             if value not in (None, "", [], {}):
                 yield self._cut(f"  {one_line(name)}: {one_line(value)}")
 
-    def _columns(self, rows: Sequence[Sequence[str]]) -> Iterator[str]:
-        widths = [min(max(len(row[i]) for row in rows), 24) for i in range(len(rows[0]))]
-        for row in rows:
+    def _columns(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+        shown = [head, *rows] if rows else []
+        widths = [min(max(map(len, column)), 24) for column in zip(*shown, strict=True)]
+        for row in shown:
             yield self._cut("  " + "  ".join(f"{cell[:w]:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
 
     def _wrap(self, text: str, indent: int = 0) -> list[str]:
