@@ -68,6 +68,7 @@ class SitePlan:
         view: from the graph's arguments to the view whose slots are guarded.
         slot_axes: axes of that view that number slots.
         paged: the first of two slot axes numbers pages, not sequences.
+        both: the graph's attention reads it as K and as V.
         heads: how many indices of the first of two slot axes a sequence has: its heads, where a view merges them.
         part: the half is a part of its input (K and V, or all layers, in one tensor), or is written in several parts.
         opaque: why the slots and operand of a write are unknown, or None.
@@ -102,6 +103,7 @@ class SitePlan:
     whole: bool = False
     foreseen: bool = True
     heads: int = 1
+    both: bool = False
     reads: tuple[tuple[int, int], ...] | None = None
 
     @property

@@ -282,6 +282,7 @@ class _Inserter:
             slot_axes=half.slot_axes,
             paged=half.paged,
             heads=half.heads,
+            both=half.read_as == "KV",
             part=len(half.readable) > 1 or not _is_whole(half, self.found),
             opaque=half.opaque[0].opaque if half.opaque else None,
             has_operand=any(r.write.value is not None for r in half.readable),

@@ -5,7 +5,7 @@ Between two calls of a guarded graph, code that we cannot see may legally rewrit
 was legal: a stray write by an op counts as well.  If something else wrote (or may have: inference tensors have no
 version counter, a captured graph runs without us), the change is compared with the recorded state, row by row.  A row
 is a sequence; in a paged or flat pool all slots together, for running states each slot.  A slot is *empty* if it holds
-zeros or was never recorded.
+zeros or was never recorded, and was not reported.
 
 The first line that fits decides:
 
@@ -32,7 +32,8 @@ In a paged or flat pool, and in a cache that no guarded graph writes, the later 
 may write single slots.  Nor are they with several layers whose writes do not show their slots; slots after such a write
 belong to no sequence.  A running state depends on all tokens, so all of a layer's states change at once.  For a half by
 itself: at least two slots and half of those from the lowest on, or bytes in slots that were empty.  After a break
-between K and V, where graphs of one half each make up a forward of several layers, all of them are considered together.
+between K and V, where graphs of one half each make up a forward of several layers, all of them are considered together;
+in a pool also those of one layer.
 
 Legal changes are adopted and counted.  So is a change of a reported slot back to the bytes from before: it was
 repaired.
@@ -77,7 +78,7 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
     groups: dict[tuple[int, frozenset[int]], list[Row]] = defaultdict(list)
     for row in rows:
         half = registry.by_id(row[Ring.HALF])
-        if half is not None and half.forward is not None and row[Ring.CHECK] == Check.CONTENT:
+        if half is not None and half.takes_turns and row[Ring.CHECK] == Check.CONTENT:
             half.changed[row[Ring.SLOT]] = row[Ring.STEP]
         if row[Ring.LENIENT] and row[Ring.CHECK] == Check.CONTENT and half is not None:
             groups[(row[Ring.STEP], frozenset(half.peers))].append(row)
@@ -92,14 +93,15 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
         legal = group.legal() if cut not in lead.peers else group.rewritten(group.required(), group.reported - {cut})
         step = members[0][Ring.STEP]
         held = legal & group.held()
-        legal -= held - shown_by_all(held, lead, step, rows, registry)
+        legal -= held - shown_by_all(held, lead, step, rows, registry, stamps)
         if group.asks_other_layers():
-            shown = shown_by_all(group.shown(), lead, step, rows, registry, incomparable_vetoes=True)
+            shown = shown_by_all(group.shown(), lead, step, rows, registry, stamps, incomparable_vetoes=True)
             legal |= group.without_gaps(shown)
         for slot, hits in group.by_slot.items():
             if slot in legal:
                 verdict.adopted_slots += 1
                 verdict.adopted_fingerprints += len(hits)
+                group.settle(slot)
             else:
                 for row in hits:
                     _settle(row, registry, verdict)
@@ -185,12 +187,14 @@ class _Group:
         return legal
 
     def asks_other_layers(self) -> bool:
-        """Whether the group is one half alone, or one above a first layer, of a forward of several layers: as behind a
-        break between K and V.
+        """Whether the group is one half alone, or one above a first layer, and other graphs of the forward have the
+        others: as behind a break between K and V.  Of one layer with rows a slot says too little.
         """
         peers, forward = self._lead.peers, self._lead.forward
         alone = len(peers) == 1 or len(self._above()) == 1
-        if not alone or self._lead.kind != "kv" or forward is None or not forward.several_layers():
+        if not alone or self._lead.kind != "kv" or forward is None:
+            return False
+        if self._lead.place.layout.has_rows and not forward.several_layers():
             return False
         return not peers.keys() >= set(forward.above_first())  # no other half to compare with
 
@@ -211,6 +215,11 @@ class _Group:
             given_up = self._given_up(row, shown, self._lead, written)
             new |= {slot for slot in shown - given_up if slot // self._length == row and slot > last}
         return new
+
+    def settle(self, slot: int) -> None:
+        """A slot's change is legal: what was reported of it is of the past."""
+        for half in self._halves:
+            half.reported.pop(slot, None)
 
     def held(self) -> set[int]:
         """The slots that were not empty before the change."""
@@ -262,10 +271,9 @@ class _Group:
         half = self._by_id[min(required)]
         written, held = self._written(row), set(self._held(half, row))
         given_up = self._given_up(row, slots, half, written)
+        held |= {slot for slot in slots if any(slot in self._by_id[h].reported for h in required)}  # emptied by a fault
         slots, held = slots - given_up, held - given_up
         fresh, old = slots - held, slots & held
-        if alone:
-            fresh -= half.reported.keys()  # emptied by what was reported
         if written is not None:  # later slots belong to another sequence
             behind = {slot for slot in held if slot >= written}
             fresh, old, held = fresh | (old & behind), old - behind, held - behind

@@ -18,6 +18,7 @@ def shown_by_all(
     step: int,
     rows: Sequence[Sequence[int]],
     registry: PoolRegistry,
+    stamps: torch.Tensor,
     *,
     incomparable_vetoes: bool = False,
 ) -> set[int]:
@@ -27,6 +28,7 @@ def shown_by_all(
         mine: a half in which they changed.
         step: when the change was found.
         rows: the rows of the ring that are being judged.
+        stamps: int64 ``[2, slots]`` of the device's control block.
         incomparable_vetoes: a layer whose slots cannot be compared with these counts as unchanged; else it is skipped.
     """
     if mine.forward is None or not slots:
@@ -40,10 +42,16 @@ def shown_by_all(
                 return set()
             continue
         told = {row[Ring.SLOT] for row in rows if row[Ring.HALF] == number and row[Ring.STEP] >= step}
-        if number < mine.id:  # checked earlier in this forward
+        if half.order < mine.order:  # checked earlier in this forward
             told |= {slot for slot, found in half.changed.items() if 0 <= step - found < mine.forward.span}
+            told |= _written(left, stamps, step - mine.forward.span)
         left -= _as_recorded(half, view, left - told)
     return left
+
+
+def _written(slots: set[int], stamps: torch.Tensor, since: int) -> set[int]:
+    """The slots that a graph has written after a call: what they held before is gone."""
+    return {slot for slot in slots if int(stamps[0, slot]) >> 16 > since}
 
 
 def _as_recorded(half: PoolHalf, view: torch.Tensor, slots: set[int]) -> set[int]:

@@ -196,8 +196,12 @@ class GraphBinding:
 
     def _layer(self, halves: Sequence[PoolHalf]) -> Call | None:
         """The call by what it records, if that may be one layer."""
-        recorded = tuple(half.id for half in halves if half.kind == "kv" and half.space is None)
-        return Call(id(self), recorded) if 0 < len(recorded) <= ONE_LAYER else None
+        recorded = [(half, site) for half, site in zip(halves, self.plan.sites, strict=True) if half.kind == "kv"]
+        recorded = [(half, site) for half, site in recorded if half.space is None]
+        if not 0 < len(recorded) <= ONE_LAYER:
+            return None
+        both = len(recorded) == 1 and recorded[0][1].both
+        return Call(id(self), tuple(half.id for half, _ in recorded), min(half.order for half, _ in recorded), both)
 
     def _halves(self, args: Sequence[Any], line: Line | None) -> tuple[list[PoolHalf], dict[int, list[Seen]]]:
         """The half of each site, and by site what other graphs record in what it reads."""

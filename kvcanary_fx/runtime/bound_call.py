@@ -77,16 +77,16 @@ class RunningCalls:
             del self._calls[me]
 
     def take_turn(self, call: BoundCall, number: int) -> None:
-        """Learn which graphs of one layer make up a forward; the shortest sequence seen is one.
+        """Learn which graphs of one layer make up a forward; the shortest sequence seen is one, of those the latest.
 
         Args:
             number: guarded calls of the session so far.
         """
         forward = self._layer_calls.note(call.layer, number) if call.layer is not None else None
-        if forward is not None:
-            for half in call.halves:
-                if half.forward is None or len(forward.calls) < len(half.forward.calls):
-                    half.forward = forward
+        for half in call.halves:
+            half.takes_turns = True
+            if forward is not None and (half.forward is None or len(forward.calls) <= len(half.forward.calls)):
+                half.forward = forward
 
     def break_off(self) -> None:
         """A forward failed before all of its layers ran."""

@@ -1,4 +1,4 @@
-"""Judges the graphs of one forward together, where each of them sees the cache of one layer.
+"""Judges the graphs of one forward together, where each of them sees the cache of one layer, or one half of it.
 
 Layers are compiled one by one, or a graph breaks in each.  Outside code that writes a prompt changes K and V of a token
 in all layers, a stray copy in one of them: a change that one graph judges legal must be in the other layers as well.
@@ -25,10 +25,14 @@ class Call:
     Attributes:
         graph: identifies the graph.
         halves: ids, in order.
+        place: of its first half, :attr:`.pool_half.PoolHalf.order`.
+        both: its only half holds K and V.
     """
 
     graph: int
     halves: tuple[int, ...]
+    place: int = 0
+    both: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +54,11 @@ class Companions:
     def above_first(self) -> list[int]:
         """The halves that a legal rewrite of a token changes; the first layer's depend on the token alone."""
         first = self.calls[0]
-        again = (i for i, call in enumerate(self.calls) if i and call.graph == first.graph)
-        end = next(again, 1 if len(first.halves) == ONE_LAYER else 2)
-        return [half for call in self.calls[end:] or self.calls for half in call.halves]
+        again = next((i for i, call in enumerate(self.calls) if i and call.graph == first.graph), 0)
+        if again:  # each layer calls it
+            return [half for call in self.calls[again:] for half in call.halves]
+        halves = [half for call in self.calls for half in call.halves]
+        return halves[1 if first.both else ONE_LAYER :] or halves
 
 
 class LayerCalls(threading.local):
@@ -79,7 +85,7 @@ class LayerCalls(threading.local):
         if before is None or not 2 <= self._count - 1 - before[0] < _MEMORY:
             return None
         calls = list(self._recent)[before[0] - self._count : -1]
-        return Companions(tuple(sorted(set(calls), key=lambda c: c.halves)), number - before[1])
+        return Companions(tuple(sorted(set(calls), key=lambda c: c.place)), number - before[1])
 
     def forget(self) -> None:
         """A forward failed before all of its layers ran."""

@@ -86,12 +86,14 @@ class PoolHalf:
     Attributes:
         layer_number: orders layers; K and V of layer 0 depend on the token alone.
         address: data pointer of the half.
-        forward: the graphs that take turns with those of this half, one layer each; None if one graph has several.
-        changed: slots that were found changed, each with the number of the call that found it.
+        takes_turns: a graph that records it has one layer, so that others may make up a forward with it.
+        forward: those graphs, one layer each; None if unknown, or if one graph has several.
+        changed: slots that were found changed while it takes turns, each with the number of the call that found it.
         reported: slots whose bytes were found wrong and not repaired since, each with the digest of the right ones.
         kind: what it holds; ``"read"`` while no graph of the session writes it.
         peers: ids of the halves of the same slot space, this one included, with their layer numbers.
         latest: the storage of the tensor that holds what a graph returned last, and where in it.
+        order: of the halves of a forward: its number, or that of the half whose bytes it took over.
     """
 
     id: int
@@ -106,9 +108,15 @@ class PoolHalf:
     space: SlotSpace | None = None  # of an engine's pool
     peers: dict[int, int] = dataclasses.field(default_factory=dict)
     reported: dict[int, int] = dataclasses.field(default_factory=dict)
+    takes_turns: bool = False
     forward: Companions | None = None
     changed: dict[int, int] = dataclasses.field(default_factory=dict)
     latest: tuple[StorageWeakRef, Place] | None = None
+    order: int = -1
+
+    def __post_init__(self) -> None:
+        if self.order < 0:
+            self.order = self.id
 
     def last_written(self, slot: int) -> int | None:
         """Index of the last slot written in the row of ``slot``; None without rows, or before any write."""

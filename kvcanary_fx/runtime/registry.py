@@ -299,6 +299,8 @@ class PoolRegistry:
         gone = [h for h in others if any(h.place.overlaps(k.place) for k in mine)]
         if gone:
             self.lost += carry_over(tensor, gone, mine)
+        for half in mine:
+            half.order = min([half.order, *(h.order for h in gone if h.place.overlaps(half.place))])
         for half in gone:
             self._forget(storage, half)
 

@@ -352,7 +352,8 @@ class Run:
             if not may:
                 raise FalseAlarm(told)
             if not hit and violation.slot in self.stray:
-                continue  # what was there before the op wrote to it
+                reported |= meant  # what was there before the op wrote to it: read behind a break in the same step
+                continue
             if not hit:
                 raise WrongPlace(f"{told}; wrong are {sorted(map(dataclasses.astuple, may))}")
             name = (violation.layer, violation.half, violation.pool)

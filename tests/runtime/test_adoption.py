@@ -30,6 +30,7 @@ def registry(layers: int, halves: int, kind: str) -> PoolRegistry:
             kind=kind,
             place=SimpleNamespace(layout=layout),
             reported={},
+            takes_turns=False,
             forward=None,
             seeds=(1, 2),
             buffers=HalfBuffers.allocate(layout, 1, torch.device("cpu")),
@@ -142,10 +143,12 @@ class Cache:
             buffers.digest[0, known] = self.digests(n, known)
             self.halves[n] = SimpleNamespace(
                 id=n,
+                order=n,
                 peers={n: layer_of[n]} if apart else layer_of,
                 kind=kind,
                 place=SimpleNamespace(layout=self.layout),
                 reported={},
+                takes_turns=apart,
                 forward=forward if apart else None,
                 changed={},
                 seeds=SEEDS,
@@ -154,6 +157,11 @@ class Cache:
         views = self.views
         self.registry = cast(PoolRegistry, SimpleNamespace(by_id=self.halves.get, view_of=lambda half: views[half.id]))
         self.before = {n: view.clone() for n, view in self.views.items()}
+
+    def unknown(self, slot: int, half: int) -> Cache:
+        """A graph has never written a slot of a half."""
+        self.halves[half].buffers.digest[0, slot] = 0
+        return self
 
     def digests(self, half: int, slots: Iterable[int]) -> torch.Tensor:
         return digest_rows(self.layout, self.views[half], torch.tensor(list(slots)), SEEDS, 1)[0]
@@ -253,6 +261,12 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Cache], Cache], int | None, l
     "apart: an older token without those behind it": (APART, lambda c: c.change([1, 13]), 5, [1]),
     "apart: newest slots emptied": (APART, lambda c: c.change([3, 4], ZEROS), 5, [3, 4]),
     "apart: a shorter prompt, opaque": (dict(**APART, **OPAQUE), lambda c: c.change([1]), 2, []),
+    "apart: reset, and a key that was never recorded is written": (
+        APART,
+        lambda c: c.unknown(0, 2).change(range(5), ZEROS),
+        0,
+        [],
+    ),
     "apart: an empty slot of one half": (dict(recorded=ROW, **APART), lambda c: c.change([5], None, [2]), 6, []),
 }
 
@@ -282,6 +296,12 @@ def test_a_slot_that_was_reported_may_be_put_right_once():
     assert cache.change([1], [1]).told(6) == []
     assert cache.change([1], None, [3]).told(7) == [1]
     assert cache.change([1], None, [3]).told(7) == [1]
+
+
+def test_a_slot_that_a_fault_emptied_was_not_empty():
+    cache = Cache(layers=1)
+    assert cache.change([1], ZEROS, [0]).told(5) == [1]
+    assert cache.change([1]).told(6) == [1]
 
 
 def test_a_rewrite_that_overflows_the_ring_is_counted_whole():

@@ -274,6 +274,92 @@ def test_caches_that_take_turns_have_forwards_of_their_own():
     assert model.backend.session.violations() == []
 
 
+class Paused:
+    """A forward over caches that may pause in the middle, which breaks its graph."""
+
+    def __init__(self, forward: Callable, *caches: torch.Tensor):
+        self.caches, self.backend = caches, CanaryBackend(CanaryConfig(inner="eager"))
+        self.forward = torch.no_grad()(torch.compile(forward, backend=self.backend))
+
+    def step(self, slot: torch.Tensor | int) -> list[tuple[str, int]]:
+        """The half and the slot of each violation of a step."""
+        try:
+            self.forward(self.caches, slot, torch.randn(1, H, D))
+        except kvcanary_fx.KVCacheViolation as e:
+            return [(v.half, v.slot) for v in e.violations]
+        return []
+
+
+@torch._dynamo.disable
+def pause() -> None:
+    """Break the graph."""
+
+
+def test_the_newest_token_of_a_pool_of_one_layer_whose_k_and_v_are_in_two_graphs():
+    def forward(caches, slot, x):
+        (pool,) = caches
+        pool[0].index_copy_(0, slot, x)
+        pause()
+        pool[1].index_copy_(0, slot, x + 1)
+        return F.scaled_dot_product_attention(x.transpose(0, 1), *pool.transpose(1, 2).unbind(0))
+
+    model = Paused(forward, torch.zeros(2, 8, H, D))
+    for slot in range(3):
+        model.step(torch.tensor([slot]))
+    (pool,) = model.caches
+    pool[:, 2] = torch.randn(2, H, D)
+    assert model.step(torch.tensor([3])) == []
+    pool[1, 2] = torch.randn(H, D)
+    assert model.step(torch.tensor([4])) == [("V", 2)]
+
+
+def test_a_layer_with_k_and_v_side_by_side_in_a_row_is_the_first():
+    """Its tokens may be those of the prompt before, so that only the layers above it have changed."""
+
+    def layer(pool, slot, x):
+        pool.index_copy_(0, slot, torch.cat((x, x + 1), -1))
+        keys, values = pool.transpose(0, 1).chunk(2, -1)
+        return x + F.scaled_dot_product_attention(x.transpose(0, 1), keys, values).transpose(0, 1)
+
+    def forward(caches, slot, x):
+        x = layer(caches[0], slot, x)
+        pause()
+        return layer(caches[1], slot, x)
+
+    model = Paused(forward, *torch.zeros(2, 8, H, 2 * D))
+    for slot in range(3):
+        model.step(torch.tensor([slot]))
+    model.caches[0][:2], model.caches[1][:3] = torch.randn(2, H, 2 * D), torch.randn(3, H, 2 * D)
+    assert model.step(torch.tensor([3])) == []
+
+
+def test_a_change_before_the_step_in_which_a_graph_divides_the_cache_anew():
+    """In the first graphs the position is a constant: they take it for a part of the cache."""
+
+    def write(half, slot, new):
+        half.select(0, slot).copy_(new[0])
+        half.select(0, slot + 1).copy_(new[0] * 2)
+
+    def attend(kv, x):
+        return x + F.scaled_dot_product_attention(x.transpose(0, 1), *kv.transpose(1, 2).unbind(0)).transpose(0, 1)
+
+    def forward(caches, slot, x):
+        kv = caches[0]
+        write(kv[0, 0], slot, x)
+        pause()
+        write(kv[0, 1], slot, x + 1)
+        x = attend(kv[0], x)
+        write(kv[1, 0], slot, x)
+        pause()
+        write(kv[1, 1], slot, x + 1)
+        return attend(kv[1], x)
+
+    model = Paused(forward, torch.zeros(2, 2, 8, H, D))
+    model.step(2)
+    model.caches[0][:, :, 2:4] = torch.randn(2, 2, 2, H, D)
+    assert model.step(4) == []
+
+
 def _by_row(half: torch.Tensor, start: int, new: torch.Tensor) -> None:
     for row in range(half.shape[0]):
         half[row].movedim(0, 0)[start : start + 1] = new[row]
