@@ -98,6 +98,7 @@ class EngineHooks(Hooks):
                 space=pool.space,
                 name_of=self._ids.name,
                 plan=plans.get(pool.space.space_id),
+                imported=pool.content.imported,
             )
             for pool in self._pools.values()
         ]

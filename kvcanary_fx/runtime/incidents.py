@@ -27,8 +27,8 @@ from .scene import MOST_BYTES, Damage, Group, evidence, pool_scene
 #: A row of the ring, and its record.
 Told = tuple[Sequence[int], Violation]
 
-#: Checks that compare the bytes of a row with a digest.
-_OF_BYTES = ("content", "operand", "poison")
+#: Records whose bytes are looked into.
+MOST_EXPLAINED = 100
 
 _PACKAGES = ("kvcanary_fx", "torch", "triton", "transformers", "vllm", "sglang", "safetensors")
 
@@ -95,21 +95,25 @@ def _scene(
 ) -> PoolScene:
     """One pool; the records that are about it get its number and their evidence."""
     ours = group.numbers()
-    damage = {
-        i: Damage(row[Ring.HALF], row[Ring.SLOT], v.stored, v.found, v.check in _OF_BYTES and v.why is None)
-        for i, (row, v) in enumerate(order)
-        if row[Ring.HALF] in ours
-    }
+    damage = {i: _damage(row, v) for i, (row, v) in enumerate(order) if row[Ring.HALF] in ours}
     scene = pool_scene(group, session.registry, list(damage.values()), room)
     for i, hurt in damage.items():
         half = hurt.number if hurt.number != group.info_id else None
-        seen = evidence(scene, hurt, group) if i < MOST_EXPLAINED else None
+        seen = evidence(scene, hurt, group, list(damage.values())) if i < MOST_EXPLAINED else None
         records[i] = Record(order[i][1], number, half, hurt.slot, seen)
     return scene
 
 
-#: Records whose bytes are looked into.
-MOST_EXPLAINED = 100
+def _damage(row: Sequence[int], violation: Violation) -> Damage:
+    plain = violation.why is None
+    return Damage(
+        number=row[Ring.HALF],
+        slot=row[Ring.SLOT],
+        stored=violation.stored,
+        found=violation.found,
+        digests=plain and violation.check in ("content", "operand", "index"),
+        poison=plain and violation.check == "poison",
+    )
 
 
 def _settings(config: CanaryConfig) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class Group:
         space: who is in the slots, in an engine's pool.
         name_of: the request behind a hash.
         plan: what the running forward, or else the last one, reads and writes.
+        imported: bool ``[slots + 1]``, which slots' bytes came from elsewhere; None if none ever did.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Group:
     space: SlotSpace | None = None
     name_of: Callable[[int], str | int | None] | None = None
     plan: RequestPlan | None = None
+    imported: torch.Tensor | None = None
 
     @property
     def slots(self) -> int:
@@ -90,14 +92,16 @@ class Damage:
 
     Attributes:
         number: the half, or what stands for all layers.
-        bytes: the check compared bytes.
+        digests: what it compared are digests of the slot's bytes.
+        poison: it found NaN or Inf in them.
     """
 
     number: int
     slot: int
     stored: int
     found: int
-    bytes: bool
+    digests: bool
+    poison: bool
 
 
 def pool_scene(group: Group, registry: PoolRegistry, damage: Sequence[Damage], room: int = MOST_BYTES) -> PoolScene:
@@ -108,7 +112,7 @@ def pool_scene(group: Group, registry: PoolRegistry, damage: Sequence[Damage], r
     """
     struck = list(dict.fromkeys(d.slot for d in damage if 0 <= d.slot < group.slots))[:DAMAGED]
     beside = {s + k for s in struck for k in range(-BESIDE, BESIDE + 1)}
-    elsewhere = {row.slot for d in damage[:DAMAGED] for row in same_rows(group, d)}
+    elsewhere = {row.slot for d in damage[:DAMAGED] for row in same_rows(group, d, damage)}
     near = torch.tensor(sorted(s for s in beside | elsewhere if 0 <= s < group.slots), dtype=torch.int64)
     states, owners = _states(group), None
     names: tuple[str | int, ...] = ()
@@ -128,40 +132,50 @@ def pool_scene(group: Group, registry: PoolRegistry, damage: Sequence[Damage], r
     )
 
 
-def evidence(pool: PoolScene, damage: Damage, group: Group) -> Evidence | None:
-    """What the bytes of a slot show; None if they are not at hand, or the check was not about bytes."""
+def evidence(pool: PoolScene, damage: Damage, group: Group, others: Sequence[Damage]) -> Evidence | None:
+    """What the bytes of a slot show; None if they are not at hand, or the check was not about bytes.
+
+    Args:
+        others: what else failed.
+    """
     half = next((h for h in pool.halves if h.id == damage.number), None)
     place = pool.place(damage.slot)
-    if not damage.bytes or half is None or half.rows is None or half.recorded is None or place is None:
+    if half is None or half.rows is None or half.recorded is None or place is None:
         return None
-    planes, row = half.recorded.shape[0], half.rows[place]
-    now = row_bytes.digests_of(half.rows, half.seeds, planes).tolist()
+    row = half.rows[place]
+    nonzero, poisoned = int((row != 0).sum()), row_bytes.poisoned(row, getattr(torch, half.dtype))
+    if damage.poison:
+        return Evidence(unchanged=poisoned > 0, bit=None, nonzero=nonzero, poisoned=poisoned)
+    if not damage.digests:
+        return None
+    now = row_bytes.digests_of(half.rows, half.seeds, half.recorded.shape[0]).tolist()
     moved = [s.slot for s, digest in zip(pool.near, now, strict=True) if row_bytes.packed_equal(digest, damage.stored)]
     return Evidence(
         unchanged=row_bytes.packed_equal(now[place], damage.found),
         bit=row_bytes.flipped_bit(row, half.seeds, damage.stored),
-        nonzero=int((row != 0).sum()),
-        poisoned=row_bytes.poisoned(row, getattr(torch, half.dtype)),
-        same_as=tuple(same_rows(group, damage)),
+        nonzero=nonzero,
+        poisoned=poisoned,
+        same_as=tuple(same_rows(group, damage, others)),
         moved_to=tuple(slot for slot in moved if slot != damage.slot),
     )
 
 
-def same_rows(group: Group, damage: Damage) -> list[Row]:
-    """Where else the bytes that were found are recorded: in any half and slot of the pool.
+def same_rows(group: Group, damage: Damage, others: Sequence[Damage]) -> list[Row]:
+    """Where else the bytes that were found are recorded: in any half and slot of the pool that failed no check.
 
     By the digests: the rows themselves need not be read.
     """
     mine = next((h for h in group.halves if h.id == damage.number), None)
-    total = row_bytes.sum_of(damage.found, mine.seeds) if mine is not None and damage.bytes else None
+    total = row_bytes.sum_of(damage.found, mine.seeds) if mine is not None and damage.digests else None
     if total is None or mine is None or total == 0:  # a row of zeros is nobody's
         return []
+    failed = {(d.number, d.slot) for d in others} | {(damage.number, damage.slot)}
     found: list[Row] = []
     for half in sorted(group.halves, key=lambda h: h is not mine):
         wanted = (total + half.seeds[0]) & 0xFFFFFFFF
         wanted -= (wanted >> 31) << 32
-        hits = (half.buffers.digest[0] == wanted).nonzero().flatten()[: SAME + 1].tolist() if wanted else []
-        found += [Row(half.id, s) for s in hits if half is not mine or s != damage.slot]
+        hits = (half.buffers.digest[0] == wanted).nonzero().flatten()[: SAME + len(failed)].tolist() if wanted else []
+        found += [Row(half.id, slot) for slot in hits if (half.id, slot) not in failed]
         if len(found) >= SAME:
             break
     return found[:SAME]
@@ -205,6 +219,7 @@ def _near(group: Group, registry: PoolRegistry, near: torch.Tensor, states: torc
     elif identity is not None and identity.tokens.shape[0] > group.slots:
         there = near.to(identity.tokens.device)
         known = {"tokens": identity.tokens[there].tolist(), "positions": identity.positions[there].tolist()}
+    imported = group.imported[near.to(group.imported.device)].tolist() if group.imported is not None else None
     for i, slot in enumerate(near.tolist()):
         token, position = (known[name][i] if known else UNKNOWN for name in ("tokens", "positions"))
         owner = group.name_of(known["owners"][i]) if group.name_of is not None and "owners" in known else None
@@ -215,6 +230,7 @@ def _near(group: Group, registry: PoolRegistry, near: torch.Tensor, states: torc
             owner=owner,
             token=token if token >= 0 else None,
             position=position if position != UNKNOWN else None,
+            imported=imported is not None and imported[i],
         )
 
 

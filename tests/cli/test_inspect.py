@@ -61,6 +61,7 @@ def test_inspect_tells_the_story_and_shows_slots_and_bytes(saved, capsys):
     assert main(["inspect", str(saved)]) == 0
     out = capsys.readouterr().out
     told = " ".join(out.split())
+    assert "Likeliest cause: bit flip (or: wrong slot): one bit changed" in told
     assert 'Step 7: K of layers.3 in slot 5 of kv (request "evil\\u001b[31m", position 2)' in told
     assert "One bit differs: bit 2 of element 1, head 0 (float32)." in told
     assert "read by request" in told
@@ -85,6 +86,7 @@ def test_the_page_tells_the_story_first_and_loads_nothing(saved, tmp_path, capsy
     text = (tmp_path / "page.html").read_text()
     assert (tmp_path / "page.html").stat().st_mode & 0o777 == 0o600
     HTMLParser().feed(text)
+    assert text.index("Likeliest cause: bit flip") < text.index("One bit differs")
     assert text.index("One bit differs: bit 2 of element 1, head 0") < text.index("<h2>")
     assert "default-src &#x27;none&#x27;" in text or "default-src 'none'" in text
     assert not re.search(r"<script|<link|<img|@import|url\(|https?:", text)

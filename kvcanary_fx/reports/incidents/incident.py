@@ -56,6 +56,7 @@ class SlotScene:
         state: one of :data:`STATES`.
         references: how many hold it; None where no allocator is known.
         owner, token, position: None if unknown.
+        imported: its bytes came with an exported shadow.
     """
 
     slot: int
@@ -64,6 +65,7 @@ class SlotScene:
     owner: str | int | None = None
     token: int | None = None
     position: int | None = None
+    imported: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Evidence:
         bit: the bit of the row that has to be flipped to get what was recorded; None if no single one does.
         nonzero: bytes of the row that are not zero.
         poisoned: elements that are NaN or Inf.
-        same_as: recorded rows with the same bytes.
+        same_as: recorded rows with the same bytes, those left out that failed a check with it.
         moved_to: slots nearby that hold what was recorded here.
     """
 

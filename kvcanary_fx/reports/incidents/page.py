@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from ..violation import ALL_LAYERS, one_line
-from . import pool_map, tables
+from . import causes, pool_map, tables
 from .incident import HalfScene, Incident, PoolScene, Record
 from .story import bit_name, story
 
@@ -52,7 +52,9 @@ def page(incident: Incident) -> str:
 
 
 def _body(incident: Incident) -> Iterator[str]:
-    yield f'<div class="story">{"".join(f"<p>{_text(p)}</p>" for p in story(incident))}</div>'
+    cause = causes.told(incident)
+    first = f"<p><b>{_text(cause)}</b></p>" if cause else ""
+    yield f'<div class="story">{first}{"".join(f"<p>{_text(p)}</p>" for p in story(incident))}</div>'
     yield f"<p>{incident.total} violations.{_hidden(incident)}</p>"
     for number, pool in enumerate(incident.pools):
         if pool.near or len(incident.pools) == 1:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..violation import ALL_LAYERS, one_line
-from . import pool_map, tables
+from . import causes, pool_map, tables
 from .incident import HalfScene, Incident, PoolScene, Record
 from .story import story
 
@@ -31,7 +31,8 @@ class Terminal:
         yield self._paint("title", self._cut(title))
         if incident.hidden:
             yield from self._wrap(f"Left out or hashed: {', '.join(incident.hidden)}.")
-        yield from self._section("What happened", (line for p in story(incident) for line in self._wrap(p)))
+        told = [causes.told(incident), *story(incident)]
+        yield from self._section("What happened", (line for p in told if p for line in self._wrap(p)))
         yield from self._section("Reported", self._reported(incident))
         for number, pool in enumerate(incident.pools):
             if pool.near or len(incident.pools) == 1:
