@@ -14,6 +14,7 @@ import kvcanary_fx
 from kvcanary_fx import config
 from kvcanary_fx.adapters.vllm.hook_points import HOOK_POINTS, NEEDS
 from kvcanary_fx.kernels.checks import CHECKS
+from kvcanary_fx.reports.incidents.causes import CAUSES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -94,6 +95,11 @@ def test_hooks_into_vllm_are_documented_as_they_are_checked():
             takes = point.takes if point.takes == "property" else f"({point.takes})"
             expected.append(f"| `{point.name}` | `{takes}` | {point.why}{', called' * point.called} |")
     assert rows == expected
+
+
+def test_every_cause_of_an_incident_is_documented():
+    rows = dict(re.findall(r"^\| ([a-z ]+) \| (.+?) \|", section("docs/incidents.md", "| cause |"), re.MULTILINE))
+    assert rows == CAUSES
 
 
 def test_pictures_are_what_their_script_draws():
