@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,48 @@ class BoundLaunch:
             return
         with torch.cuda.device(self._device):
             self._compiled[grid](*words, stream=raw)
+
+
+class BoundLaunches:
+    """One kernel, bound once for each form of the arguments that change: Triton compiles for the types and alignments
+    of tensors."""
+
+    def __init__(self, kernel: Any, device: torch.device, changing: Sequence[str], warps: int):
+        """
+        Args:
+            changing: arguments that each launch passes, in this order; of the numbers among them none that Triton
+                specialises on.
+        """
+        self._kernel, self._device, self._changing, self._warps = kernel, device, changing, warps
+        self._bound: dict[Hashable, BoundLaunch] = {}
+
+    def __call__(
+        self,
+        form: Hashable,
+        grid: tuple[int, int, int],
+        changing: Sequence[torch.Tensor | int],
+        arguments: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """Launch on the current stream of the device.
+
+        Args:
+            form: what the other arguments depend on.
+            arguments: makes them, by name, for a form that is new.
+        """
+        words, key = [], [form]
+        for value in changing:
+            if isinstance(value, torch.Tensor):
+                words.append(value.data_ptr())
+                key += (value.dtype, words[-1] & 15)
+            else:
+                words.append(value)
+        launch = self._bound.get(tuple(key))
+        if launch is not None and launch.ready:
+            launch(grid, words, None)
+            return
+        launch = BoundLaunch(self._kernel, self._device, arguments(), self._changing, self._warps)
+        self._bound[tuple(key)] = launch
+        launch.first(grid, changing, None)
 
 
 @functools.cache

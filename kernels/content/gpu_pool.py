@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import triton
 
-from ..bound_launch import BoundLaunch
+from ..bound_launch import BoundLaunch, BoundLaunches
 from ..buffers import Site
 from ..checks import Phase
-from ..writes.geometry import Geometry, geometry_of, on_device
+from ..writes.geometry import Geometry, geometry_of
 from .digest import coefficients
 from .gpu_layer import list_args, most_listed
 from .launch_args import row_args, strided_grid
@@ -112,20 +112,24 @@ def verify_slots(
         return
     if not pool.table:
         prepare(pool)
-    for table, members in pool.table:
+    if not pool.slot_launches:
+        changing, device = ("slots_ptr", "n", "owners_ptr"), space.block.device
+        pool.slot_launches.extend(BoundLaunches(verify_slots_kernel, device, changing, warps=1) for _ in pool.table)
+    whose = owners if owners is not None else space.counters
+    form = count.data_ptr() if count is not None else None, owners is not None, phase
+    for (table, members), launch in zip(pool.table, pool.slot_launches, strict=True):
         programs = -(-strided_grid(n * len(members), SLOTS, slots.device) // len(members))
-        with on_device(slots):
-            verify_slots_kernel[(programs, len(members))](
-                table,
-                slots.contiguous(),
-                count if count is not None else space.listed_count,
-                n,
-                owners if owners is not None else space.counters,
+
+        def others(table: torch.Tensor = table, members: tuple[int, ...] = members) -> dict[str, Any]:
+            return dict(
+                table_ptr=table,
+                count_ptr=count if count is not None else space.listed_count,
                 wide_ptr=space.block.view(torch.int64),
                 HAS_COUNT=count is not None,
                 HAS_OWNERS=owners is not None,
                 ALIGNED=_aligned(pool, members),
                 PHASE=int(phase),
-                num_warps=1,
                 **_slot_args(pool, members),
             )
+
+        launch(form, (programs, len(members), 1), (slots.contiguous(), n, whose), others)

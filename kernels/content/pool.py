@@ -30,6 +30,7 @@ class PoolBytes:
     space: SlotSpace
     table: list[tuple[torch.Tensor, tuple[int, ...]]] = dataclasses.field(default_factory=list)  # of the launches
     launches: list[Any] = dataclasses.field(default_factory=list)  # of :func:`verify_listed`, bound
+    slot_launches: list[Any] = dataclasses.field(default_factory=list)  # of :func:`verify_slots`, one a table
 
 
 def verify_listed(pool: PoolBytes, in_flight: bool, stream: torch.cuda.Stream | None = None) -> None:

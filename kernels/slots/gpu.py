@@ -7,7 +7,8 @@ may run while a CUDA graph is captured.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -15,6 +16,7 @@ import triton
 from ..bound_launch import BoundLaunch
 from ..checks import Check
 from ..ring import BY_BUDGET, UNKNOWN
+from ..side_stream import capturing
 from ..writes.geometry import on_device
 from . import checks as request_checks
 from . import triton_reads, triton_writes
@@ -26,6 +28,33 @@ BLOCK_POSITIONS = 128
 BLOCK_TOKENS = 256
 BLOCK_REQUESTS = 256
 BLOCK_SUMS = 256
+
+
+#: A kernel, its grid and its arguments.
+Launch: TypeAlias = tuple[Any, tuple[int, ...], dict[str, Any]]
+
+
+def _launch(
+    space: SlotSpace, plan: RequestPlan, what: str, launches: Callable[[SlotSpace, RequestPlan], list[Launch]]
+) -> None:
+    """Launch what a plan says; bound, if the plan comes again.
+
+    In a graph's capture nothing is kept: what is allocated there is the graph's.
+    """
+    device, kept = space.block.device, plan.launches
+    if kept is None or capturing(device if device.type == "cuda" else None):
+        with on_device(space.block):
+            for kernel, grid, arguments in launches(space, plan):
+                kernel[grid](**arguments)
+        return
+    bound = kept.get(what)
+    if bound is None:
+        bound = kept[what] = [
+            (BoundLaunch(kernel, device, arguments, (), warps=4), (*grid, 1, 1)[:3])
+            for kernel, grid, arguments in launches(space, plan)
+        ]
+    for launch, grid in bound:
+        (launch if launch.ready else launch.first)(grid, (), None)
 
 
 def _wide(space: SlotSpace) -> dict[str, Any]:
@@ -126,120 +155,125 @@ def _plan_args(space: SlotSpace, plan: RequestPlan) -> dict[str, Any]:
 
 def walk(space: SlotSpace, plan: RequestPlan) -> None:
     """Before a forward: is every slot that attention will read the one it should be?  See :mod:`.checks`."""
+    _launch(space, plan, "walk", _walk_launches)
+
+
+def _walk_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
     bs, known = plan.rows.shape[0], plan.rows.shape[0] > 0 and plan.table.numel() > 0
     ring, request = _ring_args(space, space.space_id), _request_args(plan)
     tokens, writes = _list_args(plan, plan.memory_for("ends", bs)), _plan_args(space, plan)
     blocks = triton.cdiv(plan.slots.shape[0], BLOCK_TOKENS)
-    with on_device(space.block):
-        triton_reads.open_kernel[(max(1, triton.cdiv(bs, BLOCK_REQUESTS)),)](
-            space.block,
-            clock_ptr=space.clock,
-            counters_ptr=space.counters,
-            listed_count_ptr=space.listed_count,
-            extend_ptr=plan.extend_lens.contiguous(),
-            table_rows=plan.table.shape[0],
-            width=plan.width,
-            PLAN=blocks == 1,
-            TOKENS=BLOCK_TOKENS,
-            BLOCK=BLOCK_REQUESTS,
-            **request,
-            **tokens,
-            **writes,
-            **(ring if known else ring | dict(checks=0)),
-        )
-        if blocks > 1:
-            del request["prefix_ptr"], request["owner_ptr"]
-            triton_writes.plan_kernel[(blocks,)](
-                space.block, clock_ptr=space.clock, BLOCK=BLOCK_TOKENS, **request, **tokens, **writes
-            )
-            request = _request_args(plan)
-        stop = walked(space, plan)
-        if not known or stop <= 0:
-            return
-        triton_reads.walk_kernel[(triton.cdiv(stop, BLOCK_POSITIONS), bs)](
-            space.block,
-            clock_ptr=space.clock,
-            planned_ptr=space.planned,
-            counters_ptr=space.counters,
-            listed_ptr=space.listed,
-            listed_count_ptr=space.listed_count,
-            stop=stop,
-            window=space.window if space.window is not None else ENDLESS,
-            every=space.verify_every,
-            BY_BUDGET=space.verify_every == BY_BUDGET,
-            BLOCK=BLOCK_POSITIONS,
-            **request,
-            **tokens,
-            **_space_args(plan),
-            **_wide(space),
-            **_table_args(plan),
-            **_history_args(space, plan),
-            **ring,
-        )
+    begin = dict(
+        block_ptr=space.block,
+        clock_ptr=space.clock,
+        counters_ptr=space.counters,
+        listed_count_ptr=space.listed_count,
+        extend_ptr=plan.extend_lens.contiguous(),
+        table_rows=plan.table.shape[0],
+        width=plan.width,
+        PLAN=blocks == 1,
+        TOKENS=BLOCK_TOKENS,
+        BLOCK=BLOCK_REQUESTS,
+        **request,
+        **tokens,
+        **writes,
+        **(ring if known else ring | dict(checks=0)),
+    )
+    launches: list[Launch] = [(triton_reads.open_kernel, (max(1, triton.cdiv(bs, BLOCK_REQUESTS)),), begin)]
+    if blocks > 1:
+        rows = {name: value for name, value in request.items() if name not in ("prefix_ptr", "owner_ptr")}
+        listed = dict(block_ptr=space.block, clock_ptr=space.clock, BLOCK=BLOCK_TOKENS, **rows, **tokens, **writes)
+        launches.append((triton_writes.plan_kernel, (blocks,), listed))
+    stop = walked(space, plan)
+    if not known or stop <= 0:
+        return launches
+    read = dict(
+        block_ptr=space.block,
+        clock_ptr=space.clock,
+        planned_ptr=space.planned,
+        counters_ptr=space.counters,
+        listed_ptr=space.listed,
+        listed_count_ptr=space.listed_count,
+        stop=stop,
+        window=space.window if space.window is not None else ENDLESS,
+        every=space.verify_every,
+        BY_BUDGET=space.verify_every == BY_BUDGET,
+        BLOCK=BLOCK_POSITIONS,
+        **request,
+        **tokens,
+        **_space_args(plan),
+        **_wide(space),
+        **_table_args(plan),
+        **_history_args(space, plan),
+        **ring,
+    )
+    return [*launches, (triton_reads.walk_kernel, (triton.cdiv(stop, BLOCK_POSITIONS), bs), read)]
 
 
 def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     """Before a forward, after :func:`walk`: may its tokens go where they are planned to go?"""
-    n = plan.slots.shape[0]
-    if n == 0 or plan.rows.shape[0] == 0:
+    if plan.slots.shape[0] == 0 or plan.rows.shape[0] == 0:
         return
     if plan.parents is not None:  # a tree: small, and rare enough for the code that runs on any device
         request_checks.check_writes(space, plan)
         return
-    with on_device(space.block):
-        triton_writes.writes_kernel[(triton.cdiv(n, BLOCK_TOKENS),)](
-            space.block,
-            planned_ptr=space.planned,
-            clock_ptr=space.clock,
-            real_ptr=plan.memory_for("real_slots", n),
-            extend_ptr=plan.extend_lens.contiguous(),
-            window=space.window if space.window is not None else ENDLESS,
-            once=int(space.once),
-            HAS_TABLE=plan.table.numel() > 0,
-            **_token_args(plan),
-            **_request_args(plan),
-            **_position_args(plan),
-            **_wide(space),
-            **_table_args(plan),
-            **_history_args(space, plan),
-            **_ring_args(space, space.space_id),
-        )
+    _launch(space, plan, "check_writes", _check_launches)
+
+
+def _check_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
+    n = plan.slots.shape[0]
+    arguments = dict(
+        block_ptr=space.block,
+        planned_ptr=space.planned,
+        clock_ptr=space.clock,
+        real_ptr=plan.memory_for("real_slots", n),
+        extend_ptr=plan.extend_lens.contiguous(),
+        window=space.window if space.window is not None else ENDLESS,
+        once=int(space.once),
+        HAS_TABLE=plan.table.numel() > 0,
+        **_token_args(plan),
+        **_request_args(plan),
+        **_position_args(plan),
+        **_wide(space),
+        **_table_args(plan),
+        **_history_args(space, plan),
+        **_ring_args(space, space.space_id),
+    )
+    return [(triton_writes.writes_kernel, (triton.cdiv(n, BLOCK_TOKENS),), arguments)]
 
 
 def store(space: SlotSpace, plan: RequestPlan) -> None:
     """After a forward: remember who is in the slots that it wrote."""
-    n, bs = plan.slots.shape[0], plan.rows.shape[0]
-    if n == 0 or bs == 0:
+    if plan.slots.shape[0] == 0 or plan.rows.shape[0] == 0:
         return
     if plan.parents is not None or plan.in_flight:  # the kernels take the chain before a request from its slot
         request_checks.store(space, plan)
         return
+    _launch(space, plan, "store", _store_launches)
+
+
+def _store_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
+    n, bs = plan.slots.shape[0], plan.rows.shape[0]
     blocks, device = triton.cdiv(max(n, bs), BLOCK_TOKENS), space.block.device
     links, sums, before = (torch.empty(k, dtype=torch.int64, device=device) for k in (n, blocks, bs))
     request = _request_args(plan)
     del request["owner_ptr"]
-    with on_device(space.block):
-        common = dict(
-            links_ptr=links,
-            sums_ptr=sums,
-            before_ptr=before,
-            counters_ptr=space.counters,
-            SUM_BLOCK=BLOCK_SUMS,
-            **_token_args(plan),
-            **_position_args(plan),
-            **_wide(space),
-        )
-        triton_writes.links_kernel[(blocks,)](
-            space.block,
-            HAS_TABLE=plan.table.numel() > 0,
-            ALL=blocks == 1,
-            **request,
-            **common,
-            **_space_args(plan),
-            **_table_args(plan),
-        )
-        if blocks > 1:
-            triton_writes.store_kernel[(triton.cdiv(n, BLOCK_TOKENS),)](space.block, **request, **common)
+    common = dict(
+        block_ptr=space.block,
+        links_ptr=links,
+        sums_ptr=sums,
+        before_ptr=before,
+        counters_ptr=space.counters,
+        SUM_BLOCK=BLOCK_SUMS,
+        **_token_args(plan),
+        **_position_args(plan),
+        **_wide(space),
+    )
+    joined = dict(HAS_TABLE=plan.table.numel() > 0, ALL=blocks == 1, **_space_args(plan), **_table_args(plan))
+    launches: list[Launch] = [(triton_writes.links_kernel, (blocks,), request | common | joined)]
+    if blocks > 1:
+        launches.append((triton_writes.store_kernel, (triton.cdiv(n, BLOCK_TOKENS),), request | common))
+    return launches
 
 
 def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, half_id: int) -> None:

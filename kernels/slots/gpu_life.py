@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 import triton
 
+from ..bound_launch import BoundLaunches
 from ..checks import Check
-from ..writes.geometry import on_device
 from .events import Events
 from .space import SlotSpace
 from .triton_life import life_kernel
@@ -18,50 +18,53 @@ from .triton_life import life_kernel
 BLOCK_SLOTS, SCAN = 64, 128
 
 
-def apply(
-    space: SlotSpace,
-    events: Events,
-    digests: torch.Tensor,
-    imported: torch.Tensor | None = None,
-    gone: torch.Tensor | None = None,
-) -> None:
-    """Apply the calls of an allocator in their order.
+#: What differs between two launches of the same pool.
+CHANGING = ("rows_ptr", "rows", "steps", "entries_ptr", "n", "page", "gone_ptr", "holders_ptr", "told")
 
-    Args:
-        digests: int32 ``[tensors, planes, slots]``, contiguous: what was allocated or forgotten has none.
-        imported: bool ``[slots + 1]`` or None, cleared likewise.
-        gone: int64 ``[2, >= events.slots]`` or None.  Takes for each slot named the slot itself, if that release
-            made it free, or -1; and whose it was.
-    """
-    n, page, control = events.entries.shape[0], events.page_size, space.control
-    lanes = min(triton.next_power_of_2(page), BLOCK_SLOTS)
-    block = BLOCK_SLOTS // lanes
-    rows = events.rows.shape[0]
-    checks = space.checks if space.owner_known else space.checks & ~Check.OWNER
-    places = (gone[0], gone[1]) if gone is not None else (events.entries, events.entries)
-    with on_device(space.block):
-        life_kernel[(triton.cdiv(n, block), triton.cdiv(page, lanes))](
-            space.block,
-            space.block.view(torch.int64),
-            space.slots,
-            events.rows,
-            rows,
-            rows.bit_length(),
-            events.entries,
-            n,
-            page,
-            *places,
-            int(gone is not None),
-            digests,
-            digests.shape[0] * digests.shape[1],
-            imported.view(torch.uint8) if imported is not None else space.block,
-            control.words,
-            control.ring,
-            control.capacity,
-            space.space_id,
-            int(checks),
-            HAS_IMPORTED=imported is not None,
-            BLOCK=block,
-            LANES=lanes,
-            SCAN=SCAN,
-        )
+
+class Apply:
+    """Applies the calls of an allocator to one pool, in their order."""
+
+    def __init__(self, space: SlotSpace, digests: torch.Tensor):
+        """
+        Args:
+            digests: int32 ``[tensors, planes, slots]``, contiguous: what was allocated or forgotten has none.
+        """
+        self._space, self._digests = space, digests
+        self._launches = BoundLaunches(life_kernel, space.block.device, CHANGING, warps=4)
+
+    def __call__(self, events: Events, imported: torch.Tensor | None = None, gone: torch.Tensor | None = None) -> None:
+        """
+        Args:
+            imported: bool ``[slots + 1]`` or None, cleared as the digests are.
+            gone: int64 ``[2, >= events.slots]`` or None.  Takes for each slot named the slot itself, if that release
+                made it free, or -1; and whose it was.
+        """
+        n, page, rows = events.entries.shape[0], events.page_size, events.rows.shape[0]
+        lanes = min(triton.next_power_of_2(page), BLOCK_SLOTS)
+        block, scan = BLOCK_SLOTS // lanes, SCAN
+        places = (gone[0], gone[1]) if gone is not None else (events.entries, events.entries)
+        changing = (events.rows, rows, rows.bit_length(), events.entries, n, page, *places, int(gone is not None))
+        form = lanes, block, scan, imported.data_ptr() if imported is not None else None
+
+        def others() -> dict[str, object]:
+            space, control = self._space, self._space.control
+            return dict(
+                block_ptr=space.block,
+                wide_ptr=space.block.view(torch.int64),
+                slots=space.slots,
+                digests_ptr=self._digests,
+                planes=self._digests.shape[0] * self._digests.shape[1],
+                imported_ptr=imported.view(torch.uint8) if imported is not None else space.block,
+                words_ptr=control.words,
+                ring_ptr=control.ring,
+                capacity=control.capacity,
+                source=space.space_id,
+                checks=int(space.checks if space.owner_known else space.checks & ~Check.OWNER),
+                HAS_IMPORTED=imported is not None,
+                BLOCK=block,
+                LANES=lanes,
+                SCAN=scan,
+            )
+
+        self._launches(form, (triton.cdiv(n, block), triton.cdiv(page, lanes), 1), changing, others)

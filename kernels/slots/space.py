@@ -228,6 +228,8 @@ class RequestPlan:
         in_flight: some request's prefix has slots that another request writes in this forward.
         padding_row: a request with this row is padding, wherever it stands in the batch: its tokens go to reserved
             slots or to none.  None: there is no such row.
+        launches: the launches of a plan that comes again, in memory that is the same each time, by what they do; None:
+            it comes once.
     """
 
     counts: torch.Tensor
@@ -253,6 +255,11 @@ class RequestPlan:
     taken: torch.Tensor | None = None
     in_flight: bool = False
     padding_row: int | None = None
+    launches: dict[str, Any] | None = dataclasses.field(default=None, init=False, compare=False, repr=False)
+
+    def keep_launches(self) -> None:
+        """The plan comes again: its launches are kept.  A changed copy of it has launches of its own."""
+        object.__setattr__(self, "launches", {})
 
     def memory_for(self, name: str, entries: int) -> torch.Tensor:
         """The memory of ``ends`` or ``real_slots``; made here for a plan that came without.
@@ -269,7 +276,7 @@ class RequestPlan:
 
         Kernels follow addresses on any device.  A device can read pinned host memory.
         """
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
         moved: dict[str, Any] = {
             name: value.to(device)
             for name, value in given.items()

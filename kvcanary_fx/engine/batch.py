@@ -184,12 +184,31 @@ class Inputs:
 
     def plans(self, views: Mapping[str | None, StepView]) -> dict[str, RequestPlan]:
         """The plan of each pool by name; pools without a batch are left out."""
-        return {
-            pool.name: _there(pool, plan_of(pool, place, views[field], self.main if field is None else self.own[field]))
-            for field, group in self._groups.items()
-            if field in views
-            for place, pool in enumerate(group)
-        }
+        plans: dict[str, RequestPlan] = {}
+        for field, group in self._groups.items():
+            if field in views:
+                inputs = self.main if field is None else self.own[field]
+                plans |= {pool.name: _kept_plan(pool, place, views[field], inputs) for place, pool in enumerate(group)}
+        return plans
+
+
+def _kept_plan(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> RequestPlan:
+    """The plan of a forward for a pool; that of the last view of the same memory, if nothing else is in it."""
+    kept = view.kept_plans
+    if kept is None or pool.slot_map is not None or view.extend_lens is None:
+        return _there(pool, plan_of(pool, place, view, inputs))
+    if getattr(view, "history", None) is not None or getattr(view, "in_flight", False):
+        return _there(pool, plan_of(pool, place, view, inputs))
+    plan: RequestPlan | None = kept.get(pool.name)
+    if plan is None:
+        plan = plan_of(pool, place, view, inputs)
+        if plan.slots is not getattr(view, pool.slots_from) or plan.reads is not None or plan.taken is not None:
+            return _there(pool, plan)  # its layout made it of what the view holds
+        if plan.counts.device != pool.device:
+            return _there(pool, plan)
+        plan.keep_launches()
+        kept[pool.name] = plan
+    return plan
 
 
 def _there(pool: KVPool, plan: RequestPlan) -> RequestPlan:

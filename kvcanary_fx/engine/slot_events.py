@@ -37,6 +37,7 @@ class SlotEvents:
     def __init__(self, space: SlotSpace, content: PoolContent):
         self._space, self._content = space, content
         self._kernels = life_kernels_for(space.block.device)  # None: each call is done as it comes
+        self._apply: Any = None
         self._lock = threading.RLock()
         device = space.block.device
         self._staging = Staging(device)
@@ -121,7 +122,9 @@ class SlotEvents:
             self._reset()
             assert self._kernels is not None
             content = self._content
-            self._kernels.apply(self._space, events, content.digests, content.imported, gone)
+            if self._apply is None:
+                self._apply = self._kernels.Apply(self._space, content.digests)
+            self._apply(events, content.imported, gone)
             if gone is not None:
                 content.verify(gone[0, : events.slots], None, gone[1, : events.slots], Phase.LIFE)
 

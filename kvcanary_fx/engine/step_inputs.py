@@ -14,6 +14,7 @@ A field that the batch lacks this step is None in the view, never the previous s
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeGuard
@@ -25,6 +26,9 @@ from ..kernels.side_stream import capturing
 from .gathered import Gathered, numbers_of, plain_numbers
 from .step_slot import StepSlot, as_tensor, require_pad, shape_text
 from .step_view import Axis, StepView
+
+#: Sizes of a batch whose views are kept.
+SHOWN = 256
 
 #: Source of a slot: a tensor, or numbers on the host.
 Source: TypeAlias = "torch.Tensor | array[int]"
@@ -66,6 +70,7 @@ class StepInputs:
         self._capacity = {Axis.BATCH: 0, Axis.TOKENS: 0}
         self._frozen = False
         self._batch: Any = None
+        self._shown: dict[tuple[int, ...], _Shown] = {}
         # This step's slots: None, the slot's buffer, or with no_copy the batch's own tensor.
         self._filled: dict[str, torch.Tensor | None] = {}
         # This step's real sizes; the slot that set each is kept for error messages.
@@ -234,27 +239,23 @@ class StepInputs:
         if self._batch is None:
             raise StepInputError("there is no batch to view", "Call fill_from(batch) first, and let it succeed")
         self._send()
-        shown = {Axis.BATCH: padded_bs, Axis.TOKENS: padded_tokens}
-        sizes = {axis: self._padded(axis, size) for axis, size in shown.items()}
+        asked = {Axis.BATCH: padded_bs, Axis.TOKENS: padded_tokens}
+        sizes = {axis: self._padded(axis, size) for axis, size in asked.items()}
         if self._frozen or any(sizes[axis] > self._real(axis) for axis in Axis):
             if not self._filling:
                 self._captured = capturing()
             self._move_in(sizes)
             self._send()
-        values = {
-            name: None if tensor is None else _head(tensor, sizes[self._slots[name].axis])
-            for name, tensor in self._filled.items()
-            if self._slots[name].exposed
-        }
-        lengths = None if self._lengths_name is None else self._filled.get(self._lengths_name)
-        return StepView(
-            self._batch,
-            values,
-            {name: self._slots[name].axis for name in values},
-            (self.num_requests, self.num_tokens),
-            (sizes[Axis.BATCH], sizes[Axis.TOKENS]),
-            None if lengths is None else _head(lengths, self.num_requests),
-        )
+        real, padded = (self.num_requests, self.num_tokens), (sizes[Axis.BATCH], sizes[Axis.TOKENS])
+        form = real[0], *padded, *map(id, self._filled.values())
+        shown = self._shown.get(form)
+        if shown is None:
+            shown = _Shown.of(self._slots, self._filled, sizes, self._lengths_name, real[0])
+            if shown.kept_plans is not None:
+                if len(self._shown) >= SHOWN:
+                    self._shown.clear()
+                self._shown[form] = shown
+        return StepView(self._batch, shown.values, shown.axes, real, padded, shown.lengths, shown.kept_plans)
 
     def _forget(self) -> None:
         self._batch = None
@@ -437,6 +438,45 @@ class StepInputs:
         unknown = captured or self._unknown or real is not None
         self._unknown = self._unknown or captured
         self._written = (None, None, None) if unknown else (*counted, self.step)
+
+
+@dataclasses.dataclass
+class _Shown:
+    """What views of the same sizes and memory have in common.
+
+    Attributes:
+        memory: it is kept, so that its ids are its own.
+    """
+
+    values: dict[str, torch.Tensor | None]
+    axes: dict[str, Axis]
+    lengths: torch.Tensor | None
+    kept_plans: dict[str, Any] | None
+    memory: tuple[torch.Tensor | None, ...]
+
+    @classmethod
+    def of(
+        cls,
+        slots: Mapping[str, StepSlot],
+        filled: Mapping[str, torch.Tensor | None],
+        sizes: Mapping[Axis, int],
+        lengths_name: str | None,
+        requests: int,
+    ) -> _Shown:
+        """Of this step's slots."""
+        values = {
+            name: None if tensor is None else _head(tensor, sizes[slots[name].axis])
+            for name, tensor in filled.items()
+            if slots[name].exposed
+        }
+        lengths = None if lengths_name is None else filled.get(lengths_name)
+        return cls(
+            values=values,
+            axes={name: slots[name].axis for name in values},
+            lengths=None if lengths is None else _head(lengths, requests),
+            kept_plans={} if all(t is None or t is slots[name].buffer for name, t in filled.items()) else None,
+            memory=tuple(filled.values()),
+        )
 
 
 def _trailing(source: Source) -> tuple[int, ...]:

@@ -38,9 +38,14 @@ class StepView:
     Attributes:
         num_requests, num_tokens: real sizes.
         padded_bs, padded_tokens: sizes of the tensors.
+        kept_plans: what was made of the slots alone, by the pool's name: it holds for each view of the same memory;
+            None where the memory is the batch's.
     """
 
-    __slots__ = ("_axes", "_batch", "_lengths", "_values", "num_requests", "num_tokens", "padded_bs", "padded_tokens")
+    __slots__ = (
+        "_axes", "_batch", "_lengths", "_values", "kept_plans", "num_requests", "num_tokens", "padded_bs",
+        "padded_tokens",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -50,11 +55,13 @@ class StepView:
         real: tuple[int, int],
         padded: tuple[int, int],
         lengths: torch.Tensor | None,
+        kept_plans: dict[str, Any] | None = None,
     ) -> None:
         self._batch = batch
         self._values = values
         self._axes = axes
         self._lengths = lengths  # [num_requests] tokens of each request, or None: one each
+        self.kept_plans = kept_plans
         self.num_requests, self.num_tokens = real
         self.padded_bs, self.padded_tokens = padded
 

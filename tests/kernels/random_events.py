@@ -86,7 +86,8 @@ def run_events(seed: int, device: str = "cpu", rounds: int = 4) -> int:
         events = as_events(calls, size, device)
         places = torch.full((2, events.slots + 2), -7, device=device)
         with_imported = rng.random() < 0.5
-        gpu_life.apply(other, events, there[0], there[1] if with_imported else None, places)
+        apply = gpu_life.Apply(other, there[0])
+        apply(events, there[1] if with_imported else None, places)
         gone = play_one_by_one(space, calls, size, digests, imported)
         expected, got = state(space), state(other)
         for key, value in expected.items():

@@ -218,7 +218,8 @@ def play(
         writes = plan if rng.random() < 0.5 else random_plan(rng, space, unique=False, form=drawn)
         received = (writes.slots + (rng.random() < 0.2))[: rng.choice([None, -1])]
         reads = random_pages(rng, plan)
-        done = [_forward(impl, own, (plan, writes), received, reads, number) for impl, own in impls]
+        times = rng.choice([1, 1, 1, 2])
+        done = [_forward(impl, own, (plan, writes), received, reads, number, times) for impl, own in impls]
         for before, after, (impl, own) in zip(lived[1:], done[1:], impls[1:], strict=True):
             fetch(before, after)
             compare(lived[0], before, number)
@@ -237,20 +238,26 @@ def _forward(
     received: torch.Tensor,
     reads: tuple[torch.Tensor, torch.Tensor, int],
     number: int,
+    times: int,
 ) -> Snapshot:
-    """One forward that is to write as the second plan says, and reads and writes as the first does."""
+    """Forwards that are to write as the second plan says, and read and write as the first does; if it is more than one,
+    the launches of the first are kept for the others."""
     device = own.block.device
     here = moved(plans[0], device)
     there = here if plans[1] is plans[0] else moved(plans[1], device)
-    for each, plan in zip((here, there)[: 1 + (there is not here)], plans):  # noqa: B905
-        impl.walk(own, each)
-        if each.ends is not None:  # a captured launch sees what an earlier step left of larger batches
-            each.ends[int(plan.counts[0]) :] = poison(number)
-    impl.check_writes(own, there)
-    impl.check_received(own, there, received.to(device), 9)
-    if not here.ring:
-        impl.check_reads(own, here, *(t.to(device) for t in reads[:2]), reads[2])
-    impl.store(own, here)
+    if times > 1:
+        here.keep_launches()
+        there.keep_launches()
+    for _ in range(times):
+        for each, plan in zip((here, there)[: 1 + (there is not here)], plans):  # noqa: B905
+            impl.walk(own, each)
+            if each.ends is not None:  # a captured launch sees what an earlier step left of larger batches
+                each.ends[int(plan.counts[0]) :] = poison(number)
+        impl.check_writes(own, there)
+        impl.check_received(own, there, received.to(device), 9)
+        if not here.ring:
+            impl.check_reads(own, here, *(t.to(device) for t in reads[:2]), reads[2])
+        impl.store(own, here)
     own.control.words[Word.STEP] += 1
     own.control.words[Word.FORWARD] = number % 3 - 1
     own.control.words[Word.EVERY] = 1 << number % 3
@@ -276,7 +283,7 @@ def _random_life(rng: random.Random, space: SlotSpace, impls: list[tuple[Any, Sl
 
 def moved(plan: RequestPlan, device: torch.device) -> RequestPlan:
     """The plan on a device."""
-    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.init}
     return RequestPlan(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in fields.items()})
 
 

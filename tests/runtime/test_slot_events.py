@@ -18,13 +18,13 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpre
 def launches(monkeypatch):
     """Sessions keep what the allocator says, as on a GPU; how many calls each launch took."""
     taken = []
-    apply = gpu_life.apply
+    apply = gpu_life.Apply.__call__
 
-    def counted(space, events, *args):
+    def counted(self, events, *args):
         taken.append(events.rows.shape[0])
-        apply(space, events, *args)
+        apply(self, events, *args)
 
-    monkeypatch.setattr(gpu_life, "apply", counted)
+    monkeypatch.setattr(gpu_life.Apply, "__call__", counted)
     use_gpu_kernels(monkeypatch.setattr)
     return taken
 
@@ -52,6 +52,21 @@ def faulty_life(toy: Toy) -> list[tuple]:
     pool.release([3], owner="A")
     pool.release([3], owner="A")
     return sorted((v.why, v.slot, v.request, v.position, v.token, v.phase, v.step) for v in toy.found())
+
+
+@interpreted
+def test_steps_of_one_shape_share_the_launches_and_not_the_reports(launches):
+    toy = prefilled(history=False)
+    toy.run({"A": [6]})
+    (plan,) = toy.session.inputs.view().kept_plans.values()
+    kept = dict(plan.launches)
+    assert sorted(kept) == ["check_writes", "store", "walk"]
+    toy.run({"A": [7]})
+    assert not toy.found()
+    toy.table[toy.requests["A"].row, 1] = 9  # a free slot
+    toy.run({"A": [8]})
+    assert plan.launches == kept
+    assert {(v.why, v.slot) for v in toy.found()} == {("READ_AFTER_FREE", 9)}
 
 
 @interpreted

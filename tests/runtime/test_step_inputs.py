@@ -103,6 +103,24 @@ def test_addresses_stay_from_step_to_step():
     assert first.rows.tolist() == [500, 501]
 
 
+def test_what_was_made_of_a_view_is_kept_for_views_of_the_same_memory_only():
+    inputs = make(max_requests=4, max_tokens=4)
+
+    def kept(*lens, **sizes):
+        inputs.fill_from(make_batch(*lens))
+        return inputs.view(**sizes).kept_plans
+
+    first = kept(2, 1)
+    assert kept(1, 2) is first
+    others = [kept(3), kept(1, 1), kept(2, 1, padded_bs=4), kept(2, 3, 1)]  # the last one moves the tokens
+    assert len({id(each) for each in (first, *others)}) == 5
+    assert kept(2, 1) is not first
+    assert inputs.view().rows.tolist() == [100, 101]
+    handed = make(no_copy=True)
+    handed.fill_from(make_batch(2, 1))
+    assert handed.view().kept_plans is None
+
+
 def test_the_batch_keeps_its_tensors():
     inputs, batch = make(), make_batch(2, 1)
     inputs.fill_from(batch)
