@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -126,6 +126,8 @@ class Site:
     space: SlotSpace | None = None  # of an engine's pool: which slots are about to be read
     watched: bool = False  # no graph writes the half: what it holds when first seen is what it should hold
     parts: tuple[Part, ...] = ()  # halves that other graphs record, in what a graph reads
+    #: those of :mod:`.content.gpu_write`, by how a call's tensors lie in memory
+    launches: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)

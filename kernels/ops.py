@@ -14,6 +14,9 @@ All other memory is found through the ForwardContext.
     Inductor may compute it twice, in the write's kernel and for ``record``, and the last bits may differ.
 ``kvcanary::record(kv, value, index, extent, positions, state, site, write)``
     after a write: fingerprints the slots written and compares them with ``value``, the operand.
+``kvcanary::verify_halves(kv, value, index, extent, state, site, write)`` and
+``kvcanary::record_halves(kv, value, index, extent, positions, state, site, write)``
+    the same for K and V of a layer, where both are written at the same indices; ``write`` is never negative.
 ``kvcanary::observe(kv, state, site)`` and ``kvcanary::record_changed(kv, state, site)``
     around a write that cannot be read in the graph: fingerprint what changed in between.  In an engine's pool, slots
     that this forward does not write must not change.
@@ -32,7 +35,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -49,6 +52,7 @@ from .slots import checks as request_checks
 from .slots.checks import planned_slots, taken_of
 from .slots.identity import name_slots
 from .slots.positions import last_of_rows, per_row
+from .slots.space import RequestPlan
 from .turns import taking_turns
 from .writes.plan import Resolved, WritePlan
 
@@ -62,6 +66,14 @@ SCHEMAS = {
     "record": (
         "(Tensor kv, Tensor? value, Tensor[] index, SymInt[] extent, Tensor? positions, Tensor(a!) state, "
         "int site, int write) -> ()"
+    ),
+    "verify_halves": (
+        "(Tensor[] kv, Tensor?[] value, Tensor[] index, SymInt[] extent, Tensor(a!) state, int[] site, "
+        "int[] write) -> ()"
+    ),
+    "record_halves": (
+        "(Tensor[] kv, Tensor?[] value, Tensor[] index, SymInt[] extent, Tensor? positions, Tensor(a!) state, "
+        "int[] site, int[] write) -> ()"
     ),
     "observe": "(Tensor kv, Tensor(a!) state, int site) -> ()",
     "record_changed": "(Tensor kv, Tensor(a!) state, int site) -> ()",
@@ -115,17 +127,42 @@ def _verify(
     site: int,
     write: int,
 ) -> None:
-    context = get_forward_context()
-    here, kernels = context.sites[site], kernels_for(kv.device)
-    first = coming = None
-    own_rows = False
     if write >= 0:
-        plan = context.plans[write]
-        coming, own_rows = plan.write_id, plan.own_rows
-        resolved = kernels.resolve(plan, here.layout, index, extent, kv.device)
-        _check_bounds(context, here, plan, resolved, kernels, Phase.PRE)
-        first = None if plan.covers_all else kernels.first_positions(here.layout, resolved.slots)
-    kernels.verify(here, kv, first, 1, coming=coming, in_flight=_in_flight(context, here), own_rows=own_rows)
+        _verify_before_write([kv], index, extent, [site], [write])
+        return
+    context = get_forward_context()
+    here = context.sites[site]
+    kernels_for(kv.device).verify(here, kv, None, 1, in_flight=_in_flight(context, here))
+
+
+def _verify_halves(
+    kv: list[torch.Tensor],
+    values: list[torch.Tensor | None],
+    index: list[torch.Tensor],
+    extent: list[int],
+    state: torch.Tensor,
+    sites: list[int],
+    writes: list[int],
+) -> None:
+    _verify_before_write(kv, index, extent, sites, writes)
+
+
+def _verify_before_write(
+    kv: list[torch.Tensor], index: list[torch.Tensor], extent: list[int], sites: list[int], writes: list[int]
+) -> None:
+    """Check the halves of a layer before a write that goes to the same slots of each."""
+    context, kernels = get_forward_context(), kernels_for(kv[0].device)
+    halves, plans = [context.sites[site] for site in sites], [context.plans[write] for write in writes]
+    layout, plan, ops = halves[0].layout, plans[0], 1
+    if context.abort is None and kernels.verify_write(halves, kv, plans, index, extent):
+        return
+    resolved = kernels.resolve(plan, layout, index, extent, kv[0].device)
+    first = None if plan.covers_all else kernels.first_positions(layout, resolved.slots)
+    for here, view, its in zip(halves, kv, plans, strict=True):
+        _check_bounds(context, here, its, resolved, kernels, Phase.PRE)
+        in_flight, own_rows = _in_flight(context, here), its.own_rows
+        kernels.verify(here, view, first, ops, coming=its.write_id, in_flight=in_flight, own_rows=own_rows)
+        ops = 0
 
 
 def _in_flight(context: ForwardContext, site: Site) -> bool:
@@ -154,9 +191,56 @@ def _record(
     site: int,
     write: int,
 ) -> None:
-    context = get_forward_context()
-    here, plan, kernels = context.sites[site], context.plans[write], kernels_for(kv.device)
-    resolved = kernels.resolve(plan, here.layout, index, extent, kv.device)
+    _record_written([kv], [value], index, extent, positions, [site], [write])
+
+
+def _record_halves(
+    kv: list[torch.Tensor],
+    values: list[torch.Tensor | None],
+    index: list[torch.Tensor],
+    extent: list[int],
+    positions: torch.Tensor | None,
+    state: torch.Tensor,
+    sites: list[int],
+    writes: list[int],
+) -> None:
+    _record_written(kv, values, index, extent, positions, sites, writes)
+
+
+def _record_written(
+    kv: list[torch.Tensor],
+    values: Sequence[torch.Tensor | None],
+    index: list[torch.Tensor],
+    extent: list[int],
+    positions: torch.Tensor | None,
+    sites: list[int],
+    writes: list[int],
+) -> None:
+    """Fingerprint what a write left in the same slots of the halves of a layer."""
+    context, kernels, device = get_forward_context(), kernels_for(kv[0].device), kv[0].device
+    halves, plans = [context.sites[site] for site in sites], [context.plans[write] for write in writes]
+    layout, plan, ops, positions = halves[0].layout, plans[0], 1, _on(device, positions)
+    if plan.ahead and kernels.record_write(halves, kv, values, plans, index, extent, positions):
+        return
+    resolved = kernels.resolve(plan, layout, index, extent, device)
+    last = last_of_rows(positions, layout.rows, resolved.slots.shape[0]) if layout.has_rows else None
+    moved = None
+    if plan.covers_all:
+        moved = extent[-1] if extent else 0
+    for here, view, value in zip(halves, kv, values, strict=True):
+        requests = _receive(context, here, view, plan, resolved, kernels)
+        rows = plan.rows(here.layout, value, resolved) if value is not None and here.checks & Check.OPERAND else None
+        # the slots have the stamps of the last half's write
+        kernels.record(
+            here, view, resolved.slots, rows, plans[-1].write_id, last, moved, ops=ops, planned=requests is not None
+        )
+        ops = 0
+
+
+def _receive(
+    context: ForwardContext, here: Site, kv: torch.Tensor, plan: WritePlan, resolved: Resolved, kernels: ModuleType
+) -> RequestPlan | None:
+    """Check the slots that a write received; what an engine planned to write."""
     if not plan.ahead:
         _check_bounds(context, here, plan, resolved, kernels, Phase.POST)
         if here.layout.has_rows and not plan.covers_all:  # verify did not know where the row goes on
@@ -165,17 +249,7 @@ def _record(
     if here.space is not None and requests is not None:
         received = taken_of(requests, resolved.slots)
         request_kernels_for(kv.device).check_received(here.space, requests, received, here.half_id)
-    rows = None
-    if value is not None and here.checks & Check.OPERAND:
-        rows = plan.rows(here.layout, value, resolved)
-    moved = None
-    if plan.covers_all:
-        moved = extent[-1] if extent else 0
-    last = None
-    if here.layout.has_rows:
-        last = last_of_rows(_on(kv.device, positions), here.layout.rows, resolved.slots.shape[0])
-    planned = requests is not None
-    kernels.record(here, kv, resolved.slots, rows, plan.write_id, last, moved, ops=1, planned=planned)
+    return requests
 
 
 def _observe(kv: torch.Tensor, state: torch.Tensor, site: int) -> None:
@@ -237,9 +311,11 @@ def _identify(
     context, device = get_forward_context(), state.device
     here, plan = context.sites[site], context.plans[write]
     kernels = kernels_for(device)
-    slots = kernels.resolve(plan, here.layout, index, extent, device).slots
-    tokens, positions = tokens.to(device), _on(device, positions)
     identity = context.identities.get(site)
+    tokens, positions = tokens.to(device), _on(device, positions)
+    if identity is not None and kernels.identify_write(here, identity, plan, index, extent, tokens, positions):
+        return
+    slots = kernels.resolve(plan, here.layout, index, extent, device).slots
     if identity is not None and tokens.numel() == slots.numel():
         if here.layout.has_rows and tokens.dim() == 2:
             given = per_row(positions, *tokens.shape)
@@ -286,6 +362,8 @@ _BODIES: dict[str, Callable[..., None]] = {
     "join": _join,
     "verify": _verify,
     "record": _record,
+    "verify_halves": _verify_halves,
+    "record_halves": _record_halves,
     "observe": _observe,
     "record_changed": _record_changed,
     "watch": _watch,

@@ -25,7 +25,7 @@ from .names import function_name
 from .states import ancestors
 
 #: Ops that slots are computed with: deterministic, and without writes.
-_PURE = {
+PURE = {
     "arange", "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "view", "reshape", "flatten",
     "unflatten", "transpose", "permute", "movedim", "t", "T", "mT", "contiguous", "clone", "to", "long",
     "int", "type_as", "getitem", "getattr", "size", "select", "narrow", "split", "chunk", "unbind", "cat",
@@ -66,7 +66,7 @@ class EarlyValues:
         return sorted(late, key=self._order.__getitem__)
 
     def _is_pure(self, node: fx.Node) -> bool:
-        if node.op not in ("call_function", "call_method") or function_name(node).strip("_") not in _PURE:
+        if node.op not in ("call_function", "call_method") or function_name(node).strip("_") not in PURE:
             return False
         sources = [n for n in ancestors(node) if n is node or n.op in ("placeholder", "get_attr")]
         return not any(self._may_change(n) for n in (*sources, *node.all_input_nodes))

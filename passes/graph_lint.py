@@ -26,7 +26,7 @@ def check_canary_rules(gm: fx.GraphModule, plan: GraphPlan, after: str) -> None:
         BrokenGraphError: naming the pass and the rule.
     """
     begun: set[fx.Node] = set()
-    recorded: set[object] = set()
+    recorded: set[tuple[str, object]] = set()
     for node in gm.graph.nodes:
         if not is_canary(node):
             continue
@@ -39,16 +39,22 @@ def check_canary_rules(gm: fx.GraphModule, plan: GraphPlan, after: str) -> None:
         if (op == "begin") == (state in begun):
             raise BrokenGraphError(plan.name, after, f"{node.name} is out of order with its graph's begin")
         begun.add(state)
-        if op == "record":
-            recorded |= {("site", _argument(node, "site")), ("write", _argument(node, "write"))}
-        if op == "verify" and _checked(node) in recorded:
+        if op in ("record", "record_halves"):
+            recorded |= {(name, number) for name in ("site", "write") for number in _numbers(node, name)}
+        if op in ("verify", "verify_halves") and not _checked(node).isdisjoint(recorded):
             raise BrokenGraphError(plan.name, after, f"{node.name} checks a half after it was recorded")
 
 
-def _checked(node: fx.Node) -> object:
-    """The writes that a verify must precede: one of several to its half, or all of them."""
-    write = _argument(node, "write")
-    return ("site", _argument(node, "site")) if write == -1 else ("write", write)
+def _checked(node: fx.Node) -> set[tuple[str, object]]:
+    """The writes that a verify must precede: one of several to each of its halves, or all of them."""
+    pairs = zip(_numbers(node, "site"), _numbers(node, "write"), strict=True)
+    return {("site", site) if write == -1 else ("write", write) for site, write in pairs}
+
+
+def _numbers(node: fx.Node, name: str) -> list[object]:
+    """Of one half, or of several."""
+    number = _argument(node, name)
+    return list(number) if isinstance(number, (list, tuple)) else [number]
 
 
 def _argument(node: fx.Node, name: str) -> object:

@@ -37,6 +37,7 @@ from .early_values import EarlyValues
 from .graph_plan import GraphPlan, SitePlan, ViewOf
 from .guarded_halves import halves_to_guard
 from .halves import DeclaredAxes, Half, ReadableWrite, Sum
+from .join_halves import join_halves
 from .names import function_name
 from .only_read import Recorded
 from .state_inputs import is_canary, state_input
@@ -94,6 +95,7 @@ class _Inserter:
             self._state_for(half)
         for half in halves:
             self._guard(half)
+        join_halves(self.graph, self.plan, halves)
         self.plan.ops = sum(is_canary(n) for n in self.graph.nodes)
         self.plan.chain_off = self._why_no_chain()
 

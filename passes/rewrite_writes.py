@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..kernels import ops as ops  # registers them
 from .graph_plan import GraphPlan
-from .state_inputs import is_canary
+
+RECORD, RECORD_HALVES = torch.ops.kvcanary.record.default, torch.ops.kvcanary.record_halves.default
 
 
 def rewrite_writes(
@@ -40,13 +42,14 @@ def rewrite_writes(
             that looks at it in between.
     """
     replaced: dict[fx.Node, None] = {}
-    for record in [n for n in gm.graph.nodes if is_canary(n) and n.target is torch.ops.kvcanary.record.default]:
-        view, value, index, extent, _, _, site, write = record.args
+    for record, view, value, site, write in _recorded(gm.graph):
         node = plan.written_by.get(write)
         skipped = parts_only and not plan.sites[site].part
         if node is None or value is None or skipped or _is_custom(node):
             continue
-        with gm.graph.inserting_before(record):  # where the sizes it takes are known
+        index, extent = record.args[2:4]
+        # where the sizes it takes are known; with two halves other nodes may read the first one before its record
+        with gm.graph.inserting_before(record if record.target is RECORD else node.next):
             arguments = (view, value, index, extent, site, write)
             gm.graph.call_function(torch.ops.kvcanary.index_put_.default, arguments)
         replaced[node] = None
@@ -58,6 +61,18 @@ def rewrite_writes(
     gm.graph.lint()
     gm.recompile()
     return gm
+
+
+def _recorded(graph: fx.Graph) -> list[tuple[fx.Node, Any, Any, int, int]]:
+    """Each record with a half, its operand, and the numbers of its site and write."""
+    found: list[tuple[fx.Node, Any, Any, int, int]] = []
+    for node in graph.nodes:
+        if node.target is RECORD:
+            found.append((node, *node.args[:2], *node.args[-2:]))
+        elif node.target is RECORD_HALVES:
+            halves = zip(*node.args[:2], *node.args[-2:], strict=True)
+            found += [(node, *half) for half in halves]
+    return found
 
 
 def _is_custom(node: fx.Node) -> bool:

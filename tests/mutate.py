@@ -46,6 +46,8 @@ TARGETS = {
     "kernels/content/triton_half.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted"],
     "kernels/writes/triton_resolve.py": ["tests/kernels/test_plan.py", "tests/kernels/test_bit_equality.py"]
     + ["-k", "test_plan or interpreted"],
+    "kernels/content/triton_write.py": ["tests/kernels/test_write.py"],
+    "kernels/content/gpu_write.py": ["tests/kernels/test_write.py"],
     "kernels/content/triton_layer.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted"],
     "kernels/content/triton_listed.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted or halves"],
     "kernels/content/gpu_layer.py": ["tests/kernels/test_layer_record.py", "tests/kernels/test_bit_equality.py"]

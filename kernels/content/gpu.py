@@ -22,6 +22,9 @@ from ..writes.layout import poison_mask
 from . import triton_half as tk
 from .gpu_layer import record_halves as record_halves
 from .gpu_layer import verify_halves as verify_halves
+from .gpu_write import identify_write as identify_write
+from .gpu_write import record_write as record_write
+from .gpu_write import verify_write as verify_write
 from .launch_args import BLOCK_SLOTS, digest_args, row_args, site_args
 
 

@@ -49,19 +49,23 @@ MANY = Tile(8, 64, 1)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class Part:
     """One half in a launch."""
 
     site: Site
     geometry: Geometry
     operand: Geometry | None = None
 
-    def alike(self, other: _Part) -> bool:
+    def alike(self, other: Part) -> bool:
         """Whether one launch takes both."""
         a, b = self.site, other.site
         if a.layout != b.layout or a.checks != b.checks:
             return False
         if a.space is not b.space or a.control is not b.control or a.gate is not b.gate:
+            return False
+        if a.verify_every != b.verify_every or a.lenient != b.lenient:
+            return False
+        if (a.half.baseline is None) != (b.half.baseline is None):
             return False
         if (self.operand is None) != (other.operand is None):
             return False
@@ -70,7 +74,7 @@ class _Part:
         return self.geometry.alike(other.geometry)
 
 
-def _launches(parts: Sequence[_Part]) -> Iterator[tuple[_Part, _Part]]:
+def in_launches(parts: Sequence[Part]) -> Iterator[tuple[Part, Part]]:
     """Parts in pairs, where they are alike; a single one is paired with itself."""
     waiting = list(parts)
     while waiting:
@@ -87,9 +91,9 @@ def verify_halves(sites: Sequence[Site], views: Sequence[torch.Tensor], ops: int
 def bind_verify(sites: Sequence[Site], views: Sequence[torch.Tensor], ops: int) -> list[_Bound]:
     """The launches of :func:`verify_halves`; the changing argument is whether the forward reads what it has yet to
     write."""
-    parts = [_Part(site, geometry_of(view, site.layout.slot_axes)) for site, view in zip(sites, views, strict=True)]
+    parts = [Part(site, geometry_of(view, site.layout.slot_axes)) for site, view in zip(sites, views, strict=True)]
     made = []
-    for a, b in _launches(parts):
+    for a, b in in_launches(parts):
         space = a.site.space
         assert space is not None  # an engine's pool: others are scanned
         made.append(_verify(a, b, space, ops))
@@ -101,7 +105,7 @@ def bind_verify(sites: Sequence[Site], views: Sequence[torch.Tensor], ops: int) 
 _Bound = tuple[BoundLaunch, tuple[int, int, int]]
 
 
-def _verify(a: _Part, b: _Part, space: SlotSpace, ops: int) -> _Bound:
+def _verify(a: Part, b: Part, space: SlotSpace, ops: int) -> _Bound:
     due = most_listed(a.site, space)
     device = a.geometry.base.device
     arguments = dict(
@@ -154,7 +158,7 @@ def record_halves(
     """Fingerprint the slots just written.  See :func:`.cpu.record_halves`."""
     n, slots = slots.shape[0], slots.contiguous()
     parts = _record_parts(sites, views, values, n)
-    for a, b in _launches(parts):
+    for a, b in in_launches(parts):
         launch = _record(a, b, n, write_id, ops, planned)
         launch.first(_record_grid(n, slots.device, 1 if a is b else 2), (*_operands(a, b), slots, n), None)
         ops = 0
@@ -162,16 +166,16 @@ def record_halves(
 
 def _record_parts(
     sites: Sequence[Site], views: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None], n: int
-) -> list[_Part]:
+) -> list[Part]:
     parts = []
     for site, view, value in zip(sites, views, values, strict=True):
         compared = value is not None and n > 0 and bool(site.checks & Check.OPERAND)
         operand = geometry_of(value, (0,)) if compared and value is not None else None
-        parts.append(_Part(site, geometry_of(view, site.layout.slot_axes), operand))
+        parts.append(Part(site, geometry_of(view, site.layout.slot_axes), operand))
     return parts
 
 
-def _operands(a: _Part, b: _Part) -> tuple[torch.Tensor, torch.Tensor]:
+def _operands(a: Part, b: Part) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the operands of two halves start; the halves themselves, if there are none."""
     return (a.operand or a.geometry).base, (b.operand or b.geometry).base
 
@@ -180,7 +184,7 @@ def _record_grid(n: int, device: torch.device, halves: int) -> tuple[int, int, i
     return strided_grid(n, (FEW if n <= FEW_SLOTS else MANY).slots, device), halves, 1
 
 
-def _record(a: _Part, b: _Part, n: int, write_id: int, ops: int, planned: bool) -> BoundLaunch:
+def _record(a: Part, b: Part, n: int, write_id: int, ops: int, planned: bool) -> BoundLaunch:
     """The launch for about ``n`` slots; the changing arguments are the operands, the slots, and how many."""
     site, space, operand = a.site, a.site.space, a.operand or a.geometry
     mask, bits = poison_mask(site.layout.dtype) if site.checks & Check.POISON else (0, 1)
@@ -296,7 +300,7 @@ class LayerRecord(layer.LayerRecord):
         parts = _record_parts([h.site for h in written], [h.view for h in written], values, n)
         place_of = {id(part): half.place for part, half in zip(parts, written, strict=True)}
         launches, ops, repeats = [], self.ops, all(r.in_place for r in rows)
-        for a, b in _launches(parts):
+        for a, b in in_launches(parts):
             launch, halves = _record(a, b, n, layer.WRITE, ops, False), 1 if a is b else 2
             bases = _operands(a, b)
             launch.first(_record_grid(n, self._device, halves), (*bases, slots, n), stream)

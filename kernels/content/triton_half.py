@@ -154,6 +154,22 @@ def report_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def put_into_box(box_ptr, words_ptr, outside, slot, raw, step, half, check, phase):
+    """Leave the first index outside in host memory, which a device that is lost does not take along."""
+    zero = tl.zeros_like(slot)
+    before = tl.atomic_add(words_ptr + WORD_BOXED + zero, zero + 1, mask=outside)
+    mine = outside & (before == 0)
+    tl.store(box_ptr + RING_STEP + zero, zero + step, mask=mine)
+    tl.store(box_ptr + RING_HALF + zero, zero + half, mask=mine)
+    tl.store(box_ptr + RING_CHECK + zero, zero + check, mask=mine)
+    tl.store(box_ptr + RING_PHASE + zero, zero + phase, mask=mine)
+    tl.store(box_ptr + RING_SLOT + zero, slot, mask=mine)
+    tl.store(box_ptr + RING_STORED + zero, raw, mask=mine)
+    tl.store(box_ptr + RING_FOUND + zero, slot, mask=mine)
+    tl.store(box_ptr + RING_COLUMNS + zero, zero + 1, mask=mine)
+
+
 @triton.jit(do_not_specialize=PER_SITE)
 def plan_kernel(
     slot_ptr, raw_ptr, n,  # int64 [n] each
@@ -194,33 +210,14 @@ def plan_kernel(
             tl.full(slot.shape, 1, tl.int64), HAS_ROWS,
         )  # fmt: skip
         if HAS_BOX:
-            zero = tl.zeros_like(slot)
-            before = tl.atomic_add(words_ptr + WORD_BOXED + zero, zero + 1, mask=outside)
-            mine = outside & (before == 0)
-            tl.store(box_ptr + RING_STEP + zero, zero + step, mask=mine)
-            tl.store(box_ptr + RING_HALF + zero, zero + half, mask=mine)
-            tl.store(box_ptr + RING_CHECK + zero, zero + CHECK, mask=mine)
-            tl.store(box_ptr + RING_PHASE + zero, zero + phase, mask=mine)
-            tl.store(box_ptr + RING_SLOT + zero, slot, mask=mine)
-            tl.store(box_ptr + RING_STORED + zero, raw, mask=mine)
-            tl.store(box_ptr + RING_FOUND + zero, slot, mask=mine)
-            tl.store(box_ptr + RING_COLUMNS + zero, zero + 1, mask=mine)
+            put_into_box(box_ptr, words_ptr, outside, slot, raw, step, half, CHECK, phase)
 
 
-@triton.jit(do_not_specialize=PER_SITE)
-def scan_kernel(
-    base,  # the view's first unit
-    gate_ptr,  # int64 [len(Gate)]
-    counters_ptr,  # int64 [len(Count)]
-    first_ptr,  # int32 [rows]
-    baseline_ptr,  # int32 [slots_total]
-    stamp_ptr,  # int64 [2, at least slots_total]
-    planned_ptr,  # bool [slots_total + 1]
-    coef_ptr,  # int32 [2, words_in_row]
-    digest_ptr,  # int32 [PLANES, slots_total]
-    words_ptr, ring_ptr, capacity, rows_ptr,  # int32 [rows, _ROW_COLUMNS]
-    slots_total, seed1, seed2, words_in_row, half, positions, every, write_id, ops, slot_stride0, slot_stride1,
-    units, n1, n2, n3, d0, d1, d2, d3,
+@triton.jit
+def scan_slots(
+    slot, first, stamped, base, gate_ptr, counters_ptr, baseline_ptr, planned_ptr, coef_ptr, digest_ptr, words_ptr,
+    ring_ptr, capacity, rows_ptr, slots_total, seed1, seed2, words_in_row, half, positions, every, ops, slot_stride0,
+    slot_stride1, units, n1, n2, n3, d0, d1, d2, d3,
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr, OWN_ROWS: tl.constexpr,
     COMING: tl.constexpr, BY_BUDGET: tl.constexpr, KEEPS: tl.constexpr, ADOPTS: tl.constexpr, PLANNED: tl.constexpr,
     INDEX: tl.constexpr,
@@ -228,7 +225,10 @@ def scan_kernel(
     UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr, POISON_MASK: tl.constexpr,
     POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """The slots [BLOCK] of one program.
+
+    ``first`` is where the write to come begins in the row of each slot, and ``stamped`` whether it reaches the slot.
+    """
     inside = slot < slots_total
     stored1 = tl.load(digest_ptr + slot, mask=inside, other=0)
     stored2 = tl.zeros_like(stored1)
@@ -242,7 +242,6 @@ def scan_kernel(
     below = shifted
     checked = inside
     if HAS_FIRST:
-        first = tl.load(first_ptr + row, mask=inside, other=NOT_WRITTEN)
         after = tl.load(rows_ptr + row * ROW_COLUMNS + ROW_NEXT, mask=inside, other=0)
         coming = inside & (first != NOT_WRITTEN)
         shifted = coming & (first != after)
@@ -253,8 +252,7 @@ def scan_kernel(
     share = tl.load(words_ptr + WORD_EVERY) if BY_BUDGET else every
     turn = (slot + tl.load(gate_ptr + GATE_STEP)) % share == 0
     if COMING:  # slots that the coming write replaces are always due
-        epoch = tl.load(words_ptr + WORD_STEP) * 65536 + write_id
-        turn = turn | (tl.load(stamp_ptr + slot, mask=recorded, other=-1) == epoch)
+        turn = turn | stamped
     due = checked & recorded & (now | turn | (lenient & shifted))
     if (MODE != _VERIFY) or (not CONTENT):
         due = due & (slot < 0)
@@ -329,3 +327,41 @@ def scan_kernel(
             tl.store(baseline_ptr + slot, before, mask=inside)
         if MODE == _ADOPT:
             tl.store(baseline_ptr + slot, before, mask=adopted)
+
+
+@triton.jit(do_not_specialize=PER_SITE)
+def scan_kernel(
+    base,  # the view's first unit
+    gate_ptr,  # int64 [len(Gate)]
+    counters_ptr,  # int64 [len(Count)]
+    first_ptr,  # int32 [rows]
+    baseline_ptr,  # int32 [slots_total]
+    stamp_ptr,  # int64 [2, at least slots_total]
+    planned_ptr,  # bool [slots_total + 1]
+    coef_ptr,  # int32 [2, words_in_row]
+    digest_ptr,  # int32 [PLANES, slots_total]
+    words_ptr, ring_ptr, capacity, rows_ptr,  # int32 [rows, _ROW_COLUMNS]
+    slots_total, seed1, seed2, words_in_row, half, positions, every, write_id, ops, slot_stride0, slot_stride1,
+    units, n1, n2, n3, d0, d1, d2, d3,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr, OWN_ROWS: tl.constexpr,
+    COMING: tl.constexpr, BY_BUDGET: tl.constexpr, KEEPS: tl.constexpr, ADOPTS: tl.constexpr, PLANNED: tl.constexpr,
+    INDEX: tl.constexpr,
+    NOT_WRITTEN: tl.constexpr, LENIENT: tl.constexpr, CONTENT: tl.constexpr, MODE: tl.constexpr,
+    UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr, POISON_MASK: tl.constexpr,
+    POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first = slot
+    if HAS_FIRST:
+        first = tl.load(first_ptr + slot // positions, mask=slot < slots_total, other=NOT_WRITTEN)
+    stamped = slot < 0
+    if COMING:
+        epoch = tl.load(words_ptr + WORD_STEP) * 65536 + write_id
+        stamped = tl.load(stamp_ptr + slot, mask=slot < slots_total, other=-1) == epoch
+    scan_slots(
+        slot, first, stamped, base, gate_ptr, counters_ptr, baseline_ptr, planned_ptr, coef_ptr, digest_ptr, words_ptr,
+        ring_ptr, capacity, rows_ptr, slots_total, seed1, seed2, words_in_row, half, positions, every, ops,
+        slot_stride0, slot_stride1, units, n1, n2, n3, d0, d1, d2, d3,
+        HAS_ROWS, TWO_AXES, HAS_FIRST, OWN_ROWS, COMING, BY_BUDGET, KEEPS, ADOPTS, PLANNED, INDEX, NOT_WRITTEN,
+        LENIENT, CONTENT, MODE, UNIT, ELEMENT, PLANES, POISON_MASK, POISON_BITS, BLOCK, BLOCK_WORDS,
+    )  # fmt: skip

@@ -51,6 +51,60 @@ def digest_and_compare(
     return h1, h2, poisoned, live & (tl.max(hits >> 1, axis=1) != 0)
 
 
+@triton.jit
+def record_slots(
+    i, slot, live, kept, base, value_base, stamp_ptr, stamp_count, write_id, block_ptr, coef_ptr, digest_ptr,
+    words_ptr, ring_ptr, capacity, rows_ptr, slots_total, seed1, seed2, words_in_row, half, positions,
+    slot_stride0, slot_stride1, token_stride, units, n1, n2, n3, d0, d1, d2, d3,
+    v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, OPERAND: tl.constexpr, HAS_SPACE: tl.constexpr,
+    UNIT: tl.constexpr, OPERAND_UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr,
+    POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Fingerprint the slots [BLOCK] of the tokens ``i``, and keep the digests of those that are ``kept``."""
+    at = tl.maximum(slot, 0)
+    if TWO_AXES:
+        start = (at // positions) * slot_stride0 + (at % positions) * slot_stride1
+    else:
+        start = at * slot_stride1
+    if OPERAND:
+        h1, h2, poisoned, bad = digest_and_compare(
+            base, start, live, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+            value_base, i * token_stride, v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
+            UNIT, OPERAND_UNIT, PLANES, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
+        )  # fmt: skip
+    else:
+        h1, h2, poisoned = digest_of_rows(
+            base, start, live, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+            UNIT, PLANES, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
+        )  # fmt: skip
+    if POISON_MASK != 0:
+        report_poison(
+            words_ptr, ring_ptr, capacity, rows_ptr, positions, half, poisoned, slot, base, start, words_in_row,
+            units, n1, n2, n3, d0, d1, d2, d3,
+            UNIT, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT, HAS_ROWS,
+        )  # fmt: skip
+    if OPERAND:
+        if tl.max(bad.to(tl.int32), axis=0) != 0:
+            epoch = tl.load(words_ptr + WORD_STEP) * 65536 + write_id
+            twice = tl.load(stamp_ptr + stamp_count + at, mask=bad, other=0) == epoch
+            bad = bad & (twice == 0)
+            if HAS_SPACE:  # a store kernel may leave reserved slots alone
+                flags = tl.load(block_ptr + at * SPACE_COLUMNS + COLUMN_FLAGS, mask=bad, other=0)
+                bad = bad & ((flags & FLAG_RESERVED) == 0)
+            v1, v2, _ = digest_of_rows(
+                value_base, i * token_stride, bad, coef_ptr, seed1, seed2, words_in_row, v_units, v_n1, v_n2, v_n3,
+                v_d0, v_d1, v_d2, v_d3, OPERAND_UNIT, PLANES, BLOCK, BLOCK_WORDS, 0, 1, ELEMENT,
+            )  # fmt: skip
+            report(
+                words_ptr, ring_ptr, capacity, rows_ptr, positions, half, PHASE_POST, CHECK_OPERAND, 0, bad, slot,
+                packed(v1, v2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), HAS_ROWS,
+            )  # fmt: skip
+    tl.store(digest_ptr + at, h1, mask=kept)
+    if PLANES == 2:
+        tl.store(digest_ptr + slots_total + at, h2, mask=kept)
+
+
 @triton.jit(do_not_specialize=PER_SITE)
 def record_kernel(
     base, value_base,  # first units of the pool's view and of the operand
@@ -97,46 +151,14 @@ def record_kernel(
         if PLANNED:  # received by the write but not planned: keeps its digest
             number = tl.load(planned_ptr + at, mask=live, other=0) + ((tl.load(clock_ptr).to(tl.int64) + 1) << 32)
             kept = live & (number >= 0) & (number < 4294967296)
-        if TWO_AXES:
-            start = (at // positions) * slot_stride0 + (at % positions) * slot_stride1
-        else:
-            start = at * slot_stride1
-        if OPERAND:
-            h1, h2, poisoned, bad = digest_and_compare(
-                base, start, live, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
-                value_base, i * token_stride, v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
-                UNIT, OPERAND_UNIT, PLANES, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
-            )  # fmt: skip
-        else:
-            h1, h2, poisoned = digest_of_rows(
-                base, start, live, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
-                UNIT, PLANES, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
-            )  # fmt: skip
         recorded += tl.sum(live.to(tl.int64), axis=0)
-        if POISON_MASK != 0:
-            report_poison(
-                words_ptr, ring_ptr, capacity, rows_ptr, positions, half, poisoned, slot, base, start, words_in_row,
-                units, n1, n2, n3, d0, d1, d2, d3,
-                UNIT, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT, HAS_ROWS,
-            )  # fmt: skip
-        if OPERAND:
-            if tl.max(bad.to(tl.int32), axis=0) != 0:
-                epoch = tl.load(words_ptr + WORD_STEP) * 65536 + write_id
-                twice = tl.load(stamp_ptr + stamp_count + at, mask=bad, other=0) == epoch
-                bad = bad & (twice == 0)
-                if HAS_SPACE:  # a store kernel may leave reserved slots alone
-                    flags = tl.load(block_ptr + at * SPACE_COLUMNS + COLUMN_FLAGS, mask=bad, other=0)
-                    bad = bad & ((flags & FLAG_RESERVED) == 0)
-                v1, v2, _ = digest_of_rows(
-                    value_base, i * token_stride, bad, coef_ptr, seed1, seed2, words_in_row, v_units, v_n1, v_n2, v_n3,
-                    v_d0, v_d1, v_d2, v_d3, OPERAND_UNIT, PLANES, BLOCK, BLOCK_WORDS, 0, 1, ELEMENT,
-                )  # fmt: skip
-                report(
-                    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, PHASE_POST, CHECK_OPERAND, 0, bad, slot,
-                    packed(v1, v2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), HAS_ROWS,
-                )  # fmt: skip
-        tl.store(digest_ptr + at, h1, mask=kept)
-        if PLANES == 2:
-            tl.store(digest_ptr + slots_total + at, h2, mask=kept)
+        record_slots(
+            i, slot, live, kept, base, value_base, stamp_ptr, stamp_count, write_id, block_ptr, coef_ptr, digest_ptr,
+            words_ptr, ring_ptr, capacity, rows_ptr, slots_total, seed1, seed2, words_in_row, half, positions,
+            slot_stride0, slot_stride1, token_stride, units, n1, n2, n3, d0, d1, d2, d3,
+            v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
+            HAS_ROWS, TWO_AXES, OPERAND, HAS_SPACE, UNIT, OPERAND_UNIT, ELEMENT, PLANES, POISON_MASK, POISON_BITS,
+            BLOCK, BLOCK_WORDS,
+        )  # fmt: skip
     if recorded > 0:
         tl.atomic_add(counters_ptr + COUNT_RECORDED, recorded)

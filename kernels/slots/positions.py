@@ -23,8 +23,8 @@ def per_row(positions: torch.Tensor | None, rows: int, tokens: int) -> torch.Ten
     return positions.expand(rows, tokens)
 
 
-def last_of_rows(positions: torch.Tensor | None, rows: int, written: int) -> torch.Tensor | None:
-    """int64 ``[rows]``: the token position each row ends with, or None if that is unclear.
+def ends_of_rows(positions: torch.Tensor | None, rows: int, written: int) -> torch.Tensor | None:
+    """The token position each row ends with: integer ``[rows]``, a view; None if that is unclear.
 
     Args:
         written: slots written in this step, over all rows; a rolling window writes more than it takes in,
@@ -34,4 +34,10 @@ def last_of_rows(positions: torch.Tensor | None, rows: int, written: int) -> tor
         return None
     tokens = positions.shape[-1] if positions.dim() == 2 else written // rows
     table = per_row(positions, rows, tokens)
-    return None if table is None else table[:, -1].to(torch.int64)
+    return None if table is None else table[:, -1]
+
+
+def last_of_rows(positions: torch.Tensor | None, rows: int, written: int) -> torch.Tensor | None:
+    """:func:`ends_of_rows` as int64."""
+    ends = ends_of_rows(positions, rows, written)
+    return None if ends is None else ends.to(torch.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -20,10 +21,38 @@ BLOCK_TOKENS = 256
 _GRID_DIMS = 3
 
 
-def resolve(
+@dataclasses.dataclass(frozen=True)
+class TokenGrid:
+    """How the kernels find the slots of a write: from index tensors, or by counting.
+
+    Attributes:
+        n: tokens.
+        grid: the shape of the tokens, with three dimensions.
+        shape: the same as the write has it.
+        axes: slot axes that have an index of their own.
+        steps: arguments of the kernels, all but the addresses of indices.
+        found: those, by the argument's name: the indices, and which of the write's index tensors that is.
+    """
+
+    n: int
+    grid: tuple[int, int, int]
+    shape: tuple[int, ...]
+    axes: int
+    wraps: bool
+    skips: bool
+    steps: dict[str, Any]
+    found: dict[str, tuple[torch.Tensor, int]]
+
+    def arguments(self, unused: torch.Tensor) -> dict[str, Any]:
+        """``steps``, with any tensor for the address of an axis that is counted."""
+        return {name: unused for name in ("a_ptr", "b_ptr") if name not in self.found} | self.steps
+
+
+def token_grid(
     plan: WritePlan, layout: SlotLayout, index: list[torch.Tensor], extent: list[int], device: torch.device
-) -> Resolved:
-    """The slots of this step's write, see :meth:`.plan.WritePlan.resolve`; one launch for what models do."""
+) -> TokenGrid | None:
+    """The tokens of this step's write; None for what the kernels do not take: none of them, many axes, or an index on
+    another device."""
     flat = plan.selectors[0].kind is Select.FLAT
     if flat:
         given = index[0].reshape(-1)
@@ -35,33 +64,54 @@ def resolve(
     elsewhere = any(axis.tensor is not None and axis.tensor.device != device for axis in axes)
     n = math.prod(shape)
     if len(dims) > _GRID_DIMS or elsewhere or n == 0:
-        return plan.resolve(layout, index, extent, device)
-    slots, raw = (torch.empty(n, dtype=torch.int64, device=device) for _ in range(2))
+        return None
     grid = [1] * (_GRID_DIMS - len(dims)) + [shape[d] for d in dims]
-    second = axes[1] if len(axes) == 2 else axes[0]
+    steps: dict[str, Any] = {}
+    found: dict[str, tuple[torch.Tensor, int]] = {}
+    for name, k in (("a", 0), ("b", -1)):
+        steps |= _axis_args(name, axes[k], sizes[k], shape, dims)
+        indices = axes[k].tensor
+        if indices is not None:
+            found[f"{name}_ptr"] = indices, plan.selectors[k].operand
+    return TokenGrid(
+        n=n,
+        grid=(grid[0], grid[1], grid[2]),
+        shape=tuple(index[0].shape) if flat else tuple(shape),
+        axes=len(axes),
+        wraps=plan.wraps and not flat,
+        skips=plan.skips and flat,
+        steps=steps,
+        found=found,
+    )
+
+
+def resolve(
+    plan: WritePlan, layout: SlotLayout, index: list[torch.Tensor], extent: list[int], device: torch.device
+) -> Resolved:
+    """The slots of this step's write, see :meth:`.plan.WritePlan.resolve`; one launch for what models do."""
+    tokens = token_grid(plan, layout, index, extent, device)
+    if tokens is None:
+        return plan.resolve(layout, index, extent, device)
+    slots, raw = (torch.empty(tokens.n, dtype=torch.int64, device=device) for _ in range(2))
     with on_device(slots):
-        kernels.resolve_kernel[(triton.cdiv(n, BLOCK_TOKENS),)](
+        kernels.resolve_kernel[(triton.cdiv(tokens.n, BLOCK_TOKENS),)](
             slots,
             raw,
-            n,
-            grid[1],
-            grid[2],
-            **_axis_args("a", axes[0], sizes[0], shape, dims, slots),
-            **_axis_args("b", second, sizes[-1], shape, dims, slots),
-            A_TENSOR=axes[0].tensor is not None,
-            B_TENSOR=second.tensor is not None,
-            TWO_AXES=len(axes) == 2,
-            WRAPS=plan.wraps and not flat,
-            SKIPS=plan.skips and flat,
+            tokens.n,
+            tokens.grid[1],
+            tokens.grid[2],
+            **tokens.arguments(slots),
+            **{name: indices for name, (indices, _) in tokens.found.items()},
+            TWO_AXES=tokens.axes == 2,
+            WRAPS=tokens.wraps,
+            SKIPS=tokens.skips,
             BLOCK=BLOCK_TOKENS,
         )
-    return Resolved(slots, raw, tuple(index[0].shape) if flat else tuple(shape))
+    return Resolved(slots, raw, tokens.shape)
 
 
-def _axis_args(
-    name: str, axis: AxisIndex, size: int, shape: torch.Size, dims: list[int], dummy: torch.Tensor
-) -> dict[str, Any]:
-    """One slot axis as kernel arguments: an address and strides, or a start and steps, over the dims of the grid."""
+def _axis_args(name: str, axis: AxisIndex, size: int, shape: torch.Size, dims: list[int]) -> dict[str, Any]:
+    """One slot axis as kernel arguments: strides of its indices, or a start and steps, over the dims of the grid."""
     if axis.tensor is not None:
         spread = axis.tensor.expand(shape)
         steps = [spread.stride(d) for d in dims]
@@ -69,7 +119,7 @@ def _axis_args(
         steps = [int(axis.count > 1 and d == axis.dim) for d in dims]
     steps = [0] * (_GRID_DIMS - len(dims)) + steps
     return {
-        f"{name}_ptr": axis.tensor if axis.tensor is not None else dummy,
+        f"{name.upper()}_TENSOR": axis.tensor is not None,
         f"{name}_start": axis.start,
         f"{name}_size": size,
         **{f"{name}{d}": step for d, step in enumerate(steps)},

@@ -182,23 +182,26 @@ class WritePlan:
 
     def rows(self, layout: SlotLayout, value: torch.Tensor, resolved: Resolved) -> torch.Tensor:
         """The operand as ``[n, *row_shape]`` in the pool's dtype, in the order of ``resolved.slots``."""
+        return self.rows_of(layout, value, resolved.slots.shape[0], resolved.grid)
+
+    def rows_of(self, layout: SlotLayout, value: torch.Tensor, n: int, grid: tuple[int, ...]) -> torch.Tensor:
+        """:meth:`rows` of ``n`` tokens in a grid of this shape."""
         value = value.to(layout.dtype)
-        n = resolved.slots.shape[0]
         if self.selectors[0].kind is Select.FLAT:
             return value.reshape(-1, *layout.row_shape)[:n]  # as many rows as slots; the rest is padding
         if any(s.kind is Select.GRID for s in self.selectors):
-            for dim, size in enumerate(resolved.grid):
+            for dim, size in enumerate(grid):
                 size = layout.shape[dim] if dim in layout.row_axes else size
                 value = value.narrow(dim, 0, size)
-        dims, shape = self._row_dims(layout, resolved)
+        dims, shape = self._row_dims(layout, grid)
         value = self._restore_int_dims(layout, value)
         value = value.expand(shape)
         front = [d for d in range(len(shape)) if d not in dims]
         return value.permute(*front, *dims).reshape(n, *layout.row_shape)
 
-    def _row_dims(self, layout: SlotLayout, resolved: Resolved) -> tuple[list[int], list[int]]:
+    def _row_dims(self, layout: SlotLayout, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
         """``(dims of the result that hold the row, full shape of the result)``."""
-        grid = list(resolved.grid)
+        grid = list(shape)
         tensors = [a for a, s in zip(layout.slot_axes, self.selectors, strict=True) if s.kind is Select.TENSOR]
         tensor_dims = len(grid) - len(layout.shape) + len(tensors)
         adjacent = not tensors or tensors[-1] - tensors[0] == len(tensors) - 1

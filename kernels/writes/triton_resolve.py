@@ -23,7 +23,7 @@ _FROM_POSITIONS: tl.constexpr = tl.constexpr(FROM_POSITIONS)
 _FROM_INDICES: tl.constexpr = tl.constexpr(FROM_INDICES)
 
 #: What differs between writes and steps, see :data:`.content.triton_half.PER_SITE`.
-_PER_WRITE = [
+PER_WRITE = [
     "n", "n1", "n2", "a_start", "a0", "a1", "a2", "a_size", "b_start", "b0", "b1", "b2", "b_size", "last_stride",
     "moved", "rows",
 ]  # fmt: skip
@@ -52,16 +52,12 @@ def _step_in(given, size, slot, raw, outside, lost, WRAPS: tl.constexpr):
     return slot * size + wrapped, raw, outside | bad, lost
 
 
-@triton.jit(do_not_specialize=_PER_WRITE)
-def resolve_kernel(
-    slot_ptr, raw_ptr, n, n1, n2,  # int64 [n] each; the grid of tokens is [n // (n1 * n2), n1, n2]
-    a_ptr, a_start, a0, a1, a2, a_size,  # the first slot axis: an index tensor and strides, or a start and steps
-    b_ptr, b_start, b0, b1, b2, b_size,
+@triton.jit
+def slots_of_tokens(
+    i, n, n1, n2, a_ptr, a_start, a0, a1, a2, a_size, b_ptr, b_start, b0, b1, b2, b_size,
     A_TENSOR: tl.constexpr, B_TENSOR: tl.constexpr, TWO_AXES: tl.constexpr, WRAPS: tl.constexpr, SKIPS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The slots of a write, and what it was given where that is out of range."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """Slots of the tokens ``i``, int64, and what the write was given where that is out of range; -1 from ``n`` on."""
     live = i < n
     i0, i1, i2 = i // (n1 * n2), i // n2 % n1, i % n2
     slot = tl.zeros_like(i)
@@ -77,11 +73,28 @@ def resolve_kernel(
     raw = tl.where(outside, raw, slot)
     if SKIPS:
         raw = tl.where(given == -1, slot, raw)
-    tl.store(slot_ptr + i, slot, mask=live)
-    tl.store(raw_ptr + i, raw, mask=live)
+    return tl.where(live, slot, -1), tl.where(live, raw, -1)
 
 
-@triton.jit(do_not_specialize=_PER_WRITE)
+@triton.jit(do_not_specialize=PER_WRITE)
+def resolve_kernel(
+    slot_ptr, raw_ptr, n, n1, n2,  # int64 [n] each; the grid of tokens is [n // (n1 * n2), n1, n2]
+    a_ptr, a_start, a0, a1, a2, a_size,  # the first slot axis: an index tensor and strides, or a start and steps
+    b_ptr, b_start, b0, b1, b2, b_size,
+    A_TENSOR: tl.constexpr, B_TENSOR: tl.constexpr, TWO_AXES: tl.constexpr, WRAPS: tl.constexpr, SKIPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The slots of a write, and what it was given where that is out of range."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slot, raw = slots_of_tokens(
+        i, n, n1, n2, a_ptr, a_start, a0, a1, a2, a_size, b_ptr, b_start, b0, b1, b2, b_size,
+        A_TENSOR, B_TENSOR, TWO_AXES, WRAPS, SKIPS,
+    )  # fmt: skip
+    tl.store(slot_ptr + i, slot, mask=i < n)
+    tl.store(raw_ptr + i, raw, mask=i < n)
+
+
+@triton.jit(do_not_specialize=PER_WRITE)
 def first_kernel(slot_ptr, n, first_ptr, positions, BLOCK: tl.constexpr):  # int64 [n], int32 [rows]
     """The lowest position written in each row; one program a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -94,7 +107,7 @@ def first_kernel(slot_ptr, n, first_ptr, positions, BLOCK: tl.constexpr):  # int
     tl.store(first_ptr + row, tl.min(lowest, axis=0).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=_PER_WRITE)
+@triton.jit(do_not_specialize=PER_WRITE)
 def rows_kernel(
     slot_ptr, n, rows_ptr, positions,  # int64 [n], int32 [rows, _ROW_COLUMNS]
     last_ptr, last_stride, moved,  # integer [rows]

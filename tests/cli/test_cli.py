@@ -31,7 +31,7 @@ def test_explain_prints_writes_and_the_rewritten_graph(capsys):
     assert main(["explain", f"{EXAMPLES}/plain_decoder.py:example"]) == 0
     out = capsys.readouterr().out
     assert "guarded  layers.2.V" in out
-    assert "torch.ops.kvcanary.verify.default(" in out
+    assert "torch.ops.kvcanary.verify" in out
     assert "1 graphs, 6 halves guarded" in out
 
 

@@ -20,6 +20,7 @@ import toys
 import triton
 from gpu_on_cpu import use_gpu_kernels
 from scenes import play, random_scene, random_step
+from test_write import Layer, random_write
 from toy import Toy
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -72,6 +73,13 @@ def layers() -> None:
         scene = random_scene(seed)
         for _ in range(2):
             play(gpu, scene, random_step(scene))
+    for seed in SEEDS:
+        scene, rng = random_scene(seed), random.Random(seed)
+        if scene.site.space is None:
+            for halves in (1, 2):
+                Layer(scene, halves).step(random_write(rng, scene, halves), rng)
+        if scene.site.layout.has_rows:  # of more tokens than one launch takes
+            gpu.first_positions(scene.site.layout, torch.zeros(1, dtype=torch.int64))
     checks = ("content", "operand", "bounds", "poison")  # chain computes with what kernels would have left
     rig = toys.Rig.build(mode="log", checks=checks, budget="1%")
     rig.step()

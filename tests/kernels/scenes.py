@@ -51,7 +51,7 @@ class Scene:
         half, control, identity = self.site.half, self.site.control, self.identity
         site = dataclasses.replace(
             self.site,
-            half=HalfBuffers(half.digest.to(device), half.rows.to(device), half.baseline.to(device)),
+            half=HalfBuffers(half.digest.to(device), half.rows.to(device), _moved(half.baseline, device)),
             control=Control(control.words.to(device), control.ring.to(device), control.stamps.to(device)),
             gate=self.site.gate.to(device),
             counters=self.site.counters.to(device),
@@ -67,7 +67,7 @@ class Scene:
         return {
             "digest": site.half.digest.tolist(),
             "rows": site.half.rows.tolist(),
-            "baseline": site.half.baseline.tolist(),
+            "baseline": None if site.half.baseline is None else site.half.baseline.tolist(),
             "words": site.control.words.tolist(),
             "ring": sorted(site.control.ring[:kept].tolist()),
             "gate": site.gate.tolist(),
@@ -78,6 +78,10 @@ class Scene:
             "positions": self.identity.positions[:-1].tolist(),
             "chain": self.identity.chain[:-1].tolist(),
         }
+
+
+def _moved(tensor: torch.Tensor | None, device: torch.device | str) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(device)
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -203,13 +203,13 @@ def test_the_halves_of_a_layer_are_recorded_and_verified_as_each_alone(form, pla
 
 def spied_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The numbers of the halves of each launch from here on, which stays away."""
-    launched, split = [], gpu_halves._launches
+    launched, split = [], gpu_halves.in_launches
 
     def spy(parts: list) -> list:
         launched.extend((a.site.half_id, b.site.half_id) for a, b in split(parts))
         return []
 
-    monkeypatch.setattr(gpu_halves, "_launches", spy)
+    monkeypatch.setattr(gpu_halves, "in_launches", spy)
     return launched
 
 

@@ -35,6 +35,8 @@ def _arguments(scene) -> dict[str, tuple]:
         "join": ([value], state),
         "verify": (scene.view, value, [slot], [], state, 0, 0),
         "record": (scene.view, value, [slot], [], None, state, 0, 0),
+        "verify_halves": ([scene.view], [value], [slot], [], state, [0], [0]),
+        "record_halves": ([scene.view], [value], [slot], [], None, state, [0], [0]),
         "observe": (scene.view, state, 0),
         "watch": (scene.view, state, 0),
         "record_changed": (scene.view, state, 0),

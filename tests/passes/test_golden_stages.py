@@ -58,12 +58,10 @@ class TestStages(TestCase):
             sequence(graphs[0].splitlines()),
             """\
 begin
-verify
+verify_halves
 index_copy
-record
-verify
 index_copy
-record
+record_halves
 _scaled_dot_product_flash_attention_for_cpu""",
         )
 
@@ -73,11 +71,8 @@ _scaled_dot_product_flash_attention_for_cpu""",
             sequence(code[0].splitlines()),
             """\
 begin
-verify
+verify_halves
 cpp_fused_index_copy_0
-record
-verify
-cpp_fused_index_copy_0
-record
+record_halves
 _scaled_dot_product_flash_attention_for_cpu""",
         )

@@ -81,10 +81,11 @@ record(ssm_states, value=add)  # state
             """\
 begin()
 # kc[:, :, pos] = k
-verify(kc, value=k, index=[pos])  # K
+verify_halves([kc, vc], value=[k, v], index=[pos])
 setitem(kc, (:, :, pos), k)
-record(kc, value=k, index=[pos], positions=pos)  # K
-# vc[:, :, pos] = v  (alike)
+# vc[:, :, pos] = v
+setitem(vc, (:, :, pos), v)
+record_halves([kc, vc], value=[k, v], index=[pos], positions=pos)
 # return attend(q, kc, vc)""",
         )
 
@@ -94,10 +95,11 @@ record(kc, value=k, index=[pos], positions=pos)  # K
             """\
 begin()
 # kc[:, :, 3:5] = k
-verify(kc, value=k, extent=[3, 5])  # K
+verify_halves([kc, vc], value=[k, v], extent=[3, 5])
 setitem(kc, (:, :, 3:5), k)
-record(kc, value=k, extent=[3, 5])  # K
-# vc[:, :, 3:5] = v  (alike)
+# vc[:, :, 3:5] = v
+setitem(vc, (:, :, 3:5), v)
+record_halves([kc, vc], value=[k, v], extent=[3, 5])
 # return attend(q, kc, vc)""",
         )
 
@@ -107,10 +109,11 @@ record(kc, value=k, extent=[3, 5])  # K
             """\
 begin()
 # kc[:B, :, 3:5] = k
-verify(kc, value=k, extent=[3, 5])  # K
+verify_halves([kc, vc], value=[k, v], extent=[3, 5])
 setitem(kc, (None:2, :, 3:5), k)
-record(kc, value=k, extent=[3, 5])  # K
-# vc[:B, :, 3:5] = v  (alike)
+# vc[:B, :, 3:5] = v
+setitem(vc, (None:2, :, 3:5), v)
+record_halves([kc, vc], value=[k, v], extent=[3, 5])
 # return attend(q, kc, vc)""",
         )
 
@@ -136,10 +139,11 @@ record(kc, value=transpose, index=[rows, expand], positions=pos)  # K
             """\
 begin()
 # kc.index_copy_(2, pos, k)
-verify(kc, value=k, index=[pos])  # K
+verify_halves([kc, vc], value=[k, v], index=[pos])
 index_copy_(kc, 2, pos, k)
-record(kc, value=k, index=[pos], positions=pos)  # K
-# vc.index_copy_(2, pos, v)  (alike)
+# vc.index_copy_(2, pos, v)
+index_copy_(vc, 2, pos, v)
+record_halves([kc, vc], value=[k, v], index=[pos], positions=pos)
 # return attend(q, kc, vc)""",
         )
 
@@ -168,10 +172,11 @@ record(transpose, value=transpose_1, index=[unsqueeze, unsqueeze_1], positions=p
 begin()
 # index = pos.view(1, 1, T, 1).expand(B, H, T, D)
 # kc.scatter_(2, index, k)
-verify(kc, value=k, index=[index])  # K
+verify_halves([kc, vc], value=[k, v], index=[index])
 scatter_(kc, 2, index, k)
-record(kc, value=k, index=[index], positions=pos)  # K
-# vc.scatter_(2, index, v)  (alike)
+# vc.scatter_(2, index, v)
+scatter_(vc, 2, index, v)
+record_halves([kc, vc], value=[k, v], index=[index], positions=pos)
 # return attend(q, kc, vc)""",
         )
 
@@ -182,10 +187,12 @@ record(kc, value=k, index=[index], positions=pos)  # K
 begin()
 # kc.narrow(2, 3, T).copy_(k)
 narrow = narrow(kc, 2, 3, 2)
-verify(kc, value=k, extent=[3, 5])  # K
+verify_halves([kc, vc], value=[k, v], extent=[3, 5])
 copy_(narrow, k)
-record(kc, value=k, extent=[3, 5])  # K
-# vc.narrow(2, 3, T).copy_(v)  (alike)
+# vc.narrow(2, 3, T).copy_(v)
+narrow_1 = narrow(vc, 2, 3, 2)
+copy_(narrow_1, v)
+record_halves([kc, vc], value=[k, v], extent=[3, 5])
 # return attend(q, kc, vc)""",
         )
 
@@ -196,10 +203,12 @@ record(kc, value=k, extent=[3, 5])  # K
 begin()
 # kc[:, :, 3:5].copy_(k)
 getitem = getitem(kc, (:, :, 3:5))
-verify(kc, value=k, extent=[3, 5])  # K
+verify_halves([kc, vc], value=[k, v], extent=[3, 5])
 copy_(getitem, k)
-record(kc, value=k, extent=[3, 5])  # K
-# vc[:, :, 3:5].copy_(v)  (alike)
+# vc[:, :, 3:5].copy_(v)
+getitem_1 = getitem(vc, (:, :, 3:5))
+copy_(getitem_1, v)
+record_halves([kc, vc], value=[k, v], extent=[3, 5])
 # return attend(q, kc, vc)""",
         )
 
@@ -229,10 +238,11 @@ record(vc, value=cat_1)  # V
             """\
 begin()
 # kc.index_copy_(2, pos, k)
-verify(kc, value=k, index=[pos])  # K
+verify_halves([kc, vc], value=[k, v], index=[pos])
 index_copy_(kc, 2, pos, k)
-record(kc, value=k, index=[pos], positions=pos)  # K
-# vc.index_copy_(2, pos, v)  (alike)""",
+# vc.index_copy_(2, pos, v)
+index_copy_(vc, 2, pos, v)
+record_halves([kc, vc], value=[k, v], index=[pos], positions=pos)""",
         )
 
     def test_in_checkpoint(self):
@@ -459,11 +469,9 @@ getitem = getitem(k, 0)
 transpose = transpose(getitem, 0, 1)
 getitem_1 = getitem(v, 0)
 transpose_1 = transpose(getitem_1, 0, 1)
-verify(kc, value=transpose, index=[slot])  # K
-verify(vc, value=transpose_1, index=[slot])  # V
+verify_halves([kc, vc], value=[transpose, transpose_1], index=[slot])
 store_kv(transpose, transpose_1, kc, vc, slot)
-record(kc, value=transpose, index=[slot])  # K
-record(vc, value=transpose_1, index=[slot])  # V
+record_halves([kc, vc], value=[transpose, transpose_1], index=[slot])
 # return attend(q, heads_first(kc.view(-1, H, D)), heads_first(vc.view(-1, H, D)))""",
         )
 
@@ -515,10 +523,11 @@ record(vc, value=transpose_1, index=[slot])  # V
             """\
 begin()
 # kc.index_copy_(2, pos, k)
-verify(kc, value=k, index=[pos])  # K
+verify_halves([kc, vc], value=[k, v], index=[pos])
 index_copy_(kc, 2, pos, k)
-record(kc, value=k, index=[pos], positions=pos)  # K
-# vc.index_copy_(2, pos, v)  (alike)
+# vc.index_copy_(2, pos, v)
+index_copy_(vc, 2, pos, v)
+record_halves([kc, vc], value=[k, v], index=[pos], positions=pos)
 # out = attend(q, kc, vc)
 # mixed = torch.zeros_like(out)
 # mixed.index_add_(2, torch.arange(T, device=q.device), out)
@@ -533,10 +542,11 @@ begin()
 # counter.add_(T)
 # mask[:, :, :, pos] = 0.0
 # kc.index_copy_(2, pos, k)
-verify(kc, value=k, index=[pos])  # K
+verify_halves([kc, vc], value=[k, v], index=[pos])
 index_copy_(kc, 2, pos, k)
-record(kc, value=k, index=[pos], positions=pos)  # K
-# vc.index_copy_(2, pos, v)  (alike)
+# vc.index_copy_(2, pos, v)
+index_copy_(vc, 2, pos, v)
+record_halves([kc, vc], value=[k, v], index=[pos], positions=pos)
 # return F.scaled_dot_product_attention(q, kc, vc, attn_mask=mask)""",
         )
 
@@ -554,12 +564,10 @@ begin()
 # index = pos.view(1, 1, T, 1).expand(B, H, T, D)
 view = view(pos, 1, 1, 2, 1)
 index = expand(view, 2, 2, 2, 16)
-verify(kc, value=k, index=[index])  # K
+verify_halves([kc, vc], value=[k, v], index=[index])
 index_put_(kc, value=k, index=[index])  # K
-record(kc, value=k, index=[index], positions=pos)  # K
-verify(vc, value=v, index=[index])  # V
 index_put_(vc, value=v, index=[index])  # V
-record(vc, value=v, index=[index], positions=pos)  # V
+record_halves([kc, vc], value=[k, v], index=[index], positions=pos)
 # return attend(q, kc, vc)""",
         )
 

@@ -307,29 +307,29 @@ def test_lint_finds_a_verify_after_its_record():
     gm, inputs = dynamo_graph(INDEX_COPY.run, *INDEX_COPY.make())
     rewritten, plan = run_passes(gm, inputs, passes())
     nodes = {n.name: n for n in rewritten.graph.nodes}
-    nodes["record_default"].append(nodes["verify_default"])
-    with pytest.raises(BrokenGraphError, match="verify_default checks a half after it was recorded"):
+    nodes["record_halves_default"].append(nodes["verify_halves_default"])
+    with pytest.raises(BrokenGraphError, match="verify_halves_default checks a half after it was recorded"):
         check_canary_rules(rewritten, plan, "a pass")
 
 
 def test_lint_finds_an_op_without_its_state():
     gm, inputs = dynamo_graph(INDEX_COPY.run, *INDEX_COPY.make())
     rewritten, plan = run_passes(gm, inputs, passes())
-    node = next(n for n in rewritten.graph.nodes if n.name == "verify_default")
+    node = next(n for n in rewritten.graph.nodes if n.name == "verify_halves_default")
     node.update_arg(4, node.args[0])
     with pytest.raises(BrokenGraphError, match="does not thread a state input"):
         check_canary_rules(rewritten, plan, "a pass")
 
 
-@pytest.mark.parametrize("moved", ["begin_default", "verify_default"])
+@pytest.mark.parametrize("moved", ["begin_default", "verify_halves_default"])
 def test_lint_finds_a_begin_that_is_not_first_or_not_alone(moved):
     gm, inputs = dynamo_graph(INDEX_COPY.run, *INDEX_COPY.make())
     rewritten, plan = run_passes(gm, inputs, passes())
     nodes = {n.name: n for n in rewritten.graph.nodes}
     if moved == "begin_default":
-        nodes["record_default"].append(nodes["begin_default"])
+        nodes["record_halves_default"].append(nodes["begin_default"])
     else:
-        with rewritten.graph.inserting_after(nodes["verify_default"]):
+        with rewritten.graph.inserting_after(nodes["verify_halves_default"]):
             rewritten.graph.node_copy(nodes["begin_default"])
     with pytest.raises(BrokenGraphError, match="is out of order with its graph's begin"):
         check_canary_rules(rewritten, plan, "a pass")
@@ -360,7 +360,7 @@ def test_debug_log_counts_ops_and_time(caplog):
     with caplog.at_level(logging.DEBUG, "kvcanary.passes"):
         _, plan = run_passes(gm, inputs, passes())
     assert "insert_canaries in" in caplog.text
-    assert "+1 begin, +2 record, +2 verify" in caplog.text
+    assert "+1 begin, +1 record_halves, +1 verify_halves" in caplog.text
     assert set(plan.seconds) == {"find_functional_caches", "insert_canaries"}
 
 
@@ -396,4 +396,4 @@ def test_insert_canaries_alone_keeps_the_signature_of_a_pass():
     gm, inputs = dynamo_graph(INDEX_COPY.run, *INDEX_COPY.make())
     plan = GraphPlan("graph")
     assert insert_canaries(gm, inputs, plan, chain=False) is gm
-    assert plan.ops == 5
+    assert plan.ops == 3

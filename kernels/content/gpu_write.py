@@ -1,0 +1,333 @@
+"""The checks around a write that a graph shows, on a GPU: one launch before the write and one after it, for K and V.
+
+For few tokens, as in a decode step; with more :mod:`.gpu` takes the steps one after the other.  A site keeps the
+launches: a call only looks whether its tensors lie in memory as those of an earlier one, and launches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+
+from ..bound_launch import BoundLaunch
+from ..buffers import IdentityBuffers, Site
+from ..checks import Check
+from ..ring import BY_BUDGET
+from ..slots.positions import ends_of_rows, per_row
+from ..writes.geometry import geometry_of
+from ..writes.gpu import TokenGrid, token_grid
+from ..writes.layout import poison_mask
+from ..writes.plan import WritePlan
+from . import triton_write
+from .gpu_layer import FEW, MOST_FORMS, Part, in_launches
+from .launch_args import BLOCK_SLOTS, digest_args, other_args, row_args, site_args, strided_grid
+
+#: Tokens that each program looks at, by the size of the write.
+TOKENS = (16, 64, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    """A launch with the tensors whose addresses change: which of a call's, and how many bytes behind its start."""
+
+    bound: BoundLaunch
+    grid: tuple[int, int, int]
+    sources: tuple[tuple[int, int], ...]
+
+
+#: The launches that a site keeps for one form of its tensors, and the stamps that they were bound to.
+_Kept = tuple[list[_Launch], torch.Tensor]
+
+
+def verify_write(
+    sites: Sequence[Site],
+    views: Sequence[torch.Tensor],
+    plans: Sequence[WritePlan],
+    index: Sequence[torch.Tensor],
+    extent: Sequence[int],
+) -> bool:
+    """Bounds of a write to come and content of what is due, in the halves of a layer; whether this was done.
+
+    What ``resolve``, ``check_plan``, ``first_positions`` and ``verify`` do for each half in turn.
+
+    Args:
+        plans: the same but for their numbers.
+    """
+    tensors = (*views, *index)
+    seen = _seen("verify", tensors, extent)
+    if _again(sites[0], seen, tensors):
+        return True
+    tokens = _few_tokens(sites, plans, index, extent)
+    if tokens is None:
+        return False
+    write_ids = {id(site): plan.write_id for site, plan in zip(sites, plans, strict=True)}
+    parts = [Part(site, geometry_of(view, site.layout.slot_axes)) for site, view in zip(sites, views, strict=True)]
+    place = {id(part): i for i, part in enumerate(parts)}
+    launches, ops = [], 1
+    for a, b in in_launches(parts):
+        bound = _bound_verify(a, b, tokens, plans[0], write_ids[id(b.site)], ops)
+        grid = (triton.cdiv(a.site.layout.slots, BLOCK_SLOTS), 1 if a is b else 2, 1)
+        bases = [(part.geometry.base, place[id(part)]) for part in (a, b)]
+        launches.append(_first(bound, grid, [*bases, *_indices(tokens, len(views))], tensors))
+        ops = 0
+    _keep(sites[0], seen, launches)
+    return True
+
+
+def record_write(
+    sites: Sequence[Site],
+    views: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor | None],
+    plans: Sequence[WritePlan],
+    index: Sequence[torch.Tensor],
+    extent: Sequence[int],
+    positions: torch.Tensor | None,
+) -> bool:
+    """Fingerprint the slots just written, in the halves of a layer; whether this was done.
+
+    What ``resolve``, ``update_rows`` and ``record`` do for each half in turn.
+
+    Args:
+        plans: as for :func:`verify_write`, of writes whose bounds it has checked.
+    """
+    tensors = (*views, *index, *values, positions)
+    seen = _seen("record", tensors, extent)
+    if _again(sites[0], seen, tensors):
+        return True
+    tokens = _few_tokens(sites, plans, index, extent)
+    if tokens is None:
+        return False
+    parts = []
+    for site, view, value, plan in zip(sites, views, values, plans, strict=True):
+        operand = None
+        if value is not None and site.checks & Check.OPERAND:
+            operand = geometry_of(plan.rows_of(site.layout, value, tokens.n, tokens.shape), (0,))
+        parts.append(Part(site, geometry_of(view, site.layout.slot_axes), operand))
+    layout, last = sites[0].layout, None
+    if layout.has_rows:
+        last = ends_of_rows(positions, layout.rows, tokens.n)
+    place, values_at = {id(part): i for i, part in enumerate(parts)}, len(views) + len(index)
+    launches, ops = [], 1
+    for a, b in in_launches(parts):
+        bound = _bound_record(a, b, tokens, plans, last, ops)
+        grid = (strided_grid(tokens.n, FEW.slots, views[0].device), 1 if a is b else 2, 1)
+        bases = [(part.geometry.base, place[id(part)]) for part in (a, b)]
+        operands = [_operand(part, place[id(part)], values_at) for part in (a, b)]
+        ends = (last, len(tensors) - 1) if last is not None else bases[0]
+        given = [*bases, *operands, ends, *_indices(tokens, len(views))]
+        launches.append(_first(bound, grid, given, tensors))
+        ops = 0
+    _keep(sites[0], seen, launches)
+    return True
+
+
+def identify_write(
+    site: Site,
+    identity: IdentityBuffers,
+    plan: WritePlan,
+    index: Sequence[torch.Tensor],
+    extent: Sequence[int],
+    tokens: torch.Tensor,
+    positions: torch.Tensor | None,
+) -> bool:
+    """Chain: of a write of one token a row; whether this was done.
+
+    What ``resolve`` and ``identify`` do.
+
+    Args:
+        tokens: ``[rows, 1]``.
+        positions: as the graph has them.
+    """
+    tensors = (*index, tokens, positions)
+    seen = _seen("identify", tensors, extent)
+    if _again(site, seen, tensors):
+        return True
+    if tokens.dim() != 2 or tokens.shape[1] != 1 or not site.layout.has_rows:
+        return False
+    grid = _few_tokens([site], [plan], index, extent)
+    if grid is None or grid.n != tokens.numel():
+        return False
+    given = per_row(positions, grid.n, 1)
+    bound = _bound_identify(site, identity, grid, tokens, given)
+    where = (given, len(tensors) - 1) if given is not None else (tokens, len(index))
+    launch = _first(bound, (1, 1, 1), [(tokens, len(index)), where, *_indices(grid, 0)], tensors)
+    _keep(site, seen, [launch])
+    return True
+
+
+def _few_tokens(
+    sites: Sequence[Site], plans: Sequence[WritePlan], index: Sequence[torch.Tensor], extent: Sequence[int]
+) -> TokenGrid | None:
+    """How the kernels find the slots of a write; None if they do not take it."""
+    site, plan = sites[0], plans[0]
+    if plan.covers_all or not site.layout.slots or any(s.space is not None for s in sites):
+        return None
+    tokens = token_grid(plan, site.layout, list(index), list(extent), site.gate.device)
+    return tokens if tokens is not None and tokens.n <= TOKENS[-1] else None
+
+
+def _seen(op: str, tensors: Sequence[torch.Tensor | None], extent: Sequence[int]) -> tuple[Any, ...]:
+    """What must be equal for a launch to be made again."""
+    forms = [None if t is None else (t.dtype, t.device, t.shape, t.stride(), t.data_ptr() & 15) for t in tensors]
+    return (op, *forms, *extent)
+
+
+def _again(site: Site, seen: tuple[Any, ...], tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Make the launches of an earlier call of this form, if there was one."""
+    kept: _Kept | None = site.launches.get(seen)
+    if kept is None or kept[1] is not site.control.stamps:
+        return False
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    for launch in kept[0]:
+        launch.bound(launch.grid, [addresses[i] + behind for i, behind in launch.sources], None)
+    return True
+
+
+def _first(
+    bound: BoundLaunch,
+    grid: tuple[int, int, int],
+    given: Sequence[tuple[torch.Tensor, int]],
+    tensors: Sequence[torch.Tensor | None],
+) -> _Launch | None:
+    """Launch for the first time; None if an argument is a copy of its own, so that another call has another.
+
+    Args:
+        given: the changing arguments, each with the number of the call's tensor that it is a view of.
+    """
+    bound.first(grid, [tensor for tensor, _ in given], None)
+    sources = []
+    for view, i in given:
+        whole = tensors[i]
+        if whole is None or whole.untyped_storage()._cdata != view.untyped_storage()._cdata:
+            return None
+        sources.append((i, view.data_ptr() - whole.data_ptr()))
+    return _Launch(bound, grid, tuple(sources)) if bound.ready else None
+
+
+def _indices(tokens: TokenGrid, after: int) -> list[tuple[torch.Tensor, int]]:
+    """The index tensors of a launch, with their numbers among a call's tensors."""
+    return [(indices, after + number) for indices, number in tokens.found.values()]
+
+
+def _operand(part: Part, place: int, values_at: int) -> tuple[torch.Tensor, int]:
+    """Where the operand of a half starts; the half itself, if there is none."""
+    if part.operand is None:
+        return part.geometry.base, place
+    return part.operand.base, values_at + place
+
+
+def _keep(site: Site, seen: tuple[Any, ...], launches: Sequence[_Launch | None]) -> None:
+    whole = [launch for launch in launches if launch is not None]
+    if len(whole) < len(launches):
+        return
+    if len(site.launches) >= MOST_FORMS:
+        site.launches.clear()
+    site.launches[seen] = whole, site.control.stamps
+
+
+def _token_args(tokens: TokenGrid, unused: torch.Tensor) -> dict[str, Any]:
+    return dict(
+        n=tokens.n,
+        g1=tokens.grid[1],
+        g2=tokens.grid[2],
+        WRITE_AXES=tokens.axes,
+        WRAPS=tokens.wraps,
+        SKIPS=tokens.skips,
+        TOKENS=next(size for size in TOKENS if tokens.n <= size),
+        **tokens.arguments(unused),
+    )
+
+
+def _bound_verify(a: Part, b: Part, tokens: TokenGrid, plan: WritePlan, write_id: int, ops: int) -> BoundLaunch:
+    site, other = a.site, b.site
+    control, kept = site.control, site.half.baseline is not None
+    arguments = dict(
+        gate_ptr=site.gate,
+        ops=ops,
+        counters_ptr=site.counters,
+        baseline_ptr=site.half.baseline if kept else site.half.digest,
+        other_baseline_ptr=other.half.baseline if kept else other.half.digest,
+        stamp_ptr=control.stamps,
+        stamp_count=control.stamps.shape[1],
+        write_id=write_id,
+        box_ptr=control.blackbox if control.blackbox is not None else control.words,
+        every=site.verify_every,
+        slot_stride0=a.geometry.slot_strides[0],
+        slot_stride1=a.geometry.slot_strides[1],
+        OWN_ROWS=site.layout.has_rows and plan.own_rows,
+        BY_BUDGET=site.verify_every == BY_BUDGET,
+        KEEPS=kept,
+        LENIENT=site.lenient,
+        CONTENT=bool(site.checks & Check.CONTENT),
+        CHECK=int(Check.BOUNDS),
+        BOUNDS=bool(site.checks & Check.BOUNDS),
+        HAS_BOX=control.blackbox is not None,
+        UNIT=a.geometry.unit,
+        ELEMENT=site.layout.dtype.itemsize,
+        **_token_args(tokens, site.gate),
+        **row_args(a.geometry),
+        **digest_args(site),
+        **site_args(site),
+        **other_args(other),
+    )
+    changing = ("base", "other_base", *tokens.found)
+    return BoundLaunch(triton_write.verify_write_kernel, site.gate.device, arguments, changing, warps=4)
+
+
+def _bound_record(
+    a: Part, b: Part, tokens: TokenGrid, plans: Sequence[WritePlan], last: torch.Tensor | None, ops: int
+) -> BoundLaunch:
+    site, operand = a.site, a.operand or a.geometry
+    mask, bits = poison_mask(site.layout.dtype) if site.checks & Check.POISON else (0, 1)
+    arguments = dict(
+        last_stride=last.stride(0) if last is not None else 0,
+        gate_ptr=site.gate,
+        ops=ops,
+        counters_ptr=site.counters,
+        stamp_ptr=site.control.stamps,
+        stamp_count=site.control.stamps.shape[1],
+        write_id=plans[-1].write_id,  # its stamps are the last ones
+        slot_stride0=a.geometry.slot_strides[0],
+        slot_stride1=a.geometry.slot_strides[1],
+        token_stride=operand.slot_strides[1],
+        HAS_LAST=last is not None,
+        OPERAND=a.operand is not None,
+        UNIT=a.geometry.unit,
+        OPERAND_UNIT=operand.unit,
+        ELEMENT=site.layout.dtype.itemsize,
+        POISON_MASK=mask,
+        POISON_BITS=bits,
+        **_token_args(tokens, site.gate),
+        **row_args(a.geometry),
+        **{f"v_{k}": v for k, v in row_args(operand).items()},
+        **digest_args(site, FEW.slots, FEW.words),
+        **site_args(site),
+        **other_args(b.site),
+    )
+    changing = ("base", "other_base", "value_base", "other_value_base", "last_ptr", *tokens.found)
+    return BoundLaunch(triton_write.record_write_kernel, site.gate.device, arguments, changing, FEW.warps)
+
+
+def _bound_identify(
+    site: Site, identity: IdentityBuffers, grid: TokenGrid, tokens: torch.Tensor, given: torch.Tensor | None
+) -> BoundLaunch:
+    arguments = dict(
+        token_stride=tokens.stride(0),
+        position_stride=given.stride(0) if given is not None else 0,
+        gate_ptr=site.gate,
+        ops=1,
+        who_ptr=identity.tokens,
+        where_ptr=identity.positions,
+        chain_ptr=identity.chain,
+        HAS_POSITIONS=given is not None,
+        REPORT=bool(site.checks & Check.CHAIN) and not site.lenient,
+        CHECK=int(Check.CHAIN),
+        **_token_args(grid, site.gate),
+        **site_args(site),
+    )
+    changing = ("token_ptr", "position_ptr", *grid.found)
+    return BoundLaunch(triton_write.identify_write_kernel, site.gate.device, arguments, changing, warps=4)

@@ -1,0 +1,197 @@
+"""The launches around a write of few tokens leave what the steps one after the other leave: for a half, and for two."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import random
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from scenes import Scene, fill, random_scene, row_of
+
+from kvcanary_fx.kernels import ops
+from kvcanary_fx.kernels.buffers import Gate
+from kvcanary_fx.kernels.content import cpu, gpu
+from kvcanary_fx.kernels.context import ForwardContext, forward_context
+from kvcanary_fx.kernels.ring import Word
+from kvcanary_fx.kernels.writes.plan import Select, Selector, WritePlan
+
+SEEDS = int(os.environ.get("CANARY_TEST_SEEDS", "6"))
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclasses.dataclass
+class Write:
+    """A write of a graph: its plan, and for one step its indices and operand."""
+
+    plan: WritePlan
+    index: list[torch.Tensor]
+    extent: list[int]
+    values: list[torch.Tensor]
+    positions: torch.Tensor | None
+    tokens: torch.Tensor | None  # of a write of one token a row
+
+
+def random_write(rng: random.Random, scene: Scene, halves: int) -> Write:
+    """A write that goes to a few slots, some of them twice or outside."""
+    layout, index, extent = scene.site.layout, [], []
+
+    def drawn(size: int) -> torch.Tensor:
+        numbers = rng.choices(range(-1 if rng.random() < 0.2 else 0, size + (rng.random() < 0.2)), k=rng.randint(1, 3))
+        return torch.tensor(numbers, dtype=rng.choice([torch.int64, torch.int32]))
+
+    flat = not layout.has_rows and rng.random() < 0.5
+    selectors = []
+    if flat:
+        index.append(drawn(layout.slots))
+        selectors.append(Selector(Select.FLAT))
+        shape = [index[0].numel(), *layout.row_shape]
+    else:
+        shape = list(layout.shape)
+        for axis in layout.slot_axes:
+            size = layout.shape[axis]
+            last = axis == layout.slot_axes[-1]
+            kind = rng.choice([Select.TENSOR, Select.TENSOR, Select.RANGE]) if last else Select.ALL
+            if kind is Select.TENSOR:
+                selectors.append(Selector(kind, len(index)))
+                index.append(drawn(size))
+                shape[axis] = index[-1].numel()
+            elif kind is Select.RANGE:
+                start = rng.randrange(size)
+                selectors.append(Selector(kind, len(extent)))
+                extent += [start, min(size, start + rng.randint(1, 2))]
+                shape[axis] = extent[-1] - start
+            else:
+                selectors.append(Selector(kind))
+    plan = WritePlan(tuple(selectors), 3, True, rng.random() < 0.3, rng.random() < 0.5, rng.random() < 0.5)
+    values = [fill(rng, tuple(shape), layout.dtype) for _ in range(halves)]
+    if layout.dtype.is_floating_point and rng.random() < 0.3:
+        values[0].view(-1)[rng.randrange(values[0].numel())] = float("nan")
+    positions = None
+    if layout.has_rows and rng.random() < 0.7:
+        tokens = shape[layout.slot_axes[-1]]
+        positions = torch.randint(0, 50, (rng.choice([1, layout.rows]), tokens))
+    decodes = layout.has_rows and values[0].numel() and shape[layout.slot_axes[-1]] == 1
+    tokens = torch.randint(0, 99, (layout.rows, 1), dtype=torch.int64) if decodes else None
+    return Write(plan, index, extent, values, positions, tokens)
+
+
+class Noted:
+    """Kernels, and whether they took a write in one launch."""
+
+    def __init__(self, kernels: ModuleType):
+        self._kernels, self.taken = kernels, list[bool]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+    def verify_write(self, *given: Any) -> bool:
+        self.taken.append(self._kernels.verify_write(*given))
+        return self.taken[-1]
+
+    def record_write(self, *given: Any) -> bool:
+        self.taken.append(self._kernels.record_write(*given))
+        return self.taken[-1]
+
+    def identify_write(self, *given: Any) -> bool:
+        self.taken.append(self._kernels.identify_write(*given))
+        return self.taken[-1]
+
+
+class Layer:
+    """Halves that are alike, in one graph."""
+
+    def __init__(self, scene: Scene, halves: int):
+        self.scenes = [scene]
+        for i in range(1, halves):
+            other = scene.clone()
+            site = dataclasses.replace(
+                other.site, control=scene.site.control, gate=scene.site.gate, half_id=200 + i, seed1=i, launches={}
+            )
+            self.scenes.append(dataclasses.replace(other, site=site))
+
+    def clone(self) -> Layer:
+        cloned = copy.copy(self)
+        cloned.scenes = [scene.clone() for scene in self.scenes]
+        lead = cloned.scenes[0].site
+        for scene in cloned.scenes:
+            scene.site = dataclasses.replace(scene.site, control=lead.control, gate=lead.gate, launches={})
+        return cloned
+
+    def to(self, device: torch.device) -> Layer:
+        moved = self.clone()
+        moved.scenes = [scene.to(device) for scene in moved.scenes]
+        lead = moved.scenes[0].site
+        for scene in moved.scenes:
+            scene.site = dataclasses.replace(scene.site, control=lead.control, gate=lead.gate)
+        return moved
+
+    def step(self, write: Write, stray: random.Random) -> list[bool]:
+        """One step of the graph: something is overwritten, the halves are checked, written and recorded.
+
+        Returns:
+            whether one launch did it, before the write and after it.
+        """
+        site = self.scenes[0].site
+        if site.layout.slots and stray.random() < 0.5:
+            for scene in self.scenes:
+                row_of(site.layout, scene.view, stray.randrange(site.layout.slots)).zero_()
+        site.gate[Gate.LENIENT_NEXT] = int(stray.random() < 0.2)
+        site.control.words[Word.EVERY] = 1 << stray.randrange(3)
+        plans = tuple(dataclasses.replace(write.plan, write_id=3 + i) for i in range(len(self.scenes)))
+        context = ForwardContext(tuple(s.site for s in self.scenes), plans, {0: self.scenes[0].identity}, {}, {})
+        numbers = list(range(len(self.scenes)))
+        views = [s.view for s in self.scenes]
+        device = views[0].device
+        index, values = [t.to(device) for t in write.index], [v.to(device) for v in write.values]
+        positions = None if write.positions is None else write.positions.to(device)
+        kernels = Noted(ops.kernels_for(device))
+        with forward_context(context), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "kernels_for", lambda device: kernels)
+            kernels.begin(site.control.words, site.gate)
+            ops._verify_before_write(views, index, write.extent, numbers, numbers)
+            if write.tokens is not None:
+                ops._identify(write.tokens.to(device), positions, index, write.extent, site.gate, 0, 0)
+            for scene, value in zip(self.scenes, values, strict=True):
+                self._write(scene, write, index, value, stray.random() < 0.2)
+            given = [None if stray.random() < 0.1 else v for v in values]
+            ops._record_written(views, given, index, write.extent, positions, numbers, numbers)
+        return kernels.taken
+
+    def _write(self, scene: Scene, write: Write, index: list[torch.Tensor], value: torch.Tensor, wrong: bool) -> None:
+        layout = scene.site.layout
+        resolved = write.plan.resolve(layout, index, write.extent, value.device)
+        rows = write.plan.rows(layout, value, resolved)
+        for slot, row in zip(resolved.slots.tolist(), rows, strict=True):
+            if slot >= 0:
+                row_of(layout, scene.view, slot).copy_(torch.zeros_like(row) if wrong else row)
+
+    def states(self) -> list[dict[str, object]]:
+        return [scene.state() for scene in self.scenes]
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+def test_one_launch_around_a_write_equals_its_steps(halves, monkeypatch):
+    launches = []
+    for seed in range(SEEDS):
+        scene = random_scene(seed)
+        if scene.site.space is not None:
+            continue
+        if seed % 2:
+            scene.site.half.baseline = None
+        expected = Layer(scene, halves)
+        got, rng = expected.to(DEVICE), random.Random(seed)
+        for number in range(2):
+            write = random_write(rng, scene, halves)
+            monkeypatch.setattr(ops, "kernels_for", lambda device: cpu)
+            expected.step(write, random.Random(f"{seed} {number}"))
+            monkeypatch.setattr(ops, "kernels_for", lambda device: gpu)
+            launches += got.step(write, random.Random(f"{seed} {number}"))
+            for want, have in zip(expected.states(), got.states(), strict=True):
+                for name in want:
+                    assert have[name] == want[name], f"seed {seed}, step {number}, {name}, {write}, {scene.site.layout}"
+    assert launches.count(True) > SEEDS
