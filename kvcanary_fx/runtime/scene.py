@@ -113,7 +113,8 @@ def pool_scene(group: Group, registry: PoolRegistry, damage: Sequence[Damage], r
     struck = list(dict.fromkeys(d.slot for d in damage if 0 <= d.slot < group.slots))[:DAMAGED]
     beside = {s + k for s in struck for k in range(-BESIDE, BESIDE + 1)}
     elsewhere = {row.slot for d in damage[:DAMAGED] for row in same_rows(group, d, damage)}
-    near = torch.tensor(sorted(s for s in beside | elsewhere if 0 <= s < group.slots), dtype=torch.int64)
+    slots = sorted(s for s in beside | elsewhere if 0 <= s < group.slots)
+    near = torch.tensor(slots, dtype=torch.int64, device="cpu")
     states, owners = _states(group), None
     names: tuple[str | int, ...] = ()
     if group.space is not None and group.name_of is not None and group.slots <= MOST_MAPPED:
@@ -200,7 +201,7 @@ def _owners(space: SlotSpace, name_of: Callable[[int], str | int | None]) -> tup
     """int32 ``[slots]``, an index into the names, -1 for nobody."""
     hashes, place = space.owners[:-1].cpu().unique(return_inverse=True)
     names: list[str | int] = []
-    numbers = torch.full((len(hashes),), -1, dtype=torch.int32)
+    numbers = torch.full((len(hashes),), -1, dtype=torch.int32, device="cpu")
     for i, hashed in enumerate(hashes.tolist()):
         name = name_of(hashed)
         if name is not None and len(names) < OWNERS:

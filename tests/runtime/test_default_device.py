@@ -11,6 +11,8 @@ from toy import Toy
 
 from kvcanary_fx import CanaryConfig
 from kvcanary_fx.proof import doctor
+from kvcanary_fx.reports.incidents import file
+from kvcanary_fx.reports.incidents.page import page
 
 
 @pytest.fixture
@@ -38,6 +40,17 @@ def test_a_step_and_the_life_of_slots(toy):
         toy.kv[0][0].view(torch.int32)[2, 0, 1] ^= 1
         toy.session.sweep.run()
         assert [(v.check, v.slot) for v in toy.found()] == [("content", 2)]
+
+
+def test_the_file_of_an_incident(toy, tmp_path):
+    toy.kv[0][0].view(torch.int32)[2, 0, 1] ^= 1
+    with torch.device("meta"):
+        toy.session.sweep.run()
+        toy.session.snapshot(tmp_path / "one.zip")
+        incident = file.load(tmp_path / "one.zip")
+        assert "bit 0 of element 1" in page(incident)
+    assert incident.missing == ()
+    assert [record.evidence.bit for record in incident.records] == [32]
 
 
 def test_the_self_proof(toy):

@@ -91,8 +91,8 @@ def test_a_flipped_bit_and_the_row_of_another_slot_are_told_apart(written):
     assert "read by request bob (position 1)" in told
 
 
-def test_a_model_without_an_engine_leaves_a_file(tmp_path):
-    rig = Rig.build(layers=1, incidents=tmp_path, digest_bits=64)
+def test_a_model_without_an_engine_leaves_a_file(device, tmp_path):
+    rig = Rig.build(layers=1, device=device, incidents=tmp_path, digest_bits=64)
     rig.step(4)
     rig.flip(half=1, row=1, position=2)
     with pytest.raises(KVCacheViolation):
@@ -103,15 +103,18 @@ def test_a_model_without_an_engine_leaves_a_file(tmp_path):
     assert record.evidence.bit == 3 * 32 + 4
 
 
-def test_who_did_what_to_whose_slot_is_told(tmp_path):
-    toy = Toy(incidents=tmp_path)
+def test_who_did_what_to_whose_slot_is_told(device, tmp_path):
+    toy = Toy(incidents=tmp_path, device=device)
     toy.add("alice", range(1, 9))
     toy.add("bob", range(10, 18))
     toy.run({"alice": [1, 2]})
     toy.requests["bob"].stored = 1
     toy.table[toy.requests["bob"].row, 0] = 2  # a slot of the other
     toy.run({"bob": [4]})
-    told = "\n".join(story(file.load(next(tmp_path.iterdir()))))
+    toy.found()
+    incident = file.load(next(tmp_path.iterdir()))
+    assert incident.missing == ()
+    told = "\n".join(story(incident))
     assert "request bob was about to read slot 2 of kv" in told
     assert "which belongs to request alice" in told
 

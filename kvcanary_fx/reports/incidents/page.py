@@ -170,7 +170,8 @@ def _value(half: HalfScene, was: list[int], bit: int, now: list[int]) -> str:
     dtype = getattr(torch, half.dtype)
     element = bit // 8 // dtype.itemsize
     span = slice(element * dtype.itemsize, (element + 1) * dtype.itemsize)
-    before, after = (float(torch.tensor(row[span], dtype=torch.uint8).view(dtype).float()) for row in (was, now))
+    both = (torch.tensor(row[span], dtype=torch.uint8, device="cpu") for row in (was, now))
+    before, after = (float(element.view(dtype).float()) for element in both)
     return f"{before:g} was written, {after:g} is there"
 
 

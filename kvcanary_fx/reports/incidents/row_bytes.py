@@ -27,9 +27,11 @@ def flipped_bit(row: torch.Tensor, seeds: tuple[int, int], stored: int) -> int |
     words = _words(row[None])[0]
     c, d = coefficients(words.shape[0], words.device)
     before = _terms(words, c, d)
-    wanted = torch.tensor(as_int32(stored & MASK32), dtype=torch.int32) - before.sum(dtype=torch.int32)
+    device = words.device
+    wanted = torch.tensor(as_int32(stored & MASK32), dtype=torch.int32, device=device) - before.sum(dtype=torch.int32)
     wanted = wanted - as_int32(seeds[0])
-    wide = torch.tensor([1 << bit if bit < 31 else -(1 << 31) for bit in range(32)], dtype=torch.int32)
+    masks = [1 << bit if bit < 31 else -(1 << 31) for bit in range(32)]
+    wide = torch.tensor(masks, dtype=torch.int32, device=device)
     found = []
     for bit, mask in enumerate(wide):
         for word in (_terms(words ^ mask, c, d) - before == wanted).nonzero().flatten().tolist():
