@@ -34,6 +34,7 @@ h1 { font-size: 1.3rem } h2 { font-size: 1.05rem; margin-top: 2rem }
 .story { border-left: 4px solid #d93025; padding: .3rem 1rem; background: #fdf3f2 }
 table { border-collapse: collapse; font-size: 13px } td, th { padding: .1rem .7rem .1rem 0; text-align: left }
 pre, .hex { font: 12px/1.5 ui-monospace, monospace; overflow-x: auto; white-space: pre }
+pre { white-space: pre-wrap; overflow-wrap: anywhere } h3 { font-size: .95rem }
 .was { background: #ceead6 } .now { background: #fad2cf } .key { padding: 0 .4rem; border: 1px solid #ccc }
 .wide { overflow-x: auto } svg text { font: 11px system-ui, sans-serif }
 """
