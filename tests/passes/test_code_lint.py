@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from idioms import IDIOMS
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
 
 from kvcanary_fx import CanaryConfig
 from kvcanary_fx.compile.inductor import compile_and_read
@@ -12,6 +14,19 @@ from kvcanary_fx.passes.code_lint import pool_sized_buffers
 from kvcanary_fx.passes.pipeline import passes, run_passes
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _code_is_read_and_not_run(monkeypatch):
+    """Inductor writes its code as ever; no C++ compiler makes kernels of it that nobody would call."""
+
+    def never_called(*_):
+        raise AssertionError("the code is read, not run")
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda self, argtypes, source: never_called)
+    PyCodeCache.cache_clear()
+    yield
+    PyCodeCache.cache_clear()  # modules without kernels are not for other tests
 
 
 def copies(idiom, device: str) -> dict[str, int]:
