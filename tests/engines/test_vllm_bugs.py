@@ -185,11 +185,12 @@ def test_write_that_goes_elsewhere_is_found_by_its_operand(rig, monkeypatch):
 
 
 def test_mode_raise_stops_before_the_token_leaves(models, monkeypatch):
-    from kvcanary_fx.adapters.vllm import registry, settings
+    from kvcanary_fx.adapters.vllm import settings
 
     rig = Rig("llama", models)
     config = settings.VllmSettings(kvcanary_fx.CanaryConfig(mode="raise"))
-    registry.of_runner(rig.runner).settings = config
+    rig.guard.settings = config
+    rig.guard.begin(True)
     rig.add("A", prompt(50, 40), length=8)
 
     def at(step):

@@ -10,6 +10,7 @@ import torch
 from vllm_rig import Rig, prompt
 
 from kvcanary_fx import EngineError
+from kvcanary_fx.errors import SelfTestError
 
 
 @pytest.fixture
@@ -116,9 +117,10 @@ def test_bfloat16_is_guarded_also_where_vllm_would_take_amx_tiles(engine, monkey
     }
 
 
-def test_model_of_which_nothing_can_be_guarded_runs_in_mode_log_and_says_so(engine, monkeypatch, caplog):
-    from kvcanary_fx.adapters.vllm import pools, runner, settings
+def test_model_of_which_nothing_can_be_guarded_runs_in_mode_log_and_says_so(engine, monkeypatch, caplog, tmp_path):
+    from kvcanary_fx.adapters.vllm import counts, pools, runner, settings
 
+    monkeypatch.setenv(settings.COUNTS_VARIABLE, str(tmp_path))
     caplog.set_level("WARNING", "kvcanary")
     monkeypatch.setattr(pools, "_halves", lambda layer, size: "it is a riddle")
     rig = engine()
@@ -126,17 +128,39 @@ def test_model_of_which_nothing_can_be_guarded_runs_in_mode_log_and_says_so(engi
     # once each: behind another engine pytest hands the same record to two handlers
     told = list(dict.fromkeys(r.message for r in caplog.records if "kvcanary.unguarded" in r.message))
     assert "it is a riddle" in told[0]
-    assert told[1] == "kvcanary.unguarded no KV cache group of this model can be guarded: it runs unguarded"
+    assert told[1].startswith("kvcanary.unguarded nothing is guarded: no KV cache group of this model can be guarded")
+    assert counts.guarded() == {"group0": "layer model.layers.0.self_attn.attn: it is a riddle"}
     rig.add("A", prompt(5, 50), length=3)
     rig.run()
     assert len(rig.tokens["A"]) == 3
-    with pytest.raises(EngineError, match="unset KVCANARY_MODE, or set it to log"):
+    with pytest.raises(EngineError, match="KVCANARY_MODE=log or off runs it unguarded"):
         runner.guard(rig.runner, settings.from_env({"KVCANARY_MODE": "raise"}), False)
 
 
-def test_model_without_a_kv_cache_is_told(caplog):
+def test_guard_that_cannot_be_made_keeps_no_engine_from_starting_in_mode_log(monkeypatch, caplog, tmp_path):
+    from kvcanary_fx.adapters.vllm import counts, runner, settings
+
+    monkeypatch.setenv(settings.COUNTS_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(runner, "guarded_groups", lambda *_: [SimpleNamespace()])
+    monkeypatch.setattr(runner.cuda_graphs, "require_none_full", lambda _: None)
+
+    def fails(*_):
+        raise SelfTestError([("token", "another token", [])])
+
+    monkeypatch.setattr(runner, "Guard", fails)
+    bare = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[1]))
+    runner.guard(bare, settings.from_env({"KVCANARY_MODE": "log"}), True)
+    assert "kvcanary.unguarded nothing is guarded: " in caplog.text
+    (why,) = counts.guarded().values()
+    assert why.startswith("SelfTestError: ")
+    with pytest.raises(SelfTestError):
+        runner.guard(bare, settings.from_env({"KVCANARY_MODE": "raise"}), True)
+
+
+def test_model_without_a_kv_cache_is_told(caplog, monkeypatch, tmp_path):
     from kvcanary_fx.adapters.vllm import runner, settings
 
+    monkeypatch.setenv(settings.COUNTS_VARIABLE, str(tmp_path))
     caplog.set_level("WARNING", "kvcanary")
     bare = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[]))
     runner.guard(bare, settings.from_env({"KVCANARY_MODE": "raise"}), False)

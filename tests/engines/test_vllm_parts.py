@@ -450,6 +450,15 @@ def test_counts_of_several_engines_add_up(monkeypatch, tmp_path):
     assert counts.compared_within() == 0.5
 
 
+def test_group_that_one_engine_does_not_guard_counts_as_unguarded(monkeypatch, tmp_path):
+    monkeypatch.setenv(settings.COUNTS_VARIABLE, str(tmp_path))
+    counts.Counts("one", {"group0": "", "group1": ""}).write()
+    counts.Counts("two", {"group0": "", "group1": "a riddle"}).write()
+    assert counts.guarded() == {"group0": "", "group1": "a riddle"}
+    counts.write_unguarded({"all": "another version"})
+    assert counts.guarded()["all"] == "another version"
+
+
 def test_directory_of_counts_that_is_gone_is_told_once_and_ends_nothing(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv(settings.COUNTS_VARIABLE, str(tmp_path / "gone"))
     mine = counts.Counts("one")

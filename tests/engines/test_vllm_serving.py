@@ -61,6 +61,8 @@ def test_metrics_of_the_server_have_the_counts(models, tmp_path):
     found = json.loads(lines[-1].removeprefix(vllm_runs.MARK))
     assert found["requests"] > 4
     assert found["failed"] == 0
+    assert found["at_health"]['kvcanary_guarded{group="group0",reason=""}'] == 1
+    assert "kvcanary.vllm guarded: 1 group, 4 halves, checks content " in done.stderr
     assert found["metrics"]["kvcanary_forwards_total"] > 10
     assert found["metrics"]["kvcanary_fingerprints_recorded_total"] > 100
     assert found["metrics"]['kvcanary_violations_total{check="content"}'] == 0

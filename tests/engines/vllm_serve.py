@@ -128,10 +128,11 @@ def main() -> None:
     server = Server(directory, *sys.argv[4:])
     try:
         server.wait()
+        at_health = metrics(server)
         load(server, clients, 3)  # what is compiled or cached at first use
         found = load(server, clients, seconds)
         time.sleep(5)  # counts are written every two seconds
-        found["metrics"] = metrics(server)
+        found |= {"metrics": metrics(server), "at_health": at_health}
     finally:
         server.close()
     print(MARK + json.dumps(found), flush=True)

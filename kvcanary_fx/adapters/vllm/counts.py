@@ -17,7 +17,7 @@ import tempfile
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ...engine.observers.stats import EngineStats
@@ -50,10 +50,15 @@ def directory() -> pathlib.Path:
 
 
 class Counts:
-    """The file of one engine, written periodically by its own thread, also when the engine is idle."""
+    """The file of one engine, written periodically by its own thread, also when the engine is idle.
 
-    def __init__(self, name: str):
+    Args:
+        states: why each KV cache group is not guarded, by name; empty if it is.
+    """
+
+    def __init__(self, name: str, states: Mapping[str, str] | None = None):
         self._path = directory() / f"{name}.json"
+        self._states = dict(states or {})
         self._lock = threading.Lock()
         self._steps = 0  # that the file includes
         self._lost = False  # whether its directory is gone
@@ -102,7 +107,7 @@ class Counts:
         for each in stats:
             violations.update(each.by_check)
         within = max((each.compared_within for each in stats), default=0.0)
-        text = json.dumps({"counts": counts, "violations": violations, "within": within})
+        text = json.dumps({"counts": counts, "violations": violations, "within": within, "guarded": self._states})
         draft = self._path.with_suffix(".draft")
         try:
             draft.write_text(text)
@@ -111,6 +116,24 @@ class Counts:
             if not self._lost:
                 self._lost = True
                 log.warning("kvcanary.vllm the metrics endpoint stands still: %s is gone", self._path.parent)
+
+
+def write_unguarded(states: Mapping[str, str]) -> None:
+    """Say for the endpoint that this process guards nothing.
+
+    Args:
+        states: why, by KV cache group, or of ``all``.
+    """
+    Counts(f"{os.getpid()}-unguarded", states).write()
+
+
+def guarded() -> dict[str, str]:
+    """Why each KV cache group is not guarded, by name; empty if it is, in all engines."""
+    states: dict[str, str] = {}
+    for path in sorted(directory().glob("*.json")):
+        for group, why in json.loads(path.read_text())["guarded"].items():
+            states[group] = states.get(group) or why
+    return states
 
 
 def compared_within() -> float:

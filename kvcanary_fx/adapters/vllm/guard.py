@@ -7,11 +7,12 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from ...engine.layers import LayerChecks
 from ...engine.session import EngineSession
@@ -30,6 +31,9 @@ from .tables import Ledger
 
 log = logging.getLogger("kvcanary")
 
+#: Lines about the violations that an exception reports, in mode ``raise``; the exception has them all.
+LINES = 10
+
 
 def _sessions(guard: weakref.ref[Guard]) -> list[EngineSession]:
     found = guard()
@@ -41,8 +45,8 @@ class Guard:
 
     Attributes:
         groups: the KV cache groups that are guarded.
-        session: of these groups; made at the first step, when it is known whether a scheduler reports its blocks.
-        drafts: the draft's layers, if there are any that can be guarded; made with the session.
+        session: of these groups.
+        drafts: the draft's layers, if there are any that can be guarded.
         in_flight: another request writes some request's prefix in this step's forward.
         books: all blocks handed out, from the first one.
         namespaces: of the requests that have one, by id.
@@ -52,7 +56,25 @@ class Guard:
         scheduled: the ``SchedulerOutput`` of the running step.
     """
 
-    def __init__(self, runner: Any, settings: VllmSettings, self_test: bool, groups: list[Group]):
+    def __init__(
+        self,
+        runner: Any,
+        settings: VllmSettings,
+        self_test: bool,
+        groups: list[Group],
+        unguarded: Mapping[str, str] | None = None,
+    ):
+        """Make the session, before the server is healthy.
+
+        Args:
+            runner: has its KV cache.
+            self_test: prove the checks on scratch pools first.
+            unguarded: why the other groups are not guarded, by name.
+
+        Raises:
+            SelfTestError: a check stays silent.
+            EngineError: ``KVCANARY_VLLM_ABORT=request``, and the scheduler is not vLLM's own.
+        """
         self.settings = settings
         self.groups = groups
         self.drafts: Drafts | None = None
@@ -62,27 +84,36 @@ class Guard:
         self.calls_in_graph = self.calls_outside = 0
         self.flagged: set[str] = set()
         self.scheduled: Any = None
-        with torch.inference_mode(False):
-            self.ledger = _ledger(runner)
-        self._draft_groups = draft_groups(runner)
+        states = dict(unguarded or {})
+        self._draft_groups = draft_groups(runner, states)
         self._page_sizes = [g.kv_cache_spec.block_size for g in runner.kv_cache_config.kv_cache_groups]
         self._self_test = self_test
-        self._session: EngineSession | None = None
-        self._layers: LayerChecks | None = None
-        self._counts = Counts(f"{os.getpid()}-{id(self):x}")
+        states.update({group.name: "" for group in (*groups, *self._draft_groups)})
+        self._counts = Counts(f"{os.getpid()}-{id(self):x}", states)
         self._requests: list[str] = []  # of the forward, in batch order
-        self._news = False  # a violation that is not in the counts yet
+        self._news = 0  # violations that are not in the counts yet
+        with torch.inference_mode(False):
+            self.ledger = _ledger(runner)
+        self.begin(reports_blocks(runner.vllm_config))
 
-    @property
-    def session(self) -> EngineSession:
-        """The session.
+    def begin(self, allocations: bool) -> None:
+        """Make the session, and the draft's.
+
+        Args:
+            allocations: the scheduler reports what it does to blocks.
 
         Raises:
-            EngineError: no step has run yet.
+            SelfTestError: a check stays silent.
+            EngineError: ``KVCANARY_VLLM_ABORT=request``, and the scheduler reports nothing.
         """
-        if self._session is None:
-            raise EngineError("the session of this model runner begins with its first step")
-        return self._session
+        with torch.inference_mode(False):  # the counts' thread could not write tensors made in inference mode
+            self._allocations, self.session = allocations, self._install(allocations)
+            self._layers = LayerChecks(self.session)
+            if self._draft_groups:  # block ids belong to the target, which checks their owners
+                self.drafts = Drafts(self._session_of(self._draft_groups, allocations=False), self._draft_groups)
+        self._counts.write(*(session.stats() for session in self.sessions))
+        self._counts.follow(*self.sessions)
+        log.info("kvcanary.vllm guarded: %s", describe(self.session, self.groups, self._draft_groups))
 
     def _install(self, allocations: bool) -> EngineSession:
         if self.settings.aborts_requests and not allocations:
@@ -105,7 +136,6 @@ class Guard:
         )
         assert session is not None  # in mode off the plugin is not loaded
         session.mark_ready()
-        log.info("kvcanary.vllm guards %s", "; ".join(p.describe() for p in session.pools.values()))
         return session
 
     @property
@@ -114,7 +144,9 @@ class Guard:
         return [self.session] if self.drafts is None else [self.session, self.drafts.session]
 
     def _flag(self, violation: Violation) -> None:
-        self._news = True
+        self._news += 1
+        if self.settings.session_config.mode == "raise" and self._news <= LINES:  # else the session logs it
+            log.warning("%s", violation.line())
         if self.settings.aborts_requests and violation.request is not None:
             self.flagged.add(str(violation.request))
         given = self.settings.config.on_violation
@@ -131,13 +163,8 @@ class Guard:
         """Around one step of the runner."""
         self.scheduled = scheduled
         told: Message | None = getattr(scheduled, ATTRIBUTE, None)
-        if self._session is None:
-            with torch.inference_mode(False):  # the counts' thread could not write tensors made in inference mode
-                self._session = self._install(told is not None)
-                self._layers = LayerChecks(self._session)
-                if self._draft_groups:  # block ids belong to the target, which checks their owners
-                    self.drafts = Drafts(self._session_of(self._draft_groups, allocations=False), self._draft_groups)
-            self._counts.follow(*self.sessions)
+        if self._allocations != (told is not None):  # a scheduler of another make, or in an unguarded process
+            self.begin(told is not None)
         if told is not None:
             self.books.apply(told.events)
             self.namespaces.update(told.namespaces)
@@ -157,7 +184,6 @@ class Guard:
             KVCacheViolation: mode ``raise``, and a check failed.
         """
         session = self.session
-        assert self._layers is not None
         self._requests = list(runner.input_batch.req_ids[: runner.input_batch.num_reqs])
         self.ledger.show(self._requests)
         in_flight = self.ledger.in_flight(self.scheduled, self._page_sizes)
@@ -205,7 +231,7 @@ class Guard:
     def _tell_news(self) -> None:
         """Write a violation to the counts at once."""
         if self._news:
-            self._news = False
+            self._news = 0
             self._counts.write(*(session.stats() for session in self.sessions))
 
     def _check_tables(self, runner: Any) -> None:
@@ -218,6 +244,29 @@ class Guard:
             given = kernel_tables(metadata[next(iter(group.layers))], runner.seq_lens, count)
             if given is not None:
                 self.session.check_reads(*given, pool=group.name, page_size=group.kernel_page_size)
+
+
+def reports_blocks(config: Any) -> bool:
+    """Whether the scheduler that a ``VllmConfig`` names is hooked: vLLM's own, or a subclass."""
+    return issubclass(config.scheduler_config.get_scheduler_cls(), Scheduler)
+
+
+def describe(session: EngineSession, groups: Sequence[Group], drafts: Sequence[Group]) -> str:
+    """What is guarded, by which checks, and how soon a changed byte is seen, in one line."""
+    halves = sum(2 * len(group.layers) for group in (*groups, *drafts))
+    parts = [f"{len(groups)} group{'s' * (len(groups) != 1)}", f"{halves} halves"]
+    if drafts:
+        parts.insert(1, f"{len(drafts)} of a draft")
+    off = {"digest", "sweep"}  # which nobody asks for here
+    if not all(pool.declared.allocations for pool in session.pools.values()):
+        off.add("owner")
+    parts.append("checks " + " ".join(check for check in session.config.checks if check not in off))
+    every = session.config.verify_every
+    if session.pace is not None:
+        parts.append(session.pace.describe()[0])
+    else:
+        parts.append("every byte each time it is read" if every == 1 else f"every byte within {every} steps")
+    return ", ".join(parts)
 
 
 def _ledger(runner: Any) -> Ledger:

@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+OPERATIONS = "Operations"
+
 #: What a part of the table is for, in the order of the table.
 NEEDS = (
     "Who has which block",
@@ -19,7 +21,7 @@ NEEDS = (
     "The forward, and the memory that it reads",
     "The compiled graph",
     "Drafts",
-    "Operations",
+    OPERATIONS,
 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ...errors import EngineError
 from ..versions import Tested
-from .hook_points import HOOK_POINTS, HookPoint, differences
+from .hook_points import HOOK_POINTS, OPERATIONS, HookPoint, differences
 
 log = logging.getLogger("kvcanary")
 
@@ -39,7 +39,17 @@ def can_be_guarded(mode: str, table: Sequence[HookPoint] = HOOK_POINTS) -> bool:
     if mode == "raise":
         raise EngineError(text)
     log.warning("kvcanary.unguarded nothing is guarded: %s", text)
+    _tell_metrics(text, table)
     return False
+
+
+def _tell_metrics(why: str, table: Sequence[HookPoint]) -> None:
+    """Say it in the metrics endpoint, if that at least is known."""
+    if any(not differences([point], on_cpu=False) for point in table if point.need == OPERATIONS):
+        from . import counts, metrics
+
+        metrics.hook()
+        counts.write_unguarded({"all": why})
 
 
 def unknown_version(version: str, unknown: Sequence[str]) -> str:

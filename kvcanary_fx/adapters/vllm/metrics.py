@@ -38,6 +38,12 @@ class CanaryCollector(Collector):
             "Time in which the bytes of each stored slot are compared under the budget, 0 where nobody knows.",
             value=counts.compared_within(),
         )
+        guarded = GaugeMetricFamily(
+            "kvcanary_guarded", "Whether a KV cache group is guarded, and why not.", labels=["group", "reason"]
+        )
+        for group, why in counts.guarded().items():
+            guarded.add_metric([group, why], 0 if why else 1)
+        yield guarded
         family = CounterMetricFamily("kvcanary_violations", "Failed checks of the KV cache.", labels=["check"])
         for check in dict.fromkeys((*CHECKS, *violations)):
             family.add_metric([check], violations[check])

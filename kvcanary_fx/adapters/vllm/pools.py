@@ -55,7 +55,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        return f"{'draft' if self.draft else 'group'}{self.number}"
+        return group_name(self.number, self.draft)
 
     def pool(self, table: torch.Tensor, allocations: bool) -> KVPool:
         """The pool of this group, whose request table is ``table``."""
@@ -74,21 +74,36 @@ class Group:
         )
 
 
-def guarded_groups(runner: Any) -> list[Group]:
-    """The groups of the target model that can be guarded; the others are logged, with the reason."""
+def group_name(number: int, draft: bool) -> str:
+    """The name of a KV cache group's pool, in reports and metrics."""
+    return f"{'draft' if draft else 'group'}{number}"
+
+
+def guarded_groups(runner: Any, unguarded: dict[str, str] | None = None) -> list[Group]:
+    """The groups of the target model that can be guarded; the others are logged, with the reason.
+
+    Args:
+        unguarded: gets the reasons of the others, by name.
+    """
     drafts = draft_layers(runner)
     known = runner.compilation_config.static_forward_context
-    return _groups(runner, frozenset(known) - drafts, draft=False)
+    return _groups(runner, frozenset(known) - drafts, False, unguarded)
 
 
-def draft_groups(runner: Any) -> list[Group]:
-    """The groups of a draft's layers that can be guarded; the others are logged, with the reason."""
+def draft_groups(runner: Any, unguarded: dict[str, str] | None = None) -> list[Group]:
+    """The groups of a draft's layers that can be guarded; the others are logged, with the reason.
+
+    Args:
+        unguarded: gets the reasons of the others, by name.
+    """
     drafts = draft_layers(runner)
     why = _unguarded(getattr(runner, "drafter", None)) if drafts else None
     if why is not None:
         log.warning("kvcanary.unguarded draft layers (%s, ...): %s", min(drafts), why)
+        if unguarded is not None:
+            unguarded["draft"] = why
         return []
-    return _groups(runner, drafts, draft=True)
+    return _groups(runner, drafts, True, unguarded)
 
 
 def draft_layers(runner: Any) -> frozenset[str]:
@@ -112,7 +127,7 @@ def _unguarded(drafter: Any) -> str | None:
     return None
 
 
-def _groups(runner: Any, wanted: Set[str], draft: bool) -> list[Group]:
+def _groups(runner: Any, wanted: Set[str], draft: bool, unguarded: dict[str, str] | None) -> list[Group]:
     found = []
     for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
         names = [name for name in group.layer_names if name in wanted]
@@ -121,6 +136,8 @@ def _groups(runner: Any, wanted: Set[str], draft: bool) -> list[Group]:
         made, why = _group(runner, number, group.kv_cache_spec, names)
         if made is None:
             log.warning("kvcanary.unguarded KV cache group %d (%s, ...): %s", number, names[0], why)
+            if unguarded is not None:
+                unguarded[group_name(number, draft)] = why
         else:
             found.append(dataclasses.replace(made, draft=draft))
     return found

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from ...errors import EngineError
-from . import cuda_graphs, registry
+from ...errors import CanaryError, EngineError
+from . import counts, cuda_graphs, registry
 from .guard import Guard
 from .journal import ATTRIBUTE
 from .patching import wrap_in_all
@@ -23,23 +23,38 @@ log = logging.getLogger("kvcanary")
 def guard(runner: Any, settings: VllmSettings, self_test: bool) -> None:
     """Guard a model runner that got its KV cache, if any of it can be guarded.
 
+    In mode ``log`` nothing of this keeps an engine from starting: it runs unguarded, and the log and the metrics say
+    why.
+
     Raises:
         EngineError: mode ``raise``, and nothing of its KV cache can be guarded.
+        SelfTestError: mode ``raise``, and a check stays silent.
     """
     if not runner.kv_cache_config.kv_cache_groups:
-        log.warning("kvcanary.unguarded this model has no KV cache: there is nothing to guard")
+        why = "this model has no KV cache: there is nothing to guard"
+        log.warning("kvcanary.unguarded %s", why)
+        counts.write_unguarded({"all": why})
         return
-    groups = guarded_groups(runner)
-    if groups:
-        cuda_graphs.require_none_full(runner)
-        registry.add(runner, Guard(runner, settings, self_test, groups))
-        return
-    if settings.config.mode == "raise":
+    unguarded: dict[str, str] = {}
+    try:
+        registry.add(runner, _guard(runner, settings, self_test, unguarded))
+    except Exception as e:  # whatever it is: in mode log an engine must start
+        if settings.config.mode == "raise":
+            raise
+        why = " ".join(str(e).split())
+        log.warning("kvcanary.unguarded nothing is guarded: %s", why, exc_info=not isinstance(e, CanaryError))
+        counts.write_unguarded(unguarded or {"all": f"{type(e).__name__}: {why}"})
+
+
+def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict[str, str]) -> Guard:
+    groups = guarded_groups(runner, unguarded)
+    if not groups:
         raise EngineError(
-            "no KV cache group of this model can be guarded (the warnings above say why): unset KVCANARY_MODE, "
-            "or set it to log, to run it unguarded"
+            "no KV cache group of this model can be guarded (the warnings above say why): KVCANARY_MODE=log or off "
+            "runs it unguarded"
         )
-    log.warning("kvcanary.unguarded no KV cache group of this model can be guarded: it runs unguarded")
+    cuda_graphs.require_none_full(runner)
+    return Guard(runner, settings, self_test, groups, unguarded)
 
 
 def hook(settings: VllmSettings, self_test: bool) -> None:
