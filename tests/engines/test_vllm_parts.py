@@ -23,11 +23,13 @@ from kvcanary_fx.adapters.vllm import (
     layouts,
     patching,
     settings,
+    verdict,
 )
 from kvcanary_fx.adapters.vllm.books import CACHE, Books
 from kvcanary_fx.adapters.vllm.tables import Ledger
 from kvcanary_fx.engine.observers.stats import EngineStats
 from kvcanary_fx.errors import InvalidSettingError
+from kvcanary_fx.reports.violation import Violation
 
 
 def test_importing_the_package_imports_no_vllm():
@@ -59,23 +61,43 @@ def test_plugin_connects_when_it_is_asked(monkeypatch):
     assert [s.config.mode for s in given] == ["log"]
 
 
-def test_settings_of_requests_and_engine():
-    ends_engine = settings.from_env({"KVCANARY_MODE": "raise"})
-    assert (ends_engine.aborts_requests, ends_engine.session_config.mode) == (False, "raise")
-    ends_request = settings.from_env({"KVCANARY_MODE": "raise", "KVCANARY_VLLM_ABORT": "request"})
-    assert (ends_request.aborts_requests, ends_request.session_config.mode) == (True, "log")
-    assert not settings.from_env({"KVCANARY_MODE": "log"}).aborts_requests
+ON_VIOLATION, ABORT = settings.ON_VIOLATION_VARIABLE, settings.ABORT_VARIABLE
 
 
-@pytest.mark.parametrize("abort", ["engine", "request"])
-def test_what_is_to_be_ended_in_mode_log_is_refused(abort):
-    with pytest.raises(InvalidSettingError, match=r"KVCANARY_VLLM_ABORT.*KVCANARY_MODE=log, which ends nothing"):
-        settings.from_env({"KVCANARY_MODE": "log", "KVCANARY_VLLM_ABORT": abort})
+@pytest.mark.parametrize(
+    ("mode", "asked", "outcome", "session", "contains"),
+    [
+        ("raise", None, "raise", "raise", False),
+        ("log", None, "log", "log", False),
+        ("raise", "log", "log", "log", False),
+        ("log", "raise", "raise", "raise", False),
+        ("raise", "abort", "abort", "log", True),
+        ("log", "abort", "abort", "log", True),
+        ("log", "recompute", "recompute", "log", True),
+    ],
+)
+def test_what_a_violation_does(mode, asked, outcome, session, contains):
+    found = settings.from_env({"KVCANARY_MODE": mode} | ({ON_VIOLATION: asked} if asked else {}))
+    assert (found.on_violation, found.session_config.mode, found.contains) == (outcome, session, contains)
+    assert found.config.mode == mode
+
+
+@pytest.mark.parametrize(("old", "outcome"), [("request", "abort"), ("engine", "raise")])
+def test_deprecated_setting_means_what_it_did_and_says_what_to_write(old, outcome, caplog):
+    assert settings.from_env({"KVCANARY_MODE": "raise", ABORT: old}).on_violation == outcome
+    assert [r.message for r in caplog.records] == [
+        f"kvcanary.vllm KVCANARY_VLLM_ABORT={old} is deprecated: KVCANARY_VLLM_ON_VIOLATION={outcome}"
+    ]
+    with pytest.raises(InvalidSettingError, match=f"unset beside {ON_VIOLATION}=recompute"):
+        settings.from_env({"KVCANARY_MODE": "raise", ABORT: old, ON_VIOLATION: "recompute"})
+    with pytest.raises(InvalidSettingError, match=rf"{ABORT}.*unset with KVCANARY_MODE=log: {ON_VIOLATION}={outcome}"):
+        settings.from_env({"KVCANARY_MODE": "log", ABORT: old})
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
+        {"KVCANARY_VLLM_ON_VIOLATION": "request"},
         {"KVCANARY_VLLM_ABORT": "all"},
         {"KVCANARY_VLLM_ABROT": "engine"},
         {"KVCANARY_MODE": "loud"},
@@ -402,6 +424,41 @@ def test_pages_that_the_prefix_cache_gives_up_in_a_step_are_released_at_once_bef
         ("allocate", [3], 16, "C"),
         ("allocate", [2], 16, "D"),
     ]
+
+
+# ---- whom a violation concerns
+
+
+def found(check, slot, request=None, why=None, phase="pre", pool="group0"):
+    place = dict(layer="*", half="*", pool=pool, row=None, index=slot, slot=slot, position=None, stored=0, found=0)
+    return Violation(check=check, phase=phase, step=1, request=request, why=why, **place)
+
+
+TABLES = {"A": ([1, 2, 3], [9]), "B": ([1, 2, 4], [8]), "C": ([5], [2]), "waiting": ([], [])}
+
+
+@pytest.mark.parametrize(
+    ("violation", "readers"),
+    [
+        (found("content", 2 * 16 + 3, "A"), {"A": 1, "B": 1}),
+        (found("content", 2 * 16 + 3), {"A": 1, "B": 1}),
+        (found("content", 2 * 32, pool="group1"), {"C": 0}),
+        (found("content", 5 * 16, pool="draft0", request="C"), {"C": 0}),
+        (found("operand", 4 * 16, "B", phase="post"), {"B": 2}),
+        (found("owner", 2 * 16, "A", why="FOREIGN_READ"), {"A": 1}),
+        (found("owner", 2 * 16, "C", why="OVERWRITE"), {"A": 1, "B": 1, "C": 0}),
+        (found("token", 1 * 16, "B", why="WRONG_TOKEN"), {"B": 0}),
+        (found("bounds", -1, "B", why="ROW_TOO_NARROW"), {"B": 0}),
+        (found("bounds", -1), {"A": 0, "B": 0, "C": 0}),
+        (found("content", 2 * 16, phase="life"), {}),
+        (found("content", 2 * 16, "waiting"), {"A": 1, "B": 1}),
+    ],
+)
+def test_requests_that_a_violation_concerns(violation, readers):
+    given = verdict.Verdict()
+    given.add(violation, [16, 32])
+    assert given.readers(TABLES) == readers
+    assert (given.blocks() == set()) == (violation.slot < 0)
 
 
 # ---- what tells equal tokens apart

@@ -20,7 +20,9 @@ def test_only_the_named_request_is_aborted(models):
     plain.add("B", prompt(51, 60), length=10)
     plain.run()
     plain.close()
-    (found,) = vllm_runs.results(models, [{"model": "llama", "scene": "abort"}], "raise", KVCANARY_VLLM_ABORT="request")
+    (found,) = vllm_runs.results(
+        models, [{"model": "llama", "scene": "abort"}], "raise", KVCANARY_VLLM_ON_VIOLATION="abort"
+    )
     assert found["finished"] == {"A": "error", "B": "length"}
     assert found["tokens"]["B"] == plain.tokens["B"]
     assert len(found["tokens"]["A"]) == found["tokens_before"] < 10
@@ -70,7 +72,7 @@ def test_metrics_of_the_server_have_the_counts(models, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"KVCANARY_MODE": "rise"}, {"KVCANARY_VLLM_ABORT": "all"}, {"KVCANARY_CHEKS": "x"}]
+    "setting", [{"KVCANARY_MODE": "rise"}, {"KVCANARY_VLLM_ON_VIOLATION": "all"}, {"KVCANARY_CHEKS": "x"}]
 )
 def test_wrong_setting_is_refused_by_name(models, setting):
     code = "from kvcanary_fx.adapters.vllm.plugin import register; register()"

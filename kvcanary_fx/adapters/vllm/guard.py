@@ -26,8 +26,9 @@ from .counts import Counts
 from .drafts import Drafts, Proposal
 from .journal import ATTRIBUTE, Message
 from .pools import Group, draft_groups
-from .settings import VllmSettings
+from .settings import ON_VIOLATION_VARIABLE, VllmSettings
 from .tables import Ledger
+from .verdict import Verdict
 
 log = logging.getLogger("kvcanary")
 
@@ -52,7 +53,7 @@ class Guard:
         namespaces: of the requests that have one, by id.
         calls_in_graph, calls_outside: attention calls guarded by ops of a compiled graph, and by calls around
             vLLM's own ops.
-        flagged: requests to be aborted, by id, not yet reported to a scheduler.
+        verdict: what violations mean for requests and blocks, not yet sent to a scheduler.
         scheduled: the ``SchedulerOutput`` of the running step.
     """
 
@@ -73,7 +74,7 @@ class Guard:
 
         Raises:
             SelfTestError: a check stays silent.
-            EngineError: ``KVCANARY_VLLM_ABORT=request``, and the scheduler is not vLLM's own.
+            EngineError: requests are to be aborted or recomputed, and the scheduler is not vLLM's own.
         """
         self.settings = settings
         self.groups = groups
@@ -82,7 +83,7 @@ class Guard:
         self.books = Books(functools.partial(_sessions, weakref.ref(self)))  # a guard lives as long as its runner
         self.namespaces: dict[str, int] = {}
         self.calls_in_graph = self.calls_outside = 0
-        self.flagged: set[str] = set()
+        self.verdict: Verdict | None = None
         self.scheduled: Any = None
         states = dict(unguarded or {})
         self._draft_groups = draft_groups(runner, states)
@@ -104,7 +105,7 @@ class Guard:
 
         Raises:
             SelfTestError: a check stays silent.
-            EngineError: ``KVCANARY_VLLM_ABORT=request``, and the scheduler reports nothing.
+            EngineError: requests are to be aborted or recomputed, and the scheduler reports nothing.
         """
         with torch.inference_mode(False):  # the counts' thread could not write tensors made in inference mode
             self._allocations, self.session = allocations, self._install(allocations)
@@ -116,10 +117,10 @@ class Guard:
         log.info("kvcanary.vllm guarded: %s", describe(self.session, self.groups, self._draft_groups))
 
     def _install(self, allocations: bool) -> EngineSession:
-        if self.settings.aborts_requests and not allocations:
+        if self.settings.contains and not allocations:
             raise EngineError(
-                "KVCANARY_VLLM_ABORT=request needs vLLM's own scheduler, with KVCANARY_MODE set in its process; here "
-                "only the engine can be ended: unset it"
+                f"{ON_VIOLATION_VARIABLE}={self.settings.on_violation} needs vLLM's own scheduler, with KVCANARY_MODE "
+                "set in its process; here only the engine can be ended: set it to raise or log"
             )
         session = self._session_of(self.groups, allocations, stats_every=1000)
         if not allocations:
@@ -145,17 +146,20 @@ class Guard:
 
     def _flag(self, violation: Violation) -> None:
         self._news += 1
-        if self.settings.session_config.mode == "raise" and self._news <= LINES:  # else the session logs it
+        if self.settings.on_violation == "raise" and self._news <= LINES:  # else the session logs it
             log.warning("%s", violation.line())
-        if self.settings.aborts_requests and violation.request is not None:
-            self.flagged.add(str(violation.request))
+        elif self.settings.on_violation != "raise":
+            if self.verdict is None:
+                late = self.session.pace is not None or self.session.config.verify_every > 1
+                self.verdict = Verdict(outcome=self.settings.on_violation, late=late)
+            self.verdict.add(violation, self._page_sizes)
         given = self.settings.config.on_violation
         if given is not None:
             given(violation)
 
-    def take_flagged(self) -> set[str]:
-        """The requests to be aborted; each is returned once."""
-        taken, self.flagged = self.flagged, set()
+    def take_verdict(self) -> Verdict | None:
+        """What the violations since the last call mean for requests and blocks, if there were any."""
+        taken, self.verdict = self.verdict, None
         return taken
 
     @contextlib.contextmanager
@@ -199,7 +203,7 @@ class Guard:
                 yield
             self.calls_in_graph += len(guarded.in_graph)
             self.calls_outside += len(guarded.outside)
-            if self.settings.aborts_requests:
+            if self.settings.contains:
                 session.drain()
         finally:
             self.books.after_forward()
@@ -223,7 +227,7 @@ class Guard:
                 )
                 yield proposal
                 proposal.end()
-            if self.settings.aborts_requests:
+            if self.settings.contains:
                 drafts.session.drain()
         finally:
             self._tell_news()

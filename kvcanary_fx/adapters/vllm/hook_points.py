@@ -89,6 +89,12 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
     ),
     *_part(
         NEEDS[0],
+        _POOL,
+        ("evict_blocks", "self, block_ids", "damaged blocks leave the prefix cache"),
+        called=True,
+    ),
+    *_part(
+        NEEDS[0],
         _MANAGER,
         (
             "add_local_computed_blocks",
@@ -115,13 +121,18 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
         (
             "update_from_output",
             "self, scheduler_output, model_runner_output",
-            "requests that read damage end before their tokens leave",
+            "requests that read damage end, or begin again, before their tokens leave",
         ),
     ),
     *_part(
         NEEDS[1],
         _SCHEDULER,
         ("finish_requests", "self, request_ids, finished_status", "ends them"),
+        (
+            "_preempt_request",
+            "self, request, timestamp, drop_stale_output=...",
+            "or lets them begin again from their tokens",
+        ),
         called=True,
     ),
     *_part(

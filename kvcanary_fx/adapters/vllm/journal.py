@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-#: The attribute of a ``SchedulerOutput`` that has the :class:`Message`; of a ``ModelRunnerOutput``, the ids of the
-#: requests to be aborted.
+#: The attribute of a ``SchedulerOutput`` that has the :class:`Message`; of a ``ModelRunnerOutput``, the
+#: :class:`~.verdict.Verdict` if there is one.
 ATTRIBUTE = "kvcanary"
 
 

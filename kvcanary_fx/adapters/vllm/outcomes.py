@@ -1,14 +1,17 @@
 """Hooks on vLLM's scheduler: its messages to the workers, and theirs to it.
 
-With ``KVCANARY_VLLM_ABORT=request`` the forward that found a violation runs to its end, since it has other requests.
-Before the scheduler processes the sampled tokens, the named requests are finished with an error: their tokens of
-this step never leave the engine.
+Unless the engine is to end, the forward that found a violation runs to its end, since it has other requests.  Before
+the scheduler processes the sampled tokens, damaged blocks leave the prefix cache; with ``abort`` or ``recompute`` as
+``KVCANARY_VLLM_ON_VIOLATION`` all requests that read them end, or begin again from their tokens: what they sampled in
+this step never leaves the engine.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -19,8 +22,16 @@ from ...reports.violation import one_line
 from .blocks import journal_of
 from .journal import ATTRIBUTE
 from .patching import wrap_in_all
+from .verdict import Verdict
 
 log = logging.getLogger("kvcanary")
+
+#: How often a request begins again; damage that comes back has a cause that stays, and the request ends.
+TRIES = 3
+
+
+#: How often each request has begun again, by its id.
+_AGAIN: Counter[str] = Counter()
 
 
 def hook() -> None:
@@ -40,21 +51,86 @@ def _schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs
 def _update_from_output(
     original: Callable[..., Any], scheduler: Any, scheduled: Any, output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    flagged = getattr(output, ATTRIBUTE, ())
-    if not flagged:
+    for request in scheduled.finished_req_ids if _AGAIN else ():
+        _AGAIN.pop(request, None)
+    verdict = getattr(output, ATTRIBUTE, None)
+    if not isinstance(verdict, Verdict):
         return original(scheduler, scheduled, output, *args, **kwargs)
-    ended = scheduler.finish_requests(set(flagged), RequestStatus.FINISHED_ERROR)
+    ended = contain(scheduler, verdict, _AGAIN)
     outputs = original(scheduler, scheduled, output, *args, **kwargs)
+    _tell_clients(outputs, ended, verdict)
+    return outputs
+
+
+def contain(scheduler: Any, verdict: Verdict, again: Counter[str]) -> list[Any]:
+    """Keep damage from requests: before the tokens of the step are processed.
+
+    Args:
+        again: how often each request has begun again; counted here.
+
+    Returns:
+        The requests that ended.
+    """
+    manager = scheduler.kv_cache_manager
+    tables = {request: manager.get_block_ids(request) for request in scheduler.requests}
+    readers = verdict.readers(tables)
+    if manager.enable_caching:
+        manager.evict_blocks(_evicted(verdict, readers, tables, manager.block_pool))
+    preempted = []
+    if verdict.outcome == "recompute":
+        preempted = [r for r in reversed(scheduler.running) if r.request_id in readers and again[r.request_id] < TRIES]
+    for request in preempted:  # in reverse: each goes to the front of the queue
+        again[request.request_id] += 1
+        _preempt(scheduler, request)
+    left = set(readers) - {request.request_id for request in preempted} if verdict.outcome != "log" else set()
+    ended: list[Any] = scheduler.finish_requests(left, RequestStatus.FINISHED_ERROR)
+    log.warning(
+        "kvcanary.vllm kv_cache_corruption %s: %d violation%s; blocks %s left the prefix cache; recomputed: %s; "
+        "aborted: %s",
+        verdict.id,
+        verdict.total,
+        "s" * (verdict.total != 1),
+        _listed(sorted(verdict.blocks())),
+        _listed([request.request_id for request in reversed(preempted)]),
+        _listed([request.request_id for request in ended]),
+    )
+    return ended
+
+
+def _evicted(
+    verdict: Verdict, readers: dict[str, int], tables: dict[str, tuple[list[int], ...]], pool: Any
+) -> set[int]:
+    """The blocks that nobody may find any more: those that are damaged, and what was computed from them."""
+    if verdict.late or verdict.everyone:
+        return {block.block_id for block in pool.blocks if not block.is_null}
+    later = {block for request, first in readers.items() for table in tables[request] for block in table[first:]}
+    return verdict.blocks() | later
+
+
+def _preempt(scheduler: Any, request: Any) -> None:
+    """As ``reset_prefix_cache(reset_running_requests=True)`` does it: also what this step sampled is dropped."""
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    request.is_prefill_chunk = True  # a draft's guesses of this step are not for its next one
+
+
+def _tell_clients(outputs: Any, ended: Sequence[Any], verdict: Verdict) -> None:
     for request in ended:
-        log.warning("kvcanary.vllm aborted request %s", one_line(request.request_id))
         told = outputs.setdefault(request.client_index, EngineCoreOutputs())
         told.outputs.append(
             EngineCoreOutput(
                 request_id=request.request_id,
                 new_token_ids=[],
                 finish_reason=request.get_finished_reason(),
+                stop_reason=f"kv_cache_corruption {verdict.id}",
                 events=request.take_events(),
                 trace_headers=request.trace_headers,
             )
         )
-    return outputs
+
+
+def _listed(things: Sequence[Any], shown: int = 20) -> str:
+    """The first of some things, as text."""
+    more = f" and {len(things) - shown} more" if len(things) > shown else ""
+    return (" ".join(one_line(thing) for thing in things[:shown]) + more) or "none"

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import os
 from collections.abc import Mapping
-from typing import Literal
 
 from ...config import CanaryConfig, asked_for
 from ...errors import InvalidSettingError
 
-#: In mode ``raise``: what a violation ends, the ``engine`` or the ``request`` it names.
+log = logging.getLogger("kvcanary")
+
+#: What a violation does; by default what ``KVCANARY_MODE`` says.
+ON_VIOLATION_VARIABLE = "KVCANARY_VLLM_ON_VIOLATION"
+
+#: Its values.
+OUTCOMES = ("recompute", "abort", "raise", "log")
+
+#: The deprecated way to say it.
 ABORT_VARIABLE = "KVCANARY_VLLM_ABORT"
+_MEANT = {"request": "abort", "engine": "raise"}
 
 #: Directory in which the processes of one vLLM write their counts for its metrics endpoint.
 COUNTS_VARIABLE = "KVCANARY_VLLM_COUNTS"
 
-_KNOWN = (ABORT_VARIABLE, COUNTS_VARIABLE)
+_KNOWN = (ON_VIOLATION_VARIABLE, ABORT_VARIABLE, COUNTS_VARIABLE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,20 +35,27 @@ class VllmSettings:
 
     Attributes:
         config: of its session.
-        abort: in mode ``raise``, whether a violation ends the engine or the request that it names.
+        asked: what a violation does, if not what the mode says.
     """
 
     config: CanaryConfig
-    abort: Literal["engine", "request"] = "engine"
+    asked: str = ""
+
+    @property
+    def on_violation(self) -> str:
+        """``recompute``: requests that read the damage begin again from their tokens; ``abort``: they end with an
+        error; ``raise``: the engine ends; ``log``: a line."""
+        return self.asked or ("raise" if self.config.mode == "raise" else "log")
 
     @property
     def session_config(self) -> CanaryConfig:
-        """The session's settings: one that aborts requests must not raise, since the engine goes on."""
-        return dataclasses.replace(self.config, mode="log") if self.aborts_requests else self.config
+        """The session's settings: it raises only if the engine is to end."""
+        return dataclasses.replace(self.config, mode="raise" if self.on_violation == "raise" else "log")
 
     @property
-    def aborts_requests(self) -> bool:
-        return self.config.mode == "raise" and self.abort == "request"
+    def contains(self) -> bool:
+        """Whether damage is kept from requests while the engine goes on."""
+        return self.on_violation in ("abort", "recompute")
 
     def cache_key(self, version: str) -> str:
         """What vLLM's compile caches must distinguish: our version, and the settings that change a graph.
@@ -75,11 +91,27 @@ def from_env(environ: Mapping[str, str] | None = None) -> VllmSettings:
     for name in environ:
         if name.startswith("KVCANARY_VLLM_") and name not in _KNOWN:
             raise InvalidSettingError(name, "the environment", environ[name], f"one of {', '.join(_KNOWN)}")
-    abort = environ.get(ABORT_VARIABLE, "engine")
-    if abort not in ("engine", "request"):
-        raise InvalidSettingError(ABORT_VARIABLE, "the environment", abort, "'engine' or 'request'")
     config = CanaryConfig.from_env(environ)
-    if ABORT_VARIABLE in environ and config.mode != "raise":
-        expected = f"unset with KVCANARY_MODE={config.mode}, which ends nothing: it belongs to KVCANARY_MODE=raise"
-        raise InvalidSettingError(ABORT_VARIABLE, "the environment", abort, expected)
-    return VllmSettings(config, abort)  # type: ignore[arg-type]
+    return VllmSettings(config, _on_violation(environ, config.mode))
+
+
+def _on_violation(environ: Mapping[str, str], mode: str) -> str:
+    """What a violation does; empty for what the mode says."""
+    wanted = environ.get(ON_VIOLATION_VARIABLE)
+    if wanted is not None and wanted not in OUTCOMES:
+        raise InvalidSettingError(ON_VIOLATION_VARIABLE, "the environment", wanted, f"one of {', '.join(OUTCOMES)}")
+    old = environ.get(ABORT_VARIABLE)
+    if old is None:
+        return wanted or ""
+    if old not in _MEANT:
+        raise InvalidSettingError(ABORT_VARIABLE, "the environment", old, "'engine' or 'request'")
+    instead = f"{ON_VIOLATION_VARIABLE}={_MEANT[old]}"
+    if mode != "raise":
+        expected = f"unset with KVCANARY_MODE={mode}: {instead} is set in any mode"
+        raise InvalidSettingError(ABORT_VARIABLE, "the environment", old, expected)
+    if wanted not in (None, _MEANT[old]):
+        raise InvalidSettingError(
+            ABORT_VARIABLE, "the environment", old, f"unset beside {ON_VIOLATION_VARIABLE}={wanted}"
+        )
+    log.warning("kvcanary.vllm %s=%s is deprecated: %s", ABORT_VARIABLE, old, instead)
+    return _MEANT[old]

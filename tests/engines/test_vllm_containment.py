@@ -1,0 +1,136 @@
+"""Damage in a block: which requests it may reach, and what becomes of them, with each outcome."""
+
+from __future__ import annotations
+
+import pytest
+from vllm_rig import Rig, prompt
+
+import kvcanary_fx
+
+LAYER = "model.layers.1.self_attn.attn"
+SHARED = prompt(7, 64)
+PROMPTS = {"A": SHARED + prompt(8, 5), "B": SHARED + prompt(9, 5), "C": SHARED + prompt(10, 5), "D": prompt(11, 69)}
+
+
+@pytest.fixture(scope="module")
+def engine(models, vllm_environment):
+    made = Rig("llama", models, max_num_batched_tokens=128)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def clean(engine):
+    """What the requests say undamaged."""
+    for name, tokens in PROMPTS.items():
+        engine.add(name, tokens, length=12)
+    engine.run()
+    return dict(engine.tokens)
+
+
+@pytest.fixture
+def rig(engine, clean):
+    """The engine as if it were new."""
+    engine.engine.reset_prefix_cache()
+    engine.guard.take_verdict()
+    engine.session.found.clear()
+    engine.tokens.clear()
+    engine.finished.clear()
+    engine.preempted = 0
+    return engine
+
+
+def contain(rig, outcome):
+    from kvcanary_fx.adapters.vllm.settings import VllmSettings
+
+    rig.guard.settings = VllmSettings(kvcanary_fx.CanaryConfig(mode="log"), outcome)
+
+
+def ruin(rig, page):
+    """Change a page so that what attention reads there changes tokens."""
+    rig.layers()[LAYER].kv_cache[page].mul_(-1e5)
+
+
+def damage_a_block_that_three_share(rig):
+    """A, B and C share a prefix, D does not; its second page is ruined in A's eighth step."""
+    rig.add("A", PROMPTS["A"], length=12)
+    sent = {}
+
+    def at(step):
+        if step == 2:
+            for name in "BCD":
+                rig.add(name, PROMPTS[name], length=12)
+        if step == 7:
+            assert rig.pages("A")[0][:2] == rig.pages("B")[0][:2] == rig.pages("C")[0][:2]
+            sent.update({n: len(rig.scheduler.requests[rig.internal(n)].output_token_ids) for n in "ABCD"})
+            ruin(rig, rig.pages("A")[0][1])
+
+    rig.run(at)
+    return sent
+
+
+def test_abort_ends_all_readers_of_a_block_before_a_token_leaves(rig, clean, caplog):
+    contain(rig, "abort")
+    sent = damage_a_block_that_three_share(rig)
+    assert rig.finished == {"A": "error", "B": "error", "C": "error", "D": "length"}
+    assert rig.tokens == {name: clean[name][: sent[name]] for name in "ABC"} | {"D": clean["D"]}
+    assert {v.check for v in rig.session.violations()} == {"content"}
+    (told,) = {r.message for r in caplog.records if "kv_cache_corruption" in r.message}
+    assert sorted(id.rpartition("-")[0] for id in told.partition("aborted: ")[2].split()) == ["A", "B", "C"]
+    before = len(rig.session.violations())
+    rig.add("again", PROMPTS["B"], length=12)  # the block has left the prefix cache
+    rig.run()
+    assert rig.tokens["again"] == clean["B"]
+    assert len(rig.session.violations()) == before
+
+
+def test_recompute_ends_with_the_tokens_of_a_clean_run(rig, clean):
+    contain(rig, "recompute")
+    damage_a_block_that_three_share(rig)
+    assert rig.finished == dict.fromkeys("ABCD", "length")
+    assert rig.tokens == clean
+    assert rig.preempted == 3
+    assert rig.session.violations()
+
+
+def test_log_goes_on_with_the_damage_which_no_later_request_finds(rig, clean):
+    contain(rig, "log")
+    damage_a_block_that_three_share(rig)
+    assert rig.finished == dict.fromkeys("ABCD", "length")
+    assert rig.tokens["D"] == clean["D"]
+    assert any(rig.tokens[name] != clean[name] for name in "ABC")  # the damage matters
+    rig.session.found.clear()
+    rig.add("later", PROMPTS["C"], length=12)
+    rig.run()
+    assert rig.tokens["later"] == clean["C"]
+    assert rig.session.violations() == []
+
+
+@pytest.mark.parametrize(("outcome", "finished"), [("abort", "error"), ("recompute", "length")])
+def test_idle_block_of_the_prefix_cache(rig, clean, outcome, finished):
+    contain(rig, outcome)
+    rig.add("A", PROMPTS["A"], length=12)
+    pages = []
+    rig.run(lambda step: pages.append(rig.pages("A")[0][1]) if step == 3 else None)
+    ruin(rig, pages[0])
+    rig.add("B", PROMPTS["B"], length=12)
+    rig.run()
+    assert rig.finished == {"A": "length", "B": finished}
+    assert rig.tokens["B"] == (clean["B"] if outcome == "recompute" else [])
+    assert rig.told() == {("content", None, "B")}
+
+
+def test_damage_that_comes_back_ends_the_request(rig, clean):
+    contain(rig, "recompute")
+    rig.add("A", PROMPTS["A"], length=12)
+    rig.add("D", PROMPTS["D"], length=12)
+
+    def at(step):
+        found = [r for r in rig.scheduler.requests if r.startswith("A-")]
+        if step > 3 and found and rig.pages("A")[0]:
+            ruin(rig, rig.pages("A")[0][1])
+
+    rig.run(at)
+    assert rig.finished == {"A": "error", "D": "length"}
+    assert rig.preempted == 3
+    assert rig.tokens["D"] == clean["D"]
