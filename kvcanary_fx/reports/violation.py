@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..errors import CanaryError
-from ..kernels.checks import REASONS, TEXTS, Check, Phase, Shown, Text, Why, how_shown
+from ..kernels.checks import REASONS, TEXTS, Check, Phase, Shown, Why, how_shown
 from ..kernels.ring import UNKNOWN, Ring, forward_and_step
 from ..kernels.slots.chain import MASK64
 
@@ -123,9 +123,15 @@ class Violation:
         """The step, and in an engine's session the forward."""
         return f"step {self.step}" if self.forward is None else f"step {self.step}, forward {self.forward}"
 
-    def explain(self) -> str:
-        """A short readable text: what failed, where, stored and found, the usual meaning, what to try."""
-        text = self._text()
+    def explain(self, advice: Mapping[str, str] | None = None) -> str:
+        """A short readable text: what failed, where, stored and found, the usual meaning, what to try.
+
+        Args:
+            advice: what to try with the engine at hand, by the name of the text.
+        """
+        name = self._text_name()
+        text = TEXTS[name]
+        remedy = text.remedy if advice is None else advice.get(name, text.remedy)
         if self.phase == "sweep":  # which reads nothing
             text = text._replace(what=text.what.replace("attention is about to read", "a prefix cache lists"))
         facts = text.what.format(
@@ -137,21 +143,21 @@ class Violation:
         )
         return (
             f"[{self.check}] {facts}\n  where: {self.where()}, {self.when()}\n  usually: {text.meaning}\n"
-            f"  try: {text.remedy}"
+            f"  try: {remedy}"
         )
 
-    def _text(self) -> Text:
+    def _text_name(self) -> str:
         if self.why is not None:
-            return TEXTS[self.why]
+            return self.why
         if self.check == "content" and self.phase in ("post", "life") and self.text != "transfer":
-            return TEXTS[f"content {self.phase}"]
+            return f"content {self.phase}"
         if self.text is not None:
-            return TEXTS[self.text]
+            return self.text
         if self.check != "bounds":
-            return TEXTS[self.check]
+            return self.check
         if self.detail == 1:
-            return TEXTS["twice"]
-        return TEXTS["lost" if self.found < 0 else "wrapped"]
+            return "twice"
+        return "lost" if self.found < 0 else "wrapped"
 
 
 def one_line(value: object) -> str:
@@ -229,10 +235,15 @@ class KVCacheViolation(CanaryError):
         total: how many violations there were, including those that did not fit into the ring.
     """
 
-    def __init__(self, violations: Sequence[Violation], total: int):
+    def __init__(self, violations: Sequence[Violation], total: int, advice: Mapping[str, str] | None = None):
+        """Show the first violations.
+
+        Args:
+            advice: as in :meth:`Violation.explain`.
+        """
         self.violations = list(violations)
         self.total = total
-        shown = [v.explain() for v in self.violations[:3]]
+        shown = [v.explain(advice) for v in self.violations[:3]]
         more = total - len(shown)
         if more > 0:
             shown.append(f"... and {more} more (session.violations() has the records)")

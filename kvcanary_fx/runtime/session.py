@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ class CanarySession:
         self.hooks = Hooks()
         self.registry = PoolRegistry(self.config.planes)
         self.controls = Controls(self.config.ring_capacity)
+        self.advice: Mapping[str, str] | None = None  # set by an adapter: what to try with its engine
         self.pace: Pace | None = None  # set if a budget decides which share of the bytes is compared
         self.plans: list[GraphPlan] = []
         self.bindings: list[GraphBinding] = []
@@ -276,7 +277,7 @@ class CanarySession:
         with self._lock:
             fresh, total = self.found.take_untold()
         if total:
-            raise KVCacheViolation(summary.by_importance(fresh), total) from cause
+            raise KVCacheViolation(summary.by_importance(fresh), total, self.advice) from cause
 
     def report_lost(self, error: CanaryError, cause: BaseException | None = None) -> None:
         """Note that something runs unguarded; in raise mode, raise it."""

@@ -189,7 +189,7 @@ def test_mode_raise_stops_before_the_token_leaves(models, monkeypatch):
 
     rig = Rig("llama", models)
     config = settings.VllmSettings(kvcanary_fx.CanaryConfig(mode="raise"))
-    rig.guard.settings = config
+    rig.guard.reactions.settings = config
     rig.guard.begin(True)
     rig.add("A", prompt(50, 40), length=8)
 

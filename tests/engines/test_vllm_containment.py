@@ -32,7 +32,7 @@ def clean(engine):
 def rig(engine, clean):
     """The engine as if it were new."""
     engine.engine.reset_prefix_cache()
-    engine.guard.take_verdict()
+    engine.guard.reactions.take_verdict()
     engine.session.found.clear()
     engine.tokens.clear()
     engine.finished.clear()
@@ -43,7 +43,7 @@ def rig(engine, clean):
 def contain(rig, outcome):
     from kvcanary_fx.adapters.vllm.settings import VllmSettings
 
-    rig.guard.settings = VllmSettings(kvcanary_fx.CanaryConfig(mode="log"), outcome)
+    rig.guard.reactions.settings = VllmSettings(kvcanary_fx.CanaryConfig(mode="log"), outcome)
 
 
 def ruin(rig, page):

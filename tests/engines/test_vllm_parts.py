@@ -25,11 +25,13 @@ from kvcanary_fx.adapters.vllm import (
     settings,
     verdict,
 )
+from kvcanary_fx.adapters.vllm.advice import ADVICE
 from kvcanary_fx.adapters.vllm.books import CACHE, Books
 from kvcanary_fx.adapters.vllm.tables import Ledger
 from kvcanary_fx.engine.observers.stats import EngineStats
 from kvcanary_fx.errors import InvalidSettingError
-from kvcanary_fx.reports.violation import Violation
+from kvcanary_fx.kernels.checks import TEXTS
+from kvcanary_fx.reports.violation import KVCacheViolation, Violation
 
 
 def test_importing_the_package_imports_no_vllm():
@@ -459,6 +461,16 @@ def test_requests_that_a_violation_concerns(violation, readers):
     given.add(violation, [16, 32])
     assert given.readers(TABLES) == readers
     assert (given.blocks() == set()) == (violation.slot < 0)
+
+
+def test_advice_is_about_vllm_and_not_about_calls_that_it_does_not_have():
+    assert set(ADVICE) <= set(TEXTS)
+    for name, text in TEXTS.items():
+        assert not re.search(r"\b(pool|session|KVPool)[.(]", ADVICE.get(name, text.remedy)), name
+    said = found("owner", 32, "A", why="FOREIGN_READ")
+    assert "pool.share" in said.explain()
+    assert "BlockPool.free_blocks" in str(KVCacheViolation([said], 1, ADVICE))
+    assert "pool.share" not in str(KVCacheViolation([said], 1, ADVICE))
 
 
 # ---- what tells equal tokens apart

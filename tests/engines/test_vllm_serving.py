@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -51,24 +52,45 @@ def test_violation_in_a_spawned_engine_ends_it_with_the_report(models):
     assert f"layer {LAYER}, half V" in found["stderr"]
 
 
-def test_metrics_of_the_server_have_the_counts(models, tmp_path):
-    """vLLM's server in processes of its own, two clients, and the metrics endpoint."""
-    command = [sys.executable, os.path.join(os.path.dirname(__file__), "vllm_serve.py"), os.fspath(models), "2", "4"]
+def serve(models, tmp_path, *arguments, **variables):
+    """What vllm_serve.py found, and what the server wrote to standard error."""
+    command = [sys.executable, os.path.join(os.path.dirname(__file__), "vllm_serve.py"), os.fspath(models), *arguments]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("KVCANARY_")}
-    environment.update(tiny_vllm.ENVIRONMENT, KVCANARY_MODE="log", VLLM_CACHE_ROOT=os.fspath(tmp_path))
+    environment.update(tiny_vllm.ENVIRONMENT, VLLM_CACHE_ROOT=os.fspath(tmp_path), **variables)
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(vllm_runs.MARK)]
     assert lines, f"rc {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    found = json.loads(lines[-1].removeprefix(vllm_runs.MARK))
+    return json.loads(lines[-1].removeprefix(vllm_runs.MARK)), done.stderr
+
+
+def test_metrics_of_the_server_have_the_counts(models, tmp_path):
+    """vLLM's server in processes of its own, two clients, and the metrics endpoint."""
+    found, written = serve(models, tmp_path, "2", "4", KVCANARY_MODE="log")
     assert found["requests"] > 4
     assert found["failed"] == 0
     assert found["at_health"]['kvcanary_guarded{group="group0",reason=""}'] == 1
-    assert "kvcanary.vllm guarded: 1 group, 4 halves, checks content " in done.stderr
+    assert "kvcanary.vllm guarded: 1 group, 4 halves, checks content " in written
     assert found["metrics"]["kvcanary_forwards_total"] > 10
     assert found["metrics"]["kvcanary_fingerprints_recorded_total"] > 100
     assert found["metrics"]['kvcanary_violations_total{check="content"}'] == 0
     assert sum(v for name, v in found["metrics"].items() if name.startswith("kvcanary_violations")) == 0
+
+
+@pytest.mark.parametrize("outcome", ["abort", "raise"])
+def test_client_of_a_damaged_server_is_told_an_id_that_is_in_the_log(models, tmp_path, outcome):
+    found, written = serve(models, tmp_path, "violation", KVCANARY_MODE="log", KVCANARY_VLLM_ON_VIOLATION=outcome)
+    told = re.search(
+        r"kv_cache_corruption: .* see (kvc-[0-9a-f]{8}) in the server's log", found["told"]["error"]["message"]
+    )
+    assert told, found["told"]
+    assert f"kv_cache_corruption {told[1]}: " in written
+    assert "kvcanary.violation check=content " in written
+    if outcome == "abort":  # and goes on
+        assert found["same"]
+        assert found["metrics"]['kvcanary_violations_total{check="content"}'] > 0
+    else:
+        assert found["status"] == 1
 
 
 @pytest.mark.parametrize(

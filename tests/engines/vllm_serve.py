@@ -1,4 +1,5 @@
 """A vLLM server under load: ``python vllm_serve.py DIRECTORY CLIENTS SECONDS``, the results as one line of JSON.
+``python vllm_serve.py DIRECTORY violation``: one whose KV cache is damaged.
 
 The environment decides whether the server is guarded.  Also the benchmark of docs/vllm.md.
 """
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -67,15 +69,21 @@ class Server:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
             return answer.read().decode()
 
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The answer to a request, also if it is an error."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as e:
+            return json.loads(e.read())
+
     def complete(self, tokens: list[int], length: int) -> dict[str, Any]:
         body = {"model": "tiny", "prompt": tokens, "max_tokens": length, "temperature": 0, "ignore_eos": True}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return json.loads(answer.read())
+        answer: dict[str, Any] = self.post("/v1/completions", body)
+        return answer
 
     def close(self) -> None:
         self.process.terminate()
@@ -123,7 +131,30 @@ def metrics(server: Server) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
+def violation(directory: pathlib.Path) -> dict[str, Any]:
+    """What a client is told whose prefix was damaged, and what becomes of the server."""
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    server = Server(directory, "--worker-extension-cls", "vllm_ruin.Ruin", "--enforce-eager")
+    try:
+        server.wait()
+        first = server.complete(prompt(5, 96), 8)["choices"][0]["text"]
+        server.post("/collective_rpc", {"method": "ruin"})
+        found: dict[str, Any] = {"told": server.complete(prompt(5, 96), 8)}
+        if found["told"].get("error") and os.environ.get("KVCANARY_VLLM_ON_VIOLATION") == "abort":
+            found["same"] = server.complete(prompt(5, 96), 8)["choices"][0]["text"] == first
+            found["metrics"] = metrics(server)
+        else:
+            found["status"] = server.process.wait(120)
+    finally:
+        server.close()
+    return found
+
+
 def main() -> None:
+    if sys.argv[2] == "violation":
+        print(MARK + json.dumps(violation(pathlib.Path(sys.argv[1]))), flush=True)
+        return
     directory, clients, seconds = pathlib.Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     server = Server(directory, *sys.argv[4:])
     try:

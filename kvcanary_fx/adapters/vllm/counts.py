@@ -17,7 +17,7 @@ import tempfile
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ...engine.observers.stats import EngineStats
@@ -30,6 +30,9 @@ log = logging.getLogger("kvcanary")
 
 #: Seconds between two writes by one engine: counting waits for the device.
 EVERY = 2.0
+
+#: In the place of a request: the whole engine ended.
+ENGINE = "*engine*"
 
 #: The counts besides the violations, by the name of the metric.
 FIELDS = {
@@ -125,6 +128,19 @@ def write_unguarded(states: Mapping[str, str]) -> None:
         states: why, by KV cache group, or of ``all``.
     """
     Counts(f"{os.getpid()}-unguarded", states).write()
+
+
+def note_ended(requests: Iterable[str], incident: str) -> None:
+    """Say for the server's clients what ended requests, or :data:`ENGINE`; once their file is written, they may end."""
+    lines = "".join(f"{request}\t{incident}\n" for request in requests)
+    with contextlib.suppress(FileNotFoundError), (directory() / f"{os.getpid()}.ended").open("a") as file:
+        file.write(lines)
+
+
+def ended() -> list[tuple[str, str]]:
+    """``(request, id of the incident)`` of all that violations ended."""
+    lines = [line for path in sorted(directory().glob("*.ended")) for line in path.read_text().splitlines()]
+    return [(request, incident) for request, _, incident in (line.rpartition("\t") for line in lines)]
 
 
 def guarded() -> dict[str, str]:

@@ -18,22 +18,19 @@ from ...engine.layers import LayerChecks
 from ...engine.session import EngineSession
 from ...errors import EngineError
 from ...install import install_canary
-from ...reports.violation import Violation
 from . import ops
+from .advice import ADVICE
 from .batches import kernel_tables, make_batch
 from .books import Books
 from .counts import Counts
 from .drafts import Drafts, Proposal
 from .journal import ATTRIBUTE, Message
 from .pools import Group, draft_groups
+from .reactions import Reactions
 from .settings import ON_VIOLATION_VARIABLE, VllmSettings
 from .tables import Ledger
-from .verdict import Verdict
 
 log = logging.getLogger("kvcanary")
-
-#: Lines about the violations that an exception reports, in mode ``raise``; the exception has them all.
-LINES = 10
 
 
 def _sessions(guard: weakref.ref[Guard]) -> list[EngineSession]:
@@ -53,7 +50,7 @@ class Guard:
         namespaces: of the requests that have one, by id.
         calls_in_graph, calls_outside: attention calls guarded by ops of a compiled graph, and by calls around
             vLLM's own ops.
-        verdict: what violations mean for requests and blocks, not yet sent to a scheduler.
+        reactions: to violations.
         scheduled: the ``SchedulerOutput`` of the running step.
     """
 
@@ -76,14 +73,12 @@ class Guard:
             SelfTestError: a check stays silent.
             EngineError: requests are to be aborted or recomputed, and the scheduler is not vLLM's own.
         """
-        self.settings = settings
         self.groups = groups
         self.drafts: Drafts | None = None
         self.in_flight = False
         self.books = Books(functools.partial(_sessions, weakref.ref(self)))  # a guard lives as long as its runner
         self.namespaces: dict[str, int] = {}
         self.calls_in_graph = self.calls_outside = 0
-        self.verdict: Verdict | None = None
         self.scheduled: Any = None
         states = dict(unguarded or {})
         self._draft_groups = draft_groups(runner, states)
@@ -92,7 +87,7 @@ class Guard:
         states.update({group.name: "" for group in (*groups, *self._draft_groups)})
         self._counts = Counts(f"{os.getpid()}-{id(self):x}", states)
         self._requests: list[str] = []  # of the forward, in batch order
-        self._news = 0  # violations that are not in the counts yet
+        self.reactions = Reactions(settings, self._page_sizes)
         with torch.inference_mode(False):
             self.ledger = _ledger(runner)
         self.begin(reports_blocks(runner.vllm_config))
@@ -110,6 +105,7 @@ class Guard:
         with torch.inference_mode(False):  # the counts' thread could not write tensors made in inference mode
             self._allocations, self.session = allocations, self._install(allocations)
             self._layers = LayerChecks(self.session)
+            self.reactions.late = self.session.pace is not None or self.session.config.verify_every > 1
             if self._draft_groups:  # block ids belong to the target, which checks their owners
                 self.drafts = Drafts(self._session_of(self._draft_groups, allocations=False), self._draft_groups)
         self._counts.write(*(session.stats() for session in self.sessions))
@@ -131,36 +127,24 @@ class Guard:
         session = install_canary(
             *(g.pool(self.ledger.tables[g.number], allocations) for g in groups),
             config=self.settings.session_config,
-            on_violation=self._flag,
+            on_violation=self.reactions.flag,
             stats_every=stats_every,
             self_test=self._self_test,
         )
         assert session is not None  # in mode off the plugin is not loaded
+        session.advice = ADVICE
         session.mark_ready()
         return session
+
+    @property
+    def settings(self) -> VllmSettings:
+        """How the runner is guarded."""
+        return self.reactions.settings
 
     @property
     def sessions(self) -> list[EngineSession]:
         """The session, and the draft's if there is one."""
         return [self.session] if self.drafts is None else [self.session, self.drafts.session]
-
-    def _flag(self, violation: Violation) -> None:
-        self._news += 1
-        if self.settings.on_violation == "raise" and self._news <= LINES:  # else the session logs it
-            log.warning("%s", violation.line())
-        elif self.settings.on_violation != "raise":
-            if self.verdict is None:
-                late = self.session.pace is not None or self.session.config.verify_every > 1
-                self.verdict = Verdict(outcome=self.settings.on_violation, late=late)
-            self.verdict.add(violation, self._page_sizes)
-        given = self.settings.config.on_violation
-        if given is not None:
-            given(violation)
-
-    def take_verdict(self) -> Verdict | None:
-        """What the violations since the last call mean for requests and blocks, if there were any."""
-        taken, self.verdict = self.verdict, None
-        return taken
 
     @contextlib.contextmanager
     def step(self, scheduled: Any) -> Iterator[None]:
@@ -234,9 +218,9 @@ class Guard:
 
     def _tell_news(self) -> None:
         """Write a violation to the counts at once."""
-        if self._news:
-            self._news = 0
+        if self.reactions.news:
             self._counts.write(*(session.stats() for session in self.sessions))
+            self.reactions.told()
 
     def _check_tables(self, runner: Any) -> None:
         """Compare the block tables that the attention kernels get with the scheduler's."""

@@ -9,10 +9,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 OPERATIONS = "Operations"
+
+#: vLLM's server; importing it takes seconds, so that only a process that has it is looked at.
+SERVER = "vllm.entrypoints.launchers.api_server.entry"
 
 #: What a part of the table is for, in the order of the table.
 NEEDS = (
@@ -36,6 +40,7 @@ class HookPoint:
         why: what the canary does there.
         called: the canary calls it and does not wrap it.
         on_cpu: it exists only where vLLM runs on a CPU.
+        of_server: it is hooked only in the process of a server.
     """
 
     need: str
@@ -44,6 +49,7 @@ class HookPoint:
     why: str
     called: bool = False
     on_cpu: bool = False
+    of_server: bool = False
 
     @property
     def name(self) -> str:
@@ -227,6 +233,26 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
         "vllm.v1.metrics.prometheus:",
         ("get_prometheus_registry", "", "the canary's counts are in vLLM's metrics endpoint"),
     ),
+    *_part(
+        NEEDS[5],
+        "vllm.",
+        (
+            "entrypoints.generate.base.serving:GenerateBaseServing._raise_if_error",
+            "self, finish_reason, request_id",
+            "a client is told why its request failed",
+        ),
+        (
+            "v1.engine.exceptions:EngineDeadError.__init__",
+            "self, *args, suppress_context=..., **kwargs",
+            "or why the engine ended",
+        ),
+        (
+            "entrypoints.launchers.api_server.entry:build_and_serve",
+            "engine_client, listen_address, sock, args, peer_loads=..., **uvicorn_kwargs",
+            "a server whose engine ended for a violation does not exit with status 0",
+        ),
+        of_server=True,
+    ),
 )
 
 
@@ -236,7 +262,9 @@ def differences(table: Sequence[HookPoint], on_cpu: bool) -> list[str]:
     Args:
         on_cpu: vLLM runs on a CPU.
     """
-    return [text for point in table if on_cpu or not point.on_cpu for text in _differences(point)]
+    on_server = SERVER in sys.modules
+    here = [p for p in table if (on_cpu or not p.on_cpu) and (on_server or not p.of_server)]
+    return [text for point in here for text in _differences(point)]
 
 
 def resolve(where: str) -> tuple[Any, str]:

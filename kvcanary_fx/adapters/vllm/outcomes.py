@@ -19,6 +19,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from ...reports.violation import one_line
+from . import counts
 from .blocks import journal_of
 from .journal import ATTRIBUTE
 from .patching import wrap_in_all
@@ -116,6 +117,7 @@ def _preempt(scheduler: Any, request: Any) -> None:
 
 
 def _tell_clients(outputs: Any, ended: Sequence[Any], verdict: Verdict) -> None:
+    counts.note_ended((request.request_id for request in ended), verdict.id)
     for request in ended:
         told = outputs.setdefault(request.client_index, EngineCoreOutputs())
         told.outputs.append(

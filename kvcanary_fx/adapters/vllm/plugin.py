@@ -21,6 +21,7 @@ def register() -> None:
     given = settings.from_env()
     if not known.can_be_guarded(given.config.mode):
         return
-    from . import connect  # imports what is hooked into, torch and the kernels: only if the canary is on
+    from . import clients, connect  # imports what is hooked into, torch and the kernels: only if the canary is on
 
     connect.connect(given)
+    clients.hook()

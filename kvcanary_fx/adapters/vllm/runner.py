@@ -96,7 +96,7 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
         output, guard = original(runner, *args, **kwargs), registry.of_runner(runner)
         if guard is not None and guard.drafts is not None:
             guard.drafts.settle()
-        verdict = guard.take_verdict() if guard is not None else None
+        verdict = guard.reactions.take_verdict() if guard is not None else None
         if verdict is not None:  # an asynchronous output contains the one that goes to the scheduler
             setattr(getattr(output, "_model_runner_output", output), ATTRIBUTE, verdict)
         return output

@@ -18,6 +18,11 @@ _WRITES = frozenset(
 )
 
 
+def new_id() -> str:
+    """The id of an incident, for the log and the client."""
+    return f"kvc-{secrets.token_hex(4)}"
+
+
 @dataclasses.dataclass
 class Verdict:
     """Of one step, over all its violations.
@@ -33,7 +38,7 @@ class Verdict:
         total: how many there were.
     """
 
-    id: str = dataclasses.field(default_factory=lambda: f"kvc-{secrets.token_hex(4)}")
+    id: str = dataclasses.field(default_factory=new_id)
     requests: set[str] = dataclasses.field(default_factory=set)
     damaged: dict[int, set[int]] = dataclasses.field(default_factory=dict)
     doubtful: dict[int, set[int]] = dataclasses.field(default_factory=dict)
