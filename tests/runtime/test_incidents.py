@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import logging
 import os
 import stat
 import sys
@@ -17,9 +18,10 @@ from toys import Rig
 
 from kvcanary_fx import IncidentError, KVCacheViolation, Violation
 from kvcanary_fx.errors import MissingExtraError
-from kvcanary_fx.reports.incidents import file, folder
+from kvcanary_fx.reports.incidents import file, folder, log_tail
 from kvcanary_fx.reports.incidents.incident import Incident, Row
 from kvcanary_fx.reports.incidents.story import story
+from kvcanary_fx.reports.summary import log, muted
 
 INCIDENT = Incident("2026-01-01T00:00:00+00:00", "violation", (), 0, (), {}, {})
 
@@ -89,6 +91,18 @@ def test_a_flipped_bit_and_the_row_of_another_slot_are_told_apart(written):
     assert "bit 20 of element 1, head 0 (float32)" in told
     assert "recorded for V of layers.0 in slot 1 (request alice, position 0)" in told
     assert "read by request bob (position 1)" in told
+
+
+def test_lines_still_reach_a_process_that_has_set_up_no_logging(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging, "lastResort", logging._StderrHandler(logging.WARNING))
+    struck(tmp_path)
+    err = capsys.readouterr().err
+    assert "kvcanary.violation check=content" in err
+    assert "kvcanary.incident" in err
+    with muted():
+        log.warning("planted")
+    assert not any("planted" in line for line in log_tail.lines())
 
 
 def test_a_model_without_an_engine_leaves_a_file(device, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 
@@ -12,30 +11,24 @@ from ..summary import log
 #: Lines kept, and characters of one.
 LINES, WIDTH = 200, 2_000
 
-
-class _Tail(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: deque[str] = deque(maxlen=LINES)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        when = time.strftime("%H:%M:%S", time.localtime(record.created))
-        self.lines.append(f"{when} {record.levelname} {record.getMessage()}"[:WIDTH])
-
-
-_tail: _Tail | None = None
-_LOCK = threading.Lock()
+_lines: deque[str] = deque(maxlen=LINES)
 
 
 def keep() -> None:
-    """Keep lines from here on."""
-    global _tail
-    with _LOCK:
-        if _tail is None:
-            _tail = _Tail()
-            log.addHandler(_tail)
+    """Keep lines from here on.
+
+    A filter, not a handler: with a handler of its own the logger would no longer write to stderr in a process that
+    has set up no logging.
+    """
+    log.addFilter(_note)  # once, however often it is called
 
 
 def lines() -> tuple[str, ...]:
     """The lines so far."""
-    return () if _tail is None else tuple(_tail.lines)
+    return tuple(_lines)
+
+
+def _note(record: logging.LogRecord) -> bool:
+    when = time.strftime("%H:%M:%S", time.localtime(record.created))
+    _lines.append(f"{when} {record.levelname} {record.getMessage()}"[:WIDTH])
+    return True
