@@ -61,7 +61,10 @@ def test_inspect_tells_the_story_and_shows_slots_and_bytes(saved, capsys):
     assert main(["inspect", str(saved)]) == 0
     out = capsys.readouterr().out
     told = " ".join(out.split())
-    assert "Likeliest cause: bit flip (or: wrong slot): one bit changed" in told
+    assert (
+        "Likeliest cause: bit flip (one bit changed: memory, or a stray write of one element). Else: wrong slot."
+        in told
+    )
     assert 'Step 7: K of layers.3 in slot 5 of kv (request "evil\\u001b[31m", position 2)' in told
     assert "One bit differs: bit 2 of element 1, head 0 (float32)." in told
     assert "read by request" in told

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from .incident import Incident, PoolScene, Record, RequestScene, SlotScene
 
-#: Every cause, in a sentence that ends the line "Likeliest cause: ".
+#: Every cause, and what is meant by it.
 CAUSES = {
     "stale table": "a table, map, plan or length is that of another step, or names slots that were given on",
     "early free": "a slot was given back while a forward still used it",
@@ -90,8 +90,8 @@ def told(incident: Incident) -> str:
     names = likely(incident)
     if not names:
         return ""
-    others = f" (or: {', '.join(names[1:])})" if names[1:] else ""
-    return f"Likeliest cause: {names[0]}{others}: {CAUSES[names[0]]}."
+    others = f" Else: {' or '.join(names[1:])}." if names[1:] else ""
+    return f"Likeliest cause: {names[0]} ({CAUSES[names[0]]}).{others}"
 
 
 Names = tuple[str, ...]

@@ -203,6 +203,12 @@ class Incident:
     hidden: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
 
+    @property
+    def title(self) -> str:
+        """When it was, and how much was found."""
+        count = "1 violation" if self.total == 1 else f"{self.total} violations"
+        return f"kvcanary incident of {self.made}, {count}"
+
     def half(self, number: int | None) -> HalfScene | None:
         """The half with a number."""
         return next((h for pool in self.pools for h in pool.halves if h.id == number), None)

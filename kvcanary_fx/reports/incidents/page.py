@@ -42,7 +42,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere } h3 { font-size: .95rem }
 
 def page(incident: Incident) -> str:
     """The page."""
-    title = f"kvcanary incident of {one_line(incident.made)}"
+    title = one_line(incident.title)
     body = "\n".join(_body(incident))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
@@ -56,7 +56,8 @@ def _body(incident: Incident) -> Iterator[str]:
     cause = causes.told(incident)
     first = f"<p><b>{_text(cause)}</b></p>" if cause else ""
     yield f'<div class="story">{first}{"".join(f"<p>{_text(p)}</p>" for p in story(incident))}</div>'
-    yield f"<p>{incident.total} violations.{_hidden(incident)}</p>"
+    if incident.hidden:
+        yield f"<p>Left out or hashed: {_text(', '.join(incident.hidden))}.</p>"
     for number, pool in enumerate(incident.pools):
         if pool.near or len(incident.pools) == 1:
             yield f"<h2>Pool {_text(pool.name)}</h2>"
@@ -187,10 +188,6 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _pairs(values: Mapping[str, object]) -> list[str]:
     return [f"{name}: {value}" for name, value in values.items()]
-
-
-def _hidden(incident: Incident) -> str:
-    return f" Left out or hashed: {', '.join(incident.hidden)}." if incident.hidden else ""
 
 
 def _lines(lines: Iterable[str]) -> str:

@@ -27,8 +27,7 @@ class Terminal:
         return "\n".join(self._lines(incident)) + "\n"
 
     def _lines(self, incident: Incident) -> Iterator[str]:
-        title = f"kvcanary incident of {one_line(incident.made)}, {incident.total} violations"
-        yield self._paint("title", self._cut(title))
+        yield self._paint("title", self._cut(one_line(incident.title)))
         if incident.hidden:
             yield from self._wrap(f"Left out or hashed: {', '.join(incident.hidden)}.")
         told = [causes.told(incident), *story(incident)]
