@@ -48,6 +48,8 @@ TARGETS = {
     + ["-k", "test_plan or interpreted"],
     "kernels/content/triton_write.py": ["tests/kernels/test_write.py"],
     "kernels/content/gpu_write.py": ["tests/kernels/test_write.py"],
+    "kernels/content/gpu_prompt.py": ["tests/kernels/test_write.py"],
+    "kernels/content/kept_launches.py": ["tests/kernels/test_write.py"],
     "kernels/content/triton_layer.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted"],
     "kernels/content/triton_listed.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted or halves"],
     "kernels/content/gpu_layer.py": ["tests/kernels/test_layer_record.py", "tests/kernels/test_bit_equality.py"]

@@ -9,23 +9,21 @@ from __future__ import annotations
 import torch
 import triton
 
-from ..buffers import NOT_WRITTEN, Count, IdentityBuffers, Site
+from ..buffers import Count, IdentityBuffers, Site
 from ..checks import Check, Phase
 from ..counting import count_op
-from ..ring import BY_BUDGET
 from ..slots.identity import identify_with
 from ..writes.geometry import geometry_of, on_device
 from ..writes.gpu import first_positions as first_positions
 from ..writes.gpu import resolve as resolve
 from ..writes.gpu import update_rows
-from ..writes.layout import poison_mask
 from . import triton_half as tk
 from .gpu_layer import record_halves as record_halves
 from .gpu_layer import verify_halves as verify_halves
 from .gpu_write import identify_write as identify_write
 from .gpu_write import record_write as record_write
 from .gpu_write import verify_write as verify_write
-from .launch_args import BLOCK_SLOTS, digest_args, row_args, site_args
+from .launch_args import BLOCK_SLOTS, PLAN_TOKENS, plan_args, scan_args, site_args
 
 
 def begin(control_words: torch.Tensor, gate: torch.Tensor) -> None:
@@ -40,22 +38,8 @@ def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int
     if n == 0:
         return
     with on_device(slots):
-        tk.plan_kernel[(triton.cdiv(n, 128),)](
-            slots.contiguous(),
-            raw.contiguous(),
-            n,
-            site.control.stamps,
-            site.control.stamps.shape[1],
-            site.space.block if site.space is not None else site.half.rows,
-            write_id,
-            site.control.blackbox if site.control.blackbox is not None else site.control.words,
-            phase=int(phase),
-            CHECK=int(Check.BOUNDS),
-            REPORT=bool(site.checks & Check.BOUNDS),
-            HAS_BOX=site.control.blackbox is not None,
-            HAS_SPACE=site.space is not None,
-            BLOCK=128,
-            **site_args(site),
+        tk.plan_kernel[(triton.cdiv(n, PLAN_TOKENS),)](
+            slot_ptr=slots.contiguous(), raw_ptr=raw.contiguous(), **plan_args(site, n, write_id, phase)
         )
 
 
@@ -75,42 +59,13 @@ def _scan(
         count_op(site.gate, ops)
         return
     geometry = geometry_of(view, layout.slot_axes)
-    mask, bits = poison_mask(layout.dtype) if site.checks & Check.POISON else (0, 1)
     has_first = first is not None and layout.has_rows
-    baseline = site.half.baseline if site.half.baseline is not None else site.half.digest
     with on_device(view):
         tk.scan_kernel[(triton.cdiv(layout.slots, BLOCK_SLOTS),)](
-            geometry.base,
-            site.gate,
-            site.counters,
-            first if first is not None and has_first else site.half.rows,
-            baseline,
-            site.control.stamps,
-            planned if planned is not None else site.half.digest,
-            slot_stride0=geometry.slot_strides[0],
-            slot_stride1=geometry.slot_strides[1],
-            every=site.verify_every,
-            write_id=coming or 0,
-            ops=ops,
-            BY_BUDGET=site.verify_every == BY_BUDGET,
-            COMING=coming is not None and site.verify_every != 1,
-            KEEPS=site.half.baseline is not None and site.space is None,
-            ADOPTS=site.space is None,
+            first_ptr=first if first is not None and has_first else site.half.rows,
+            planned_ptr=planned if planned is not None else site.half.digest,
             PLANNED=planned is not None,
-            INDEX=bool(site.checks & Check.INDEX),
-            LENIENT=site.lenient,
-            CONTENT=bool(site.checks & Check.CONTENT),
-            HAS_FIRST=has_first,
-            OWN_ROWS=has_first and own_rows,
-            NOT_WRITTEN=NOT_WRITTEN,
-            MODE=mode,
-            UNIT=geometry.unit,
-            ELEMENT=layout.dtype.itemsize,
-            POISON_MASK=mask,
-            POISON_BITS=bits,
-            **row_args(geometry),
-            **digest_args(site),
-            **site_args(site),
+            **scan_args(site, geometry, mode, ops, coming, has_first, own_rows),
         )
 
 

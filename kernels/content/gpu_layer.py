@@ -160,7 +160,7 @@ def record_halves(
     parts = _record_parts(sites, views, values, n)
     for a, b in in_launches(parts):
         launch = _record(a, b, n, write_id, ops, planned)
-        launch.first(_record_grid(n, slots.device, 1 if a is b else 2), (*_operands(a, b), slots, n), None)
+        launch.first(record_grid(n, slots.device, 1 if a is b else 2), (*_operands(a, b), slots, n), None)
         ops = 0
 
 
@@ -180,16 +180,28 @@ def _operands(a: Part, b: Part) -> tuple[torch.Tensor, torch.Tensor]:
     return (a.operand or a.geometry).base, (b.operand or b.geometry).base
 
 
-def _record_grid(n: int, device: torch.device, halves: int) -> tuple[int, int, int]:
-    return strided_grid(n, (FEW if n <= FEW_SLOTS else MANY).slots, device), halves, 1
+def record_grid(n: int, device: torch.device, halves: int) -> tuple[int, int, int]:
+    return strided_grid(n, record_tile(n).slots, device), halves, 1
 
 
 def _record(a: Part, b: Part, n: int, write_id: int, ops: int, planned: bool) -> BoundLaunch:
     """The launch for about ``n`` slots; the changing arguments are the operands, the slots, and how many."""
+    arguments = record_args(a, b, n, write_id, ops, planned)
+    changing = ("value_base", "other_value_base", "slot_ptr", "n")
+    return BoundLaunch(records.record_kernel, a.geometry.base.device, arguments, changing, record_tile(n).warps)
+
+
+def record_tile(n: int) -> Tile:
+    """What a program takes at a time of ``n`` slots."""
+    return FEW if n <= FEW_SLOTS else MANY
+
+
+def record_args(a: Part, b: Part, n: int, write_id: int, ops: int, planned: bool) -> dict[str, Any]:
+    """Arguments of ``record_kernel`` for about ``n`` slots, all but the operands, the slots, and how many."""
     site, space, operand = a.site, a.site.space, a.operand or a.geometry
     mask, bits = poison_mask(site.layout.dtype) if site.checks & Check.POISON else (0, 1)
-    tile = FEW if n <= FEW_SLOTS else MANY
-    arguments = dict(
+    tile = record_tile(n)
+    return dict(
         base=a.geometry.base,
         other_base=b.geometry.base,
         gate_ptr=site.gate,
@@ -218,8 +230,6 @@ def _record(a: Part, b: Part, n: int, write_id: int, ops: int, planned: bool) ->
         **site_args(site),
         **other_args(b.site),
     )
-    changing = ("value_base", "other_value_base", "slot_ptr", "n")
-    return BoundLaunch(records.record_kernel, a.geometry.base.device, arguments, changing, tile.warps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +290,7 @@ class LayerRecord(layer.LayerRecord):
             return
         for launch, halves, sources in form.launches:
             where = [addresses[i] if i is not None else nowhere for i, nowhere in sources]
-            launch(_record_grid(n, self._device, halves), (*where, at, n), stream)
+            launch(record_grid(n, self._device, halves), (*where, at, n), stream)
 
     def _first(
         self,
@@ -303,7 +313,7 @@ class LayerRecord(layer.LayerRecord):
         for a, b in in_launches(parts):
             launch, halves = _record(a, b, n, layer.WRITE, ops, False), 1 if a is b else 2
             bases = _operands(a, b)
-            launch.first(_record_grid(n, self._device, halves), (*bases, slots, n), stream)
+            launch.first(record_grid(n, self._device, halves), (*bases, slots, n), stream)
             sources = [place_of[id(p)] if p.operand is not None else None for p in (a, b)]
             launches.append((launch, halves, tuple(zip(sources, (t.data_ptr() for t in bases), strict=True))))
             ops, repeats = 0, repeats and launch.ready

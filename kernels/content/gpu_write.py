@@ -1,12 +1,11 @@
 """The checks around a write that a graph shows, on a GPU: one launch before the write and one after it, for K and V.
 
-For few tokens, as in a decode step; with more :mod:`.gpu` takes the steps one after the other.  A site keeps the
-launches: a call only looks whether its tensors lie in memory as those of an earlier one, and launches.
+For few tokens, as in a decode step; with more of them, see :mod:`.gpu_prompt`.  A site keeps the launches: a call only
+looks whether its tensors lie in memory as those of an earlier one, and launches.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,25 +21,15 @@ from ..writes.geometry import geometry_of
 from ..writes.gpu import TokenGrid, token_grid
 from ..writes.layout import poison_mask
 from ..writes.plan import WritePlan
-from . import triton_write
-from .gpu_layer import FEW, MOST_FORMS, Part, in_launches
+from . import gpu_prompt, triton_write
+from .gpu_layer import FEW, Part, in_launches
+from .gpu_prompt import indices_of, operand_of
+from .kept_launches import again, first, keep, seen
 from .launch_args import BLOCK_SLOTS, digest_args, other_args, row_args, site_args, strided_grid
 
 #: Tokens that each program looks at, by the size of the write.
 TOKENS = (16, 64, 256)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Launch:
-    """A launch with the tensors whose addresses change: which of a call's, and how many bytes behind its start."""
-
-    bound: BoundLaunch
-    grid: tuple[int, int, int]
-    sources: tuple[tuple[int, int], ...]
-
-
-#: The launches that a site keeps for one form of its tensors, and the stamps that they were bound to.
-_Kept = tuple[list[_Launch], torch.Tensor]
+MOST_TOKENS = TOKENS[-1]
 
 
 def verify_write(
@@ -58,12 +47,15 @@ def verify_write(
         plans: the same but for their numbers.
     """
     tensors = (*views, *index)
-    seen = _seen("verify", tensors, extent)
-    if _again(sites[0], seen, tensors):
+    form = seen("verify", sites, tensors, extent)
+    if again(sites[0], form, tensors):
         return True
-    tokens = _few_tokens(sites, plans, index, extent)
+    tokens = _tokens(sites, plans, index, extent)
     if tokens is None:
         return False
+    if tokens.n > MOST_TOKENS:
+        gpu_prompt.verify_write(sites, views, plans, tokens, form, tensors)
+        return True
     write_ids = {id(site): plan.write_id for site, plan in zip(sites, plans, strict=True)}
     parts = [Part(site, geometry_of(view, site.layout.slot_axes)) for site, view in zip(sites, views, strict=True)]
     place = {id(part): i for i, part in enumerate(parts)}
@@ -72,9 +64,9 @@ def verify_write(
         bound = _bound_verify(a, b, tokens, plans[0], write_ids[id(b.site)], ops)
         grid = (triton.cdiv(a.site.layout.slots, BLOCK_SLOTS), 1 if a is b else 2, 1)
         bases = [(part.geometry.base, place[id(part)]) for part in (a, b)]
-        launches.append(_first(bound, grid, [*bases, *_indices(tokens, len(views))], tensors))
+        launches.append(first(bound, grid, [*bases, *indices_of(tokens, len(views))], tensors))
         ops = 0
-    _keep(sites[0], seen, launches)
+    keep(sites[0], form, launches)
     return True
 
 
@@ -95,12 +87,15 @@ def record_write(
         plans: as for :func:`verify_write`, of writes whose bounds it has checked.
     """
     tensors = (*views, *index, *values, positions)
-    seen = _seen("record", tensors, extent)
-    if _again(sites[0], seen, tensors):
+    form = seen("record", sites, tensors, extent)
+    if again(sites[0], form, tensors):
         return True
-    tokens = _few_tokens(sites, plans, index, extent)
+    tokens = _tokens(sites, plans, index, extent)
     if tokens is None:
         return False
+    if tokens.n > MOST_TOKENS:
+        gpu_prompt.record_write(sites, views, values, plans, tokens, extent, positions, form, tensors)
+        return True
     parts = []
     for site, view, value, plan in zip(sites, views, values, plans, strict=True):
         operand = None
@@ -116,12 +111,12 @@ def record_write(
         bound = _bound_record(a, b, tokens, plans, last, ops)
         grid = (strided_grid(tokens.n, FEW.slots, views[0].device), 1 if a is b else 2, 1)
         bases = [(part.geometry.base, place[id(part)]) for part in (a, b)]
-        operands = [_operand(part, place[id(part)], values_at) for part in (a, b)]
+        operands = [operand_of(part, place[id(part)], values_at) for part in (a, b)]
         ends = (last, len(tensors) - 1) if last is not None else bases[0]
-        given = [*bases, *operands, ends, *_indices(tokens, len(views))]
-        launches.append(_first(bound, grid, given, tensors))
+        given = [*bases, *operands, ends, *indices_of(tokens, len(views))]
+        launches.append(first(bound, grid, given, tensors))
         ops = 0
-    _keep(sites[0], seen, launches)
+    keep(sites[0], form, launches)
     return True
 
 
@@ -143,90 +138,30 @@ def identify_write(
         positions: as the graph has them.
     """
     tensors = (*index, tokens, positions)
-    seen = _seen("identify", tensors, extent)
-    if _again(site, seen, tensors):
+    form = seen("identify", [site], tensors, extent)
+    if again(site, form, tensors):
         return True
     if tokens.dim() != 2 or tokens.shape[1] != 1 or not site.layout.has_rows:
         return False
-    grid = _few_tokens([site], [plan], index, extent)
-    if grid is None or grid.n != tokens.numel():
+    grid = _tokens([site], [plan], index, extent)
+    if grid is None or grid.n != tokens.numel() or grid.n > MOST_TOKENS:
         return False
     given = per_row(positions, grid.n, 1)
     bound = _bound_identify(site, identity, grid, tokens, given)
     where = (given, len(tensors) - 1) if given is not None else (tokens, len(index))
-    launch = _first(bound, (1, 1, 1), [(tokens, len(index)), where, *_indices(grid, 0)], tensors)
-    _keep(site, seen, [launch])
+    launch = first(bound, (1, 1, 1), [(tokens, len(index)), where, *indices_of(grid, 0)], tensors)
+    keep(site, form, [launch])
     return True
 
 
-def _few_tokens(
+def _tokens(
     sites: Sequence[Site], plans: Sequence[WritePlan], index: Sequence[torch.Tensor], extent: Sequence[int]
 ) -> TokenGrid | None:
     """How the kernels find the slots of a write; None if they do not take it."""
     site, plan = sites[0], plans[0]
     if plan.covers_all or not site.layout.slots or any(s.space is not None for s in sites):
         return None
-    tokens = token_grid(plan, site.layout, list(index), list(extent), site.gate.device)
-    return tokens if tokens is not None and tokens.n <= TOKENS[-1] else None
-
-
-def _seen(op: str, tensors: Sequence[torch.Tensor | None], extent: Sequence[int]) -> tuple[Any, ...]:
-    """What must be equal for a launch to be made again."""
-    forms = [None if t is None else (t.dtype, t.device, t.shape, t.stride(), t.data_ptr() & 15) for t in tensors]
-    return (op, *forms, *extent)
-
-
-def _again(site: Site, seen: tuple[Any, ...], tensors: Sequence[torch.Tensor | None]) -> bool:
-    """Make the launches of an earlier call of this form, if there was one."""
-    kept: _Kept | None = site.launches.get(seen)
-    if kept is None or kept[1] is not site.control.stamps:
-        return False
-    addresses = [0 if t is None else t.data_ptr() for t in tensors]
-    for launch in kept[0]:
-        launch.bound(launch.grid, [addresses[i] + behind for i, behind in launch.sources], None)
-    return True
-
-
-def _first(
-    bound: BoundLaunch,
-    grid: tuple[int, int, int],
-    given: Sequence[tuple[torch.Tensor, int]],
-    tensors: Sequence[torch.Tensor | None],
-) -> _Launch | None:
-    """Launch for the first time; None if an argument is a copy of its own, so that another call has another.
-
-    Args:
-        given: the changing arguments, each with the number of the call's tensor that it is a view of.
-    """
-    bound.first(grid, [tensor for tensor, _ in given], None)
-    sources = []
-    for view, i in given:
-        whole = tensors[i]
-        if whole is None or whole.untyped_storage()._cdata != view.untyped_storage()._cdata:
-            return None
-        sources.append((i, view.data_ptr() - whole.data_ptr()))
-    return _Launch(bound, grid, tuple(sources)) if bound.ready else None
-
-
-def _indices(tokens: TokenGrid, after: int) -> list[tuple[torch.Tensor, int]]:
-    """The index tensors of a launch, with their numbers among a call's tensors."""
-    return [(indices, after + number) for indices, number in tokens.found.values()]
-
-
-def _operand(part: Part, place: int, values_at: int) -> tuple[torch.Tensor, int]:
-    """Where the operand of a half starts; the half itself, if there is none."""
-    if part.operand is None:
-        return part.geometry.base, place
-    return part.operand.base, values_at + place
-
-
-def _keep(site: Site, seen: tuple[Any, ...], launches: Sequence[_Launch | None]) -> None:
-    whole = [launch for launch in launches if launch is not None]
-    if len(whole) < len(launches):
-        return
-    if len(site.launches) >= MOST_FORMS:
-        site.launches.clear()
-    site.launches[seen] = whole, site.control.stamps
+    return token_grid(plan, site.layout, list(index), list(extent), site.gate.device)
 
 
 def _token_args(tokens: TokenGrid, unused: torch.Tensor) -> dict[str, Any]:

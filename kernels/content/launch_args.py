@@ -8,14 +8,20 @@ from typing import Any
 import torch
 import triton
 
-from ..buffers import Site
+from ..buffers import NOT_WRITTEN, Site
+from ..checks import Check, Phase
+from ..ring import BY_BUDGET
 from ..writes.geometry import Geometry
+from ..writes.layout import poison_mask
 from . import triton_half as tk
 from .digest import coefficients
 
 #: Slots a program digests at a time, and words of a row it loads at once.
 BLOCK_SLOTS = 8
 MAX_BLOCK_WORDS = 256
+
+#: Tokens whose bounds a program checks.
+PLAN_TOKENS = 128
 
 PROGRAMS_PER_PROCESSOR = 16
 
@@ -53,6 +59,64 @@ def digest_args(site: Site, slots: int = BLOCK_SLOTS, most_words: int = MAX_BLOC
         PLANES=site.half.digest.shape[0],
         BLOCK=slots,
         BLOCK_WORDS=min(most_words, triton.next_power_of_2(words)),
+    )
+
+
+def plan_args(site: Site, n: int, write_id: int, phase: Phase) -> dict[str, Any]:
+    """Arguments of ``plan_kernel``, all but the slots."""
+    box = site.control.blackbox
+    return dict(
+        n=n,
+        stamp_ptr=site.control.stamps,
+        stamp_count=site.control.stamps.shape[1],
+        block_ptr=site.space.block if site.space is not None else site.half.rows,
+        write_id=write_id,
+        box_ptr=box if box is not None else site.control.words,
+        phase=int(phase),
+        CHECK=int(Check.BOUNDS),
+        REPORT=bool(site.checks & Check.BOUNDS),
+        HAS_BOX=box is not None,
+        HAS_SPACE=site.space is not None,
+        BLOCK=PLAN_TOKENS,
+        **site_args(site),
+    )
+
+
+def scan_args(
+    site: Site, geometry: Geometry, mode: int, ops: int, coming: int | None, has_first: bool, own_rows: bool
+) -> dict[str, Any]:
+    """Arguments of ``scan_kernel``, all but where each row's write begins, and which slots an engine planned."""
+    mask, bits = poison_mask(site.layout.dtype) if site.checks & Check.POISON else (0, 1)
+    baseline = site.half.baseline
+    return dict(
+        base=geometry.base,
+        gate_ptr=site.gate,
+        counters_ptr=site.counters,
+        baseline_ptr=baseline if baseline is not None else site.half.digest,
+        stamp_ptr=site.control.stamps,
+        slot_stride0=geometry.slot_strides[0],
+        slot_stride1=geometry.slot_strides[1],
+        every=site.verify_every,
+        write_id=coming or 0,
+        ops=ops,
+        BY_BUDGET=site.verify_every == BY_BUDGET,
+        COMING=coming is not None and site.verify_every != 1,
+        KEEPS=baseline is not None and site.space is None,
+        ADOPTS=site.space is None,
+        INDEX=bool(site.checks & Check.INDEX),
+        LENIENT=site.lenient,
+        CONTENT=bool(site.checks & Check.CONTENT),
+        HAS_FIRST=has_first,
+        OWN_ROWS=has_first and own_rows,
+        NOT_WRITTEN=NOT_WRITTEN,
+        MODE=mode,
+        UNIT=geometry.unit,
+        ELEMENT=site.layout.dtype.itemsize,
+        POISON_MASK=mask,
+        POISON_BITS=bits,
+        **row_args(geometry),
+        **digest_args(site),
+        **site_args(site),
     )
 
 

@@ -95,19 +95,26 @@ def resolve(
     slots, raw = (torch.empty(tokens.n, dtype=torch.int64, device=device) for _ in range(2))
     with on_device(slots):
         kernels.resolve_kernel[(triton.cdiv(tokens.n, BLOCK_TOKENS),)](
-            slots,
-            raw,
-            tokens.n,
-            tokens.grid[1],
-            tokens.grid[2],
-            **tokens.arguments(slots),
+            slot_ptr=slots,
+            raw_ptr=raw,
+            **resolve_args(tokens, slots),
             **{name: indices for name, (indices, _) in tokens.found.items()},
-            TWO_AXES=tokens.axes == 2,
-            WRAPS=tokens.wraps,
-            SKIPS=tokens.skips,
-            BLOCK=BLOCK_TOKENS,
         )
     return Resolved(slots, raw, tokens.shape)
+
+
+def resolve_args(tokens: TokenGrid, unused: torch.Tensor) -> dict[str, Any]:
+    """Arguments of ``resolve_kernel``, all but the addresses of slots and indices."""
+    return dict(
+        n=tokens.n,
+        n1=tokens.grid[1],
+        n2=tokens.grid[2],
+        TWO_AXES=tokens.axes == 2,
+        WRAPS=tokens.wraps,
+        SKIPS=tokens.skips,
+        BLOCK=BLOCK_TOKENS,
+        **tokens.arguments(unused),
+    )
 
 
 def _axis_args(name: str, axis: AxisIndex, size: int, shape: torch.Size, dims: list[int]) -> dict[str, Any]:
