@@ -59,7 +59,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch, request):
-    """Every test starts with an empty Dynamo cache, no settings and no shared sessions.
+    """Every test starts with an empty Dynamo cache (but see ``keeps_compiled``), no settings and no shared sessions.
 
     On a GPU everything is compared in each step, as on a CPU: what a test plants is to be found in the next one.
     """
@@ -70,11 +70,19 @@ def _fresh(monkeypatch, request):
         monkeypatch.setattr(config, "GPU_BUDGET", None)
     for name in [n for n in os.environ if n.startswith("KVCANARY_")]:
         monkeypatch.delenv(name)
-    torch._dynamo.reset()
+    keeps = "keeps_compiled" in request.fixturenames
+    if not keeps:
+        torch._dynamo.reset()
     backend._SESSIONS.clear()
     torch.manual_seed(0)
     yield
-    torch._dynamo.reset()
+    if not keeps:
+        torch._dynamo.reset()
+
+
+@pytest.fixture
+def keeps_compiled():
+    """A test that asks for this leaves what Dynamo compiled to the next: for a model that several tests run."""
 
 
 @pytest.fixture(params=DEVICES)

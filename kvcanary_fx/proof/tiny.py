@@ -90,7 +90,13 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3n": (
         "Gemma3nForCausalLM",
         "Gemma3nTextConfig",
-        dict(_SHARED_KV, intermediate_size=[48] * 4, laurel_rank=4, activation_sparsity_pattern=[0.0] * 4),
+        dict(
+            _SHARED_KV,
+            intermediate_size=[48] * 4,
+            laurel_rank=4,
+            altup_num_inputs=2,
+            activation_sparsity_pattern=[0.0] * 4,
+        ),
     ),
     "gemma4": ("Gemma4ForCausalLM", "Gemma4TextConfig", dict(_SHARED_KV, global_head_dim=8)),
     "deepseek_v32": (
