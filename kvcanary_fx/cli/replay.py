@@ -9,6 +9,7 @@ import argparse
 
 from ..reports.incidents import file
 from ..reports.incidents.replay import Outcome, replay
+from ..reports.violation import one_line
 
 #: Checks that are listed one by one.
 LISTED = 50
@@ -33,4 +34,4 @@ def run(args: argparse.Namespace) -> int:
 def _line(outcome: Outcome) -> str:
     violation = outcome.record.violation
     what = violation.check if violation.why is None else f"{violation.check} ({violation.why.lower()})"
-    return f"{_SAID[outcome.fails]}: {what}, {violation.where()}: {outcome.why}"
+    return one_line(f"{_SAID[outcome.fails]}: {what}, {violation.where()}: {outcome.why}")

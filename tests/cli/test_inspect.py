@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import zipfile
@@ -11,7 +12,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from kvcanary_fx import Violation
+from kvcanary_fx import IncidentError, Violation
 from kvcanary_fx.__main__ import main
 from kvcanary_fx.reports.incidents import file, row_bytes
 from kvcanary_fx.reports.incidents.incident import (
@@ -148,6 +149,38 @@ def test_replay_fails_again_on_stored_bytes_and_passes_on_repaired_ones(saved, t
     assert "passes now: content" in capsys.readouterr().out
 
 
+def leaves(value, path=()):
+    """Where every value of a document is."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from leaves(inner, (*path, key))
+
+
+def test_a_file_in_which_any_value_is_another_is_shown_or_refused(saved, tmp_path):
+    with zipfile.ZipFile(saved) as archive:
+        text, tensors = (archive.read(name) for name in archive.namelist())
+    refused = shown = 0
+    values = itertools.cycle((None, -1, 10**30, "\x1b", 0.5, [], {}, [[]], {"tensor": "x"}, "\x1b"))
+    for path, value in zip(leaves(json.loads(text)), values, strict=False):
+        document = inner = json.loads(text)
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+        with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
+            archive.writestr("incident.json", json.dumps(document))
+            archive.writestr("tensors.safetensors", tensors)
+        try:
+            read = file.load(tmp_path / "other.zip")
+        except IncidentError:
+            refused += 1
+            continue
+        assert "\x1b" not in Terminal(80, False).render(read) + page(read)
+        replay(read)
+        shown += 1
+    assert refused > shown > 10
+
+
 def of_slot(why, request="bob", stored=0, found=0, check="owner", slot=5):
     return Violation(check, "pre", 7, "*", "*", "kv", None, slot, slot, 2, stored, found, request=request, why=why)
 
@@ -183,6 +216,10 @@ def test_replay_without_what_it_needs_says_so(saved, tmp_path, capsys):
     file.save(dataclasses.replace(incident(), records=(record,)), tmp_path / "one.zip")
     assert main(["replay", str(tmp_path / "one.zip")]) == 3
     assert "cannot be run: owner (double_allocate)" in capsys.readouterr().out
+    record = Record(of_slot("FOREIGN_READ"), 0, None, 5)
+    file.save(dataclasses.replace(incident(), records=(record,)), tmp_path / "one.zip")
+    assert main(["replay", str(tmp_path / "one.zip")]) == 1
+    assert "\x1b" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["inspect", "replay"])

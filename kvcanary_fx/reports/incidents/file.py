@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import secrets
 import types
@@ -21,13 +22,16 @@ from typing import Any
 import torch
 
 from ...errors import IncidentError, MissingExtraError
-from .incident import FORMAT, Incident
+from ...kernels.checks import CHECKS, Why
+from .incident import FORMAT, HalfScene, Incident, Record
 
 #: Violations in a file; the others are counted.
 MOST_RECORDS = 1_000
 
 #: Bytes of a file once it is unpacked; larger ones are refused.
 MOST_BYTES = 1 << 30
+
+_REASONS = tuple(why.name for why in Why)
 
 _JSON, _TENSORS = "incident.json", "tensors.safetensors"
 _MARK = "kvcanary incident"
@@ -179,24 +183,46 @@ def _typed_tuple(value: Any, kinds: Sequence[Any], tensors: Mapping[str, torch.T
 
 
 def _require_whole(incident: Incident) -> None:
-    """Refuse tensors that do not fit the slots they are said to be of.
+    """Refuse values that would not be shown: tensors of another shape than the slots they are of, unknown checks.
 
     Raises:
-        ValueError: naming the pool.
+        ValueError, AttributeError: naming what is wrong.
     """
     for pool in incident.pools:
-        n = len(pool.near)
+        if pool.slots < 0 or pool.positions < 0:
+            raise ValueError(f"sizes of pool {pool.name!r}")
         for half in pool.halves:
-            size = getattr(torch, half.dtype).itemsize
-            for dim in half.row_shape:
-                size *= dim
-            if half.rows is not None and (half.rows.dtype, tuple(half.rows.shape)) != (torch.uint8, (n, size)):
-                raise ValueError(f"rows of pool {pool.name!r}")
-            if half.recorded is not None and (half.recorded.dtype, half.recorded.shape[-1]) != (torch.int32, n):
-                raise ValueError(f"digests of pool {pool.name!r}")
-        for whole in (pool.map, pool.owners):
-            if whole is not None and tuple(whole.shape) != (pool.slots,):
+            _require_half(half, len(pool.near))
+        for whole, dtype in ((pool.map, torch.uint8), (pool.owners, torch.int32)):
+            if whole is not None and (whole.dtype, tuple(whole.shape)) != (dtype, (pool.slots,)):
                 raise ValueError(f"map of pool {pool.name!r}")
     for record in incident.records:
-        if record.pool is not None and not 0 <= record.pool < len(incident.pools):
-            raise ValueError("a record of no pool")
+        _require_record(incident, record)
+
+
+def _require_half(half: HalfScene, n: int) -> None:
+    size = _row_bytes(half)
+    if half.rows is not None and (half.rows.dtype, tuple(half.rows.shape)) != (torch.uint8, (n, size)):
+        raise ValueError(f"rows of pool {half.pool!r}")
+    digests = half.recorded
+    if digests is not None and (digests.dtype != torch.int32 or tuple(digests.shape) not in ((1, n), (2, n))):
+        raise ValueError(f"digests of pool {half.pool!r}")
+
+
+def _require_record(incident: Incident, record: Record) -> None:
+    violation, half = record.violation, incident.half(record.half)
+    if record.pool is not None and not 0 <= record.pool < len(incident.pools):
+        raise ValueError("a record of no pool")
+    if violation.check not in CHECKS or violation.why not in (None, *_REASONS):
+        raise ValueError(f"unknown check {violation.check!r} {violation.why!r}")
+    violation.explain()
+    bit = None if record.evidence is None else record.evidence.bit
+    if bit is not None and (half is None or not 0 <= bit < 8 * _row_bytes(half)):
+        raise ValueError(f"bit {bit} of a row")
+
+
+def _row_bytes(half: HalfScene) -> int:
+    dtype = getattr(torch, half.dtype)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"element type {half.dtype!r}")
+    return math.prod(half.row_shape) * dtype.itemsize

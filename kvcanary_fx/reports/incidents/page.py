@@ -191,8 +191,8 @@ def _pairs(values: Mapping[str, object]) -> list[str]:
 
 
 def _lines(lines: Iterable[str]) -> str:
-    return "\n".join(_text(one_line(line)) for line in lines)
+    return "\n".join(map(_text, lines))
 
 
 def _text(value: str) -> str:
-    return html.escape(value)
+    return html.escape(one_line(value))

@@ -27,7 +27,7 @@ class Terminal:
         return "\n".join(self._lines(incident)) + "\n"
 
     def _lines(self, incident: Incident) -> Iterator[str]:
-        yield self._paint("title", self._cut(one_line(incident.title)))
+        yield self._paint("title", self._cut(incident.title))
         if incident.hidden:
             yield from self._wrap(f"Left out or hashed: {', '.join(incident.hidden)}.")
         told = [causes.told(incident), *story(incident)]
@@ -35,14 +35,14 @@ class Terminal:
         yield from self._section("Reported", self._reported(incident))
         for number, pool in enumerate(incident.pools):
             if pool.near or len(incident.pools) == 1:
-                yield from self._section(f"Pool {one_line(pool.name)}", self._pool(incident, number))
+                yield from self._section(f"Pool {pool.name}", self._pool(incident, number))
         yield from self._section("Bytes", self._bytes(incident))
-        yield from self._section("Missing", (line for m in incident.missing for line in self._wrap(one_line(m))))
-        yield from self._section("Lost coverage", (x for c in incident.coverage for x in self._wrap(one_line(c))))
-        yield from self._section("Graphs", (self._cut(one_line(line)) for line in incident.graphs))
+        yield from self._section("Missing", (line for m in incident.missing for line in self._wrap(m)))
+        yield from self._section("Lost coverage", (x for c in incident.coverage for x in self._wrap(c)))
+        yield from self._section("Graphs", map(self._cut, incident.graphs))
         yield from self._section("Settings", self._table(incident.settings))
         yield from self._section("System", self._table(incident.system))
-        yield from self._section("Log", (self._cut(one_line(line)) for line in incident.log[-LOG_LINES:]))
+        yield from self._section("Log", map(self._cut, incident.log[-LOG_LINES:]))
 
     def _section(self, title: str, lines: Iterable[str]) -> Iterator[str]:
         shown = list(lines)
@@ -61,7 +61,7 @@ class Terminal:
 
     def _pool(self, incident: Incident, number: int) -> Iterator[str]:
         pool = incident.pools[number]
-        names = [half.name for half in pool.halves]
+        names = [one_line(half.name) for half in pool.halves]
         margin = min(max(len(name) for name in [*names, "slots"]), self._width // 3)
         yield self._cut(f"{pool.slots} slots, {len(names)} tensors")
         for window in pool_map.windows(incident, number, min(self._width - margin - 2, pool.slots)):
@@ -74,7 +74,7 @@ class Terminal:
             for name in window.tensors:
                 marks = (name in window.damaged.get(window.first + i, ()) for i in range(len(window.states)))
                 row = "".join(self._paint("damage", pool_map.DAMAGED) if hit else " " for hit in marks)
-                yield f"{name[-margin:]:{margin}}  {row}".rstrip()
+                yield f"{one_line(name)[-margin:]:{margin}}  {row}".rstrip()
         key = ", ".join(f"{mark} {state}" for state, mark in pool_map.MARKS.items())
         yield from self._wrap(f"({key}, {pool_map.DAMAGED} damaged)")
         yield from self._columns(tables.SLOT_HEAD, list(tables.slot_rows(pool)))
@@ -116,7 +116,7 @@ class Terminal:
     def _table(self, values: Mapping[str, object]) -> Iterator[str]:
         for name, value in values.items():
             if value not in (None, "", [], {}):
-                yield self._cut(f"  {one_line(name)}: {one_line(value)}")
+                yield self._cut(f"  {name}: {value}")
 
     def _columns(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
         shown = [head, *rows] if rows else []
@@ -126,9 +126,10 @@ class Terminal:
 
     def _wrap(self, text: str, indent: int = 0) -> list[str]:
         space = " " * indent
-        return textwrap.wrap(text, self._width, initial_indent=space, subsequent_indent=space + "  ") or [""]
+        return textwrap.wrap(one_line(text), self._width, initial_indent=space, subsequent_indent=space + "  ") or [""]
 
     def _cut(self, text: str) -> str:
+        text = one_line(text)
         return text if len(text) <= self._width else text[: self._width - 3] + "..."
 
     def _paint(self, what: str, text: str) -> str:
