@@ -18,9 +18,11 @@ from torch import fx
 
 from .accesses import Accesses
 from .attention_reads import AttentionReads
-from .loops import REORDERS, Loops
+from .axis_flow import Source
+from .loops import REORDERS, Loops, is_called_kv
 from .names import function_name, half_named, source_name
 from .selection import At, Full, Indexed, Part, Selection, Span, Unreadable, selected_by
+from .write_ops import slot_axes_by_token
 from .writes import KVWrite, without_slots
 
 
@@ -277,16 +279,44 @@ def _dims_of(part: Indexed, found: Accesses) -> int:
 
 
 def _opaque_regions(write: KVWrite, found: Accesses, reads: AttentionReads, loops: Loops) -> list[Region]:
-    """The regions of a write that hides its slots: K and V, if the tensor holds both, [2, ...] or [pages, 2, ...]."""
+    """The regions of a write that hides its slots: K and V, if the tensor holds both, [2, ...] or [pages, 2, ...].
+
+    Without a name, an axis of two in front of three others may as well be two sequences.
+    """
     node = without_slots(write.region, found.values)
     node, _, _ = _with_rows(node, [Full()] * found.values[node].dim(), found, reads, loops)
     if write.slot_axes:
         return [Region(write.region)]
     view, source = found.values[node], reads.source_of(node)
-    for axis, dims in ((0, 4), (1, 5)):
+    root = found.root_of(write.region)
+    named = write.masked_axes is None and root is not None and is_called_kv(root)
+    for axis, dims in ((0, 4 if named else 5), (1, 5)):
         if view.dim() > 2 and view.shape[axis] == 2:
             shown = reads.is_kv_axis(source, axis)
-            guessed = shown is None and view.dim() >= dims and half_named(_input_name(write, found)) is None
+            if shown is None:
+                shown = _is_given_k_and_v(write, view, axis, found)
+            guessed = shown is None and view.dim() >= dims and not _is_one_half(write, source, found)
             if shown or guessed:
                 return [Region(node, (*(slice(None),) * axis, half)) for half in (0, 1)]
     return [Region(node)]
+
+
+def _is_given_k_and_v(write: KVWrite, view: torch.Tensor, axis: int, found: Accesses) -> bool | None:
+    """True if an op that changes nothing else gets two tensors alike, whose rows are those of ``view`` without an axis:
+    K and V; None if not."""
+    given = [found.values.get(n) for n in write.node.all_input_nodes if n is not write.region]
+    rows = [t for t in given if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dim() >= 2]
+    left = torch.Size([*view.shape[:axis], *view.shape[axis + 1 :]])
+    alike = len(rows) == 2 and rows[0].shape == rows[1].shape and slot_axes_by_token(left, rows[0].shape) is not None
+    return True if alike and half_named(_input_name(write, found)) is None else None
+
+
+def _is_one_half(write: KVWrite, source: Source | None, found: Accesses) -> bool:
+    """Whether what is written is K or V, by its name or as a part: one of two, or some of each row."""
+    if half_named(_input_name(write, found)) is not None:
+        return True
+    if source is None:
+        return False
+    whole = found.values[source.input].shape
+    last = len(whole) - 1
+    return any(axis == last or (stop == start + 1 and str(whole[axis]) == "2") for axis, start, stop in source.ranges)

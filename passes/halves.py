@@ -148,7 +148,9 @@ class _Builder:
         part = self.reads.source_of(region.node, region.index)
         read_as = self.reads.half_of(part)
         state = not self.reads.of(part) and is_running_state(root, [write for write, _ in group], self.found)
-        slots = SlotAxes((0,), paged=False) if state else _slot_axes(group, view, self.reads.slot_axes(part))
+        slots = (
+            SlotAxes((0,), paged=False) if state else _slot_axes(group, view, self.reads.slot_axes(part), self.found)
+        )
         if all(write.flat is not None or write.opaque is not None for write, _ in group):  # no index shows the slots
             declared = self.declared_axes(root, view)
             if declared is not None and len(declared) == len(slots.axes):
@@ -229,7 +231,9 @@ def _key(region: Region, found: Accesses) -> tuple[Any, ...]:
     return place(region.of(found.values[region.node]))
 
 
-def _slot_axes(group: list[tuple[KVWrite, Destination]], view: torch.Tensor, shown: SlotAxes | None) -> SlotAxes:
+def _slot_axes(
+    group: list[tuple[KVWrite, Destination]], view: torch.Tensor, shown: SlotAxes | None, found: Accesses
+) -> SlotAxes:
     """The axes that number slots: those the writes select along, and the sequences' axis before them.
 
     Args:
@@ -245,7 +249,9 @@ def _slot_axes(group: list[tuple[KVWrite, Destination]], view: torch.Tensor, sho
         merged = [m if isinstance(p, Full) else p for m, p in zip(merged, to.selection or merged, strict=True)]
     chosen = chosen_axes(merged, view.dim())
     if chosen is None:
-        return shown or SlotAxes(_guess_axes([write for write, _ in group], view), _is_paged(group))
+        masked = next((w.masked_axes for w, _ in group if place(found.values[w.region]) == place(view)), None)
+        guess = masked or _guess_axes([write for write, _ in group], view)
+        return shown or SlotAxes(guess, masked is None and _is_paged(group))
     if shown is not None and not shown.paged and not isinstance(merged[shown.axes[-1]], Full):
         return shown
     return SlotAxes(chosen, len(chosen) == 2 and _is_paged(group))
@@ -259,14 +265,14 @@ def _merged_heads(part: Source | None, axis: int, found: Accesses) -> int:
 
 
 def _is_paged(group: list[tuple[KVWrite, Destination]]) -> bool:
-    """Whether the first of two slot axes numbers pages: a slot_mapping says so, or ``slot // page_size``."""
+    """Whether the first of two slot axes numbers pages: a slot_mapping says so, or ``slot // page_size``, or there is
+    nothing that shows slots."""
     for write, to in group:
-        if write.flat is not None or (write.opaque is not None and write.slot_axes is None):
-            return True
         indexed = [p.tensor for p in to.selection or () if isinstance(p, Indexed)]
-        if len(indexed) == 2 and function_name(indexed[0]) in ("floordiv", "floor_divide", "div", "__floordiv__"):
+        by_page = ("floordiv", "floor_divide", "div", "__floordiv__")
+        if write.flat is not None or (len(indexed) == 2 and function_name(indexed[0]) in by_page):
             return True
-    return False
+    return all(write.opaque is not None and write.slot_axes is None for write, _ in group)
 
 
 def _guess_axes(writes: list[KVWrite], view: torch.Tensor) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ class Loops:
             if operand is None:
                 continue
             if _may_be_kv(steps[0], root, found):
-                self.ambiguous |= not _is_called_kv(root)
+                self.ambiguous |= not is_called_kv(root)
                 continue
             nodes = frozenset(s.write.node for s in steps)
             self.loops.append(Loop(whole, axis, operand, nodes, steps[0].of_rows))
@@ -218,6 +218,6 @@ def _may_be_kv(step: _Step, root: fx.Node, found: Accesses) -> bool:
     return half_named(source_name(root)) is None
 
 
-def _is_called_kv(root: fx.Node) -> bool:
+def is_called_kv(root: fx.Node) -> bool:
     """Whether an input's name says that it holds K and V, and no index follows that picks one of them."""
     return re.search(r"(^|_)kv[^\]]*$", source_name(root).split(".")[-1], re.IGNORECASE) is not None

@@ -16,12 +16,12 @@ No axis of such a tensor counts tokens.  A slot is the state of one sequence: on
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import fx
 
-from .accesses import Accesses
+from .accesses import Accesses, extent_of
 from .names import function_name, half_named, source_name, state_named
 from .selection import Full
 from .writes import KVWrite
@@ -48,7 +48,7 @@ def is_running_state(root: fx.Node, writes: Sequence[KVWrite], found: Accesses) 
     axes = [rolled_axis(w.value, last + 1) for w in writes if w.value is not None]
     if any(axis is not None for axis in axes):
         return all(axis in (None, last) for axis in axes)
-    return any(w.value is not None and _is_computed_from(w.value, root) for w in writes)
+    return any(_is_computed_from_itself(w, root, found) for w in writes)
 
 
 def _is_whole(write: KVWrite) -> bool:
@@ -59,9 +59,21 @@ def _is_whole(write: KVWrite) -> bool:
     return readable and all(isinstance(p, Full) for p in write.selection or ())
 
 
-def _is_computed_from(value: fx.Node, root: fx.Node) -> bool:
+def _is_computed_from_itself(write: KVWrite, root: fx.Node, found: Accesses) -> bool:
+    """Whether what is written is computed from what the half held, and not from another half of the same input, as
+    where attention reads the layer below."""
+    mine = extent_of(found.values[write.region])
+
+    def apart(node: fx.Node) -> bool:
+        view = node is not root and found.root_of(node) is root
+        return view and not extent_of(found.values[node]).overlaps(mine)
+
+    return write.value is not None and _is_computed_from(write.value, root, apart)
+
+
+def _is_computed_from(value: fx.Node, root: fx.Node, left_out: Callable[[fx.Node], bool] = lambda _: False) -> bool:
     """Whether there is arithmetic on a path from ``root`` to ``value``."""
-    above = list(ancestors(value))
+    above = [n for n in ancestors(value) if not left_out(n)]
     reached, grown = {root}, True
     while grown:
         fresh = {n for n in above if n not in reached and any(i in reached for i in n.all_input_nodes)}

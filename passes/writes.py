@@ -45,6 +45,7 @@ class KVWrite:
         wraps: negative indices count from the end.
         opaque: why slots and operand are unknown, or None.
         slot_axes: the region's slot axes, where the write itself says them.
+        masked_axes: of an opaque write, the region's slot axes as far as the mask shows them that picks the slots.
         half: index on the region's first axis, where one argument holds K and V.
         fill: the write puts a constant, so it says nothing about whether this is a KV cache.
         made: the tensor that holds the pool after the write, if that is another one than before.
@@ -59,6 +60,7 @@ class KVWrite:
     wraps: bool = True
     opaque: str | None = None
     slot_axes: tuple[int, ...] | None = None
+    masked_axes: tuple[int, ...] | None = None
     half: int | None = None
     fill: bool = False
     made: fx.Node | None = None
@@ -81,6 +83,27 @@ def _index_copy(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
     write = _selected(node, target, selection, value, values)
     write.wraps = False
     return write
+
+
+def _index_fill(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
+    """Like an ``index_copy_`` of a number."""
+    target, dim, index, value = bound(node, ("self", "dim", "index", "value"))
+    return _without_operand(node, target, dim, index, values, fill=not isinstance(value, fx.Node))
+
+
+def _index_add(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
+    """The slots are known, the sum is not."""
+    target, dim, index = bound(node, ("self", "dim", "index", "source"))[:3]
+    return _without_operand(node, target, dim, index, values)
+
+
+def _without_operand(
+    node: fx.Node, target: fx.Node, dim: Any, index: fx.Node, values: dict[fx.Node, Any], fill: bool = False
+) -> KVWrite:
+    """A write at an index, with nothing to compare what is there with."""
+    selection: Selection = [Full()] * values[target].dim()
+    selection[int(dim)] = Indexed(index)
+    return KVWrite(node, target, selection, fill=fill, wraps=False)
 
 
 def _index_put(node: fx.Node, values: dict[fx.Node, Any]) -> KVWrite:
@@ -193,6 +216,8 @@ def bound(node: fx.Node, names: tuple[str, ...], **defaults: Any) -> list[Any]:
 READERS: dict[str, Reader] = {
     "setitem": _setitem,
     "index_copy_": _index_copy,
+    "index_fill_": _index_fill,
+    "index_add_": _index_add,
     "index_put_": _index_put,
     "_index_put_impl_": _index_put,
     "_unsafe_index_put_": _index_put,
@@ -257,7 +282,36 @@ def _custom(node: fx.Node, root: fx.Node, spec: WriteSpec, found: Accesses) -> l
 
 
 def _opaque(node: fx.Node, root: fx.Node, found: Accesses, why: str) -> list[KVWrite]:
-    return [KVWrite(node, view, opaque=why) for view in _operands_on(node, root, found)]
+    views = _operands_on(node, root, found)
+    return [KVWrite(node, view, opaque=why, masked_axes=_masked_axes(node, view, found.values)) for view in views]
+
+
+def _masked_axes(node: fx.Node, region: fx.Node, values: dict[fx.Node, Any]) -> tuple[int, ...] | None:
+    """The slot axes of ``region[:, mask] = new`` and ``region.masked_scatter_(mask, new)``; None for other writes."""
+    if node.args[:1] != (region,) or len(node.args) < 2:
+        return None
+    dims, name, index = values[region].dim(), function_name(node), node.args[1]
+    if name == "masked_scatter_" and isinstance(index, fx.Node):
+        mask = values[index]
+        axes = {a + dims - mask.dim() for a in range(mask.dim()) if not _is_spread(mask, a)}
+    elif name in ("setitem", "index_put_"):
+        axes, axis = set(), 0
+        for part in index if isinstance(index, tuple | list) else (index,):
+            mask = values.get(part) if isinstance(part, fx.Node) else None
+            if not (part is None and name == "index_put_") and not isinstance(part, slice):
+                if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+                    return None
+                axes |= set(range(axis, axis + mask.dim()))
+            axis += mask.dim() if isinstance(mask, torch.Tensor) else 1
+    else:
+        return None
+    return chosen_axes([At(0) if a in axes else Full() for a in range(dims)], dims)
+
+
+def _is_spread(mask: torch.Tensor, axis: int) -> bool:
+    """Whether a mask says the same along an axis."""
+    size, stride = mask.shape[axis], mask.stride(axis)
+    return (isinstance(size, int) and size == 1) or (isinstance(stride, int) and stride == 0)
 
 
 def _operands_on(node: fx.Node, root: fx.Node, found: Accesses) -> list[fx.Node]:

@@ -29,21 +29,31 @@ def shown_by_all(
         step: when the change was found.
         rows: the rows of the ring that are being judged.
         stamps: int64 ``[2, slots]`` of the device's control block.
-        incomparable_vetoes: a layer whose slots cannot be compared with these counts as unchanged; else it is skipped.
+        incomparable_vetoes: a half whose slots cannot be compared with these counts as unchanged; else only if nothing
+            in it has changed.
     """
     if mine.forward is None or not slots:
         return slots
     left = set(slots)
     for number in mine.forward.above_first():
+        if number in mine.peers:
+            continue
         half = registry.by_id(number)
-        view = registry.view_of(half) if half is not None and number not in mine.peers else None
-        if half is None or view is None or half.place.layout.slots != mine.place.layout.slots:
-            if incomparable_vetoes and number not in mine.peers:
+        view = registry.view_of(half) if half is not None else None
+        if half is None or view is None:
+            if incomparable_vetoes:
                 return set()
             continue
         told = {row[Ring.SLOT] for row in rows if row[Ring.HALF] == number and row[Ring.STEP] >= step}
-        if half.order < mine.order:  # checked earlier in this forward
+        earlier = half.order < mine.order  # checked earlier in this forward
+        if earlier:
             told |= {slot for slot, found in half.changed.items() if 0 <= step - found < mine.forward.span}
+        if half.place.layout.slots != mine.place.layout.slots:
+            recorded = set(half.buffers.digest[0].nonzero().squeeze(1).tolist())
+            if incomparable_vetoes or (not told and _as_recorded(half, view, recorded) == recorded):
+                return set()
+            continue
+        if earlier:
             told |= _written(left, stamps, step - mine.forward.span)
         left -= _as_recorded(half, view, left - told)
     return left

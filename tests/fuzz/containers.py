@@ -34,13 +34,20 @@ class Fields:
 @dataclasses.dataclass
 class LayerCache:
     keys: torch.Tensor
-    values: torch.Tensor | None = None
+    values: torch.Tensor
+
+
+@dataclasses.dataclass
+class JointCache:
+    """K and V of a layer in one tensor."""
+
+    kv: torch.Tensor
 
 
 class Layered:
     """A cache in Hugging Face's manner."""
 
-    def __init__(self, layers: list[LayerCache]):
+    def __init__(self, layers: Sequence[LayerCache | JointCache]):
         self.layers = layers
 
 
@@ -87,7 +94,7 @@ def wrap(tensors: Sequence[Tensors], container: str) -> Any:
         return [list(column) for column in zip(*tensors, strict=True)]
     if container == "fields":
         return Fields([mine[0] for mine in tensors], [mine[-1] for mine in tensors])
-    return Layered([LayerCache(*mine) for mine in tensors])
+    return Layered([LayerCache(*mine) if len(mine) == 2 else JointCache(*mine) for mine in tensors])
 
 
 def expression(container: str, names: int, layer: int, place: int, count: int) -> str:
@@ -104,5 +111,5 @@ def expression(container: str, names: int, layer: int, place: int, count: int) -
         "flat": f"{argument}[{layer * count + place}]",
         "columns": f"{argument}[{place}][{layer}]",
         "fields": f"{argument}.{field}[{layer}]",
-        "layered": f"{argument}.layers[{layer}].{field}",
+        "layered": f"{argument}.layers[{layer}].{field if count == 2 else 'kv'}",
     }[container]

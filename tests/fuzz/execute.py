@@ -17,7 +17,7 @@ from fuzz.models import STRAY, VOCAB, adopt, build
 from fuzz.oracle import Cell, Cells, Oracle
 from fuzz.program import DTYPES, FAULTS, OF_AN_OP, Event, Program
 from fuzz.reports import Names
-from fuzz.write_idioms import GLITCH
+from fuzz.write_idioms import GLITCH, UNSHOWN
 from kvcanary_fx import CanaryBackend, CanaryConfig
 
 
@@ -175,7 +175,7 @@ class Run:
         """Plant a fault, now or inside the next step."""
         if self.length == 0:
             return
-        if event.inside and self.program.breaks and not self.program.way.rolls:
+        if event.inside and self.program.broken and not self.program.way.rolls:
             self.inside.append(event)
             return
         for side in (self.plain, self.guarded):
@@ -248,9 +248,10 @@ class Run:
         expected = self._quietly(inputs)
         sites = [site for plan in self.session.plans for site in plan.sites]
         self.oracle.unwritten = bool(sites) and all(site.kind == "read" for site in sites)
-        apart = self.program.breaks not in ("", "between") or self.program.compiled == "layers"
-        self.oracle.one_layer = self.program.sizes.layers == 1 or apart
-        self.oracle.alone = self.program.breaks == "between" and self.program.way.unit == "half"
+        apart = self.program.broken not in ("", "between") or self.program.compiled == "layers"
+        self.oracle.alone = self.program.broken == "between" and self.program.way.unit == "half"
+        unshown = self.oracle.alone and self.program.idiom in UNSHOWN
+        self.oracle.one_layer = self.program.sizes.layers == 1 or apart or unshown
         must, may = self.oracle.before(self.guarded.cells(self.table), start)
         self._arm(self.guarded, start, must, may)
         GLITCH[:] = self.glitch
@@ -289,7 +290,7 @@ class Run:
                 apply_fault(self.program, side.tensors, self.table, event, start)
             if must is not None and may is not None:
                 self.oracle.counted |= any(e.counted for e in self.inside) or self.program.inference
-                first = 1 if self.program.breaks == "layers" else 0
+                first = 1 if self.program.broken == "layers" else 0
                 more = self.oracle.before(side.cells(self.table), start, first)
                 must.update(c for c in more[0] if c.layer or c.half not in self.program.replaced)
                 may.update(more[1])

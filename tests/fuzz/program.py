@@ -106,18 +106,25 @@ class Program:
         return family.batch is not None and family.batch < family.axis and not self.way.moved
 
     @property
+    def broken(self) -> str:
+        """Where the graph really breaks: not between K and V that are written at once, nor between layers of which
+        there is one."""
+        at_once = self.breaks == "between" and self.way.unit in ("both", "pair")
+        return "" if at_once or (self.breaks == "layers" and self.sizes.layers == 1) else self.breaks
+
+    @property
     def later_slots_asked(self) -> bool:
         """A slot's new tokens are told from a fault by the slots behind it: not in a graph of several layers whose
         writes do not show their slots.
         """
-        together = not self.breaks or (self.breaks == "after" and self.loop)  # one reads what the last one wrote
+        together = not self.broken or (self.broken == "after" and self.loop)  # one reads what the last one wrote
         several = self.sizes.layers > (2 if self.merged else 1) and together and self.compiled != "layers"
         return self.rows and not (several and self.idiom in UNSHOWN)
 
     @property
     def replaced(self) -> tuple[int, ...]:
         """Halves of the first layer that are new tensors when the graph breaks: nobody reads the old ones again."""
-        return {"between": (0,), "after": (0, 1)}.get(self.breaks, ()) if self.way.unit == "new" else ()
+        return {"between": (0,), "after": (0, 1)}.get(self.broken, ()) if self.way.unit == "new" else ()
 
     @property
     def one_tensor(self) -> bool:

@@ -12,8 +12,7 @@ from fuzz.program import Program
 from kvcanary_fx import Violation
 
 #: Ways to write that hide along which axis.
-HIDDEN = ("linear_put", "masked_scatter", "boolean_mask", "added_onto_zeros", "op_hidden_rows", "new_where",
-          "new_of_an_op")  # fmt: skip
+HIDDEN = ("linear_put", "op_hidden_rows", "new_where", "new_of_an_op")
 
 
 class Names:
@@ -63,7 +62,7 @@ class Names:
         there.  The first axis counts slots, or of four the first two.
         """
         program, heads = self.program, self.program.sizes.heads
-        if not program.breaks or program.idiom not in HIDDEN:
+        if not program.broken or program.idiom not in HIDDEN:
             return set()
         of_heads = {cell.row * heads + head for head in range(heads)}
         return {"bsf": {cell.row}, "bhsd": of_heads}.get(program.layout.family, set())
@@ -71,13 +70,10 @@ class Names:
     def _labelled(self, label: str) -> set[int]:
         """The halves that may be called K, V or KV.
 
-        A latent is K and V, its rope part K, or V by its name.  Where no attention is in the graph that writes them,
-        both halves of a tensor that is called ``keys`` are K.
+        A latent is K and V, its rope part K, or V by its name.
         """
-        if self.program.breaks and self.program.container == "layered" and self.count == 1 and label == "K":
-            return {0, 1}
         if self.program.layout.latent:
-            return {"K": {0, 1}, "V": {1}}.get(label, {0, 1} if self.program.breaks else {0})
+            return {"K": {0, 1}, "V": {1}}.get(label, {0, 1} if self.program.broken else {0})
         return {0, 1} if label == "KV" or self.program.merged else {"KV".index(label)}
 
     def _named(self, pool: str, table: torch.Tensor) -> list[Cell]:
@@ -145,7 +141,7 @@ class Names:
         if program.merged:
             return True
         told = program.layout.latent or violation.half != "KV"
-        hidden = program.breaks != "" and (len(halves) == 1 or program.way.unit == "both")
+        hidden = program.broken != "" and (len(halves) == 1 or program.way.unit == "both")
         return (told and len(halves) == 1) or hidden
 
     def unguarded(self, summary: str) -> set[Key]:

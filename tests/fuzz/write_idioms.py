@@ -703,7 +703,7 @@ IDIOMS = {idiom.name: idiom for idiom in ALL}
 
 #: Ways whose slots the graph does not show: an op hides them, or the whole cache is written or returned.
 UNSHOWN = frozenset({
-    "filled_first", "added_onto_zeros", "zero_added_first", "in_checkpoint", "in_region", "in_cond", "linear_put",
+    "zero_added_first", "in_checkpoint", "in_region", "in_cond", "linear_put",
     "masked_scatter", "boolean_mask", "index_copy_back", "where_back", "where_setitem", "scatter_back",
     "slice_scatter_back", "cat_back", "one_hot_back", "rolled_by_cat", "rolled", "rolled_in_place", "op_hidden_pair",
     "op_hidden_rows", "op_hidden_both", "new_where", "new_of_an_op",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from idioms import hidden_store
 from torch import nn
 
 from kvcanary_fx import CanaryBackend, CanaryConfig
@@ -187,3 +188,65 @@ def test_copies_made_at_once_show_slots_and_operands():
         ("K", None, True),
         ("V", None, True),
     ]
+
+
+def put(cache, pos, new):
+    """A write that hides its slots."""
+    cache.put_(torch.arange(cache.numel()).view(cache.shape)[:, :, pos], new)
+
+
+@pytest.mark.parametrize(
+    ("shape", "half"),
+    [
+        pytest.param((2, 2, H, S, D), lambda kv: kv[0], id="first of two"),
+        pytest.param((2, 2, H, S, D), lambda kv: kv[:, 1], id="second behind the sequences"),
+        pytest.param((2, H, S, 2 * D), lambda kv: kv.chunk(2, -1)[0], id="side of each row"),
+    ],
+)
+def test_two_sequences_of_one_half_are_no_k_and_v_where_slots_are_hidden(shape, half):
+    def model(x, kv, pos):
+        put(half(kv), pos, x)
+        return kv.sum()
+
+    _, session = compiled(model, torch.zeros(shape))
+    assert len(session.plans[0].sites) == 1
+
+
+def test_two_tensors_alike_that_an_op_stores_in_one_cache_are_k_and_v():
+    def model(x, kv, pos):
+        hidden_store(x[0].transpose(0, 1), x[1].transpose(0, 1), kv, pos)
+        return kv.sum()
+
+    _, session = compiled(model, torch.zeros(2, S, H * D))
+    assert called(session) == [("kv", "K", "kv[0]"), ("kv", "V", "kv[1]")]
+
+
+MASKED = {
+    "index": lambda cache, hit, new: cache.__setitem__((slice(None), slice(None), hit), new),
+    "masked_scatter_": lambda cache, hit, new: cache.masked_scatter_(hit.view(1, 1, S, 1).expand_as(cache), new),
+}
+
+
+@pytest.mark.parametrize("write", MASKED)
+def test_a_mask_shows_the_axis_of_tokens_without_attention(write):
+    def model(x, cache, pos):
+        MASKED[write](cache, torch.arange(S) == pos, x)
+        return cache.sum()
+
+    _, session = compiled(model, torch.zeros(B, H, S, D))
+    assert [(s.slot_axes, s.paged) for s in session.plans[0].sites] == [((0, 2), False)]
+
+
+@pytest.mark.parametrize("last", ["index_add_", "put_"])
+def test_an_index_shows_the_slots_of_a_cache_though_other_writes_have_no_operand(last):
+    def model(x, keys, pos):
+        keys.index_fill_(2, pos, 0)
+        if last == "put_":
+            put(keys, pos, x)
+        else:
+            keys.index_add_(2, pos, x)
+        return keys.sum()
+
+    _, session = compiled(model, torch.zeros(B, H, S, D))
+    (site,) = session.plans[0].sites
+    assert (site.slot_axes, site.paged, site.opaque is None) == ((0, 2), False, last == "index_add_")

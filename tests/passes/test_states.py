@@ -106,3 +106,16 @@ def test_a_name_decides_and_without_one_how_it_is_rewritten(name, update, kind):
     with torch.no_grad():
         torch.compile(step, backend=backend, fullgraph=True)(torch.randn(SHAPE), {name: torch.zeros(SHAPE)})
     assert [site.kind for plan in backend.session.plans for site in plan.sites] == [kind]
+
+
+def test_a_layer_written_from_attention_over_another_layer_of_its_tensor_is_no_state():
+    def step(x, layers, pos):
+        x = torch.nn.functional.scaled_dot_product_attention(x, layers[0], layers[0])
+        layers[1].copy_(layers[1].index_copy(2, pos, x * 2))
+        return layers[1].sum()
+
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+    with torch.no_grad():
+        compiled = torch.compile(step, backend=backend, fullgraph=True)
+        compiled(torch.randn(2, 3, 1, 4), torch.zeros(2, 2, 3, 8, 4), torch.tensor([1]))
+    assert [site.kind for plan in backend.session.plans for site in plan.sites] == ["kv"]

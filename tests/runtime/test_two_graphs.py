@@ -360,6 +360,26 @@ def test_a_change_before_the_step_in_which_a_graph_divides_the_cache_anew():
     assert model.step(4) == []
 
 
+def test_values_of_a_sequence_emptied_while_its_keys_are_divided_otherwise():
+    """The graph that writes K by hidden slots has no attention: it does not know which axis counts tokens."""
+
+    def put(half, slot, new):
+        half.put_(torch.arange(half.numel()).view(half.shape)[:, :, slot], new)
+
+    def forward(caches, slot, x):
+        keys, values = caches
+        put(keys, slot, torch.stack((x, x)).transpose(1, 2))
+        pause()
+        put(values, slot, torch.stack((x, x + 1)).transpose(1, 2))
+        return F.scaled_dot_product_attention(torch.stack((x, x)).transpose(1, 2), keys, values)
+
+    model = Paused(forward, *torch.zeros(2, 2, H, 8, D))
+    for slot in range(3):
+        model.step(torch.tensor([slot]))
+    model.caches[1][1] = 0
+    assert model.step(torch.tensor([3])) == [("V", 8 + slot) for slot in range(3)]
+
+
 def _by_row(half: torch.Tensor, start: int, new: torch.Tensor) -> None:
     for row in range(half.shape[0]):
         half[row].movedim(0, 0)[start : start + 1] = new[row]
