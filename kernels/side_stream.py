@@ -40,7 +40,7 @@ class SideStream:
         """Make later launches here wait for all work queued on the model's stream so far."""
         self._here.record(torch.cuda.current_stream(self.device))
         self.stream.wait_event(self._here)
-        self._forked.add(self._capturing())
+        self._forked.add(capturing(self.device))
 
     @contextlib.contextmanager
     def fork(self) -> Iterator[None]:
@@ -69,18 +69,12 @@ class SideStream:
         """
         if not self._forked:
             return
-        now = self._capturing()
+        now = capturing(self.device)
         if now in self._forked:
             self._there.record(self.stream)
             torch.cuda.current_stream(self.device).wait_event(self._there)
             self._held.clear()
         self._forked -= {now} if now else {True, False}
-
-    def _capturing(self) -> bool:
-        """:func:`capturing`, with fewer queries if this device is the current one."""
-        if torch.cuda.current_device() == self.device.index:
-            return bool(torch.cuda.is_current_stream_capturing())
-        return capturing(self.device)
 
 
 def can_fork(device: torch.device) -> bool:
@@ -90,7 +84,9 @@ def can_fork(device: torch.device) -> bool:
 
 def capturing(device: torch.device | None = None) -> bool:
     """Whether a CUDA graph is being captured in this thread's stream, of the current device or of another."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_initialized():  # else nothing can be captured; is_available() asks the driver each time
         return False
-    with torch.cuda.device(device) if device is not None else contextlib.nullcontext():
+    if device is None or device.index == torch.cuda.current_device():
+        return bool(torch.cuda.is_current_stream_capturing())
+    with torch.cuda.device(device):
         return bool(torch.cuda.is_current_stream_capturing())

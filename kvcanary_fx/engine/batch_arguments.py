@@ -12,6 +12,7 @@ import torch
 
 from ..errors import StepInputError
 from .arguments import integer_tensor
+from .gathered import plain_numbers
 from .request_ids import require_ids
 
 #: Fields with one integer for each token, or for each request.
@@ -85,7 +86,10 @@ def _require_lengths(batch: Any) -> None:
         )
 
 
-def _on_host(values: Any) -> list[int] | None:
+def _on_host(values: Any) -> Sequence[int] | None:
+    plain = plain_numbers(values)
+    if plain is not None:
+        return plain
     if isinstance(values, torch.Tensor):
         return values.tolist() if values.device.type == "cpu" and values.dim() == 1 else None
     if isinstance(values, Sequence) and all(isinstance(value, int) for value in values):

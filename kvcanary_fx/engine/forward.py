@@ -79,6 +79,7 @@ class Clock:
 
     def __init__(self, controls: Controls):
         self._controls, self._last, self._captured = controls, -1, False
+        self._halves: dict[tuple[torch.device, int], torch.Tensor] = {}  # of the word, int32 []
 
     def begin_step(self, number: int) -> None:
         """A step of the engine begins.  Not recorded in a graph that is being captured: its replays are other steps."""
@@ -95,8 +96,11 @@ class Clock:
         self._fill(HALF_FORWARD, index)
 
     def _fill(self, half: int, value: int) -> None:
-        for control in self._controls.by_device.values():
-            control.words.view(torch.int32)[2 * Word.FORWARD + half].fill_(value)
+        for device, control in self._controls.by_device.items():
+            place = self._halves.get((device, half))
+            if place is None:
+                place = self._halves[device, half] = control.words.view(torch.int32)[2 * Word.FORWARD + half]
+            place.fill_(value)
 
 
 @contextlib.contextmanager

@@ -14,12 +14,12 @@ from ..kernels.slots.space import Flag, SlotSpace
 from ..reports.violation import ALL_LAYERS, HalfInfo
 from ..runtime.binding import Controls, check_mask
 from ..runtime.registry import PoolRegistry
-from .arguments import integers, require_whole
+from .arguments import integers
 from .kv_pool import KVPool, Slots
 from .pool_content import LayerRecords, PoolContent, address_of
 from .request_ids import RequestId, RequestIds
 from .scales import Scales
-from .slot_events import SlotEvents, pages_of, slots_in
+from .slot_events import SlotEvents, slots_in
 from .transfer import ShadowSlice
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class EnginePool:
         """
         for rival in self.rivals:
             slot_life.report_taken(self.space, rival.space, self.slot_tensor(slots, page_size), self._ids.hash(owner))
-        self.live_slots += self._tell(Event.ALLOCATE, slots, owner, page_size)
+        self.live_slots += self._events.add(Event.ALLOCATE, slots, page_size, self._ids.hash(owner))
 
     def release(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """One reference to each slot was dropped; a slot without references is free.
@@ -128,11 +128,11 @@ class EnginePool:
             slots, page_size: as :meth:`allocate` takes them.
             owner: id of the request that releases them, if known: releasing another's slot is then a violation.
         """
-        self.live_slots -= self._tell(Event.RELEASE, slots, owner, page_size)
+        self.live_slots -= self._events.add(Event.RELEASE, slots, page_size, self._ids.hash(owner))
 
     def share(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """One reference to each slot was added: a shared slot may be read by several requests and written by none."""
-        self.live_slots += self._tell(Event.SHARE, slots, owner, page_size)
+        self.live_slots += self._events.add(Event.SHARE, slots, page_size, self._ids.hash(owner))
 
     def hand_over(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """The slots get another owner and keep their content, for example from a request to a prefix cache.
@@ -140,16 +140,7 @@ class EnginePool:
         Args:
             owner: id of the new owner; None: anybody may read and write them.
         """
-        self._tell(Event.HAND_OVER, slots, owner, page_size)
-
-    def _tell(self, event: Event, slots: Slots, owner: RequestId | None, page_size: int) -> int:
-        """Queue what happened to slots, and return how many they are."""
-        whose = self._ids.hash(owner)
-        if page_size != 1:
-            require_whole("page_size", page_size, 1, "slots")
-        pages = pages_of(slots)
-        self._events.add(event, pages, page_size, whose)
-        return len(pages) * page_size
+        self._events.add(Event.HAND_OVER, slots, page_size, self._ids.hash(owner))
 
     def adopt(
         self,
@@ -183,7 +174,7 @@ class EnginePool:
 
         Free and reserved slots may be among them, so that all slots of a pool can be named.
         """
-        self._tell(Event.FORGET, slots, None, page_size)
+        self._events.add(Event.FORGET, slots, page_size, 0)
 
     def reject(self, slots: Slots, page_size: int = 1) -> None:
         """The slots hold drafted tokens that the target did not accept.
@@ -194,7 +185,7 @@ class EnginePool:
         Args:
             slots: integer ``[n]``; empty slots are allowed.
         """
-        self._tell(Event.REJECT, slots, None, page_size)
+        self._events.add(Event.REJECT, slots, page_size, 0)
 
     def export(self, slots: Slots) -> ShadowSlice:
         """The shadow of slots that are about to be moved with their bytes, as tensors of the pool's device."""

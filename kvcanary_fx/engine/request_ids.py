@@ -11,6 +11,8 @@ from ..errors import EngineError
 
 RequestId = str | int
 
+_ID_TYPES = frozenset((str, int))
+
 #: Ids remembered for reports; the oldest are forgotten first.
 KEPT = 1 << 20
 
@@ -53,6 +55,10 @@ class RequestIds:
 
     def hashes(self, requests: Sequence[RequestId | None]) -> list[int]:
         """The hash of each id."""
+        if _ID_TYPES.issuperset(map(type, requests)):
+            known = [self._hashes.get(r) for r in requests]  # type: ignore[arg-type]
+            if None not in known:
+                return known  # type: ignore[return-value]
         return [self.hash(r) for r in requests]
 
     def name(self, hashed: int) -> RequestId | None:

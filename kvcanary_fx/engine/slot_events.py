@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,12 +20,18 @@ from ..kernels.slots import life as slot_life
 from ..kernels.slots.events import RENEWING, Event, EventRow, Events
 from ..kernels.slots.space import SlotSpace
 from ..kernels.staging import Staging, lasting
-from .arguments import integers
+from .arguments import integers, require_whole
 from .gathered import numbers_of, plain_numbers
 from .pool_content import PoolContent
 
 #: Limits of the queue: calls, and the pages and slots that they name.  A larger call is sent by itself.
 CALLS, PAGES, SLOTS = 1024, 16384, 1 << 18
+
+#: Numbers of the rows of all calls.
+ROWS = CALLS * len(EventRow)
+
+#: Pages of a call that are looked at one by one on the host.
+FEW = 64
 
 
 class SlotEvents:
@@ -38,10 +45,11 @@ class SlotEvents:
         self._space, self._content = space, content
         self._kernels = life_kernels_for(space.block.device)  # None: each call is done as it comes
         self._apply: Any = None
+        self._on_gpu = space.block.is_cuda
         self._lock = threading.RLock()
         device = space.block.device
         self._staging = Staging(device)
-        room = 0 if self._kernels is None else CALLS * len(EventRow) + PAGES
+        room = 0 if self._kernels is None else ROWS + PAGES
         self._words = lasting(room, dtype=torch.int64, device=device)
         self._given = lasting(0, dtype=torch.int64, device=device)  # pages that were named on the device
         self._gone = lasting(2, 0, dtype=torch.int64, device=device)
@@ -49,48 +57,92 @@ class SlotEvents:
 
     def _reset(self) -> None:
         self.pending, self._released = False, False
+        self._freed: set[int] | None = set()  # pages that were released; None: not known here
         self._rows, self._pages, self._page_size = array("q"), array("q"), 1
         self._on_device: list[tuple[int, int]] = []  # parts of the pages that are in ``_given``
 
-    def add(self, event: Event, pages: array[int] | torch.Tensor, page_size: int, owner: int) -> None:
-        """Note a call.
+    def add(self, event: Event, slots: Any, page_size: int, owner: int) -> int:
+        """Note a call; how many slots it names.
 
         Args:
-            pages: on the host, or integers ``[n]`` on the device.
+            slots: as :meth:`.EnginePool.allocate` takes them.
             owner: hash of the id that is named, 0 for none.
 
         Raises:
-            EngineError: a CUDA graph is being captured.
+            EngineError: slots or page_size are no integers, or a CUDA graph is being captured.
         """
-        if self._space.block.is_cuda and torch.cuda.is_current_stream_capturing():
+        if page_size != 1 and (type(page_size) is not int or page_size < 1):
+            require_whole("page_size", page_size, 1, "slots")
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
             raise EngineError(
                 f"the allocator called {event.name.lower()}() while a CUDA graph is being captured: each replay would "
                 "do it again. Call it outside of torch.cuda.graph()"
             )
+        if type(slots) is list and slots and type(slots[0]) is int and self._may_wait(len(slots), page_size):
+            with self._lock:
+                begin = self._make_room(event, len(slots), page_size, slots)
+                try:
+                    self._pages.fromlist(slots)
+                except (TypeError, OverflowError):
+                    pass  # pages_of says what is wrong
+                else:
+                    self._note(event, begin, owner, slots)
+                    return len(slots) * page_size
+        return self._add_pages(event, pages_of(slots), page_size, owner)
+
+    def _add_pages(self, event: Event, pages: array[int] | torch.Tensor, page_size: int, owner: int) -> int:
+        """Note a call; send it, if it cannot wait."""
         n = len(pages)
-        if not n:
-            return
-        if self._kernels is None or n > PAGES or n * page_size > SLOTS:
+        if n and not self._may_wait(n, page_size):
             self.flush()
             self._do(event, pages, page_size, owner)
-            return
-        with self._lock:
-            held = len(self._pages)
-            full = held + n > min(PAGES, SLOTS // page_size) or len(self._rows) >= CALLS * len(EventRow)
-            # freed slots are compared before they are allocated again
-            if self.pending and (full or page_size != self._page_size or (self._released and event in RENEWING)):
-                self.flush()
-                held = 0
-            self._rows.extend((event, held, owner))
-            if isinstance(pages, torch.Tensor):
-                if not self._given.shape[0]:
-                    self._given = lasting(PAGES, dtype=torch.int64, device=self._given.device)
-                self._given[held : held + n].copy_(pages)  # now: the engine may change them
-                self._on_device.append((held, held + n))
-                pages = array("q", bytes(8 * n))
-            self._pages.extend(pages)
-            self._page_size, self.pending = page_size, True
-            self._released |= event is Event.RELEASE
+        elif n:
+            with self._lock:
+                known = pages if isinstance(pages, array) else None
+                begin = self._make_room(event, n, page_size, known)
+                if isinstance(pages, torch.Tensor):
+                    if not self._given.shape[0]:
+                        self._given = lasting(PAGES, dtype=torch.int64, device=self._given.device)
+                    self._given[begin : begin + n].copy_(pages)  # now: the engine may change them
+                    self._on_device.append((begin, begin + n))
+                    pages = array("q", bytes(8 * n))
+                self._pages.extend(pages)
+                self._note(event, begin, owner, known)
+        return n * page_size
+
+    def _may_wait(self, n: int, page_size: int) -> bool:
+        return self._kernels is not None and n <= PAGES and n * page_size <= SLOTS
+
+    def _make_room(self, event: Event, n: int, page_size: int, pages: Sequence[int] | None) -> int:
+        """Send what has to be sent before a call of ``n`` pages; where these begin."""
+        held = len(self._pages)
+        if held and (
+            held + n > PAGES
+            or (held + n) * page_size > SLOTS
+            or len(self._rows) >= ROWS
+            or page_size != self._page_size
+            or (self._released and event in RENEWING and self._were_freed(pages))
+        ):
+            self.flush()
+            held = 0
+        self._page_size = page_size
+        return held
+
+    def _were_freed(self, pages: Sequence[int] | None) -> bool:
+        """Whether some of the pages may have been released: their bytes are compared before they get a new owner."""
+        if self._freed is None or pages is None or len(pages) > FEW:
+            return True
+        return not self._freed.isdisjoint(pages)
+
+    def _note(self, event: Event, begin: int, owner: int, pages: Sequence[int] | None) -> None:
+        self._rows.extend((event, begin, owner))
+        self.pending = True
+        if event is Event.RELEASE:
+            self._released = True
+            if pages is None or len(pages) > FEW:
+                self._freed = None
+            elif self._freed is not None:
+                self._freed.update(pages)
 
     def _do(self, event: Event, pages: array[int] | torch.Tensor, page_size: int, owner: int) -> None:
         """Send one call by itself."""

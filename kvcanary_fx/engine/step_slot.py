@@ -27,6 +27,7 @@ class StepSlot:
         buffer: [capacity, *trailing], padding from ``used`` on.
         replayed: entries that captured graphs write when they are replayed, unseen.
         memory: the slot is memory that kernels fill, with this after the first dimension.
+        shape: of the buffer; a tensor makes its own anew each time.
     """
 
     name: str
@@ -40,11 +41,13 @@ class StepSlot:
     used: int = 0
     replayed: int = 0
     memory: tuple[int, ...] | None = None
+    shape: tuple[int, ...] = ()
 
     def make_buffer(self, capacity: int, trailing: tuple[int, ...], device: torch.device) -> torch.Tensor:
         """The buffer, made anew if it has another shape; then all of it counts as used."""
         shape = (capacity, *trailing)
-        if self.buffer is None or self.buffer.shape != shape:
+        if self.buffer is None or self.shape != shape:
+            self.shape = shape
             with torch.inference_mode(False):
                 self.buffer = torch.empty(shape, dtype=self.dtype, device=device)
             self.used = capacity
