@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import sys
 import threading
 from collections.abc import Iterator
@@ -51,6 +52,12 @@ class KeptCache:
         #: one cache, or none while it is in use; pop gives it to one thread only
         self._free: list[tuple[Any, _Circumstances]] = []
         self._running = _Running()
+        self._graphs = 0  # of the session, when the references to a cache were last counted
+
+    def _compiled(self) -> bool:
+        """Whether a graph was compiled since the last time that somebody asked."""
+        before, self._graphs = self._graphs, len(self._session.plans)
+        return before != self._graphs
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -78,6 +85,8 @@ class KeptCache:
                 kept, before = self._free.pop()
             except IndexError:  # another thread took it
                 kept, before = None, None
+            if self._compiled() and (sys.getrefcount(kept) > _MINE or not _unshared(kept)):
+                gc.collect()  # Dynamo leaves what it traced with in cycles: with a new cache, graphs are captured anew
             mine = before == made_for and sys.getrefcount(kept) <= _MINE
             if mine and _alike(kept, fresh, batch) and _unshared(kept):
                 self._session.forget(*(tensor for layer in kept.layers for tensor in (layer.keys, layer.values)))
