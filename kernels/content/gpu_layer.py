@@ -69,7 +69,7 @@ class Part:
             return False
         if (self.operand is None) != (other.operand is None):
             return False
-        if self.operand is not None and other.operand is not None and not self.operand.alike(other.operand):
+        if self.operand is not None and other.operand is not None and not self.operand.rows_alike(other.operand):
             return False
         return self.geometry.alike(other.geometry)
 
@@ -216,6 +216,7 @@ def record_args(a: Part, b: Part, n: int, write_id: int, ops: int, planned: bool
         slot_stride0=a.geometry.slot_strides[0],
         slot_stride1=a.geometry.slot_strides[1],
         token_stride=operand.slot_strides[1],
+        other_token_stride=(b.operand or b.geometry).slot_strides[1],  # K is often a tensor, V a part of one
         OPERAND=a.operand is not None,
         HAS_SPACE=space is not None,
         PLANNED=planned and space is not None,

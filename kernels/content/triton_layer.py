@@ -118,7 +118,7 @@ def record_kernel(
     digest_ptr, other_digest_ptr,  # int32 [PLANES, slots_total]
     words_ptr, ring_ptr, capacity, rows_ptr, other_rows_ptr,
     slots_total, seed1, seed2, other_seed1, other_seed2, words_in_row, half, other_half, positions,
-    slot_stride0, slot_stride1, token_stride,
+    slot_stride0, slot_stride1, token_stride, other_token_stride,
     units, n1, n2, n3, d0, d1, d2, d3,
     v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, OPERAND: tl.constexpr, HAS_SPACE: tl.constexpr,
@@ -130,6 +130,7 @@ def record_kernel(
     other = tl.program_id(1) == 1
     base = tl.where(other, other_base, base)
     value_base = tl.where(other, other_value_base, value_base)
+    token_stride = tl.where(other, other_token_stride, token_stride)
     counters_ptr = tl.where(other, other_counters_ptr, counters_ptr)
     digest_ptr = tl.where(other, other_digest_ptr, digest_ptr)
     rows_ptr = tl.where(other, other_rows_ptr, rows_ptr)

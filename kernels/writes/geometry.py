@@ -34,6 +34,10 @@ class Geometry:
         """Whether one kernel launch can take both: they differ in where they start, if at all."""
         return dataclasses.replace(self, base=other.base) == other
 
+    def rows_alike(self, other: Geometry) -> bool:
+        """Whether one launch can take the rows of both: they differ in where they start and in the step to the next."""
+        return dataclasses.replace(self, base=other.base, slot_strides=other.slot_strides) == other
+
     @property
     def units(self) -> int:
         """Loads in one row."""

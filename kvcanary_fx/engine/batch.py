@@ -182,6 +182,23 @@ class Inputs:
                 views[field] = inputs.view()
         return views
 
+    def empty(self, requests: int, tokens: int) -> dict[str | None, StepView]:
+        """Take in a batch without requests, at the addresses that every later batch has; its views, padded.
+
+        From here on no buffer moves: a CUDA graph is captured over them.
+
+        Raises:
+            StepInputError: more requests or tokens than there is room for.
+        """
+        views: dict[str | None, StepView] = {}
+        for field, inputs in [(None, self.main), *self.own.items()]:
+            if not inputs.frozen or inputs.num_requests or inputs.num_tokens:
+                nothing: dict[str, Any] = {name: [] for name in inputs.plain_slots}
+                inputs.fill_from({**nothing, "parents": None, "request_ids": []})
+                inputs.freeze()
+            views[field] = inputs.view(requests, tokens)
+        return views
+
     def plans(self, views: Mapping[str | None, StepView]) -> dict[str, RequestPlan]:
         """The plan of each pool by name; pools without a batch are left out."""
         plans: dict[str, RequestPlan] = {}

@@ -29,6 +29,7 @@ overwrites even if they are held.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,42 @@ class LayerChecks:
         self._begin(running)
         with forward_context(self._context(running)):
             yield
+
+    def reserve(self, requests: int, tokens: int) -> None:
+        """Outside a forward: plan to read and write nothing, and from here on never move the step's inputs.
+
+        Call it before a graph is captured, and before one is replayed for a batch that is not to be checked.
+
+        Raises:
+            StepInputError: more than the session's ``max_requests`` or ``max_tokens``.
+        """
+        self._steps.padded(requests, tokens)
+
+    @contextlib.contextmanager
+    def captured(self, requests: int, tokens: int, beside: bool = True) -> Iterator[None]:
+        """Around a model that is captured into a CUDA graph, if each replay is to be inside a forward of its own.
+
+        The graph has the checks of the layers only.  They look at the plan of the forward that replays it, whose
+        other checks run before and after the replay: their number does not depend on the number of layers, and a
+        graph that is captured for a padded batch serves every smaller one.  Call :meth:`reserve` first::
+
+            checks.reserve(requests, tokens)
+            with torch.cuda.graph(graph), checks.captured(requests, tokens):
+                model(...)
+            with session.step(batch), session.forward(), checks.publish():
+                graph.replay()
+
+        Args:
+            requests, tokens: of the padded batch.
+            beside: the checks may run beside the model, as ``placement`` says; not where the model is captured in
+                pieces, whose ends would have to wait for them.
+        """
+        context = self._context(self._steps.padded(requests, tokens))
+        with forward_context(dataclasses.replace(context, sides=self._steps.sides if beside else {})):
+            try:
+                yield
+            finally:
+                self._steps.join()  # the graph ends with the checks of its last layer
 
     def _begin(self, running: Forward) -> None:
         """Count a forward, as a graph's first op does, for the number in reports.  Compare what it reads."""

@@ -93,7 +93,8 @@ class EngineSession(CanarySession):
         for pool in self.pools.values():
             pool.space.forget_identity()
             pool.digests.zero_()
-            pool.space.counters.zero_()
+            for counters in (pool.space.counters, *pool.content.counters):
+                counters.zero_()
             pool.scales.adopt()
         self.observers.reset()
         self._alarm.clear()
@@ -197,9 +198,9 @@ class EngineSession(CanarySession):
         require_ids(request_ids)
         return torch.tensor(self.ids.hashes(request_ids), dtype=torch.int64, device=device)
 
-    def stats(self) -> EngineStats:
-        """Counts since the session is ready; waits for the devices."""
-        counts = self.observers.stats(super().stats())
+    def stats(self, drain: bool = True) -> EngineStats:
+        """Counts since the session is ready; ``drain`` as in :meth:`.CanarySession.stats`."""
+        counts = self.observers.stats(super().stats(drain))
         if self.pace is None:
             return dataclasses.replace(counts, compared_every=self.config.verify_every)
         return dataclasses.replace(counts, compared_every=self.pace.every, compared_within=self.pace.within)

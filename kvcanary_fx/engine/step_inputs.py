@@ -112,6 +112,11 @@ class StepInputs:
         """Whether the buffers can no longer move."""
         return self._frozen
 
+    @property
+    def plain_slots(self) -> list[str]:
+        """Names of the slots that are copied from the batch, in the order of registration."""
+        return [slot.name for slot in self._slots.values() if slot.compute is None and slot.memory is None]
+
     def capacity(self, axis: Axis | str) -> int:
         """Capacity of the buffers of ``axis``; 0 before the first is built."""
         return self._capacity[_axis(axis)]

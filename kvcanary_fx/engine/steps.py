@@ -70,7 +70,7 @@ class Steps:
 
     def mark_ready(self) -> None:
         """The warm-up ended: number the steps from here."""
-        self.begun, self.ready = 0, True
+        self.begun, self.done, self.ready = 0, 0, True
 
     def close(self) -> None:
         """Read what is left on the devices; later steps are an error.
@@ -150,6 +150,11 @@ class Steps:
             self._observers.after_forward(self.running.plans)
         finally:
             self.running = None
+
+    def padded(self, requests: int, tokens: int) -> Forward:
+        """A forward of no requests, for a graph whose replays run inside other forwards.  See
+        :meth:`.LayerChecks.captured`."""
+        return Forward(0, self._plans(self._inputs.empty(requests, tokens)), captured=False)
 
     def flush(self) -> None:
         """Send the allocators' calls so far to the devices."""

@@ -64,6 +64,11 @@ class ViolationLog:
         """The first :data:`KEPT` records and the newest :data:`KEPT`, in order."""
         return [*self._first, *self._newest]
 
+    @property
+    def untold(self) -> bool:
+        """Whether there are violations that no exception reported yet."""
+        return bool(self._untold_total)
+
     def take_untold(self) -> tuple[list[Violation], int]:
         """The records that no exception reported yet, at most :data:`UNTOLD`, and how many there were."""
         fresh, total = self._untold, self._untold_total

@@ -375,9 +375,15 @@ class CanarySession:
         """
         return sum(self.registry.forget(t) for t in tensors)
 
-    def stats(self) -> Stats:
-        """Counts since the session began; waits for the devices."""
-        self.drain()
+    def stats(self, drain: bool = True) -> Stats:
+        """Counts since the session began; waits for what the current stream has queued on the devices.
+
+        Args:
+            drain: read the violations of the devices first.  Without it, a thread of its own may ask in a stream of its
+                own, and keeps nobody waiting.
+        """
+        if drain:
+            self.drain()
         totals = dict.fromkeys(Count, 0)
         steps = 0
         for binding in self.bindings:

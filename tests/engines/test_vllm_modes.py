@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import tiny_configs
 import vllm_runs
-from vllm_rig import Rig
 
 EAGER = {"enforce_eager": False}
 MODES = {
@@ -88,8 +87,3 @@ def test_settings_that_change_a_graph_are_in_the_cache_key(models, tmp_path):
         KVCANARY_CHECKS="content",
     )
     assert (first["aot_compiled"], other["aot_compiled"]) == (1, 1)
-
-
-def test_feature_that_chooses_model_runner_v2_is_refused(models):
-    with pytest.raises(Exception, match=r"Model Runner V2, which cannot be guarded, for watermark_config: run without"):
-        Rig("llama", models, watermark_config={"key": 7})

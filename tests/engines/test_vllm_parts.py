@@ -251,19 +251,6 @@ def test_unknown_vllm_is_refused_and_in_mode_log_runs_unguarded(mode, unknown_ve
     assert known.can_be_guarded(mode, [])
 
 
-def test_property_is_wrapped_once_and_a_missing_one_is_told():
-    class Config:
-        @property
-        def runner(self):
-            return 1
-
-    for _ in range(2):
-        patching.wrap_property(Config, "runner", lambda value, config: (value, type(config)))
-    assert Config().runner == (1, Config)
-    with pytest.raises(EngineError, match=r"no Config\.walker"):
-        patching.wrap_property(Config, "walker", lambda value, config: value)
-
-
 # ---- where a slot's bytes lie
 
 HEADS, DIM, SIZE = 2, 8, 4

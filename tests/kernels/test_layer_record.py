@@ -113,12 +113,13 @@ def test_a_launch_again_has_the_addresses_of_its_own_call(rig):
 
 
 @pytest.mark.parametrize(
-    "form", ["a slice of Q, K and V", "heads first", "no K and V", "another type", "not aligned", "only V"]
+    "form", ["a slice of Q, K and V", "K rotated", "heads first", "no K and V", "another type", "not aligned", "only V"]
 )
 def test_k_and_v_that_lie_otherwise_are_bound_anew(rig, form):
     rig.step(2, *torch.randn(2, 2, HEADS, DIM))
     given = {
         "a slice of Q, K and V": torch.randn(2, 3, HEADS, DIM)[:, 1:].unbind(1),
+        "K rotated": (torch.randn(2, HEADS, DIM), torch.randn(2, 3, HEADS, DIM)[:, 2]),
         "heads first": torch.randn(2, HEADS, 2, DIM).transpose(1, 2).unbind(0),
         "no K and V": (None, None),
         "another type": torch.randn(2, 2, HEADS, DIM).half().unbind(0),
@@ -135,6 +136,29 @@ def test_k_and_v_that_lie_otherwise_are_bound_anew(rig, form):
     assert compared == expected.get(form, [True])
     rig.step(2, *given)
     assert len(rig.record.launched) == launches * LAYERS
+
+
+def test_each_half_is_compared_with_its_own_operand_where_k_was_rotated(monkeypatch):
+    """K is then a tensor of its own, and V a part of the product that both were."""
+    use_gpu_kernels(monkeypatch.setattr)
+    kv = [(torch.zeros(8, HEADS, DIM), torch.zeros(8, HEADS, DIM))]
+    table = torch.arange(8, dtype=torch.int32).view(1, -1)
+    session = install_canary(KVPool(kv, table, layer_names=["layer"]), mode="log", health_every=0)
+    layers = EagerLayers(session)
+    session.mark_ready()
+    session.pool.allocate(range(1, 7))
+    key, value = torch.randn(3, HEADS, DIM), torch.randn(3, 3, HEADS, DIM)[:, 2]
+    for first, stored in ((1, value), (4, value.flip(0))):
+        slots = torch.arange(first, first + 3)
+        batch = dict(input_ids=range(3), slots=slots, request_rows=[0], prefix_lens=[first], extend_lens=[3])
+        with session.step(batch), session.forward():
+            layers.verify("layer")
+            kv[0][0][slots], kv[0][1][slots] = key, stored
+            layers.record("layer", key, value)
+    assert {(v.check, v.half, v.slot) for v in session.violations() if v.check == "operand"} == {
+        ("operand", "V", 4),
+        ("operand", "V", 6),
+    }
 
 
 def test_the_stride_of_a_single_row_is_that_of_the_next_ones(rig):

@@ -70,26 +70,43 @@ class Books:
                 after it: while it runs, nobody may write a shared slot, and all requests involved may read.
         """
         pending, self._pending = self._pending, []
+        now: list[tuple[int, str | None]] = []
         for block, request in pending:
             group = self.group.get(block)
             if group is not None and block in in_flight[group]:
+                self._take_up(now)
+                now = []
                 self._each([block], lambda pool, pages: pool.hand_over(**pages))
                 self._shared_later.append((block, request))
             else:
-                self._take_up(block, request)
+                now.append((block, request))
+        self._take_up(now)
 
     def after_forward(self) -> None:
         """A forward ended: share what it wrote for several requests."""
         later, self._shared_later = self._shared_later, []
-        for block, request in later:
-            self._take_up(block, request)
+        self._take_up(later)
 
-    def _take_up(self, block: int, request: str | None) -> None:
-        if block in self.idle:
+    def _take_up(self, taken: Iterable[tuple[int, str | None]]) -> None:
+        """Requests take up blocks, in order; neighbours that are alike are one call."""
+        run: list[int] = []
+        kind: tuple[bool, str | None] = (False, None)
+        for block, request in taken:
+            this = block in self.idle, request
+            if run and (this != kind or block in run):
+                self._take_up_alike(run, *kind)
+                run = []
+            run.append(block)
+            kind = this
             self.idle.discard(block)
-            self._each([block], lambda pool, pages: pool.hand_over(**pages, owner=request))
+        if run:
+            self._take_up_alike(run, *kind)
+
+    def _take_up_alike(self, blocks: Sequence[int], idle: bool, request: str | None) -> None:
+        if idle:
+            self._each(blocks, lambda pool, pages: pool.hand_over(**pages, owner=request))
         else:
-            self._each([block], lambda pool, pages: pool.share(**pages, owner=request))
+            self._each(blocks, lambda pool, pages: pool.share(**pages, owner=request))
 
     def freed(self, given: Sequence[tuple[int, bool]], request: str | None) -> None:
         """A request gives up blocks.
@@ -98,8 +115,7 @@ class Books:
             given: ``(id, whether the prefix cache keeps it as its only owner)``.
         """
         gone = {block for block, _ in given}
-        for block, taker in [p for p in self._pending if p[0] in gone]:
-            self._take_up(block, taker)
+        self._take_up([p for p in self._pending if p[0] in gone])
         self._pending = [p for p in self._pending if p[0] not in gone]
         kept = [i for i, keeps in given if keeps]
         self._each(kept, lambda pool, pages: pool.hand_over(**pages, owner=CACHE))

@@ -1,4 +1,4 @@
-"""Which of vLLM's CUDA graphs can be guarded.
+"""Which CUDA graphs of vLLM's first model runner can be guarded; those of the second are guarded as they are.
 
 A piecewise graph leaves attention, and so our ops, outside: they run in each forward.  A full graph is captured in
 vLLM's warm-up, with dummy requests; its replays of our ops would always check those.
@@ -14,18 +14,22 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from ...errors import EngineError
+from .graph import split_at_ours
 from .patching import wrap
 
 log = logging.getLogger("kvcanary")
 
 
 def hook() -> None:
-    """Make vLLM capture piecewise graphs instead of full ones."""
+    """Keep our ops out of the pieces that are captured, and make the first model runner capture no full graphs."""
 
     def post_init(original: Callable[..., None], config: Any, *args: Any, **kwargs: Any) -> None:
-        if current_platform.is_cuda_alike():
+        if current_platform.is_cuda_alike() and not config.use_v2_model_runner:
             keep_piecewise(config.compilation_config)
         original(config, *args, **kwargs)
+        # here, since a graph that comes from vLLM's cache is split again, and not handed to us: our ops were in pieces,
+        # whose replays run nothing of ours (seen on an H100)
+        split_at_ours(config.compilation_config)
 
     wrap(VllmConfig, "__post_init__", post_init)
 

@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,10 @@ class Guard:
             vLLM's own ops.
         reactions: to violations.
         scheduled: the ``SchedulerOutput`` of the running step.
+        counts_beside: the counts are read while forwards run.
     """
+
+    counts_beside = False
 
     def __init__(
         self,
@@ -89,8 +92,14 @@ class Guard:
         self._requests: list[str] = []  # of the forward, in batch order
         self.reactions = Reactions(settings, self._page_sizes)
         with torch.inference_mode(False):
-            self.ledger = _ledger(runner)
+            self.ledger = self._make_ledger(runner)
         self.begin(reports_blocks(runner.vllm_config))
+
+    def _make_ledger(self, runner: Any) -> Ledger:
+        return Ledger(runner.max_num_reqs, widths(runner, runner.num_spec_tokens), runner.device)
+
+    def _make_layers(self, session: EngineSession) -> LayerChecks:
+        return LayerChecks(session)
 
     def begin(self, allocations: bool) -> None:
         """Make the session, and the draft's.
@@ -104,12 +113,12 @@ class Guard:
         """
         with torch.inference_mode(False):  # the counts' thread could not write tensors made in inference mode
             self._allocations, self.session = allocations, self._install(allocations)
-            self._layers = LayerChecks(self.session)
+            self._layers = self._make_layers(self.session)
             self.reactions.late = self.session.pace is not None or self.session.config.verify_every > 1
             if self._draft_groups:  # block ids belong to the target, which checks their owners
                 self.drafts = Drafts(self._session_of(self._draft_groups, allocations=False), self._draft_groups)
         self._counts.write(*(session.stats() for session in self.sessions))
-        self._counts.follow(*self.sessions)
+        self._counts.follow(*self.sessions, beside=self.counts_beside)
         log.info("kvcanary.vllm guarded: %s", describe(self.session, self.groups, self._draft_groups))
 
     def _install(self, allocations: bool) -> EngineSession:
@@ -123,16 +132,23 @@ class Guard:
             log.warning("kvcanary.vllm owner check off: the scheduler does not report what it does to blocks")
         return session
 
-    def _session_of(self, groups: Sequence[Group], allocations: bool, stats_every: int = 0) -> EngineSession:
+    def _session_of(
+        self,
+        groups: Sequence[Group],
+        allocations: bool,
+        warm_up: Callable[[EngineSession], None] | None = None,
+        **options: Any,
+    ) -> EngineSession:
         session = install_canary(
             *(g.pool(self.ledger.tables[g.number], allocations) for g in groups),
             config=self.settings.session_config,
-            on_violation=self.reactions.flag,
-            stats_every=stats_every,
             self_test=self._self_test,
+            **{"on_violation": self.reactions.flag, **options},
         )
         assert session is not None  # in mode off the plugin is not loaded
         session.advice = ADVICE
+        if warm_up is not None:
+            warm_up(session)
         session.mark_ready()
         return session
 
@@ -257,9 +273,12 @@ def describe(session: EngineSession, groups: Sequence[Group], drafts: Sequence[G
     return ", ".join(parts)
 
 
-def _ledger(runner: Any) -> Ledger:
-    """A ledger with room for the longest request that the runner accepts."""
-    most = runner.max_model_len + runner.num_spec_tokens + 1
+def widths(runner: Any, drafts: int) -> list[int]:
+    """Pages of the longest request that the runner accepts, in each KV cache group.
+
+    Args:
+        drafts: tokens that are drafted in a step.
+    """
+    most = runner.max_model_len + drafts + 1
     groups = runner.kv_cache_config.kv_cache_groups
-    widths = [-(-most // group.kv_cache_spec.block_size) + 1 for group in groups]
-    return Ledger(runner.max_num_reqs, widths, runner.device)
+    return [-(-most // group.kv_cache_spec.block_size) + 1 for group in groups]

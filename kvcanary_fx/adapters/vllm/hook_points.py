@@ -159,6 +159,46 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
     ),
     *_part(
         NEEDS[2],
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.",
+        (
+            "initialize_kv_cache",
+            "self, kv_cache_config, is_profiling=..., kv_cache_allocation_context=...",
+            "the same in Model Runner V2; its connector gets our calls around each forward",
+        ),
+        ("capture_model", "self, *, profile_only=...", "its graphs are captured with the checks of the layers"),
+        (
+            "execute_model",
+            "self, scheduler_output, intermediate_tensors=..., dummy_run=..., skip_attn_for_dummy_run=..., "
+            "is_profile=..., context_len=..., valid_dummy_state_slots=..., randomize_inputs=...",
+            "a step begins",
+        ),
+        ("sample_tokens", "self, grammar_output", "the counts of violations leave the device with the tokens"),
+    ),
+    *_part(
+        NEEDS[2],
+        "vllm.v1.worker.gpu.",
+        (
+            "cudagraph_utils:set_forward_context",
+            "attn_metadata, vllm_config, num_tokens=..., num_tokens_across_dp=..., cudagraph_runtime_mode=..., "
+            "batch_descriptor=..., ubatch_slices=..., slot_mapping=..., skip_compiled=..., is_padding=...",
+            "around a forward that is captured",
+        ),
+        ("async_utils:AsyncOutput.get_output", "self", "the tokens arrive: violations are read before one leaves"),
+    ),
+    *_part(
+        NEEDS[2],
+        "vllm.v1.worker.gpu.kv_connector:KVConnector.",
+        (
+            "pre_forward",
+            "self, scheduler_output, input_batch=..., attn_metadata=...",
+            "called before the model by a runner, which has ours in the place of its own",
+        ),
+        ("finish_forward", "self", "the same after the model"),
+        ("set_disabled", "self, disabled", "the same around dummy forwards"),
+        called=True,
+    ),
+    *_part(
+        NEEDS[2],
         "vllm.v1.attention.backends.cpu_attn:",
         (
             "_get_attn_isa",
@@ -176,8 +216,14 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
             "two ops around attention, before the graph is split",
         ),
         ("VllmConfig.compute_hash", "self, include_version=...", "guarded artifacts have keys of their own"),
-        ("VllmConfig.__post_init__", "self", "CUDA graphs that run our ops with each forward"),
-        ("VllmConfig.use_v2_model_runner", "property", "a runner that is guarded"),
+        (
+            "VllmConfig.__post_init__",
+            "self",
+            "our ops are in no piece that is captured; no full graphs of the first runner",
+        ),
+    ),
+    *_part(
+        NEEDS[3], "vllm.config:", ("VllmConfig.use_v2_model_runner", "property", "which runner it will be"), called=True
     ),
     *_part(
         NEEDS[3],

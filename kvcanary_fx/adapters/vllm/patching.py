@@ -38,27 +38,6 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-def wrap_property(owner: type, name: str, around: Callable[[Any, Any], Any]) -> None:
-    """Replace a property by one that gives ``around(value, object)``, once.
-
-    Raises:
-        EngineError: the class does not define such a property itself.
-    """
-    original = vars(owner).get(name)
-    if not isinstance(original, property) or original.fget is None:
-        raise _missing(owner, name)
-    read = original.fget
-    if hasattr(read, _MARK):
-        return
-
-    @functools.wraps(read)
-    def wrapped(this: Any) -> Any:
-        return around(read(this), this)
-
-    setattr(wrapped, _MARK, read)
-    setattr(owner, name, property(wrapped))
-
-
 def _missing(owner: Any, name: str) -> EngineError:
     return EngineError(
         f"this vLLM has no {getattr(owner, '__name__', owner)}.{name}, which the canary hooks into: it is too far "

@@ -97,7 +97,8 @@ def draft_groups(runner: Any, unguarded: dict[str, str] | None = None) -> list[G
         unguarded: gets the reasons of the others, by name.
     """
     drafts = draft_layers(runner)
-    why = _unguarded(getattr(runner, "drafter", None)) if drafts else None
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    why = _unguarded(drafter) if drafts else None
     if why is not None:
         log.warning("kvcanary.unguarded draft layers (%s, ...): %s", min(drafts), why)
         if unguarded is not None:
@@ -108,9 +109,9 @@ def draft_groups(runner: Any, unguarded: dict[str, str] | None = None) -> list[G
 
 def draft_layers(runner: Any) -> frozenset[str]:
     """The layers of a draft, which are in KV cache groups of the target model or in their own."""
-    drafter = getattr(runner, "drafter", None)
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)  # of the first, the second runner
     names: set[str] = set()
-    for field in ("_draft_attn_layer_names", "attn_layer_names"):
+    for field in ("_draft_attn_layer_names", "attn_layer_names", "draft_attn_layer_names"):
         names.update(getattr(drafter, field, None) or ())
     return frozenset(names)
 
@@ -149,18 +150,24 @@ def _group(runner: Any, number: int, spec: Any, names: Sequence[str]) -> tuple[G
     window = _window(spec)
     if isinstance(window, str):
         return None, window
-    layers, mla = {}, False
+    layers, mla, kernel_page = {}, False, kernel_page_sizes(runner)[number]
     for name in names:
         layer = runner.compilation_config.static_forward_context[name]
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
             continue
-        halves = _halves(layer, runner._kernel_block_sizes[number])
+        halves = _halves(layer, kernel_page)
         if isinstance(halves, str):
             return None, f"layer {name}: {halves}"
         layers[name], mla = halves, isinstance(layer, MLAAttention)
     if not layers:
         return None, "its layers have no KV cache of their own"
-    return Group(number, spec.block_size, runner._kernel_block_sizes[number], window, layers, mla), ""
+    return Group(number, spec.block_size, kernel_page, window, layers, mla), ""
+
+
+def kernel_page_sizes(runner: Any) -> list[int]:
+    """Tokens of a block of the attention kernels, for each KV cache group."""
+    sizes = getattr(runner, "kernel_block_sizes", None)  # of the second runner
+    return list(runner._kernel_block_sizes if sizes is None else sizes)
 
 
 def _window(spec: Any) -> int | str | None:

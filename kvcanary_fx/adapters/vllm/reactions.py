@@ -28,13 +28,14 @@ class Reactions:
         settings: of the runner's guard.
         news: violations that are not in the counts yet.
         late: not all bytes are compared in each step.
+        logged: the session logs each violation by itself, also where the engine ends.
         verdict: what violations mean for requests and blocks, not yet sent to a scheduler.
     """
 
     def __init__(self, settings: VllmSettings, page_sizes: list[int]):
         self.settings = settings
         self.news = 0
-        self.late = False
+        self.late = self.logged = False
         self.verdict: Verdict | None = None
         self._page_sizes = page_sizes
 
@@ -42,7 +43,7 @@ class Reactions:
         """Called with each violation."""
         self.news += 1
         if self.settings.on_violation == "raise":
-            if self.news <= LINES:  # otherwise the session logs it
+            if self.news <= LINES and not self.logged:  # otherwise the session logs it
                 log.warning("%s", violation.line())
         else:
             if self.verdict is None:

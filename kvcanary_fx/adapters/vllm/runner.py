@@ -20,8 +20,16 @@ from .settings import VllmSettings
 log = logging.getLogger("kvcanary")
 
 
-def guard(runner: Any, settings: VllmSettings, self_test: bool) -> None:
+def guard(
+    runner: Any,
+    settings: VllmSettings,
+    self_test: bool,
+    make: Callable[[Any, VllmSettings, bool, dict[str, str]], Guard],
+) -> None:
     """Guard a model runner that got its KV cache, if any of it can be guarded.
+
+    Args:
+        make: makes the guard of such a runner; its last argument gets the reasons of what is not guarded.
 
     In mode ``log`` nothing of this keeps an engine from starting: it runs unguarded, and the log and the metrics say
     why.
@@ -37,7 +45,7 @@ def guard(runner: Any, settings: VllmSettings, self_test: bool) -> None:
         return
     unguarded: dict[str, str] = {}
     try:
-        registry.add(runner, _guard(runner, settings, self_test, unguarded))
+        registry.add(runner, make(runner, settings, self_test, unguarded))
     except Exception as e:  # whatever it is: in mode log an engine must start
         if settings.config.mode == "raise":
             raise
@@ -66,7 +74,7 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
         made = original(runner, kv_cache_config, *args, **kwargs)
         profiling = kwargs.get("is_profiling", args[0] if args else False)
         if not profiling:
-            guard(runner, settings, self_test)
+            guard(runner, settings, self_test, _guard)
         return made
 
     def execute_model(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import torch
+
 from ...kernels.buffers import Count
 from ...kernels.slots.space import REFERENCE, Flag, SpaceCount
 from ...runtime.session import Stats
@@ -52,10 +54,15 @@ def engine_stats(
         steps: of the engine.
         by_check: violations, by check.
     """
-    spaces = [pool.space for pool in pools.values()]
-    held = [((s.flags[:-1] & int(Flag.WRITTEN)) != 0) & (s.flags[:-1] >= REFERENCE) for s in spaces]
-    counts = [s.counters.tolist() for s in spaces]
-    opaque = [c.tolist() for pool in pools.values() for c in pool.content.counters]
+    counts, opaque, slots = [], [], 0
+    for pool in pools.values():
+        space, content = pool.space, pool.content.counters
+        held = ((space.flags[:-1] & int(Flag.WRITTEN)) != 0) & (space.flags[:-1] >= REFERENCE)
+        words = torch.cat([held.sum().reshape(1), space.counters, *content]).tolist()  # waits once, not for each half
+        slots += words[0]
+        counts.append(words[1 : 1 + space.counters.numel()])
+        rest, size = words[1 + space.counters.numel() :], len(Count)
+        opaque += [rest[i * size : (i + 1) * size] for i in range(len(content))]
     base = dataclasses.replace(
         base,
         checked=base.checked + sum(c[Count.CHECKED] for c in opaque),
@@ -66,7 +73,7 @@ def engine_stats(
         **dataclasses.asdict(base),
         engine_steps=steps,
         forwards=sum(c[SpaceCount.FORWARDS] for c in counts),
-        slots=sum(int(h.sum()) for h in held),
+        slots=slots,
         slots_checked=sum(c[SpaceCount.CHECKED] for c in counts),
         sweeps=sweep.runs,
         swept=sweep.checked,

@@ -1,0 +1,39 @@
+"""Our place in a step: the calls that vLLM makes of its KV connector before and after each forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .guard import GuardV2
+
+
+class Bracket:
+    """The runner's own connector, with the guard's calls after its first and before its last.
+
+    No connector of ours is configured: one would change the cache manager, or the graphs.
+
+    Args:
+        inner: what the runner had; usually one that does nothing.
+    """
+
+    def __init__(self, inner: Any, runner: Any, guard: GuardV2):
+        self._inner, self._runner, self._guard = inner, runner, guard
+
+    def pre_forward(self, scheduler_output: Any, input_batch: Any = None, attn_metadata: Any = None) -> None:
+        """Before the model."""
+        self._inner.pre_forward(scheduler_output, input_batch, attn_metadata)
+        if input_batch is not None:
+            self._guard.before_model(self._runner, input_batch, attn_metadata)
+
+    def finish_forward(self) -> None:
+        """After the model."""
+        self._guard.after_model()
+        self._inner.finish_forward()
+
+    def set_disabled(self, disabled: bool) -> None:
+        """Around dummy forwards."""
+        self._guard.disable(disabled)
+        self._inner.set_disabled(disabled)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

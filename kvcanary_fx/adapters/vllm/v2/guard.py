@@ -1,0 +1,282 @@
+"""The guard of a Model Runner V2.
+
+::
+
+    execute_model        requests, tables, positions and slots are prepared on the device
+      pre_forward          our step begins: identity, tables, owners, bytes of what is read
+      model or graph       each layer records what it wrote (in the graph, if it is one)
+      finish_forward       our step ends
+    sample_tokens        the counters of violations go to the host beside the tokens
+    get_output           where the tokens are read: violations are read and reported, before a token leaves
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context, is_forward_context_available
+
+from ....engine.layers import LayerChecks
+from ....engine.session import EngineSession
+from ....errors import EngineError
+from ....kernels.side_stream import capturing
+from .. import ops
+from ..batches import kernel_tables
+from ..guard import Guard, widths
+from ..journal import ATTRIBUTE, Message
+from ..pools import Group
+from ..settings import VllmSettings
+from ..verdict import Verdict
+from .batches import ROUND, histories, make_batch
+from .outputs import Flags
+from .rows import Rows
+from .warm_up import WarmUp
+
+log = logging.getLogger("kvcanary")
+
+
+class GuardV2(Guard):
+    """A Model Runner V2 under guard; its session begins with the KV cache, since graphs are captured with its ops.
+
+    Attributes:
+        layers_in_graphs: of each graph that was captured whole, by its tokens, how many layers record in it.
+    """
+
+    counts_beside = True
+
+    def __init__(
+        self,
+        runner: Any,
+        settings: VllmSettings,
+        self_test: bool,
+        groups: list[Group],
+        unguarded: Mapping[str, str] | None = None,
+    ):
+        self._room = runner.max_num_reqs, runner.max_num_tokens
+        self._warm_up = WarmUp(runner, groups)
+        self._open: contextlib.ExitStack | None = None  # our step, while the model runs
+        self._guarded = ops.Guarded()
+        self._tokens = self._replayed = 0  # of the running forward; the second, of the graph that is it
+        self._layers_of_ours = sum(len(group.layers) for group in groups)
+        self._stale = False  # the plan on the device is that of a step that has ended
+        self._disabled = self._capturing = False
+        self.layers_in_graphs: dict[int, int] = {}
+        self._prompts: dict[str, Sequence[int]] = {}
+        with torch.inference_mode(False):
+            self._no_history = torch.zeros(self._room[0], ROUND, dtype=torch.int64, device=runner.device)
+        super().__init__(runner, settings, self_test, groups, unguarded)
+
+    def begin(self, allocations: bool) -> None:
+        """Make the session."""
+        super().begin(allocations)
+        self.reactions.logged = True
+        self._flags = Flags(self.session)
+
+    def _install(self, allocations: bool) -> EngineSession:
+        if not allocations:
+            raise EngineError("Model Runner V2 needs vLLM's own scheduler, with KVCANARY_MODE set in its process")
+        return self._session_of(
+            self.groups,
+            allocations,
+            warm_up=self._warm_up.run,
+            health_every=0,  # it waits for the device; see :meth:`after_model`
+            max_requests=self._room[0],
+            max_tokens=self._room[1],
+            mode="log",  # raised where the tokens are read
+        )
+
+    def _make_layers(self, session: EngineSession) -> LayerChecks:
+        layers = self._warm_up.layers
+        layers.reserve(*self._room)
+        return layers
+
+    def _make_ledger(self, runner: Any) -> Rows:
+        return Rows(runner.max_num_reqs, widths(runner, runner.num_speculative_steps), runner.device)
+
+    @property
+    def rows(self) -> Rows:
+        """The request tables."""
+        assert isinstance(self.ledger, Rows)
+        return self.ledger
+
+    # ---- capture
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While vLLM captures its graphs: their layers record what the step that replays them writes."""
+        self._idle()
+        self._capturing = True
+        try:
+            yield
+        finally:
+            self._capturing = False
+
+    @contextlib.contextmanager
+    def dummy_forward(self, tokens: int, whole: bool) -> Iterator[None]:
+        """Around a forward of dummy requests, in a capture or before one.
+
+        Args:
+            whole: if anything is captured, it is all of the forward, and not pieces of it.
+        """
+        if not self._capturing:
+            yield
+            return
+        with self._layers.captured(min(self._room[0], tokens), tokens, beside=whole), ops.one_forward() as guarded:
+            yield
+        if capturing():
+            self.layers_in_graphs[tokens] = len(guarded.in_graph) + len(guarded.outside)
+
+    def _idle(self) -> None:
+        """The next replay is of no request of ours."""
+        if self._stale:
+            self._stale = False
+            with torch.inference_mode(False):
+                self._layers.reserve(*self._room)
+
+    def disable(self, disabled: bool) -> None:
+        """The runner runs dummy requests from here, or no longer does."""
+        self._disabled = disabled
+        if disabled:
+            self._idle()
+
+    # ---- steps
+
+    @contextlib.contextmanager
+    def step(self, scheduled: Any) -> Iterator[None]:
+        """Around one step of the runner."""
+        told: Message | None = getattr(scheduled, ATTRIBUTE, None)
+        if told is None:
+            self._require_warm_up(scheduled)
+            yield
+            return
+        self.books.apply(told.events)
+        self.namespaces.update(told.namespaces)
+        self.rows.take(scheduled)
+        for request in scheduled.finished_req_ids:
+            self.namespaces.pop(request, None)
+        self._forget_copies(scheduled)
+        self._prompts = {new.req_id: new.prefill_token_ids or () for new in scheduled.scheduled_new_reqs}
+        self.scheduled = scheduled
+        try:
+            yield
+        finally:
+            self.scheduled = None
+            if self._open is not None:  # the model raised
+                opened, self._open = self._open, None
+                opened.__exit__(*sys.exc_info())
+
+    def _require_warm_up(self, scheduled: Any) -> None:
+        """vLLM's own warm-up calls the runner without a scheduler; who else reports no blocks does not know the canary.
+
+        Raises:
+            EngineError: mode ``raise``, and requests are not of the warm-up.
+        """
+        requests = [*scheduled.num_scheduled_tokens, *scheduled.finished_req_ids]
+        if not requests or all(request.startswith("_") for request in requests):
+            self._idle()
+            return
+        why = "the scheduler does not report what it does to blocks: set KVCANARY_MODE in its process, too"
+        if self.settings.config.mode == "raise":
+            raise EngineError(f"{why}, or unset KVCANARY_MODE")
+        self.session.lose_coverage(why)
+
+    def _forget_copies(self, scheduled: Any) -> None:
+        """Blocks that the worker copies to others, whose writes are not guarded."""
+        copies = scheduled.kv_cache_block_copies
+        if copies:
+            self.books.filled_elsewhere([copy.dst_block_id for copy in copies])
+
+    def before_model(self, runner: Any, batch: Any, metadata: Any) -> None:
+        """The inputs of a forward are prepared: before the model.
+
+        Args:
+            batch: vLLM's ``InputBatch``.
+            metadata: of attention, by layer; None: in the forward context.
+        """
+        if self.scheduled is None or self._disabled:
+            return
+        rows = self.rows.rows_of(batch.req_ids)
+        in_flight = self.ledger.in_flight(self.scheduled, self._page_sizes)
+        self.in_flight, self._requests = any(in_flight), batch.req_ids
+        fields = make_batch(runner, batch, self.groups, rows, self.namespaces, self.in_flight)
+        fields["history"], fields["history_lens"] = self._histories(batch.req_ids)
+        self.books.settle(in_flight)
+        self._stale = True
+        self._tokens = batch.num_tokens_after_padding
+        self._replayed = self._tokens if metadata is not None else 0  # vLLM gives it where there is no context
+        with contextlib.ExitStack() as opened:
+            opened.callback(self.books.after_forward)
+            opened.enter_context(self._counts.busy())
+            opened.enter_context(self.session.step(fields))
+            opened.enter_context(self.session.forward())
+            opened.enter_context(self._layers.publish())
+            self._guarded = opened.enter_context(ops.one_forward())
+            self._compare_tables(batch, metadata)
+            self._open = opened.pop_all()
+
+    def _histories(self, requests: Sequence[str]) -> tuple[torch.Tensor, list[int]]:
+        """Token ids of the requests that take up a prefix in this step; for the others none.
+
+        What a request wrote itself is compared by the chain of tokens.  A history is always given: without one other
+        kernels would run, and be compiled when they first do.
+        """
+        if any(new.num_computed_tokens for new in self.scheduled.scheduled_new_reqs):
+            return histories(requests, self._prompts)
+        return self._no_history[: len(requests)], [0] * len(requests)
+
+    def after_model(self) -> None:
+        """After the model."""
+        opened, self._open = self._open, None
+        if opened is None:
+            return
+        opened.close()
+        inside, outside = len(self._guarded.in_graph), len(self._guarded.outside)
+        self.calls_in_graph += inside
+        self.calls_outside += outside
+        seen = self.layers_in_graphs.get(self._replayed, 0) if self._replayed else inside + outside
+        if seen < self._layers_of_ours:
+            self.session.lose_coverage(
+                f"only {seen} of {self._layers_of_ours} layers were checked in a forward of {self._tokens} tokens"
+            )
+
+    def _compare_tables(self, batch: Any, metadata: Any) -> None:
+        """Compare the block tables that the attention kernels get with the scheduler's."""
+        if metadata is None and is_forward_context_available():
+            metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict):
+            return
+        for group in self.groups:
+            given = kernel_tables(metadata[next(iter(group.layers))], batch.seq_lens, batch.num_reqs)
+            if given is not None:
+                self.session.check_reads(*given, pool=group.name, page_size=group.kernel_page_size)
+
+    # ---- where the tokens are read
+
+    def flags(self) -> Any:
+        """What :meth:`read` takes, for the step whose tokens are on their way."""
+        return self._flags.start()
+
+    def read(self, flags: Any) -> Verdict | None:
+        """A step's tokens have arrived: report its violations.
+
+        Returns:
+            what they mean for requests and blocks, if there were any and the engine goes on.
+
+        Raises:
+            KVCacheViolation: the engine is to end, and a check failed.
+        """
+        ends_engine = self.settings.on_violation == "raise"
+        unread = self.reactions.verdict is not None or (ends_engine and self.session.found.untold)
+        if not self._flags.raised(flags) and not unread:
+            return None
+        with self._counts.busy():  # this may be another thread than the runner's
+            self.session.drain()
+            self._tell_news()
+        if ends_engine:
+            self.session.check()
+        return self.reactions.take_verdict()

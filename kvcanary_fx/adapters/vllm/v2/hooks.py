@@ -1,0 +1,122 @@
+"""Hooks on Model Runner V2."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from ....errors import EngineError
+from .. import registry
+from ..journal import ATTRIBUTE
+from ..patching import wrap, wrap_in_all
+from ..pools import guarded_groups
+from ..runner import guard
+from ..settings import VllmSettings
+from .connector import Bracket
+from .guard import GuardV2
+
+#: The guard of the runner that captures its graphs.
+_CAPTURING: contextvars.ContextVar[GuardV2 | None] = contextvars.ContextVar("kvcanary_vllm_capturing", default=None)
+
+
+def hook(settings: VllmSettings, self_test: bool) -> None:
+    """Guard every Model Runner V2 of this process from now on."""
+
+    def initialize_kv_cache(
+        original: Callable[..., Any], runner: Any, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any
+    ) -> Any:
+        made = original(runner, kv_cache_config, is_profiling, **kwargs)
+        if not is_profiling:
+            guard(runner, settings, self_test, _guard)
+        return made
+
+    wrap_in_all(GPUModelRunner, "initialize_kv_cache", initialize_kv_cache)
+    wrap_in_all(GPUModelRunner, "capture_model", _capture_model)
+    wrap_in_all(GPUModelRunner, "execute_model", _execute_model)
+    wrap_in_all(GPUModelRunner, "sample_tokens", _sample_tokens)
+    wrap(cudagraph_utils, "set_forward_context", _set_forward_context)
+    wrap(AsyncOutput, "get_output", _get_output)
+
+
+def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict[str, str]) -> GuardV2:
+    why = _unguarded(runner)
+    groups = [] if why is not None else guarded_groups(runner, unguarded)
+    if not groups:
+        why = why or "no KV cache group of this model can be guarded (the warnings above say why)"
+        raise EngineError(f"{why}: KVCANARY_MODE=log or off runs it unguarded")
+    made = GuardV2(runner, settings, self_test, groups, unguarded)
+    runner.kv_connector = Bracket(runner.kv_connector, runner, made)
+    return made
+
+
+def _unguarded(runner: Any) -> str | None:
+    """Why the batches of a runner cannot be guarded; None if they can."""
+    if runner.dcp_size > 1 or runner.pcp_manager is not None:
+        return "context parallelism, where a slot's position is another one's on each rank, is not supported"
+    if runner.ubatch_runner is not None:
+        return "batches in two parts at a time (--enable-dbo) are not supported"
+    return None
+
+
+def _capture_model(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    found = _of(runner)
+    if found is None:
+        return original(runner, *args, **kwargs)
+    token = _CAPTURING.set(found)
+    try:
+        with found.capturing():
+            return original(runner, *args, **kwargs)
+    finally:
+        _CAPTURING.reset(token)
+
+
+def _execute_model(original: Callable[..., Any], runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    found = _of(runner)
+    dummy = kwargs.get("dummy_run", args[1] if len(args) > 1 else False)
+    if found is None or dummy or found.scheduled is not None:
+        return original(runner, scheduled, *args, **kwargs)
+    with found.step(scheduled):
+        return original(runner, scheduled, *args, **kwargs)
+
+
+def _sample_tokens(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    output, found = original(runner, *args, **kwargs), _of(runner)
+    if found is not None and isinstance(output, AsyncOutput):
+        setattr(output, ATTRIBUTE, (found, found.flags()))
+    return output
+
+
+def _get_output(original: Callable[..., Any], output: Any) -> Any:
+    made, given = original(output), getattr(output, ATTRIBUTE, None)
+    if given is not None:
+        found, flags = given
+        verdict = found.read(flags)
+        if verdict is not None:
+            setattr(made, ATTRIBUTE, verdict)
+    return made
+
+
+def _set_forward_context(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    context, found = original(*args, **kwargs), _CAPTURING.get()
+    if found is None:
+        return context
+    whole = kwargs["cudagraph_runtime_mode"] == CUDAGraphMode.NONE  # vLLM captures all of such a forward, or nothing
+    return _both(context, found.dummy_forward(kwargs["num_tokens"], whole))
+
+
+@contextlib.contextmanager
+def _both(context: Any, forward: Any) -> Iterator[None]:
+    with context, forward:
+        yield
+
+
+def _of(runner: Any) -> GuardV2 | None:
+    found = registry.of_runner(runner)
+    return found if isinstance(found, GuardV2) else None

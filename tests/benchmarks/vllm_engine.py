@@ -1,0 +1,253 @@
+"""vLLM at its own defaults on a GPU, guarded and not: both engines alive at once, taking turns.
+
+    python tests/benchmarks/vllm_engine.py --shape 1b 8b --requests 1 16 64 256 --rounds 5 [--mode log] [--write]
+    python tests/benchmarks/vllm_engine.py --shape 1b --requests 64 --profile   # launches and host time of a step
+
+Offline throughput: prompts of ``--input`` random token ids, ``--output`` tokens each, random weights (``dummy``), as
+many blocks in both engines.  Each engine is in processes of its own, as ``LLM(...)`` starts it; nothing is set but
+sizes.  The settings of the guard are the environment's (``KVCANARY_BUDGET``, ...), ``KVCANARY_MODE`` is ``--mode``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import report
+
+_LLAMA = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    vocab_size=128256,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    hidden_act="silu",
+    torch_dtype="bfloat16",
+    bos_token_id=1,
+    eos_token_id=2,
+)
+SHAPES: dict[str, dict[str, Any]] = {
+    "1b": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64, tie_word_embeddings=True),
+    "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, head_dim=128),
+}
+
+
+class Engine:
+    """One engine in a process of its own.
+
+    Attributes:
+        start: seconds until it was ready.
+    """
+
+    def __init__(self, args: argparse.Namespace, shape: str, mode: str | None):
+        environment = {k: v for k, v in os.environ.items() if mode is not None or not k.startswith("KVCANARY_")}
+        if mode is not None:
+            environment["KVCANARY_MODE"] = mode
+        answers, answer = os.pipe()
+        command = [sys.executable, __file__, "--worker", str(answer), "--shape", shape]
+        command += ["--input", str(args.input), "--output", str(args.output), "--blocks", str(args.blocks)]
+        command += ["--share", str(args.share)] + ["--profile"] * args.profile
+        log = Path(args.logs) / f"{shape}-{mode or 'plain'}.log"
+        began = time.perf_counter()
+        with log.open("w") as out:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=environment, pass_fds=[answer], text=True
+            )
+        os.close(answer)
+        self._answers = os.fdopen(answers)
+        self.facts = self._read(log)
+        self.start = time.perf_counter() - began
+        self._log = log
+
+    def ask(self, *words: object) -> Any:
+        """Let it run something, and wait."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(" ".join(map(str, words)) + "\n")
+        self._process.stdin.flush()
+        return self._read(self._log)
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+    def _read(self, log: Path) -> Any:
+        line = self._answers.readline()
+        if not line:
+            sys.exit(f"an engine ended:\n{log.read_text()[-3000:]}")
+        return json.loads(line)
+
+
+def measure(args: argparse.Namespace, shape: str) -> list[list[str]]:
+    """The rows of a shape."""
+    plain, guarded = Engine(args, shape, None), Engine(args, shape, args.mode)
+    print(
+        f"{shape}: start {plain.start:.1f} s, guarded {guarded.start:.1f} s; {plain.facts} {guarded.facts}", flush=True
+    )
+    rows = []
+    for requests in args.requests:
+        for engine in (plain, guarded):
+            engine.ask("run", requests, 0)
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for number in range(1, args.rounds + 1):
+            order = (plain, guarded) if number % 2 else (guarded, plain)
+            for engine in order:
+                seconds[engine is guarded].append(engine.ask("run", requests, number))
+        rows.append(row(shape, requests, args.output, *seconds))
+        print(" | ".join(rows[-1]), flush=True)
+    print("guarded:", guarded.ask("stats"), flush=True)
+    plain.close()
+    guarded.close()
+    return rows
+
+
+def row(shape: str, requests: int, output: int, plain: list[float], guarded: list[float]) -> list[str]:
+    """Throughput of both, and the ratio in each round."""
+    ratios = [p / g for p, g in zip(plain, guarded, strict=True)]
+    rate = [requests * output / statistics.median(times) for times in (plain, guarded)]
+    spread = f"{100 * min(ratios):.1f} to {100 * max(ratios):.1f}"
+    return [
+        shape,
+        str(requests),
+        f"{rate[0]:,.0f}",
+        f"{rate[1]:,.0f}",
+        f"{100 * statistics.median(ratios):.1f} %",
+        spread,
+    ]
+
+
+HEADER = ["shape", "requests", "tokens/s", "guarded", "guarded of plain (median)", "in the rounds"]
+
+
+def worker(args: argparse.Namespace) -> None:
+    """An engine that runs what its input says."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    if args.profile:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    answers = os.fdopen(args.worker, "w")
+
+    def answer(what: Any) -> None:
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    (shape,) = args.shape
+    directory = Path(tempfile.gettempdir()) / f"kvcanary-vllm-{shape}"
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(_LLAMA | SHAPES[shape]))
+    llm = LLM(
+        model=str(directory),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        max_model_len=max(8192, args.input + args.output),
+        gpu_memory_utilization=args.share,
+        num_gpu_blocks_override=args.blocks,
+        enable_prefix_caching=True,
+    )
+    config = llm.llm_engine.vllm_config
+    graphs = config.compilation_config.cudagraph_mode.name
+    answer(dict(graphs=graphs, asynchronous=config.scheduler_config.async_scheduling, v2=config.use_v2_model_runner))
+    sampling = SamplingParams(temperature=0, max_tokens=args.output, ignore_eos=True, detokenize=False)
+
+    def run(requests: int, seed: int) -> float:
+        numbers = random.Random(seed)
+        prompts = [
+            {"prompt_token_ids": [numbers.randrange(3, 100_000) for _ in range(args.input)]} for _ in range(requests)
+        ]
+        began = time.perf_counter()
+        llm.generate(prompts, sampling, use_tqdm=False)
+        return time.perf_counter() - began
+
+    for line in sys.stdin:
+        what, *words = line.split()
+        if what == "run":
+            answer(run(int(words[0]), int(words[1])))
+        elif what == "profile":
+            answer(profiled(functools.partial(run, int(words[0]), 77)))
+        elif what == "stats":
+            answer(stats())
+
+
+def stats() -> Any:
+    """What the guard's counts say; its file, since the engine is another process."""
+    from kvcanary_fx.adapters.vllm import counts
+
+    found, violations = counts.read_all()
+    return dict(counts=found, violations=violations, within=counts.compared_within())
+
+
+def profiled(run: Any) -> str:
+    """Kernels by time, and Python by time, of one run."""
+    import cProfile
+    import io
+    import pstats
+
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as kernels:
+        run()
+    host = cProfile.Profile()
+    host.enable()
+    run()
+    host.disable()
+    out = io.StringIO()
+    out.write(kernels.key_averages().table(sort_by="cuda_time_total", row_limit=45, max_name_column_width=60))
+    pstats.Stats(host, stream=out).sort_stats("tottime").print_stats(45)
+    pstats.Stats(host, stream=out).sort_stats("cumulative").print_stats("kvcanary", 60)
+    return out.getvalue()
+
+
+def main() -> None:
+    """Measure, or be an engine."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", default=["1b"], choices=list(SHAPES))
+    parser.add_argument("--requests", nargs="+", type=int, default=[1, 16, 64, 256])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--input", type=int, default=512)
+    parser.add_argument("--output", type=int, default=128)
+    parser.add_argument("--blocks", type=int, default=12000, help="KV cache blocks of each engine")
+    parser.add_argument("--share", type=float, default=0.45, help="of the GPU's memory, for each engine")
+    parser.add_argument("--mode", default="log", choices=["log", "raise"])
+    parser.add_argument("--logs", default=tempfile.gettempdir(), help="directory of the engines' logs")
+    parser.add_argument("--profile", action="store_true", help="profile one guarded run instead of measuring")
+    parser.add_argument("--write", action="store_true", help="write the table to BENCHMARKS.md")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker is not None:
+        worker(args)
+        return
+    if args.profile:
+        for shape in args.shape:
+            engine = Engine(args, shape, args.mode)
+            for requests in args.requests:
+                engine.ask("run", requests, 0)
+                print(f"# {shape}, {requests} requests\n{engine.ask('profile', requests)}", flush=True)
+            engine.close()
+        return
+    rows = [row for shape in args.shape for row in measure(args, shape)]
+    print(report.table(HEADER, rows))
+    if args.write:
+        command = "python tests/benchmarks/vllm_engine.py " + " ".join(sys.argv[1:])
+        report.write_section(
+            "vllm-engine",
+            f"## vLLM at its defaults\n\n{report.environment('cuda')}: `{command}`\n\n{report.table(HEADER, rows)}",
+        )
+
+
+if __name__ == "__main__":
+    main()

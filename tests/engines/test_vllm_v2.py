@@ -1,0 +1,249 @@
+"""The guard of Model Runner V2, with a runner that has its fields and no GPU: what it gives the session, and when.
+
+With vLLM itself: ``vllm_v2_run.py``.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+PAGE, PAGES, HEADS, DIM = 4, 16, 2, 8
+
+
+class Connector:
+    """The runner's own: it notes what reaches it."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *args: self.calls.append(name)
+
+
+class Runner:
+    """Requests, tables and inputs as Model Runner V2 keeps them; :meth:`step` runs a model that only writes."""
+
+    def __init__(self, mode="log", **settings):
+        from kvcanary_fx.adapters.vllm.pools import Group
+        from kvcanary_fx.adapters.vllm.settings import from_env
+        from kvcanary_fx.adapters.vllm.v2.connector import Bracket
+        from kvcanary_fx.adapters.vllm.v2.guard import GuardV2
+
+        self.max_num_reqs, self.max_num_tokens, self.max_model_len = 4, 16, 32
+        self.num_speculative_steps, self.device, self.adaptive_verification = 0, torch.device("cpu"), None
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: Scheduler))
+        spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=PAGE), layer_names=[])
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[spec])
+        self.req_states = SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=torch.zeros(4, dtype=torch.int32)))
+        self.input_buffers = SimpleNamespace(seq_lens=torch.zeros(4, dtype=torch.int32))
+        table = torch.zeros(4, 9, dtype=torch.int32)
+        self.block_tables = SimpleNamespace(
+            input_block_tables=[table], slot_mappings=torch.full((1, 16), -1, dtype=torch.int64)
+        )
+        halves = [torch.zeros(PAGES, PAGE, HEADS, DIM) for _ in range(4)]
+        self.layers = {"a": (halves[0], halves[1]), "b": (halves[2], halves[3])}
+        group = Group(0, PAGE, PAGE, None, self.layers, False)
+        environment = {"KVCANARY_MODE": mode, **settings}
+        self.guard = GuardV2(self, from_env(environment), False, [group])
+        self.connector = Connector()
+        self.kv_connector = Bracket(self.connector, self, self.guard)
+        self.row: dict[str, int] = {}
+        self.pages: dict[str, list[int]] = {}
+
+    def step(self, tokens: dict[str, int], new=(), more=(), finished=(), events=None, damage=None, wrong=None) -> Any:
+        """One step: ``new`` and ``more`` give requests pages, ``tokens`` says how many each computes."""
+        from kvcanary_fx.adapters.vllm.journal import ATTRIBUTE, Message
+
+        new, more = dict(new), dict(more)
+        if events is None:
+            events = [("taken", pages, request, 0) for request, pages in {**new, **more}.items()]
+            events += [("freed", [(page, False) for page in self.pages[r]], r) for r in finished]
+        for request, pages in new.items():
+            self.row[request], self.pages[request] = len(self.row) % 4, list(pages)
+            self.req_states.num_computed_tokens.gpu[self.row[request]] = 0
+        for request, pages in more.items():
+            self.pages[request] += pages
+        scheduled = SimpleNamespace(
+            finished_req_ids=set(finished),
+            preempted_req_ids=None,
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=r, block_ids=[p], num_computed_tokens=0, prefill_token_ids=[7])
+                for r, p in new.items()
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[r for r in tokens if r not in new],
+                new_block_ids=[[more[r]] if r in more else None for r in tokens if r not in new],
+                resumed_req_ids=set(),
+                num_computed_tokens=[self._stored(r) for r in tokens if r not in new],
+            ),
+            num_scheduled_tokens=tokens,
+            kv_cache_block_copies=None,
+        )
+        setattr(scheduled, ATTRIBUTE, Message(events))
+        with self.guard.step(scheduled):
+            batch, slots = self._prepare(tokens, wrong)
+            self.kv_connector.pre_forward(scheduled, batch, self._metadata(batch) if wrong is not None else None)
+            self._model(slots)
+            self.kv_connector.finish_forward()
+        for request, count in tokens.items():
+            self.req_states.num_computed_tokens.gpu[self.row[request]] += count
+        return self.guard.flags()
+
+    def _stored(self, request):
+        return int(self.req_states.num_computed_tokens.gpu[self.row[request]])
+
+    def _prepare(self, tokens, wrong):
+        where = {r: range(self._stored(r), self._stored(r) + n) for r, n in tokens.items()}
+        slots = [self.pages[r][p // PAGE] * PAGE + p % PAGE for r, places in where.items() for p in places]
+        positions = torch.tensor([p for places in where.values() for p in places])
+        for number, request in enumerate(tokens):
+            self.block_tables.input_block_tables[0][number, : len(self.pages[request])] = torch.tensor(
+                self.pages[request]
+            )
+        if wrong is not None:
+            self.block_tables.input_block_tables[0][0, 0] = wrong
+        self.block_tables.slot_mappings[0, : len(slots)] = torch.tensor(slots)
+        batch = SimpleNamespace(
+            req_ids=list(tokens),
+            num_reqs=len(tokens),
+            num_tokens=len(slots),
+            num_tokens_after_padding=len(slots),
+            num_draft_tokens=0,
+            num_scheduled_tokens=np.array(list(tokens.values())),
+            idx_mapping=torch.tensor([self.row[r] for r in tokens]),
+            input_ids=positions.to(torch.int32) + 3,
+            positions=positions,
+            seq_lens=torch.tensor([places.stop for places in where.values()], dtype=torch.int32),
+        )
+        return batch, torch.tensor(slots)
+
+    def _metadata(self, batch):
+        """What a graph that is replayed whole is given."""
+        self.guard.layers_in_graphs[batch.num_tokens_after_padding] = len(self.layers)
+        table = self.block_tables.input_block_tables[0]
+        return {"a": SimpleNamespace(block_table=table, seq_lens=batch.seq_lens)}
+
+    def _model(self, slots):
+        from kvcanary_fx.adapters.vllm import ops
+
+        for layer, halves in self.layers.items():
+            written = [torch.randn(len(slots), HEADS, DIM) for _ in halves]
+            for half, rows in zip(halves, written, strict=True):
+                half.view(-1, HEADS, DIM)[slots] = rows
+            output = torch.zeros(1)
+            ops.verify(output, layer)
+            ops.record(output, *written, layer)
+
+
+@pytest.fixture
+def runner():
+    return Runner()
+
+
+def run(runner):
+    """Two requests: a prompt each, decode, one more page, another request after the first has ended."""
+    runner.step({"x": 3, "y": 5}, new={"x": [1], "y": [2, 3]})
+    runner.step({"y": 1, "x": 1})  # the order of a batch changes
+    runner.step({"x": 1, "y": 1}, more={"x": [4]})
+    runner.step({"y": 1}, finished=["x"])
+    runner.step({"z": 2, "y": 1}, new={"z": [1]}, more={"y": [5]})
+    return runner.step({"z": 1, "y": 1})
+
+
+def test_steps_of_a_runner_that_reorders_its_batch_are_silent(runner):
+    flags = run(runner)
+    assert runner.guard.read(flags) is None
+    stats = runner.guard.session.stats()
+    assert (stats.violations, stats.engine_steps, runner.guard.session.uncovered) == (0, 6, [])
+    assert stats.recorded == 4 * (8 + 2 + 2 + 1 + 3 + 2)
+    assert runner.connector.calls == ["pre_forward", "finish_forward"] * 6
+
+
+def test_a_flip_is_reported_when_its_steps_tokens_are_read(runner):
+    run(runner)
+    runner.layers["b"][1][2, 1, 0, 3] += 1  # position 1 of y
+    runner.guard.read(runner.step({"y": 1}))
+    (found,) = runner.guard.session.known_violations()
+    assert (found.check, found.layer, found.half, found.request, found.position) == ("content", "b", "V", "y", 1)
+
+
+def test_in_mode_raise_the_tokens_of_the_step_do_not_arrive():
+    from kvcanary_fx import KVCacheViolation
+
+    runner = Runner("raise")
+    runner.guard.read(run(runner))
+    runner.layers["a"][0][2, 0, 0, 0] += 1
+    flags = runner.step({"y": 1})
+    with pytest.raises(KVCacheViolation, match="request y, position 0"):
+        runner.guard.read(flags)
+
+
+def test_requests_that_read_damage_are_named_to_the_scheduler():
+    runner = Runner(KVCANARY_VLLM_ON_VIOLATION="abort")
+    runner.guard.read(run(runner))
+    runner.layers["a"][0][2, 0, 0, 0] += 1
+    verdict = runner.guard.read(runner.step({"y": 1}))
+    assert (verdict.outcome, verdict.blocks()) == ("abort", {2})
+    assert runner.guard.read(runner.step({"y": 1})) is None
+
+
+def test_the_table_that_attention_gets_is_compared_with_the_schedulers(runner):
+    run(runner)
+    runner.guard.read(runner.step({"y": 1}, wrong=2))
+    assert runner.guard.session.known_violations() == []
+    runner.guard.read(runner.step({"y": 1}, wrong=6))
+    found = runner.guard.session.known_violations()
+    assert [(v.check, v.request, v.position) for v in found] == [("index", "y", place) for place in range(PAGE)]
+    assert runner.guard.session.uncovered == []
+
+
+def test_a_page_that_is_given_away_too_early_is_reported(runner):
+    runner.step({"x": 3}, new={"x": [1]})
+    freed = [("freed", [(1, False)], "x"), ("taken", [1], "y", 0)]
+    flags = runner.step({"x": 1, "y": 2}, new={"y": [1]}, events=freed)
+    runner.guard.read(flags)
+    assert "owner" in {v.check for v in runner.guard.session.known_violations()}
+
+
+def test_dummy_forwards_look_at_nothing(runner):
+    run(runner)
+    runner.kv_connector.set_disabled(True)
+    with runner.guard.step(SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=set())):
+        runner._model(torch.tensor([9]))
+    runner.kv_connector.set_disabled(False)
+    assert runner.guard.session.violations() == []
+    assert runner.connector.calls[-2:] == ["set_disabled"] * 2
+
+
+def test_a_layer_that_no_check_saw_is_told(runner):
+    del runner.layers["b"]
+    runner.step({"x": 3}, new={"x": [1]})
+    assert any("only 1 of 2 layers" in why for why in runner.guard.session.uncovered)
+
+
+def test_our_ops_split_the_graph_wherever_it_comes_from(models):
+    """A graph from vLLM's cache is split by the configuration, and is not handed to us."""
+    from vllm.config import CompilationConfig, VllmConfig
+
+    from kvcanary_fx.adapters.vllm import ops, plugin
+
+    plugin.register()
+    config = VllmConfig(compilation_config=CompilationConfig(mode=3)).compilation_config
+    assert [op for op in ops.OPS if op not in config.splitting_ops] == []
+
+
+def test_a_model_that_raises_leaves_a_session_that_goes_on(runner):
+    runner.step({"x": 3}, new={"x": [1]})
+    layers, runner.layers = runner.layers, {"nowhere": next(iter(runner.layers.values()))}
+    with pytest.raises(Exception, match="nowhere"):
+        runner.step({"x": 1})
+    runner.layers = layers
+    runner.step({"y": 3}, new={"y": [2]})
+    assert runner.guard.session._stepping.running is None

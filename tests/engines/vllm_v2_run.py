@@ -1,0 +1,140 @@
+"""Runs vLLM's Model Runner V2 on a GPU in this process, at its defaults but for the sizes, and prints what was found.
+
+    KVCANARY_MODE=log python tests/engines/vllm_v2_run.py DIRECTORY load flips
+
+One line of JSON for each scene.  Without ``KVCANARY_MODE`` only ``load`` makes sense: its tokens are those to compare.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+import time
+from typing import Any
+
+import tiny_configs
+import tiny_vllm
+import torch
+from vllm_rig import Rig, mixed_load, prompt
+
+CONFIG = tiny_configs.CONFIGS["llama"] | dict(
+    hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, head_dim=64
+)
+
+
+def start(directory: pathlib.Path, **changed: Any) -> Rig:
+    """An engine whose tokens depend on what its KV cache holds."""
+    tiny_configs.CONFIGS["v2"] = CONFIG
+    given: dict[str, Any] = dict(
+        dtype="bfloat16",
+        enforce_eager=False,
+        block_size=16,
+        num_gpu_blocks_override=128,
+        gpu_memory_utilization=0.3,
+        max_num_seqs=16,
+        compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
+    )
+    rig = Rig("v2", directory, **(given | changed))
+    generator = torch.Generator("cuda").manual_seed(0)
+    with torch.no_grad():
+        for parameter in rig.runner.model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.06, generator=generator)
+    return rig
+
+
+def facts(rig: Rig) -> dict[str, Any]:
+    """What vLLM chose by itself."""
+    config = rig.engine.vllm_config
+    found: dict[str, Any] = dict(
+        runner=type(rig.runner).__module__,
+        graphs=config.compilation_config.cudagraph_mode.name,
+        asynchronous=config.scheduler_config.async_scheduling,
+        captured=len(rig.runner.cudagraph_manager.graphs),
+    )
+    if rig.guard is not None:
+        found["layers_in_graphs"] = rig.guard.layers_in_graphs
+    return found
+
+
+def load(rig: Rig) -> dict[str, Any]:
+    """Prefix hits, prompts in chunks, an abort."""
+    mixed_load(rig)
+    return dict(tokens=rig.tokens, **told(rig))
+
+
+def told(rig: Rig) -> dict[str, Any]:
+    """What the guard has to say."""
+    if rig.guard is None:
+        return {}
+    found = [str(v.line()) for v in rig.session.violations()]
+    stats = rig.session.stats()
+    return dict(
+        violations=found[:5],
+        count=len(found),
+        uncovered=rig.session.uncovered,
+        stats=str(stats),
+        in_graph=rig.guard.calls_in_graph,
+        outside=rig.guard.calls_outside,
+    )
+
+
+def flips(rig: Rig) -> dict[str, Any]:
+    """One flip in each layer and half, while a request decodes."""
+    found: dict[str, Any] = {}
+    (group,) = rig.guard.groups
+    for number, (_layer, halves) in enumerate(group.layers.items()):
+        for half in range(2):
+            name, before = f"r{number}{half}", len(rig.session.violations())
+            rig.add(name, prompt(100 + 2 * number + half, 40 + number), length=20)
+
+            def at(step: int, name: str = name, halves: Any = halves, half: int = half, before: int = before) -> None:
+                if step == 8:
+                    position = 5 + half
+                    page = rig.pages(name)[0][position // group.page_size]
+                    row = halves[half][page, position % group.page_size]
+                    row.view(torch.int16)[1, 3] ^= 1 << 4
+
+            rig.run(at)
+            fresh = rig.session.violations()[before:]
+            found[name] = [
+                f"{v.check} {v.layer} {v.half} {v.request} {v.position} {v.why} step={v.step}" for v in fresh
+            ][:2]
+    return found
+
+
+def stopped(rig: Rig) -> dict[str, Any]:
+    """Mode raise: the step that reads a flipped bit gives no token."""
+    (group,) = rig.guard.groups
+    rig.add("r", prompt(7, 40), length=20)
+    halves = next(iter(group.layers.values()))
+    given: list[int] = []
+    try:
+        for step in range(20):
+            if step == 8:
+                halves[0][rig.pages("r")[0][0], 5].view(torch.int16)[1, 3] ^= 1 << 4
+            given += [len(output.outputs[0].token_ids) for output in rig.engine.step()]
+    except Exception as error:
+        return dict(error=type(error).__name__, text=str(error)[:600], tokens=given)
+    return dict(error=None, tokens=given)
+
+
+SCENES = {"load": load, "flips": flips, "stopped": stopped}
+
+
+def main() -> None:
+    """Run the scenes that are named."""
+    directory, *scenes = sys.argv[1:]
+    for name, value in tiny_vllm.ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    began = time.perf_counter()
+    rig = start(pathlib.Path(directory))
+    print(json.dumps({"start": round(time.perf_counter() - began, 1), **facts(rig)}), flush=True)
+    for scene in scenes:
+        print(json.dumps({scene: SCENES[scene](rig)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
