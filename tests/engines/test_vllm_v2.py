@@ -228,13 +228,15 @@ def test_a_layer_that_no_check_saw_is_told(runner):
     assert any("only 1 of 2 layers" in why for why in runner.guard.session.uncovered)
 
 
-def test_our_ops_split_the_graph_wherever_it_comes_from(models):
+def test_our_ops_split_the_graph_wherever_it_comes_from(monkeypatch):
     """A graph from vLLM's cache is split by the configuration, and is not handed to us."""
     from vllm.config import CompilationConfig, VllmConfig
+    from vllm.platforms.cpu import CpuPlatform
 
     from kvcanary_fx.adapters.vllm import ops, plugin
 
     plugin.register()
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(lambda cls, config: None))
     config = VllmConfig(compilation_config=CompilationConfig(mode=3)).compilation_config
     assert [op for op in ops.OPS if op not in config.splitting_ops] == []
 
