@@ -6,7 +6,9 @@ import contextlib
 import gc
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 # Dynamo collects garbage after each compile, a few percent of the time; it is collected often enough (see below).
@@ -19,6 +21,12 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # A worker each has a core: a pool of compile workers beside it imports torch once more for each of them.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+if (_gold := shutil.which("ld.gold")) and "COMPILER_PATH" not in os.environ:
+    # g++ looks for ld here first.  The default one takes a third of the time of each of Inductor's kernels, most of it
+    # over the symbols of libtorch; gold half of that.  Workers inherit the variable, and the folder outlives them.
+    _linker = tempfile.TemporaryDirectory(prefix="gold-", ignore_cleanup_errors=True)
+    (Path(_linker.name) / "ld").symlink_to(_gold)
+    os.environ["COMPILER_PATH"] = _linker.name
 
 import pytest
 
@@ -36,6 +44,9 @@ if "TORCH_TRACE" not in os.environ:
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 # For a trace log that is off it takes every source file that it meets apart, to name the function of each line.
 torch._dynamo.symbolic_convert.get_funcname = lambda *_: None
+# It extracts and renders the stack of each side effect, for a log that is off.
+if hasattr(torch._dynamo.config, "side_effect_replay_policy"):
+    torch._dynamo.config.side_effect_replay_policy = "silent"
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
