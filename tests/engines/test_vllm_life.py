@@ -129,32 +129,45 @@ def test_model_of_which_nothing_can_be_guarded_runs_in_mode_log_and_says_so(engi
     told = list(dict.fromkeys(r.message for r in caplog.records if "kvcanary.unguarded" in r.message))
     assert "it is a riddle" in told[0]
     assert told[1].startswith("kvcanary.unguarded nothing is guarded: no KV cache group of this model can be guarded")
-    assert counts.guarded() == {"group0": "layer model.layers.0.self_attn.attn: it is a riddle"}
+    assert counts.guarded()["group0"] == "layer model.layers.0.self_attn.attn: it is a riddle"
+    assert counts.guarded()["all"].startswith("EngineError: no KV cache group")
     rig.add("A", prompt(5, 50), length=3)
     rig.run()
     assert len(rig.tokens["A"]) == 3
     with pytest.raises(EngineError, match="KVCANARY_MODE=log or off runs it unguarded"):
-        runner.guard(rig.runner, settings.from_env({"KVCANARY_MODE": "raise"}), False)
+        runner.guard(rig.runner, settings.from_env({"KVCANARY_MODE": "raise"}), False, runner._guard)
 
 
-def test_guard_that_cannot_be_made_keeps_no_engine_from_starting_in_mode_log(monkeypatch, caplog, tmp_path):
-    from kvcanary_fx.adapters.vllm import counts, runner, settings
+def test_layer_that_leaves_no_fingerprints_keeps_no_engine_from_starting_in_mode_log(
+    engine, monkeypatch, caplog, tmp_path
+):
+    from kvcanary_fx.adapters.vllm import counts, proof, runner, settings
 
+    record = proof.record_layer
+
+    def all_but_the_first(key, value, device, layer):
+        if layer != "model.layers.0.self_attn.attn":
+            record(key, value, device, layer)
+
+    monkeypatch.setattr(proof, "record_layer", all_but_the_first)
     monkeypatch.setenv(settings.COUNTS_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(runner, "guarded_groups", lambda *_: [SimpleNamespace()])
-    monkeypatch.setattr(runner.cuda_graphs, "require_none_full", lambda _: None)
-
-    def fails(*_):
-        raise SelfTestError([("token", "another token", [])])
-
-    monkeypatch.setattr(runner, "Guard", fails)
-    bare = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[1]))
-    runner.guard(bare, settings.from_env({"KVCANARY_MODE": "log"}), True)
-    assert "kvcanary.unguarded nothing is guarded: " in caplog.text
+    rig = engine()
+    assert rig.guard is None
+    said = "planted a changed byte in half K of model.layers.0.self_attn.attn, reported nothing"
+    assert said in next(r.message for r in caplog.records if "kvcanary.unguarded nothing is guarded: " in r.message)
     (why,) = counts.guarded().values()
     assert why.startswith("SelfTestError: ")
-    with pytest.raises(SelfTestError):
-        runner.guard(bare, settings.from_env({"KVCANARY_MODE": "raise"}), True)
+    with pytest.raises(SelfTestError, match=r"half V of model\.layers\.0"):
+        runner.guard(rig.runner, settings.from_env({"KVCANARY_MODE": "raise"}), False, runner._guard)
+
+
+def test_proof_finds_every_half_and_leaves_nothing_behind(engine):
+    from kvcanary_fx.adapters.vllm import proof
+
+    rig = engine()
+    proof.prove(rig.guard.groups, rig.guard.settings.config)
+    assert not any(layer.kv_cache.any() for layer in rig.layers().values())
+    assert rig.session.violations() == []
 
 
 def test_model_without_a_kv_cache_is_told(caplog, monkeypatch, tmp_path):
@@ -163,7 +176,7 @@ def test_model_without_a_kv_cache_is_told(caplog, monkeypatch, tmp_path):
     monkeypatch.setenv(settings.COUNTS_VARIABLE, str(tmp_path))
     caplog.set_level("WARNING", "kvcanary")
     bare = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[]))
-    runner.guard(bare, settings.from_env({"KVCANARY_MODE": "raise"}), False)
+    runner.guard(bare, settings.from_env({"KVCANARY_MODE": "raise"}), False, runner._guard)
     assert {r.message for r in caplog.records} == {
         "kvcanary.unguarded this model has no KV cache: there is nothing to guard"
     }

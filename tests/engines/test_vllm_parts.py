@@ -55,7 +55,7 @@ def test_plugin_connects_when_it_is_asked(monkeypatch):
     from kvcanary_fx.adapters import vllm as adapter
     from kvcanary_fx.adapters.vllm import plugin
 
-    monkeypatch.setattr(plugin.known, "can_be_guarded", lambda mode: True)
+    monkeypatch.setattr(known, "can_be_guarded", lambda mode: True)
     given = []
     monkeypatch.setattr(adapter, "connect", SimpleNamespace(connect=given.append), raising=False)
     monkeypatch.setitem(sys.modules, "kvcanary_fx.adapters.vllm.connect", adapter.connect)

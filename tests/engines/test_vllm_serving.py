@@ -66,7 +66,7 @@ def serve(models, tmp_path, *arguments, **variables):
 
 def test_metrics_of_the_server_have_the_counts(models, tmp_path):
     """vLLM's server in processes of its own, two clients, and the metrics endpoint."""
-    found, written = serve(models, tmp_path, "2", "4", KVCANARY_MODE="log")
+    found, written = serve(models, tmp_path, "2", "4", KVCANARY_MODE="log", VLLM_LOGGING_LEVEL="INFO")
     assert found["requests"] > 4
     assert found["failed"] == 0
     assert found["at_health"]['kvcanary_guarded{group="group0",reason=""}'] == 1

@@ -64,6 +64,7 @@ class Guard:
         self_test: bool,
         groups: list[Group],
         unguarded: Mapping[str, str] | None = None,
+        drafts: list[Group] | None = None,
     ):
         """Make the session, before the server is healthy.
 
@@ -71,6 +72,7 @@ class Guard:
             runner: has its KV cache.
             self_test: prove the checks on scratch pools first.
             unguarded: why the other groups are not guarded, by name.
+            drafts: the groups of a draft's layers, if they were looked up before.
 
         Raises:
             SelfTestError: a check stays silent.
@@ -84,7 +86,7 @@ class Guard:
         self.calls_in_graph = self.calls_outside = 0
         self.scheduled: Any = None
         states = dict(unguarded or {})
-        self._draft_groups = draft_groups(runner, states)
+        self._draft_groups = draft_groups(runner, states) if drafts is None else drafts
         self._page_sizes = [g.kv_cache_spec.block_size for g in runner.kv_cache_config.kv_cache_groups]
         self._self_test = self_test
         states.update({group.name: "" for group in (*groups, *self._draft_groups)})

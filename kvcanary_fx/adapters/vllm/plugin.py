@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...config import asked_for
-from . import known, settings
+from . import settings
 
 
 def register() -> None:
@@ -18,6 +18,8 @@ def register() -> None:
     """
     if not asked_for():
         return
+    from . import known
+
     given = settings.from_env()
     if not known.can_be_guarded(given.config.mode):
         return

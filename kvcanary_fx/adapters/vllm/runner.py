@@ -10,11 +10,11 @@ import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from ...errors import CanaryError, EngineError
-from . import counts, cuda_graphs, registry
+from . import counts, cuda_graphs, proof, registry
 from .guard import Guard
 from .journal import ATTRIBUTE
 from .patching import wrap_in_all
-from .pools import guarded_groups
+from .pools import draft_groups, guarded_groups
 from .settings import VllmSettings
 
 log = logging.getLogger("kvcanary")
@@ -36,7 +36,7 @@ def guard(
 
     Raises:
         EngineError: mode ``raise``, and nothing of its KV cache can be guarded.
-        SelfTestError: mode ``raise``, and a check stays silent.
+        SelfTestError: mode ``raise``, and a changed byte, or another planted fault, is not reported.
     """
     if not runner.kv_cache_config.kv_cache_groups:
         why = "this model has no KV cache: there is nothing to guard"
@@ -51,7 +51,7 @@ def guard(
             raise
         why = " ".join(str(e).split())
         log.warning("kvcanary.unguarded nothing is guarded: %s", why, exc_info=not isinstance(e, CanaryError))
-        counts.write_unguarded(unguarded or {"all": f"{type(e).__name__}: {why}"})
+        counts.write_unguarded({"all": f"{type(e).__name__}: {why}", **unguarded})
 
 
 def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict[str, str]) -> Guard:
@@ -62,7 +62,9 @@ def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict
             "runs it unguarded"
         )
     cuda_graphs.require_none_full(runner)
-    return Guard(runner, settings, self_test, groups, unguarded)
+    drafts = draft_groups(runner, unguarded)
+    proof.prove([*groups, *drafts], settings.session_config)
+    return Guard(runner, settings, self_test, groups, unguarded, drafts)
 
 
 def hook(settings: VllmSettings, self_test: bool) -> None:
