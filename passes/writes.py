@@ -247,7 +247,7 @@ def read_write(node: fx.Node, root: fx.Node, found: Accesses) -> list[KVWrite]:
             return _each(node, root, found)
         given = node.kwargs.get("out")
         if isinstance(given, fx.Node):
-            return [_whole(node, given, None, values)]
+            return [dataclasses.replace(_whole(node, given, None, values), fill=False)]
         if reader is not None and (node.target is not operator.setitem or isinstance(node.args[0], fx.Node)):
             return [reader(node, values)]
     except Unreadable as e:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from hypothesis import strategies as st
 
 from fuzz.containers import ARGUMENTS, CONTAINERS
@@ -67,7 +69,7 @@ def programs(draw: st.DrawFn) -> Program:
         length=LENGTH,
         dim=4,
     )
-    return Program(
+    program = Program(
         idiom=way.name,
         layout=layout,
         sizes=sizes,
@@ -84,3 +86,5 @@ def programs(draw: st.DrawFn) -> Program:
         seed=draw(st.integers(0, 999)),
         events=draw(lives(way)),
     )
+    # layers that are compiled by themselves are modules: else nothing would be compiled
+    return dataclasses.replace(program, loop=program.loop and program.compiled != "layers")

@@ -221,6 +221,15 @@ def test_two_tensors_alike_that_an_op_stores_in_one_cache_are_k_and_v():
     assert called(session) == [("kv", "K", "kv[0]"), ("kv", "V", "kv[1]")]
 
 
+def test_what_an_op_computes_into_a_part_of_a_cache_is_no_constant():
+    def model(x, cache, pos):
+        torch.mul(x.permute(2, 0, 1, 3), 2, out=cache[1:2])
+        return cache.sum()
+
+    _, session = compiled(model, torch.zeros(S, B, H, D))
+    assert [s.slot_axes for s in session.plans[0].sites] == [(0,)]
+
+
 MASKED = {
     "index": lambda cache, hit, new: cache.__setitem__((slice(None), slice(None), hit), new),
     "masked_scatter_": lambda cache, hit, new: cache.masked_scatter_(hit.view(1, 1, S, 1).expand_as(cache), new),
