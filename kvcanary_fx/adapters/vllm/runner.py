@@ -20,16 +20,15 @@ from .settings import VllmSettings
 log = logging.getLogger("kvcanary")
 
 
-def guard(
-    runner: Any,
-    settings: VllmSettings,
-    self_test: bool,
-    make: Callable[[Any, VllmSettings, bool, dict[str, str]], Guard],
-) -> None:
+#: Makes the guard of a runner; its last argument gets the reasons of what is not guarded.
+Make = Callable[[Any, VllmSettings, bool, dict[str, str]], Guard]
+
+
+def guard(runner: Any, settings: VllmSettings, self_test: bool, make: Make | None = None) -> None:
     """Guard a model runner that got its KV cache, if any of it can be guarded.
 
     Args:
-        make: makes the guard of such a runner; its last argument gets the reasons of what is not guarded.
+        make: for another runner than the first.
 
     In mode ``log`` nothing of this keeps an engine from starting: it runs unguarded, and the log and the metrics say
     why.
@@ -45,7 +44,7 @@ def guard(
         return
     unguarded: dict[str, str] = {}
     try:
-        registry.add(runner, make(runner, settings, self_test, unguarded))
+        registry.add(runner, (make or _guard)(runner, settings, self_test, unguarded))
     except Exception as e:  # whatever it is: in mode log an engine must start
         if settings.config.mode == "raise":
             raise
@@ -76,7 +75,7 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
         made = original(runner, kv_cache_config, *args, **kwargs)
         profiling = kwargs.get("is_profiling", args[0] if args else False)
         if not profiling:
-            guard(runner, settings, self_test, _guard)
+            guard(runner, settings, self_test)
         return made
 
     def execute_model(
