@@ -32,7 +32,7 @@ from ..journal import ATTRIBUTE, Message
 from ..pools import Group
 from ..settings import VllmSettings
 from ..verdict import Verdict
-from .batches import ROUND, histories, make_batch
+from .batches import histories, make_batch
 from .outputs import Flags
 from .rows import Rows
 from .warm_up import WarmUp
@@ -67,8 +67,6 @@ class GuardV2(Guard):
         self._disabled = self._capturing = False
         self.layers_in_graphs: dict[int, int] = {}
         self._prompts: dict[str, Sequence[int]] = {}
-        with torch.inference_mode(False):
-            self._no_history = torch.zeros(self._room[0], ROUND, dtype=torch.int64, device=runner.device)
         super().__init__(runner, settings, self_test, groups, unguarded)
 
     def begin(self, allocations: bool) -> None:
@@ -204,7 +202,9 @@ class GuardV2(Guard):
         in_flight = self.ledger.in_flight(self.scheduled, self._page_sizes)
         self.in_flight, self._requests = any(in_flight), batch.req_ids
         fields = make_batch(runner, batch, self.groups, rows, self.namespaces, self.in_flight)
-        fields["history"], fields["history_lens"] = self._histories(batch.req_ids)
+        if any(new.num_computed_tokens for new in self.scheduled.scheduled_new_reqs):
+            # what a request takes up from the prefix cache; what it wrote itself is compared by the chain of tokens
+            fields["history"], fields["history_lens"] = histories(batch.req_ids, self._prompts)
         self.books.settle(in_flight)
         self._stale = True
         self._tokens = batch.num_tokens_after_padding
@@ -218,16 +218,6 @@ class GuardV2(Guard):
             self._guarded = opened.enter_context(ops.one_forward())
             self._compare_tables(batch, metadata)
             self._open = opened.pop_all()
-
-    def _histories(self, requests: Sequence[str]) -> tuple[torch.Tensor, list[int]]:
-        """Token ids of the requests that take up a prefix in this step; for the others none.
-
-        What a request wrote itself is compared by the chain of tokens.  A history is always given: without one other
-        kernels would run, and be compiled when they first do.
-        """
-        if any(new.num_computed_tokens for new in self.scheduled.scheduled_new_reqs):
-            return histories(requests, self._prompts)
-        return self._no_history[: len(requests)], [0] * len(requests)
 
     def after_model(self) -> None:
         """After the model."""

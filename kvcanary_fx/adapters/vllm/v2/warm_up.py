@@ -35,12 +35,13 @@ class WarmUp:
         return self._layers
 
     def run(self, session: EngineSession) -> None:
-        """A step of few tokens and one of many: they have kernels of their own."""
+        """Steps of few tokens and of many, with a history and without: they have kernels of their own."""
         checks = self._layers = LayerChecks(session)
         most = min(self._runner.max_num_tokens, *(self._slots(group) for group in self._groups))
         for tokens in dict.fromkeys((1, min(FEW_SLOTS + 1, most))):
-            self._events(session)
-            self._step(session, checks, tokens)
+            for history in (False, True):
+                self._events(session)
+                self._step(session, checks, tokens, history)
 
     def _slots(self, group: Group) -> int:
         first = next(iter(group.layers.values()))[0]
@@ -56,7 +57,7 @@ class WarmUp:
             for _ in range(2):
                 pool.release([1], page_size=size, owner=_OWNER)
 
-    def _step(self, session: EngineSession, checks: LayerChecks, tokens: int) -> None:
+    def _step(self, session: EngineSession, checks: LayerChecks, tokens: int, history: bool) -> None:
         device = self._runner.device
         numbers = torch.arange(tokens, device=device)
         batch: dict[str, Any] = {
@@ -66,9 +67,9 @@ class WarmUp:
             "extend_lens": [tokens],
             "positions": numbers,
             "request_ids": [_OWNER],
-            "history": torch.zeros(1, ROUND, dtype=torch.int64, device=device),
-            "history_lens": [0],
         }
+        if history:
+            batch.update(history=torch.zeros(1, ROUND, dtype=torch.int64, device=device), history_lens=[0])
         batch.update({f"slots_{group.number}": numbers for group in self._groups})
         with session.step(batch), session.forward(), checks.publish():
             for group in self._groups:
