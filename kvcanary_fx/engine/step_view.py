@@ -18,6 +18,8 @@ class Axis(enum.Enum):
     BATCH = "batch"
     TOKENS = "tokens"
 
+    __hash__ = object.__hash__  # enum's own is in Python, and a step looks an axis up some eighty times
+
     @property
     def unit(self) -> str:
         """What is counted along the axis, for messages."""

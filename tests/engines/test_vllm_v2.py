@@ -185,6 +185,17 @@ def test_in_mode_raise_the_tokens_of_the_step_do_not_arrive():
         runner.guard.read(flags)
 
 
+def test_in_mode_raise_a_rank_whose_outputs_nobody_reads_ends_at_its_next_step():
+    from kvcanary_fx import KVCacheViolation
+
+    runner = Runner("raise")
+    runner.guard.read(run(runner))
+    runner.layers["a"][0][2, 0, 0, 0] += 1
+    runner.step({"y": 1})
+    with pytest.raises(KVCacheViolation, match="request y, position 0"):
+        runner.step({"y": 1})
+
+
 def test_requests_that_read_damage_are_named_to_the_scheduler():
     runner = Runner(KVCANARY_VLLM_ON_VIOLATION="abort")
     runner.guard.read(run(runner))

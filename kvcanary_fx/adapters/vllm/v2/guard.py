@@ -102,6 +102,10 @@ class GuardV2(Guard):
         assert isinstance(self.ledger, Rows)
         return self.ledger
 
+    @property
+    def _ends_engine(self) -> bool:
+        return self.settings.on_violation == "raise"
+
     # ---- capture
 
     @contextlib.contextmanager
@@ -195,9 +199,15 @@ class GuardV2(Guard):
         Args:
             batch: vLLM's ``InputBatch``.
             metadata: of attention, by layer; None: in the forward context.
+
+        Raises:
+            KVCacheViolation: the engine is to end, a check of an earlier step failed, and this rank's outputs are not
+                read.
         """
         if self.scheduled is None or self._disabled:
             return
+        if self._ends_engine and self.session.found.untold:
+            self.session.check()
         rows = self.rows.rows_of(batch.req_ids)
         in_flight = self.ledger.in_flight(self.scheduled, self._page_sizes)
         self.in_flight, self._requests = any(in_flight), batch.req_ids
@@ -260,13 +270,12 @@ class GuardV2(Guard):
         Raises:
             KVCacheViolation: the engine is to end, and a check failed.
         """
-        ends_engine = self.settings.on_violation == "raise"
-        unread = self.reactions.verdict is not None or (ends_engine and self.session.found.untold)
+        unread = self.reactions.verdict is not None or (self._ends_engine and self.session.found.untold)
         if not self._flags.raised(flags) and not unread:
             return None
         with self._counts.busy():  # this may be another thread than the runner's
             self.session.drain()
             self._tell_news()
-        if ends_engine:
+        if self._ends_engine:
             self.session.check()
         return self.reactions.take_verdict()
