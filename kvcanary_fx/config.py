@@ -34,6 +34,9 @@ ENV_PREFIX = "KVCANARY_"
 #: Set to 1 to hand an eager step's own tensors to the checks instead of copying them to persistent buffers.
 NO_COPY_VARIABLE = "KVCANARY_EAGER_INPUT_NO_COPY"
 
+#: The form of the log lines of the process, ``text`` or ``json``.
+LOG_VARIABLE = "KVCANARY_LOG"
+
 #: Variables that begin like settings and belong to an engine's adapter.
 ADAPTER_PREFIXES = ("KVCANARY_VLLM_",)
 
@@ -210,6 +213,19 @@ def eager_inputs_without_copy(environ: Mapping[str, str] | None = None) -> bool:
     if text.strip().lower() not in _BOOLEANS:
         raise InvalidSettingError(NO_COPY_VARIABLE, "the environment", text, "1 or 0")
     return _BOOLEANS[text.strip().lower()]
+
+
+def log_format(environ: Mapping[str, str] | None = None) -> str:
+    """The value of ``KVCANARY_LOG``: ``"text"``, which is the default, or ``"json"``.
+
+    Raises:
+        InvalidSettingError: it is neither.
+    """
+    text = (os.environ if environ is None else environ).get(LOG_VARIABLE, "")
+    form = text.strip().lower() or "text"
+    if form not in ("text", "json"):
+        raise InvalidSettingError(LOG_VARIABLE, "the environment", text, "'text' or 'json', or unset")
+    return form
 
 
 def resolve(config: CanaryConfig | None, options: Mapping[str, Any] | None) -> tuple[CanaryConfig, dict[str, Any]]:
@@ -430,7 +446,7 @@ def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
     settable = {ENV_PREFIX + n.upper(): n for n in names() if n != "on_violation"}
     found = {}
     for variable in environ:
-        others = variable == NO_COPY_VARIABLE or variable.startswith(ADAPTER_PREFIXES)
+        others = variable in (NO_COPY_VARIABLE, LOG_VARIABLE) or variable.startswith(ADAPTER_PREFIXES)
         if variable.startswith(ENV_PREFIX) and not others:
             _require_known(variable, variable, "the environment", list(settable), member=variable in settable)
             found[variable] = settable[variable]
@@ -438,6 +454,7 @@ def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
+    log_format(environ)
     found = {}
     for variable, name in _settings_in(environ).items():
         value = _parse(name, environ[variable])

@@ -86,14 +86,14 @@ class ViolationLog:
             times = self._seen((*group, violation.slot, violation.request))
             if times > 1:
                 if _round(times):
-                    yield f"{violation.line()} times={times}"
+                    yield violation.line(times=times)
                 continue
             self._groups[group] += 1
             number = self._groups[group]
             if number <= LINES:
                 yield violation.line()
             elif _round(number):
-                yield f"{violation.line()} places={number}"
+                yield violation.line(places=number)
 
     def _seen(self, place: tuple[object, ...]) -> int:
         """How often a place was reported, including this time."""

@@ -76,9 +76,9 @@ class Violation:
     owners: tuple[str | int | None, str | int | None] = (None, None)
     text: str | None = None
 
-    def line(self) -> str:
-        """The record as one stable line of ``key=value`` pairs; a value that is not a plain word is a JSON string."""
-        shown = {
+    def fields(self) -> dict[str, object]:
+        """The record for a log line, by the names in it.  What was compared is text: it may not fit into a float."""
+        return {
             "check": self.check,
             "phase": self.phase,
             "layer": self.layer,
@@ -97,7 +97,16 @@ class Violation:
             "forward": self.forward,
             "pool": self.pool,
         }
-        return "kvcanary.violation " + " ".join(f"{k}={'-' if v is None else one_word(v)}" for k, v in shown.items())
+
+    def line(self, **counted: int) -> ViolationLine:
+        """The record as one stable line of ``key=value`` pairs; a value that is not a plain word is a JSON string.
+
+        Args:
+            counted: what this line stands for, such as ``times=100``; at its end.
+        """
+        shown = {**self.fields(), **counted}
+        text = " ".join(f"{k}={'-' if v is None else one_word(v)}" for k, v in shown.items())
+        return ViolationLine(f"kvcanary.violation {text}", self, counted)
 
     def _shown(self, value: int, owner: str | int | None = None) -> str:
         if owner is not None:
@@ -158,6 +167,23 @@ class Violation:
         if self.detail == 1:
             return "twice"
         return "lost" if self.found < 0 else "wrapped"
+
+
+class ViolationLine(str):
+    """A line of the log that still knows its record.
+
+    Attributes:
+        violation: the record.
+        counted: how many violations the line stands for, by the name in it; empty for one.
+    """
+
+    violation: Violation
+    counted: dict[str, int]
+
+    def __new__(cls, text: str, violation: Violation, counted: dict[str, int]) -> ViolationLine:
+        line = super().__new__(cls, text)
+        line.violation, line.counted = violation, counted
+        return line
 
 
 def one_line(value: object) -> str:

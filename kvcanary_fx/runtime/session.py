@@ -17,7 +17,7 @@ from ..errors import CanaryError, MissedChecksError, RecompileLimitError
 from ..kernels.buffers import Count, Gate
 from ..kernels.context import publish, withdraw
 from ..passes.graph_plan import GraphPlan
-from ..reports import summary
+from ..reports import json_lines, summary
 from ..reports.violation import KVCacheViolation, Violation
 from .alarm import Alarm
 from .binding import Controls, GraphBinding
@@ -64,6 +64,7 @@ class CanarySession:
     calls_are_judged = False
 
     def __init__(self, config: CanaryConfig | None = None):
+        json_lines.follow_environment()
         self.config = config or CanaryConfig.from_env()
         self.hooks = Hooks()
         self.registry = PoolRegistry(self.config.planes)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...config import CanaryConfig, asked_for
 from ...errors import InvalidSettingError
+from ...reports import json_lines
 from ..versions import Tested
 from .runner import GuardedRunner, why_not
 
@@ -30,6 +31,7 @@ def register() -> None:
     Raises:
         UnknownSettingError, InvalidSettingError: a ``KVCANARY_*`` variable that does not exist, or has a bad value.
     """
+    json_lines.follow_environment()
     if not asked_for():
         return
     config, replaces = CanaryConfig.from_env(), _replaces_own()

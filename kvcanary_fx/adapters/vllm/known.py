@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from ...errors import EngineError
+from ...reports import json_lines
 from ..versions import Tested
 from .hook_points import HOOK_POINTS, OPERATIONS, HookPoint, differences
 
@@ -65,7 +66,9 @@ def unknown_version(version: str, unknown: Sequence[str]) -> str:
 
 
 def log_as_vllm_does() -> None:
-    """Send our log lines where vLLM's go."""
+    """Send our log lines where vLLM's go; lines of JSON to stderr, since vLLM would write its own words before them."""
+    if json_lines.follow_environment():
+        return
     ours, theirs = logging.getLogger("kvcanary"), logging.getLogger("vllm")
     for handler in theirs.handlers:
         if handler not in ours.handlers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...config import asked_for
+from ...reports import json_lines
 from . import settings
 
 
@@ -16,6 +17,7 @@ def register() -> None:
         EngineError: this vLLM is not known and the mode is ``raise``, or it is configured in a way that the canary
             cannot guard.
     """
+    json_lines.follow_environment()
     if not asked_for():
         return
     from . import known
