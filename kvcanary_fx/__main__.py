@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .cli import campaign, demo, doctor, explain, inspect, replay
+from .cli import campaign, demo, doctor, explain, inspect, replay, top
 from .errors import CanaryError
 
 
@@ -13,7 +13,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; the process's exit status."""
     parser = argparse.ArgumentParser(prog="kvcanary", description="An AddressSanitizer for the KV cache of LLMs.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (demo, explain, doctor, campaign, inspect, replay):
+    for command in (demo, explain, doctor, campaign, inspect, replay, top):
         name = command.__name__.rsplit(".", 1)[-1]
         summary = (command.__doc__ or "").splitlines()[0]
         sub = commands.add_parser(

@@ -164,6 +164,13 @@ class IncidentError(CanaryError):
         super().__init__(f"{path}: {problem}. {remedy}.")
 
 
+class EndpointError(CanaryError):
+    """``top`` was given no endpoint, or one that says nothing about the canary."""
+
+    def __init__(self, url: str, problem: str, remedy: str):
+        super().__init__(f"{url}: {problem}. {remedy}.")
+
+
 class UnloadableTargetError(CanaryError):
     """``explain`` was given something it cannot load."""
 
