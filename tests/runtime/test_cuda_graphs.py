@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
@@ -70,6 +72,7 @@ class Captured:
                 self.run()
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
+        gc.collect()  # graphs of earlier tests would free their memory in the middle of this capture, and end it
         with torch.no_grad(), torch.cuda.graph(self.graph):
             self.logits = self.run()
 
