@@ -62,6 +62,7 @@ def exported(monkeypatch) -> list[Family]:
         module = types.ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "kvcanary_fx.adapters.vllm.metrics", raising=False)  # with the real ones
     monkeypatch.setattr(counts, "read_all", lambda: (Counter(dict.fromkeys(counts.FIELDS, 7)), Counter(content=2)))
     monkeypatch.setattr(counts, "guarded", lambda: {"0": "", "draft": 'of "no" layout'})
     monkeypatch.setattr(counts, "compared_within", lambda: 1.5)
