@@ -3,6 +3,7 @@
 # make lint   ruff and mypy
 # make test-engines   the tests with vLLM and SGLang (test-vllm, test-sglang), an environment each: up to an hour
 # make wheel  build the wheel and run the tests against it, away from the checkout
+# make docs   the site, in build/site (Python 3.11); no part of the tests
 # make clean  remove what the other targets made
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ PIP_ARGS ?= $(shell [ -n "$$PIP_FIND_LINKS" ] || command -v nvidia-smi >/dev/nul
     echo --extra-index-url https://download.pytorch.org/whl/cpu)
 SOURCES := pyproject.toml $(wildcard kvcanary_fx/*.py kvcanary_fx/*/*.py kvcanary_fx/*/*/*.py passes/*.py kernels/*.py kernels/*/*.py)
 
-.PHONY: demo test test-engines test-vllm test-sglang lint wheel clean
+.PHONY: demo test test-engines test-vllm test-sglang lint wheel docs clean
 
 demo: .venv-demo/installed
 	.venv-demo/bin/kvcanary demo
@@ -52,8 +53,18 @@ wheel: .venv-test/linters
 	    tests/passes/test_goldens.py tests/runtime/test_backend.py tests/runtime/test_engine_session.py \
 	    tests/runtime/test_reports.py tests/runtime/test_doctor.py tests/bugs
 
+# The API is read from the sources, without an import: no torch is installed.  The links of a checkout and folders without an
+# __init__.py are not followed, so it reads a copy that has neither.
+# Not with -q: strict mode then lets warnings pass, such as a link to a section that is not there.
+docs: .venv-docs/installed
+	rm -rf build/docs build/site
+	mkdir -p build/docs
+	cp -RL kvcanary_fx build/docs
+	find build/docs/kvcanary_fx -type d -exec touch {}/__init__.py ';'
+	.venv-docs/bin/mkdocs build
+
 clean:
-	rm -rf .venv-demo .venv-test .venv-vllm .venv-sglang build dist *.egg-info
+	rm -rf .venv-demo .venv-test .venv-docs .venv-vllm .venv-sglang build dist *.egg-info
 
 .venv-demo/installed: $(SOURCES)
 	@echo "Installing kvcanary-fx[demo] into .venv-demo: a minute or two the first time."
@@ -67,6 +78,14 @@ clean:
 	@echo "Installing kvcanary-fx[test] into .venv-test: a minute or two the first time."
 	$(PYTHON) -m venv .venv-test
 	.venv-test/bin/pip install -q $(PIP_ARGS) ".[test]"
+	touch $@
+
+.venv-docs/installed: pyproject.toml
+	@echo "Installing mkdocs into .venv-docs: half a minute the first time."
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); \
+	    print(*p['project']['optional-dependencies']['docs'], sep='\n')" >.venv-docs/requirements.txt
+	.venv-docs/bin/pip install -q -r .venv-docs/requirements.txt
 	touch $@
 
 # torch first: left to itself, pip takes a build with all of CUDA.  vLLM's CPU wheel asks for three packages that come
