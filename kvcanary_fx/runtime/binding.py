@@ -201,6 +201,7 @@ class GraphBinding:
         if not 0 < len(recorded) <= ONE_LAYER:
             return None
         both = len(recorded) == 1 and recorded[0][1].both
+        recorded.sort(key=lambda one: one[0].layer_number)  # V of a layer before K of the next, however returned
         return Call(id(self), tuple(half.id for half, _ in recorded), min(half.order for half, _ in recorded), both)
 
     def _halves(self, args: Sequence[Any], line: Line | None) -> tuple[list[PoolHalf], dict[int, list[Seen]]]:
