@@ -333,6 +333,35 @@ def test_a_layer_with_k_and_v_side_by_side_in_a_row_is_the_first():
     assert model.step(torch.tensor([3])) == []
 
 
+def test_a_break_in_each_layer_where_graphs_return_k_of_the_next_layer_before_v():
+    """The first layer is K of the first graph and V of the second, though that returns K of the next layer first."""
+
+    def attend(x, *halves):
+        return x + F.scaled_dot_product_attention(*(t.transpose(0, 1) for t in (x, *halves))).transpose(0, 1)
+
+    def forward(caches, slot, x):
+        kept = []
+        keys = caches[0][0].index_copy(0, slot, x)
+        pause()
+        values = caches[0][1].index_copy(0, slot, x + 1)
+        x = attend(x, keys, values)
+        kept.append((keys, values))
+        keys = caches[1][0].index_copy(0, slot, x)
+        pause()
+        values = caches[1][1].index_copy(0, slot, x + 1)
+        kept.append((keys, values))
+        return attend(x, keys, values), kept
+
+    model = Paused(forward)
+    model.caches = [torch.zeros(2, 8, H, D).unbind(0) for _ in range(2)]
+    for slot in range(4):
+        if slot == 3:  # tokens of the prompt before: they differ above the first layer
+            for half in model.caches[1]:
+                half[:2] = torch.randn(2, H, D)
+        _, model.caches = model.forward(model.caches, torch.tensor([slot]), torch.randn(1, H, D))
+    assert model.backend.session.violations() == []
+
+
 def test_a_change_before_the_step_in_which_a_graph_divides_the_cache_anew():
     """In the first graphs the position is a constant: they take it for a part of the cache."""
 
