@@ -347,6 +347,7 @@ def _not_kv(halves: list[Half], root: fx.Node, found: Accesses) -> str | None:
     opaque = [w for h in halves for w in h.opaque]
     named = has_kv_name(source_name(root)) or state_named(source_name(root)) is not None
     named |= any(h.attention for h in halves)  # read by attention: needs no name
+    named |= any(w.named for w in readable)
     if all(w.fill for w in readable + opaque):
         return "only constants are written to it: a mask or a buffer being cleared"
     if opaque:

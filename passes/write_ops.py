@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .names import has_kv_name
+
 #: Argument names that mean "slot number of each token, over the whole pool; -1 for none".
 SLOT_NAMES = ("slot_mapping", "slots", "slot", "slot_ids", "out_cache_loc", "cache_loc", "loc")
 
@@ -56,6 +58,7 @@ class WritePart:
     slot_axes: tuple[int, ...] | None = None
     half: int | None = None  # index on the pool's first axis, when K and V share one argument
     opaque: str | None = None
+    named: bool = False  # the op calls the argument a cache, or it was registered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +77,9 @@ def read_custom_op(node: fx.Node, values: dict[fx.Node, Any]) -> WriteSpec | Non
     known = _REGISTERED.get(schema.name) or _by_name(schema, arguments, values)
     if known is None:
         return None
+    registered = schema.name in _REGISTERED
     parts = [
-        part
+        dataclasses.replace(part, named=registered or has_kv_name(pool))
         for pool, operand in zip(known.pools, known.operands, strict=True)
         if (part := _part(pool, operand, known.slots, arguments, values)) is not None
     ]

@@ -48,6 +48,7 @@ class KVWrite:
         masked_axes: of an opaque write, the region's slot axes as far as the mask shows them that picks the slots.
         half: index on the region's first axis, where one argument holds K and V.
         fill: the write puts a constant, so it says nothing about whether this is a KV cache.
+        named: the op that writes says that this is a KV cache.
         made: the tensor that holds the pool after the write, if that is another one than before.
     """
 
@@ -63,6 +64,7 @@ class KVWrite:
     masked_axes: tuple[int, ...] | None = None
     half: int | None = None
     fill: bool = False
+    named: bool = False
     made: fx.Node | None = None
 
 
@@ -143,7 +145,14 @@ def _from_functionalised(node: fx.Node, target: fx.Node, value: Any, values: dic
     for part in spec.parts if spec is not None else ():
         if part.pool is target and part.opaque is None:
             return KVWrite(
-                node, target, value=part.value, flat=part.slots, wraps=False, slot_axes=part.slot_axes, half=part.half
+                node,
+                target,
+                value=part.value,
+                flat=part.slots,
+                wraps=False,
+                slot_axes=part.slot_axes,
+                half=part.half,
+                named=part.named,
             )
     return None
 
@@ -276,6 +285,7 @@ def _custom(node: fx.Node, root: fx.Node, spec: WriteSpec, found: Accesses) -> l
                     slot_axes=part.slot_axes,
                     half=part.half,
                     opaque=part.opaque,
+                    named=part.named,
                 )
             )
     return writes or _opaque(node, root, found, f"the op {_qualified(node)} does not show where it writes")

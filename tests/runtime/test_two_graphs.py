@@ -362,6 +362,42 @@ def test_a_break_in_each_layer_where_graphs_return_k_of_the_next_layer_before_v(
     assert model.backend.session.violations() == []
 
 
+#: By how many slots ``store`` and ``keep`` miss the next one.
+MISSED_BY: list[int] = []
+
+
+@torch.library.custom_op("two_graphs::store", mutates_args=("kv_cache",))
+def store(new: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    kv_cache[slot_mapping + sum(MISSED_BY)] = new
+
+
+@torch.library.custom_op("two_graphs::keep", mutates_args=("there",))
+def keep(new: torch.Tensor, there: torch.Tensor, at: torch.Tensor) -> None:
+    there[at + sum(MISSED_BY)] = new
+
+
+for _op in (store, keep):
+    _op.register_fake(lambda *_: None)
+kvcanary_fx.register_kv_write("two_graphs::keep", slots="at", pools={"there": "new"})
+
+
+@pytest.mark.parametrize("write", [store, keep])
+def test_an_op_that_says_it_writes_a_cache_which_is_read_behind_a_break_only(write, monkeypatch):
+    """Its argument is called so, or it was registered; the tensor has another name."""
+
+    def forward(buffers, slot, x):
+        write(x, buffers[0], slot)
+        pause()
+        keys = values = buffers[0].transpose(0, 1)
+        return F.scaled_dot_product_attention(x.transpose(0, 1), keys, values)
+
+    model = Paused(forward, torch.zeros(8, H, D))
+    for slot in range(3):
+        assert model.step(torch.tensor([slot])) == []
+    monkeypatch.setitem(globals(), "MISSED_BY", [2])
+    assert model.step(torch.tensor([3])) == [("KV", 3)]
+
+
 def test_a_change_before_the_step_in_which_a_graph_divides_the_cache_anew():
     """In the first graphs the position is a constant: they take it for a part of the cache."""
 
