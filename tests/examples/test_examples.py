@@ -68,5 +68,5 @@ def test_misdirected_writes(inner, capsys):
 
 def test_every_example_is_tested_and_has_a_main():
     names = {p.stem for p in EXAMPLES.glob("*.py")}
-    assert names == {"hf_generate", "hf_paged", "plain_decoder", "misdirected_writes"}
+    assert names == {"hf_generate", "hf_paged", "plain_decoder", "misdirected_writes", "use_after_free"}
     assert all(callable(load(name).main) for name in names)

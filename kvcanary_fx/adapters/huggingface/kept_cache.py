@@ -106,8 +106,8 @@ def _alike(kept: Any, fresh: Any, batch: int) -> bool:
         return False
     return all(
         type(mine) is type(other)
+        and all(t is not None and t.shape[0] == batch for t in _halves(mine))  # not so where it has states instead
         and mine.max_cache_len == other.max_cache_len
-        and all(t is not None and t.shape[0] == batch for t in _halves(mine))
         for mine, other in zip(kept.layers, fresh.layers, strict=True)
     )
 
@@ -123,7 +123,7 @@ def _unshared(kept: Any) -> bool:
         if sys.getrefcount(layer) > _MINE + 1:  # the list's
             return False
         for name in ("keys", "values"):
-            tensor = getattr(layer, name)
-            if sys.getrefcount(tensor) > _MINE + 1:  # the layer's
+            tensor = getattr(layer, name, None)
+            if tensor is not None and sys.getrefcount(tensor) > _MINE + 1:  # the layer's
                 return False
     return True
