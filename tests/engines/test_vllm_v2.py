@@ -223,6 +223,21 @@ def test_a_page_that_is_given_away_too_early_is_reported(runner):
     assert "owner" in {v.check for v in runner.guard.session.known_violations()}
 
 
+def test_what_the_scheduler_reports_is_queued_while_no_other_thread_reads_violations(runner, monkeypatch):
+    """The thread that reads a step's tokens sends the queue before it reads what failed."""
+    seen = []
+    for name in ("apply", "settle", "after_forward"):
+        method = getattr(runner.guard.books, name)
+
+        def noted(*args, name=name, method=method):
+            seen.append((name, runner.guard._counts._lock.locked()))
+            return method(*args)
+
+        monkeypatch.setattr(runner.guard.books, name, noted)
+    runner.step({"x": 3}, new={"x": [1]})
+    assert seen == [("apply", True), ("settle", True), ("after_forward", True)]
+
+
 def test_dummy_forwards_look_at_nothing(runner):
     run(runner)
     runner.kv_connector.set_disabled(True)

@@ -156,12 +156,13 @@ class GuardV2(Guard):
             self._require_warm_up(scheduled)
             yield
             return
-        self.books.apply(told.events)
+        with self._counts.busy():  # another thread may be reading violations, and send what is queued for the device
+            self.books.apply(told.events)
+            self._forget_copies(scheduled)
         self.namespaces.update(told.namespaces)
         self.rows.take(scheduled)
         for request in scheduled.finished_req_ids:
             self.namespaces.pop(request, None)
-        self._forget_copies(scheduled)
         self._prompts = {new.req_id: new.prefill_token_ids or () for new in scheduled.scheduled_new_reqs}
         self.scheduled = scheduled
         try:
@@ -215,13 +216,13 @@ class GuardV2(Guard):
         if any(new.num_computed_tokens for new in self.scheduled.scheduled_new_reqs):
             # what a request takes up from the prefix cache; what it wrote itself is compared by the chain of tokens
             fields["history"], fields["history_lens"] = histories(batch.req_ids, self._prompts)
-        self.books.settle(in_flight)
         self._stale = True
         self._tokens = batch.num_tokens_after_padding
         self._replayed = self._tokens if metadata is not None else 0  # vLLM gives it where there is no context
         with contextlib.ExitStack() as opened:
-            opened.callback(self.books.after_forward)
             opened.enter_context(self._counts.busy())
+            self.books.settle(in_flight)
+            opened.callback(self.books.after_forward)
             opened.enter_context(self.session.step(fields))
             opened.enter_context(self.session.forward())
             opened.enter_context(self._layers.publish())
