@@ -1,4 +1,6 @@
-"""The cause of each documented bug, as its source tells it.  Written down before there were rules that guess it.
+"""The cause of each documented bug, as its source tells it, and of each class of faults that the campaign plants.
+
+Written down before the rules that guess them.
 
 The causes:
 
@@ -16,8 +18,11 @@ The causes:
 * ``uncleared``: a slot still holds what its last tenant left.
 * ``wrong rank``: ranks disagree.
 * ``bit flip``: one bit changed.
+* ``lost write``: a write that did not happen: the slot still holds what it held.
+* ``bad value``: the model itself computed NaN or Inf.
 
-Rules may be made on the bugs for which :func:`for_rules` is true; how often they are right is measured on the others.
+Rules may be made on the bugs for which :func:`for_rules`, and on the classes for which :func:`class_for_rules` is true;
+how often they are right is measured on the others.
 """
 
 from __future__ import annotations
@@ -88,6 +93,31 @@ CAUSES = {
     "L1": "bit flip",
     "L3": "stale table",
 }
+
+#: By the class of :data:`kvcanary_fx.proof.perturb.CLASSES`: what its text says that it does.
+CLASSES = {
+    "double_free": "double free",
+    "early_free": "early free",
+    "idle_bytes": "bit flip",
+    "late_bytes": "bit flip",
+    "late_write": "early free",  # a write was under way when the slot was given on
+    "lost_transfer": "torn transfer",
+    "nan": "bad value",
+    "operand": "wrong slot",
+    "rank_skew": "wrong rank",
+    "scale": "bit flip",
+    "skipped_write": "lost write",
+    "slot_index": "wrong slot",
+    "stale_length": "wrong position",  # the length is off by a token, and positions and slots follow it
+    "swapped_tokens": "wrong token",
+    "table_entry": "stale table",
+    "used_bytes": "bit flip",
+}
+
+
+def class_for_rules(name: str) -> bool:
+    """Whether rules may be made on a class: every second one in the order of the alphabet, the first included."""
+    return sorted(CLASSES).index(name) % 2 == 0
 
 
 def for_rules(bug: str) -> bool:
