@@ -202,15 +202,23 @@ def test_what_a_step_rewrites_is_compared_first_whatever_the_share():
     assert [f[0] for f in rig.found()] == ["content"]
 
 
-def test_steps_of_an_engine_are_measured_whole():
-    toy = prefilled(budget="10%", width=200, slots=256)
-    toy.requests["A"].tokens += [0] * 150
-    for step in range(60):
-        toy.run({"A": [6 + step]})
-    pace = toy.session.pace
-    assert pace.controller.price is not None
-    assert pace.controller.between > 0
-    assert int(toy.session.controls(CPU).words[Word.EVERY]) in (pace.every, pace.controller.probed)
+def test_steps_of_an_engine_are_measured_whole(monkeypatch):
+    """Over a made-up clock: in a step the engine itself takes 1 ms, its forward 5 ms, and comparing all bytes 4.2 ms;
+    from one step to the next it takes 3 ms."""
+    toy = prefilled(budget="10%")
+    pace, word = toy.session.pace, toy.session.controls(CPU).words
+    now = 0.0
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now)
+    for _ in range(60):
+        now += 0.003
+        with toy.session.step():
+            now += 0.001
+            with toy.session.forward():
+                now += 0.005 + 0.0042 / int(word[Word.EVERY])
+    monkeypatch.undo()
+    assert pace.controller.price == pytest.approx(0.7, rel=0.05)
+    assert pace.controller.between == pytest.approx(0.009, rel=0.05)
+    assert int(word[Word.EVERY]) == pace.every == 16
     stats = toy.session.stats()
     assert (stats.compared_every, stats.compared_within) == (pace.every, pace.within)
     assert f"compared_every={pace.every} compared_within={pace.within}" in stats.line()
