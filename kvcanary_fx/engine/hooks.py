@@ -13,9 +13,9 @@ from ..kernels.context import ForwardContext
 from ..kernels.side_stream import capturing
 from ..reports.violation import Violation
 from ..runtime.bound_call import BoundCall
+from ..runtime.groups import Group, groups_of
 from ..runtime.hooks import Hooks
 from ..runtime.registry import PoolRegistry
-from ..runtime.scene import Group, groups_of
 from .blame import Blame
 from .guarded_pool import Pools
 from .observers.all import Observers

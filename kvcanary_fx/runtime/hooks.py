@@ -9,8 +9,8 @@ from ..config import ENGINE_CHECKS
 from ..kernels.context import ForwardContext
 from ..reports.violation import Violation
 from .bound_call import BoundCall
+from .groups import Group, groups_of
 from .registry import PoolRegistry
-from .scene import Group, groups_of
 
 
 class Hooks:

@@ -20,9 +20,11 @@ from ..reports.incidents import log_tail, privacy
 from ..reports.incidents.file import MOST_RECORDS
 from ..reports.incidents.incident import Incident, PoolScene, Record
 from ..reports.violation import Violation
+from .groups import Damage, Group
 from .hooks import Hooks
 from .registry import PoolRegistry
-from .scene import MOST_BYTES, Damage, Group, evidence, pool_scene
+from .row_search import RowSearch
+from .scene import MOST_BYTES, evidence, pool_scene
 
 #: A row of the ring, and its record.
 Told = tuple[Sequence[int], Violation]
@@ -96,10 +98,11 @@ def _scene(
     """One pool; the records that are about it get its number and their evidence."""
     ours = group.numbers()
     damage = {i: _damage(row, v) for i, (row, v) in enumerate(order) if row[Ring.HALF] in ours}
-    scene = pool_scene(group, session.registry, list(damage.values()), room)
+    search = RowSearch(group)
+    scene = pool_scene(group, session.registry, list(damage.values()), search, room)
     for i, hurt in damage.items():
         half = hurt.number if hurt.number != group.info_id else None
-        seen = evidence(scene, hurt, group, list(damage.values())) if i < MOST_EXPLAINED else None
+        seen = evidence(scene, hurt, search, list(damage.values())) if i < MOST_EXPLAINED else None
         records[i] = Record(order[i][1], number, half, hurt.slot, seen)
     return scene
 

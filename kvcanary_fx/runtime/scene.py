@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from ..kernels.ring import UNKNOWN
-from ..kernels.slots.space import REFERENCE, Flag, RequestPlan, SlotSpace
+from ..kernels.slots.space import REFERENCE, Flag, SlotSpace
 from ..reports.incidents import row_bytes
 from ..reports.incidents.incident import (
     STATES,
@@ -18,11 +16,12 @@ from ..reports.incidents.incident import (
     HalfScene,
     PoolScene,
     RequestScene,
-    Row,
     SlotScene,
 )
-from .pool_half import PoolHalf
+from . import prefix_fit
+from .groups import Damage, Group
 from .registry import PoolRegistry
+from .row_search import RowSearch
 
 #: Damaged slots of a pool that are shown in detail, and how many slots on either side of each.
 DAMAGED, BESIDE = 32, 2
@@ -36,83 +35,23 @@ MOST_MAPPED = 1 << 22
 #: Requests of a batch, and entries of their tables, tokens and slots.
 REQUESTS, ENTRIES = 64, 4_096
 
-#: Owners by name in a map, and rows elsewhere with the same bytes.
-OWNERS, SAME = 1_000, 4
+#: Owners by name in a map.
+OWNERS = 1_000
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Tensors that share slot numbers.
-
-    Attributes:
-        info_id: stands for all layers in a row of the ring; None where no row has it.
-        views: the tensor of each half; None if it is gone.
-        space: who is in the slots, in an engine's pool.
-        name_of: the request behind a hash.
-        plan: what the running forward, or else the last one, reads and writes.
-        imported: bool ``[slots + 1]``, which slots' bytes came from elsewhere; None if none ever did.
-    """
-
-    name: str
-    halves: Sequence[PoolHalf]
-    views: Sequence[torch.Tensor | None]
-    info_id: int | None = None
-    space: SlotSpace | None = None
-    name_of: Callable[[int], str | int | None] | None = None
-    plan: RequestPlan | None = None
-    imported: torch.Tensor | None = None
-
-    @property
-    def slots(self) -> int:
-        return self.halves[0].place.layout.slots if self.space is None else self.space.slots
-
-    def numbers(self) -> set[int]:
-        """What the half of a row of the ring may be."""
-        return {h.id for h in self.halves} | ({self.info_id} if self.info_id is not None else set())
-
-
-def groups_of(registry: PoolRegistry) -> list[Group]:
-    """The tensors of a session without an engine: caches with the same slots are one group."""
-    alike: dict[tuple[object, ...], list[PoolHalf]] = defaultdict(list)
-    for half in registry.halves():
-        layout = half.place.layout
-        device = half.buffers.digest.device
-        alike[layout.slots, layout.positions, layout.has_rows, half.info.heads, half.kind, device].append(half)
-    return [Group(_name(hs), hs, [registry.view_of(h) for h in hs]) for hs in alike.values()]
-
-
-def _name(halves: Sequence[PoolHalf]) -> str:
-    names = list(dict.fromkeys(half.info.pool for half in halves))
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-@dataclasses.dataclass(frozen=True)
-class Damage:
-    """A failed check that names a slot.
-
-    Attributes:
-        number: the half, or what stands for all layers.
-        digests: what it compared are digests of the slot's bytes.
-        poison: it found NaN or Inf in them.
-    """
-
-    number: int
-    slot: int
-    stored: int
-    found: int
-    digests: bool
-    poison: bool
-
-
-def pool_scene(group: Group, registry: PoolRegistry, damage: Sequence[Damage], room: int = MOST_BYTES) -> PoolScene:
+def pool_scene(
+    group: Group, registry: PoolRegistry, damage: Sequence[Damage], search: RowSearch, room: int = MOST_BYTES
+) -> PoolScene:
     """One pool, around the slots that failed a check.
 
     Args:
+        search: in this pool.
         room: bytes that may be taken from the slots.
     """
     struck = list(dict.fromkeys(d.slot for d in damage if 0 <= d.slot < group.slots))[:DAMAGED]
     beside = {s + k for s in struck for k in range(-BESIDE, BESIDE + 1)}
-    elsewhere = {row.slot for d in damage[:DAMAGED] for row in same_rows(group, d, damage)}
+    elsewhere = {row.slot for d in damage[:DAMAGED] for row in search.same(d, damage)}
+    elsewhere |= {slot for d in damage[:DAMAGED] for slot in search.moved(d)}
     slots = sorted(s for s in beside | elsewhere if 0 <= s < group.slots)
     near = torch.tensor(slots, dtype=torch.int64, device="cpu")
     states, owners = _states(group), None
@@ -125,7 +64,7 @@ def pool_scene(group: Group, registry: PoolRegistry, damage: Sequence[Damage], r
         slots=group.slots,
         positions=layout.positions if layout.two_axes else 0,
         halves=tuple(_halves(group, near, {d.number for d in damage}, room)),
-        near=tuple(_near(group, registry, near, states)),
+        near=tuple(_near(group, registry, near, states, struck)),
         map=states if group.slots <= MOST_MAPPED else None,
         owners=owners,
         owner_names=names,
@@ -133,10 +72,11 @@ def pool_scene(group: Group, registry: PoolRegistry, damage: Sequence[Damage], r
     )
 
 
-def evidence(pool: PoolScene, damage: Damage, group: Group, others: Sequence[Damage]) -> Evidence | None:
+def evidence(pool: PoolScene, damage: Damage, search: RowSearch, others: Sequence[Damage]) -> Evidence | None:
     """What the bytes of a slot show; None if they are not at hand, or the check was not about bytes.
 
     Args:
+        search: in this pool.
         others: what else failed.
     """
     half = next((h for h in pool.halves if h.id == damage.number), None)
@@ -149,37 +89,15 @@ def evidence(pool: PoolScene, damage: Damage, group: Group, others: Sequence[Dam
         return Evidence(unchanged=poisoned > 0, bit=None, nonzero=nonzero, poisoned=poisoned)
     if not damage.digests:
         return None
-    now = row_bytes.digests_of(half.rows, half.seeds, half.recorded.shape[0]).tolist()
-    moved = [s.slot for s, digest in zip(pool.near, now, strict=True) if row_bytes.packed_equal(digest, damage.stored)]
+    now = row_bytes.digests_of(row[None], half.seeds, half.recorded.shape[0]).tolist()
     return Evidence(
-        unchanged=row_bytes.packed_equal(now[place], damage.found),
+        unchanged=row_bytes.packed_equal(now[0], damage.found),
         bit=row_bytes.flipped_bit(row, half.seeds, damage.stored),
         nonzero=nonzero,
         poisoned=poisoned,
-        same_as=tuple(same_rows(group, damage, others)),
-        moved_to=tuple(slot for slot in moved if slot != damage.slot),
+        same_as=tuple(search.same(damage, others)),
+        moved_to=tuple(search.moved(damage)),
     )
-
-
-def same_rows(group: Group, damage: Damage, others: Sequence[Damage]) -> list[Row]:
-    """Where else the bytes that were found are recorded: in any half and slot of the pool that failed no check.
-
-    By the digests: the rows themselves need not be read.
-    """
-    mine = next((h for h in group.halves if h.id == damage.number), None)
-    total = row_bytes.sum_of(damage.found, mine.seeds) if mine is not None and damage.digests else None
-    if total is None or mine is None or total == 0:  # a row of zeros is nobody's
-        return []
-    failed = {(d.number, d.slot) for d in others} | {(damage.number, damage.slot)}
-    found: list[Row] = []
-    for half in sorted(group.halves, key=lambda h: h is not mine):
-        wanted = (total + half.seeds[0]) & 0xFFFFFFFF
-        wanted -= (wanted >> 31) << 32
-        hits = (half.buffers.digest[0] == wanted).nonzero().flatten()[: SAME + len(failed)].tolist() if wanted else []
-        found += [Row(half.id, slot) for slot in hits if (half.id, slot) not in failed]
-        if len(found) >= SAME:
-            break
-    return found[:SAME]
 
 
 def _states(group: Group) -> torch.Tensor:
@@ -210,7 +128,9 @@ def _owners(space: SlotSpace, name_of: Callable[[int], str | int | None]) -> tup
     return numbers[place], tuple(names)
 
 
-def _near(group: Group, registry: PoolRegistry, near: torch.Tensor, states: torch.Tensor) -> Iterable[SlotScene]:
+def _near(
+    group: Group, registry: PoolRegistry, near: torch.Tensor, states: torch.Tensor, struck: Sequence[int]
+) -> Iterable[SlotScene]:
     known: dict[str, list[int]] = {}
     space, identity = group.space, registry.identity_of(group.halves[0])
     if space is not None:
@@ -220,6 +140,7 @@ def _near(group: Group, registry: PoolRegistry, near: torch.Tensor, states: torc
     elif identity is not None and identity.tokens.shape[0] > group.slots:
         there = near.to(identity.tokens.device)
         known = {"tokens": identity.tokens[there].tolist(), "positions": identity.positions[there].tolist()}
+    fit = prefix_fit.fits(space, group.plan, struck) if space is not None and group.plan is not None else {}
     imported = group.imported[near.to(group.imported.device)].tolist() if group.imported is not None else None
     for i, slot in enumerate(near.tolist()):
         token, position = (known[name][i] if known else UNKNOWN for name in ("tokens", "positions"))
@@ -232,6 +153,7 @@ def _near(group: Group, registry: PoolRegistry, near: torch.Tensor, states: torc
             token=token if token >= 0 else None,
             position=position if position != UNKNOWN else None,
             imported=imported is not None and imported[i],
+            fits=fit.get(slot),
         )
 
 

@@ -18,6 +18,7 @@ from toys import Rig
 
 from kvcanary_fx import IncidentError, KVCacheViolation, Violation
 from kvcanary_fx.errors import MissingExtraError
+from kvcanary_fx.proof import perturb
 from kvcanary_fx.reports.incidents import file, folder, log_tail
 from kvcanary_fx.reports.incidents.incident import Incident, Row
 from kvcanary_fx.reports.incidents.story import story
@@ -78,6 +79,46 @@ def test_a_file_has_the_slot_its_neighbours_the_batch_and_the_settings(written):
     assert incident.system["torch"] == torch.__version__
     assert any("halves guarded" in line for line in incident.graphs)
     assert any("kvcanary.violation check=content" in line for line in incident.log)
+
+
+def slot_of_first_record(folder, number):
+    """The slot that the first violation of the only file names, the record of that, and the story."""
+    (found,) = folder.iterdir()
+    incident = file.load(found)
+    assert incident.records[0].slot == number
+    pool = incident.pools[0]
+    return pool.near[pool.place(number)], incident.records[0], story(incident)[0]
+
+
+@pytest.mark.parametrize("history", [True, False])
+@pytest.mark.parametrize("own", [True, False])
+def test_of_a_freed_slot_the_file_says_whether_it_holds_what_the_request_needs(tmp_path, own, history):
+    toy = Toy(incidents=tmp_path, history=history)
+    toy.add("a", range(8))
+    toy.add("b", range(20, 28))
+    toy.run({"a": [1, 2, 3], "b": [4, 5, 6]})
+    toy.pool.release([2] if own else [5], owner="a" if own else "b")
+    if not own:
+        toy.table[1, 1] = 5
+    toy.run({"a": [7]})
+    slot, record, told = slot_of_first_record(tmp_path, 2 if own else 5)
+    assert record.violation.why == "READ_AFTER_FREE"
+    assert slot.fits is own
+    assert ("It still holds the request's own token." in told) is own
+
+
+def test_a_row_that_was_written_far_away_is_found(tmp_path):
+    writes = perturb.FaultyWrites()
+    toy = Toy(incidents=tmp_path, inner=writes)
+    toy.add("a", range(8))
+    fault = perturb.Operand(probability=1.0, seed=3)
+    fault.strike(toy.pool, [perturb.Spot(1, "a", 0)], writes)
+    toy.run({"a": [1, 2]})
+    landed = fault.strikes[0].partner.slot
+    assert landed > 10
+    _, record, _ = slot_of_first_record(tmp_path, 1)
+    assert record.violation.check == "operand"
+    assert record.evidence.moved_to == (landed,)
 
 
 def test_a_flipped_bit_and_the_row_of_another_slot_are_told_apart(written):

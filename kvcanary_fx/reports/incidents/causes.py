@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Callable
 
-from .incident import Incident, PoolScene, Record, RequestScene, SlotScene
+from .facts import Facts
+from .incident import Incident
 
 #: Every cause, and what is meant by it.
 CAUSES = {
@@ -26,49 +27,10 @@ CAUSES = {
     "uncleared": "a slot still holds what its last tenant left",
     "wrong rank": "ranks disagree, or one of them did not load",
     "bit flip": "one bit changed: memory, or a stray write of one element",
+    "lost write": "a write that did not happen, or did not reach memory: the slot holds what it held",
+    "bad value": "the model itself computed NaN or Inf",
     "unknown": "no rule fits what was reported",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """What failed in the first step of an incident.
-
-    Attributes:
-        first: the most telling record.
-        records: all of the step.
-    """
-
-    incident: Incident
-    first: Record
-    records: tuple[Record, ...]
-
-    @property
-    def pool(self) -> PoolScene | None:
-        return None if self.first.pool is None else self.incident.pools[self.first.pool]
-
-    @property
-    def slot(self) -> SlotScene | None:
-        """What is known of the slot of the first record."""
-        near = () if self.pool is None else self.pool.near
-        return next((s for s in near if s.slot == self.first.slot), None)
-
-    @property
-    def request(self) -> RequestScene | None:
-        """The request of the first record, in the batch."""
-        batch = () if self.pool is None else self.pool.batch
-        asked = self.first.violation.request
-        return next((r for r in batch if asked is not None and r.request == asked), None)
-
-    @property
-    def reasons(self) -> set[str | None]:
-        return {record.violation.why for record in self.records}
-
-    def held(self, slot: int) -> bool:
-        """Whether anybody holds a slot of the pool, as far as the file has a map."""
-        if self.pool is None or self.pool.map is None or not 0 <= slot < self.pool.slots:
-            return False
-        return int(self.pool.map[slot]) in (1, 3)  # written, shared
 
 
 def likely(incident: Incident) -> list[str]:
@@ -99,24 +61,49 @@ Rule = Names | Callable[[Facts], Names]
 
 
 def _content(facts: Facts) -> Names:
-    """Bytes changed.  What came with a transfer, or changed in every tensor at once, was copied there."""
+    """Bytes changed.  What came with a transfer, or changed in every tensor at once, was copied there.
+
+    A write of this forward that went astray is seen after it; what is seen before it came from outside: from one who
+    had the slot before, or whose copy was late.
+    """
     seen = [r.evidence for r in facts.records if r.evidence is not None]
     everywhere = _in_every_tensor(facts)
     if facts.first.violation.text == "transfer" or (facts.slot is not None and facts.slot.imported):
-        if everywhere and seen and all(e.nonzero == 0 for e in seen):
+        if everywhere and not facts.arrived and seen and all(e.nonzero == 0 for e in seen):
             return "wrong rank", "torn transfer"  # nothing arrived at all
         return "torn transfer", "wrong rank"
     if seen and all(e.bit is not None for e in seen) and len(seen) <= 2:
         return "bit flip", "wrong slot"
     if everywhere:
         return "torn transfer", "early free"
-    return "wrong slot", "torn transfer"
+    if facts.first.violation.phase == "post" or len({r.slot for r in facts.alike}) > 1:
+        return "wrong slot", "early free"
+    return "early free", "wrong slot"
 
 
 def _in_every_tensor(facts: Facts) -> bool:
     """Whether a slot's bytes are wrong in all layers, K and V."""
     hit = {r.half for r in facts.records if r.violation.check == "content" and r.slot == facts.first.slot}
     return facts.pool is not None and hit >= {half.id for half in facts.pool.halves}
+
+
+def _operand(facts: Facts) -> Names:
+    """What was to be written is elsewhere, or nowhere: then one token is lost, or all are written wrongly."""
+    seen = facts.first.evidence
+    if seen is None or seen.moved_to:
+        return "wrong slot", "too narrow"
+    if seen.nonzero == 0 or len({r.slot for r in facts.alike}) < facts.tokens:
+        return "lost write", "wrong slot"
+    return "wrong slot", "too narrow"
+
+
+def _poison(facts: Facts) -> Names:
+    """Attention over NaN gives whole rows of it, an overflow single elements."""
+    near = () if facts.pool is None else facts.pool.near
+    reserved = {s.slot for s in near if s.state == "reserved"} & {r.slot for r in facts.alike}
+    half, seen = facts.incident.half(facts.first.half), facts.first.evidence
+    whole = half is not None and seen is not None and seen.poisoned == math.prod(half.row_shape)
+    return ("padding", "bad value") if reserved or whole else ("bad value", "padding")
 
 
 def _wrong_position(facts: Facts) -> Names:
@@ -126,6 +113,8 @@ def _wrong_position(facts: Facts) -> Names:
         return "torn transfer", "wrong position"
     if request is not None and facts.first.slot in request.slots:
         return "wrong position", "stale table"
+    if facts.missing:
+        return "stale table", "wrong position"
     same = [r.violation for r in facts.records if r.violation.why == "WRONG_POSITION"]
     shifts = {v.found - v.stored for v in same}
     if len(shifts) == 1 and (len(same) > 1 or shifts <= {-1, 1}):
@@ -134,18 +123,53 @@ def _wrong_position(facts: Facts) -> Names:
 
 
 def _never_written(facts: Facts) -> Names:
+    """If it is only the last token of a prefix, the length counts one too many."""
     if "WRONG_POSITION" in facts.reasons:
         return "wrong position", "torn transfer"
     if facts.slot is not None and facts.slot.imported:
         return "torn transfer", "uncleared"
+    if facts.missing:
+        return "stale table", "wrong position"
+    last = None if facts.request is None else facts.request.prefix - 1
+    if last is not None and last > 0 and [r.violation.position for r in facts.alike] == [last]:
+        return "wrong position", "uncleared"
     return "uncleared", "torn transfer"
 
 
+def _freed_read(facts: Facts) -> Names:
+    """If the slot still holds what the request needs, it was released too early; else the table is wrong.
+
+    Where a map leads to the slot, the map may be that of another step.  A prefix cache lists a slot that was released
+    once more than it was taken.
+    """
+    if facts.first.violation.phase == "sweep":
+        return "double free", "wrong prefix"
+    if not facts.named or facts.missing:
+        return "stale table", "early free"
+    fits = facts.slot is not None and facts.slot.fits
+    return ("early free", "double free") if fits else ("stale table", "early free")
+
+
 def _foreign_read(facts: Facts) -> Names:
-    """A request that decodes has lost its slot; one that begins was given another's as its prefix."""
+    """A request that decodes has lost its slot, or its row names another; one that begins was given another's as its
+    prefix."""
+    if facts.missing:
+        return "stale table", "early free"
     if facts.request is not None and facts.request.extend > 1:
         return "wrong prefix", "stale table", "early free"
     return "early free", "stale table", "wrong prefix"
+
+
+def _other_write(facts: Facts) -> Names:
+    """A plan or a buffer that is wrong is so for all tokens of the batch, and names slots that are in use."""
+    asked = {(r.violation.request, r.violation.position, r.violation.found) for r in facts.alike}
+    if len(asked) < facts.tokens or not all(facts.held(found) for _, _, found in asked):
+        return "wrong slot", "stale table"
+    if all(facts.slot_of(request, (position or 0) - 1) == found for request, position, found in asked):
+        return "stale table", "wrong slot"  # the slots of the step before
+    if all(facts.reads(found) for _, _, found in asked):
+        return "too narrow", "stale table"  # slots of the prefix: a table lies over the plan
+    return "stale table", "wrong slot"
 
 
 def _other_slot(facts: Facts) -> Names:
@@ -153,6 +177,11 @@ def _other_slot(facts: Facts) -> Names:
     if facts.held(facts.first.violation.found):
         return "stale table", "wrong slot", "too narrow"
     return "wrong slot", "stale table", "too narrow"
+
+
+def _reserved(facts: Facts) -> Names:
+    """A row that names the slot was not filled, or was cleared; a token that goes there has a padded index."""
+    return ("stale table", "padding") if facts.named else ("padding", "stale table")
 
 
 def _out_of_range(facts: Facts) -> Names:
@@ -169,32 +198,44 @@ def _other_content(facts: Facts) -> Names:
     """The slot holds another prefix or token: it came with a transfer, or a cache took it for this one."""
     if facts.slot is not None and facts.slot.imported:
         return "torn transfer", "wrong prefix"
+    if facts.missing:
+        return "stale table", "wrong prefix"
     return "wrong prefix", "torn transfer"
 
 
 def _wrong_token(facts: Facts) -> Names:
-    if facts.slot is not None and facts.slot.imported:
+    """Written: at a position that is stored already, or another token than the request's.  Read: whose slot is it?"""
+    slot, asked = facts.slot, facts.first.violation.request
+    if slot is not None and slot.imported:
         return "torn transfer", "wrong token"
+    if facts.rewritten:
+        return "wrong position", "wrong token"
+    if facts.named and slot is not None and (slot.state == "shared" or slot.owner not in (None, asked)):
+        return "wrong prefix", "wrong token"
     return "wrong token", "wrong prefix"
+
+
+def _written_while_read(facts: Facts) -> Names:
+    return ("wrong position", "shared write") if facts.rewritten else ("stale table", "wrong prefix")
 
 
 _BY_CHECK: dict[str, Rule] = {
     "content": _content,
-    "operand": ("wrong slot", "too narrow"),
+    "operand": _operand,
     "index": ("wrong slot", "padding"),
-    "poison": ("padding", "uncleared"),
+    "poison": _poison,
     "bounds": _bounds,
     "chain": ("wrong position", "wrong token"),
 }
 
 _BY_REASON: dict[str, Rule] = {
     "OUT_OF_RANGE": _out_of_range,
-    "RESERVED_SLOT": ("padding", "stale table"),
+    "RESERVED_SLOT": _reserved,
     "PADDING_WRITES": ("padding", "stale table"),
     "PLANNED_TWICE": ("double free", "padding"),
     "ROW_TOO_NARROW": ("too narrow", "wrong position"),
     "NO_SUCH_ROW": ("padding", "stale table"),
-    "READ_AFTER_FREE": ("stale table", "early free"),
+    "READ_AFTER_FREE": _freed_read,
     "FOREIGN_READ": _foreign_read,
     "WRITE_AFTER_FREE": ("early free", "stale table"),
     "OVERWRITE": ("early free", "double free"),
@@ -209,11 +250,11 @@ _BY_REASON: dict[str, Rule] = {
     "OTHER_NAMESPACE": ("wrong prefix", "torn transfer"),
     "WRONG_TOKEN": _wrong_token,
     "REJECTED_TOKEN": ("wrong token", "wrong position"),
-    "NOT_THE_PLANNED_SLOT": _other_slot,
+    "NOT_THE_PLANNED_SLOT": _other_write,
     "READ_DIFFERS": _other_slot,
     "TABLE_DIFFERS": ("stale table", "wrong slot"),
     "LENGTH_DIFFERS": ("stale table", "wrong position"),
     "DIGEST_DIFFERS": ("wrong rank", "torn transfer"),
     "WRITTEN_BEFORE": ("wrong slot", "shared write"),
-    "READ_WHILE_WRITTEN": ("stale table", "wrong prefix"),
+    "READ_WHILE_WRITTEN": _written_while_read,
 }

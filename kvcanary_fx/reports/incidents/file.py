@@ -157,7 +157,8 @@ def _typed(value: Any, kind: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return tensors[value["tensor"]]
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        return kind(**{f.name: _typed(value[f.name], hints[f.name], tensors) for f in dataclasses.fields(kind)})
+        there = [f for f in dataclasses.fields(kind) if f.name in value or f.default is dataclasses.MISSING]
+        return kind(**{f.name: _typed(value[f.name], hints[f.name], tensors) for f in there})
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise TypeError(f"{value!r:.40} is no {kind.__name__}")
     return value

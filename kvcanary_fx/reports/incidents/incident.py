@@ -57,6 +57,7 @@ class SlotScene:
         references: how many hold it; None where no allocator is known.
         owner, token, position: None if unknown.
         imported: its bytes came with an exported shadow.
+        fits: whether it holds what the prefix of the request needs there that reads it; None if nothing tells.
     """
 
     slot: int
@@ -66,6 +67,7 @@ class SlotScene:
     token: int | None = None
     position: int | None = None
     imported: bool = False
+    fits: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +147,7 @@ class Evidence:
         nonzero: bytes of the row that are not zero.
         poisoned: elements that are NaN or Inf.
         same_as: recorded rows with the same bytes, those left out that failed a check with it.
-        moved_to: slots nearby that hold what was recorded here.
+        moved_to: slots that hold what should be here, and are not recorded with it.
     """
 
     unchanged: bool

@@ -59,9 +59,18 @@ def _sentences(incident: Incident, record: Record) -> Iterable[str]:
     }
     if pool is not None and violation.layer != ALL_LAYERS and len(pool.halves) > 1:
         yield f"The slot is reported in {len(others)} of {len(pool.halves)} tensors."
+    place = None if pool is None else pool.place(record.slot)
+    if pool is not None and place is not None and violation.why == "READ_AFTER_FREE":
+        yield from _still_there(pool.near[place].fits)
     readers = [] if pool is None else readers_of(pool, record.slot)
     if readers:
         yield f"In the batch it is read by {', '.join(readers)}."
+
+
+def _still_there(fits: bool | None) -> Iterable[str]:
+    """Whether the release was wrong, or the table is."""
+    if fits is not None:
+        yield "It still holds the request's own token." if fits else "What it holds is not the request's."
 
 
 def deed(violation: Violation) -> str:

@@ -1,0 +1,82 @@
+"""Where else in a pool the bytes of a damaged slot are, and where the bytes went that should be in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..kernels.content.cpu import packed
+from ..reports.incidents import row_bytes
+from ..reports.incidents.incident import Row
+from .groups import Damage, Group
+from .pool_half import PoolHalf
+
+#: Bytes of a pool that are read in search of a row, those around the damaged slot; and at once.
+SEARCHED, AT_ONCE = 32 << 20, 4 << 20
+
+#: Rows that are told of.
+SAME = 4
+
+
+class RowSearch:
+    """Looks for rows in the tensors of one pool."""
+
+    def __init__(self, group: Group, room: int = SEARCHED):
+        """
+        Args:
+            room: bytes that may be read.
+        """
+        self._group, self._room = group, room
+        self._astray: dict[int, list[tuple[int, int]]] = {}
+
+    def same(self, damage: Damage, others: Sequence[Damage]) -> list[Row]:
+        """Where else the bytes that were found are recorded: in any half and slot of the pool that failed no check.
+
+        By the digests: the rows themselves need not be read.
+        """
+        halves = self._group.halves
+        mine = next((h for h in halves if h.id == damage.number), None)
+        total = row_bytes.sum_of(damage.found, mine.seeds) if mine is not None and damage.digests else None
+        if total is None or mine is None or total == 0:  # a row of zeros is nobody's
+            return []
+        failed = {(d.number, d.slot) for d in others} | {(damage.number, damage.slot)}
+        found: list[Row] = []
+        for half in sorted(halves, key=lambda h: h is not mine):
+            wanted = (total + half.seeds[0]) & 0xFFFFFFFF
+            wanted -= (wanted >> 31) << 32
+            hits = (half.buffers.digest[0] == wanted).nonzero().flatten()[: SAME + len(failed)] if wanted else ()
+            found += [Row(half.id, slot) for slot in map(int, hits) if (half.id, slot) not in failed]
+            if len(found) >= SAME:
+                break
+        return found[:SAME]
+
+    def moved(self, damage: Damage) -> list[int]:
+        """Slots of the same tensor that hold what should be in the damaged one, and are not recorded with it."""
+        if not damage.digests:
+            return []
+        hits = [slot for slot, now in self._rows_astray(damage) if row_bytes.packed_equal(now, damage.stored)]
+        return [slot for slot in hits if slot != damage.slot][:SAME]
+
+    def _rows_astray(self, damage: Damage) -> list[tuple[int, int]]:
+        """Slots of a half, as far as there is room, whose bytes are not the recorded ones, each with its digest."""
+        if damage.number not in self._astray:
+            pairs = zip(self._group.halves, self._group.views, strict=True)
+            half, view = next((pair for pair in pairs if pair[0].id == damage.number), (None, None))
+            found = [] if half is None or view is None else list(self._read(half, view, damage.slot))
+            self._astray[damage.number] = found
+        return self._astray[damage.number]
+
+    def _read(self, half: PoolHalf, view: torch.Tensor, middle: int) -> Iterator[tuple[int, int]]:
+        layout, device = half.place.layout, half.buffers.digest.device
+        count = min(self._group.slots, self._room // layout.row_bytes)
+        self._room -= count * layout.row_bytes
+        first = max(0, min(middle - count // 2, self._group.slots - count))
+        step = max(1, AT_ONCE // layout.row_bytes)
+        for start in range(first, first + count, step):
+            slots = torch.arange(start, min(start + step, first + count), device=device)
+            rows = layout.gather(view, slots).reshape(slots.numel(), -1).contiguous().view(torch.uint8)
+            recorded = half.buffers.digest[:, slots]
+            now = row_bytes.digests_of(rows, half.seeds, recorded.shape[0])
+            for i in (now != packed(recorded)).nonzero().flatten().tolist():
+                yield start + i, int(now[i])
