@@ -81,6 +81,16 @@ def test_a_file_has_the_slot_its_neighbours_the_batch_and_the_settings(written):
     assert any("kvcanary.violation check=content" in line for line in incident.log)
 
 
+def test_a_file_from_before_a_field_was_added_is_read(written, tmp_path):
+    with zipfile.ZipFile(written) as old, zipfile.ZipFile(tmp_path / "old.zip", "w") as new:
+        told = json.loads(old.read("incident.json"))
+        for slot in told["incident"]["pools"][0]["near"]:
+            del slot["fits"]
+        new.writestr("incident.json", json.dumps(told))
+        new.writestr("tensors.safetensors", old.read("tensors.safetensors"))
+    assert file.load(tmp_path / "old.zip").records == file.load(written).records
+
+
 def slot_of_first_record(folder, number):
     """The slot that the first violation of the only file names, the record of that, and the story."""
     (found,) = folder.iterdir()
