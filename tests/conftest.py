@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -47,6 +48,27 @@ torch._dynamo.symbolic_convert.get_funcname = lambda *_: None
 # It extracts and renders the stack of each side effect, for a log that is off.
 if hasattr(torch._dynamo.config, "side_effect_replay_policy"):
     torch._dynamo.config.side_effect_replay_policy = "silent"
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    # At each call of a function in a kernel the interpreter searches triton.language for what to replace, half of its
+    # time.  What was replaced once stays.  It also makes a table of NumPy's types for each look at it.
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def _patch_once(fn, patch=interpreter._patch_lang):
+        patch(fn)
+        return interpreter._LangPatchScope()  # with nothing to put back
+
+    interpreter._patch_lang = _patch_once
+    _numpy_types = {}
+
+    def _numpy_type(dtype, look_up=interpreter._get_np_dtype):
+        name = dtype.scalar.name
+        if name not in _numpy_types:
+            _numpy_types[name] = look_up(dtype)
+        return _numpy_types[name]
+
+    interpreter._get_np_dtype = _numpy_type
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -355,7 +355,7 @@ def test_a_check_that_is_switched_off_stays_silent(check):
         rig.flip()
         rig.step()
     if check == "poison":
-        rig.model.layers[1].qkv.weight.data[HEADS * HEAD_DIM] = float("inf")
+        rig.model.layers[1].qkv.data[HEADS * HEAD_DIM] = float("inf")
         rig.step()
     if check == "chain":
         rig.step(positions=torch.zeros(2, 1, dtype=torch.int64))
