@@ -1,0 +1,14 @@
+"""Models of transformers, whose generate collects garbage, as our cache for it does."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_imported_by_now_stays():
+    """A collection would look at all that the tests before have imported and compiled: a second each, several a test."""
+    gc.collect()
+    gc.freeze()
