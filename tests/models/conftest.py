@@ -9,6 +9,6 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def _what_is_imported_by_now_stays():
-    """A collection would look at all that the tests before have imported and compiled: a second each, several a test."""
+    """Else a collection looks at what the tests before have imported and compiled: a second each, several a test."""
     gc.collect()
     gc.freeze()
