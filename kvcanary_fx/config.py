@@ -87,6 +87,8 @@ class CanaryConfig:
             exist.  The files hold what is known of the slots, prompts and KV bytes included: docs/incidents.md.
         incidents_kept: most files in that directory.
         privacy: what the files must not hold, out of :data:`PRIVATE`.
+        status: directory in which this process keeps a file of its counts, for ``kvcanary top --pid``, or None; made if
+            it does not exist.
         on_violation: called with each :class:`~kvcanary_fx.Violation`, in either mode.
 
     Raises:
@@ -108,6 +110,7 @@ class CanaryConfig:
     incidents: str | os.PathLike[str] | None = None
     incidents_kept: int = 20
     privacy: tuple[str, ...] = ()
+    status: str | os.PathLike[str] | None = None
     on_violation: Callable[[Any], None] | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -116,7 +119,7 @@ class CanaryConfig:
         _require_one(vars(self), "CanaryConfig")
         object.__setattr__(self, "checks", tuple(self.checks))
         object.__setattr__(self, "privacy", tuple(self.privacy))
-        for name in ("dump", "incidents"):
+        for name in ("dump", "incidents", "status"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else os.fspath(value))
 
@@ -171,6 +174,7 @@ class CanaryConfig:
             self.incidents,
             self.incidents_kept,
             self.privacy,
+            self.status,
             self.on_violation,
         )
 
@@ -412,6 +416,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "None, or the path of a directory that is there or can be made, and can be written to",
     ),
     "incidents": (
+        _is_directory_to_be,
+        "None, or the path of a directory that is there or can be made, and can be written to",
+    ),
+    "status": (
         _is_directory_to_be,
         "None, or the path of a directory that is there or can be made, and can be written to",
     ),

@@ -1,12 +1,14 @@
-"""Watch what a server guards, from its Prometheus endpoint.
+"""Watch what a server or a process guards.
 
-vLLM has one (http://HOST:8000/metrics).  With --once the status is 0 if everything is guarded and no check has failed,
-1 if not, and 2 if the endpoint cannot be read or has no metrics of the canary.
+A vLLM server has a Prometheus endpoint (--url http://HOST:8000/metrics).  Any process on this machine that was started
+with KVCANARY_STATUS=DIR has a file of its counts there (--pid PID).  With --once the status is 0 if everything is
+guarded and no check has failed, 1 if not, and 2 if there is nothing to read.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import http.client
 import math
 import sys
@@ -14,38 +16,51 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 
 from ..errors import EndpointError
 from ..reports.metrics_text import Reading, read
 from ..reports.violation import one_line
+from . import processes
 
 #: Seconds in which an endpoint has to answer, and the most bytes that are read of its answer.
 TIMEOUT, MOST_BYTES = 10.0, 1 << 26
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", help="of the endpoint, such as http://localhost:8000/metrics")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--url", help="of the endpoint, such as http://localhost:8000/metrics")
+    where.add_argument("--pid", type=int, help="a process with KVCANARY_STATUS; those that it started are counted, too")
+    parser.add_argument("--status", metavar="DIR", help="of the process's file (default: as it was started with)")
     parser.add_argument("--once", action="store_true", help="print one reading and exit")
     parser.add_argument("--every", type=_seconds, default=2.0, metavar="SECONDS", help="between two readings (2)")
 
 
 def run(args: argparse.Namespace) -> int:
-    url = _checked(args.url)
-    last, at = fetch(url), time.monotonic()
-    print(render(url, last))
+    name, ask = _source(args)
+    last, at = ask(), time.monotonic()
+    print(render(name, last))
     try:
         while not args.once:
             time.sleep(args.every)
             try:
-                news, now = fetch(url), time.monotonic()
+                news, now = ask(), time.monotonic()
             except EndpointError as e:  # a server that restarts is back soon
                 print(f"{_top_of_screen()}kvcanary: {e}", flush=True)
                 continue
-            print(_top_of_screen() + render(url, news, last, now - at), flush=True)
+            print(_top_of_screen() + render(name, news, last, now - at), flush=True)
             last, at = news, now
     except KeyboardInterrupt:
         pass
     return 0 if last.healthy else 1
+
+
+def _source(args: argparse.Namespace) -> tuple[str, Callable[[], Reading]]:
+    """What is watched, and how it is read."""
+    if args.pid is not None:
+        return f"--pid {args.pid}", functools.partial(processes.reading, args.pid, args.status)
+    url = _checked(args.url)
+    return url, functools.partial(fetch, url)
 
 
 def fetch(url: str) -> Reading:
@@ -74,7 +89,7 @@ def fetch(url: str) -> Reading:
     return reading
 
 
-def render(url: str, now: Reading, before: Reading | None = None, seconds: float = 0.0) -> str:
+def render(name: str, now: Reading, before: Reading | None = None, seconds: float = 0.0) -> str:
     """A reading as text.
 
     Args:
@@ -94,7 +109,7 @@ def render(url: str, now: Reading, before: Reading | None = None, seconds: float
     within = f"every stored byte within {now.within:.3g} s" if now.within else "unknown"
     return "\n".join(
         [
-            f"kvcanary top {one_line(url)}, {time.strftime('%H:%M:%S')}",
+            f"kvcanary top {one_line(name)}, {time.strftime('%H:%M:%S')}",
             f"guarded     {guarded} of {len(now.unguarded)} KV cache groups",
             *(f"  unguarded {one_line(group)}: {one_line(why)}" for group, why in now.unguarded.items() if why),
             f"checked     {count('slots_checked', 'slots')}, {count('forwards', 'forwards')}",
@@ -116,9 +131,9 @@ def _checked(url: str | None) -> str:
     Raises:
         EndpointError: there is none, or it is not one of http.
     """
-    remedy = "Give --url http://HOST:PORT/metrics of a vLLM server. A process without an endpoint: docs/monitoring.md"
+    remedy = "Give --url http://HOST:PORT/metrics of a vLLM server. Of any other process --pid PID: docs/monitoring.md"
     if url is None:
-        raise EndpointError("--url", "it is missing, and nothing but an endpoint is watched", remedy)
+        raise EndpointError("--url or --pid", "neither is given", remedy)
     try:
         parts = urllib.parse.urlsplit(url)
     except ValueError:

@@ -99,6 +99,7 @@ class EngineSession(CanarySession):
         self.observers.reset()
         self._alarm.clear()
         self._stepping.mark_ready()
+        self.follow()
 
     def close(self) -> None:
         """End the session: read what is left on the devices; later steps are an error.

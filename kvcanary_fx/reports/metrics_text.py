@@ -1,4 +1,4 @@
-"""What a server says about its guard in the text of its Prometheus endpoint."""
+"""What a server or a process says about its guard, in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -62,6 +62,20 @@ def read(text: str) -> Reading | None:
     return Reading(dict(counts), unguarded, dict(violations), within)
 
 
+def write(reading: Reading) -> str:
+    """Metrics in the text format of Prometheus, as :func:`read` reads them."""
+    lines = [f"{name} {value}" for name, value in sorted(reading.counts.items())]
+    lines += [
+        f"{PREFIX}guarded{{group={_quoted(group)},reason={_quoted(why)}}} {int(not why)}"
+        for group, why in reading.unguarded.items()
+    ]
+    lines += [
+        f"{PREFIX}violations_total{{check={_quoted(check)}}} {count}" for check, count in reading.violations.items()
+    ]
+    lines.append(f"{PREFIX}compared_within_seconds {reading.within}")
+    return "\n".join(lines) + "\n"
+
+
 def _sample(line: str) -> tuple[str, dict[str, str], float]:
     match = _SAMPLE.fullmatch(line.rstrip("\r"))
     if match is None:
@@ -71,6 +85,11 @@ def _sample(line: str) -> tuple[str, dict[str, str], float]:
     except ValueError:
         raise ValueError(line) from None
     return match[1], {name: _unquoted(text) for name, text in _LABEL.findall(match[2] or "")}, value
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
 
 
 def _unquoted(text: str) -> str:

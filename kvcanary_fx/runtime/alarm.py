@@ -7,11 +7,13 @@ import os
 from collections import deque
 
 from ..errors import IncidentError
-from ..reports import summary
+from ..reports import json_lines, summary
 from ..reports.incidents import file, log_tail
 from ..reports.incidents.folder import IncidentFolder
 from ..reports.log import ViolationLog
 from ..reports.violation import Violation
+from . import on_signal
+from .beside import Beside
 from .binding import Controls
 from .incidents import Told, Watched, describe
 from .rows import decode_blackbox, decode_row, take_judged, take_rows
@@ -33,6 +35,7 @@ class Alarm:
         Raises:
             MissingExtraError: incidents are asked for, and safetensors is not installed.
         """
+        json_lines.follow_environment()
         self._session, self._controls, self._lock = session, controls, lock
         self.found = ViolationLog()
         self.adopted_slots = 0
@@ -42,6 +45,7 @@ class Alarm:
         self._folder = IncidentFolder(str(config.incidents), config.incidents_kept) if asked else None
         if asked:
             log_tail.keep()
+            on_signal.follow(self)
 
     def clear(self) -> None:
         """Forget the violations so far, as at the end of a warm-up."""
@@ -92,6 +96,13 @@ class Alarm:
             raise IncidentError(
                 path, f"the snapshot cannot be written ({e.strerror or e})", "Give a path in a writable directory"
             ) from e
+
+    def snapshot_on_signal(self) -> None:
+        """Write a file to the directory of incidents; called by a thread of its own, and reads no ring."""
+        if self._folder is not None:
+            told = list(self._last)
+            with Beside().streams([self._controls]):
+                self._folder.snapshot(lambda: describe(self._session, told, self.found.total, "snapshot"))
 
     def _note(self, told: list[Told], total: int) -> None:
         self._last.extend(told)

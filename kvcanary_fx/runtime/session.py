@@ -17,8 +17,9 @@ from ..errors import CanaryError, MissedChecksError, RecompileLimitError
 from ..kernels.buffers import Count, Gate
 from ..kernels.context import publish, withdraw
 from ..passes.graph_plan import GraphPlan
-from ..reports import json_lines, summary
+from ..reports import summary
 from ..reports.violation import KVCacheViolation, Violation
+from . import status
 from .alarm import Alarm
 from .binding import Controls, GraphBinding
 from .bound_call import BoundCall, RunningCalls
@@ -64,7 +65,6 @@ class CanarySession:
     calls_are_judged = False
 
     def __init__(self, config: CanaryConfig | None = None):
-        json_lines.follow_environment()
         self.config = config or CanaryConfig.from_env()
         self.hooks = Hooks()
         self.registry = PoolRegistry(self.config.planes)
@@ -94,7 +94,12 @@ class CanarySession:
         with self._lock:
             self.plans.append(plan)
             self.bindings.append(binding)
+        self.follow()
         return binding
+
+    def follow(self) -> None:
+        """Count this session in the file of the setting ``status``, from here on."""
+        status.follow(self)
 
     def _keep_to_budget(self, devices: Iterable[torch.device]) -> None:
         """If one of the devices has a budget, let it decide which share of the bytes is compared in each step."""

@@ -20,9 +20,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
 from ...engine.observers.stats import EngineStats
+from ...runtime.beside import Beside
 from .settings import COUNTS_VARIABLE
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class Counts:
                 of the middle of a step.  Otherwise between two forwards, which wait for it.
         """
         watched, ending = [weakref.ref(session) for session in sessions], threading.Event()
-        read = _Beside() if beside else None
+        read = Beside() if beside else None
 
         def write_news() -> bool:
             """Whether the sessions are still alive."""
@@ -93,7 +92,8 @@ class Counts:
             if steps != self._steps:
                 self._steps = steps
                 if read is not None:
-                    self.write(*read.stats(followed))
+                    with read.streams(session.controls for session in followed):
+                        self.write(*(session.stats(drain=False) for session in followed))
                 else:
                     with self._lock:
                         self.write(*(session.stats() for session in followed))
@@ -161,20 +161,6 @@ def guarded() -> dict[str, str]:
         for group, why in json.loads(path.read_text())["guarded"].items():
             states[group] = states.get(group) or why
     return states
-
-
-class _Beside:
-    """Reads counts in a stream that waits for no other: under the lock it kept a runner that is ahead of its device
-    waiting until the device had caught up, in every reading."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def stats(self, sessions: Iterable[EngineSession]) -> list[EngineStats]:
-        with contextlib.ExitStack() as streams:
-            for device in {d for session in sessions for d in session.controls.by_device if d.type == "cuda"}:
-                streams.enter_context(torch.cuda.stream(self._streams.setdefault(device, torch.cuda.Stream(device))))
-            return [session.stats(drain=False) for session in sessions]
 
 
 def compared_within() -> float:

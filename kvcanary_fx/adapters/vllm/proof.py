@@ -32,7 +32,7 @@ def prove(groups: Sequence[Group], config: CanaryConfig) -> None:
     if "content" not in config.checks:
         return
     alone = dataclasses.replace(
-        config, mode="log", budget="auto", verify_fraction="1", incidents=None, on_violation=None
+        config, mode="log", budget="auto", verify_fraction="1", incidents=None, status=None, on_violation=None
     )
     with muted(), torch.inference_mode(False):
         failed = [failure for group in groups for failure in _failures(group, alone)]

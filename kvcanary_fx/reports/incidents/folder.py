@@ -26,6 +26,9 @@ _written = 0
 
 Kind = tuple[str, str, str]
 
+#: In the place of a kind, in the name of a file that a signal has asked for.
+_SNAPSHOT: Kind = ("snapshot", "on", "signal")
+
 
 def kind_of(violation: Violation) -> Kind:
     """What makes two violations of one kind: the check, its reason and the phase."""
@@ -58,11 +61,17 @@ class IncidentFolder:
         with self._lock:
             new = [kind for kind in dict.fromkeys(map(kind_of, fresh)) if kind not in self._seen]
             self._seen.update(new)
-        if not new:
-            return
+        if new:
+            self._write(new[0], describe)
+
+    def snapshot(self, describe: Callable[[], Incident]) -> None:
+        """Write what ``describe`` returns, whatever was written before."""
+        self._write(_SNAPSHOT, describe)
+
+    def _write(self, kind: Kind, describe: Callable[[], Incident]) -> None:
         try:
             self._make_room()
-            path = self._path / _name(new[0])
+            path = self._path / _name(kind)
             file.save(describe(), path)
         except (OSError, RuntimeError, ValueError, TypeError, LookupError, MemoryError, CanaryError) as e:
             self._warn(e)
