@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +41,7 @@ from ..kernels.content.layer import LayerRecord
 from ..kernels.context import ForwardContext, forward_context
 from ..kernels.layer_ops import record_in, verify_in
 from ..kernels.ops import kernels_for, request_kernels_for
+from .kept_forward import KeptForward, Reads, keep
 
 if TYPE_CHECKING:
     from .forward import Forward
@@ -115,6 +116,48 @@ class LayerChecks:
                 yield
             finally:
                 self._steps.join()  # the graph ends with the checks of its last layer
+
+    def keep(self, requests: int, tokens: int, take_in: Callable[[], None], reads: Sequence[Reads] = ()) -> KeptForward:
+        """Capture what is checked before and after the model, for batches that are on the device.
+
+        Call :meth:`reserve` first.  The layers of a batch without a history, whose requests read nothing that others
+        write in the same forward.
+
+        Args:
+            requests, tokens: of the largest batch.
+            take_in: launches what fills the step inputs and their counts, ``session.inputs.buffer(name)``; what it
+                does not fill stays empty.
+            reads: as :meth:`.EngineSession.check_reads` takes them.
+
+        Raises:
+            StepInputError: more than the session's ``max_requests`` or ``max_tokens``.
+        """
+        running = self._steps.padded(requests, tokens)
+        return keep(
+            self._steps.pools_by_space,
+            running,
+            self._context(running),
+            self._session.config,
+            take_in,
+            begin=lambda: self._begin(running),
+            join=lambda: self._steps.join(all=True),
+            reads=reads,
+        )
+
+    @contextlib.contextmanager
+    def kept(self, kept: KeptForward, send: Callable[[int], tuple[int, int]]) -> Iterator[None]:
+        """A step of the engine with one forward, in the place of ``session.step``, ``session.forward`` and
+        :meth:`publish`: around the model.
+
+        Args:
+            send: copies to the device what ``take_in`` needs, given the number of the step; how many requests and
+                tokens it has.
+
+        Raises:
+            SessionStateError: a step is already running, or the session is closed.
+        """
+        with self._session.paced(self._steps.kept(kept, send)), forward_context(kept.context):
+            yield
 
     def _begin(self, running: Forward) -> None:
         """Count a forward, as a graph's first op does, for the number in reports.  Compare what it reads."""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ from .observers.stats import EngineStats
 from .observers.windows import WindowReport
 from .request_ids import RequestId, RequestIds, require_ids
 from .steps import Steps
+
+Step = TypeVar("Step")
 
 
 class EngineSession(CanarySession):
@@ -117,8 +119,11 @@ class EngineSession(CanarySession):
             StepInputError: the batch does not fit.
             KVCacheViolation: mode ``raise``, and a check failed.
         """
-        inner = self._stepping.step(batch, self)
-        return inner if self.pace is None or not self._stepping.ready else self.pace.step(inner, *self._weight)
+        return self.paced(self._stepping.step(batch, self))
+
+    def paced(self, step: contextlib.AbstractContextManager[Step]) -> contextlib.AbstractContextManager[Step]:
+        """A step, measured now and then if there is a budget."""
+        return step if self.pace is None or not self._stepping.ready else self.pace.step(step, *self._weight)
 
     @functools.cached_property
     def _weight(self) -> tuple[torch.device, int]:

@@ -84,6 +84,7 @@ class StepInputs:
         self._real_counts: torch.Tensor | None = None  # this step's, on the device
         self._owned: set[int] | None = None  # addresses of the buffers; None: not looked up yet
         self.step = 0
+        self._by_graph = {Axis.BATCH: 0, Axis.TOKENS: 0}  # entries that are not padding, and that no fill wrote
         self._written: tuple[int | None, ...] = (0, 0, 0)  # what ``counts`` holds, as far as known
         self._unknown = False  # a graph writes to ``counts`` at each replay
         self._device = self._counts.device  # "cuda" has become "cuda:0" here
@@ -234,6 +235,13 @@ class StepInputs:
             self._write_counts()
             self._gathered.send()
 
+    def filled_by_graph(self, requests: int, tokens: int) -> None:
+        """Something on the device has written so much of each buffer, and ``counts``: the next fill pads it."""
+        for axis, count in ((Axis.BATCH, requests), (Axis.TOKENS, tokens)):
+            self._sizes[axis] = "a graph", count
+            self._by_graph[axis] = max(self._by_graph[axis], count)
+        self._written = (None, None, None)
+
     def view(self, padded_bs: int | None = None, padded_tokens: int | None = None) -> StepView:
         """This step's inputs with ``padded_bs`` requests and ``padded_tokens`` tokens; by default the real ones.
 
@@ -263,6 +271,9 @@ class StepInputs:
         return StepView(self._batch, shown.values, shown.axes, real, padded, shown.lengths, shown.kept_plans)
 
     def _forget(self) -> None:
+        for slot in self._slots.values() if any(self._by_graph.values()) else ():
+            slot.used = max(slot.used, self._by_graph[slot.axis])
+        self._by_graph = {Axis.BATCH: 0, Axis.TOKENS: 0}
         self._batch = None
         self._filled.clear()
         self._sizes.clear()

@@ -16,6 +16,7 @@ from ..runtime.readback import Poll
 from .batch import Inputs
 from .forward import Clock, Forward, beside_capture, check_after, check_before, check_layers, remember
 from .guarded_pool import Pools
+from .kept_forward import KeptForward, around
 from .observers.all import Observers
 from .step_view import StepView
 
@@ -34,6 +35,7 @@ class Steps:
         done: steps that ended without an error.
         ready: the warm-up ended.
         closed: no further step may begin.
+        pools_by_space: the pools by the number of their slot space.
         sides: streams of the work that a layer waits for, if checks run beside the model.
     """
 
@@ -55,7 +57,7 @@ class Steps:
         """
         self._pools, self._inputs, self._config, self._observers = pools, inputs, config, observers
         self._look, self._drain = look, drain
-        self._spaces = {p.space.space_id: p for p in pools.values()}
+        self.pools_by_space = {p.space.space_id: p for p in pools.values()}
         devices = dict.fromkeys(p.declared.device for p in pools.values())
         beside = [d for d in devices if side_stream.can_fork(d)] if config.placement == "side" else ()
         self.sides = {d: side_stream.SideStream(d) for d in beside}
@@ -151,6 +153,26 @@ class Steps:
         finally:
             self.running = None
 
+    @contextlib.contextmanager
+    def kept(self, kept: KeptForward, send: Callable[[int], tuple[int, int]]) -> Iterator[None]:
+        """A step with one forward, whose checks were kept.  See :meth:`.LayerChecks.kept`."""
+        self.require_open()
+        self._require_no_step()
+        self._thread = threading.current_thread()
+        self.begun += 1
+        try:
+            self.flush()
+            self._inputs.filled_by_graph(*send(self.begun))
+            self.running = kept.forward
+            with around(kept):
+                yield
+            self.running = None
+            self.done += 1
+            self._observers.after_forward(kept.forward.plans)
+            self._observers.after_step()
+        finally:
+            self.running = self._thread = None
+
     def padded(self, requests: int, tokens: int) -> Forward:
         """A forward of no requests, for a graph whose replays run inside other forwards.  See
         :meth:`.LayerChecks.captured`."""
@@ -168,7 +190,7 @@ class Steps:
 
     def check_layers(self, running: Forward) -> None:
         """Compare what a forward reads in all layers at once, see :func:`.forward.check_layers`."""
-        check_layers(self._spaces, running, self._pool_sides, self.sides)
+        check_layers(self.pools_by_space, running, self._pool_sides, self.sides)
 
     def _view_of(self, batch: Any) -> Mapping[str | None, StepView]:
         views = self._inputs.fill(batch, self.begun)
@@ -178,17 +200,17 @@ class Steps:
     def _plans(self, views: Mapping[str | None, StepView]) -> dict[int, RequestPlan]:
         """The plan of each pool, by the number of its slot space."""
         plans = self._inputs.plans(views)
-        return {number: plans[pool.name] for number, pool in self._spaces.items() if pool.name in plans}
+        return {number: plans[pool.name] for number, pool in self.pools_by_space.items() if pool.name in plans}
 
     def _before(self, running: Forward) -> None:
         with beside_capture(self.sides.values()) as beside:
-            check_before(self._spaces, running.plans)
+            check_before(self.pools_by_space, running.plans)
             if beside:
-                remember(self._spaces, running)
+                remember(self.pools_by_space, running)
         if self._on_host:
             self._look()  # free on the CPU, and the write has not happened yet
 
     def _after(self, running: Forward) -> None:
-        remember(self._spaces, running)
-        check_after(self._spaces, running.plans, self._config)
+        remember(self.pools_by_space, running)
+        check_after(self.pools_by_space, running.plans, self._config)
         self._look()

@@ -93,7 +93,8 @@ def test_hooks_into_vllm_are_documented_as_they_are_checked():
         assert f"**{need}.**" in page
         for point in [p for p in HOOK_POINTS if p.need == need]:
             takes = point.takes if point.takes == "property" else f"({point.takes})"
-            expected.append(f"| `{point.name}` | `{takes}` | {point.why}{', called' * point.called} |")
+            told = f"{point.why}{', called' * point.called}{', on the stack' * point.on_stack}"
+            expected.append(f"| `{point.name}` | `{takes}` | {told} |")
     assert rows == expected
 
 

@@ -42,7 +42,9 @@ class Runner:
         spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=PAGE), layer_names=[])
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[spec])
         self.req_states = SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=torch.zeros(4, dtype=torch.int32)))
-        self.input_buffers = SimpleNamespace(seq_lens=torch.zeros(4, dtype=torch.int32))
+        numbers = {"seq_lens": 4, "query_start_loc": 5, "input_ids": 16, "positions": 16}
+        buffers = {name: torch.zeros(size, dtype=torch.int32) for name, size in numbers.items()}
+        self.input_buffers = SimpleNamespace(**buffers)
         table = torch.zeros(4, 9, dtype=torch.int32)
         self.block_tables = SimpleNamespace(
             input_block_tables=[table], slot_mappings=torch.full((1, 16), -1, dtype=torch.int64)
@@ -110,6 +112,11 @@ class Runner:
         if wrong is not None:
             self.block_tables.input_block_tables[0][0, 0] = wrong
         self.block_tables.slot_mappings[0, : len(slots)] = torch.tensor(slots)
+        buffers, ends = self.input_buffers, np.cumsum(list(tokens.values()))
+        buffers.query_start_loc[: len(tokens) + 1] = torch.tensor([0, *ends])
+        buffers.input_ids[: len(slots)], buffers.positions[: len(slots)] = positions + 3, positions
+        buffers.seq_lens[: len(tokens)] = torch.tensor([places.stop for places in where.values()])
+        index = [self.row[r] for r in tokens]
         batch = SimpleNamespace(
             req_ids=list(tokens),
             num_reqs=len(tokens),
@@ -117,10 +124,11 @@ class Runner:
             num_tokens_after_padding=len(slots),
             num_draft_tokens=0,
             num_scheduled_tokens=np.array(list(tokens.values())),
-            idx_mapping=torch.tensor([self.row[r] for r in tokens]),
-            input_ids=positions.to(torch.int32) + 3,
+            idx_mapping=torch.tensor(index),
+            idx_mapping_np=np.array(index),
+            input_ids=buffers.input_ids[: len(slots)],
             positions=positions,
-            seq_lens=torch.tensor([places.stop for places in where.values()], dtype=torch.int32),
+            seq_lens=buffers.seq_lens[: len(tokens)],
         )
         return batch, torch.tensor(slots)
 

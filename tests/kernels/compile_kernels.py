@@ -20,6 +20,7 @@ import toys
 import triton
 from gpu_on_cpu import use_gpu_kernels
 from scenes import play, random_scene, random_step
+from test_take_in import random_inputs
 from test_write import Layer, random_write
 from toy import Toy
 from triton.backends.compiler import GPUTarget
@@ -62,7 +63,7 @@ def compile_only() -> dict[str, set[str]]:
 
 def kernels() -> set[str]:
     """The names of all that can be launched."""
-    modules = [m for name, m in list(sys.modules.items()) if re.match(r"kvcanary_fx\.kernels\.(\w+\.)?triton_", name)]
+    modules = [m for name, m in list(sys.modules.items()) if re.match(r"kvcanary_fx\.(\w+\.)*triton_", name)]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
     return {f.fn.__name__ for f in found if f.fn.__name__.endswith("_kernel")}
 
@@ -117,12 +118,18 @@ def spaces() -> None:
             check(space, plan)
 
 
+def adapters() -> None:
+    """What an adapter has of its own."""
+    random_inputs(random.Random(0)).launch(4, 8)
+
+
 def main() -> int:
     seen = compile_only()
     use_gpu_kernels(setattr)
     layers()
     engine()
     spaces()
+    adapters()
     for name, variants in sorted(seen.items()):
         print(f"{name}: {len(variants)} variants")
     missing = kernels() - set(seen)

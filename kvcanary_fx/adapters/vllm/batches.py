@@ -102,4 +102,4 @@ def kernel_tables(metadata: Any, lengths: torch.Tensor, count: int) -> tuple[tor
     tables = [part for part in parts if part is not None]
     if not tables or sum(len(t) for t in tables) < count:
         return None
-    return torch.cat(tables)[:count], lengths[:count]
+    return (tables[0] if len(tables) == 1 else torch.cat(tables))[:count], lengths[:count]

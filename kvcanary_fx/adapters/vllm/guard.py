@@ -171,12 +171,12 @@ class Guard:
         told: Message | None = getattr(scheduled, ATTRIBUTE, None)
         if self._allocations != (told is not None):  # a scheduler of another make, or in an unguarded process
             self.begin(told is not None)
+        for request in scheduled.finished_req_ids:  # whose ids may be given again
+            self.namespaces.pop(request, None)
         if told is not None:
             self.books.apply(told.events)
             self.namespaces.update(told.namespaces)
         self.ledger.take(scheduled)
-        for request in scheduled.finished_req_ids:
-            self.namespaces.pop(request, None)
         try:
             yield
         finally:

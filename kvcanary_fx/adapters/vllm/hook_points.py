@@ -39,6 +39,7 @@ class HookPoint:
         takes: its parameters, as in a stub: ``self, num_blocks, prefix=...``; ``property`` for a property.
         why: what the canary does there.
         called: the canary calls it and does not wrap it.
+        on_stack: its frame is looked for on the stack, and it is not wrapped.
         on_cpu: it exists only where vLLM runs on a CPU.
         of_server: it is hooked only in the process of a server.
     """
@@ -48,6 +49,7 @@ class HookPoint:
     takes: str
     why: str
     called: bool = False
+    on_stack: bool = False
     on_cpu: bool = False
     of_server: bool = False
 
@@ -89,9 +91,10 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
             "num_lookahead_tokens=..., num_external_computed_tokens=..., delay_cache_blocks=..., "
             "num_encoder_tokens=..., full_sequence_must_fit=..., reserved_blocks=..., has_scheduled_reqs=..., "
             "skip_zeroing_group_ids=...",
-            "for which request the block pool is asked, its adapter and its salt",
+            "says for which request the block pool is asked",
         ),
-        ("free", "self, request", "for which request blocks are given up"),
+        ("free", "self, request", "the same, for blocks that are given up"),
+        on_stack=True,
     ),
     *_part(
         NEEDS[0],
@@ -105,7 +108,7 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
         (
             "add_local_computed_blocks",
             "self, request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens",
-            "for which request and KV cache group the block pool is asked",
+            "says for which request and KV cache group the block pool is asked",
         ),
         ("allocate_new_blocks", "self, request_id, num_tokens, num_tokens_main_model", "the same"),
         ("free", "self, request_id", "the same"),
@@ -114,6 +117,11 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
             "self, request_id, processed_computed_tokens, num_prompt_tokens=...",
             "the same, for blocks that left a sliding window",
         ),
+        on_stack=True,
+    ),
+    *_part(
+        NEEDS[0],
+        _MANAGER,
         (
             "allocate_external_computed_blocks",
             "self, request_id, num_local_computed_tokens, num_external_computed_tokens, record_for_zeroing=...",

@@ -28,15 +28,9 @@ class Message:
 
 
 class Journal:
-    """Of one block pool.
-
-    Attributes:
-        caller: ``(request id, KV cache group)`` of the call into the pool that is running; None if unknown.  A pool has
-            one scheduler, and that one thread.
-    """
+    """Of one block pool."""
 
     def __init__(self) -> None:
-        self.caller: tuple[str | None, int | None] = (None, None)
         self._message = Message()
 
     def note(self, name: str, *arguments: Any) -> None:

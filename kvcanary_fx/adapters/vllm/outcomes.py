@@ -21,6 +21,7 @@ from vllm.v1.request import RequestStatus
 from ...reports.violation import one_line
 from . import counts
 from .blocks import journal_of
+from .identity import namespace
 from .journal import ATTRIBUTE
 from .patching import wrap_in_all
 from .verdict import Verdict
@@ -45,6 +46,10 @@ def _schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs
     output = original(scheduler, *args, **kwargs)
     journal = journal_of(scheduler.kv_cache_manager.block_pool)
     if journal is not None:
+        for new in output.scheduled_new_reqs:
+            request = scheduler.requests[new.req_id]
+            if request.lora_request is not None or request.cache_salt:
+                journal.name(new.req_id, namespace(request.lora_request, request.cache_salt))
         setattr(output, ATTRIBUTE, journal.take())
     return output
 

@@ -68,15 +68,3 @@ def wrap_in_all(base: type, name: str, around: Callable[..., Any]) -> None:
     wrap(base, name, outermost)
     for cls in overrides(base, name):
         wrap(cls, name, outermost)
-
-
-def wrap_each(base: type, name: str, around: Callable[..., Any]) -> None:
-    """:func:`wrap_in_all`, for an ``around`` that may be called again within its own call, and then as cheaply as the
-    method allows.
-
-    Raises:
-        EngineError: the base has no such method.
-    """
-    wrap(base, name, around)
-    for cls in overrides(base, name):
-        wrap(cls, name, around)

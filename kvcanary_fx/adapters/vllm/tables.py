@@ -53,11 +53,8 @@ class Ledger:
             self._replace(new.req_id, new.block_ids)
         cached = scheduled.scheduled_cached_reqs
         for request, pages in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request in cached.resumed_req_ids:
-                self._replace(request, pages)
-            elif pages is not None:
-                for known, more in zip(self._requests[request].groups, pages, strict=True):
-                    known.extend(more)
+            if pages is not None:  # which few have in a step
+                (self._replace if request in cached.resumed_req_ids else self._extend)(request, pages)
 
     def show(self, requests: Sequence[str]) -> None:
         """Set row i of each table to the pages of ``requests[i]``."""
@@ -85,6 +82,8 @@ class Ledger:
             page_sizes: tokens of a page of each group.
         """
         cached = scheduled.scheduled_cached_reqs
+        if not cached.resumed_req_ids and not any(new.num_computed_tokens for new in scheduled.scheduled_new_reqs):
+            return [set() for _ in page_sizes]
         stored = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         stored.update({new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs})
         joined = [new.req_id for new in scheduled.scheduled_new_reqs] + sorted(cached.resumed_req_ids)
@@ -100,6 +99,10 @@ class Ledger:
             read = {page for r in joined for page in self._requests[r].groups[group][: stored[r] // size]}
             found.append(written & read - {0})  # page 0 stands for none
         return found
+
+    def _extend(self, request: str, pages: Sequence[Sequence[int]]) -> None:
+        for known, more in zip(self._requests[request].groups, pages, strict=True):
+            known.extend(more)
 
     def _replace(self, request: str, pages: Sequence[Sequence[int]]) -> None:
         self._versions += 1

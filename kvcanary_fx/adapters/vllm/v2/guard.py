@@ -15,24 +15,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
 from ....errors import EngineError
 from ....kernels.side_stream import capturing
 from .. import ops
-from ..batches import kernel_tables
 from ..guard import Guard, widths
 from ..journal import ATTRIBUTE, Message
 from ..pools import Group
 from ..settings import VllmSettings
 from ..verdict import Verdict
-from .batches import histories, make_batch
+from .forwards import Forwards
 from .outputs import Flags
 from .rows import Rows
 from .warm_up import WarmUp
@@ -57,6 +55,7 @@ class GuardV2(Guard):
         groups: list[Group],
         unguarded: Mapping[str, str] | None = None,
     ):
+        self._runner = runner
         self._room = runner.max_num_reqs, runner.max_num_tokens
         self._warm_up = WarmUp(runner, groups)
         self._open: contextlib.ExitStack | None = None  # our step, while the model runs
@@ -66,7 +65,6 @@ class GuardV2(Guard):
         self._stale = False  # the plan on the device is that of a step that has ended
         self._disabled = self._capturing = False
         self.layers_in_graphs: dict[int, int] = {}
-        self._prompts: dict[str, Sequence[int]] = {}
         super().__init__(runner, settings, self_test, groups, unguarded)
 
     def begin(self, allocations: bool) -> None:
@@ -81,17 +79,22 @@ class GuardV2(Guard):
         return self._session_of(
             self.groups,
             allocations,
-            warm_up=self._warm_up.run,
+            warm_up=self._begin_session,
             health_every=0,  # it waits for the device; see :meth:`after_model`
             max_requests=self._room[0],
             max_tokens=self._room[1],
             mode="log",  # raised where the tokens are read
         )
 
-    def _make_layers(self, session: EngineSession) -> LayerChecks:
+    def _begin_session(self, session: EngineSession) -> None:
+        """Before anything counts."""
+        self._warm_up.run(session)
         layers = self._warm_up.layers
         layers.reserve(*self._room)
-        return layers
+        self._forwards = Forwards(self._runner, self.groups, session, layers, self.rows)
+
+    def _make_layers(self, session: EngineSession) -> LayerChecks:
+        return self._warm_up.layers
 
     def _make_ledger(self, runner: Any) -> Rows:
         return Rows(runner.max_num_reqs, widths(runner, runner.num_speculative_steps), runner.device)
@@ -159,11 +162,10 @@ class GuardV2(Guard):
         with self._counts.busy():  # another thread may be reading violations, and send what is queued for the device
             self.books.apply(told.events)
             self._forget_copies(scheduled)
+        for request in scheduled.finished_req_ids:  # whose ids may be given again
+            self.namespaces.pop(request, None)
         self.namespaces.update(told.namespaces)
         self.rows.take(scheduled)
-        for request in scheduled.finished_req_ids:
-            self.namespaces.pop(request, None)
-        self._prompts = {new.req_id: new.prefill_token_ids or () for new in scheduled.scheduled_new_reqs}
         self.scheduled = scheduled
         try:
             yield
@@ -207,15 +209,9 @@ class GuardV2(Guard):
         """
         if self.scheduled is None or self._disabled:
             return
-        if self._ends_engine and self.session.found.untold:
-            self.session.check()
-        rows = self.rows.rows_of(batch.req_ids)
+        self._look_at_unread()
         in_flight = self.ledger.in_flight(self.scheduled, self._page_sizes)
         self.in_flight, self._requests = any(in_flight), batch.req_ids
-        fields = make_batch(runner, batch, self.groups, rows, self.namespaces, self.in_flight)
-        if any(new.num_computed_tokens for new in self.scheduled.scheduled_new_reqs):
-            # what a request takes up from the prefix cache; what it wrote itself is compared by the chain of tokens
-            fields["history"], fields["history_lens"] = histories(batch.req_ids, self._prompts)
         self._stale = True
         self._tokens = batch.num_tokens_after_padding
         self._replayed = self._tokens if metadata is not None else 0  # vLLM gives it where there is no context
@@ -223,12 +219,19 @@ class GuardV2(Guard):
             opened.enter_context(self._counts.busy())
             self.books.settle(in_flight)
             opened.callback(self.books.after_forward)
-            opened.enter_context(self.session.step(fields))
-            opened.enter_context(self.session.forward())
-            opened.enter_context(self._layers.publish())
+            new = self.scheduled.scheduled_new_reqs
+            self._forwards.begin(opened, batch, metadata, new, self.namespaces, self.in_flight)
             self._guarded = opened.enter_context(ops.one_forward())
-            self._compare_tables(batch, metadata)
             self._open = opened.pop_all()
+
+    def _look_at_unread(self) -> None:
+        """Read the violations of steps whose tokens nobody reads on this rank."""
+        if self._flags.unread(early=self._ends_engine):
+            with self._counts.busy():
+                self.session.drain()
+                self._tell_news()
+        if self._ends_engine and self.session.found.untold:
+            self.session.check()
 
     def after_model(self) -> None:
         """After the model."""
@@ -244,17 +247,6 @@ class GuardV2(Guard):
             self.session.lose_coverage(
                 f"only {seen} of {self._layers_of_ours} layers were checked in a forward of {self._tokens} tokens"
             )
-
-    def _compare_tables(self, batch: Any, metadata: Any) -> None:
-        """Compare the block tables that the attention kernels get with the scheduler's."""
-        if metadata is None and is_forward_context_available():
-            metadata = get_forward_context().attn_metadata
-        if not isinstance(metadata, dict):
-            return
-        for group in self.groups:
-            given = kernel_tables(metadata[next(iter(group.layers))], batch.seq_lens, batch.num_reqs)
-            if given is not None:
-                self.session.check_reads(*given, pool=group.name, page_size=group.kernel_page_size)
 
     # ---- where the tokens are read
 

@@ -15,10 +15,14 @@ from ..tables import Ledger
 class Rows(Ledger):
     """A :class:`.Ledger` of which only the new pages go to the device: the second runner's batches change their order
     in each step, and the tables of :class:`.Ledger` are copied whole.
+
+    Attributes:
+        moved: how often a request got a row.
     """
 
     def __init__(self, max_requests: int, widths: Sequence[int], device: torch.device):
         super().__init__(max_requests, widths, device)
+        self.moved = 0
         self._free = list(range(max_requests))[::-1]
         self._row_of: dict[str, int] = {}
         self._sent: dict[str, tuple[int, list[int]]] = {}  # version of its pages, and how many of each group
@@ -36,37 +40,48 @@ class Rows(Ledger):
             if row is not None:
                 self._free.append(row)
         super().take(scheduled)
-        self._changed.update(dict.fromkeys(new.req_id for new in scheduled.scheduled_new_reqs))
-        cached = scheduled.scheduled_cached_reqs
-        pages = zip(cached.req_ids, cached.new_block_ids, strict=True)
-        self._changed.update(dict.fromkeys(request for request, more in pages if more is not None))
+
+    def _extend(self, request: str, pages: Sequence[Sequence[int]]) -> None:
+        super()._extend(request, pages)
+        self._changed[request] = None
+
+    def _replace(self, request: str, pages: Sequence[Sequence[int]]) -> None:
+        super()._replace(request, pages)
+        self._changed[request] = None
 
     def rows_of(self, requests: Sequence[str]) -> list[int]:
-        """The row of each request; its new pages are sent to the device."""
+        """The row of each request."""
         for request in requests:
             if request not in self._row_of:
                 self._row_of[request] = self._free.pop()
-        self._send([request for request in self._changed if request in self._row_of])
+                self.moved += 1
         return [self._row_of[request] for request in requests]
 
-    def _send(self, requests: Sequence[str]) -> None:
-        places = [array("i") for _ in self.tables]
-        numbers = [array("i") for _ in self.tables]
-        for request in requests:
+    def new_pages(self) -> list[tuple[int, int, int]]:
+        """What the tables on the device lack, each once: ``(group, place in its table, page)``."""
+        if not self._changed:
+            return []
+        found: list[tuple[int, int, int]] = []
+        for request in [request for request in self._changed if request in self._row_of]:
             del self._changed[request]
             pages, row = self._requests[request], self._row_of[request]
             version, shown = self._sent.get(request, (-1, []))
             if version != pages.version:
                 shown = [0] * len(self.tables)
             for group, known in enumerate(pages.groups):
-                first = row * self.tables[group].shape[1]
-                places[group].extend(range(first + shown[group], first + len(known)))
-                numbers[group].extend(known[shown[group] :])
+                first, place = shown[group], row * self.tables[group].shape[1]
+                found += [(group, place + first + i, page) for i, page in enumerate(known[first:])]
                 shown[group] = len(known)
             self._sent[request] = pages.version, shown
-        for table, place, number in zip(self.tables, places, numbers, strict=True):
-            if place:
-                self._write(table, place, number)
+        return found
+
+    def write(self, pages: Sequence[tuple[int, int, int]]) -> None:
+        """Send :meth:`new_pages` to the tables."""
+        for group, table in enumerate(self.tables):
+            mine = [(place, page) for number, place, page in pages if number == group]
+            if mine:
+                places, numbers = zip(*mine, strict=True)
+                self._write(table, array("i", places), array("i", numbers))
 
     def _write(self, table: torch.Tensor, places: array[int], numbers: array[int]) -> None:
         """One copy and one launch."""

@@ -1,0 +1,147 @@
+"""Decode steps: their checks before and after the model are captured, see :mod:`kvcanary_fx.engine.kept_forward`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ....engine.forward import Forward, check_reads
+from ....engine.kept_forward import KeptForward, Reads, smallest
+from ....engine.layers import LayerChecks
+from ....engine.session import EngineSession
+from ..pools import Group
+from .rows import Rows
+from .take_in import PAGES, Inputs, Landing, TakeIn, clock_of
+
+
+class DecodeSteps:
+    """The checks of batches in which each request adds a token, or a token and its drafts.
+
+    Any batch that fits is checked by them, also one with a short prompt in it.
+    """
+
+    def __init__(self, runner: Any, groups: Sequence[Group], session: EngineSession, checks: LayerChecks, rows: Rows):
+        """
+        Args:
+            checks: with room reserved for the largest batch.
+        """
+        self._session, self._checks, self._rows = session, checks, rows
+        self._adaptive = runner.adaptive_verification is not None
+        self._landing = Landing(runner.max_num_reqs, runner.device)
+        take_in = TakeIn(self._landing, _inputs(runner, groups, session, rows))
+        reads, self._tables = [], {}
+        for group in groups:
+            pages, lengths = runner.block_tables.input_block_tables[group.number], runner.input_buffers.seq_lens
+            reads.append(Reads(session.pools[group.name], pages, lengths, group.kernel_page_size))
+            self._tables[group.name] = _place(pages), _place(lengths)
+        self._kept = [self._keep(take_in, reads, *size) for size in _sizes(runner)]
+        self._known: tuple[Any, ...] = ()  # what the landing has of the requests
+        self._index = self._added = np.empty(0, dtype=np.int64)
+
+    def _keep(self, take_in: TakeIn, reads: Sequence[Reads], requests: int, tokens: int) -> KeptForward:
+        return self._checks.keep(requests, tokens, lambda: take_in(requests, tokens), reads)
+
+    def kept(self, batch: Any) -> KeptForward | None:
+        """The checks that a batch fits into."""
+        return smallest(self._kept, batch.num_reqs, batch.num_tokens)
+
+    def compare_table(self, kept: KeptForward, group: Group, table: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Compare the block table that attention gets, unless it is the one that is compared already.
+
+        Args:
+            table: integer ``[requests, pages]``.
+            lengths: integer ``[requests]``.
+        """
+        if self._tables[group.name] == (_place(table), _place(lengths)):
+            return
+        pool = self._session.pools[group.name]
+        plan = kept.forward.plans[pool.space.space_id]
+        real = dataclasses.replace(plan, rows=plan.rows[: table.shape[0]])
+        check_reads(pool, Forward(0, {pool.space.space_id: real}), table, lengths, group.kernel_page_size)
+
+    def step(
+        self, kept: KeptForward, batch: Any, namespaces: Mapping[str, int]
+    ) -> contextlib.AbstractContextManager[None]:
+        """A step of the engine around the model.
+
+        Args:
+            batch: vLLM's ``InputBatch``, prepared.
+            namespaces: by the request's id, if not 0.
+        """
+        return self._checks.kept(kept, self._sender(batch, namespaces))
+
+    def _sender(self, batch: Any, namespaces: Mapping[str, int]) -> Callable[[int], tuple[int, int]]:
+        rows = self._rows.rows_of(batch.req_ids)
+        pages = self._rows.new_pages()
+        if len(pages) > PAGES:
+            self._rows.write(pages)
+            pages = []
+        self._tell_requests(batch, rows, namespaces)
+        size = batch.num_reqs, batch.num_tokens
+
+        def send(step: int) -> tuple[int, int]:
+            self._landing.send(*size, step, pages)
+            return size
+
+        return send
+
+    def _tell_requests(self, batch: Any, rows: Sequence[int], namespaces: Mapping[str, int]) -> None:
+        """Write what is said of each request, unless it is what the landing has."""
+        # vLLM may change either array in place
+        added = batch.num_scheduled_tokens
+        known = self._rows.moved, namespaces and dict(namespaces), batch.num_draft_tokens > 0, batch.req_ids
+        same = known == self._known and np.array_equal(batch.idx_mapping_np, self._index)
+        if same and np.array_equal(added, self._added):
+            return
+        self._known = (*known[:-1], list(batch.req_ids))
+        self._index, self._added = np.array(batch.idx_mapping_np), np.array(added)
+        if self._adaptive and batch.num_draft_tokens:  # the device decides how many each gets
+            added = np.full(batch.num_reqs, -1)
+        owners = self._session.ids.hashes(batch.req_ids)
+        spaces = [namespaces.get(request, 0) for request in batch.req_ids] if namespaces else [0] * batch.num_reqs
+        self._landing.requests(rows, owners, spaces, self._index, added)
+
+
+def _inputs(runner: Any, groups: Sequence[Group], session: EngineSession, rows: Rows) -> Inputs:
+    def buffer(name: str) -> torch.Tensor:
+        found = session.inputs.buffer(name)
+        assert found is not None
+        return found
+
+    (control,) = session.controls.by_device.values()
+    return Inputs(
+        counts=session.inputs.counts,
+        rows=buffer("request_rows"),
+        owners=buffer("owners"),
+        namespaces=buffer("namespaces"),
+        prefix_lens=buffer("prefix_lens"),
+        extend_lens=buffer("extend_lens"),
+        tokens=buffer("input_ids"),
+        positions=buffer("positions"),
+        slots=[buffer(f"slots_{group.number}") for group in groups],
+        tables=rows.tables,
+        clock=clock_of(control.words),
+        stored=runner.req_states.num_computed_tokens.gpu,
+        starts=runner.input_buffers.query_start_loc,
+        given_tokens=runner.input_buffers.input_ids,
+        given_positions=runner.input_buffers.positions,
+        mapping=runner.block_tables.slot_mappings,
+        groups=[group.number for group in groups],
+    )
+
+
+def _sizes(runner: Any) -> list[tuple[int, int]]:
+    """Requests and tokens, the smallest first."""
+    most, each = runner.max_num_reqs, runner.num_speculative_steps + 1
+    requests = [1 << i for i in range((most - 1).bit_length())] + [most]
+    return [(n, n * each) for n in requests if n * each <= runner.max_num_tokens]
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What makes rows of a tensor the same memory."""
+    return tensor.data_ptr(), tensor.stride(0), tensor.dtype

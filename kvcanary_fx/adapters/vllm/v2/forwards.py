@@ -1,0 +1,96 @@
+"""The forwards of a Model Runner V2: what is checked before and after the model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm.forward_context import get_forward_context, is_forward_context_available
+
+from ....engine.kept_forward import KeptForward
+from ....engine.layers import LayerChecks
+from ....engine.session import EngineSession
+from ..batches import kernel_tables
+from ..pools import Group
+from .batches import histories, make_batch
+from .decode import DecodeSteps
+from .rows import Rows
+
+
+class Forwards:
+    """Chooses, for each batch, between checks that were captured and those that are launched one by one."""
+
+    def __init__(self, runner: Any, groups: Sequence[Group], session: EngineSession, checks: LayerChecks, rows: Rows):
+        """
+        Args:
+            checks: with room reserved for the largest batch.
+        """
+        self._runner, self._groups, self._session = runner, groups, session
+        self._checks, self._rows = checks, rows
+        self._decode = DecodeSteps(runner, groups, session, checks, rows)
+
+    def begin(
+        self,
+        opened: contextlib.ExitStack,
+        batch: Any,
+        metadata: Any,
+        joined: Sequence[Any],
+        namespaces: Mapping[str, int],
+        in_flight: bool,
+    ) -> None:
+        """The model is about to run.
+
+        Args:
+            opened: ends the checks.
+            batch: vLLM's ``InputBatch``, prepared.
+            metadata: of attention, by layer; None: in the forward context.
+            joined: the requests that are new in this step.
+            namespaces: by the request's id, if not 0.
+            in_flight: another request writes some request's prefix in this forward.
+        """
+        # what a request takes up from the prefix cache; what it wrote itself is compared by the chain of tokens
+        prompts = {new.req_id: new.prefill_token_ids or () for new in joined if new.num_computed_tokens}
+        kept = None if prompts or in_flight else self._decode.kept(batch)
+        if kept is not None:
+            opened.enter_context(self._decode.step(kept, batch, namespaces))
+        else:
+            self._begin_anew(opened, batch, prompts, namespaces, in_flight)
+        self._compare_tables(batch, metadata, kept)
+
+    def _begin_anew(
+        self,
+        opened: contextlib.ExitStack,
+        batch: Any,
+        prompts: Mapping[str, Sequence[int]],
+        namespaces: Mapping[str, int],
+        in_flight: bool,
+    ) -> None:
+        """Of a batch with a prompt, or a larger one than was captured."""
+        rows = self._rows.rows_of(batch.req_ids)
+        self._rows.write(self._rows.new_pages())
+        fields = make_batch(self._runner, batch, self._groups, rows, namespaces, in_flight)
+        if prompts:
+            fields["history"], fields["history_lens"] = histories(batch.req_ids, prompts)
+        opened.enter_context(self._session.step(fields))
+        opened.enter_context(self._session.forward())
+        opened.enter_context(self._checks.publish())
+
+    def _compare_tables(self, batch: Any, metadata: Any, kept: KeptForward | None) -> None:
+        """Compare the block tables that the attention kernels get with the scheduler's.
+
+        Args:
+            kept: has compared the runner's own.
+        """
+        if metadata is None and is_forward_context_available():
+            metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict):
+            return
+        for group in self._groups:
+            given = kernel_tables(metadata[next(iter(group.layers))], batch.seq_lens, batch.num_reqs)
+            if given is None:
+                continue
+            if kept is not None:
+                self._decode.compare_table(kept, group, *given)
+            else:
+                self._session.check_reads(*given, pool=group.name, page_size=group.kernel_page_size)

@@ -1,0 +1,176 @@
+"""A step's inputs out of what the runner prepared on the device and what the host sends, in one launch of a graph.
+
+The host sends one array of int64, the :class:`Landing`::
+
+    requests, tokens, number of the step, pages
+    group, place, page                    of each new page of a request table
+    row, owner, namespace, index, added   a block of ``room`` entries each, by request
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ....kernels.ring import HALF_FORWARD, HALF_STEP, Word
+from ....kernels.staging import Staging, lasting
+from ....kernels.writes.geometry import on_device
+
+#: Words of a landing before the pages; room for pages; fields of a request.
+HEAD, PAGES, FIELDS = 4, 512, 5
+
+#: Requests or tokens of a program.
+BLOCK = 256
+
+
+class Landing:
+    """What the host tells the device of a step.
+
+    Attributes:
+        words: int64 ``[HEAD + 3 * PAGES + FIELDS * room]`` on the device.
+    """
+
+    def __init__(self, room: int, device: torch.device):
+        self.room = room
+        self._host = np.zeros(HEAD + 3 * PAGES + FIELDS * room, dtype=np.int64)
+        self._fields = self._host[HEAD + 3 * PAGES :].reshape(FIELDS, room)
+        self._source = torch.from_numpy(self._host)
+        self.words = lasting(self._source.shape[0], dtype=torch.int64, device=device).zero_()
+        self._staging = Staging(device)
+        self._fresh = True
+
+    def requests(self, *fields: Sequence[int] | np.ndarray[Any, Any]) -> None:
+        """Another batch: its rows, owners, namespaces, indices of their state and added tokens."""
+        for row, given in zip(self._fields, fields, strict=True):
+            row[: len(given)] = given
+        self._fresh = True
+
+    def send(self, requests: int, tokens: int, step: int, pages: Sequence[tuple[int, int, int]]) -> None:
+        """Copy it, in the current stream.
+
+        Args:
+            pages: ``(group, place in its table, page)``, at most ``PAGES``.
+        """
+        host, count = self._host, len(pages)
+        host[:HEAD] = requests, tokens, step, count
+        end = HEAD + 3 * count
+        if count:
+            host[HEAD:end].reshape(count, 3)[:] = pages
+        self._staging.send(self._source if self._fresh else self._source[:end], self.words)
+        self._fresh = False
+
+
+class Inputs(NamedTuple):
+    """The step inputs of a session, and where they come from.
+
+    Attributes:
+        counts: int64 ``[3]``.
+        rows, owners, namespaces, prefix_lens, extend_lens: int64 ``[bs]``.
+        tokens, positions: int64 ``[n]``.
+        slots: int64 ``[n]`` for each group.
+        tables: int32 ``[requests, width]``, the request table of each group.
+        clock: int64 ``[]``, a :attr:`.Word.FORWARD`.
+        stored: integer ``[states]``, tokens in the cache, by the index of the request's state.
+        starts: integer ``[> bs]``, where each request's tokens begin.
+        given_tokens, given_positions: integer ``[>= n]``.
+        mapping: int64 ``[groups, >= n]``, the slots by group number.
+        groups: the number of each group.
+    """
+
+    counts: torch.Tensor
+    rows: torch.Tensor
+    owners: torch.Tensor
+    namespaces: torch.Tensor
+    prefix_lens: torch.Tensor
+    extend_lens: torch.Tensor
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: list[torch.Tensor]
+    tables: list[torch.Tensor]
+    clock: torch.Tensor
+    stored: torch.Tensor
+    starts: torch.Tensor
+    given_tokens: torch.Tensor
+    given_positions: torch.Tensor
+    mapping: torch.Tensor
+    groups: list[int]
+
+
+def naive(landing: torch.Tensor, room: int, inputs: Inputs) -> None:
+    """Plain code, the reference."""
+    words = landing.tolist()
+    requests, tokens, step, pages = words[:HEAD]
+    fields = landing[HEAD + 3 * PAGES :].view(FIELDS, room)[:, :requests]
+    rows, owners, namespaces, index, added = fields
+    inputs.counts.copy_(torch.tensor([requests, tokens, step]))
+    halves = inputs.clock.view(torch.int32)
+    halves[HALF_FORWARD], halves[HALF_STEP] = 0, step
+    inputs.rows[:requests], inputs.owners[:requests], inputs.namespaces[:requests] = rows, owners, namespaces
+    inputs.prefix_lens[:requests] = inputs.stored[index].long()
+    spans = inputs.starts[: requests + 1].diff().long()
+    inputs.extend_lens[:requests] = torch.where(added < 0, spans, added)
+    inputs.tokens[:tokens] = inputs.given_tokens[:tokens].long()
+    inputs.positions[:tokens] = inputs.given_positions[:tokens].long()
+    for out, group in zip(inputs.slots, inputs.groups, strict=True):
+        out[:tokens] = inputs.mapping[group, :tokens]
+    for i in range(pages):
+        group, place, page = words[HEAD + 3 * i : HEAD + 3 * i + 3]
+        inputs.tables[group].view(-1)[place] = page
+
+
+class TakeIn:
+    """Fills the step inputs."""
+
+    def __init__(self, landing: Landing, inputs: Inputs):
+        self._landing, self._inputs = landing, inputs
+        addresses = [*(t.data_ptr() for t in inputs.slots), *(t.data_ptr() for t in inputs.tables)]
+        device = inputs.counts.device
+        self._addresses = torch.tensor([*addresses, *inputs.groups], dtype=torch.int64, device="cpu").to(device)
+
+    def __call__(self, requests: int, tokens: int) -> None:
+        """For batches of at most so many requests and tokens."""
+        if self._inputs.counts.is_cuda:
+            self.launch(requests, tokens)
+        else:
+            naive(self._landing.words, self._landing.room, self._inputs)
+
+    def launch(self, requests: int, tokens: int) -> None:
+        """The Triton kernel."""
+        from .triton_take_in import take_in_kernel
+
+        landing, inputs = self._landing, self._inputs
+        most = max(requests, tokens, PAGES)
+        with on_device(inputs.counts):
+            take_in_kernel[(-(-most // BLOCK),)](
+                landing.words,
+                landing.room,
+                inputs.counts,
+                inputs.clock,
+                inputs.rows,
+                inputs.owners,
+                inputs.namespaces,
+                inputs.prefix_lens,
+                inputs.extend_lens,
+                inputs.stored,
+                inputs.starts,
+                inputs.given_tokens,
+                inputs.given_positions,
+                inputs.mapping,
+                inputs.mapping.stride(0),
+                inputs.tokens,
+                inputs.positions,
+                self._addresses,
+                len(inputs.tables),
+                HEAD=HEAD,
+                PAGES=PAGES,
+                GROUPS=len(inputs.slots),
+                BLOCK=BLOCK,
+            )
+
+
+def clock_of(words: torch.Tensor) -> torch.Tensor:
+    """The word of :class:`.Control` that says which step and forward is running."""
+    return words[Word.FORWARD : Word.FORWARD + 1]

@@ -1,0 +1,85 @@
+"""The kernel that takes in what a runner of vLLM prepared, against its plain code."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from kvcanary_fx.adapters.vllm.v2.take_in import BLOCK, PAGES, Inputs, Landing, TakeIn, naive
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROOM = 300
+
+
+def poisoned(*shape, dtype=torch.int64):
+    return torch.full(shape, -77, dtype=dtype, device=DEVICE)
+
+
+def numbers(rng, count, most, dtype=torch.int32):
+    return torch.tensor([rng.randrange(most) for _ in range(count)], dtype=dtype, device=DEVICE)
+
+
+def random_inputs(rng, groups=(0, 2), positions=torch.int64):
+    """Step inputs that hold what an earlier step left, and what a runner has prepared for this one."""
+    inputs = Inputs(
+        counts=poisoned(3),
+        **{name: poisoned(ROOM) for name in ("rows", "owners", "namespaces", "prefix_lens", "extend_lens")},
+        tokens=poisoned(2 * ROOM),
+        positions=poisoned(2 * ROOM),
+        slots=[poisoned(2 * ROOM) for _ in groups],
+        tables=[poisoned(8, 9 + group, dtype=torch.int32) for group in (0, 1, 2)],
+        clock=poisoned(1),
+        stored=numbers(rng, ROOM, 5000),
+        starts=numbers(rng, ROOM + 1, 9).cumsum(0).to(torch.int32),
+        given_tokens=numbers(rng, 2 * ROOM, 2**31 - 1),
+        given_positions=numbers(rng, 2 * ROOM, 5000, positions),
+        mapping=numbers(rng, 3 * 2 * ROOM, 10**9, torch.int64).view(3, -1),
+        groups=list(groups),
+    )
+    return TakeIn(Landing(ROOM, DEVICE), inputs)
+
+
+def send(rng, landing, requests, tokens, pages):
+    fields = [[rng.randrange(-(2**62), 2**62) for _ in range(requests)] for _ in range(3)]
+    index = np.array([rng.randrange(ROOM) for _ in range(requests)], dtype=np.int64)
+    added = [rng.choice((-1, 0, 1, 5)) for _ in range(requests)]
+    landing.requests(*fields, index, added)
+    places = rng.sample(range(8 * 9), min(pages, 72))
+    landing.send(requests, tokens, rng.randrange(2**31), [(rng.randrange(3), p, rng.randrange(9999)) for p in places])
+
+
+def compare(taking):
+    landing, inputs = taking._landing, taking._inputs
+    expected = copy.deepcopy(inputs)
+    naive(landing.words.clone(), landing.room, expected)
+    taking.launch(ROOM, 2 * ROOM)
+    for name, got, wanted in zip(Inputs._fields, inputs, expected, strict=True):
+        pairs = zip(got, wanted, strict=True) if isinstance(got, list) and name != "groups" else [(got, wanted)]
+        assert all(a == b if name == "groups" else torch.equal(a, b) for a, b in pairs), name
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "pages"), [(0, 0, 0), (1, 1, 1), (ROOM, 2 * ROOM, 72), (7, BLOCK + 1, 3), (BLOCK, 5, 0)]
+)
+def test_the_kernel_takes_in_what_the_plain_code_does(requests, tokens, pages):
+    rng = random.Random(requests)
+    taking = random_inputs(rng, positions=rng.choice((torch.int32, torch.int64)))
+    send(rng, taking._landing, requests, tokens, pages)
+    compare(taking)
+
+
+def test_a_step_whose_requests_are_those_of_the_last_one_sends_the_rest_only():
+    rng = random.Random(5)
+    taking = random_inputs(rng)
+    send(rng, taking._landing, 4, 4, 2)
+    compare(taking)
+    fields = taking._landing.words[4 + 3 * PAGES :].clone()
+    taking._landing.send(4, 4, 9, [(1, 3, 77)])
+    compare(taking)
+    assert torch.equal(taking._landing.words[4 + 3 * PAGES :], fields)
+    assert taking._landing.words[:7].tolist() == [4, 4, 9, 1, 1, 3, 77]
+    assert taking._inputs.tables[1].view(-1)[3] == 77
