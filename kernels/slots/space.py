@@ -261,6 +261,13 @@ class RequestPlan:
         """The plan comes again: its launches are kept.  A changed copy of it has launches of its own."""
         object.__setattr__(self, "launches", {})
 
+    def head(self, tokens: int) -> RequestPlan:
+        """The plan without the padding after its first ``tokens``, in the same memory."""
+        along = ("tokens", "slots", "positions", "parents", "real_slots")
+        given: dict[str, Any] = {name: getattr(self, name) for name in along}
+        given = {name: tensor if tensor is None else tensor[:tokens] for name, tensor in given.items()}
+        return dataclasses.replace(self, **given)
+
     def memory_for(self, name: str, entries: int) -> torch.Tensor:
         """The memory of ``ends`` or ``real_slots``; made here for a plan that came without.
 

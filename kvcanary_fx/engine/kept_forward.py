@@ -44,16 +44,26 @@ class KeptForward:
 
     Attributes:
         forward: its plans are padded.
-        context: what the ops of the layers find.
         before, after: launch the checks before and after the model.
+        contexts: what the ops of layers outside of a graph find, by the tokens of the batch; all of them are in the
+            memory of the padded one.
     """
 
     requests: int
     tokens: int
     forward: Forward
-    context: ForwardContext
     before: Callable[[], None]
     after: Callable[[], None]
+    contexts: dict[int, ForwardContext]
+
+    def context(self, tokens: int) -> ForwardContext:
+        """What the ops of the layers find: keys and values have no row for the padding of the plans."""
+        found = self.contexts.get(tokens)
+        if found is None:
+            padded = self.contexts[self.tokens]
+            plans = {number: plan.head(tokens) for number, plan in padded.requests.items()}
+            found = self.contexts[tokens] = dataclasses.replace(padded, requests=plans)
+        return found
 
 
 def keep(
@@ -93,7 +103,9 @@ def keep(
     before()  # no kernel is compiled while a graph is captured
     after()
     join()
-    return KeptForward(requests, tokens, forward, context, _captured(device, before), _captured(device, after))
+    return KeptForward(
+        requests, tokens, forward, _captured(device, before), _captured(device, after), {tokens: context}
+    )
 
 
 def _captured(device: torch.device, run: Callable[[], None]) -> Callable[[], None]:

@@ -41,6 +41,7 @@ from ..kernels.content.layer import LayerRecord
 from ..kernels.context import ForwardContext, forward_context
 from ..kernels.layer_ops import record_in, verify_in
 from ..kernels.ops import kernels_for, request_kernels_for
+from ..kernels.ring import Word
 from .kept_forward import KeptForward, Reads, keep
 
 if TYPE_CHECKING:
@@ -125,8 +126,8 @@ class LayerChecks:
 
         Args:
             requests, tokens: of the largest batch.
-            take_in: launches what fills the step inputs and their counts, ``session.inputs.buffer(name)``; what it
-                does not fill stays empty.
+            take_in: launches what fills every step input, ``session.inputs.buffer(name)``, their counts, and
+                :meth:`clock`.
             reads: as :meth:`.EngineSession.check_reads` takes them.
 
         Raises:
@@ -144,19 +145,24 @@ class LayerChecks:
             reads=reads,
         )
 
+    def clock(self) -> torch.Tensor:
+        """int64 ``[1]`` on the device of the pools: the number of the step that is running, times 2**32."""
+        (control,) = self._session.controls.by_device.values()
+        return control.words[Word.FORWARD : Word.FORWARD + 1]
+
     @contextlib.contextmanager
-    def kept(self, kept: KeptForward, send: Callable[[int], tuple[int, int]]) -> Iterator[None]:
+    def kept(self, kept: KeptForward, send: Callable[[int], None], requests: int, tokens: int) -> Iterator[None]:
         """A step of the engine with one forward, in the place of ``session.step``, ``session.forward`` and
         :meth:`publish`: around the model.
 
         Args:
-            send: copies to the device what ``take_in`` needs, given the number of the step; how many requests and
-                tokens it has.
+            send: copies to the device what ``take_in`` needs, given the number of the step.
+            requests, tokens: how many it has.
 
         Raises:
             SessionStateError: a step is already running, or the session is closed.
         """
-        with self._session.paced(self._steps.kept(kept, send)), forward_context(kept.context):
+        with self._session.paced(self._steps.kept(kept, send, requests, tokens)), forward_context(kept.context(tokens)):
             yield
 
     def _begin(self, running: Forward) -> None:

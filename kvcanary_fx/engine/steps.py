@@ -154,7 +154,7 @@ class Steps:
             self.running = None
 
     @contextlib.contextmanager
-    def kept(self, kept: KeptForward, send: Callable[[int], tuple[int, int]]) -> Iterator[None]:
+    def kept(self, kept: KeptForward, send: Callable[[int], None], requests: int, tokens: int) -> Iterator[None]:
         """A step with one forward, whose checks were kept.  See :meth:`.LayerChecks.kept`."""
         self.require_open()
         self._require_no_step()
@@ -162,7 +162,8 @@ class Steps:
         self.begun += 1
         try:
             self.flush()
-            self._inputs.filled_by_graph(*send(self.begun))
+            send(self.begun)
+            self._inputs.filled_by_graph(requests, tokens)
             self.running = kept.forward
             with around(kept):
                 yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
 from ..pools import Group
 from .rows import Rows
-from .take_in import PAGES, Inputs, Landing, TakeIn, clock_of
+from .take_in import PAGES, Inputs, Landing, TakeIn
 
 
 class DecodeSteps:
@@ -33,7 +33,7 @@ class DecodeSteps:
         self._session, self._checks, self._rows = session, checks, rows
         self._adaptive = runner.adaptive_verification is not None
         self._landing = Landing(runner.max_num_reqs, runner.device)
-        take_in = TakeIn(self._landing, _inputs(runner, groups, session, rows))
+        take_in = TakeIn(self._landing, _inputs(runner, groups, session, checks.clock(), rows))
         reads, self._tables = [], {}
         for group in groups:
             pages, lengths = runner.block_tables.input_block_tables[group.number], runner.input_buffers.seq_lens
@@ -73,22 +73,18 @@ class DecodeSteps:
             batch: vLLM's ``InputBatch``, prepared.
             namespaces: by the request's id, if not 0.
         """
-        return self._checks.kept(kept, self._sender(batch, namespaces))
-
-    def _sender(self, batch: Any, namespaces: Mapping[str, int]) -> Callable[[int], tuple[int, int]]:
+        requests, tokens = batch.num_reqs, batch.num_tokens
         rows = self._rows.rows_of(batch.req_ids)
         pages = self._rows.new_pages()
         if len(pages) > PAGES:
             self._rows.write(pages)
             pages = []
         self._tell_requests(batch, rows, namespaces)
-        size = batch.num_reqs, batch.num_tokens
 
-        def send(step: int) -> tuple[int, int]:
-            self._landing.send(*size, step, pages)
-            return size
+        def send(step: int) -> None:
+            self._landing.send(requests, tokens, step, pages)
 
-        return send
+        return self._checks.kept(kept, send, requests, tokens)
 
     def _tell_requests(self, batch: Any, rows: Sequence[int], namespaces: Mapping[str, int]) -> None:
         """Write what is said of each request, unless it is what the landing has."""
@@ -107,13 +103,12 @@ class DecodeSteps:
         self._landing.requests(rows, owners, spaces, self._index, added)
 
 
-def _inputs(runner: Any, groups: Sequence[Group], session: EngineSession, rows: Rows) -> Inputs:
+def _inputs(runner: Any, groups: Sequence[Group], session: EngineSession, clock: torch.Tensor, rows: Rows) -> Inputs:
     def buffer(name: str) -> torch.Tensor:
         found = session.inputs.buffer(name)
         assert found is not None
         return found
 
-    (control,) = session.controls.by_device.values()
     return Inputs(
         counts=session.inputs.counts,
         rows=buffer("request_rows"),
@@ -125,7 +120,7 @@ def _inputs(runner: Any, groups: Sequence[Group], session: EngineSession, rows: 
         positions=buffer("positions"),
         slots=[buffer(f"slots_{group.number}") for group in groups],
         tables=rows.tables,
-        clock=clock_of(control.words),
+        clock=clock,
         stored=runner.req_states.num_computed_tokens.gpu,
         starts=runner.input_buffers.query_start_loc,
         given_tokens=runner.input_buffers.input_ids,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ....kernels.ring import HALF_FORWARD, HALF_STEP, Word
+from ....kernels.ring import HALF_FORWARD, HALF_STEP
 from ....kernels.staging import Staging, lasting
 from ....kernels.writes.geometry import on_device
 
@@ -72,7 +72,7 @@ class Inputs(NamedTuple):
         tokens, positions: int64 ``[n]``.
         slots: int64 ``[n]`` for each group.
         tables: int32 ``[requests, width]``, the request table of each group.
-        clock: int64 ``[]``, a :attr:`.Word.FORWARD`.
+        clock: int64 ``[1]``, see :meth:`.LayerChecks.clock`.
         stored: integer ``[states]``, tokens in the cache, by the index of the request's state.
         starts: integer ``[> bs]``, where each request's tokens begin.
         given_tokens, given_positions: integer ``[>= n]``.
@@ -169,8 +169,3 @@ class TakeIn:
                 GROUPS=len(inputs.slots),
                 BLOCK=BLOCK,
             )
-
-
-def clock_of(words: torch.Tensor) -> torch.Tensor:
-    """The word of :class:`.Control` that says which step and forward is running."""
-    return words[Word.FORWARD : Word.FORWARD + 1]
