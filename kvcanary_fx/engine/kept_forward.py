@@ -108,8 +108,19 @@ def keep(
     )
 
 
+class _Captured(NamedTuple):
+    """A graph, and what holds the memory that it reads."""
+
+    graph: torch.cuda.CUDAGraph
+    run: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
 def _captured(device: torch.device, run: Callable[[], None]) -> Callable[[], None]:
-    """A graph's replay.  ``torch.cuda.graph`` collects garbage each time, which takes longer than all captures."""
+    """A graph of what ``run`` launches.  ``torch.cuda.graph`` collects garbage each time, which takes longer than all
+    captures."""
     if device.type != "cuda":
         return run
     graph = torch.cuda.CUDAGraph()
@@ -122,7 +133,7 @@ def _captured(device: torch.device, run: Callable[[], None]) -> Callable[[], Non
         finally:
             graph.capture_end()
     torch.cuda.current_stream(device).wait_stream(stream)
-    return graph.replay
+    return _Captured(graph, run)
 
 
 def smallest(kept: Sequence[KeptForward], requests: int, tokens: int) -> KeptForward | None:

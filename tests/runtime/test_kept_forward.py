@@ -40,17 +40,23 @@ class Engine:
         }
         self.counts, self.lengths = (torch.zeros(n, dtype=torch.int64, device=DEVICE) for n in (3, 2))
         reads = [Reads(self.session.pool, self.given, self.lengths, SIZE)]
-        self.kept = self.checks.keep(2, 4, self.take_in, reads) if kept else None
+        self.kept = self.checks.keep(2, 4, self._take_in(), reads) if kept else None
+        torch.full((ROOM,), -1, device=DEVICE)  # in memory that something gave back, if it did
         self.session.mark_ready()
         self.stored, self.slip, self.wrong = [0, 0], 0.0, 0
 
-    def take_in(self):
-        """What a graph of the engine would do at each replay."""
-        for name, source in self.step_fields.items():
-            out = self.session.inputs.buffer(name)
-            out.copy_(source[: len(out)])
-        self.session.inputs.counts.copy_(self.counts)
-        self.checks.clock().copy_(self.counts[2:] << 32)
+    def _take_in(self):
+        order = torch.arange(ROOM, device=DEVICE)  # which nothing else holds
+
+        def take_in():
+            """What a graph of the engine does at each replay."""
+            for name, source in self.step_fields.items():
+                out = self.session.inputs.buffer(name)
+                out.copy_(source[order[: len(out)]])
+            self.session.inputs.counts.copy_(self.counts)
+            self.checks.clock().copy_(self.counts[2:] << 32)
+
+        return take_in
 
     def step(self, counts):
         places = [(r, self.stored[r] + i) for r, n in enumerate(counts) for i in range(n)]
