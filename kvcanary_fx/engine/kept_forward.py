@@ -108,7 +108,8 @@ def keep(
     )
 
 
-class _Captured(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Captured:
     """A graph, and what holds the memory that it reads."""
 
     graph: torch.cuda.CUDAGraph
