@@ -12,7 +12,7 @@ import triton.language as tl
 
 from . import buffers, checks, ring
 from .content import digest
-from .slots import chain, events, space
+from .slots import chain, events, past, space
 
 _ENUMS: dict[str, type[enum.IntEnum] | type[enum.IntFlag]] = {
     "CHECK": checks.Check,
@@ -28,10 +28,19 @@ _ENUMS: dict[str, type[enum.IntEnum] | type[enum.IntFlag]] = {
     "SPACE": space.SpaceCount,
     "EVENT": events.Event,
     "CALL": events.EventRow,
+    "PAST": past.Past,
+    "TOLD": past.Told,
+    "KIND": past.Kind,
 }
 
 RING_COLUMNS: tl.constexpr = tl.constexpr(len(ring.Ring))
 ROW_COLUMNS: tl.constexpr = tl.constexpr(len(buffers.RowState))
+PAST_HEAD: tl.constexpr = tl.constexpr(past.HEAD)
+PAST_TOLD: tl.constexpr = tl.constexpr(past.TOLD)
+PAST_FORWARD_UNIT: tl.constexpr = tl.constexpr(past.FORWARD_UNIT)
+PAST_STACK_UNIT: tl.constexpr = tl.constexpr(past.STACK_UNIT)
+PAST_FORWARDS: tl.constexpr = tl.constexpr(past.FORWARDS)
+CALL_KINDS: tl.constexpr = tl.constexpr(events.STACK_UNIT)
 CALL_COLUMNS: tl.constexpr = tl.constexpr(len(events.EventRow))
 UNKNOWN: tl.constexpr = tl.constexpr(ring.UNKNOWN)
 NOWHERE_WRITTEN: tl.constexpr = tl.constexpr(buffers.NOT_WRITTEN)

@@ -47,6 +47,10 @@ MOST_RECORDS = 1 << 24
 #: Most files of incidents in a directory: it is listed whenever one is written.
 MOST_INCIDENTS = 10_000
 
+#: Most events of a slot and stacks of calls that can be kept; a stack takes a few hundred bytes of the host.
+MOST_EVENTS = 64
+MOST_STACKS = 100_000
+
 #: What ``privacy`` can keep out of an incident's file.
 PRIVATE = ("tokens", "ids", "bytes")
 
@@ -89,6 +93,9 @@ class CanaryConfig:
         privacy: what the files must not hold, out of :data:`PRIVATE`.
         status: directory in which this process keeps a file of its counts, for ``kvcanary top --pid``, or None; made if
             it does not exist.
+        slot_history: events of each slot of an engine's pools that are kept on the device, for a report that says what
+            the slot went through; 0 for none.  They take 12 bytes each, and 32 more.
+        stacks: how many distinct Python stacks of allocator calls are kept for the history, the last ones; 0 for none.
         on_violation: called with each :class:`~kvcanary_fx.Violation`, in either mode.
 
     Raises:
@@ -111,6 +118,8 @@ class CanaryConfig:
     incidents_kept: int = 20
     privacy: tuple[str, ...] = ()
     status: str | os.PathLike[str] | None = None
+    slot_history: int = 8
+    stacks: int = 0
     on_violation: Callable[[Any], None] | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -175,6 +184,8 @@ class CanaryConfig:
             self.incidents_kept,
             self.privacy,
             self.status,
+            self.slot_history,
+            self.stacks,
             self.on_violation,
         )
 
@@ -370,6 +381,10 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
+def _is_number(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
 def _is_inner(value: Any) -> bool:
     if isinstance(value, str):
         return bool(value) and value != "kvcanary"
@@ -428,6 +443,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: isinstance(v, tuple | list) and all(p in PRIVATE for p in v),
         f"a tuple of names out of {', '.join(PRIVATE)}",
     ),
+    "slot_history": (lambda v: _is_number(v, MOST_EVENTS), f"a whole number from 0 to {MOST_EVENTS}"),
+    "stacks": (lambda v: _is_number(v, MOST_STACKS), f"a whole number from 0 to {MOST_STACKS}"),
     "on_violation": (lambda v: v is None or callable(v), "a callable, or None"),
 }
 
@@ -438,7 +455,7 @@ def _parse(name: str, text: str) -> Any:
     """The value of an environment variable's text; ``text`` itself if it is not a literal."""
     if name in ("checks", "privacy"):
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    if name in ("digest_bits", "ring_capacity", "incidents_kept"):
+    if name in ("digest_bits", "ring_capacity", "incidents_kept", "slot_history", "stacks"):
         return int(text) if text.isascii() and text.isdigit() else text
     if name in ("rewrite_writes", "verify_after"):
         return _BOOLEANS.get(text.strip().lower(), text)

@@ -13,6 +13,7 @@ import torch
 from ..checks import Check, Phase, Why
 from ..findings import Findings
 from .chain import SEED, mix_tensor
+from .history import note_reads, note_writes
 from .planned import plan_writes, rival_writers, unmark_writes
 from .space import REFERENCE, Flag, RequestPlan, SlotSpace, SpaceCount
 from .tokens import (
@@ -138,6 +139,7 @@ def _walk_columns(space: SlotSpace, plan: RequestPlan, start: int, stop: int) ->
     sound = live & ~outside & ((space.flags[at] & Flag.WRITTEN) != 0) & (space.flags[at] >= REFERENCE)
     due = sound & ((at + plan.counts[2]) % space.control.every(space.verify_every) == 0)
     stamped = torch.where(due, at, space.nowhere).flatten()
+    note_reads(space, torch.where(space.reads[stamped] == space.clock, space.nowhere, stamped))
     space.reads[stamped] = space.clock
     space.counters[SpaceCount.CHECKED] += live.sum()
     return stamped
@@ -297,6 +299,7 @@ def store(space: SlotSpace, plan: RequestPlan) -> None:
     space.positions[at] = position.to(torch.int32)
     space.chain[at] = chain
     space.flags[at] = (space.flags[at] | int(Flag.WRITTEN)) & ~int(Flag.NAMELESS | Flag.REJECTED)
+    note_writes(space, at, plan.owners[request])
     space.counters[SpaceCount.RECORDED] += real.sum()
 
 

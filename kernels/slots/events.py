@@ -19,6 +19,9 @@ class Event(enum.IntEnum):
     FORGET = 5
 
 
+#: Column EVENT of a row is the event, and the number of the call's stack times this.
+STACK_UNIT = 256
+
 #: After these a slot's bytes are unknown.
 RENEWING = (Event.ALLOCATE, Event.FORGET)
 
@@ -26,7 +29,7 @@ RENEWING = (Event.ALLOCATE, Event.FORGET)
 class EventRow(enum.IntEnum):
     """Columns of a row, int64 each: one call of the allocator's."""
 
-    EVENT = 0
+    EVENT = 0  # with the number of the stack, see STACK_UNIT
     BEGIN = 1  # its first entry; it has those up to the next row's first
     OWNER = 2  # hash of the id named in the call, 0 if none
 

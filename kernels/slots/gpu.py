@@ -21,6 +21,7 @@ from ..writes.geometry import on_device
 from . import checks as request_checks
 from . import triton_reads, triton_writes
 from .checks import walked
+from .past import events_kept
 from .space import ENDLESS, Flag, RequestPlan, SlotSpace
 
 #: Positions, tokens, requests and sums of earlier blocks that a program looks at together.
@@ -67,6 +68,11 @@ def _ring_args(space: SlotSpace, source: int) -> dict[str, Any]:
     return dict(
         words_ptr=control.words, ring_ptr=control.ring, capacity=control.capacity, source=source, checks=int(checks)
     )
+
+
+def _past_args(space: SlotSpace) -> dict[str, Any]:
+    kept = events_kept(space.past)
+    return dict(past_ptr=space.past if kept else space.block, KEPT=kept)
 
 
 def _table_args(plan: RequestPlan) -> dict[str, Any]:
@@ -205,6 +211,7 @@ def _walk_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
         **_wide(space),
         **_table_args(plan),
         **_history_args(space, plan),
+        **_past_args(space),
         **ring,
     )
     return [*launches, (triton_reads.walk_kernel, (triton.cdiv(stop, BLOCK_POSITIONS), bs), read)]
@@ -257,14 +264,15 @@ def _store_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
     blocks, device = triton.cdiv(max(n, bs), BLOCK_TOKENS), space.block.device
     links, sums, before = (torch.empty(k, dtype=torch.int64, device=device) for k in (n, blocks, bs))
     request = _request_args(plan)
-    del request["owner_ptr"]
     common = dict(
         block_ptr=space.block,
         links_ptr=links,
         sums_ptr=sums,
         before_ptr=before,
         counters_ptr=space.counters,
+        words_ptr=space.control.words,
         SUM_BLOCK=BLOCK_SUMS,
+        **_past_args(space),
         **_token_args(plan),
         **_position_args(plan),
         **_wide(space),

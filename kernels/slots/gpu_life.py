@@ -11,6 +11,7 @@ import triton
 from ..bound_launch import BoundLaunches
 from ..checks import Check
 from .events import Events
+from .past import events_kept
 from .space import SlotSpace
 from .triton_life import life_kernel
 
@@ -56,11 +57,13 @@ class Apply:
                 digests_ptr=self._digests,
                 planes=self._digests.shape[0] * self._digests.shape[1],
                 imported_ptr=imported.view(torch.uint8) if imported is not None else space.block,
+                past_ptr=space.past if events_kept(space.past) else space.block,
                 words_ptr=control.words,
                 ring_ptr=control.ring,
                 capacity=control.capacity,
                 source=space.space_id,
                 checks=int(space.checks if space.owner_known else space.checks & ~Check.OWNER),
+                KEPT=events_kept(space.past),
                 HAS_IMPORTED=imported is not None,
                 BLOCK=block,
                 LANES=lanes,

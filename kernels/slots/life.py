@@ -13,18 +13,21 @@ from ..ring import UNKNOWN
 from .chain import SEED, mix_tensor
 from .checks import namespace_seed
 from .events import Event
+from .history import note
+from .past import Kind
 from .space import MARKS, REFERENCE, Flag, SlotSpace
 from .tokens import repeats
 
 
 def apply_one(
-    space: SlotSpace, event: Event, slots: torch.Tensor, owner: int
+    space: SlotSpace, event: Event, slots: torch.Tensor, owner: int, stack: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """One call of an allocator, on any device.
 
     Args:
         slots: int64 ``[n]``.
         owner: hash of the id that is named, 0 for none.
+        stack: number of the stack of the call, for the history; 0 for none.
 
     Returns:
         Of a release the slots that it made free, with -1 for the others, and whose they were; int64 ``[n]`` each.
@@ -32,17 +35,17 @@ def apply_one(
     if event is Event.RELEASE:
         at = torch.where((slots >= 0) & (slots < space.slots), slots, space.nowhere)
         owners, held = space.owners[at], space.flags[at] >= REFERENCE
-        release(space, slots, owner)
+        release(space, slots, owner, stack)
         gone = held & (space.flags[at] < REFERENCE) & ~repeats(at, space.nowhere)
         return torch.where(gone, at, -1), owners
     if event in _OWNED:
-        _OWNED[event](space, slots, owner)
+        _OWNED[event](space, slots, owner, stack)
     else:
-        _OWNERLESS[event](space, slots)
+        _OWNERLESS[event](space, slots, stack)
     return None
 
 
-def allocate(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+def allocate(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0) -> None:
     """Allocate free slots to an owner.  Their content is forgotten.
 
     Args:
@@ -59,9 +62,10 @@ def allocate(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
     space.tokens[at] = -1
     space.positions[at] = UNKNOWN
     space.chain[at] = 0
+    note(space, at, Kind.ALLOCATE, owner, stack)
 
 
-def release(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+def release(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0) -> None:
     """Drop one reference to each slot; a slot without references is free.
 
     Args:
@@ -86,9 +90,10 @@ def release(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
     kept = torch.where(left > 0, space.flags % REFERENCE, 0)
     space.flags.copy_(torch.where(touched, left + kept, space.flags))
     space.owners.copy_(torch.where(touched & (left == 0), 0, space.owners))
+    note(space, at, Kind.RELEASE, owner, stack)
 
 
-def share(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+def share(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0) -> None:
     """Add one reference to each slot: a shared slot may be read by several requests and written by none.
 
     Args:
@@ -101,9 +106,10 @@ def share(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
     _report(findings, space, slots, at, owner)
     space.flags.scatter_add_(0, at, torch.full_like(at, REFERENCE, dtype=torch.int32))
     space.flags[space.nowhere] = 0  # masked writes must not accumulate
+    note(space, at, Kind.SHARE, owner, stack)
 
 
-def hand_over(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+def hand_over(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0) -> None:
     """Slots get another owner and keep their content and references.
 
     Args:
@@ -115,6 +121,7 @@ def hand_over(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
         findings.add(Why.SHARE_AFTER_FREE, space.flags[at] < REFERENCE, owner, 0)
     _report(findings, space, slots, at, owner)
     space.owners[at] = owner
+    note(space, at, Kind.HAND_OVER, owner, stack)
 
 
 def name(
@@ -147,9 +154,10 @@ def name(
         space.tokens[at] = tokens.to(torch.int32)
         space.positions[at] = positions.to(torch.int32)
         space.chain[at] = chain.to(torch.int64)
+    note(space, at, Kind.FILL, owner)
 
 
-def reject(space: SlotSpace, slots: torch.Tensor) -> None:
+def reject(space: SlotSpace, slots: torch.Tensor, stack: int = 0) -> None:
     """Slots hold drafted tokens that were not accepted: they may be overwritten, but not be read before that.
 
     Args:
@@ -159,9 +167,10 @@ def reject(space: SlotSpace, slots: torch.Tensor) -> None:
     findings.report(space.control, space.space_id, Phase.LIFE, slots, UNKNOWN, 0, -1)
     flags = space.flags[at]
     space.flags[at] = torch.where((flags & int(Flag.WRITTEN)) != 0, flags | int(Flag.REJECTED), flags)
+    note(space, at, Kind.REJECT, stack=stack)
 
 
-def forget(space: SlotSpace, slots: torch.Tensor) -> None:
+def forget(space: SlotSpace, slots: torch.Tensor, stack: int = 0) -> None:
     """Something is going to rewrite slots: who is in them is not known any more.
 
     Reserved slots stay reserved, free ones free: these are not read before they are allocated and written again.
@@ -172,8 +181,10 @@ def forget(space: SlotSpace, slots: torch.Tensor) -> None:
     outside = report_outside(space, slots)
     at = torch.where(outside, space.nowhere, slots)
     flags = space.flags[at]
-    kept = outside | (flags < REFERENCE) | ((flags & int(Flag.RESERVED)) != 0)
+    reserved = (flags & int(Flag.RESERVED)) != 0
+    kept = outside | (flags < REFERENCE) | reserved
     space.flags[at] = torch.where(kept, flags, (flags & ~int(MARKS)) | int(Flag.WRITTEN | Flag.NAMELESS))
+    note(space, torch.where(reserved, space.nowhere, at), Kind.FORGET, stack=stack)
 
 
 def report_outside(space: SlotSpace, slots: torch.Tensor) -> torch.Tensor:

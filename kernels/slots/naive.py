@@ -12,6 +12,7 @@ from ..checks import Phase, Why
 from ..ring import UNKNOWN
 from .chain import MASK64, SEED, mix
 from .naive_entry import Entry
+from .naive_history import note_read, note_write
 from .naive_life import allocate as allocate
 from .naive_life import forget as forget
 from .naive_life import hand_over as hand_over
@@ -115,6 +116,8 @@ def _walk_slot(
     entry.report(Phase.PRE, slot, position, owner, int(space.tokens[slot]))
     turn = (slot + int(plan.counts[2])) % int(space.control.every(space.verify_every)) == 0
     if flags & Flag.WRITTEN and flags >= REFERENCE and turn:
+        if space.reads[slot] != space.clock[0]:
+            note_read(space, slot)
         space.reads[slot] = space.clock[0]
 
 
@@ -280,6 +283,7 @@ def store(space: SlotSpace, plan: RequestPlan) -> None:
         space.tokens[slot], space.positions[slot] = token, position
         space.chain[slot] = _signed(before[request] + added)
         space.flags[slot] = (int(space.flags[slot]) | Flag.WRITTEN) & ~int(Flag.NAMELESS | Flag.REJECTED)
+        note_write(space, slot, int(plan.owners[request]))
         space.counters[SpaceCount.RECORDED] += 1
 
 

@@ -7,6 +7,8 @@ import torch
 from ..checks import Phase, Why
 from ..ring import UNKNOWN
 from .naive_entry import Entry
+from .naive_history import note
+from .past import Kind
 from .space import MARKS, REFERENCE, Flag, SlotSpace
 
 
@@ -26,7 +28,7 @@ def _tell(entry: Entry, space: SlotSpace, slot: int, named: bool, owner: int) ->
     entry.report(Phase.LIFE, slot, position, owner, token)
 
 
-def allocate(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+def allocate(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0) -> None:
     before, taken = space.flags.tolist(), set()
     entries = []
     for slot in slots.tolist():
@@ -41,9 +43,10 @@ def allocate(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
         if named:
             space.flags[slot], space.owners[slot] = REFERENCE, owner
             space.tokens[slot], space.positions[slot], space.chain[slot] = -1, UNKNOWN, 0
+            note(space, slot, Kind.ALLOCATE, owner, stack)
 
 
-def release(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+def release(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0) -> None:
     before, owners, dropped = space.flags.tolist(), space.owners.tolist(), set()
     for slot in slots.tolist():
         entry = Entry(space)
@@ -63,10 +66,11 @@ def release(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
             space.flags[slot] = left + flags % REFERENCE if left else 0
             if not left:
                 space.owners[slot] = 0
+            note(space, slot, Kind.RELEASE, owner, stack)
         _tell(entry, space, slot, named, owner)
 
 
-def share(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+def share(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0) -> None:
     before = space.flags.tolist()
     for slot in slots.tolist():
         entry = Entry(space)
@@ -75,10 +79,11 @@ def share(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
             if space.owner_known and before[slot] < REFERENCE:
                 entry.add(Why.SHARE_AFTER_FREE, owner, 0)
             space.flags[slot] += REFERENCE
+            note(space, slot, Kind.SHARE, owner, stack)
         _tell(entry, space, slot, named, owner)
 
 
-def hand_over(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
+def hand_over(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0) -> None:
     for slot in slots.tolist():
         entry = Entry(space)
         named = _named(space, entry, slot)
@@ -87,6 +92,7 @@ def hand_over(space: SlotSpace, slots: torch.Tensor, owner: int) -> None:
         _tell(entry, space, slot, named, owner)
         if named:
             space.owners[slot] = owner
+            note(space, slot, Kind.HAND_OVER, owner, stack)
 
 
 def name(
@@ -110,17 +116,20 @@ def name(
             space.flags[slot] = (int(space.flags[slot]) & ~int(MARKS)) | int(marks[i])
             if who is not None:
                 space.tokens[slot], space.positions[slot], space.chain[slot] = (t[i] for t in who)
+            note(space, slot, Kind.FILL, owner)
 
 
-def reject(space: SlotSpace, slots: torch.Tensor) -> None:
+def reject(space: SlotSpace, slots: torch.Tensor, stack: int = 0) -> None:
     for slot in slots.tolist():
         entry = Entry(space)
-        if _named(space, entry, slot) and int(space.flags[slot]) & Flag.WRITTEN:
-            space.flags[slot] = int(space.flags[slot]) | Flag.REJECTED
+        if _named(space, entry, slot):
+            if int(space.flags[slot]) & Flag.WRITTEN:
+                space.flags[slot] = int(space.flags[slot]) | Flag.REJECTED
+            note(space, slot, Kind.REJECT, stack=stack)
         entry.report(Phase.LIFE, slot, UNKNOWN, 0, -1)
 
 
-def forget(space: SlotSpace, slots: torch.Tensor) -> None:
+def forget(space: SlotSpace, slots: torch.Tensor, stack: int = 0) -> None:
     for slot in slots.tolist():
         if not 0 <= slot < space.slots:
             entry = Entry(space)
@@ -128,5 +137,7 @@ def forget(space: SlotSpace, slots: torch.Tensor) -> None:
             entry.report(Phase.LIFE, slot, UNKNOWN, 0, -1)
             continue
         flags = int(space.flags[slot])
+        if not flags & Flag.RESERVED:
+            note(space, slot, Kind.FORGET, stack=stack)
         if flags >= REFERENCE and not flags & Flag.RESERVED:
             space.flags[slot] = (flags & ~int(MARKS)) | Flag.WRITTEN | Flag.NAMELESS

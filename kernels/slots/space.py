@@ -15,6 +15,7 @@ import torch
 
 from ..checks import Check
 from ..ring import UNKNOWN, Control
+from .past import count_steps_anew, new_past
 
 
 class Flag(enum.IntFlag):
@@ -76,6 +77,8 @@ class SlotSpace:
         listed: int32 ``[slots]``, the slots whose ``reads`` is ``clock``, in any order; not kept by the reference.
         listed_count: int32 ``[1]``, how many they are.
         clock: number of the forward that is running.
+        past: int32 ``[slots + 1, columns]``, what each slot went through, see :mod:`.history`; no columns if that is
+            not kept.
         space_id: takes the place of a half's number in a violation's record.
         token_offset: the slot of position p holds the token of position p + token_offset (an EAGLE draft's: 1).
         window: slots of a request that attention still reads, the newest ones; None for all.
@@ -95,6 +98,7 @@ class SlotSpace:
     listed: torch.Tensor
     listed_count: torch.Tensor
     clock: torch.Tensor  # int32 [1]
+    past: torch.Tensor
     counters: torch.Tensor  # int64 [len(SpaceCount)]
     control: Control
     space_id: int
@@ -148,14 +152,20 @@ class SlotSpace:
         owner_known: bool = True,
         verify_every: int = 1,
         once: bool = False,
+        history: int = 0,
     ) -> SlotSpace:
-        """A space in which nothing is written; without ``owner_known`` every slot counts as allocated."""
+        """A space in which nothing is written; without ``owner_known`` every slot counts as allocated.
+
+        Args:
+            history: events of each slot that are kept.
+        """
         space = cls(
             block=torch.zeros(slots + 1, COLUMNS, dtype=torch.int32, device=device),
             planned=torch.zeros(slots + 1, dtype=torch.int64, device=device),
             listed=torch.zeros(slots, dtype=torch.int32, device=device),
             listed_count=torch.zeros(1, dtype=torch.int32, device=device),
             clock=torch.zeros(1, dtype=torch.int32, device=device),
+            past=new_past(slots, history, device),
             counters=torch.zeros(len(SpaceCount), dtype=torch.int64, device=device),
             control=control,
             space_id=space_id,
@@ -180,8 +190,12 @@ class SlotSpace:
 
     def to(self, device: torch.device | str) -> SlotSpace:
         """The same space with its buffers on another device; the ring stays where it is."""
-        buffers = ("block", "planned", "listed", "listed_count", "clock", "counters")
+        buffers = ("block", "planned", "listed", "listed_count", "clock", "past", "counters")
         return dataclasses.replace(self, **{name: getattr(self, name).to(device) for name in buffers})
+
+    def count_steps_anew(self) -> None:
+        """The engine's steps are numbered from here; what slots went through was before the first."""
+        count_steps_anew(self.past)
 
     def forget_identity(self) -> None:
         """Forget who is in the slots, in place; who owns them stays known."""

@@ -13,6 +13,7 @@ from ..words import (
     CALL_BEGIN,
     CALL_COLUMNS,
     CALL_EVENT,
+    CALL_KINDS,
     CALL_OWNER,
     COLUMN_FLAGS,
     COLUMN_POSITION,
@@ -27,6 +28,10 @@ from ..words import (
     FLAG_REJECTED,
     FLAG_RESERVED,
     FLAG_WRITTEN,
+    PAST_EVENTS,
+    PAST_HEAD,
+    PAST_STACK_UNIT,
+    PAST_TOLD,
     PHASE_LIFE,
     REASON_DOUBLE_ALLOCATE,
     REASON_DOUBLE_FREE,
@@ -41,6 +46,7 @@ from ..words import (
     WIDE_CHAIN,
     WIDE_OWNER,
 )
+from .triton_history import forget_reads, past_row, put_event, step_now
 from .triton_shared import entry_of, note
 
 #: Arguments that differ between launches and pools, see :mod:`.triton_shared`.
@@ -68,8 +74,9 @@ def life_kernel(
     rows_ptr, rows, steps, entries_ptr, n, page,  # int64 [rows, 3], halvings until one of them is left, int64 [n]
     gone_ptr, holders_ptr, told,  # int64 [n * page] each, where told: slots that became free or -1, and whose they were
     digests_ptr, planes, imported_ptr,  # int32 [planes, slots], uint8 [slots + 1]
+    past_ptr,  # int32 [slots + 1, columns]
     words_ptr, ring_ptr, capacity, source, checks,
-    HAS_IMPORTED: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, SCAN: tl.constexpr,
+    KEPT: tl.constexpr, HAS_IMPORTED: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     """What an allocator's calls do to slots, in the order of the calls.
 
@@ -101,6 +108,8 @@ def life_kernel(
         # a call reports the state from before the call, also for a slot that it names twice
         call, flags0, holder0, token0, position0 = tl.zeros_like(j) - 1, flags, holder, token, position
         done = j - 1
+        past, step = past_row(past_ptr, at, KEPT), step_now(words_ptr) + zero.to(tl.int32)
+        happened = tl.load(past + PAST_EVENTS, mask=named & (KEPT > 0), other=0)
         for c0 in range(begin // SCAN * SCAN, n, SCAN):
             c = c0 + tl.arange(0, SCAN).to(tl.int64)
             other = tl.load(entries_ptr + c, mask=c < n, other=0)
@@ -110,7 +119,8 @@ def life_kernel(
                 go = entry < n
                 row = call_of(rows_ptr, rows, steps, entry, go)
                 base = rows_ptr + row * CALL_COLUMNS
-                event = tl.load(base + CALL_EVENT, mask=go, other=-1)[:, None]
+                what = tl.load(base + CALL_EVENT, mask=go, other=CALL_KINDS - 1)[:, None]
+                event = what % CALL_KINDS
                 owner = tl.load(base + CALL_OWNER, mask=go, other=0)[:, None] + zero
                 again = (go & (row == call))[:, None]
                 begins = (go & (row != call))[:, None]
@@ -176,6 +186,14 @@ def life_kernel(
                 chain = tl.where(allocate, 0, chain)
                 blank = tl.where(inside & ((event == EVENT_ALLOCATE) | (event == EVENT_FORGET)), 1, blank)
 
+                if KEPT > 0:
+                    noted = now & named
+                    kind = (event + what // CALL_KINDS * PAST_STACK_UNIT + zero).to(tl.int32)
+                    place = past + PAST_HEAD + happened % KEPT * PAST_TOLD
+                    put_event(place, step, kind, owner.to(tl.int32), noted)
+                    forget_reads(past, noted & (event == EVENT_ALLOCATE))
+                    happened += noted.to(tl.int32)
+
                 done = tl.where(go, entry, done)
                 entry = tl.min(tl.where(same & (c[None, :] > done[:, None]), c[None, :], n), axis=1)
 
@@ -185,6 +203,8 @@ def life_kernel(
         tl.store(own + COLUMN_FLAGS, flags, mask=named)
         tl.store(wide_ptr + at * SPACE_WIDE + WIDE_CHAIN, chain, mask=named)
         tl.store(wide_ptr + at * SPACE_WIDE + WIDE_OWNER, holder, mask=named)
+        if KEPT > 0:
+            tl.store(past + PAST_EVENTS, happened, mask=named)
         if tl.max(tl.max(blank, axis=1), axis=0) != 0:  # their bytes belong to no request
             if HAS_IMPORTED:
                 tl.store(imported_ptr + at, blank - blank, mask=blank != 0)

@@ -42,6 +42,7 @@ from ..words import (
     WIDE_CHAIN,
     WORD_EVERY,
 )
+from .triton_history import note_read
 from .triton_shared import (
     PER_STEP,
     entry_of,
@@ -138,6 +139,7 @@ def chain_before(
 def walk_kernel(
     block_ptr, wide_ptr, clock_ptr, counters_ptr,  # int32 [slots + 1, 8], the same as int64, int32 [1], int64
     listed_ptr, listed_count_ptr,  # int32 [slots], int32 [1]
+    past_ptr,  # int32 [slots + 1, columns]
     planned_ptr,  # int64 [slots + 1]
     slots, counts_ptr, row_ptr, padding, prefix_ptr, owner_ptr, spaces_ptr,  # integer [bs] each
     ends_ptr, bs, steps, n,  # int64 [bs]
@@ -147,6 +149,7 @@ def walk_kernel(
     words_ptr, ring_ptr, capacity, source, checks,
     PAGE: tl.constexpr, HAS_SPACES: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
     HAS_HISTORY: tl.constexpr, HAS_PADDING: tl.constexpr, BY_BUDGET: tl.constexpr, BLOCK: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
     """Before a forward: is every slot that attention will read the one it should be?"""
     request = tl.program_id(1).to(tl.int64)
@@ -286,6 +289,8 @@ def walk_kernel(
         if count > 0:
             place = tl.atomic_add(listed_count_ptr, count) + tl.cumsum(fresh, axis=0) - 1
             tl.store(listed_ptr + place, at.to(tl.int32), mask=fresh != 0)
+            if KEPT > 0:
+                note_read(past_ptr, words_ptr, at, fresh != 0, KEPT)
 
 
 @triton.jit(do_not_specialize=PER_STEP)

@@ -38,6 +38,7 @@ from ..words import (
     SPACE_WIDE,
     WIDE_CHAIN,
 )
+from .triton_history import note_write
 from .triton_shared import (
     PER_STEP,
     entry_of,
@@ -188,7 +189,9 @@ def kept_tokens(block_ptr, slots, slot_ptr, i, real):
 def store_tokens(
     number, block_ptr, wide_ptr, counters_ptr, slots, links_ptr, sums_ptr, before_ptr,
     counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, token_ptr, slot_ptr, position_ptr, n,
+    past_ptr, words_ptr, owner_ptr,  # int32 [slots + 1, columns], int64 [len(Word)], int64 [bs]
     HAS_POSITIONS: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr, SUM_BLOCK: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
     """Remember who is in the slots of one block of tokens, with what :func:`links_kernel` found."""
     begin = number * BLOCK
@@ -219,6 +222,8 @@ def store_tokens(
     tl.store(entry + COLUMN_POSITION, position.to(tl.int32), mask=kept)
     tl.store(entry + COLUMN_FLAGS, (flags | FLAG_WRITTEN) & (-1 - FLAG_NAMELESS - FLAG_REJECTED), mask=kept)
     tl.store(wide_ptr + at * SPACE_WIDE + WIDE_CHAIN, chain, mask=kept)
+    if KEPT > 0:
+        note_write(past_ptr, words_ptr, at, tl.load(owner_ptr + request, mask=kept, other=0), kept, KEPT)
     tl.atomic_add(counters_ptr + SPACE_RECORDED, tl.sum(kept.to(tl.int64), axis=0))
 
 
@@ -228,9 +233,10 @@ def links_kernel(
     counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, spaces_ptr,
     token_ptr, slot_ptr, position_ptr, n,
     table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
+    past_ptr, words_ptr, owner_ptr,
     PAGE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_SPACES: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr, SUM_BLOCK: tl.constexpr,
-    ALL: tl.constexpr,
+    ALL: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """What :func:`store_kernel` needs of other tokens: sums of their links, and the chain before each request.
 
@@ -266,7 +272,7 @@ def links_kernel(
         store_tokens(
             tl.program_id(0).to(tl.int64), block_ptr, wide_ptr, counters_ptr, slots, links_ptr, sums_ptr, before_ptr,
             counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, token_ptr, slot_ptr, position_ptr, n,
-            HAS_POSITIONS, HAS_PADDING, BLOCK, SUM_BLOCK,
+            past_ptr, words_ptr, owner_ptr, HAS_POSITIONS, HAS_PADDING, BLOCK, SUM_BLOCK, KEPT,
         )  # fmt: skip
 
 
@@ -274,13 +280,15 @@ def links_kernel(
 def store_kernel(
     block_ptr, wide_ptr, counters_ptr, slots, links_ptr, sums_ptr, before_ptr,
     counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, token_ptr, slot_ptr, position_ptr, n,
+    past_ptr, words_ptr, owner_ptr,  # int32 [slots + 1, columns], int64 [len(Word)], int64 [bs]
     HAS_POSITIONS: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr, SUM_BLOCK: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
     """After a forward, after :func:`links_kernel`: remember who is in the slots that it wrote."""
     store_tokens(
         tl.program_id(0).to(tl.int64), block_ptr, wide_ptr, counters_ptr, slots, links_ptr, sums_ptr, before_ptr,
         counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, token_ptr, slot_ptr, position_ptr, n,
-        HAS_POSITIONS, HAS_PADDING, BLOCK, SUM_BLOCK,
+        past_ptr, words_ptr, owner_ptr, HAS_POSITIONS, HAS_PADDING, BLOCK, SUM_BLOCK, KEPT,
     )  # fmt: skip
 
 

@@ -28,6 +28,12 @@ class Blame:
         """
         self._pools, self._registry, self._ids = pools, registry, ids
 
+    def pool_of(self, row: Sequence[int]) -> EnginePool | None:
+        """The pool that a ring row is about; None if it is none of the engine's."""
+        half = self._registry.by_id(row[Ring.HALF])
+        number = half.space.space_id if half is not None and half.space is not None else row[Ring.HALF]
+        return self._pools.get(number)
+
     def decode(
         self, row: Sequence[int], running: Mapping[int, RequestPlan], last: Mapping[int, RequestPlan]
     ) -> Violation | None:

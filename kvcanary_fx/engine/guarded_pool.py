@@ -31,6 +31,7 @@ class EnginePool:
 
     Attributes:
         declared: the engine's declaration.
+        histories: what slots of the pool went through, see :class:`.SlotHistories`.
         rivals: the pools that share some of these tensors, with other pages in them.
     """
 
@@ -54,11 +55,13 @@ class EnginePool:
             window=declared.layout.window,
             once=declared.layout.once,
             owner_known=declared.allocations,
+            history=config.slot_history,
             verify_every=1 if declared.layout.rewritten else config.verify_every_on(device),
         )
         controls.reserve_stamps(device, declared.slots)
         self._content = PoolContent(declared, registry, self._space, config.planes)
-        self._events = SlotEvents(self._space, self._content)
+        self._events = SlotEvents(self._space, self._content, ids, config.stacks)
+        self.histories = self._events.histories
         self.halves, self.views = self._content.halves, self._content.views
         self.scales = Scales(declared, registry, self._space, config.planes)
         self.rivals: list[EnginePool] = []

@@ -10,6 +10,7 @@ import torch
 
 from ..errors import SessionStateError
 from ..kernels.context import ForwardContext
+from ..kernels.ring import Ring
 from ..kernels.side_stream import capturing
 from ..reports.violation import Violation
 from ..runtime.bound_call import BoundCall
@@ -85,6 +86,14 @@ class EngineHooks(Hooks):
         running = self._steps.running
         return self._blame.decode(row, running.plans if running is not None else {}, self._observers.health.last_plans)
 
+    def history(self, row: Sequence[int]) -> str | None:
+        """What the slot of a row about one of the engine's pools went through."""
+        pool = self._blame.pool_of(row)
+        if pool is None or not 0 <= row[Ring.SLOT] < pool.declared.slots:
+            return None
+        past = pool.histories([row[Ring.SLOT]])[0]
+        return past.told() or None if past is not None else None
+
     def groups(self, registry: PoolRegistry) -> list[Group]:
         """The engine's pools, and other caches that its graphs write."""
         running = self._steps.running
@@ -99,6 +108,7 @@ class EngineHooks(Hooks):
                 name_of=self._ids.name,
                 plan=plans.get(pool.space.space_id),
                 imported=pool.content.imported,
+                histories=pool.histories,
             )
             for pool in self._pools.values()
         ]

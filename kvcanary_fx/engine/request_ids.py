@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..errors import EngineError
+from ..kernels.slots.past import low_half
 
 RequestId = str | int
 
@@ -60,6 +61,17 @@ class RequestIds:
             if None not in known:
                 return known  # type: ignore[return-value]
         return [self.hash(r) for r in requests]
+
+    def names_of(self, halves: Collection[int]) -> dict[int, RequestId]:
+        """The ids behind lower halves of hashes, as a slot's history has them; in hexadecimal what was forgotten.
+
+        Looks through all ids: for a report.
+        """
+        found: dict[int, RequestId] = {half: f"{half & (2**32 - 1):#x}" for half in halves}
+        for hashed, request in list(self._ids.items()):
+            if (half := low_half(hashed)) in found:
+                found[half] = request
+        return found
 
     def name(self, hashed: int) -> RequestId | None:
         """The id behind a hash, if it was seen; its hash in hexadecimal if it was forgotten; None for 0."""

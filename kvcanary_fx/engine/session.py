@@ -94,6 +94,7 @@ class EngineSession(CanarySession):
         self.drain()
         for pool in self.pools.values():
             pool.space.forget_identity()
+            pool.space.count_steps_anew()
             pool.digests.zero_()
             for counters in (pool.space.counters, *pool.content.counters):
                 counters.zero_()

@@ -17,12 +17,14 @@ from ..kernels.checks import Phase
 from ..kernels.ops import life_kernels_for
 from ..kernels.side_stream import capturing
 from ..kernels.slots import life as slot_life
-from ..kernels.slots.events import RENEWING, Event, EventRow, Events
+from ..kernels.slots.events import RENEWING, STACK_UNIT, Event, EventRow, Events
 from ..kernels.slots.space import SlotSpace
 from ..kernels.staging import Staging, lasting
 from .arguments import integers, require_whole
 from .gathered import numbers_of, plain_numbers
 from .pool_content import PoolContent
+from .request_ids import RequestIds
+from .slot_histories import SlotHistories
 
 #: Limits of the queue: calls, and the pages and slots that they name.  A larger call is sent by itself.
 CALLS, PAGES, SLOTS = 1024, 16384, 1 << 18
@@ -39,10 +41,16 @@ class SlotEvents:
 
     Attributes:
         pending: whether there are any.
+        histories: what slots went through.
     """
 
-    def __init__(self, space: SlotSpace, content: PoolContent):
+    def __init__(self, space: SlotSpace, content: PoolContent, ids: RequestIds, stacks: int = 0):
+        """
+        Args:
+            stacks: how many stacks of calls are kept.
+        """
         self._space, self._content = space, content
+        self.histories = SlotHistories(space, ids, stacks)
         self._kernels = life_kernels_for(space.block.device)  # None: each call is done as it comes
         self._apply: Any = None
         self._on_gpu = space.block.is_cuda
@@ -78,6 +86,7 @@ class SlotEvents:
                 f"the allocator called {event.name.lower()}() while a CUDA graph is being captured: each replay would "
                 "do it again. Call it outside of torch.cuda.graph()"
             )
+        stack = 0 if self.histories.stacks is None else self.histories.stacks.number()
         if type(slots) is list and slots and type(slots[0]) is int and self._may_wait(len(slots), page_size):
             with self._lock:
                 begin = self._make_room(event, len(slots), page_size, slots)
@@ -86,16 +95,16 @@ class SlotEvents:
                 except (TypeError, OverflowError):
                     pass  # pages_of says what is wrong
                 else:
-                    self._note(event, begin, owner, slots)
+                    self._note(event, begin, owner, slots, stack)
                     return len(slots) * page_size
-        return self._add_pages(event, pages_of(slots), page_size, owner)
+        return self._add_pages(event, pages_of(slots), page_size, owner, stack)
 
-    def _add_pages(self, event: Event, pages: array[int] | torch.Tensor, page_size: int, owner: int) -> int:
+    def _add_pages(self, event: Event, pages: array[int] | torch.Tensor, page_size: int, owner: int, stack: int) -> int:
         """Note a call; send it, if it cannot wait."""
         n = len(pages)
         if n and not self._may_wait(n, page_size):
             self.flush()
-            self._do(event, pages, page_size, owner)
+            self._do(event, pages, page_size, owner, stack)
         elif n:
             with self._lock:
                 known = pages if isinstance(pages, array) else None
@@ -107,7 +116,7 @@ class SlotEvents:
                     self._on_device.append((begin, begin + n))
                     pages = array("q", bytes(8 * n))
                 self._pages.extend(pages)
-                self._note(event, begin, owner, known)
+                self._note(event, begin, owner, known, stack)
         return n * page_size
 
     def _may_wait(self, n: int, page_size: int) -> bool:
@@ -134,8 +143,8 @@ class SlotEvents:
             return True
         return not self._freed.isdisjoint(pages)
 
-    def _note(self, event: Event, begin: int, owner: int, pages: Sequence[int] | None) -> None:
-        self._rows.extend((event, begin, owner))
+    def _note(self, event: Event, begin: int, owner: int, pages: Sequence[int] | None, stack: int) -> None:
+        self._rows.extend((event + stack * STACK_UNIT, begin, owner))
         self.pending = True
         if event is Event.RELEASE:
             self._released = True
@@ -144,12 +153,12 @@ class SlotEvents:
             elif self._freed is not None:
                 self._freed.update(pages)
 
-    def _do(self, event: Event, pages: array[int] | torch.Tensor, page_size: int, owner: int) -> None:
+    def _do(self, event: Event, pages: array[int] | torch.Tensor, page_size: int, owner: int, stack: int) -> None:
         """Send one call by itself."""
         space = self._space
         given = pages if isinstance(pages, torch.Tensor) else torch.frombuffer(pages, dtype=torch.int64)
         slots = slots_in(given.to(device=space.block.device, dtype=torch.int64), page_size)
-        freed = slot_life.apply_one(space, event, slots, owner)
+        freed = slot_life.apply_one(space, event, slots, owner, stack)
         if freed is not None:
             self._content.verify(freed[0], None, freed[1], Phase.LIFE)
         if event in RENEWING:

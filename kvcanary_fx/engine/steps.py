@@ -73,6 +73,7 @@ class Steps:
     def mark_ready(self) -> None:
         """The warm-up ended: number the steps from here."""
         self.begun, self.done, self.ready = 0, 0, True
+        self._clock.begin_step(0)
 
     def close(self) -> None:
         """Read what is left on the devices; later steps are an error.

@@ -52,6 +52,7 @@ class Violation:
         also: other checks that failed for the same slot at the same time.
         forward: index of the engine's forward (``session.forward(index)``) in which it was found; None outside one.
         owners: in an owner check, ids of the requests with the hashes ``stored`` and ``found``; None if unknown.
+        history: what the slot went through, in words; None if it is not kept, or was not read for this record.
         text: name of the text that explains it, if that is neither ``why`` nor ``check``.
     """
 
@@ -75,6 +76,7 @@ class Violation:
     forward: int | None = None
     owners: tuple[str | int | None, str | int | None] = (None, None)
     text: str | None = None
+    history: str | None = dataclasses.field(default=None, compare=False)
 
     def fields(self) -> dict[str, object]:
         """The record for a log line, by the names in it.  What was compared is text: it may not fit into a float."""
@@ -150,8 +152,9 @@ class Violation:
             hit=self.found,
             detail=self.detail,
         )
+        history = f"  history: {one_line(self.history)}\n" if self.history else ""
         return (
-            f"[{self.check}] {facts}\n  where: {self.where()}, {self.when()}\n  usually: {text.meaning}\n"
+            f"[{self.check}] {facts}\n  where: {self.where()}, {self.when()}\n{history}  usually: {text.meaning}\n"
             f"  try: {remedy}"
         )
 

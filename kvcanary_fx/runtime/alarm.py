@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections import deque
+from collections.abc import Sequence
 
 from ..errors import IncidentError
 from ..reports import json_lines, summary
@@ -17,6 +19,9 @@ from .beside import Beside
 from .binding import Controls
 from .incidents import Told, Watched, describe
 from .rows import decode_blackbox, decode_row, take_judged, take_rows
+
+#: Records of a drain that get the history of their slot: as many as an exception shows.
+HISTORIES = 3
 
 
 class Alarm:
@@ -66,6 +71,7 @@ class Alarm:
                 verdict, failed = take_judged(control, session.registry)
                 self.adopted_slots += verdict.adopted_slots
                 decoded = [session.hooks.decode(row) or decode_row(row, session.registry) for row in verdict.violations]
+                self._add_histories(verdict.violations, decoded)
                 self.found.add(decoded, failed)
                 told += zip(verdict.violations, decoded, strict=True)
                 total += failed
@@ -77,6 +83,14 @@ class Alarm:
             if told:
                 self._note(told, total)
         return fresh
+
+    def _add_histories(self, rows: Sequence[Sequence[int]], decoded: list[Violation]) -> None:
+        """Let the first few records to be shown say what their slots went through."""
+        first = summary.by_importance(decoded)[:HISTORIES]
+        for i in [i for i, violation in enumerate(decoded) if any(violation is v for v in first)]:
+            history = self._session.hooks.history(rows[i])
+            if history is not None:
+                decoded[i] = dataclasses.replace(decoded[i], history=history)
 
     def read_blackbox(self) -> None:
         """Read what a device left in host memory before it was lost."""

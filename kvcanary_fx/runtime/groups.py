@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..kernels.slots.space import RequestPlan, SlotSpace
+from ..reports.past import SlotHistory
 from .pool_half import PoolHalf
 from .registry import PoolRegistry
 
@@ -24,6 +25,7 @@ class Group:
         name_of: the request behind a hash.
         plan: what the running forward, or else the last one, reads and writes.
         imported: bool ``[slots + 1]``, which slots' bytes came from elsewhere; None if none ever did.
+        histories: what slots went through, None each if it is not kept; None without an engine.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Group:
     name_of: Callable[[int], str | int | None] | None = None
     plan: RequestPlan | None = None
     imported: torch.Tensor | None = None
+    histories: Callable[[Sequence[int]], list[SlotHistory | None]] | None = None
 
     @property
     def slots(self) -> int:

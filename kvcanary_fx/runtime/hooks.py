@@ -36,6 +36,10 @@ class Hooks:
         """The record of a ring row; None if nothing is known beyond the graph's shadow."""
         return None
 
+    def history(self, row: Sequence[int]) -> str | None:
+        """What the slot of a ring row went through, in words; None if that is not kept."""
+        return None
+
     def groups(self, registry: PoolRegistry) -> list[Group]:
         """The caches that are guarded, for the file of an incident."""
         return groups_of(registry)

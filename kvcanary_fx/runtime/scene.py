@@ -142,6 +142,7 @@ def _near(
         known = {"tokens": identity.tokens[there].tolist(), "positions": identity.positions[there].tolist()}
     fit = prefix_fit.fits(space, group.plan, struck) if space is not None and group.plan is not None else {}
     imported = group.imported[near.to(group.imported.device)].tolist() if group.imported is not None else None
+    pasts = group.histories(near.tolist()) if group.histories is not None else [None] * near.numel()
     for i, slot in enumerate(near.tolist()):
         token, position = (known[name][i] if known else UNKNOWN for name in ("tokens", "positions"))
         owner = group.name_of(known["owners"][i]) if group.name_of is not None and "owners" in known else None
@@ -154,6 +155,7 @@ def _near(
             position=position if position != UNKNOWN else None,
             imported=imported is not None and imported[i],
             fits=fit.get(slot),
+            past=pasts[i],
         )
 
 

@@ -19,11 +19,12 @@ import kvcanary_fx
 from kvcanary_fx import KVPool
 from kvcanary_fx.config import CanaryConfig
 from kvcanary_fx.kernels.ring import Ring
+from kvcanary_fx.kernels.slots.past import HEAD, TOLD
 from kvcanary_fx.kernels.slots.space import COLUMNS
 
 #: Bytes a slot that do not depend on the model: who is in it (a block of columns), which token was planned for it,
-#: its place in the list of slots to read, and two stamps of writes.
-SLOT_BYTES = 4 * COLUMNS + 8 + 4 + 2 * 8
+#: its place in the list of slots to read, two stamps of writes, and what it went through.
+SLOT_BYTES = 4 * COLUMNS + 8 + 4 + 2 * 8 + 4 * (HEAD + TOLD * CanaryConfig().slot_history)
 
 FORMULA = f"{SLOT_BYTES} + digest_bits / 8 x tensors"
 

@@ -11,7 +11,7 @@ from random_plans import OWNERS, make_it_true, random_plan, random_space, state
 
 from kvcanary_fx.kernels.ring import Control, Word
 from kvcanary_fx.kernels.slots import gpu_life, naive_life
-from kvcanary_fx.kernels.slots.events import RENEWING, Event, EventRow, Events
+from kvcanary_fx.kernels.slots.events import RENEWING, STACK_UNIT, Event, EventRow, Events
 from kvcanary_fx.kernels.slots.space import REFERENCE, SlotSpace
 
 PLANES = 3
@@ -26,6 +26,7 @@ class Call:
     event: Event
     pages: list[int]
     owner: int
+    stack: int = 0
 
 
 def random_calls(rng: random.Random, pages: int) -> list[Call]:
@@ -35,7 +36,7 @@ def random_calls(rng: random.Random, pages: int) -> list[Call]:
         event = rng.choice([*Event, Event.ALLOCATE, Event.RELEASE])
         named = [rng.randint(0, pages - 1) if rng.random() < 0.95 else rng.choice([-3, 999]) for _ in range(4)]
         whose = 0 if event in (Event.REJECT, Event.FORGET) else rng.choice(OWNERS)
-        calls.append(Call(event, named[: rng.randint(1, 4)], whose))
+        calls.append(Call(event, named[: rng.randint(1, 4)], whose, len(calls)))
     return calls
 
 
@@ -43,7 +44,11 @@ def as_events(calls: list[Call], page_size: int, device: str) -> Events:
     rows = torch.zeros(len(calls), len(EventRow), dtype=torch.int64)
     begin = 0
     for row, call in zip(rows, calls, strict=True):
-        row[EventRow.EVENT], row[EventRow.BEGIN], row[EventRow.OWNER] = call.event, begin, call.owner
+        row[EventRow.EVENT], row[EventRow.BEGIN], row[EventRow.OWNER] = (
+            call.event + call.stack * STACK_UNIT,
+            begin,
+            call.owner,
+        )
         begin += len(call.pages)
     entries = torch.tensor([page for call in calls for page in call.pages])
     return Events(rows.to(device), entries.to(device), page_size)
@@ -59,7 +64,7 @@ def play_one_by_one(
         inside = slots[(slots >= 0) & (slots < space.slots)]
         flags, owners = space.flags.clone(), space.owners.clone()
         owner = () if call.event in (Event.REJECT, Event.FORGET) else (call.owner,)
-        getattr(naive_life, call.event.name.lower())(space, slots, *owner)
+        getattr(naive_life, call.event.name.lower())(space, slots, *owner, stack=call.stack)
         if call.event in RENEWING:
             digests[:, :, inside], imported[inside] = 0, False
         if call.event is Event.RELEASE:

@@ -110,6 +110,7 @@ def random_space(rng: random.Random, form: Form | None = None) -> SlotSpace:
         window=rng.choice([None, None, 1, 3]),
         once=rng.random() < 0.2,
         owner_known=rng.random() < 0.8,
+        history=slots % 3 * 2,
         verify_every=BY_BUDGET if form.by_budget else rng.choice([1, 2, 3]),
     )
 
@@ -304,6 +305,7 @@ class Snapshot:
         """
         control = space.control
         tensors = {name: getattr(space, name)[:-1] for name in self.COLUMNS}
+        tensors["past"] = space.past[:-1]
         tensors |= dict(clock=space.clock, counters=space.counters, words=control.words, ring=control.ring)
         if plan is not None:
             tensors |= dict(listed=space.listed, count=space.listed_count)
@@ -334,7 +336,7 @@ class Snapshot:
         place = torch.arange(drained, drained + kept) % capacity
         # which rows a full ring keeps depends on the order in which violations were found
         rows = sorted(ring[place].tolist()) if kept == head - drained else kept
-        return {n: values[n].tolist() for n in (*self.COLUMNS, "clock", "counters", "words")} | {"ring": rows}
+        return {n: values[n].tolist() for n in (*self.COLUMNS, "past", "clock", "counters", "words")} | {"ring": rows}
 
 
 def fetch(*snapshots: Snapshot) -> None:

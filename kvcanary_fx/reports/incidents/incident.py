@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..past import SlotHistory
 from ..violation import Violation
 
 #: Version of the file.  A change that an older reader would misread gets the next number.
@@ -58,6 +59,7 @@ class SlotScene:
         owner, token, position: None if unknown.
         imported: its bytes came with an exported shadow.
         fits: whether it holds what the prefix of the request needs there that reads it; None if nothing tells.
+        past: what it went through; None if that is not kept.
     """
 
     slot: int
@@ -68,6 +70,7 @@ class SlotScene:
     position: int | None = None
     imported: bool = False
     fits: bool | None = None
+    past: SlotHistory | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,6 +86,8 @@ def _pool(incident: Incident, number: int) -> Iterator[str]:
     for window in pool_map.windows(incident, number, min(ACROSS, pool.slots)):
         yield f'<div class="wide">{_map(pool, window)}</div>'
     yield _table(tables.SLOT_HEAD, tables.slot_rows(pool))
+    for title, lines in tables.histories(incident, number):
+        yield f"<p>{_text(title)}</p><pre>{_lines(lines)}</pre>"
     if pool.batch:
         yield f"<p>The batch:</p>{_table(tables.BATCH_HEAD, tables.batch_rows(pool))}"
 

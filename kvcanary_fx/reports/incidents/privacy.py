@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Collection
 
 from ...kernels.checks import Shown, how_shown
+from ..past import PastEvent, SlotHistory
 from ..violation import Violation
 from .incident import Incident, PoolScene, Record, RequestScene, SlotScene
 
@@ -70,6 +71,7 @@ class _Mask:
             found=self._hashed(v.found) if compared else v.found,
             detail=0 if v.check == "poison" and "bytes" in self._private else detail,
             request=self._id(v.request),
+            history=None if "ids" in self._private else v.history,
             owners=(self._id(v.owners[0]), self._id(v.owners[1])),
             token=self._token(v.token),
         )
@@ -87,7 +89,22 @@ class _Mask:
         )
 
     def _slot(self, slot: SlotScene) -> SlotScene:
-        return dataclasses.replace(slot, owner=self._id(slot.owner), token=self._token(slot.token))
+        return dataclasses.replace(
+            slot,
+            owner=self._id(slot.owner),
+            token=self._token(slot.token),
+            past=self._past(slot.past) if slot.past is not None else None,
+        )
+
+    def _past(self, past: SlotHistory) -> SlotHistory:
+        def event(happened: PastEvent) -> PastEvent:
+            return dataclasses.replace(happened, request=self._id(happened.request))
+
+        return dataclasses.replace(
+            past,
+            events=tuple(map(event, past.events)),
+            written=event(past.written) if past.written is not None else None,
+        )
 
     def _request(self, request: RequestScene) -> RequestScene:
         return dataclasses.replace(request, request=self._id(request.request), tokens=self._tokens(request.tokens))

@@ -42,7 +42,12 @@ def story(incident: Incident) -> list[str]:
     for record in incident.records:
         v = record.violation
         firsts.setdefault((v.check, v.why, v.phase, record.pool, v.slot), record)
-    told = [" ".join(_sentences(incident, record)) for record in list(firsts.values())[:TOLD]]
+    told: list[str] = []
+    pasts: set[str] = set()  # of neighbours it is often the same
+    for record in list(firsts.values())[:TOLD]:
+        past = _past(incident, record)
+        told.append(" ".join([*_sentences(incident, record), *([past] if past and past not in pasts else [])]))
+        pasts.add(past)
     if len(firsts) > TOLD:
         told.append(f"So it goes on, in {len(firsts) - TOLD} further slots or checks.")
     return told
@@ -65,6 +70,15 @@ def _sentences(incident: Incident, record: Record) -> Iterable[str]:
     readers = [] if pool is None else readers_of(pool, record.slot)
     if readers:
         yield f"In the batch it is read by {', '.join(readers)}."
+
+
+def _past(incident: Incident, record: Record) -> str:
+    """What the slot went through; empty if it is not known."""
+    pool = _pool(incident, record)
+    place = None if pool is None else pool.place(record.slot)
+    past = pool.near[place].past if pool is not None and place is not None else None
+    told = past.told() if past is not None else ""
+    return f"What the slot went through: {one_line(told)}." if told else ""
 
 
 def _still_there(fits: bool | None) -> Iterable[str]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..violation import one_line
-from .incident import PoolScene
+from .incident import Incident, PoolScene
 
 #: Rows of a table, and numbers in one of its cells.
 SLOTS, REQUESTS, NUMBERS = 64, 32, 16
+
+#: Histories that are shown.
+HISTORIES = 8
 
 SLOT_HEAD = ("slot", "state", "held", "owner", "position", "token")
 BATCH_HEAD = ("request", "row", "prefix", "adds", "to slots", "table")
@@ -25,6 +28,23 @@ def batch_rows(pool: PoolScene) -> Iterator[list[str]]:
     """The requests of the batch, under :data:`BATCH_HEAD`."""
     for r in pool.batch[:REQUESTS]:
         yield [one_line(r.request), *map(str, (r.row, r.prefix, r.extend)), _numbers(r.slots), _numbers(r.table)]
+
+
+def histories(incident: Incident, number: int) -> Iterator[tuple[str, list[str]]]:
+    """What the damaged slots of a pool went through, as far as it is known: a title, and lines.
+
+    Neighbours often went through the same; they share a title.
+    """
+    pool = incident.pools[number]
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for slot in dict.fromkeys(r.slot for r in incident.records if r.pool == number):
+        place = pool.place(slot)
+        past = pool.near[place].past if place is not None else None
+        if past is not None:
+            alike.setdefault(tuple(past.lines()), []).append(slot)
+    for lines, slots in list(alike.items())[:HISTORIES]:
+        which = f"slot {slots[0]}" if len(slots) == 1 else f"slots {_numbers(tuple(slots))}"
+        yield f"What {which} went through:", list(lines) or ["nothing that is known"]
 
 
 def _numbers(values: tuple[int, ...]) -> str:

@@ -78,6 +78,9 @@ class Terminal:
         key = ", ".join(f"{mark} {state}" for state, mark in pool_map.MARKS.items())
         yield from self._wrap(f"({key}, {pool_map.DAMAGED} damaged)")
         yield from self._columns(tables.SLOT_HEAD, list(tables.slot_rows(pool)))
+        for title, lines in tables.histories(incident, number):
+            yield self._cut(title)
+            yield from (part for line in lines for part in self._wrap(line.strip(), 4 if line.startswith(" ") else 2))
         yield from self._columns(tables.BATCH_HEAD, list(tables.batch_rows(pool)))
 
     def _slot(self, state: str, damaged: bool) -> str:

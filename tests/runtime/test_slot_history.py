@@ -1,0 +1,139 @@
+"""A report and the file of an incident say what the slot went through: who had it, wrote it, freed it, and where."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+
+import pytest
+import torch
+from gpu_on_cpu import use_gpu_kernels
+from toy import Toy
+
+from kvcanary_fx.engine.stacks import CallStacks
+from kvcanary_fx.reports.incidents import file
+from kvcanary_fx.reports.incidents.page import page
+from kvcanary_fx.reports.incidents.story import story
+from kvcanary_fx.reports.incidents.terminal import Terminal
+
+
+def free_too_early(toy: Toy) -> None:
+    toy.pool.release([2, 3], owner="alice")
+
+
+def reused_while_read(**settings: object) -> Toy:
+    """Alice's slots are freed while she goes on, and bob gets them."""
+    toy = Toy(**settings)
+    toy.add("alice", range(1, 9))
+    toy.add("bob", range(10, 18))
+    toy.run({"alice": [1, 2, 3]})
+    toy.run({"alice": [4]})
+    free_too_early(toy)
+    toy.run({"bob": [2, 3]})
+    toy.run({"alice": [5]})
+    return toy
+
+
+TOLD = (
+    "allocated before step 1 to request alice, written in step 1 by request alice, "
+    "released in step 2 by request alice, allocated in step 2 to request bob, written in step 3 by request bob"
+)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_a_report_says_who_had_the_slot_who_wrote_it_and_who_freed_it(kernels, monkeypatch):
+    if kernels == "triton" and not torch.cuda.is_available():
+        use_gpu_kernels(monkeypatch.setattr)
+    first = reused_while_read().found()[0]
+    assert (first.slot, first.why, first.step) == (2, "FOREIGN_READ", 4)
+    assert first.history is not None
+    assert first.history.startswith(TOLD)
+    assert f"  history: {TOLD}" in first.explain()
+
+
+def test_the_call_that_freed_a_slot_is_named_by_file_line_and_function(tmp_path):
+    toy = reused_while_read(stacks=10)
+    line = free_too_early.__code__.co_firstlineno + 1
+    freed, _, where = toy.found()[0].history.partition("released in step 2 by request alice at ")[2].partition(":")
+    assert freed.endswith("test_slot_history.py")
+    assert where.startswith(f"{line} in free_too_early, ")
+    toy.session.snapshot(tmp_path / "one.zip")
+    past = next(s.past for s in file.load(tmp_path / "one.zip").pools[0].near if s.slot == 2)
+    (released,) = [event for event in past.events if event.kind == "release"]
+    assert released.stack[1].endswith(" in reused_while_read")
+
+
+def test_a_file_shows_what_the_damaged_slots_went_through(tmp_path):
+    toy = reused_while_read(incidents=tmp_path)
+    toy.found()
+    incident = file.load(next(tmp_path.glob("*owner*")))
+    assert any(TOLD in told for told in story(incident))
+    text = Terminal(200, colour=False).render(incident)
+    assert "What slots 2,3 went through:\n  allocated before step 1 to request alice\n" in text
+    assert "released in step 2 by request alice\n" in page(incident)
+
+
+def test_the_step_in_which_bytes_were_last_right_is_known():
+    toy = Toy(verify_fraction="1")
+    toy.add("alice", range(1, 9))
+    toy.run({"alice": [1, 2]})
+    for slot in (3, 4):
+        toy.run({"alice": [slot]})
+    toy.kv[0][0][1] += 1
+    toy.run({"alice": [5]})
+    toy.found()
+    (past,) = toy.pool.histories([1])
+    assert (past.first_read, past.read_before, past.last_read, past.reads) == (2, 3, 4, 3)
+
+
+def test_requests_in_the_history_of_a_file_are_hashed_like_all_others(tmp_path):
+    toy = reused_while_read(privacy=("ids",))
+    toy.found()
+    toy.session.snapshot(tmp_path / "one.zip")
+    incident = file.load(tmp_path / "one.zip")
+    with zipfile.ZipFile(io.BytesIO(file.pack(incident))) as archive:
+        text = archive.read("incident.json").decode()
+    assert "alice" not in text
+    slot = next(s for s in incident.pools[0].near if s.slot == 2)
+    assert [e.request for e in slot.past.events][-1] == slot.owner
+
+
+def test_a_file_of_a_version_without_histories_is_read(tmp_path):
+    toy = reused_while_read()
+    toy.session.snapshot(tmp_path / "one.zip")
+    with zipfile.ZipFile(tmp_path / "one.zip") as archive:
+        told, tensors = json.loads(archive.read("incident.json")), archive.read("tensors.safetensors")
+    for slot in told["incident"]["pools"][0]["near"]:
+        del slot["past"]
+    for record in told["incident"]["records"]:
+        del record["violation"]["history"]
+    with zipfile.ZipFile(tmp_path / "old.zip", "w") as archive:
+        archive.writestr("incident.json", json.dumps(told))
+        archive.writestr("tensors.safetensors", tensors)
+    incident = file.load(tmp_path / "old.zip")
+    assert all(slot.past is None for slot in incident.pools[0].near)
+    assert "went through" not in Terminal(200, colour=False).render(incident)
+
+
+def test_without_a_history_reports_are_as_before_and_nothing_is_allocated():
+    toy = reused_while_read(slot_history=0)
+    assert toy.pool.space.past.nbytes == 0
+    assert toy.found()[0].history is None
+    assert "history:" not in toy.found()[0].explain()
+
+
+def test_only_the_last_distinct_stacks_are_kept():
+    stacks = CallStacks(2)
+
+    def in_pool() -> int:
+        return in_events()
+
+    def in_events() -> int:
+        return stacks.number()
+
+    numbers = [in_pool() for _ in range(3)]
+    assert len(set(numbers)) == 1
+    first, second, third = in_pool(), in_pool(), in_pool()
+    assert len({numbers[0], first, second, third}) == 4
+    assert [n for n in (numbers[0], first, second, third, 99) if stacks.lines(n)] == [second, third]
