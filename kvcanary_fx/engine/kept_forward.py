@@ -8,15 +8,14 @@ batch, padded, and a step is one copy and two replays: launching them from Pytho
     checks = LayerChecks(session)
     checks.reserve(requests, tokens)
     kept = checks.keep(requests, tokens, take_in)
-    with checks.kept(kept, send):
+    with checks.kept(kept, send, requests, tokens):
         model(...)
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -75,6 +74,7 @@ def keep(
     begin: Callable[[], None],
     join: Callable[[], None],
     reads: Sequence[Reads],
+    finish: Callable[[], None] | None,
 ) -> KeptForward:
     """Capture the checks around the model; on the CPU they run as they are.
 
@@ -85,6 +85,7 @@ def keep(
         begin: what the first layer does before its own checks.
         join: lets the stream wait for work that was forked from it.
         reads: with pages and lengths of as many requests.
+        finish: launches what comes last.
     """
     (device,) = {pool.declared.device for pool in pools.values()}
     ((requests, tokens),) = {(plan.rows.shape[0], plan.slots.shape[0]) for plan in forward.plans.values()}
@@ -99,6 +100,8 @@ def keep(
     def after() -> None:
         remember(pools, dataclasses.replace(forward))  # which notes that it has
         check_after(pools, forward.plans, config)
+        if finish is not None:
+            finish()
 
     before()  # no kernel is compiled while a graph is captured
     after()
@@ -144,11 +147,3 @@ def smallest(kept: Sequence[KeptForward], requests: int, tokens: int) -> KeptFor
         kept: in the order of their size.
     """
     return next((each for each in kept if requests <= each.requests and tokens <= each.tokens), None)
-
-
-@contextlib.contextmanager
-def around(kept: KeptForward) -> Iterator[None]:
-    """The checks of one forward."""
-    kept.before()
-    yield
-    kept.after()

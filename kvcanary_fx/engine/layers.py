@@ -42,7 +42,9 @@ from ..kernels.context import ForwardContext, forward_context
 from ..kernels.layer_ops import record_in, verify_in
 from ..kernels.ops import kernels_for, request_kernels_for
 from ..kernels.ring import Word
+from ..runtime.pace import Sample
 from .kept_forward import KeptForward, Reads, keep
+from .kept_step import KeptStep
 
 if TYPE_CHECKING:
     from .forward import Forward
@@ -118,7 +120,14 @@ class LayerChecks:
             finally:
                 self._steps.join()  # the graph ends with the checks of its last layer
 
-    def keep(self, requests: int, tokens: int, take_in: Callable[[], None], reads: Sequence[Reads] = ()) -> KeptForward:
+    def keep(
+        self,
+        requests: int,
+        tokens: int,
+        take_in: Callable[[], None],
+        reads: Sequence[Reads] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> KeptForward:
         """Capture what is checked before and after the model, for batches that are on the device.
 
         Call :meth:`reserve` first.  The layers of a batch without a history, whose requests read nothing that others
@@ -129,6 +138,7 @@ class LayerChecks:
             take_in: launches what fills every step input, ``session.inputs.buffer(name)``, their counts, and
                 :meth:`clock`.
             reads: as :meth:`.EngineSession.check_reads` takes them.
+            finish: launches what comes after the last check.
 
         Raises:
             StepInputError: more than the session's ``max_requests`` or ``max_tokens``.
@@ -143,6 +153,7 @@ class LayerChecks:
             begin=lambda: self._begin(running),
             join=lambda: self._steps.join(all=True),
             reads=reads,
+            finish=finish,
         )
 
     def clock(self) -> torch.Tensor:
@@ -150,10 +161,11 @@ class LayerChecks:
         (control,) = self._session.controls.by_device.values()
         return control.words[Word.FORWARD : Word.FORWARD + 1]
 
-    @contextlib.contextmanager
-    def kept(self, kept: KeptForward, send: Callable[[int], None], requests: int, tokens: int) -> Iterator[None]:
+    def kept(
+        self, kept: KeptForward, send: Callable[[int], None], requests: int, tokens: int
+    ) -> contextlib.AbstractContextManager[None]:
         """A step of the engine with one forward, in the place of ``session.step``, ``session.forward`` and
-        :meth:`publish`: around the model.
+        :meth:`publish`: around the model.  Violations wait until somebody reads them.
 
         Args:
             send: copies to the device what ``take_in`` needs, given the number of the step.
@@ -162,8 +174,12 @@ class LayerChecks:
         Raises:
             SessionStateError: a step is already running, or the session is closed.
         """
-        with self._session.paced(self._steps.kept(kept, send, requests, tokens)), forward_context(kept.context(tokens)):
-            yield
+        return KeptStep(self._steps, kept, send, (requests, tokens), self._measure)
+
+    def _measure(self) -> Sample | None:
+        """A step begins: what measures it, if it is to be measured."""
+        session, pace = self._session, self._session.pace
+        return pace.begin("step", *session.weight) if pace is not None and self._steps.ready else None
 
     def _begin(self, running: Forward) -> None:
         """Count a forward, as a graph's first op does, for the number in reports.  Compare what it reads."""

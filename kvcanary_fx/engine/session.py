@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -25,8 +25,6 @@ from .observers.stats import EngineStats
 from .observers.windows import WindowReport
 from .request_ids import RequestId, RequestIds, require_ids
 from .steps import Steps
-
-Step = TypeVar("Step")
 
 
 class EngineSession(CanarySession):
@@ -120,14 +118,11 @@ class EngineSession(CanarySession):
             StepInputError: the batch does not fit.
             KVCacheViolation: mode ``raise``, and a check failed.
         """
-        return self.paced(self._stepping.step(batch, self))
-
-    def paced(self, step: contextlib.AbstractContextManager[Step]) -> contextlib.AbstractContextManager[Step]:
-        """A step, measured now and then if there is a budget."""
-        return step if self.pace is None or not self._stepping.ready else self.pace.step(step, *self._weight)
+        inner = self._stepping.step(batch, self)
+        return inner if self.pace is None or not self._stepping.ready else self.pace.step(inner, *self.weight)
 
     @functools.cached_property
-    def _weight(self) -> tuple[torch.device, int]:
+    def weight(self) -> tuple[torch.device, int]:
         """The device of the pools, and about how many of our ops a step launches there."""
         pools = [p.declared for p in self.pools.values()]
         return pools[0].device, 2 * sum(len(p.layers) + 1 for p in pools)

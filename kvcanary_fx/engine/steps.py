@@ -16,7 +16,7 @@ from ..runtime.readback import Poll
 from .batch import Inputs
 from .forward import Clock, Forward, beside_capture, check_after, check_before, check_layers, remember
 from .guarded_pool import Pools
-from .kept_forward import KeptForward, around
+from .kept_forward import KeptForward
 from .observers.all import Observers
 from .step_view import StepView
 
@@ -154,25 +154,29 @@ class Steps:
         finally:
             self.running = None
 
-    @contextlib.contextmanager
-    def kept(self, kept: KeptForward, send: Callable[[int], None], requests: int, tokens: int) -> Iterator[None]:
-        """A step with one forward, whose checks were kept.  See :meth:`.LayerChecks.kept`."""
+    def begin_kept(self, kept: KeptForward, send: Callable[[int], None], requests: int, tokens: int) -> None:
+        """A step begins that has one forward, whose checks were kept.  See :meth:`.LayerChecks.kept`."""
         self.require_open()
         self._require_no_step()
         self._thread = threading.current_thread()
         self.begun += 1
-        try:
-            self.flush()
-            send(self.begun)
-            self._inputs.filled_by_graph(requests, tokens)
-            self.running = kept.forward
-            with around(kept):
-                yield
-            self.running = None
-            self.done += 1
-            self._observers.after_forward(kept.forward.plans)
-            self._observers.after_step()
-        finally:
+        self.flush()
+        send(self.begun)
+        self._inputs.filled_by_graph(requests, tokens)
+        self.running = kept.forward
+        kept.before()
+
+    def end_kept(self, kept: KeptForward) -> None:
+        """The model has run."""
+        kept.after()
+        self.running = None
+        self.done += 1
+        self._observers.after_forward(kept.forward.plans)
+        self._observers.after_step()
+
+    def leave_kept(self) -> None:
+        """The step is over, also if the model raised."""
+        if self._thread is threading.current_thread():
             self.running = self._thread = None
 
     def padded(self, requests: int, tokens: int) -> Forward:

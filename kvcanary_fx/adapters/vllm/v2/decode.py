@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,19 @@ class DecodeSteps:
     Any batch that fits is checked by them, also one with a short prompt in it.
     """
 
-    def __init__(self, runner: Any, groups: Sequence[Group], session: EngineSession, checks: LayerChecks, rows: Rows):
+    def __init__(
+        self,
+        runner: Any,
+        groups: Sequence[Group],
+        session: EngineSession,
+        checks: LayerChecks,
+        rows: Rows,
+        finish: Callable[[], None],
+    ):
         """
         Args:
             checks: with room reserved for the largest batch.
+            finish: launches what comes last.
         """
         self._session, self._checks, self._rows = session, checks, rows
         self._adaptive = runner.adaptive_verification is not None
@@ -38,27 +47,43 @@ class DecodeSteps:
         for group in groups:
             pages, lengths = runner.block_tables.input_block_tables[group.number], runner.input_buffers.seq_lens
             reads.append(Reads(session.pools[group.name], pages, lengths, group.kernel_page_size))
-            self._tables[group.name] = _place(pages), _place(lengths)
-        self._kept = [self._keep(take_in, reads, *size) for size in _sizes(runner)]
+            self._tables[group.name] = pages.data_ptr(), pages.stride(0)
+        self._lengths = runner.input_buffers.seq_lens.data_ptr()
+        self._kept = [self._keep(take_in, reads, finish, *size) for size in _sizes(runner)]
         self._known: tuple[Any, ...] = ()  # what the landing has of the requests
         self._index = self._added = np.empty(0, dtype=np.int64)
 
-    def _keep(self, take_in: TakeIn, reads: Sequence[Reads], requests: int, tokens: int) -> KeptForward:
-        return self._checks.keep(requests, tokens, lambda: take_in(requests, tokens), reads)
+    def _keep(
+        self, take_in: TakeIn, reads: Sequence[Reads], finish: Callable[[], None], requests: int, tokens: int
+    ) -> KeptForward:
+        return self._checks.keep(requests, tokens, lambda: take_in(requests, tokens), reads, finish)
 
     def kept(self, batch: Any) -> KeptForward | None:
         """The checks that a batch fits into."""
         return smallest(self._kept, batch.num_reqs, batch.num_tokens)
 
+    def overwritten(self) -> None:
+        """Another step writes the step inputs."""
+        self._known = ()
+
+    def compared(self, group: Group, metadata: Any) -> bool:
+        """Whether attention gets the table and lengths that are compared already.
+
+        Args:
+            metadata: of a layer.
+        """
+        table, lengths = getattr(metadata, "block_table", None), getattr(metadata, "seq_lens", None)
+        if table is None or (table.data_ptr(), table.stride(0)) != self._tables[group.name]:
+            return False
+        return lengths is None or lengths.data_ptr() == self._lengths
+
     def compare_table(self, kept: KeptForward, group: Group, table: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Compare the block table that attention gets, unless it is the one that is compared already.
+        """Compare the block table that attention gets.
 
         Args:
             table: integer ``[requests, pages]``.
             lengths: integer ``[requests]``.
         """
-        if self._tables[group.name] == (_place(table), _place(lengths)):
-            return
         pool = self._session.pools[group.name]
         plan = kept.forward.plans[pool.space.space_id]
         real = dataclasses.replace(plan, rows=plan.rows[: table.shape[0]])
@@ -135,8 +160,3 @@ def _sizes(runner: Any) -> list[tuple[int, int]]:
     most, each = runner.max_num_reqs, runner.num_speculative_steps + 1
     requests = [1 << i for i in range((most - 1).bit_length())] + [most]
     return [(n, n * each) for n in requests if n * each <= runner.max_num_tokens]
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What makes rows of a tensor the same memory."""
-    return tensor.data_ptr(), tensor.stride(0), tensor.dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.forward_context import get_forward_context, is_forward_context_available
@@ -19,16 +19,30 @@ from .rows import Rows
 
 
 class Forwards:
-    """Chooses, for each batch, between checks that were captured and those that are launched one by one."""
+    """Chooses, for each batch, between checks that were captured and those that are launched one by one.
 
-    def __init__(self, runner: Any, groups: Sequence[Group], session: EngineSession, checks: LayerChecks, rows: Rows):
+    Attributes:
+        kept: those of the last batch were captured.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        groups: Sequence[Group],
+        session: EngineSession,
+        checks: LayerChecks,
+        rows: Rows,
+        finish: Callable[[], None],
+    ):
         """
         Args:
             checks: with room reserved for the largest batch.
+            finish: launches what comes last in checks that are captured.
         """
         self._runner, self._groups, self._session = runner, groups, session
         self._checks, self._rows = checks, rows
-        self._decode = DecodeSteps(runner, groups, session, checks, rows)
+        self._decode = DecodeSteps(runner, groups, session, checks, rows, finish)
+        self.kept = False
 
     def begin(
         self,
@@ -52,9 +66,11 @@ class Forwards:
         # what a request takes up from the prefix cache; what it wrote itself is compared by the chain of tokens
         prompts = {new.req_id: new.prefill_token_ids or () for new in joined if new.num_computed_tokens}
         kept = None if prompts or in_flight else self._decode.kept(batch)
+        self.kept = kept is not None
         if kept is not None:
             opened.enter_context(self._decode.step(kept, batch, namespaces))
         else:
+            self._decode.overwritten()
             self._begin_anew(opened, batch, prompts, namespaces, in_flight)
         self._compare_tables(batch, metadata, kept)
 
@@ -87,6 +103,8 @@ class Forwards:
         if not isinstance(metadata, dict):
             return
         for group in self._groups:
+            if kept is not None and self._decode.compared(group, metadata[next(iter(group.layers))]):
+                continue
             given = kernel_tables(metadata[next(iter(group.layers))], batch.seq_lens, batch.num_reqs)
             if given is None:
                 continue

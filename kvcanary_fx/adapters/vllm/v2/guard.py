@@ -71,7 +71,6 @@ class GuardV2(Guard):
         """Make the session."""
         super().begin(allocations)
         self.reactions.logged = True
-        self._flags = Flags(self.session)
 
     def _install(self, allocations: bool) -> EngineSession:
         if not allocations:
@@ -91,7 +90,8 @@ class GuardV2(Guard):
         self._warm_up.run(session)
         layers = self._warm_up.layers
         layers.reserve(*self._room)
-        self._forwards = Forwards(self._runner, self.groups, session, layers, self.rows)
+        self._flags = Flags(session)
+        self._forwards = Forwards(self._runner, self.groups, session, layers, self.rows, self._flags.copy)
 
     def _make_layers(self, session: EngineSession) -> LayerChecks:
         return self._warm_up.layers
@@ -252,7 +252,7 @@ class GuardV2(Guard):
 
     def flags(self) -> Any:
         """What :meth:`read` takes, for the step whose tokens are on their way."""
-        return self._flags.start()
+        return self._flags.start(copied=self._forwards.kept)
 
     def read(self, flags: Any) -> Verdict | None:
         """A step's tokens have arrived: report its violations.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 import torch
 
 from ....engine.session import EngineSession
+from ....kernels.staging import lasting
 from ....runtime.readback import Words
 
 #: Steps after which a step's tokens are taken for dropped: more than the runner is ahead of who reads them.
@@ -18,27 +18,47 @@ class Flags:
     """The violation counters of a session after each step, on their way to the host with the step's tokens."""
 
     def __init__(self, session: EngineSession):
-        self._session = session
-        self._free: deque[list[Words]] = deque()
-        self._unread: dict[int, list[Words]] = {}  # by identity, the oldest first
+        (control,) = session.controls.by_device.values()
+        self._flag = control.flag
+        pinned = dict(device="cpu", pin_memory=self._flag.is_cuda)
+        self._latest = lasting(2, dtype=torch.int64, **pinned).zero_()
+        self._seen = self._latest.numpy()
+        self._free: deque[Words] = deque()
+        self._under_way: dict[int, Words] = {}  # by identity, the oldest first
+        self._dropped = 0  # steps since the last one whose tokens were read
 
-    def start(self) -> list[Words]:
-        """Copy the counters after all that is queued so far."""
-        words = self._free.popleft() if self._free else [Words([flag]) for flag in self._tensors()]
-        for each in words:
-            each.start()
-        self._unread[id(words)] = words
+    def copy(self) -> None:
+        """Launch a copy of the counters to the host: the last launch of a graph that :meth:`start` is told of.
+
+        A later step may overwrite them before they are read: they only grow.
+        """
+        self._latest.copy_(self._flag, non_blocking=True)
+
+    def start(self, copied: bool) -> Words | None:
+        """A step has ended: copy the counters after all that is queued so far.
+
+        Args:
+            copied: the step's graph does it.
+        """
+        self._dropped += 1
+        if copied:
+            return None
+        words = self._free.popleft() if self._free else Words([self._flag])
+        words.start()
+        self._under_way[id(words)] = words
         return words
 
-    def raised(self, words: list[Words]) -> bool:
+    def raised(self, words: Words | None) -> bool:
         """Whether there were violations that the host had not read; the step's tokens have arrived, and so have these.
 
         Args:
             words: of that step; not to be used again.
         """
-        for each in words:
-            each.wait()
-        if self._unread.pop(id(words), None) is not None:
+        self._dropped = 0
+        if words is None:
+            return bool(self._seen[0] != self._seen[1])
+        words.wait()
+        if self._under_way.pop(id(words), None) is not None:
             self._free.append(words)
         return _differ(words)
 
@@ -48,21 +68,14 @@ class Flags:
         Args:
             early: tell also of steps whose tokens may be read yet.
         """
-        found = early and any(_differ(words) for words in self._unread.values() if _arrived(words))
-        while len(self._unread) > UNREAD:
-            words = self._unread[next(iter(self._unread))]
-            if not _arrived(words):
-                break
-            found |= self.raised(words)
+        if not early and self._dropped <= UNREAD:
+            return False
+        found = bool(self._seen[0] != self._seen[1])
+        found |= any(_differ(words) for words in self._under_way.values() if words.arrived())
+        while len(self._under_way) > UNREAD and next(iter(self._under_way.values())).arrived():
+            self._free.append(self._under_way.pop(next(iter(self._under_way))))
         return found
 
-    def _tensors(self) -> Sequence[torch.Tensor]:
-        return [control.flag for control in self._session.controls.by_device.values()]
 
-
-def _arrived(words: Sequence[Words]) -> bool:
-    return all(each.arrived() for each in words)
-
-
-def _differ(words: Sequence[Words]) -> bool:
-    return any(ever != read for ever, read in (each.read()[0] for each in words))
+def _differ(words: Words) -> bool:
+    return any(ever != read for ever, read in words.read())

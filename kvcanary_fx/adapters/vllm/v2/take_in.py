@@ -16,11 +16,17 @@ import numpy as np
 import torch
 
 from ....kernels.ring import HALF_FORWARD, HALF_STEP
-from ....kernels.staging import Staging, lasting
+from ....kernels.staging import lasting
 from ....kernels.writes.geometry import on_device
 
 #: Words of a landing before the pages; room for pages; fields of a request.
 HEAD, PAGES, FIELDS = 4, 512, 5
+
+#: Pages that are sent without the fields of the requests.
+FEW = 32
+
+#: Steps that the host may be ahead of the device.
+AHEAD = 32
 
 #: Requests or tokens of a program.
 BLOCK = 256
@@ -29,18 +35,25 @@ BLOCK = 256
 class Landing:
     """What the host tells the device of a step.
 
+    The host's side is as many buffers as it may be steps ahead of the device, in pinned memory on a GPU.
+
     Attributes:
         words: int64 ``[HEAD + 3 * PAGES + FIELDS * room]`` on the device.
     """
 
     def __init__(self, room: int, device: torch.device):
         self.room = room
-        self._host = np.zeros(HEAD + 3 * PAGES + FIELDS * room, dtype=np.int64)
-        self._fields = self._host[HEAD + 3 * PAGES :].reshape(FIELDS, room)
-        self._source = torch.from_numpy(self._host)
-        self.words = lasting(self._source.shape[0], dtype=torch.int64, device=device).zero_()
-        self._staging = Staging(device)
-        self._fresh = True
+        size, end = HEAD + 3 * PAGES + FIELDS * room, HEAD + 3 * FEW
+        self.words = lasting(size, dtype=torch.int64, device=device).zero_()
+        pinned = device.type == "cuda"
+        self._sources = [
+            lasting(size, dtype=torch.int64, device="cpu", pin_memory=pinned).zero_() for _ in range(AHEAD)
+        ]
+        self._host = [source.numpy() for source in self._sources]
+        self._short = [(self.words[:end], source[:end]) for source in self._sources]
+        self._fields = np.zeros((FIELDS, room), dtype=np.int64)
+        self._turn, self._fresh = 0, True
+        self._sent = [torch.cuda.Event() for _ in "ab"] if pinned else []  # of each half of the buffers
 
     def requests(self, *fields: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Another batch: its rows, owners, namespaces, indices of their state and added tokens."""
@@ -54,12 +67,21 @@ class Landing:
         Args:
             pages: ``(group, place in its table, page)``, at most ``PAGES``.
         """
-        host, count = self._host, len(pages)
+        turn = self._turn = (self._turn + 1) % AHEAD
+        if self._sent and turn % (AHEAD // 2) == 0:
+            half = turn // (AHEAD // 2)
+            self._sent[1 - half].record(torch.cuda.current_stream(self.words.device))
+            self._sent[half].synchronize()  # half a round ago: it is long done
+        host, count = self._host[turn], len(pages)
         host[:HEAD] = requests, tokens, step, count
-        end = HEAD + 3 * count
         if count:
-            host[HEAD:end].reshape(count, 3)[:] = pages
-        self._staging.send(self._source if self._fresh else self._source[:end], self.words)
+            host[HEAD : HEAD + 3 * count].reshape(count, 3)[:] = pages
+        if self._fresh or count > FEW:
+            host[HEAD + 3 * PAGES :] = self._fields.reshape(-1)
+            self.words.copy_(self._sources[turn], non_blocking=True)
+        else:
+            out, source = self._short[turn]
+            out.copy_(source, non_blocking=True)
         self._fresh = False
 
 
