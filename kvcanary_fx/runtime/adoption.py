@@ -22,15 +22,18 @@ that is not empty                           the first layer's depend on the toke
 with one layer, or a latent in two: other   a new prompt, which may share tokens with the old one at   legal
 bytes in both halves of the whole row, or   some places
 of two slots at least and of half of those
-from the lowest on
+from the lowest on; of two latents, where
+a slot changed in both, those of the upper
+one alone as well
 bytes in slots that were empty              tokens that were added                                     legal
 anything else                               a flipped bit, a wrong stride or a bad copy hits one half  violation
                                             or layer, or one slot among older ones
 ==========================================  =========================================================  ==========
 
-In a paged or flat pool, and in a cache that no guarded graph writes, the later slots are not considered: their writer
-may write single slots.  Nor are they with several layers whose writes do not show their slots; slots after such a write
-belong to no sequence.  A running state depends on all tokens, so all of a layer's states change at once.  For a half by
+Slots that a crop left behind the row's next write are not asked, unless one of them has changed.  In a paged or flat
+pool, and in a cache that no guarded graph writes, the later slots are not considered: their writer may write single
+slots.  Nor are they with several layers whose writes do not show their slots; slots after such a write belong to no
+sequence.  A running state depends on all tokens, so all of a layer's states change at once.  For a half by
 itself: at least two slots and half of those from the lowest on, or bytes in slots that were empty.  After a break
 between K and V, where graphs of one half each make up a forward of several layers, all of them are considered together;
 in a pool also those of one layer.
@@ -175,7 +178,8 @@ class _Group:
         changed: dict[int, set[int]] = defaultdict(set)
         for slot in self.by_slot:
             changed[slot // self._length].add(slot)
-        required = self.required()
+        required, above = self.required(), self._above()
+        latents = self._lead.kind == "kv" and len(above) == 1 and len(required) == 2
         rewritten = self.rewritten(required, required)
         if len(required) < 2 and self._lead.kind == "state":
             rewritten = set()  # one alone says nothing
@@ -183,6 +187,9 @@ class _Group:
         for row, slots in changed.items():
             done = self._emptied(row, slots) or self._begun_elsewhere(row)
             new = slots if done else self._new_tokens(row, slots & rewritten, required)
+            if not done and latents and slots & rewritten:
+                # where the old prompt had the same token, the first layer holds the same; the second does not
+                new |= self._new_tokens(row, slots & self.rewritten(above, above), above)
             legal |= slots if new != slots and self._moved(row, slots) else new
         return legal
 
@@ -210,10 +217,11 @@ class _Group:
         new: set[int] = set()
         for row in {slot // self._length for slot in shown}:
             written = self._written(row)
-            held = [slot for slot in self._held(self._lead, row) if written is None or slot < written]
-            last = max((slot for slot in held if slot not in shown), default=-1)
-            given_up = self._given_up(row, shown, self._lead, written)
-            new |= {slot for slot in shown - given_up if slot // self._length == row and slot > last}
+            mine = {slot for slot in shown if slot // self._length == row}
+            end = self._end(self._lead, row, mine) if written is None else written
+            last = max((slot for slot in self._held(self._lead, row) if slot < end and slot not in shown), default=-1)
+            mine -= self._given_up(row, mine, self._lead, written)
+            new |= {slot for slot in mine if slot > last}
         return new
 
     def settle(self, slot: int) -> None:
@@ -279,6 +287,7 @@ class _Group:
             fresh, old, held = fresh | (old & behind), old - behind, held - behind
         if not old:
             return fresh
+        held = {slot for slot in held if slot < self._end(half, row, old)}
         later = {slot for slot in held if slot >= min(old)}
         several = len(old) >= 2 and 2 * len(old) >= len(later)
         if required != set(self._lead.peers):  # what is above the first layer
@@ -294,17 +303,27 @@ class _Group:
 
     def _given_up(self, row: int, slots: set[int], half: PoolHalf, written: int | None) -> set[int]:
         """The newest slots of a row, if they are empty now and the step's write went on behind them."""
-        held, now = self._held(half, row), self._now(half, row).nonzero()
+        held, now = self._held(half, row), (self._now(half, row).nonzero() + row * self._length).squeeze(1).tolist()
         if half.kind == "read":
             return set()
         if half.buffers.baseline is not None:
             after = -1 if written is None else written + 1
         else:
             after = row * self._length + int(half.buffers.rows[row, RowState.NEXT])
+            held, now = [slot for slot in held if slot < after], [slot for slot in now if slot < after]
         if not held or after <= held[-1] + 1:
             return set()  # unknown where the write continued, or it did not continue there
-        newest = row * self._length + (int(now[-1]) if len(now) else -1)
-        return {slot for slot in slots if slot > newest}
+        newest = now[-1] if now else row * self._length - 1
+        return {slot for slot in slots if newest < slot < after}
+
+    def _end(self, half: PoolHalf, row: int, changed: set[int]) -> int:
+        """The slot up to which a row's slots are asked: behind its sequence, a crop has left what it cut off.
+
+        All are asked if one there has changed: a ring's older tokens are behind the next write.
+        """
+        end, last = row * self._length + int(half.buffers.rows[row, RowState.NEXT]), (row + 1) * self._length
+        shown = half.buffers.baseline is None and half.place.layout.has_rows and half.kind != "read"
+        return end if shown and max(changed) < end else last
 
     def _written(self, row: int) -> int | None:
         """The first slot of a row that a write which may reach any slot has changed; None where nothing shows it.

@@ -104,6 +104,7 @@ class Cache:
 
     Args:
         lengths: tokens of the two sequences.
+        cropped: tokens behind them, of which a crop has left the bytes.
         shared: tokens that they begin with in common.
         recorded: slots of a row that have a digest; None: those with a token.
         opaque: the graph's write does not show its slots.
@@ -115,6 +116,7 @@ class Cache:
         layers: int = 2,
         halves: int = 2,
         lengths: tuple[int, int] = (5, 6),
+        cropped: int = 0,
         shared: int = 0,
         recorded: int | None = None,
         kind: str = "kv",
@@ -133,13 +135,14 @@ class Cache:
         forward = SimpleNamespace(above_first=lambda: above, several_layers=lambda: layers > 1, span=1)
         self.views = {n: torch.zeros(2, ROW, 4) for n in layer_of}
         self.halves = {}
+        filled = [length + cropped for length in lengths]
         for n, view in self.views.items():
-            for row, length in enumerate(lengths):
+            for row, length in enumerate(filled):
                 view[row, :length] = torch.randn(length, 4)
             view[1, :shared] = view[0, :shared]
             buffers = HalfBuffers.allocate(self.layout, 1, torch.device("cpu"))
             buffers.rows[:, RowState.NEXT] = 0 if opaque else torch.tensor(lengths)
-            known = [row * ROW + i for row in range(2) for i in range(lengths[row] if recorded is None else recorded)]
+            known = [row * ROW + i for row in range(2) for i in range(filled[row] if recorded is None else recorded)]
             buffers.digest[0, known] = self.digests(n, known)
             self.halves[n] = SimpleNamespace(
                 id=n,
@@ -218,8 +221,10 @@ class Cache:
 
 ONE = dict(layers=1)
 ALONE = dict(layers=1, halves=1)
+LATENTS = dict(halves=1)
 APART = dict(apart=True)
 OPAQUE = dict(opaque=True)
+CROPPED: dict[str, Any] = dict(lengths=(3, 4), cropped=4)
 ZEROS: list[int] = []
 
 #: What code outside did to the first sequence, where the step then writes, and the slots that are violations.
@@ -240,6 +245,10 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Cache], Cache], int | None, l
     "a new prompt": ({}, lambda c: c.change(range(5)), 5, []),
     "another newest token, above the first layer": ({}, lambda c: c.change([4], None, [2, 3]), 5, []),
     "older tokens without those behind them": ({}, lambda c: c.change([1, 2]), 5, [1, 2]),
+    "a new prompt, where a crop left tokens": (CROPPED, lambda c: c.change(range(3)), 3, []),
+    "older tokens, where a crop left tokens": (CROPPED, lambda c: c.change([0, 1]), 3, [0, 1]),
+    "a token that a crop left": (CROPPED, lambda c: c.change([4]), 3, [4]),
+    "newest slots emptied, where a crop left tokens": (CROPPED, lambda c: c.change([2], ZEROS), 3, [2]),
     "older tokens of a cache that is only read": (dict(kind="read"), lambda c: c.change([1, 2]), None, []),
     "older tokens, where writes are opaque": (OPAQUE, lambda c: c.change([1, 2]), 5, []),
     "one layer: half of what follows": (ONE, lambda c: c.change([1, 2]), 5, []),
@@ -247,6 +256,13 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Cache], Cache], int | None, l
     "one layer: the newest slot": (ONE, lambda c: c.change([4]), 5, [4]),
     "one layer: a shorter prompt, where writes are opaque": (dict(**ONE, **OPAQUE), lambda c: c.change([0, 1]), 2, []),
     "one layer: what lies behind an opaque write": (dict(**ONE, **OPAQUE), lambda c: c.change([0, 4]), 3, [0]),
+    "one layer: two tokens, where a crop left more": (dict(**ONE, **CROPPED), lambda c: c.change([1, 2]), 3, []),
+    "one layer: the only token that a crop left": (
+        dict(layers=1, lengths=(1, 6), cropped=2),
+        lambda c: c.change([0]),
+        1,
+        [],
+    ),
     "beams that differ in the newest token": (dict(shared=4, **ONE), lambda c: c.change([4], [12]), 5, []),
     "of such beams K alone": (dict(shared=4, **ONE), lambda c: c.change([4], [12], [0]), 5, [4]),
     "of such beams V otherwise": (
@@ -255,10 +271,29 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Cache], Cache], int | None, l
         5,
         [4],
     ),
+    "two latents: a prompt that shares tokens with the old one": (
+        LATENTS,
+        lambda c: c.change([2]).change([1, 3, 4], None, [1]),
+        5,
+        [],
+    ),
+    "two latents: the upper one alone": (LATENTS, lambda c: c.change([3, 4], None, [1]), 5, [3, 4]),
+    "two latents: a flip in the upper one beside a new token": (
+        LATENTS,
+        lambda c: c.change([4]).change([0], None, [1]),
+        5,
+        [0, 4],
+    ),
     "tokens in empty slots": (dict(recorded=ROW, **ALONE), lambda c: c.change([1, 5, 6]), 7, [1]),
     "apart: another newest token": (APART, lambda c: c.change([4]), 5, []),
     "apart: that in one half": (APART, lambda c: c.change([4], None, [2]), 5, [4]),
     "apart: an older token without those behind it": (APART, lambda c: c.change([1, 13]), 5, [1]),
+    "apart: another newest token, where a crop left some": (
+        dict(**APART, **CROPPED),
+        lambda c: c.change([2]),
+        3,
+        [],
+    ),
     "apart: newest slots emptied": (APART, lambda c: c.change([3, 4], ZEROS), 5, [3, 4]),
     "apart: a shorter prompt, opaque": (dict(**APART, **OPAQUE), lambda c: c.change([1]), 2, []),
     "apart: reset, and a key that was never recorded is written": (
