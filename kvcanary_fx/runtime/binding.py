@@ -202,7 +202,13 @@ class GraphBinding:
             return None
         both = len(recorded) == 1 and recorded[0][1].both
         recorded.sort(key=lambda one: one[0].layer_number)  # V of a layer before K of the next, however returned
-        return Call(id(self), tuple(half.id for half, _ in recorded), min(half.order for half, _ in recorded), both)
+        return Call(
+            graph=id(self),
+            halves=tuple(half.id for half, _ in recorded),
+            place=min(half.order for half, _ in recorded),
+            both=both,
+            pools=tuple(site.pool for _, site in recorded),
+        )
 
     def _halves(self, args: Sequence[Any], line: Line | None) -> tuple[list[PoolHalf], dict[int, list[Seen]]]:
         """The half of each site, and by site what other graphs record in what it reads."""

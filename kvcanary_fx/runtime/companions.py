@@ -27,12 +27,18 @@ class Call:
         halves: ids, in order.
         place: of its first half, :attr:`.pool_half.PoolHalf.order`.
         both: its only half holds K and V.
+        pools: what the graph calls its halves.
     """
 
     graph: int
     halves: tuple[int, ...]
     place: int = 0
     both: bool = False
+    pools: tuple[str, ...] = ()
+
+    def repeats(self, first: Call) -> bool:
+        """Whether this is what a first layer runs, in another one: the same graph, or one of the same code."""
+        return self.graph == first.graph or (self.pools != () and self.pools == first.pools)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +60,7 @@ class Companions:
     def above_first(self) -> list[int]:
         """The halves that a legal rewrite of a token changes; the first layer's depend on the token alone."""
         first = self.calls[0]
-        again = next((i for i, call in enumerate(self.calls) if i and call.graph == first.graph), 0)
+        again = next((i for i, call in enumerate(self.calls) if i and call.repeats(first)), 0)
         if again:  # each layer calls it
             return [half for call in self.calls[again:] for half in call.halves]
         halves = [half for call in self.calls for half in call.halves]

@@ -547,6 +547,36 @@ def test_prompt_outside_of_a_graph_with_v_of_one_layer_and_k_of_the_next(rows):
     assert {(v.pool, v.slot % 8) for v in backend.session.violations()} == {("k1", 2), ("v1", 2)}
 
 
+def test_prompt_outside_of_two_layers_whose_graphs_write_k_and_v_into_one_tensor():
+    """Seen: the two tensors were taken for K and V of one layer, so both were asked to change with every token."""
+
+    def layer(x, pool, pos, second):
+        pool.index_copy_(1, pos, torch.cat((x, x * (2 if second else 3)), -1))
+        torch._dynamo.graph_break()
+        k, v = pool.chunk(2, -1)
+        return x + torch.nn.functional.scaled_dot_product_attention(x, k, v)
+
+    backend = CanaryBackend(CanaryConfig(inner="eager", mode="log"))
+    run, pools = torch.compile(layer, backend=backend), torch.zeros(2, 2, 8, 8)
+
+    def step(n: int) -> None:
+        x = torch.randn(2, 1, 4)
+        for number, pool in enumerate(pools):
+            x = run(x, pool, torch.tensor([n]), number == 1)
+
+    with torch.no_grad():
+        for n in range(4):
+            step(n)
+        kept = pools[0, :, 1].clone()
+        pools[:, :, :4].normal_()
+        pools[0, :, 1] = kept  # the same token
+        step(4)
+        assert backend.session.violations() == []
+        pools[1, 1, 2] += 1
+        step(5)
+    assert [(v.row, v.index) for v in backend.session.violations()] == [(1, 2)]
+
+
 def test_prompt_over_a_longer_sequence_where_all_of_the_cache_is_rewritten():
     """Seen: what lies behind the next write was asked, too, though it is of no sequence any more."""
     rig = Rig.build(1, write=write_where, mode="log")
