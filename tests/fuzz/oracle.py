@@ -98,7 +98,7 @@ class Oracle:
             keys = [key for key in cells if key[0] == layer]
             changed = torch.stack([(cells[key] != self.seen[key]).any(-1) for key in keys])
             filled = torch.stack([(cells[key] != 0).any(-1) for key in keys])
-            held = torch.stack([(self.seen[key] != 0).any(-1) for key in keys]).any(0)
+            held = self.guarded & torch.stack([(self.seen[key] != 0).any(-1) for key in keys]).any(0)
             again, some = (changed.all(0) & held).sum(1), changed.any(0)
             later = (held | some) & (some.to(torch.int64).cumsum(1) > 0)
             few = ((again < 2) | (2 * again < later.sum(1))).unsqueeze(1)

@@ -53,19 +53,21 @@ class Names:
             cell
             for cell in named
             if violation.slot in numbers(table, z, cell.row, cell.position, program.rows)
-            or violation.slot in self._guessed(cell)
+            or violation.slot in self._guessed(cell, table)
             or (alone and program.layout.of.batch is not None and violation.slot == cell.position)
         }
 
-    def _guessed(self, cell: Cell) -> set[int]:
-        """The slot that a cell is taken for where nothing in a graph shows its axes: an op hides them, no attention is
-        there.  The first axis counts slots, or of four the first two.
+    def _guessed(self, cell: Cell, table: torch.Tensor) -> set[int]:
+        """The slots that a cell is taken for where nothing in a graph shows its axes: an op hides them, no attention is
+        there.  The first axis counts slots, or of four the first two; of a cache that is returned whole, the first and
+        the last but one.
         """
-        program, heads = self.program, self.program.sizes.heads
+        program, z = self.program, self.program.sizes
         if not program.broken or program.idiom not in HIDDEN:
             return set()
-        of_heads = {cell.row * heads + head for head in range(heads)}
-        return {"bsf": {cell.row}, "bhsd": of_heads}.get(program.layout.family, set())
+        first = int(table[cell.row, cell.position]) if program.layout.of.pool else cell.row
+        of_heads = {first * z.heads + head for head in range(z.heads)}
+        return {"bsf": {first}, "bhsd": of_heads, "flat": of_heads}.get(program.layout.family, set())
 
     def _labelled(self, label: str) -> set[int]:
         """The halves that may be called K, V or KV.
