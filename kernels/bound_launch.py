@@ -85,6 +85,15 @@ class BoundLaunches:
         """
         self._kernel, self._device, self._changing, self._warps = kernel, device, changing, warps
         self._bound: dict[Hashable, BoundLaunch] = {}
+        self._known: dict[Hashable, BoundLaunch] = {}
+
+    def again(self, known: Hashable, grid: tuple[int, int, int], words: Sequence[int]) -> bool:
+        """Launch as an earlier call with ``known`` did, with addresses for tensors; whether there was one."""
+        launch = self._known.get(known)
+        if launch is None:
+            return False
+        launch(grid, words, None)
+        return True
 
     def __call__(
         self,
@@ -92,12 +101,14 @@ class BoundLaunches:
         grid: tuple[int, int, int],
         changing: Sequence[torch.Tensor | int],
         arguments: Callable[[], Mapping[str, Any]],
+        known: Hashable = None,
     ) -> None:
         """Launch on the current stream of the device.
 
         Args:
             form: what the other arguments depend on.
             arguments: makes them, by name, for a form that is new.
+            known: the form, with the dtype of each tensor and its address modulo 16, for :meth:`again`.
         """
         words, key = [], [form]
         for value in changing:
@@ -109,10 +120,12 @@ class BoundLaunches:
         launch = self._bound.get(tuple(key))
         if launch is not None and launch.ready:
             launch(grid, words, None)
-            return
-        launch = BoundLaunch(self._kernel, self._device, arguments(), self._changing, self._warps)
-        self._bound[tuple(key)] = launch
-        launch.first(grid, changing, None)
+        else:
+            launch = BoundLaunch(self._kernel, self._device, arguments(), self._changing, self._warps)
+            self._bound[tuple(key)] = launch
+            launch.first(grid, changing, None)
+        if known is not None and launch.ready:
+            self._known[known] = launch
 
 
 @functools.cache

@@ -5,7 +5,7 @@ Values on a GPU are not checked: that would wait for the device in each step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ _LISTED = (
     "history_lens",
 )
 
+_WHOLE = frozenset((int,))
+
 
 def require_batch(batch: Any, slots_from: Sequence[str]) -> None:
     """
@@ -36,23 +38,30 @@ def require_batch(batch: Any, slots_from: Sequence[str]) -> None:
     Raises:
         StepInputError, EngineError: naming the field.
     """
+    get = fields_of(batch)
     for name in (*_LISTED, *slots_from):
-        _require_listed(name, field_of(batch, name))
-    _require_lengths(batch)
-    given = field_of(batch, "request_ids")
+        value = get(name)
+        # a list of int, as almost always: its other numbers are looked at when they are copied
+        if value is not None and not (type(value) is list and value and type(value[0]) is int):
+            _require_listed(name, value)
+    _require_lengths(get)
+    given = get("request_ids")
     if isinstance(given, torch.Tensor):
         _require_listed("request_ids", given)
     elif given is not None:
         require_ids(given)
-    _require_counts(field_of(batch, "real_counts"))
-    in_flight = field_of(batch, "in_flight")
+    _require_counts(get("real_counts"))
+    in_flight = get("in_flight")
     if in_flight is not None and not isinstance(in_flight, bool):
         raise StepInputError(f"in_flight is {in_flight!r}", "Give True or False, known to the host")
 
 
-def field_of(batch: Any, name: str) -> Any:
-    """A field of a batch, which may be any object or mapping; None where it has none."""
-    return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
+def fields_of(batch: Any) -> Callable[[str], Any]:
+    """Gets the fields of a batch, which may be any object or mapping; None where it has none."""
+    if type(batch) is dict or isinstance(batch, Mapping):
+        get: Callable[[str], Any] = batch.get
+        return get
+    return lambda name: getattr(batch, name, None)
 
 
 def _require_listed(name: str, value: Any) -> None:
@@ -72,13 +81,13 @@ def _require_listed(name: str, value: Any) -> None:
         raise StepInputError(f"the batch's {name} has more than one dimension", remedy)
 
 
-def _require_lengths(batch: Any) -> None:
+def _require_lengths(get: Callable[[str], Any]) -> None:
     """If the values are on the host: no length is negative, and there are enough tokens."""
     for name in ("prefix_lens", "extend_lens"):
-        values = _on_host(field_of(batch, name))
-        if values is not None and min(values, default=0) < 0:
+        values = _on_host(get(name))
+        if values and min(values) < 0:
             raise StepInputError(f"the batch's {name} is {min(values)} for a request", "Give 0 or more for each")
-    added, tokens = _on_host(field_of(batch, "extend_lens")), field_of(batch, "input_ids")
+    added, tokens = _on_host(get("extend_lens")), get("input_ids")
     if added is not None and tokens is not None and hasattr(tokens, "__len__") and sum(added) > len(tokens):
         raise StepInputError(
             f"the batch's extend_lens add up to {sum(added)} tokens, and it has {len(tokens)} input_ids",
@@ -87,6 +96,8 @@ def _require_lengths(batch: Any) -> None:
 
 
 def _on_host(values: Any) -> Sequence[int] | None:
+    if type(values) is list and _WHOLE.issuperset(map(type, values)):
+        return values
     plain = plain_numbers(values)
     if plain is not None:
         return plain

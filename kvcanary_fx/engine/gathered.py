@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +14,19 @@ from ..kernels.staging import Staging, lasting
 
 #: Sequences that hold nothing but whole numbers, if an array takes them.
 _PLAIN = (list, tuple, range)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """Numbers of the host that are sent again and again to the same places.
+
+    Attributes:
+        landing: where they arrive, in one piece; ``parts`` of it go to ``outs``.
+    """
+
+    landing: torch.Tensor
+    outs: list[torch.Tensor]
+    parts: list[torch.Tensor]
 
 
 class Gathered:
@@ -25,8 +40,8 @@ class Gathered:
         self._landing = lasting(0, dtype=torch.int64, device=device)
         self._words = array("q")
         self._places: list[tuple[torch.Tensor, int, int]] = []  # a buffer, its first entry and how many, for the words
-        self._known: list[tuple[int, int, int]] = []  # the places of the views
-        self._views: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._known: list[tuple[int, int, int]] = []  # the places of ``_sent``
+        self._sent = Sent(self._landing, [], [])
         self._kept: list[torch.Tensor] = []  # the buffers of the views: as long as they live their ids are theirs
         self._copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
@@ -51,25 +66,47 @@ class Gathered:
         """Launch the copies, in the current stream."""
         if self._places:
             self._send_numbers()
+        if self._copies:
+            self._send_copies()
+
+    def _send_copies(self) -> None:
         for outs, sources in self._copies.values():
             torch._foreach_copy_(outs, sources)
         self._copies.clear()
 
+    def places(self, places: Sequence[tuple[torch.Tensor, int, int]]) -> Sent:
+        """Places that numbers are going to be sent to again: an int64 buffer, its first entry, and how many."""
+        outs = [out[start : start + entries] for out, start, entries in places]
+        sizes = [out.numel() for out in outs]
+        self._make_room(sum(sizes))
+        parts = self._landing[: sum(sizes)].split(sizes)
+        return Sent(self._landing, outs, [part.view(out.shape) for part, out in zip(parts, outs, strict=True)])
+
+    def holds(self, sent: Sent) -> bool:
+        """Whether the numbers of ``sent`` still arrive where it says."""
+        return sent.landing is self._landing
+
+    def send_to(self, sent: Sent, words: array[int]) -> None:
+        """Launch the copies, those of numbers to known places."""
+        self._staging.send(torch.frombuffer(words, dtype=torch.int64), sent.landing)
+        torch._foreach_copy_(sent.outs, sent.parts)
+        if self._copies:
+            self._send_copies()
+
     def _send_numbers(self) -> None:
-        words, places = torch.frombuffer(self._words, dtype=torch.int64), self._places
-        known = [(id(out), start, entries) for out, start, entries in places]
+        places, words = self._places, self._words
         self._words, self._places = array("q"), []
-        if self._landing.shape[0] < words.shape[0]:
-            room = max(1024, 1 << (words.shape[0] - 1).bit_length())
-            self._landing = lasting(room, dtype=torch.int64, device=self._landing.device)
-            self._known = []
-        if known != self._known:
-            outs = [out[start : start + entries] for out, start, entries in places]
-            parts = self._landing[: words.shape[0]].split([out.numel() for out in outs])
-            self._views = outs, [part.view(out.shape) for part, out in zip(parts, outs, strict=True)]
+        known = [(id(out), start, entries) for out, start, entries in places]
+        if known != self._known or not self.holds(self._sent):
+            self._sent = self.places(places)
             self._known, self._kept = known, [out for out, _, _ in places]
-        self._staging.send(words, self._landing)
-        torch._foreach_copy_(*self._views)
+        self._staging.send(torch.frombuffer(words, dtype=torch.int64), self._landing)
+        torch._foreach_copy_(self._sent.outs, self._sent.parts)
+
+    def _make_room(self, words: int) -> None:
+        if self._landing.shape[0] < words:
+            room = max(1024, 1 << (words - 1).bit_length())
+            self._landing = lasting(room, dtype=torch.int64, device=self._landing.device)
 
 
 def plain_numbers(values: Any) -> array[int] | None:

@@ -25,6 +25,8 @@ from .transfer import ShadowSlice
 if TYPE_CHECKING:
     from ..config import CanaryConfig
 
+_ALLOCATE, _RELEASE, _SHARE, _HAND_OVER = Event.ALLOCATE, Event.RELEASE, Event.SHARE, Event.HAND_OVER
+
 
 class EnginePool:
     """A pool under guard: the life of its slots.
@@ -119,7 +121,7 @@ class EnginePool:
         """
         for rival in self.rivals:
             slot_life.report_taken(self.space, rival.space, self.slot_tensor(slots, page_size), self._ids.hash(owner))
-        self.live_slots += self._events.add(Event.ALLOCATE, slots, page_size, self._ids.hash(owner))
+        self.live_slots += self._events.add(_ALLOCATE, slots, page_size, self._ids.hash(owner))
 
     def release(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """One reference to each slot was dropped; a slot without references is free.
@@ -131,11 +133,11 @@ class EnginePool:
             slots, page_size: as :meth:`allocate` takes them.
             owner: id of the request that releases them, if known: releasing another's slot is then a violation.
         """
-        self.live_slots -= self._events.add(Event.RELEASE, slots, page_size, self._ids.hash(owner))
+        self.live_slots -= self._events.add(_RELEASE, slots, page_size, self._ids.hash(owner))
 
     def share(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """One reference to each slot was added: a shared slot may be read by several requests and written by none."""
-        self.live_slots += self._events.add(Event.SHARE, slots, page_size, self._ids.hash(owner))
+        self.live_slots += self._events.add(_SHARE, slots, page_size, self._ids.hash(owner))
 
     def hand_over(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """The slots get another owner and keep their content, for example from a request to a prefix cache.
@@ -143,7 +145,7 @@ class EnginePool:
         Args:
             owner: id of the new owner; None: anybody may read and write them.
         """
-        self._events.add(Event.HAND_OVER, slots, page_size, self._ids.hash(owner))
+        self._events.add(_HAND_OVER, slots, page_size, self._ids.hash(owner))
 
     def adopt(
         self,

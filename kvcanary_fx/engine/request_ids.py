@@ -34,6 +34,8 @@ class RequestIds:
     def __init__(self) -> None:
         self._ids: OrderedDict[int, RequestId] = OrderedDict()
         self._hashes: dict[RequestId, int] = {}
+        self._last: list[RequestId | None] | None = None
+        self._last_hashes: list[int] = []  # never written to
 
     def hash(self, request: RequestId | None) -> int:
         """The signed 64-bit hash of an id, the same in every process; 0 for None.
@@ -56,6 +58,14 @@ class RequestIds:
 
     def hashes(self, requests: Sequence[RequestId | None]) -> list[int]:
         """The hash of each id."""
+        if requests == self._last:  # most of a step's requests were in the step before
+            return self._last_hashes
+        hashes = self._hashes_of(requests)
+        if type(requests) is list:
+            self._last, self._last_hashes = list(requests), hashes
+        return hashes
+
+    def _hashes_of(self, requests: Sequence[RequestId | None]) -> list[int]:
         if _ID_TYPES.issuperset(map(type, requests)):
             known = [self._hashes.get(r) for r in requests]  # type: ignore[arg-type]
             if None not in known:

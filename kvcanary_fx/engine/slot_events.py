@@ -29,8 +29,13 @@ from .slot_histories import SlotHistories
 #: Limits of the queue: calls, and the pages and slots that they name.  A larger call is sent by itself.
 CALLS, PAGES, SLOTS = 1024, 16384, 1 << 18
 
+_RELEASE = Event.RELEASE
+
 #: Numbers of the rows of all calls.
 ROWS = CALLS * len(EventRow)
+
+#: Numbers of calls and pages whose views are kept.
+SHOWN = 256
 
 #: Pages of a call that are looked at one by one on the host.
 FEW = 64
@@ -53,6 +58,8 @@ class SlotEvents:
         self.histories = SlotHistories(space, ids, stacks)
         self._kernels = life_kernels_for(space.block.device)  # None: each call is done as it comes
         self._apply: Any = None
+        self._shown: dict[tuple[int, int, int], Events] = {}  # the views of so many calls and pages
+        self._gone_shown: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._on_gpu = space.block.is_cuda
         self._lock = threading.RLock()
         device = space.block.device
@@ -67,6 +74,7 @@ class SlotEvents:
         self.pending, self._released = False, False
         self._freed: set[int] | None = set()  # pages that were released; None: not known here
         self._rows, self._pages, self._page_size = array("q"), array("q"), 1
+        self._left = 0  # pages of the same size that can be queued before the next flush
         self._on_device: list[tuple[int, int]] = []  # parts of the pages that are in ``_given``
 
     def add(self, event: Event, slots: Any, page_size: int, owner: int) -> int:
@@ -81,22 +89,39 @@ class SlotEvents:
         """
         if page_size != 1 and (type(page_size) is not int or page_size < 1):
             require_whole("page_size", page_size, 1, "slots")
-        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+        # with calls pending, flush() refuses to be captured
+        if self._on_gpu and not self.pending and torch.cuda.is_current_stream_capturing():
             raise EngineError(
                 f"the allocator called {event.name.lower()}() while a CUDA graph is being captured: each replay would "
                 "do it again. Call it outside of torch.cuda.graph()"
             )
         stack = 0 if self.histories.stacks is None else self.histories.stacks.number()
-        if type(slots) is list and slots and type(slots[0]) is int and self._may_wait(len(slots), page_size):
+        if type(slots) is list and slots and type(slots[0]) is int:
+            n = len(slots)
             with self._lock:
-                begin = self._make_room(event, len(slots), page_size, slots)
+                if (
+                    n > self._left
+                    or page_size != self._page_size
+                    or (self._released and event in RENEWING and self._were_freed(slots))
+                ):
+                    return self._add_pages(event, pages_of(slots), page_size, owner, stack)
+                begin = len(self._pages)
                 try:
                     self._pages.fromlist(slots)
-                except (TypeError, OverflowError):
-                    pass  # pages_of says what is wrong
-                else:
-                    self._note(event, begin, owner, slots, stack)
-                    return len(slots) * page_size
+                except (TypeError, OverflowError):  # pages_of says what is wrong
+                    return self._add_pages(event, pages_of(slots), page_size, owner, stack)
+                # as _note does: a call would be a tenth of it, and there are dozens in a step
+                rows = self._rows
+                rows.extend((event + stack * STACK_UNIT, begin, owner))
+                self._left = self._left - n if len(rows) < ROWS else 0
+                self.pending = True
+                if event == _RELEASE:
+                    self._released = True
+                    if n > FEW:
+                        self._freed = None
+                    elif self._freed is not None:
+                        self._freed.update(slots)
+            return n * page_size
         return self._add_pages(event, pages_of(slots), page_size, owner, stack)
 
     def _add_pages(self, event: Event, pages: array[int] | torch.Tensor, page_size: int, owner: int, stack: int) -> int:
@@ -116,7 +141,8 @@ class SlotEvents:
                     self._on_device.append((begin, begin + n))
                     pages = array("q", bytes(8 * n))
                 self._pages.extend(pages)
-                self._note(event, begin, owner, known, stack)
+                self._left = min(PAGES, SLOTS // page_size) - begin
+                self._note(event, begin, owner, n, known, stack)
         return n * page_size
 
     def _may_wait(self, n: int, page_size: int) -> bool:
@@ -143,12 +169,13 @@ class SlotEvents:
             return True
         return not self._freed.isdisjoint(pages)
 
-    def _note(self, event: Event, begin: int, owner: int, pages: Sequence[int] | None, stack: int) -> None:
+    def _note(self, event: Event, begin: int, owner: int, n: int, pages: Sequence[int] | None, stack: int) -> None:
         self._rows.extend((event + stack * STACK_UNIT, begin, owner))
+        self._left = self._left - n if len(self._rows) < ROWS else 0
         self.pending = True
         if event is Event.RELEASE:
             self._released = True
-            if pages is None or len(pages) > FEW:
+            if pages is None or n > FEW:
                 self._freed = None
             elif self._freed is not None:
                 self._freed.update(pages)
@@ -187,28 +214,44 @@ class SlotEvents:
                 self._apply = self._kernels.Apply(self._space, content.digests)
             self._apply(events, content.imported, gone)
             if gone is not None:
-                content.verify(gone[0, : events.slots], None, gone[1, : events.slots], Phase.LIFE)
+                slots, owners = self._freed_in(events.slots)
+                content.verify(slots, None, owners, Phase.LIFE)
 
     def _sent(self) -> Events:
         """The calls on the device."""
         calls, n = len(self._rows) // len(EventRow), len(self._pages)
         if calls % 2:  # a kernel is compiled anew for pages that begin at another alignment
             self._rows.append(0)
-        first = len(self._rows)
-        words = torch.frombuffer(self._rows + self._pages, dtype=torch.int64)
-        self._staging.send(words, self._words)
-        pages = self._words[first : first + n]
+        self._staging.send(torch.frombuffer(self._rows + self._pages, dtype=torch.int64), self._words)
+        form = calls, n, self._page_size
+        events = self._shown.get(form)
+        if events is None:
+            if len(self._shown) >= SHOWN:
+                self._shown.clear()
+            first = len(self._rows)
+            rows, pages = self._words[: calls * len(EventRow)], self._words[first : first + n]
+            events = self._shown[form] = Events(rows.view(calls, -1), pages, self._page_size)
         if self._on_device:
             parts = [slice(*part) for part in self._on_device]
-            torch._foreach_copy_([pages[part] for part in parts], [self._given[part] for part in parts])
-        return Events(self._words[: calls * len(EventRow)].view(calls, -1), pages, self._page_size)
+            torch._foreach_copy_([events.entries[part] for part in parts], [self._given[part] for part in parts])
+        return events
 
     def _room(self, slots: int) -> torch.Tensor:
         """int64 ``[2, >= slots]``."""
         if self._gone.shape[1] < slots:
             room = 1 << (slots - 1).bit_length()
             self._gone = lasting(2, room, dtype=torch.int64, device=self._gone.device)
+            self._gone_shown.clear()
         return self._gone
+
+    def _freed_in(self, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of so many slots named, which were freed and whose they were, int64 ``[slots]`` each."""
+        shown = self._gone_shown.get(slots)
+        if shown is None:
+            if len(self._gone_shown) >= SHOWN:
+                self._gone_shown.clear()
+            shown = self._gone_shown[slots] = self._gone[0, :slots], self._gone[1, :slots]
+        return shown
 
 
 def pages_of(slots: Any) -> array[int] | torch.Tensor:

@@ -24,6 +24,7 @@ import torch
 from ..errors import StepInputError
 from ..kernels.side_stream import capturing
 from .gathered import Gathered, numbers_of, plain_numbers
+from .refill import Form
 from .step_slot import StepSlot, as_tensor, require_pad, shape_text
 from .step_view import Axis, StepView
 
@@ -88,6 +89,11 @@ class StepInputs:
         self._written: tuple[int | None, ...] = (0, 0, 0)  # what ``counts`` holds, as far as known
         self._unknown = False  # a graph writes to ``counts`` at each replay
         self._device = self._counts.device  # "cuda" has become "cuda:0" here
+        self._form: Form | None = None  # of the last fill, if the next one may have it too
+        self._sources: dict[str, Source | None] = {}  # of the running fill
+        self._sends = 0  # of the running fill
+        self._last: tuple[Any, ...] = ()  # sizes and fields of the last fill
+        self._again = False  # this step's inputs were filled by the form
 
     @property
     def counts(self) -> torch.Tensor:
@@ -207,8 +213,11 @@ class StepInputs:
             StepInputError: a source has a wrong shape or dtype, slots of one axis have different lengths, or the
                 buffers are frozen and too small.  There is nothing to view until the next fill.
         """
+        captured = capturing()
+        if self._form is not None and not captured and self._fill_again(batch, self._form):
+            return
         self._forget()
-        self._captured, self._real_counts = capturing(), _lookup(batch, "real_counts")
+        self._captured, self._real_counts = captured, _lookup(batch, "real_counts")
         self._filling, self._together = True, self._gathers()
         try:
             with torch.no_grad():
@@ -218,12 +227,40 @@ class StepInputs:
                     self._write_counts()
                 self._fill_computed(batch)
                 self._send()
+                self._form = self._form_of()
         except BaseException:
             self._forget()
             self._gathered.send()  # so that the buffers hold what we assume
             raise
         finally:
             self._filling = False
+            self._sources.clear()
+
+    def _fill_again(self, batch: Any, form: Form) -> bool:
+        """Fill from a batch of the form of the last one; whether it is."""
+        try:
+            if not form.fill(batch, self, self._gathered, self._owns):
+                return False
+        except BaseException:
+            self._forget()
+            raise
+        self._batch, self._again = batch, True
+        self._written = (None, None, None) if self._unknown else (*form.sizes, self.step)
+        return True
+
+    def _form_of(self) -> Form | None:
+        """The form of the fill that is about to end, if it was that of the one before: it will probably come again."""
+        sizes = self.num_requests, self.num_tokens
+        last, self._last = self._last, (*sizes, *(source is None for source in self._sources.values()))
+        if last != self._last or not self._together or self._real_counts is not None or self._sends != 1:
+            return None
+        real = {axis: self._real(axis) for axis in Axis}
+        shown = self._shown_in(real)
+        if shown.kept_plans is None:
+            return None
+        slots = list(self._slots.values())
+        view = shown.values, shown.axes, sizes, sizes, shown.lengths, shown.kept_plans
+        return Form.of(slots, self._sources, real, self._counts, self._gathered, view)
 
     def _gathers(self) -> bool:
         """Whether the copies of a fill go to the device together; in a graph each is made where its slot is filled."""
@@ -232,6 +269,7 @@ class StepInputs:
     def _send(self) -> None:
         """In a fill, send what was gathered so far to the device."""
         if self._filling:
+            self._sends += 1
             self._write_counts()
             self._gathered.send()
 
@@ -241,6 +279,7 @@ class StepInputs:
             self._sizes[axis] = "a graph", count
             self._by_graph[axis] = max(self._by_graph[axis], count)
         self._written = (None, None, None)
+        self._form, self._again = None, False
 
     def view(self, padded_bs: int | None = None, padded_tokens: int | None = None) -> StepView:
         """This step's inputs with ``padded_bs`` requests and ``padded_tokens`` tokens; by default the real ones.
@@ -251,6 +290,8 @@ class StepInputs:
         """
         if self._batch is None:
             raise StepInputError("there is no batch to view", "Call fill_from(batch) first, and let it succeed")
+        if self._again and padded_bs is None and padded_tokens is None and self._form is not None:
+            return StepView(self._batch, *self._form.view)
         self._send()
         asked = {Axis.BATCH: padded_bs, Axis.TOKENS: padded_tokens}
         sizes = {axis: self._padded(axis, size) for axis, size in asked.items()}
@@ -260,21 +301,28 @@ class StepInputs:
             self._move_in(sizes)
             self._send()
         real, padded = (self.num_requests, self.num_tokens), (sizes[Axis.BATCH], sizes[Axis.TOKENS])
-        form = real[0], *padded, *map(id, self._filled.values())
+        shown = self._shown_in(sizes)
+        return StepView(self._batch, shown.values, shown.axes, real, padded, shown.lengths, shown.kept_plans)
+
+    def _shown_in(self, sizes: Mapping[Axis, int]) -> _Shown:
+        """What is shown of this step's slots in padded sizes."""
+        requests = self.num_requests
+        form = requests, sizes[Axis.BATCH], sizes[Axis.TOKENS], *map(id, self._filled.values())
         shown = self._shown.get(form)
         if shown is None:
-            shown = _Shown.of(self._slots, self._filled, sizes, self._lengths_name, real[0])
+            shown = _Shown.of(self._slots, self._filled, sizes, self._lengths_name, requests)
             if shown.kept_plans is not None:
                 if len(self._shown) >= SHOWN:
                     self._shown.clear()
                 self._shown[form] = shown
-        return StepView(self._batch, shown.values, shown.axes, real, padded, shown.lengths, shown.kept_plans)
+        return shown
 
     def _forget(self) -> None:
         for slot in self._slots.values() if any(self._by_graph.values()) else ():
             slot.used = max(slot.used, self._by_graph[slot.axis])
         self._by_graph = {Axis.BATCH: 0, Axis.TOKENS: 0}
-        self._batch = None
+        self._batch = self._form = None
+        self._again, self._sends = False, 0
         self._filled.clear()
         self._sizes.clear()
 
@@ -298,6 +346,7 @@ class StepInputs:
         for slot in slots:  # before anything is written: this may be refused
             if sources[slot.name] is not None and not self._hands_through(sources[slot.name], slot):
                 self._reserve(slot.axis, self._real(slot.axis))
+        self._sources.update(sources)
         for slot in slots:
             source = sources[slot.name]
             if self._hands_through(source, slot):
@@ -316,6 +365,7 @@ class StepInputs:
                 source = self._checked(slot, slot.compute(batch, self))
                 if source is None:
                     raise StepInputError(f"slot {slot.name!r} was computed as None", "Return a tensor at each step")
+                self._sources[slot.name] = source
                 self._reserve(slot.axis, self._real(slot.axis))
                 self._store(slot, source)
 
@@ -396,6 +446,7 @@ class StepInputs:
                 "graph was captured over them, so they cannot move",
                 f"Give install_canary, or StepInputs, {axis.setting}={needed} or more",
             )
+        self._form = None
         if old:
             self._send()  # to the buffers as they were
         self._capacity[axis] = 1 << (max(needed, self._reserved[axis], 1) - 1).bit_length()

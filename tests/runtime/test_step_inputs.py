@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +91,78 @@ def test_what_the_host_gives_in_a_step_is_one_copy(gathered, monkeypatch):
     assert inputs.view(padded_bs=4).rows.tolist() == [4, -1, -1, -1]
     assert inputs.counts.tolist() == [1, 1, 1]
     assert inputs.buffer("owners").tolist() == [5, 0, 0, 0]
+
+
+def host_batch(rng: random.Random, requests: int, tokens: int) -> dict[str, Any]:
+    """A batch as engines give it, sometimes with a field missing or on the device, sometimes with a wrong one."""
+    fields: dict[str, Any] = {
+        "rows": [rng.randrange(1 << 40) for _ in range(requests)],
+        "lens": tuple(rng.randrange(9) for _ in range(requests)),
+        "ids": [rng.randrange(1 << 40) for _ in range(tokens)],
+        "positions": range(tokens) if rng.random() < 0.9 else None,
+        "slots": torch.randint(99, (tokens,), dtype=rng.choice([torch.int32, torch.int32, torch.int64])),
+        "owners": [rng.randrange(9) for _ in range(requests)],
+    }
+    if rng.random() < 0.1:
+        fields["ids"] = rng.choice([[1.5] * tokens, [1 << 70] * tokens, ["a"] * tokens, [7] * (tokens + 1)])
+    if rng.random() < 0.1:
+        fields["rows"] = torch.tensor(fields["rows"])
+    return fields
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_batch_like_the_one_before_is_shown_as_in_a_registry_that_sees_it_first(gathered, seed):
+    def registry() -> StepInputs:
+        made = StepInputs("cpu", max_requests=4, max_tokens=4)
+        for name, axis in (("rows", "batch"), ("lens", "batch"), ("ids", "tokens"), ("positions", "tokens")):
+            made.register(name, axis, torch.int64, pad=-1)
+        made.register("slots", "tokens", torch.int64)
+        made.register("owners", "batch", torch.int64, compute=lambda batch, inputs: batch["owners"])
+        made.register_memory("ends", "batch", torch.int64)
+        return made
+
+    def filled(inputs: StepInputs, batch: dict[str, Any]) -> Any:
+        try:
+            inputs.fill_from(batch)
+        except StepInputError as e:
+            return str(e)
+        view = inputs.view()
+        fields = [getattr(view, name) for name in ("rows", "lens", "ids", "positions", "slots", "owners")]
+        shown = [None if field is None else field.tolist() for field in fields]
+        buffers = [inputs.buffer(name)[:4].tolist() for name in ("rows", "lens", "ids", "slots", "owners")]
+        return shown, buffers, inputs.counts.tolist(), (view.num_requests, view.num_tokens, view.padded_tokens)
+
+    rng, long_used = random.Random(seed), registry()
+    sizes = 2, 3
+    for number in range(60):
+        if rng.random() < 0.2:
+            sizes = rng.randint(1, 4), rng.randint(1, 5)
+        batch, new = host_batch(rng, *sizes), registry()
+        long_used.step = new.step = number
+        got, expected = filled(long_used, batch), filled(new, batch)
+        if isinstance(expected, str):
+            assert got == expected
+        else:
+            assert (got[0], got[2:]) == (expected[0], expected[2:])
+            for mine, theirs, n in zip(
+                got[1], expected[1], (sizes[0], sizes[0], sizes[1], sizes[1], sizes[0]), strict=True
+            ):
+                assert mine[:n] == theirs[:n]
+                assert set(mine[n:]) <= {-1, 0}, "what is behind them is padding"
+
+
+def test_a_batch_like_the_one_before_is_one_look_at_each_field(gathered, monkeypatch):
+    if not gathered:
+        pytest.skip("of a fill that gathers")
+    inputs = StepInputs("cpu", max_requests=4, max_tokens=4)
+    inputs.register("rows", "batch", torch.int64)
+    for step in range(3):
+        inputs.fill_from({"rows": [step, 1]})
+    monkeypatch.setattr(StepInputs, "_fill_plain", None)
+    inputs.step = 7
+    inputs.fill_from({"rows": [5, 6]})
+    assert inputs.view().rows.tolist() == [5, 6]
+    assert inputs.counts.tolist() == [2, 0, 7]
 
 
 def test_addresses_stay_from_step_to_step():

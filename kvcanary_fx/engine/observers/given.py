@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...kernels.checks import CHECKS, Need
 from ...reports import summary
+from ..batch_arguments import fields_of
 
 if TYPE_CHECKING:
     from ..guarded_pool import EnginePool
@@ -32,11 +33,13 @@ class GivenInputs:
 
     def note(self, batch: Any) -> None:
         """A batch was given; an empty one needs nothing."""
-        had = [name for name in _FIELDS if _field(batch, name) is not None]
-        if not _size(_field(batch, "request_rows")):
+        get = fields_of(batch)
+        had = [name for name in _FIELDS if get(name) is not None]
+        if not _size(get("request_rows")):
             return
         self._batches += 1
-        self._had.update(had)
+        for name in had:
+            self._had[name] += 1
         if ("history" in had) != ("history_lens" in had) and not self._half_a_history:
             self._half_a_history = True
             missing = "history_lens" if "history" in had else "history"
@@ -90,10 +93,6 @@ def in_part(given: GivenInputs, off: Collection[str]) -> dict[str, str]:
     """The checks of a session that run without some of their inputs, each with what is lost; without those ``off``."""
     missing = [(check, need, given.missing(need)) for check, need in NEEDS if check not in off]
     return {check: f"{why}: {need.lost}" for check, need, why in missing if why is not None}
-
-
-def _field(batch: Any, name: str) -> Any:
-    return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
 
 
 def _size(given: Any) -> int:

@@ -1,0 +1,163 @@
+"""A fill of the step inputs that is like the one before: the same fields, as many requests and tokens.
+
+Then no slot is looked up, nothing is padded, and all numbers of the host go into one array at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .batch_arguments import fields_of
+from .gathered import Gathered, Sent, numbers_of
+from .step_slot import StepSlot
+from .step_view import Axis
+
+#: What numbers are taken from without a conversion that could change them.
+_INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A field that was on the device: its dtype, and the head of its buffer."""
+
+    name: str
+    dtype: torch.dtype
+    out: torch.Tensor
+
+    def takes(self, source: Any, owns: Callable[[torch.Tensor], bool]) -> bool:
+        """Whether a source is such a field; not if it lies in the buffers itself."""
+        if not isinstance(source, torch.Tensor) or source.dtype != self.dtype or source.shape != self.out.shape:
+            return False
+        return source.device == self.out.device and not owns(source)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What two fills have in common.
+
+    Attributes:
+        sizes: of the batch, requests and tokens.
+        absent: fields that it lacks.
+        host, device: fields from the host, with their lengths, and from the device.
+        computed: slots that are computed as numbers of the host, with their lengths.
+        sent: where the numbers go: those of ``host``, of ``computed``, and the three counts.
+        view: the arguments of the view of it, after the batch.
+    """
+
+    sizes: tuple[int, int]
+    absent: tuple[str, ...]
+    host: tuple[tuple[str, int], ...]
+    device: tuple[Device, ...]
+    computed: tuple[tuple[StepSlot, int], ...]
+    sent: Sent
+    view: tuple[Any, ...]
+
+    @classmethod
+    def of(
+        cls,
+        slots: Iterable[StepSlot],
+        sources: Mapping[str, Any],
+        sizes: Mapping[Axis, int],
+        counts: torch.Tensor,
+        gathered: Gathered,
+        view: tuple[Any, ...],
+    ) -> Form | None:
+        """The form of a fill that is over; None if a fill like it would have something else to do.
+
+        Args:
+            sources: what each slot was filled from.
+        """
+        absent: list[str] = []
+        host: list[tuple[str, int]] = []
+        device: list[Device] = []
+        computed: list[tuple[StepSlot, int]] = []
+        for slot in slots:
+            source = sources.get(slot.name)
+            n = 0 if source is None and slot.memory is None else sizes[slot.axis]
+            if slot.buffer is not None and max(slot.used, slot.replayed) > n:
+                return None  # padding to write
+            if slot.memory is not None:
+                continue
+            if slot.dtype != torch.int64 or slot.trailing or (source is not None and not n):
+                return None
+            if source is None:
+                absent.append(slot.name)
+            elif isinstance(source, array) or source.device.type == "cpu":
+                (host.append((slot.name, n)) if slot.compute is None else computed.append((slot, n)))
+            elif slot.compute is None and slot.buffer is not None:
+                device.append(Device(slot.name, source.dtype, slot.buffer[:n]))
+            else:
+                return None
+        by_name = {slot.name: slot for slot in slots}
+        buffers = [(by_name[name].buffer, n) for name, n in host] + [(slot.buffer, n) for slot, n in computed]
+        places = [(buffer, 0, n) for buffer, n in buffers if buffer is not None] + [(counts, 0, 3)]
+        real = sizes[Axis.BATCH], sizes[Axis.TOKENS]
+        fixed = tuple(absent), tuple(host), tuple(device), tuple(computed)
+        return cls(real, *fixed, gathered.places(places), view)
+
+    def fill(self, batch: Any, inputs: Any, gathered: Gathered, owns: Callable[[torch.Tensor], bool]) -> bool:
+        """Fill the buffers from a batch; whether it had this form.  If it has not, nothing was written.
+
+        Args:
+            inputs: the registry, for what is computed.
+            owns: whether a tensor lies in the buffers.
+        """
+        get = fields_of(batch)
+        if get("real_counts") is not None or not gathered.holds(self.sent):
+            return False
+        if any(get(name) is not None for name in self.absent):
+            return False
+        sources = [get(field.name) for field in self.device]
+        if not all(field.takes(source, owns) for field, source in zip(self.device, sources, strict=True)):
+            return False
+        words = array("q")
+        try:
+            if not self._take_all(words, batch, inputs, get):
+                return False
+        except (TypeError, OverflowError):  # the fill in full says what is wrong
+            return False
+        words.extend((*self.sizes, inputs.step))
+        for field, source in zip(self.device, sources, strict=True):
+            gathered.tensor(field.out, source)
+        gathered.send_to(self.sent, words)
+        return True
+
+    def _take_all(self, words: array[int], batch: Any, inputs: Any, get: Callable[[str], Any]) -> bool:
+        """Append the numbers of the host; whether they have this form."""
+        for name, n in self.host:
+            if not _take(words, get(name), n):
+                return False
+        for slot, n in self.computed:
+            assert slot.compute is not None
+            if not _take(words, slot.compute(batch, inputs), n):
+                return False
+        return True
+
+
+def _take(words: array[int], source: Any, n: int) -> bool:
+    """Append ``n`` whole numbers; whether they are such.
+
+    Raises:
+        TypeError, OverflowError: there are others among them.
+    """
+    if type(source) is list:
+        if len(source) != n or type(source[0]) is not int:
+            return False
+        words.fromlist(source)
+        return True
+    if isinstance(source, torch.Tensor):
+        if source.dtype not in _INTEGERS or source.dim() != 1 or len(source) != n or source.device.type != "cpu":
+            return False
+        words.extend(numbers_of(source))
+        return True
+    if type(source) is tuple or type(source) is range:
+        if len(source) != n or type(source[0]) is not int:
+            return False
+        words.extend(array("q", source))
+        return True
+    return False

@@ -1,0 +1,49 @@
+"""A GPU's host path on a machine without one: its code runs over CPU tensors, and launches nothing.
+
+What is left out is the driver's share: a launch of a compiled kernel is about 3 us, a copy or an event 1 to 3 us.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from kvcanary_fx.engine import step_inputs
+from kvcanary_fx.kernels import bound_launch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
+from gpu_on_cpu import use_gpu_kernels
+
+
+class Launcher:
+    """In the place of a compiled kernel."""
+
+    def __init__(self, name: str, counts: Counter[str]):
+        self._name, self._counts = name, counts
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self._launch
+
+    def _launch(self, *words: Any, **settings: Any) -> None:
+        self._counts[self._name] += 1
+
+
+def pretend() -> Counter[str]:
+    """From now on sessions over CPU tensors run a GPU's host code; what would have been launched, by name."""
+    counts: Counter[str] = Counter()
+    use_gpu_kernels(setattr)
+
+    def first(self: bound_launch.BoundLaunch, grid: Any, changing: Any, stream: Any) -> None:
+        self._compiled = Launcher(self._kernel.fn.__name__, counts)
+
+    def call(self: bound_launch.BoundLaunch, grid: Any, changing: Any, stream: Any) -> None:
+        for at, value in zip(self._at, changing):  # noqa: B905
+            self._words[at] = value
+        self._compiled[grid](*self._words, stream=None)
+
+    bound_launch.BoundLaunch.first = first
+    bound_launch.BoundLaunch.__call__ = call
+    step_inputs.StepInputs._gathers = lambda self: not self._captured
+    return counts
