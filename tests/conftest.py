@@ -22,6 +22,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # A worker each has a core: a pool of compile workers beside it imports torch once more for each of them.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Whether g++ takes the processor's vector instructions: it does.  Inductor would compile for 7 s to see it.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if (_gold := shutil.which("ld.gold")) and "COMPILER_PATH" not in os.environ:
     # g++ looks for ld here first.  The default one takes a third of the time of each of Inductor's kernels, most of it
     # over the symbols of libtorch; gold half of that.  Workers inherit the variable, and the folder outlives them.

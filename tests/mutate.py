@@ -28,6 +28,7 @@ PLANNED = [*SPACES, "tests/kernels/test_bit_equality.py::test_cpu_equals_referen
 SITES = ["tests/kernels/test_bit_equality.py", "-k", "cpu"]
 ENGINE = ["tests/runtime/test_engine_session.py", "tests/runtime/test_opaque_attention.py"]
 ENGINE += ["tests/runtime/test_side_stream.py", "-m", "not slow"]
+WRITES = ["tests/kernels/test_write.py"]
 POOLS = ["tests/pools/test_layouts.py", "-k"]
 FEWER_TOKENS = [*POOLS, "compressed or c128 or completed or plan or doctor or batch"]
 
@@ -46,10 +47,10 @@ TARGETS = {
     "kernels/content/triton_half.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted"],
     "kernels/writes/triton_resolve.py": ["tests/kernels/test_plan.py", "tests/kernels/test_bit_equality.py"]
     + ["-k", "test_plan or interpreted"],
-    "kernels/content/triton_write.py": ["tests/kernels/test_write.py"],
-    "kernels/content/gpu_write.py": ["tests/kernels/test_write.py"],
-    "kernels/content/gpu_prompt.py": ["tests/kernels/test_write.py"],
-    "kernels/content/kept_launches.py": ["tests/kernels/test_write.py"],
+    "kernels/content/triton_write.py": WRITES,
+    "kernels/content/gpu_write.py": WRITES,
+    "kernels/content/gpu_prompt.py": WRITES,
+    "kernels/content/kept_launches.py": WRITES,
     "kernels/content/triton_layer.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted"],
     "kernels/content/triton_listed.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted or halves"],
     "kernels/content/gpu_layer.py": ["tests/kernels/test_layer_record.py", "tests/kernels/test_bit_equality.py"]
@@ -76,6 +77,8 @@ TARGETS = {
 
 #: Random scenes of a test: most mutants die of few, the others see all.
 SEEDS = ("40", "300")
+#: Of tests whose scenes are several launches each, in the interpreter.
+FEWER_SEEDS = ("5", "40")
 
 _NEGATED: dict[type[ast.cmpop], str] = {
     ast.Eq: "!=",
@@ -117,6 +120,11 @@ def mutants_of(file: str) -> list[Mutant]:
     return found
 
 
+def seeds_of(file: str) -> tuple[str, str]:
+    """Numbers of random scenes that the file's tests draw, one after the other."""
+    return FEWER_SEEDS if TARGETS[file] is WRITES else SEEDS
+
+
 class Runner:
     """Runs mutants, each worker in a copy of the checkout of its own."""
 
@@ -131,7 +139,7 @@ class Runner:
 
     def passes_unchanged(self, file: str) -> bool:
         """Whether the file's tests pass as it is: tests that fail anyway kill nothing."""
-        return self._passes(self._home(), file, SEEDS[-1])
+        return self._passes(self._home(), file, seeds_of(file)[-1])
 
     def survives(self, mutant: Mutant) -> bool:
         home = self._home()
@@ -139,7 +147,7 @@ class Runner:
         original = target.read_text()
         target.write_text(mutant.source)
         try:
-            return all(self._passes(home, mutant.file, seeds) for seeds in SEEDS)
+            return all(self._passes(home, mutant.file, seeds) for seeds in seeds_of(mutant.file))
         finally:
             target.write_text(original)
 

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from scenes import Scene, fill, random_scene, row_of
+from scenes import ALL_CHECKS, Scene, fill, random_scene, row_of
 
 from kvcanary_fx.kernels import ops
 from kvcanary_fx.kernels.bound_launch import BoundLaunch
 from kvcanary_fx.kernels.buffers import Gate
+from kvcanary_fx.kernels.checks import Check
 from kvcanary_fx.kernels.content import cpu, gpu, gpu_write, triton_half, triton_layer, triton_write
 from kvcanary_fx.kernels.context import ForwardContext, forward_context
-from kvcanary_fx.kernels.ring import Word
+from kvcanary_fx.kernels.ring import Ring, Word
 from kvcanary_fx.kernels.writes import triton_resolve
 from kvcanary_fx.kernels.writes.plan import Select, Selector, WritePlan
 
@@ -202,6 +203,24 @@ def test_launches_around_a_write_equal_its_steps(halves, most, monkeypatch):
     assert launches.count(True) > SEEDS
 
 
+def test_the_launch_before_a_write_puts_the_first_index_outside_into_the_black_box(monkeypatch):
+    """It is what is left where a device-side assert ends the context."""
+    monkeypatch.setattr(ops, "kernels_for", lambda device: gpu)
+    layer = next(Layer(s, 2).to(DEVICE) for s in map(random_scene, range(99)) if not s.site.layout.has_rows)
+    for scene in layer.scenes:
+        scene.site = dataclasses.replace(scene.site, checks=ALL_CHECKS, space=None)
+    site = layer.scenes[0].site
+    site.control.blackbox = torch.zeros(len(Ring) + 1, dtype=torch.int64, pin_memory=DEVICE.type == "cuda")
+    outside = site.layout.slots + 9
+    plan = WritePlan((Selector(Select.FLAT),), 3, True, False, False, False)
+    value = torch.zeros(2, *site.layout.row_shape, dtype=site.layout.dtype)
+    for raw in ([0, outside], [outside + 1, outside + 2]):
+        write = Write(plan, [torch.tensor(raw)], [], [value, value], None, None)
+        assert layer.step(write, random.Random(0))[0]
+    columns = [Ring.HALF, Ring.CHECK, Ring.STORED, -1]
+    assert site.control.blackbox[columns].tolist() == [site.half_id, Check.BOUNDS, outside, 1]
+
+
 class Launched:
     """In the place of a kernel, and of what Triton compiles of it: remembers its arguments, tensors as addresses."""
 
@@ -249,6 +268,7 @@ def test_a_launch_that_is_made_again_has_the_addresses_of_its_own_call(most, mon
         for (name, grid, words, kept), (fresh, as_grid, expected, _) in zip(repeated, log, strict=True):
             assert (name, grid) == (fresh, as_grid)
             if not kept:  # of an operand that no view has as rows
+                assert most, seed  # of many tokens the copy counts as the operand
                 continue
             for argument in words.keys() - scratch:
                 assert words[argument] == expected[argument], (seed, name, argument)
