@@ -19,6 +19,10 @@ SEARCHED, AT_ONCE = 32 << 20, 4 << 20
 SAME = 4
 
 
+#: Slots in a row: the first, the digests of what is in them, and those recorded, int64 each.
+Part = tuple[int, torch.Tensor, torch.Tensor]
+
+
 class RowSearch:
     """Looks for rows in the tensors of one pool."""
 
@@ -28,7 +32,7 @@ class RowSearch:
             room: bytes that may be read.
         """
         self._group, self._room = group, room
-        self._astray: dict[int, list[tuple[int, int]]] = {}
+        self._read: dict[int, list[Part]] = {}
 
     def same(self, damage: Damage, others: Sequence[Damage]) -> list[Row]:
         """Where else the bytes that were found are recorded: in any half and slot of the pool that failed no check.
@@ -51,23 +55,32 @@ class RowSearch:
                 break
         return found[:SAME]
 
-    def moved(self, damage: Damage) -> list[int]:
-        """Slots of the same tensor that hold what should be in the damaged one, and are not recorded with it."""
+    def moved(self, damage: Damage, others: Sequence[Damage]) -> list[int]:
+        """Slots of the same tensor that hold what should be in the damaged one, and are not recorded with it.
+
+        Args:
+            others: what else failed; what was found there may be recorded by now.
+        """
         if not damage.digests:
             return []
-        hits = [slot for slot, now in self._rows_astray(damage) if row_bytes.packed_equal(now, damage.stored)]
-        return [slot for slot in hits if slot != damage.slot][:SAME]
+        alike = [d for d in others if d.number == damage.number and d.digests]
+        hits = [d.slot for d in alike if row_bytes.packed_equal(d.found, damage.stored)]
+        wanted = (damage.stored + (1 << 63)) % (1 << 64) - (1 << 63)  # as an int64
+        for first, now, recorded in self._digests(damage):
+            hits += (((now == wanted) & (now != recorded)).nonzero().flatten() + first).tolist()
+        return [slot for slot in dict.fromkeys(hits) if slot != damage.slot][:SAME]
 
-    def _rows_astray(self, damage: Damage) -> list[tuple[int, int]]:
-        """Slots of a half, as far as there is room, whose bytes are not the recorded ones, each with its digest."""
-        if damage.number not in self._astray:
+    def _digests(self, damage: Damage) -> list[Part]:
+        """The slots of a half, as far as there is room."""
+        if damage.number not in self._read:
             pairs = zip(self._group.halves, self._group.views, strict=True)
             half, view = next((pair for pair in pairs if pair[0].id == damage.number), (None, None))
-            found = [] if half is None or view is None else list(self._read(half, view, damage.slot))
-            self._astray[damage.number] = found
-        return self._astray[damage.number]
+            self._read[damage.number] = (
+                [] if half is None or view is None else list(self._parts(half, view, damage.slot))
+            )
+        return self._read[damage.number]
 
-    def _read(self, half: PoolHalf, view: torch.Tensor, middle: int) -> Iterator[tuple[int, int]]:
+    def _parts(self, half: PoolHalf, view: torch.Tensor, middle: int) -> Iterator[Part]:
         layout, device = half.place.layout, half.buffers.digest.device
         count = min(self._group.slots, self._room // layout.row_bytes)
         self._room -= count * layout.row_bytes
@@ -77,6 +90,4 @@ class RowSearch:
             slots = torch.arange(start, min(start + step, first + count), device=device)
             rows = layout.gather(view, slots).reshape(slots.numel(), -1).contiguous().view(torch.uint8)
             recorded = half.buffers.digest[:, slots]
-            now = row_bytes.digests_of(rows, half.seeds, recorded.shape[0])
-            for i in (now != packed(recorded)).nonzero().flatten().tolist():
-                yield start + i, int(now[i])
+            yield start, row_bytes.digests_of(rows, half.seeds, recorded.shape[0]), packed(recorded)

@@ -51,7 +51,7 @@ def pool_scene(
     struck = list(dict.fromkeys(d.slot for d in damage if 0 <= d.slot < group.slots))[:DAMAGED]
     beside = {s + k for s in struck for k in range(-BESIDE, BESIDE + 1)}
     elsewhere = {row.slot for d in damage[:DAMAGED] for row in search.same(d, damage)}
-    elsewhere |= {slot for d in damage[:DAMAGED] for slot in search.moved(d)}
+    elsewhere |= {slot for d in damage[:DAMAGED] for slot in search.moved(d, damage)}
     slots = sorted(s for s in beside | elsewhere if 0 <= s < group.slots)
     near = torch.tensor(slots, dtype=torch.int64, device="cpu")
     states, owners = _states(group), None
@@ -96,7 +96,7 @@ def evidence(pool: PoolScene, damage: Damage, search: RowSearch, others: Sequenc
         nonzero=nonzero,
         poisoned=poisoned,
         same_as=tuple(search.same(damage, others)),
-        moved_to=tuple(search.moved(damage)),
+        moved_to=tuple(search.moved(damage, others)),
     )
 
 

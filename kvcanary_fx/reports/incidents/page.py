@@ -15,8 +15,8 @@ from . import causes, pool_map, tables
 from .incident import HalfScene, Incident, PoolScene, Record
 from .story import bit_name, story
 
-#: Slots side by side in the map, pixels of one, and rows whose bytes are shown, with how many bytes of each.
-ACROSS, CELL, ROWS, BYTES = 64, 13, 5, 1_024
+#: Slots side by side in the map, pixels of one, owners that are named, rows whose bytes are shown, and bytes of each.
+ACROSS, CELL, OWNERS, ROWS, BYTES = 64, 13, 12, 5, 1_024
 
 _FILL = {
     "empty": "#e8eaed",
@@ -84,7 +84,7 @@ def _pool(incident: Incident, number: int) -> Iterator[str]:
     pool = incident.pools[number]
     yield f"<p>{pool.slots} slots, {len(pool.halves)} tensors. {_key()}</p>"
     for window in pool_map.windows(incident, number, min(ACROSS, pool.slots)):
-        yield f'<div class="wide">{_map(pool, window)}</div>'
+        yield f'<div class="wide">{_map(pool, window)}</div>{_owners(pool, window)}'
     yield _table(tables.SLOT_HEAD, tables.slot_rows(pool))
     for title, lines in tables.histories(incident, number):
         yield f"<p>{_text(title)}</p><pre>{_lines(lines)}</pre>"
@@ -105,7 +105,7 @@ def _map(pool: PoolScene, window: pool_map.Window) -> str:
             bad = ALL_LAYERS in hurt or name in hurt
             told = f"slot {slot}, {state}{who}; {name}{', damaged' if bad else ''}"
             cells.append(_cell(x, CELL * y, _DAMAGED if bad else _FILL.get(state, "#fff"), told))
-        cells.append(_cell(x, CELL * len(names) + 4, _colour(owner), f"slot {slot}{who}"))
+        cells.append(_cell(x, CELL * len(names) + 4, _colour(pool, owner), f"slot {slot}{who}"))
     labels = [f'<text x="0" y="{CELL * y + 10}">{_text(name)}</text>' for y, name in enumerate([*names, "owner"])]
     ends = ((window.first, margin), (window.first + len(window.states) - 1, margin + CELL * (len(window.states) - 1)))
     labels += [f'<text x="{x}" y="{height - 2}">{slot}</text>' for slot, x in ends]
@@ -120,11 +120,19 @@ def _cell(x: int, y: int, fill: str, told: str) -> str:
     )
 
 
-def _colour(owner: str | int | None) -> str:
-    """A colour of an owner's own, the same wherever it is drawn."""
-    if owner is None:
+def _colour(pool: PoolScene, owner: str | int | None) -> str:
+    """A colour of an owner's own, the same wherever the pool is drawn; those that were named one after the other differ
+    most."""
+    if owner is None or owner not in pool.owner_names:
         return "#ffffff"
-    return f"hsl({sum(17 * i + b for i, b in enumerate(str(owner).encode(), 1)) * 47 % 360}, 60%, 75%)"
+    return f"hsl({pool.owner_names.index(owner) * 137.5 % 360:.0f}, 60%, 75%)"
+
+
+def _owners(pool: PoolScene, window: pool_map.Window) -> str:
+    """The colours of those who own slots of a window."""
+    known = [owner for owner in dict.fromkeys(window.owners) if owner is not None][:OWNERS]
+    keys = (f'<span class="key" style="background:{_colour(pool, o)}">{_text(str(o))}</span>' for o in known)
+    return f"<p>Owners: {' '.join(keys)}</p>" if known else ""
 
 
 def _key() -> str:

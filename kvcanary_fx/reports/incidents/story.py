@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from ...kernels.checks import Shown, how_shown
 from ..violation import ALL_LAYERS, Violation, one_line
-from .incident import HalfScene, Incident, PoolScene, Record
+from .incident import HalfScene, Incident, PoolScene, Record, SlotScene
 
 #: Slots and checks that are told of.
 TOLD = 5
@@ -23,7 +23,7 @@ _DEEDS = {
     "OVERWRITE": "{who} was about to write over {slot}, which belongs to {found}",
     "WRITE_SHARED": "{who} was about to write {slot}, which several requests share",
     "WRITTEN_BEFORE": "{who} was about to write {slot} a second time",
-    "DOUBLE_FREE": "{slot} was released although it is free already",
+    "DOUBLE_FREE": "{found} released {slot}, which is free already",
     "FOREIGN_FREE": "{found} released {slot}, which belongs to {stored}",
     "DOUBLE_ALLOCATE": "{slot} of {stored} was handed out again, to {found}",
     "SHARE_AFTER_FREE": "{slot} was shared although it is free",
@@ -38,22 +38,26 @@ def story(incident: Incident) -> list[str]:
     """A paragraph for each slot and check, the most telling first."""
     if not incident.records:
         return ["No check had failed when this snapshot was taken."]
-    firsts: dict[tuple[object, ...], Record] = {}
+    alike: dict[tuple[object, ...], list[Record]] = {}
     for record in incident.records:
         v = record.violation
-        firsts.setdefault((v.check, v.why, v.phase, record.pool, v.slot), record)
+        past = _past(incident, record)
+        slot = record.slot if record.evidence is not None else (v.step, v.forward, v.request, *v.owners, past)
+        alike.setdefault((v.check, v.why, v.phase, record.pool, slot), []).append(record)
     told: list[str] = []
     pasts: set[str] = set()  # of neighbours it is often the same
-    for record in list(firsts.values())[:TOLD]:
-        past = _past(incident, record)
-        told.append(" ".join([*_sentences(incident, record), *([past] if past and past not in pasts else [])]))
+    for records in list(alike.values())[:TOLD]:
+        past = _past(incident, records[0])
+        told.append(" ".join([*_sentences(incident, records), *([past] if past and past not in pasts else [])]))
         pasts.add(past)
-    if len(firsts) > TOLD:
-        told.append(f"So it goes on, in {len(firsts) - TOLD} further slots or checks.")
+    if len(alike) > TOLD:
+        told.append(f"So it goes on, in {len(alike) - TOLD} further slots or checks.")
     return told
 
 
-def _sentences(incident: Incident, record: Record) -> Iterable[str]:
+def _sentences(incident: Incident, records: Sequence[Record]) -> Iterable[str]:
+    """What happened to the slot of the first record, and to which others the same."""
+    record = records[0]
     violation, pool = record.violation, _pool(incident, record)
     yield f"{violation.when().capitalize()}: {deed(violation)}."
     yield from byte_sentences(incident, record)
@@ -65,11 +69,14 @@ def _sentences(incident: Incident, record: Record) -> Iterable[str]:
     if pool is not None and violation.layer != ALL_LAYERS and len(pool.halves) > 1:
         yield f"The slot is reported in {len(others)} of {len(pool.halves)} tensors."
     place = None if pool is None else pool.place(record.slot)
-    if pool is not None and place is not None and violation.why == "READ_AFTER_FREE":
-        yield from _still_there(pool.near[place].fits)
+    if pool is not None and place is not None:
+        yield from _about(pool.near[place], violation)
     readers = [] if pool is None else readers_of(pool, record.slot)
     if readers:
         yield f"In the batch it is read by {', '.join(readers)}."
+    more = sorted({r.slot for r in records} - {record.slot})
+    if more:
+        yield f"The same in {_slots(more)}."
 
 
 def _past(incident: Incident, record: Record) -> str:
@@ -81,10 +88,24 @@ def _past(incident: Incident, record: Record) -> str:
     return f"What the slot went through: {one_line(told)}." if told else ""
 
 
-def _still_there(fits: bool | None) -> Iterable[str]:
-    """Whether the release was wrong, or the table is."""
-    if fits is not None:
-        yield "It still holds the request's own token." if fits else "What it holds is not the request's."
+def _slots(numbers: Sequence[int]) -> str:
+    """Slots in words, ascending ones that follow each other as a range."""
+    if len(numbers) == 1:
+        return f"slot {numbers[0]}"
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"slots {numbers[0]} to {numbers[-1]}"
+    some = ", ".join(map(str, numbers[:TOLD]))
+    return f"slots {some}" + (f" and {len(numbers) - TOLD} more" if len(numbers) > TOLD else "")
+
+
+def _about(slot: SlotScene, violation: Violation) -> Iterable[str]:
+    """What is known of the slot besides: whose it is; of a free one, whether the release or the table is wrong."""
+    if violation.why == "READ_AFTER_FREE" and slot.fits is not None:
+        yield "It still holds the request's own token." if slot.fits else "What it holds is not the request's."
+    if slot.owner not in (None, violation.request, *violation.owners):
+        yield f"The slot is request {one_line(slot.owner)}'s."
+    if slot.state == "reserved":
+        yield "The slot is reserved for padding."
 
 
 def deed(violation: Violation) -> str:
@@ -111,7 +132,7 @@ def _compared(violation: Violation) -> dict[str, str]:
     """What the check compared, requests by their ids."""
     if how_shown(violation.check, violation.why) is not Shown.OWNER:
         return {"stored": str(violation.stored), "found": str(violation.found)}
-    named = (f"request {one_line(owner)}" if owner is not None else "nobody known" for owner in violation.owners)
+    named = (f"request {one_line(owner)}" if owner is not None else "somebody unknown" for owner in violation.owners)
     return dict(zip(("stored", "found"), named, strict=True))
 
 
