@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from ..kernels.checks import Check
 from ..kernels.slots.past import Happened, SlotPast, events_kept, read_back
 from ..kernels.slots.space import SlotSpace
 from ..reports.past import PastEvent, SlotHistory
@@ -38,22 +39,28 @@ def histories(
             stack=stack_of(happened.stack) if stack_of is not None and happened.stack else (),
         )
 
-    return [_history(past, event) for past in pasts]
+    compared = bool(space.checks & Check.CONTENT)
+    return [_history(past, event, compared) for past in pasts]
 
 
 def _all(past: SlotPast) -> list[Happened]:
     return [*past.events, *([past.written] if past.written is not None else [])]
 
 
-def _history(past: SlotPast, event: Callable[[Happened], PastEvent]) -> SlotHistory:
+def _history(past: SlotPast, event: Callable[[Happened], PastEvent], compared: bool) -> SlotHistory:
+    """
+    Args:
+        compared: the bytes of what is read and due are compared.
+    """
+
     def step(number: int) -> int | None:
-        return number if number >= 0 else None
+        return number if compared and number >= 0 else None
 
     return SlotHistory(
         events=tuple(map(event, past.events)),
         earlier=past.earlier,
         written=event(past.written) if past.written is not None else None,
-        reads=past.reads,
+        reads=past.reads if compared else 0,
         first_read=step(past.first_read),
         last_read=step(past.last_read),
         read_before=step(past.read_before),

@@ -74,17 +74,27 @@ def test_a_file_shows_what_the_damaged_slots_went_through(tmp_path):
     assert "released in step 2 by request alice\n" in page(incident)
 
 
-def test_the_step_in_which_bytes_were_last_right_is_known():
-    toy = Toy(verify_fraction="1")
+def test_the_steps_between_which_bytes_changed_are_told(tmp_path):
+    toy = Toy(incidents=tmp_path)
     toy.add("alice", range(1, 9))
     toy.run({"alice": [1, 2]})
     for slot in (3, 4):
         toy.run({"alice": [slot]})
-    toy.kv[0][0][1] += 1
+    toy.kv[0][0][[1, 4]] += 1
     toy.run({"alice": [5]})
-    toy.found()
     (past,) = toy.pool.histories([1])
     assert (past.first_read, past.read_before, past.last_read, past.reads) == (2, 3, 4, 3)
+    first, fourth = story(file.load(next(tmp_path.iterdir())))
+    assert first.endswith("Its bytes were right when they were compared in step 3: they changed after that.")
+    assert fourth.endswith(
+        "written in step 3 by request alice, compared for a read in step 4. Its bytes were not "
+        "compared between that write and this step."
+    )
+
+
+def test_no_comparison_is_told_of_where_bytes_are_not_checked():
+    told = reused_while_read(checks=("owner", "token")).found()[0].history
+    assert told == TOLD
 
 
 def test_requests_in_the_history_of_a_file_are_hashed_like_all_others(tmp_path):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ...kernels.checks import Shown, how_shown
+from ..past import SlotHistory
 from ..violation import ALL_LAYERS, Violation, one_line
 from .incident import HalfScene, Incident, PoolScene, Record, SlotScene
 
@@ -85,7 +86,19 @@ def _past(incident: Incident, record: Record) -> str:
     place = None if pool is None else pool.place(record.slot)
     past = pool.near[place].past if pool is not None and place is not None else None
     told = past.told() if past is not None else ""
-    return f"What the slot went through: {one_line(told)}." if told else ""
+    if past is None or not told:
+        return ""
+    return f"What the slot went through: {one_line(told)}.{_since(past, record.violation)}"
+
+
+def _since(past: SlotHistory, violation: Violation) -> str:
+    """From when on the bytes can have changed; empty if they were compared again since."""
+    if violation.check != "content" or past.last_read != violation.step:
+        return ""
+    written = past.written.step if past.written is not None and past.written.step is not None else -1
+    if past.read_before is not None and past.read_before >= written:
+        return f" Its bytes were right when they were compared in step {past.read_before}: they changed after that."
+    return " Its bytes were not compared between that write and this step." if written >= 0 else ""
 
 
 def _slots(numbers: Sequence[int]) -> str:
