@@ -251,7 +251,8 @@ class Run:
         apart = self.program.broken not in ("", "between") or self.program.compiled == "layers"
         self.oracle.alone = self.program.broken == "between" and self.program.way.unit == "half"
         unshown = self.oracle.alone and self.program.idiom in UNSHOWN
-        self.oracle.one_layer = self.program.sizes.layers == 1 or apart or unshown
+        anew = self.oracle.alone and self.program.way.start and self.outcome.steps == 1  # not known to take turns
+        self.oracle.one_layer = self.program.sizes.layers == 1 or apart or unshown or anew
         must, may = self.oracle.before(self.guarded.cells(self.table), start)
         self._arm(self.guarded, start, must, may)
         GLITCH[:] = self.glitch

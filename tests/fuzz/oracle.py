@@ -12,9 +12,9 @@ Nothing here knows how the canary works.  What is legal follows docs/pools.md:
   has changed in K and V of every layer but the first, and so has every later one in its row.  The later ones are not
   asked where a graph of several layers does not show which slots it writes.
 * Where each graph holds one half, bytes in a slot that was empty look like a token's, too.
-* To a graph of one layer, or of one half whose writes do not show their slots, new tokens that are no new prompt by
-  their looks may be reported: at less than two positions of a row, or less than half of those from the first of them
-  on.
+* To a graph of one layer, or of one half whose writes do not show their slots or that was compiled anew, new tokens
+  that are no new prompt by their looks may be reported: at less than two positions of a row that it knows, or less
+  than half of those from the first of them on.
 * A cache that no guarded graph writes, because its writes break the graph, is written so in each forward, layer by
   layer: there K and V of the layer are enough.
 """
@@ -45,7 +45,8 @@ class Oracle:
         later_asked: a position holds new tokens only if the later ones of its row have changed as well.
         unwritten: no guarded graph writes the cache.
         alone: each graph holds one half.
-        one_layer: each graph holds one layer, or one half whose writes do not show their slots.
+        one_layer: each graph holds one layer, or one half: whose writes do not show their slots, or which no graph
+            of this compilation has held before.
     """
 
     def __init__(self, cells: Cells, rows: bool, merged: bool, written_whole: bool, later_asked: bool):

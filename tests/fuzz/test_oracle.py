@@ -1,0 +1,35 @@
+"""What the fuzzer expects, where docs/pools.md leaves a choice."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from fuzz.layouts import Layout, Sizes
+from fuzz.oracle import Cell, Oracle
+from fuzz.program import Program
+from fuzz.reports import Names
+
+
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "no rows"])
+def test_new_tokens_of_which_one_was_recorded_may_be_reported(rows):
+    """Without rows, what code outside wrote is not recorded, and one token of a half says nothing alone."""
+    cells = {(0, half): torch.ones(1, 4, 2, dtype=torch.uint8) for half in range(2)}
+    oracle = Oracle(cells, rows=rows, merged=True, written_whole=False, later_asked=rows)
+    oracle.one_layer = True
+    oracle.after(cells, 1, 1, set())  # the first token was written outside
+    cells = {key: torch.cat((now[:, :2] + 1, now[:, 2:]), 1) for key, now in cells.items()}
+    oracle.legal(cells, counted=True)
+    must, may = oracle.before(cells, 2)
+    assert (must, Cell(0, 0, 0, 1) in may) == (set(), not rows)
+
+
+def test_heads_are_slots_of_a_flat_pool_that_is_returned_whole():
+    sizes = Sizes(layers=1, batch=2, heads=3, length=12, dim=4)
+    program = Program("new_where", Layout("flat", "pair"), sizes, breaks="between")
+    table, names = program.table(), Names(program, 2)
+    told = SimpleNamespace(layer="", half="K", pool=names.base[0, 0], slot=int(table[1, 5]) * 3 + 2)
+    assert Cell(0, 0, 1, 5) in names.cells(cast(Any, told), table)
