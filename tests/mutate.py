@@ -191,6 +191,7 @@ def main() -> int:
     parser.add_argument("--skip", nargs="+", default=[], metavar="TEXT", help="but none that contains any")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a job has a core
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # kernels are interpreted, which is read when triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
     files = [file for file in TARGETS if any(t in file for t in args.only) and not any(t in file for t in args.skip)]
