@@ -31,6 +31,10 @@ BLOCK_REQUESTS = 256
 BLOCK_SUMS = 256
 
 
+#: The arguments that say where the history is.
+_HISTORY = ("history_ptr", "history_stride", "history_step", "history_width")
+
+
 #: A kernel, its grid and its arguments.
 Launch: TypeAlias = tuple[Any, tuple[int, ...], dict[str, Any]]
 
@@ -38,7 +42,8 @@ Launch: TypeAlias = tuple[Any, tuple[int, ...], dict[str, Any]]
 def _launch(
     space: SlotSpace, plan: RequestPlan, what: str, launches: Callable[[SlotSpace, RequestPlan], list[Launch]]
 ) -> None:
-    """Launch what a plan says; bound, if the plan comes again.
+    """Launch what a plan says; bound, if the plan comes again, except for its history, which is another tensor in each
+    step.
 
     In a graph's capture nothing is kept: what is allocated there is the graph's.
     """
@@ -48,14 +53,33 @@ def _launch(
             for kernel, grid, arguments in launches(space, plan):
                 kernel[grid](**arguments)
         return
-    bound = kept.get(what)
+    history = plan.known_history
+    form = what if history is None else (what, history.dtype, history.data_ptr() & 15)
+    bound = kept.get(form)
     if bound is None:
-        bound = kept[what] = [
-            (BoundLaunch(kernel, device, arguments, (), warps=4), (*grid, 1, 1)[:3])
+        bound = kept[form] = [
+            _bound(kernel, device, grid, arguments, history is not None)
             for kernel, grid, arguments in launches(space, plan)
         ]
-    for launch, grid in bound:
-        (launch if launch.ready else launch.first)(grid, (), None)
+    for launch, grid, of_history in bound:
+        if history is None or not of_history:
+            (launch if launch.ready else launch.first)(grid, (), None)
+            continue
+        where = *history.stride(), history.shape[1]
+        if launch.ready:
+            launch(grid, (history.data_ptr(), *where), None)
+        else:
+            launch.first(grid, (history, *where), None)
+
+
+def _bound(
+    kernel: Any, device: torch.device, grid: tuple[int, ...], arguments: dict[str, Any], with_history: bool
+) -> tuple[BoundLaunch, tuple[int, ...], bool]:
+    """The launch, its grid, and whether it takes the history."""
+    of_history = with_history and _HISTORY[0] in arguments
+    changing = _HISTORY if of_history else ()
+    fixed = {name: value for name, value in arguments.items() if name not in changing}
+    return BoundLaunch(kernel, device, fixed, changing, warps=4), (*grid, 1, 1)[:3], of_history
 
 
 def _wide(space: SlotSpace) -> dict[str, Any]:
@@ -92,9 +116,9 @@ def _table_args(plan: RequestPlan) -> dict[str, Any]:
 
 
 def _history_args(space: SlotSpace, plan: RequestPlan) -> dict[str, Any]:
-    history, lens = plan.history, plan.history_lens
-    known = history is not None and lens is not None and history.numel() > 0
-    if history is None or lens is None or not known:
+    history, lens = plan.known_history, plan.history_lens
+    known = history is not None
+    if history is None or lens is None:
         history, lens = plan.owners.unsqueeze(1), plan.owners
     return dict(
         history_ptr=history,

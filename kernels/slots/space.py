@@ -269,7 +269,7 @@ class RequestPlan:
     taken: torch.Tensor | None = None
     in_flight: bool = False
     padding_row: int | None = None
-    launches: dict[str, Any] | None = dataclasses.field(default=None, init=False, compare=False, repr=False)
+    launches: dict[Any, Any] | None = dataclasses.field(default=None, init=False, compare=False, repr=False)
 
     def keep_launches(self) -> None:
         """The plan comes again: its launches are kept.  A changed copy of it has launches of its own."""
@@ -281,6 +281,18 @@ class RequestPlan:
         given: dict[str, Any] = {name: getattr(self, name) for name in along}
         given = {name: tensor if tensor is None else tensor[:tokens] for name, tensor in given.items()}
         return dataclasses.replace(self, **given)
+
+    def with_launches_of(self, other: RequestPlan) -> RequestPlan:
+        """This plan with the launches kept for another, if it lies in the same memory but for the history."""
+        if self is not other and all(_in_one_place(getattr(self, name), getattr(other, name)) for name in _FIXED):
+            object.__setattr__(self, "launches", other.launches)
+        return self
+
+    @property
+    def known_history(self) -> torch.Tensor | None:
+        """The history, if there is one that says anything."""
+        history = self.history
+        return history if history is not None and self.history_lens is not None and history.numel() else None
 
     def memory_for(self, name: str, entries: int) -> torch.Tensor:
         """The memory of ``ends`` or ``real_slots``; made here for a plan that came without.
@@ -315,6 +327,19 @@ class RequestPlan:
         if self.ring:
             return ENDLESS
         return self.table.shape[1] * self.page_size
+
+
+#: The fields of a plan that its launches are bound to.
+_FIXED = tuple(f.name for f in dataclasses.fields(RequestPlan) if f.init and f.name != "history")
+
+
+def _in_one_place(a: Any, b: Any) -> bool:
+    """Whether two fields are the same memory, or equal."""
+    if a is b:
+        return True
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return not isinstance(a, torch.Tensor | RequestPlan) and not isinstance(b, torch.Tensor) and bool(a == b)
+    return a.data_ptr() == b.data_ptr() and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
 
 
 def _elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:

@@ -214,22 +214,27 @@ class Inputs:
 
 
 def _kept_plan(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> RequestPlan:
-    """The plan of a forward for a pool; that of the last view of the same memory, if nothing else is in it."""
+    """The plan of a forward for a pool; that of the last view of the same memory, with this step's history.
+
+    Where a layout computes the plan from what the view holds, it does so each time, into the same memory: then only the
+    launches are those of the last.
+    """
     kept = view.kept_plans
     if kept is None or pool.slot_map is not None or view.extend_lens is None:
         return _there(pool, plan_of(pool, place, view, inputs))
-    if getattr(view, "history", None) is not None or getattr(view, "in_flight", False):
-        return _there(pool, plan_of(pool, place, view, inputs))
-    plan: RequestPlan | None = kept.get(pool.name)
-    if plan is None:
-        plan = plan_of(pool, place, view, inputs)
-        if plan.slots is not getattr(view, pool.slots_from) or plan.reads is not None or plan.taken is not None:
-            return _there(pool, plan)  # its layout made it of what the view holds
-        if plan.counts.device != pool.device:
-            return _there(pool, plan)
-        plan.keep_launches()
-        kept[pool.name] = plan
-    return plan
+    form = pool.name, bool(getattr(view, "in_flight", False))
+    known: RequestPlan | None = kept.get(form)
+    if known is not None and known.slots is getattr(view, pool.slots_from):
+        history = _history(view)
+        return known if history is None else dataclasses.replace(known, history=history).with_launches_of(known)
+    plan = plan_of(pool, place, view, inputs)
+    if plan.reads is not None or plan.counts.device != pool.device:
+        return _there(pool, plan)
+    if known is not None:
+        return plan.with_launches_of(known)
+    kept[form] = bare = plan if plan.history is None else dataclasses.replace(plan, history=None)
+    bare.keep_launches()
+    return plan.with_launches_of(bare)
 
 
 def _there(pool: KVPool, plan: RequestPlan) -> RequestPlan:

@@ -518,7 +518,7 @@ class _Shown:
     values: dict[str, torch.Tensor | None]
     axes: dict[str, Axis]
     lengths: torch.Tensor | None
-    kept_plans: dict[str, Any] | None
+    kept_plans: dict[Any, Any] | None
     memory: tuple[torch.Tensor | None, ...]
 
     @classmethod

@@ -40,8 +40,8 @@ class StepView:
     Attributes:
         num_requests, num_tokens: real sizes.
         padded_bs, padded_tokens: sizes of the tensors.
-        kept_plans: what was made of the slots alone, by the pool's name: it holds for each view of the same memory;
-            None where the memory is the batch's.
+        kept_plans: what was made of the slots alone, by what else it depends on: it holds for each view of the same
+            memory; None where the memory is the batch's.
     """
 
     __slots__ = (
@@ -57,7 +57,7 @@ class StepView:
         real: tuple[int, int],
         padded: tuple[int, int],
         lengths: torch.Tensor | None,
-        kept_plans: dict[str, Any] | None = None,
+        kept_plans: dict[Any, Any] | None = None,
     ) -> None:
         self._batch = batch
         self._values = values

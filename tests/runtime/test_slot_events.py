@@ -10,7 +10,8 @@ import torch
 from gpu_on_cpu import use_gpu_kernels
 from toy import Toy
 
-from kvcanary_fx import EngineError
+import kvcanary_fx
+from kvcanary_fx import Batch, EngineError, KVPool
 from kvcanary_fx.kernels.slots import gpu_life
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
@@ -76,6 +77,59 @@ def test_steps_of_one_shape_share_the_launches_and_not_the_reports(launches):
     step(8)
     assert plan.launches == kept
     assert {(v.why, v.slot) for v in toy.found()} == {("READ_AFTER_FREE", 9)}
+
+
+@interpreted
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_steps_share_the_launches_whatever_history_they_come_with(launches, in_flight):
+    toy = Toy(history=False)
+    request = toy.add("A", [5, 6, 7, 8, 9])
+
+    def step(slot: int, *told: int) -> None:
+        toy.take("A", [slot])
+        history = torch.tensor([told])  # another tensor, of another width, in each step
+        batch = toy.plan({"A": [slot]}, history=history, history_lens=[len(told)], in_flight=in_flight)
+        with toy.session.step(batch), toy.session.forward():
+            request.stored += 1
+
+    step(6, 5)
+    (plan,) = toy.session.inputs.view().kept_plans.values()
+    kept = set(plan.launches)
+    assert len(kept) == (2 if in_flight else 3)
+    step(7, 5, 6)
+    step(8, 5, 6, 7)
+    assert set(plan.launches) == kept
+    assert plan.history is None
+    assert toy.found() == []
+    step(9, 5, 4, 7, 8)
+    assert {(v.why, v.position) for v in toy.found()} == {("WRONG_TOKEN", 1)}
+
+
+@interpreted
+def test_steps_that_complete_fewer_slots_than_tokens_share_the_launches_of_what_they_write(launches):
+    kv, table = [(torch.zeros(16, 1, 4), torch.zeros(16, 1, 4))], torch.zeros(3, 8, dtype=torch.int32)
+    session = kvcanary_fx.install_canary(KVPool(kv, table, tokens_per_slot=2), mode="log", health_every=0)
+    assert session is not None
+    session.mark_ready()
+    session.pool.allocate([5, 6, 7], owner="A")
+    table[1, :3] = torch.tensor([5, 6, 7], dtype=torch.int32)
+
+    def step(start: int, slots: list[int]) -> None:
+        with session.step(Batch([9, 9], slots, [1], [start], [2], request_ids=["A"])), session.forward():
+            pass
+
+    step(0, [0, 5])
+    (plan,) = session.inputs.view().kept_plans.values()
+    kept = dict(plan.launches)
+    assert set(kept) == {"walk", "check_writes", "store"}
+    step(2, [0, 6])
+    step(4, [0, 7])
+    assert plan.launches == kept
+    assert session.violations() == []
+    assert session.pool.space.positions[[5, 6, 7]].tolist() == [0, 1, 2]
+    table[1, 0] = 9  # a free slot
+    step(6, [0, 8])
+    assert ("READ_AFTER_FREE", 9) in {(v.why, v.slot) for v in session.violations()}
 
 
 @interpreted
