@@ -228,7 +228,10 @@ def test_a_page_that_is_given_away_too_early_is_reported(runner):
     freed = [("freed", [(1, False)], "x"), ("taken", [1], "y", 0)]
     flags = runner.step({"x": 1, "y": 2}, new={"y": [1]}, events=freed)
     runner.guard.read(flags)
-    assert "owner" in {v.check for v in runner.guard.session.known_violations()}
+    found = runner.guard.session.known_violations()
+    assert "owner" in {v.check for v in found}
+    told = "written in step 1 by request x, released in step 1 by request x, allocated in step 1 to request y"
+    assert any(told in v.history for v in found if v.history)
 
 
 def test_what_the_scheduler_reports_is_queued_while_no_other_thread_reads_violations(runner, monkeypatch):
