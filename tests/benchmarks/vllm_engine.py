@@ -3,6 +3,8 @@
     python tests/benchmarks/vllm_engine.py --shape 1b 8b --requests 1 16 64 256 --rounds 5 [--mode log] [--write]
     python tests/benchmarks/vllm_engine.py --shape 1b --requests 64 --profile   # launches and host time of a step
 
+With ``--gpus 0 1`` each engine has a GPU of its own, of the same kind.
+
 Offline throughput: prompts of ``--input`` random token ids, ``--output`` tokens each, random weights (``dummy``), as
 many blocks in both engines.  Each engine is in processes of its own, as ``LLM(...)`` starts it; nothing is set but
 sizes.  The settings of the guard are the environment's (``KVCANARY_BUDGET``, ...), ``KVCANARY_MODE`` is ``--mode``.
@@ -46,31 +48,37 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Engine:
-    """One engine in a process of its own.
+    """One engine in a process of its own; :meth:`wait` for it first.
 
     Attributes:
+        facts: what vLLM chose.
         start: seconds until it was ready.
     """
 
-    def __init__(self, args: argparse.Namespace, shape: str, mode: str | None):
+    def __init__(self, args: argparse.Namespace, shape: str, mode: str | None, gpu: str | None = None):
         environment = {k: v for k, v in os.environ.items() if mode is not None or not k.startswith("KVCANARY_")}
         if mode is not None:
             environment["KVCANARY_MODE"] = mode
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
         answers, answer = os.pipe()
         command = [sys.executable, __file__, "--worker", str(answer), "--shape", shape]
         command += ["--input", str(args.input), "--output", str(args.output), "--blocks", str(args.blocks)]
         command += ["--share", str(args.share)] + ["--profile"] * args.profile
         log = Path(args.logs) / f"{shape}-{mode or 'plain'}.log"
-        began = time.perf_counter()
+        self._began = time.perf_counter()
         with log.open("w") as out:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=environment, pass_fds=[answer], text=True
             )
         os.close(answer)
         self._answers = os.fdopen(answers)
-        self.facts = self._read(log)
-        self.start = time.perf_counter() - began
         self._log = log
+
+    def wait(self) -> None:
+        """Until it is ready."""
+        self.facts = self._read(self._log)
+        self.start = time.perf_counter() - self._began
 
     def ask(self, *words: object) -> Any:
         """Let it run something, and wait."""
@@ -92,9 +100,23 @@ class Engine:
         return json.loads(line)
 
 
+def start(args: argparse.Namespace, shape: str) -> tuple[Engine, Engine]:
+    """The unguarded engine and the guarded one: one after the other on one GPU, or at once on one each."""
+    if args.gpus:
+        engines = tuple(Engine(args, shape, mode, gpu) for mode, gpu in zip((None, args.mode), args.gpus, strict=True))
+        for engine in engines:
+            engine.wait()
+        return engines
+    plain = Engine(args, shape, None)
+    plain.wait()
+    guarded = Engine(args, shape, args.mode)
+    guarded.wait()
+    return plain, guarded
+
+
 def measure(args: argparse.Namespace, shape: str) -> list[list[str]]:
     """The rows of a shape."""
-    plain, guarded = Engine(args, shape, None), Engine(args, shape, args.mode)
+    plain, guarded = start(args, shape)
     print(
         f"{shape}: start {plain.start:.1f} s, guarded {guarded.start:.1f} s; {plain.facts} {guarded.facts}", flush=True
     )
@@ -222,6 +244,9 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=12000, help="KV cache blocks of each engine")
     parser.add_argument("--share", type=float, default=0.45, help="of the GPU's memory, for each engine")
+    parser.add_argument(
+        "--gpus", nargs=2, help="a GPU for each engine, which then start at once; default: one for both"
+    )
     parser.add_argument("--mode", default="log", choices=["log", "raise"])
     parser.add_argument("--logs", default=tempfile.gettempdir(), help="directory of the engines' logs")
     parser.add_argument("--profile", action="store_true", help="profile one guarded run instead of measuring")
@@ -234,6 +259,7 @@ def main() -> None:
     if args.profile:
         for shape in args.shape:
             engine = Engine(args, shape, args.mode)
+            engine.wait()
             for requests in args.requests:
                 engine.ask("run", requests, 0)
                 print(f"# {shape}, {requests} requests\n{engine.ask('profile', requests)}", flush=True)

@@ -7,6 +7,7 @@ One line of JSON for each scene.  Without ``KVCANARY_MODE`` only ``load`` makes 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -121,7 +122,75 @@ def stopped(rig: Rig) -> dict[str, Any]:
     return dict(error=None, tokens=given)
 
 
-SCENES = {"load": load, "flips": flips, "stopped": stopped}
+SHARED = prompt(7, 64)
+PROMPTS = {"A": SHARED + prompt(8, 5), "B": SHARED + prompt(9, 5), "C": SHARED + prompt(10, 5), "D": prompt(11, 69)}
+
+
+def containment(rig: Rig) -> dict[str, Any]:
+    """What clients get where a block is ruined: one that three requests share, and an idle one of the prefix cache.
+
+    With ``KVCANARY_VLLM_ON_VIOLATION=recompute`` and every byte compared: what they get of an undamaged cache.
+    """
+    for name, tokens in PROMPTS.items():
+        rig.add(name, tokens, length=16)
+    rig.run()
+    clean, wanted = dict(rig.tokens), rig.guard.reactions.settings
+    log_only = dataclasses.replace(wanted, asked="log")
+    found: dict[str, Any] = {}
+    for outcome, settings in (("log", log_only), (wanted.on_violation, wanted)):
+        rig.guard.reactions.settings = settings
+        for scene in (_ruin_shared, _ruin_idle):
+            _as_new(rig)
+            scene(rig)
+            later = "later"
+            rig.add(later, PROMPTS["B"], length=16)
+            rig.run()
+            same = {name: tokens == clean["B" if name == later else name] for name, tokens in rig.tokens.items()}
+            found[f"{outcome}: {scene.__name__[1:]}"] = dict(
+                same=same, finished=rig.finished, preempted=rig.preempted, checks=sorted({c for c, _, _ in rig.told()})
+            )
+    return found
+
+
+def _as_new(rig: Rig) -> None:
+    rig.engine.reset_prefix_cache()
+    rig.guard.reactions.take_verdict()
+    rig.session.found.clear()
+    rig.tokens.clear()
+    rig.finished.clear()
+    rig.preempted = 0
+
+
+def _ruin(rig: Rig, page: int) -> None:
+    (group,) = rig.guard.groups
+    for halves in group.layers.values():
+        for half in halves:
+            half[page].mul_(-1e3)
+
+
+def _ruin_shared(rig: Rig) -> None:
+    rig.add("A", PROMPTS["A"], length=16)
+
+    def at(step: int) -> None:
+        if step == 2:
+            for name in "BCD":
+                rig.add(name, PROMPTS[name], length=16)
+        if step == 8:
+            _ruin(rig, rig.pages("A")[0][1])
+
+    rig.run(at)
+
+
+def _ruin_idle(rig: Rig) -> None:
+    rig.add("A", PROMPTS["A"], length=16)
+    pages: list[int] = []
+    rig.run(lambda step: pages.append(rig.pages("A")[0][1]) if step == 3 else None)
+    _ruin(rig, pages[0])
+    rig.add("B", PROMPTS["B"], length=16)
+    rig.run()
+
+
+SCENES = {"load": load, "flips": flips, "stopped": stopped, "containment": containment}
 
 
 def main() -> None:
