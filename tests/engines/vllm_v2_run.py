@@ -147,7 +147,10 @@ def containment(rig: Rig) -> dict[str, Any]:
             rig.run()
             same = {name: tokens == clean["B" if name == later else name] for name, tokens in rig.tokens.items()}
             found[f"{outcome}: {scene.__name__[1:]}"] = dict(
-                same=same, finished=rig.finished, preempted=rig.preempted, checks=sorted({c for c, _, _ in rig.told()})
+                same=same,
+                finished=dict(rig.finished),
+                preempted=rig.preempted,
+                checks=sorted({c for c, _, _ in rig.told()}),
             )
     return found
 
