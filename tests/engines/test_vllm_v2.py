@@ -53,7 +53,8 @@ class Runner:
         self.layers = {"a": (halves[0], halves[1]), "b": (halves[2], halves[3])}
         group = Group(0, PAGE, PAGE, None, self.layers, False)
         environment = {"KVCANARY_MODE": mode, **settings}
-        self.guard = GuardV2(self, from_env(environment), False, [group])
+        self.settings, self.group = from_env(environment), group
+        self.guard = GuardV2(self, self.settings, False, [group])
         self.connector = Connector()
         self.kv_connector = Bracket(self.connector, self, self.guard)
         self.row: dict[str, int] = {}
@@ -286,3 +287,17 @@ def test_a_model_that_raises_leaves_a_session_that_goes_on(runner):
     runner.layers = layers
     runner.step({"y": 3}, new={"y": [2]})
     assert runner.guard.session._stepping.running is None
+
+
+def test_a_guard_is_made_once_every_half_of_the_cache_has_proved_to_be_compared(runner, monkeypatch):
+    from kvcanary_fx import SelfTestError
+    from kvcanary_fx.adapters.vllm import proof
+    from kvcanary_fx.adapters.vllm.v2 import hooks
+
+    runner.dcp_size, runner.pcp_manager, runner.ubatch_runner = 1, None, None
+    monkeypatch.setattr(hooks, "guarded_groups", lambda runner, unguarded: [runner.group])
+    assert hooks._guard(runner, runner.settings, False, {}).groups == [runner.group]
+    assert not any(half.any() for halves in runner.layers.values() for half in halves)  # nothing is left of it
+    monkeypatch.setattr(proof, "record_layer", lambda *_: None)
+    with pytest.raises(SelfTestError, match="a changed byte in half K of a"):
+        hooks._guard(runner, runner.settings, False, {})

@@ -49,12 +49,10 @@ def _failures(group: Group, config: CanaryConfig) -> list[tuple[str, str, list[s
     assert session is not None
     session.mark_ready()
     try:
-        for row in rows:
-            row.fill_(1.5)
+        _write(rows, 60)
         _forward(session, group, slot, 0)
         early = session.violations()
-        for row in rows:
-            row.fill_(-1.5)
+        _write(rows, 90)
         _forward(session, group, slot, 1)
         told = {(v.layer, v.half) for v in session.violations() if v.check == "content"}
     finally:
@@ -65,6 +63,12 @@ def _failures(group: Group, config: CanaryConfig) -> list[tuple[str, str, list[s
     names = ("latent", "rope") if group.mla else ("K", "V")
     silent = [(layer, half) for layer in group.layers for half in names if (layer, half) not in told]
     return [("content", f"a changed byte in half {half} of {layer}", []) for layer, half in silent]
+
+
+def _write(rows: Sequence[torch.Tensor], number: int) -> None:
+    """Elements of 8 bits are written as bytes: not every type of them takes numbers."""
+    for row in rows:
+        (row.view(torch.uint8) if row.element_size() == 1 else row).fill_(number)
 
 
 def _forward(session: EngineSession, group: Group, slot: int, prefix: int) -> None:

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from ....errors import EngineError
-from .. import registry
+from .. import proof, registry
 from ..journal import ATTRIBUTE
 from ..patching import wrap, wrap_in_all
 from ..pools import guarded_groups
@@ -51,6 +51,7 @@ def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict
     if not groups:
         why = why or "no KV cache group of this model can be guarded (the warnings above say why)"
         raise EngineError(f"{why}: KVCANARY_MODE=log or off runs it unguarded")
+    proof.prove(groups, settings.session_config)
     made = GuardV2(runner, settings, self_test, groups, unguarded)
     runner.kv_connector = Bracket(runner.kv_connector, runner, made)
     return made
