@@ -301,3 +301,14 @@ def test_a_guard_is_made_once_every_half_of_the_cache_has_proved_to_be_compared(
     monkeypatch.setattr(proof, "record_layer", lambda *_: None)
     with pytest.raises(SelfTestError, match="a changed byte in half K of a"):
         hooks._guard(runner, runner.settings, False, {})
+
+
+def test_layers_of_a_draft_are_named_with_the_reason_and_are_not_the_targets(caplog):
+    from kvcanary_fx.adapters.vllm import pools
+
+    speculator = SimpleNamespace(method="eagle", draft_attn_layer_names={"draft.0"})
+    runner, unguarded = SimpleNamespace(speculator=speculator), {}
+    assert pools.draft_layers(runner) == {"draft.0"}
+    assert pools.draft_groups(runner, unguarded) == []
+    assert unguarded == {"draft": "drafts of eagle are not supported by this adapter"}
+    assert "kvcanary.unguarded draft layers (draft.0, ...): drafts of eagle" in caplog.text
