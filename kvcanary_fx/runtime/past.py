@@ -26,7 +26,7 @@ def histories(
     """
     if not events_kept(space.past) or not slots:
         return [None] * len(slots)
-    rows = space.past[torch.tensor(slots, dtype=torch.int64).to(space.past.device)].tolist()
+    rows = space.past[torch.tensor(slots, dtype=torch.int64, device="cpu").to(space.past.device)].tolist()
     pasts = read_back(rows)
     names = names_of({e.owner for past in pasts for e in _all(past) if e.owner})
 

@@ -79,6 +79,7 @@ class StatusFile:
         self.path = path_of(folder, os.getpid())
         self.sessions: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._ending, self._beside, self._failed = threading.Event(), Beside(), False
+        self._one = threading.Lock()  # two at a time would take each other's draft
 
     def start(self) -> None:
         """Write now and then until the process ends."""
@@ -96,10 +97,11 @@ class StatusFile:
 
     def write(self) -> None:
         """Write the file, which no reader sees in part."""
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        draft = self.path.with_suffix(".draft")
-        draft.write_text(metrics_text.write(self.reading()))
-        os.replace(draft, self.path)
+        with self._one:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            draft = self.path.with_suffix(".draft")
+            draft.write_text(metrics_text.write(self.reading()))
+            os.replace(draft, self.path)
 
     def reading(self) -> Reading:
         """The counts of all sessions that live."""

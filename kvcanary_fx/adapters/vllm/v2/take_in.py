@@ -127,7 +127,7 @@ def naive(landing: torch.Tensor, room: int, inputs: Inputs) -> None:
     requests, tokens, step, pages = words[:HEAD]
     fields = landing[HEAD + 3 * PAGES :].view(FIELDS, room)[:, :requests]
     rows, owners, namespaces, index, added = fields
-    inputs.counts.copy_(torch.tensor([requests, tokens, step]))
+    inputs.counts.copy_(torch.tensor([requests, tokens, step], device="cpu"))
     halves = inputs.clock.view(torch.int32)
     halves[HALF_FORWARD], halves[HALF_STEP] = 0, step
     inputs.rows[:requests], inputs.owners[:requests], inputs.namespaces[:requests] = rows, owners, namespaces
