@@ -130,8 +130,8 @@ class LayerChecks:
     ) -> KeptForward:
         """Capture what is checked before and after the model, for batches that are on the device.
 
-        Call :meth:`reserve` first.  The layers of a batch without a history, whose requests read nothing that others
-        write in the same forward.
+        Call :meth:`reserve` first.  Not for batches with a history, or in flight (:class:`.Batch`): those go into
+        ``session.step``.
 
         Args:
             requests, tokens: of the largest batch.

@@ -1,7 +1,7 @@
 """Hooks on vLLM's block pool.  For which request and KV cache group it is asked, the frames of its callers say.
 
-The managers that ask it are called for each request in each step, and seldom need a block: calls of ours around theirs
-took 0.2 ms of a step of 64 requests.
+The managers that ask it are called for each request in each step, and seldom need a block: when each had a call of ours
+around it, 129 steps of 64 requests made 24,768 of them, for 576 calls that took blocks (a profile on an H100).
 """
 
 from __future__ import annotations

@@ -113,14 +113,13 @@ class DecodeSteps:
 
     def _tell_requests(self, batch: Any, rows: Sequence[int], namespaces: Mapping[str, int]) -> None:
         """Write what is said of each request, unless it is what the landing has."""
-        # vLLM may change either array in place
         added = batch.num_scheduled_tokens
         known = self._rows.moved, namespaces and dict(namespaces), batch.num_draft_tokens > 0, batch.req_ids
         same = known == self._known and np.array_equal(batch.idx_mapping_np, self._index)
         if same and np.array_equal(added, self._added):
             return
         self._known = (*known[:-1], list(batch.req_ids))
-        self._index, self._added = np.array(batch.idx_mapping_np), np.array(added)
+        self._index, self._added = np.array(batch.idx_mapping_np), np.array(added)  # vLLM may write to its own
         if self._adaptive and batch.num_draft_tokens:  # the device decides how many each gets
             added = np.full(batch.num_reqs, -1)
         owners = self._session.ids.hashes(batch.req_ids)

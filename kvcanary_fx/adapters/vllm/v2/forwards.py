@@ -103,9 +103,10 @@ class Forwards:
         if not isinstance(metadata, dict):
             return
         for group in self._groups:
-            if kept is not None and self._decode.compared(group, metadata[next(iter(group.layers))]):
+            layer = metadata[next(iter(group.layers))]
+            if kept is not None and self._decode.compared(group, layer):
                 continue
-            given = kernel_tables(metadata[next(iter(group.layers))], batch.seq_lens, batch.num_reqs)
+            given = kernel_tables(layer, batch.seq_lens, batch.num_reqs)
             if given is None:
                 continue
             if kept is not None:
