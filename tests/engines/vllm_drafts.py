@@ -19,14 +19,14 @@ from vllm_rig import Rig, prompt
 from kvcanary_fx.adapters.vllm import counts
 
 
-def settings(method: str, directory: pathlib.Path, guesses: str = "well") -> dict[str, Any]:
+def settings(method: str, directory: pathlib.Path, guesses: str = "well", target: str = "llama") -> dict[str, Any]:
     """vLLM's ``speculative_config``: prompt lookup, or a random draft model or EAGLE head of one layer.
 
     A draft model ``guesses`` "well", because its embeddings are those of the target, or "badly".
     """
     if method == "ngram":
         return {"method": method, "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    config = dict(tiny_configs.CONFIGS["llama"], num_hidden_layers=1)
+    config = dict(tiny_configs.CONFIGS[target], num_hidden_layers=1)
     if method == "eagle":
         config["architectures"] = ["EagleLlamaForCausalLM"]
     elif guesses == "badly":

@@ -6,6 +6,10 @@
 One line of JSON for each scene; the exit status is 1 if a scene says that it is not ``ok``.  Without ``KVCANARY_MODE``
 only ``load`` and ``clean`` make sense: their tokens are those to compare.  ``VLLM_USE_V2_MODEL_RUNNER=0`` is the first
 runner.  Without a GPU it is the first runner, too, and the scenes of :mod:`vllm_v2_scenes` can be tried.
+
+    KVCANARY_MODE=log KVCANARY_BUDGET=none DRAFTS=eagle python tests/engines/vllm_v2_run.py DIRECTORY drafts
+
+``DRAFTS`` is a method of speculative decoding (``ngram``, ``eagle``, ``draft_model``) that the engine has then.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from typing import Any
 import tiny_configs
 import tiny_vllm
 import torch
+import vllm_drafts
+import vllm_v2_drafts
 import vllm_v2_scenes
 from vllm_rig import Rig, mixed_load, prompt
 
@@ -44,14 +50,19 @@ def start(directory: pathlib.Path, **changed: Any) -> Rig:
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         given |= dict(dtype="float32", enforce_eager=True, block_size=32, compilation_config={})
+    if os.environ.get("DRAFTS"):
+        directory.mkdir(parents=True, exist_ok=True)
+        given["speculative_config"] = vllm_drafts.settings(os.environ["DRAFTS"], directory, target="v2")
     rig = Rig("v2", directory, **(given | changed))
     generator = torch.Generator("cuda" if on_gpu else "cpu").manual_seed(0)
+    drafter = getattr(rig.runner, "speculator", None) or getattr(rig.runner, "drafter", None)
     with torch.no_grad():
-        for parameter in rig.runner.model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.06, generator=generator)
-            else:  # norms: dummy ones are so small that a token would depend on the one before it alone
-                parameter.fill_(1.0)
+        for model in (getattr(drafter, "model", None), rig.runner.model):  # which may share parameters
+            for parameter in [] if model is None else model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, 0.06, generator=generator)
+                else:  # norms: dummy ones are so small that a token would depend on the one before it alone
+                    parameter.fill_(1.0)
     return rig
 
 
@@ -203,7 +214,8 @@ def _ruin_idle(rig: Rig) -> None:
     rig.run()
 
 
-SCENES = {"load": load, "flips": flips, "stopped": stopped, "containment": containment} | vllm_v2_scenes.SCENES
+SCENES = {"load": load, "flips": flips, "stopped": stopped, "containment": containment}
+SCENES |= vllm_v2_scenes.SCENES | vllm_v2_drafts.SCENES
 
 
 def main() -> None:
