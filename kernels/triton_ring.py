@@ -38,7 +38,7 @@ def append(
     ``stored`` has a value for each lane, the others that or one for all.
     """
     zero = tl.full(stored.shape, 0, tl.int64)
-    number = tl.atomic_add(words_ptr + WORD_HEAD + zero, zero + 1, mask=mask)
+    number = tl.atomic_add(words_ptr + WORD_HEAD + zero, zero + 1, mask=mask, sem="relaxed")
     keep = mask & (number - tl.load(words_ptr + WORD_DRAINED) < capacity)
     at = ring_ptr + (number % capacity) * RING_COLUMNS
     tl.store(at + RING_STEP, tl.load(words_ptr + WORD_STEP) + zero, mask=keep)

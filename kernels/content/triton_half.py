@@ -158,7 +158,7 @@ def report_kernel(
 def put_into_box(box_ptr, words_ptr, outside, slot, raw, step, half, check, phase):
     """Leave the first index outside in host memory, which a device that is lost does not take along."""
     zero = tl.zeros_like(slot)
-    before = tl.atomic_add(words_ptr + WORD_BOXED + zero, zero + 1, mask=outside)
+    before = tl.atomic_add(words_ptr + WORD_BOXED + zero, zero + 1, mask=outside, sem="relaxed")
     mine = outside & (before == 0)
     tl.store(box_ptr + RING_STEP + zero, zero + step, mask=mine)
     tl.store(box_ptr + RING_HALF + zero, zero + half, mask=mine)
@@ -189,9 +189,9 @@ def plan_kernel(
     epoch = tl.full([BLOCK], 0, tl.int64) + step * 65536 + write_id
     reached = live & (slot >= 0)
     at = tl.maximum(slot, 0)
-    seen = tl.atomic_xchg(stamp_ptr + at, epoch, mask=reached)
+    seen = tl.atomic_xchg(stamp_ptr + at, epoch, mask=reached, sem="relaxed")
     twice = reached & (seen == epoch)
-    told = tl.atomic_xchg(stamp_ptr + stamp_count + at, epoch, mask=twice)
+    told = tl.atomic_xchg(stamp_ptr + stamp_count + at, epoch, mask=twice, sem="relaxed")
     if REPORT:
         outside = live & (raw != slot)
         report(
@@ -263,10 +263,10 @@ def scan_slots(
     before = stored1
     if tl.program_id(0) == 0:
         if MODE == _VERIFY:
-            tl.atomic_add(counters_ptr + COUNT_VERIFY_RUNS, tl.full([], 1, tl.int64))
-            tl.atomic_add(gate_ptr + GATE_OPS, tl.full([], 0, tl.int64) + ops)
+            tl.atomic_add(counters_ptr + COUNT_VERIFY_RUNS, tl.full([], 1, tl.int64), sem="relaxed")
+            tl.atomic_add(gate_ptr + GATE_OPS, tl.full([], 0, tl.int64) + ops, sem="relaxed")
         if MODE == _CHANGED:
-            tl.atomic_add(counters_ptr + COUNT_RECORD_RUNS, tl.full([], 1, tl.int64))
+            tl.atomic_add(counters_ptr + COUNT_RECORD_RUNS, tl.full([], 1, tl.int64), sem="relaxed")
     if tl.sum(work.to(tl.int32), axis=0) > 0:
         if TWO_AXES:
             start = row * slot_stride0 + position * slot_stride1
@@ -286,7 +286,7 @@ def scan_slots(
                 tl.store(digest_ptr + slot, h1, mask=fresh)
                 if PLANES == 2:
                     tl.store(digest_ptr + slots_total + slot, h2, mask=fresh)
-                tl.atomic_add(counters_ptr + COUNT_ADOPTED, tl.sum(fresh.to(tl.int64), axis=0))
+                tl.atomic_add(counters_ptr + COUNT_ADOPTED, tl.sum(fresh.to(tl.int64), axis=0), sem="relaxed")
         elif MODE == _CHANGED:
             changed = work & (h1 != tl.load(baseline_ptr + slot, mask=inside, other=0))
             if PLANNED:
@@ -302,7 +302,7 @@ def scan_slots(
             tl.store(digest_ptr + slot, h1, mask=changed)
             if PLANES == 2:
                 tl.store(digest_ptr + slots_total + slot, h2, mask=changed)
-            tl.atomic_add(counters_ptr + COUNT_RECORDED, tl.sum(changed.to(tl.int64), axis=0))
+            tl.atomic_add(counters_ptr + COUNT_RECORDED, tl.sum(changed.to(tl.int64), axis=0), sem="relaxed")
             report_poison(
                 words_ptr, ring_ptr, capacity, rows_ptr, positions, half, poisoned & changed, slot, base, start,
                 words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
@@ -320,8 +320,8 @@ def scan_slots(
             if PLANES == 2:
                 tl.store(digest_ptr + slots_total + slot, h2, mask=bad | adopted)
             before = tl.where(bad | adopted, h1, before)
-            tl.atomic_add(counters_ptr + COUNT_CHECKED, tl.sum(due.to(tl.int64), axis=0))
-            tl.atomic_add(counters_ptr + COUNT_ADOPTED, tl.sum((taken | adopted).to(tl.int64), axis=0))
+            tl.atomic_add(counters_ptr + COUNT_CHECKED, tl.sum(due.to(tl.int64), axis=0), sem="relaxed")
+            tl.atomic_add(counters_ptr + COUNT_ADOPTED, tl.sum((taken | adopted).to(tl.int64), axis=0), sem="relaxed")
     if KEEPS:
         if MODE == _VERIFY:
             tl.store(baseline_ptr + slot, before, mask=inside)

@@ -137,11 +137,11 @@ def record_kernel(
     seed1, seed2 = tl.where(other, other_seed1, seed1), tl.where(other, other_seed2, seed2)
     half = tl.where(other, other_half, half)
     if tl.program_id(0) == 0:
-        tl.atomic_add(counters_ptr + COUNT_RECORD_RUNS, tl.full([], 1, tl.int64))
+        tl.atomic_add(counters_ptr + COUNT_RECORD_RUNS, tl.full([], 1, tl.int64), sem="relaxed")
         if HAS_SPACE:
             tl.store(rows_ptr + ROW_NEXT, tl.full([], 1, tl.int32))
         if tl.program_id(1) == 0:
-            tl.atomic_add(gate_ptr + GATE_OPS, tl.full([], 0, tl.int64) + ops)
+            tl.atomic_add(gate_ptr + GATE_OPS, tl.full([], 0, tl.int64) + ops, sem="relaxed")
     recorded = tl.full([], 0, tl.int64)
     for i0 in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         i = i0 + tl.arange(0, BLOCK).to(tl.int64)
@@ -162,4 +162,4 @@ def record_kernel(
             BLOCK, BLOCK_WORDS,
         )  # fmt: skip
     if recorded > 0:
-        tl.atomic_add(counters_ptr + COUNT_RECORDED, recorded)
+        tl.atomic_add(counters_ptr + COUNT_RECORDED, recorded, sem="relaxed")

@@ -38,7 +38,7 @@ def check_listed(
 ):  # fmt: skip
     """One half: the grid's first row loops over the list, whatever its length, so that the launch can be captured."""
     if tl.program_id(0) == 0:
-        tl.atomic_add(counters_ptr + COUNT_VERIFY_RUNS, tl.full([], 1, tl.int64))
+        tl.atomic_add(counters_ptr + COUNT_VERIFY_RUNS, tl.full([], 1, tl.int64), sem="relaxed")
     count = tl.load(count_ptr)
     checked = tl.full([], 0, tl.int64)
     for i0 in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
@@ -71,7 +71,7 @@ def check_listed(
                 stored2 = tl.load(digest_ptr + slots_total + slot, mask=due, other=0)
             bad = due & ((h1 != stored1) | (h2 != stored2))
             if tl.max(bad.to(tl.int32), axis=0) != 0:
-                _token, where, _flags, _chain, owner = entry_of(wide_ptr, slot, bad)
+                _token, where, _flags, _seen, _chain, owner = entry_of(wide_ptr, slot, bad)
                 report_of(
                     words_ptr, ring_ptr, capacity, rows_ptr, positions, half, PHASE_PRE, CHECK_CONTENT, 0, bad, slot,
                     packed(stored1, stored2, PLANES), packed(h1, h2, PLANES), tl.zeros_like(slot), owner, where,
@@ -83,7 +83,7 @@ def check_listed(
             if NEVER:
                 missing = work & (stored1 == 0)
                 if tl.max(missing.to(tl.int32), axis=0) != 0:
-                    _token, place, _flags, _chain, holder = entry_of(wide_ptr, slot, missing)
+                    _token, place, _flags, _seen, _chain, holder = entry_of(wide_ptr, slot, missing)
                     zero = tl.zeros_like(slot)
                     report_of(
                         words_ptr, ring_ptr, capacity, rows_ptr, positions, half, PHASE_PRE, CHECK_POISON, 0, missing,
@@ -94,7 +94,7 @@ def check_listed(
                         tl.store(digest_ptr + slots_total + slot, h2, mask=missing)
             checked += tl.sum(due.to(tl.int64), axis=0)
     if checked > 0:
-        tl.atomic_add(counters_ptr + COUNT_CHECKED, checked)
+        tl.atomic_add(counters_ptr + COUNT_CHECKED, checked, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=PER_SITE)
@@ -117,7 +117,7 @@ def verify_listed_kernel(
     """The halves of a layer."""
     other = tl.program_id(1) == 1
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.atomic_add(gate_ptr + GATE_OPS, tl.full([], 0, tl.int64) + ops)
+        tl.atomic_add(gate_ptr + GATE_OPS, tl.full([], 0, tl.int64) + ops, sem="relaxed")
     check_listed(
         tl.where(other, other_base, base), tl.where(other, other_digest_ptr, digest_ptr),
         tl.where(other, other_rows_ptr, rows_ptr), tl.where(other, other_counters_ptr, counters_ptr),

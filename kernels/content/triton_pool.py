@@ -80,7 +80,7 @@ def verify_slots_kernel(
                 stored2 = tl.load(digest_ptr + slots_total + at, mask=due, other=0)
             bad = due & ((h1 != stored1) | (h2 != stored2))
             if tl.max(bad.to(tl.int32), axis=0) != 0:
-                _token, where, _flags, _chain, owner = entry_of(wide_ptr, at, bad)
+                _token, where, _flags, _seen, _chain, owner = entry_of(wide_ptr, at, bad)
                 if HAS_OWNERS:
                     owner = tl.load(owners_ptr + i, mask=bad, other=0)
                 bits = tl.where(bad, CHECK_CONTENT, 0).to(tl.int64)

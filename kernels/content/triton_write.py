@@ -155,9 +155,9 @@ def record_write_kernel(
     seed1, seed2 = tl.where(other, other_seed1, seed1), tl.where(other, other_seed2, seed2)
     half = tl.where(other, other_half, half)
     if tl.program_id(0) == 0:
-        tl.atomic_add(counters_ptr + COUNT_RECORD_RUNS, tl.full([], 1, tl.int64))
+        tl.atomic_add(counters_ptr + COUNT_RECORD_RUNS, tl.full([], 1, tl.int64), sem="relaxed")
         if tl.program_id(1) == 0:
-            tl.atomic_add(gate_ptr + GATE_OPS, tl.full([], 0, tl.int64) + ops)
+            tl.atomic_add(gate_ptr + GATE_OPS, tl.full([], 0, tl.int64) + ops, sem="relaxed")
     token = tl.arange(0, TOKENS).to(tl.int64)
     goes, _raw = slots_of_tokens(
         token, n, g1, g2, a_ptr, a_start, a0, a1, a2, a_size, b_ptr, b_start, b0, b1, b2, b_size,
@@ -193,7 +193,7 @@ def record_write_kernel(
             BLOCK, BLOCK_WORDS,
         )  # fmt: skip
     if recorded > 0:
-        tl.atomic_add(counters_ptr + COUNT_RECORDED, recorded)
+        tl.atomic_add(counters_ptr + COUNT_RECORDED, recorded, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALISED)
@@ -243,4 +243,4 @@ def identify_write_kernel(
     tl.store(who_ptr + at, token.to(tl.int32), mask=usable)
     tl.store(where_ptr + at, position.to(tl.int32), mask=usable)
     tl.store(chain_ptr + at, chain, mask=usable)
-    tl.atomic_add(gate_ptr + GATE_OPS, tl.full([], 0, tl.int64) + ops)
+    tl.atomic_add(gate_ptr + GATE_OPS, tl.full([], 0, tl.int64) + ops, sem="relaxed")

@@ -30,6 +30,10 @@ BLOCK_TOKENS = 256
 BLOCK_REQUESTS = 256
 BLOCK_SUMS = 256
 
+#: Programs of a launch over the positions of a batch, at most, if there are not more requests: each looks at every
+#: n-th block of its request.  A program that has nothing to do is not free, and tables are as wide as the longest
+#: request may be: 131,072 positions of 256 requests are 262,144 blocks.
+PROGRAMS = 8192
 
 #: The arguments that say where the history is.
 _HISTORY = ("history_ptr", "history_stride", "history_step", "history_width")
@@ -80,6 +84,11 @@ def _bound(
     changing = _HISTORY if of_history else ()
     fixed = {name: value for name, value in arguments.items() if name not in changing}
     return BoundLaunch(kernel, device, fixed, changing, warps=4), (*grid, 1, 1)[:3], of_history
+
+
+def _over_positions(positions: int, bs: int) -> tuple[int, int]:
+    """The grid of a launch over so many positions of each request."""
+    return max(1, min(triton.cdiv(positions, BLOCK_POSITIONS), PROGRAMS // bs)), bs
 
 
 def _wide(space: SlotSpace) -> dict[str, Any]:
@@ -238,7 +247,7 @@ def _walk_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
         **_past_args(space),
         **ring,
     )
-    return [*launches, (triton_reads.walk_kernel, (triton.cdiv(stop, BLOCK_POSITIONS), bs), read)]
+    return [*launches, (triton_reads.walk_kernel, _over_positions(stop, bs), read)]
 
 
 def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
@@ -370,7 +379,7 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
     if bs == 0 or not plan.table.numel():
         return
     with on_device(space.block):
-        triton_reads.reads_kernel[(max(1, triton.cdiv(room, BLOCK_POSITIONS)), bs)](
+        triton_reads.reads_kernel[_over_positions(room, bs)](
             extend_ptr=plan.extend_lens.contiguous(),
             pages_ptr=pages,
             pages_stride=pages.stride(0),

@@ -99,7 +99,7 @@ def life_kernel(
         live = first[:, None] & (offset < page)[None, :]
         outside = (slot < 0) | (slot >= slots)
         at = tl.where(outside, slots, slot)
-        token, position, flags, chain, holder = entry_of(wide_ptr, at, live)
+        token, position, flags, _seen, chain, holder = entry_of(wide_ptr, at, live)
         inside = live & (outside == 0)
         reserved = (flags & FLAG_RESERVED) != 0
         named = inside & (reserved == 0)

@@ -123,16 +123,12 @@ def is_named(block_ptr, slots, slot, mask):
 
 @triton.jit
 def chain_before(
-    block_ptr, wide_ptr, slots, table_ptr, row, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
-    position, mask, otherwise, PAGE: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
+    block_ptr, wide_ptr, slots, slot, mask, otherwise,
 ):  # fmt: skip
     """The chain in the slot of one position, or ``otherwise`` where that position cannot be compared with."""
-    slot = table_slot(
-        table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, mask,
-        PAGE, HAS_MAP, RING,
-    )  # fmt: skip
-    known = is_named(block_ptr, slots, slot, mask)
-    return tl.where(known, tl.load(wide_ptr + tl.where(known, slot, slots) * SPACE_WIDE + WIDE_CHAIN), otherwise)
+    near = tl.where(mask & (slot >= 0) & (slot < slots), slot, slots)
+    chain = tl.load(wide_ptr + near * SPACE_WIDE + WIDE_CHAIN)  # beside the flags, not after them
+    return tl.where(is_named(block_ptr, slots, slot, mask), chain, otherwise)
 
 
 @triton.jit(do_not_specialize=PER_STEP)
@@ -151,26 +147,51 @@ def walk_kernel(
     HAS_HISTORY: tl.constexpr, HAS_PADDING: tl.constexpr, BY_BUDGET: tl.constexpr, BLOCK: tl.constexpr,
     KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Before a forward: is every slot that attention will read the one it should be?"""
+    """Before a forward: is every slot that attention will read the one it should be?
+
+    The programs of a request take turns with its blocks: tables are as wide as the longest request may be, and a
+    program for each block of each row of the table would be a program for nothing, mostly.  The walk waits for memory:
+    what does not depend on a slot's entry is loaded before it.
+    """
     request = tl.program_id(1).to(tl.int64)
     prefix = tl.load(prefix_ptr + request).to(tl.int64)
     row = tl.load(row_ptr + request).to(tl.int64)
+    exists = (request < tl.load(counts_ptr)) & (row >= 0) & (row < table_rows) & (row != padding)
+    owner = tl.load(owner_ptr + request)
+    clock = tl.load(clock_ptr)
+    share = tl.load(words_ptr + WORD_EVERY).to(tl.int32) if BY_BUDGET else every
+    turn = (tl.load(counts_ptr + 2) % share).to(tl.int32)
     first = tl.maximum(prefix - window + 1, 0)
     start_at = first if RING else tl.zeros_like(first)  # the positions in a ring have no end, those in a window have
-    begin = tl.program_id(0).to(tl.int64) * BLOCK + start_at
-    exists = (request < tl.load(counts_ptr)) & (row >= 0) & (row < table_rows) & (row != padding)
-    if exists & (begin < prefix) & (begin + BLOCK > first):
-        owner = tl.load(owner_ptr + request)
+    # the first block of this program that the window reaches, and where the request ends
+    reached = start_at if RING else first // BLOCK * BLOCK
+    end = tl.where(exists, tl.minimum(prefix, start_at + stop), 0)
+    for begin in range(reached + tl.program_id(0).to(tl.int64) * BLOCK, end, tl.num_programs(0).to(tl.int64) * BLOCK):
         position = begin + tl.arange(0, BLOCK)
-        live = (position >= first) & (position < prefix) & (position - start_at < stop)
+        live = (position >= first) & (position < end)
         slot = table_slot(
             table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, live,
             PAGE, HAS_MAP, RING,
         )  # fmt: skip
+        enters = tl.maximum(begin, first)
+        entered_from = table_slot(
+            table_ptr, row, row_stride, page_stride, table_rows, columns, enters - 1, map_ptr, map_size, enters > first,
+            PAGE, HAS_MAP, RING,
+        )  # fmt: skip
+        zero = tl.zeros_like(position)
+        if HAS_HISTORY:
+            valid, given = expected_token(
+                history_ptr, history_stride, history_step, history_width, history_lens_ptr, request + zero, position,
+                offset, live,
+            )  # fmt: skip
         outside = (slot < 0) | (slot >= slots)
         at = tl.where(outside, slots, slot)
-        token, where, flags, chain, holder = entry_of(wide_ptr, at, live)
-        tl.atomic_add(counters_ptr + SPACE_CHECKED, tl.sum(live.to(tl.int64), axis=0))
+        token, where, flags, seen, chain, holder = entry_of(wide_ptr, at, live)
+        link = mix(token, where)
+        # A chain is a sum of links.  Where all slots have names, each follows its predecessor if the sums over the
+        # block agree, and no predecessor but the block's own has to be looked up.
+        entered = tl.sum(tl.where(position == enters, chain - link, 0), axis=0)
+        base = chain_before(block_ptr, wide_ptr, slots, entered_from, enters > first, entered)
 
         reserved = (flags & FLAG_RESERVED) != 0
         there = live & (outside == 0) & (reserved == 0)
@@ -180,26 +201,12 @@ def walk_kernel(
         named = there & written & ((flags & FLAG_NAMELESS) == 0)
         rejected = there & written & ((flags & FLAG_REJECTED) != 0)
         planned = there & ((flags & FLAG_PLANNED) != 0)
-        zero = tl.zeros_like(position)
         expected, wrong = token, named & (slots < 0)
         if HAS_HISTORY:
-            valid, expected = expected_token(
-                history_ptr, history_stride, history_step, history_width, history_lens_ptr, request + zero, position,
-                offset, named,
-            )  # fmt: skip
-            wrong = valid & (token != expected)
+            expected, wrong = given, named & valid & (token != given)
         misplaced = where != position
-        link = mix(token, where)
         start = namespace_seed(spaces_ptr, request + zero, named, HAS_SPACES) + link
         strange = (position == 0) & (misplaced == 0) & (chain != start)
-        # A chain is a sum of links.  Where all slots have names, each follows its predecessor if the sums over the
-        # block agree, and no predecessor but the block's own has to be looked up.
-        enters = tl.maximum(begin, first)
-        entered = tl.sum(tl.where(position == enters, chain - link, 0), axis=0)
-        base = chain_before(
-            block_ptr, wide_ptr, slots, table_ptr, row, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
-            enters - 1, enters > first, entered, PAGE, HAS_MAP, RING,
-        )  # fmt: skip
         torn = chain != base + tl.cumsum(tl.where(live, link, 0), axis=0)
         suspect = live & ((named == 0) | free | foreign | rejected | planned | wrong | misplaced | strange | torn)
         if tl.max(suspect.to(tl.int32), axis=0) != 0:  # details only where something may be wrong
@@ -237,7 +244,7 @@ def walk_kernel(
                 bits, why, stored, found, there, written == 0, zero, zero, checks, REASON_NEVER_WRITTEN
             )
             # which of the batch's requests writes the slot; two entries with one owner are one request
-            number = tl.load(planned_ptr + at, mask=planned, other=0) + ((tl.load(clock_ptr).to(tl.int64) + 1) << 32)
+            number = tl.load(planned_ptr + at, mask=planned, other=0) + ((clock.to(tl.int64) + 1) << 32)
             fresh = planned & (number >= 0) & (number < n)
             writer, _, fresh = token_request(
                 tl.where(fresh, number, n), n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING
@@ -279,18 +286,19 @@ def walk_kernel(
                 PHASE_PRE,
             )
         # the slots found sound are listed once, however many requests share them, for the layers' content checks
-        share = tl.load(words_ptr + WORD_EVERY).to(tl.int32) if BY_BUDGET else every
-        turn = (tl.load(counts_ptr + 2) % share).to(tl.int32)
         due = live & (outside == 0) & written & (flags >= REFERENCE) & ((at.to(tl.int32) + turn) % share == 0)
-        clock = tl.load(clock_ptr)
-        read = tl.atomic_xchg(block_ptr + at * SPACE_COLUMNS + COLUMN_READS, tl.zeros_like(flags) + clock, mask=due)
+        due = due & (seen != clock)
+        read = tl.atomic_xchg(
+            block_ptr + at * SPACE_COLUMNS + COLUMN_READS, tl.zeros_like(flags) + clock, mask=due, sem="relaxed"
+        )
         fresh = (due & (read != clock)).to(tl.int32)
         count = tl.sum(fresh, axis=0)
         if count > 0:
-            place = tl.atomic_add(listed_count_ptr, count) + tl.cumsum(fresh, axis=0) - 1
+            place = tl.atomic_add(listed_count_ptr, count, sem="relaxed") + tl.cumsum(fresh, axis=0) - 1
             tl.store(listed_ptr + place, at.to(tl.int32), mask=fresh != 0)
             if KEPT > 0:
                 note_read(past_ptr, words_ptr, at, fresh != 0, KEPT)
+        tl.atomic_add(counters_ptr + SPACE_CHECKED, tl.sum(live.to(tl.int64), axis=0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=PER_STEP)
@@ -303,16 +311,15 @@ def reads_kernel(
 ):  # fmt: skip
     """Before attention: does the page table that its kernel gets say what the request table says?"""
     request = tl.program_id(1).to(tl.int64)
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
     row = tl.load(row_ptr + request).to(tl.int64)
     if (request < tl.load(counts_ptr)) & (row >= 0) & (row < table_rows) & (row != padding):
         owner = tl.load(owner_ptr + request)
         given = tl.load(lengths_ptr + request).to(tl.int64)
         total = tl.load(prefix_ptr + request).to(tl.int64) + tl.load(extend_ptr + request).to(tl.int64)
-        position = begin + tl.arange(0, BLOCK)
-        zero = tl.zeros_like(position)
-        if begin == 0:
-            once = position == 0
+        lanes = tl.arange(0, BLOCK).to(tl.int64)
+        zero = tl.zeros_like(lanes)
+        if tl.program_id(0) == 0:
+            once = lanes == 0
             bits, why, stored, found = zero, zero, zero, zero
             bits, why, stored, found = note(
                 bits, why, stored, found, once, given > room + zero, zero + room, zero + given,
@@ -323,17 +330,21 @@ def reads_kernel(
                 checks, REASON_LENGTH_DIFFERS,
             )  # fmt: skip
             tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, -1, UNKNOWN, owner, -1, PHASE_PRE)
-        live = (position < tl.minimum(tl.minimum(given, total), room)) & (position > total - 1 - window)
-        page = tl.load(
-            pages_ptr + request * pages_stride + position // SIZE * pages_step, mask=live, other=0
-        ).to(tl.int64)  # fmt: skip
-        got = page * SIZE + position % SIZE
-        slot = table_slot(
-            table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, live,
-            PAGE, HAS_MAP, RING,
-        )  # fmt: skip
-        bits, why, stored, found = zero, zero, zero, zero
-        bits, why, stored, found = note(
-            bits, why, stored, found, live, got != slot, slot, got, checks, REASON_READ_DIFFERS
-        )
-        tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, owner, -1, PHASE_PRE)
+        first, end = tl.maximum(total - window, 0), tl.minimum(tl.minimum(given, total), room)
+        begins = first // BLOCK * BLOCK + tl.program_id(0).to(tl.int64) * BLOCK
+        for begin in range(begins, end, tl.num_programs(0).to(tl.int64) * BLOCK):
+            position = begin + lanes
+            live = (position >= first) & (position < end)
+            page = tl.load(
+                pages_ptr + request * pages_stride + position // SIZE * pages_step, mask=live, other=0
+            ).to(tl.int64)  # fmt: skip
+            got = page * SIZE + position % SIZE
+            slot = table_slot(
+                table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, live,
+                PAGE, HAS_MAP, RING,
+            )  # fmt: skip
+            bits, why, stored, found = zero, zero, zero, zero
+            bits, why, stored, found = note(
+                bits, why, stored, found, live, got != slot, slot, got, checks, REASON_READ_DIFFERS
+            )
+            tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, owner, -1, PHASE_PRE)

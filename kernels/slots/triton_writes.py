@@ -100,7 +100,7 @@ def writes_kernel(
     outside = (slot < 0) | (slot >= slots)
     tl.store(real_ptr + i, tl.where(real & (outside == 0), slot, -1), mask=i < n)
     at = tl.where(outside, slots, slot)
-    _, _, flags, _, holder = entry_of(wide_ptr, at, counted)
+    _, _, flags, _, _, holder = entry_of(wide_ptr, at, counted)
     reserved = (flags & FLAG_RESERVED) != 0
     # the walk is over
     tl.store(block_ptr + at * SPACE_COLUMNS + COLUMN_FLAGS, flags & (-1 - FLAG_PLANNED), mask=real & (outside == 0))
@@ -224,7 +224,7 @@ def store_tokens(
     tl.store(wide_ptr + at * SPACE_WIDE + WIDE_CHAIN, chain, mask=kept)
     if KEPT > 0:
         note_write(past_ptr, words_ptr, at, tl.load(owner_ptr + request, mask=kept, other=0), kept, KEPT)
-    tl.atomic_add(counters_ptr + SPACE_RECORDED, tl.sum(kept.to(tl.int64), axis=0))
+    tl.atomic_add(counters_ptr + SPACE_RECORDED, tl.sum(kept.to(tl.int64), axis=0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=PER_STEP)

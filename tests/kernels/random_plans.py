@@ -54,11 +54,9 @@ def _together(checks: ModuleType) -> Any:
 
 #: The vectorised code, and the Triton kernels (interpreted where there is no GPU).
 IMPLEMENTATIONS = {"torch": _together(request_checks), "triton": _together(gpu_requests)}
-#: Sizes of blocks, for :func:`use_blocks`: those that engines get, and small ones.
-BLOCKS = (
-    (gpu_requests.BLOCK_POSITIONS, gpu_requests.BLOCK_TOKENS, gpu_requests.BLOCK_REQUESTS, gpu_requests.BLOCK_SUMS),
-    (2, 2, 2, 2),
-)
+#: Sizes, for :func:`use_sizes`: those that engines get, and small ones.
+SIZES = ("BLOCK_POSITIONS", "BLOCK_TOKENS", "BLOCK_REQUESTS", "BLOCK_SUMS", "PROGRAMS")
+USUAL, SMALL = tuple(getattr(gpu_requests, name) for name in SIZES), (2, 2, 2, 2, 6)
 OWNERS = (0, 11, 22, 33)
 #: Of one seed, in one space.
 PLANS = 10
@@ -373,10 +371,12 @@ def compare_real_slots(snapshot: Snapshot, plan: RequestPlan) -> None:
     assert values["may_write"].nonzero().flatten().tolist() == sorted(may)
 
 
-def use_blocks(positions: int, tokens: int, requests: int, sums: int) -> None:
-    """Let the kernels work in blocks of these sizes; small ones show what happens between blocks."""
-    gpu_requests.BLOCK_POSITIONS, gpu_requests.BLOCK_TOKENS = positions, tokens
-    gpu_requests.BLOCK_REQUESTS, gpu_requests.BLOCK_SUMS = requests, sums
+def use_sizes(sizes: tuple[int, ...]) -> None:
+    """Let the kernels work in blocks of these sizes, and with so many programs; small ones show what happens between
+    blocks, and where a program has several."""
+    for name, size in zip(SIZES, sizes, strict=True):
+        setattr(gpu_requests, name, size)
+
 
 
 def run_plans(seed: int, plans: int, device: str = "cpu", kernels: str = "torch", group: int | None = None) -> int:
@@ -389,7 +389,7 @@ def run_plans(seed: int, plans: int, device: str = "cpu", kernels: str = "torch"
     if group is not None:
         form = Form.draw(random.Random(-1 - seed // group))
     if kernels == "triton":
-        use_blocks(*BLOCKS[seed // (group or PLANS) % 2])
+        use_sizes((USUAL, SMALL)[seed // (group or PLANS) % 2])
     space = random_space(rng, form)
     other = copy.deepcopy(space)
     if device != "cpu":

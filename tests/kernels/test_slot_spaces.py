@@ -10,8 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from random_events import run_events
-from random_plans import ALL, IMPLEMENTATIONS, main, run_plans, use_blocks
-from random_plans import BLOCKS as BLOCK_SIZES
+from random_plans import ALL, IMPLEMENTATIONS, USUAL, main, run_plans, use_sizes
 
 from kvcanary_fx.kernels.ring import Control, Word
 from kvcanary_fx.kernels.slots import checks as request_checks
@@ -81,7 +80,7 @@ def test_chain_of_a_long_prefill_is_the_sum_over_all_blocks(device, tokens):
 
 def prefilled(tokens: int, lens: list[int], device: str, kernels: ModuleType) -> SlotSpace:
     """A space after a forward that wrote whole prompts, scattered, and one that read them."""
-    use_blocks(*BLOCK_SIZES[0])
+    use_sizes(USUAL)
     made = torch.Generator().manual_seed(tokens)
     slots = torch.randperm(tokens, generator=made).to(device) + 1
     ids = torch.randint(50_000, (tokens,), generator=made).to(device)
