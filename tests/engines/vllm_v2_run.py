@@ -44,12 +44,14 @@ def start(directory: pathlib.Path, **changed: Any) -> Rig:
         block_size=16,
         num_gpu_blocks_override=int(os.environ.get("BLOCKS", "128")),
         gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=1 << 30,  # nothing is profiled: several of these may start on one GPU at once
         max_num_seqs=16,
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
     )
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         given |= dict(dtype="float32", enforce_eager=True, block_size=32, compilation_config={})
+        del given["kv_cache_memory_bytes"]
     if os.environ.get("DRAFTS"):
         directory.mkdir(parents=True, exist_ok=True)
         given["speculative_config"] = vllm_drafts.settings(os.environ["DRAFTS"], directory, target="v2")
