@@ -378,7 +378,6 @@ def use_sizes(sizes: tuple[int, ...]) -> None:
         setattr(gpu_requests, name, size)
 
 
-
 def run_plans(seed: int, plans: int, device: str = "cpu", kernels: str = "torch", group: int | None = None) -> int:
     """The reference and one of :data:`IMPLEMENTATIONS` over random plans; how many violations the reference found.
 
