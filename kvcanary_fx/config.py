@@ -37,6 +37,12 @@ NO_COPY_VARIABLE = "KVCANARY_EAGER_INPUT_NO_COPY"
 #: The form of the log lines of the process, ``text`` or ``json``.
 LOG_VARIABLE = "KVCANARY_LOG"
 
+#: Set to 1 to send the log lines of the process as OpenTelemetry events, too.
+OTEL_VARIABLE = "KVCANARY_OTEL"
+
+#: Variables of the process that are no settings of a model.
+_OF_THE_PROCESS = (NO_COPY_VARIABLE, LOG_VARIABLE, OTEL_VARIABLE)
+
 #: Variables that begin like settings and belong to an engine's adapter.
 ADAPTER_PREFIXES = ("KVCANARY_VLLM_",)
 
@@ -224,9 +230,22 @@ def eager_inputs_without_copy(environ: Mapping[str, str] | None = None) -> bool:
     Raises:
         InvalidSettingError: it is neither true nor false.
     """
-    text = (os.environ if environ is None else environ).get(NO_COPY_VARIABLE, "0")
+    return _switch(NO_COPY_VARIABLE, environ)
+
+
+def otel_events(environ: Mapping[str, str] | None = None) -> bool:
+    """The value of ``KVCANARY_OTEL``.
+
+    Raises:
+        InvalidSettingError: it is neither true nor false.
+    """
+    return _switch(OTEL_VARIABLE, environ)
+
+
+def _switch(variable: str, environ: Mapping[str, str] | None) -> bool:
+    text = (os.environ if environ is None else environ).get(variable) or "0"
     if text.strip().lower() not in _BOOLEANS:
-        raise InvalidSettingError(NO_COPY_VARIABLE, "the environment", text, "1 or 0")
+        raise InvalidSettingError(variable, "the environment", text, "1 or 0, or unset")
     return _BOOLEANS[text.strip().lower()]
 
 
@@ -471,7 +490,7 @@ def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
     settable = {ENV_PREFIX + n.upper(): n for n in names() if n != "on_violation"}
     found = {}
     for variable in environ:
-        others = variable in (NO_COPY_VARIABLE, LOG_VARIABLE) or variable.startswith(ADAPTER_PREFIXES)
+        others = variable in _OF_THE_PROCESS or variable.startswith(ADAPTER_PREFIXES)
         if variable.startswith(ENV_PREFIX) and not others:
             _require_known(variable, variable, "the environment", list(settable), member=variable in settable)
             found[variable] = settable[variable]
@@ -480,6 +499,7 @@ def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
     log_format(environ)
+    otel_events(environ)
     found = {}
     for variable, name in _settings_in(environ).items():
         value = _parse(name, environ[variable])

@@ -10,30 +10,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import log, log_format
-from .violation import ViolationLine
+from .violation import LogLine
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a record: time, level, event, message, pid, and the fields of a violation."""
+    """One JSON object a record: time, level, event, message, pid, and the fields of a violation or an incident."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = record.args[0] if isinstance(record.args, tuple) and len(record.args) == 1 else None
-        first, _, rest = record.getMessage().partition(" ")
-        ours = first.startswith("kvcanary.")
+        event, fields = event_of(record)
         told: dict[str, Any] = {
             "time": datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc).isoformat(
                 timespec="milliseconds"
             ),
             "level": record.levelname,
-            "event": first if ours else record.name,
-            "message": rest if ours else record.getMessage(),
+            "event": event,
+            "message": fields["message"],
             "pid": record.process,
+            **fields,
         }
-        if isinstance(line, ViolationLine):
-            told |= {"message": line.violation.explain().splitlines()[0], **line.violation.fields(), **line.counted}
         if record.exc_info:
             told["exception"] = self.formatException(record.exc_info)
         return json.dumps(told)  # in ASCII, so that nothing in an id can end the line
+
+
+def event_of(record: logging.LogRecord) -> tuple[str, Mapping[str, Any]]:
+    """What a record of the logger ``kvcanary`` is about: the name of the event, and its fields with ``message``."""
+    line = record.args[0] if isinstance(record.args, tuple) and len(record.args) == 1 else None
+    first, _, rest = record.getMessage().partition(" ")
+    ours = first.startswith("kvcanary.")
+    fields = line.fields if isinstance(line, LogLine) else {"message": rest if ours else record.getMessage()}
+    return first if ours else record.name, fields
 
 
 class _Stderr(logging.Handler):

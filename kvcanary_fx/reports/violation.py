@@ -100,15 +100,17 @@ class Violation:
             "pool": self.pool,
         }
 
-    def line(self, **counted: int) -> ViolationLine:
+    def line(self, **counted: int) -> LogLine:
         """The record as one stable line of ``key=value`` pairs; a value that is not a plain word is a JSON string.
 
         Args:
-            counted: what this line stands for, such as ``times=100``; at its end.
+            counted: what this line stands for, such as ``times=100``; at its end, behind the history if there is one.
         """
-        shown = {**self.fields(), **counted}
+        told = {"history": self.history} if self.history else {}
+        shown = {**self.fields(), **told, **counted}
         text = " ".join(f"{k}={'-' if v is None else one_word(v)}" for k, v in shown.items())
-        return ViolationLine(f"kvcanary.violation {text}", self, counted)
+        fields = {"message": self.explain().splitlines()[0], **self.fields(), "history": self.history, **counted}
+        return LogLine(f"kvcanary.violation {text}", fields)
 
     def _shown(self, value: int, owner: str | int | None = None) -> str:
         if owner is not None:
@@ -172,20 +174,18 @@ class Violation:
         return "lost" if self.found < 0 else "wrapped"
 
 
-class ViolationLine(str):
-    """A line of the log that still knows its record.
+class LogLine(str):
+    """A line of the log that still knows what it was made of.
 
     Attributes:
-        violation: the record.
-        counted: how many violations the line stands for, by the name in it; empty for one.
+        fields: for a log of objects, by name; ``message`` is what the line says in a sentence.
     """
 
-    violation: Violation
-    counted: dict[str, int]
+    fields: Mapping[str, object]
 
-    def __new__(cls, text: str, violation: Violation, counted: dict[str, int]) -> ViolationLine:
+    def __new__(cls, text: str, fields: Mapping[str, object]) -> LogLine:
         line = super().__new__(cls, text)
-        line.violation, line.counted = violation, counted
+        line.fields = fields
         return line
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..errors import IncidentError
-from ..reports import json_lines, summary
+from ..reports import json_lines, otel, summary
 from ..reports.incidents import file, log_tail
 from ..reports.incidents.folder import IncidentFolder
 from ..reports.log import ViolationLog
@@ -41,6 +41,7 @@ class Alarm:
             MissingExtraError: incidents are asked for, and safetensors is not installed.
         """
         json_lines.follow_environment()
+        otel.follow_environment()
         self._session, self._controls, self._lock = session, controls, lock
         self.found = ViolationLog()
         self.adopted_slots = 0

@@ -7,6 +7,7 @@ import json
 import logging
 
 import pytest
+from test_incidents import struck
 from test_violation_log import WRONG
 
 from kvcanary_fx import CanaryConfig, CanarySession, InvalidSettingError
@@ -54,6 +55,24 @@ def test_what_repeats_is_an_object_with_its_count(asked, capsys):
     for _ in range(10):
         summary.emit([], list(found.lines([WRONG])), asked.config)
     assert [line.get("times") for line in told(capsys)] == [None, 10]
+
+
+def test_an_object_has_what_the_slot_went_through_or_null(asked, capsys):
+    history = "allocated in step 1 to request b"
+    for violation in (WRONG, dataclasses.replace(WRONG, slot=5, history=history)):
+        summary.emit([], list(ViolationLog().lines([violation])), asked.config)
+    assert [line["history"] for line in told(capsys)] == [None, history]
+
+
+def test_the_line_about_a_file_has_the_likeliest_cause_and_the_story(asked, capsys, tmp_path):
+    struck(tmp_path)
+    (line,) = [line for line in told(capsys) if "file" in line]
+    assert line["event"] == "kvcanary.incident"
+    assert [line["file"]] == [str(path) for path in tmp_path.iterdir()]
+    assert line["cause"] == "wrong slot"
+    assert "early free" in line["others"]
+    assert line["story"].startswith("Step 2, forward 0: ")
+    assert f"{line['file']} (kvcanary inspect FILE shows it). Likeliest cause: wrong slot (" in line["message"]
 
 
 def test_every_other_line_is_an_object_with_its_event(asked, capsys):

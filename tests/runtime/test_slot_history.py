@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import zipfile
@@ -50,6 +51,14 @@ def test_a_report_says_who_had_the_slot_who_wrote_it_and_who_freed_it(kernels, m
     assert first.history is not None
     assert first.history.startswith(TOLD)
     assert f"  history: {TOLD}" in first.explain()
+
+
+def test_the_line_of_the_log_says_it_too_behind_everything_else():
+    first, *_, last = reused_while_read().found()
+    assert first.line().endswith(f' pool=kv history="{first.history}"')
+    assert first.line(times=10).endswith(f' history="{first.history}" times=10')
+    without = dataclasses.replace(last, history=None)
+    assert without.line().endswith(" pool=kv")
 
 
 def test_the_call_that_freed_a_slot_is_named_by_file_line_and_function(tmp_path):

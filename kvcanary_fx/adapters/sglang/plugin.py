@@ -9,7 +9,7 @@ from typing import Any
 
 from ...config import CanaryConfig, asked_for
 from ...errors import InvalidSettingError
-from ...reports import json_lines
+from ...reports import json_lines, otel
 from ..versions import Tested
 from .runner import GuardedRunner, why_not
 
@@ -32,6 +32,7 @@ def register() -> None:
         UnknownSettingError, InvalidSettingError: a ``KVCANARY_*`` variable that does not exist, or has a bad value.
     """
     json_lines.follow_environment()
+    otel.follow_environment()
     if not asked_for():
         return
     config, replaces = CanaryConfig.from_env(), _replaces_own()

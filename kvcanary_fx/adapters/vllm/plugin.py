@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...config import asked_for
-from ...reports import json_lines
+from ...reports import json_lines, otel
 from . import settings
 
 
@@ -18,6 +18,7 @@ def register() -> None:
             cannot guard.
     """
     json_lines.follow_environment()
+    otel.follow_environment()
     if not asked_for():
         return
     from . import known

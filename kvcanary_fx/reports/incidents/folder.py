@@ -13,9 +13,10 @@ from pathlib import Path
 
 from ...errors import CanaryError
 from ..summary import log
-from ..violation import Violation
-from . import file
+from ..violation import LogLine, Violation
+from . import causes, file
 from .incident import Incident
+from .story import story
 
 #: A file older than this is removed when the next one is written.
 OLDEST_SECONDS = 30 * 24 * 3600
@@ -72,11 +73,13 @@ class IncidentFolder:
         try:
             self._make_room()
             path = self._path / _name(kind)
-            file.save(describe(), path)
+            incident = describe()
+            file.save(incident, path)
+            line = _line(path, incident)
         except (OSError, RuntimeError, ValueError, TypeError, LookupError, MemoryError, CanaryError) as e:
             self._warn(e)
         else:
-            log.warning("kvcanary.incident %s (kvcanary inspect FILE shows it)", path)
+            log.warning("%s", line)
 
     def _make_room(self) -> None:
         """Remove what is too old, and while there are too many the oldest one of the commonest kind.
@@ -106,6 +109,17 @@ class IncidentFolder:
                 type(error).__name__,
                 error,
             )
+
+
+def _line(path: Path, incident: Incident) -> LogLine:
+    """Where the file is, and the likeliest cause; the fields of the line have the others and the story, too."""
+    text = f"{path} (kvcanary inspect FILE shows it)"
+    fields: dict[str, object] = {"file": str(path)}
+    names = causes.likely(incident)
+    if names:
+        text += f". {causes.told(incident)}"
+        fields |= {"cause": names[0], "others": ", ".join(names[1:]) or None, "story": story(incident)[0]}
+    return LogLine(f"kvcanary.incident {text}", {"message": text, **fields})
 
 
 def _name(kind: Kind) -> str:
