@@ -28,14 +28,14 @@ class Connector:
 class Runner:
     """Requests, tables and inputs as Model Runner V2 keeps them; :meth:`step` runs a model that only writes."""
 
-    def __init__(self, mode="log", **settings):
+    def __init__(self, mode="log", drafts=0, **settings):
         from kvcanary_fx.adapters.vllm.pools import Group
         from kvcanary_fx.adapters.vllm.settings import from_env
         from kvcanary_fx.adapters.vllm.v2.connector import Bracket
         from kvcanary_fx.adapters.vllm.v2.guard import GuardV2
 
         self.max_num_reqs, self.max_num_tokens, self.max_model_len = 4, 16, 32
-        self.num_speculative_steps, self.device, self.adaptive_verification = 0, torch.device("cpu"), None
+        self.num_speculative_steps, self.device, self.adaptive_verification = drafts, torch.device("cpu"), None
         from vllm.v1.core.sched.scheduler import Scheduler
 
         self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: Scheduler))
@@ -49,9 +49,10 @@ class Runner:
         self.block_tables = SimpleNamespace(
             input_block_tables=[table], slot_mappings=torch.full((1, 16), -1, dtype=torch.int64)
         )
-        halves = [torch.zeros(PAGES, PAGE, HEADS, DIM) for _ in range(4)]
+        halves = [torch.zeros(PAGES, PAGE, HEADS, DIM) for _ in range(6)]
         self.layers = {"a": (halves[0], halves[1]), "b": (halves[2], halves[3])}
-        group = Group(0, PAGE, PAGE, None, self.layers, False)
+        self.draft = {"draft": (halves[4], halves[5])} if drafts else {}
+        group = Group(0, PAGE, PAGE, None, self.layers | self.draft, False, drafted=frozenset(self.draft))
         environment = {"KVCANARY_MODE": mode, **settings}
         self.settings, self.group = from_env(environment), group
         self.guard = GuardV2(self, self.settings, False, [group])
@@ -60,8 +61,15 @@ class Runner:
         self.row: dict[str, int] = {}
         self.pages: dict[str, list[int]] = {}
 
-    def step(self, tokens: dict[str, int], new=(), more=(), finished=(), events=None, damage=None, wrong=None) -> Any:
-        """One step: ``new`` and ``more`` give requests pages, ``tokens`` says how many each computes."""
+    def step(
+        self, tokens: dict[str, int], new=(), more=(), finished=(), events=None, wrong=None, rejected=None, stray=None
+    ) -> Any:
+        """One step: ``new`` and ``more`` give requests pages, ``tokens`` says how many each computes.
+
+        Args:
+            rejected: how many of a request's tokens the target rejects; None: no drafts are verified.
+            stray: a slot that is overwritten by a guess.
+        """
         from kvcanary_fx.adapters.vllm.journal import ATTRIBUTE, Message
 
         new, more = dict(new), dict(more)
@@ -92,12 +100,30 @@ class Runner:
         setattr(scheduled, ATTRIBUTE, Message(events))
         with self.guard.step(scheduled):
             batch, slots = self._prepare(tokens, wrong)
+            batch.num_draft_tokens = 0 if rejected is None else len(slots)
             self.kv_connector.pre_forward(scheduled, batch, self._metadata(batch) if wrong is not None else None)
             self._model(slots)
             self.kv_connector.finish_forward()
+        gone = {request: (rejected or {}).get(request, 0) for request in tokens}
+        self.guard.verified(self.input_buffers.query_start_loc, torch.tensor(list(gone.values())))
         for request, count in tokens.items():
-            self.req_states.num_computed_tokens.gpu[self.row[request]] += count
+            self.req_states.num_computed_tokens.gpu[self.row[request]] += count - gone[request]
+        if self.draft:
+            self._propose(slots, tokens, stray)
         return self.guard.flags()
+
+    def _propose(self, slots, tokens, stray):
+        from vllm.config import CUDAGraphMode
+
+        from kvcanary_fx.adapters.vllm.v2 import hooks
+
+        token = hooks._SAMPLING.set(self.guard)
+        hooks._prefill(lambda *_: self._model(slots, self.draft), None, 0, 0, None, None, None, CUDAGraphMode.NONE)
+        hooks._SAMPLING.reset(token)
+        for guess in range(1, self.num_speculative_steps):
+            places = [(self.pages[r], self._stored(r) + guess - 1) for r in tokens]
+            guessed = [pages[p // PAGE] * PAGE + p % PAGE for pages, p in places if p // PAGE < len(pages)]
+            self._model(torch.tensor(guessed if stray is None else [stray], dtype=torch.int64), self.draft)
 
     def _stored(self, request):
         return int(self.req_states.num_computed_tokens.gpu[self.row[request]])
@@ -139,10 +165,10 @@ class Runner:
         table = self.block_tables.input_block_tables[0]
         return {"a": SimpleNamespace(block_table=table, seq_lens=batch.seq_lens)}
 
-    def _model(self, slots):
+    def _model(self, slots, layers=None):
         from kvcanary_fx.adapters.vllm import ops
 
-        for layer, halves in self.layers.items():
+        for layer, halves in (self.layers if layers is None else layers).items():
             written = [torch.randn(len(slots), HEADS, DIM) for _ in halves]
             for half, rows in zip(halves, written, strict=True):
                 half.view(-1, HEADS, DIM)[slots] = rows
@@ -295,7 +321,7 @@ def test_a_guard_is_made_once_every_half_of_the_cache_has_proved_to_be_compared(
     from kvcanary_fx.adapters.vllm.v2 import hooks
 
     runner.dcp_size, runner.pcp_manager, runner.ubatch_runner = 1, None, None
-    monkeypatch.setattr(hooks, "guarded_groups", lambda runner, unguarded: [runner.group])
+    monkeypatch.setattr(hooks, "groups_with_drafts", lambda runner, why, unguarded: [runner.group])
     assert hooks._guard(runner, runner.settings, False, {}).groups == [runner.group]
     assert not any(half.any() for halves in runner.layers.values() for half in halves)  # nothing is left of it
     monkeypatch.setattr(proof, "record_layer", lambda *_: None)
@@ -305,10 +331,76 @@ def test_a_guard_is_made_once_every_half_of_the_cache_has_proved_to_be_compared(
 
 def test_layers_of_a_draft_are_named_with_the_reason_and_are_not_the_targets(caplog):
     from kvcanary_fx.adapters.vllm import pools
+    from kvcanary_fx.adapters.vllm.v2 import drafts
 
-    speculator = SimpleNamespace(method="eagle", draft_attn_layer_names={"draft.0"})
+    speculator = SimpleNamespace(method="dflash", draft_attn_layer_names={"draft.0"})
     runner, unguarded = SimpleNamespace(speculator=speculator), {}
+    runner.compilation_config = SimpleNamespace(static_forward_context={"draft.0": None})
+    runner.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["draft.0"])])
     assert pools.draft_layers(runner) == {"draft.0"}
-    assert pools.draft_groups(runner, unguarded) == []
-    assert unguarded == {"draft": "drafts of eagle are not supported by this adapter"}
-    assert "kvcanary.unguarded draft layers (draft.0, ...): drafts of eagle" in caplog.text
+    assert pools.groups_with_drafts(runner, drafts.why_unguarded(speculator), unguarded) == []
+    assert unguarded == {"draft": "drafts of dflash are not supported by this adapter"}
+    assert "kvcanary.unguarded draft layers (draft.0, ...): drafts of dflash" in caplog.text
+
+
+@pytest.fixture
+def drafting():
+    return Runner(drafts=2)
+
+
+def run_drafting(runner):
+    """A prompt that is checked launch by launch, and steps with drafts, of which none, some and all are rejected."""
+    runner.step({"x": 14}, new={"x": [1, 2, 3, 4, 5]}, rejected={})
+    runner.step({"x": 3, "y": 5}, new={"y": [6, 7, 8, 9]}, rejected={"x": 2})
+    runner.step({"y": 3, "x": 1}, rejected={"y": 1})
+    runner.step({"x": 3, "y": 3}, rejected={"x": 1, "y": 2})
+    return runner.step({"y": 3}, rejected={"y": 0})
+
+
+def test_rejected_drafts_are_silent_in_the_target_and_in_the_draft(drafting):
+    assert drafting.guard.read(run_drafting(drafting)) is None
+    stats = drafting.guard.session.stats()
+    assert (stats.violations, drafting.guard.session.uncovered) == (0, [])
+    assert stats.recorded == 6 * (14 + 8 + 4 + 6 + 3)
+
+
+def test_rejected_draft_that_the_runner_counts_is_reported(drafting):
+    drafting.guard.read(run_drafting(drafting))
+    drafting.step({"y": 3}, rejected={"y": 2})
+    stored = drafting._stored("y")
+    drafting.req_states.num_computed_tokens.gpu[drafting.row["y"]] += 1
+    drafting.guard.read(drafting.step({"y": 1}))
+    found = drafting.guard.session.known_violations()
+    told = {(v.check, v.why, v.request, v.position) for v in found}
+    assert told == {("token", "REJECTED_TOKEN", "y", stored), ("content", None, "y", stored)}  # where a guess was
+    assert {v.layer for v in found if v.check == "content"} == {"draft"}
+
+
+def test_flip_in_a_layer_of_a_draft_is_reported_before_the_next_proposal(drafting):
+    drafting.guard.read(run_drafting(drafting))
+    drafting.draft["draft"][0][6, 1, 0, 3] += 1  # position 1 of y
+    drafting.guard.read(drafting.step({"y": 1}))
+    (found,) = drafting.guard.session.known_violations()
+    assert (found.check, found.layer, found.half, found.request, found.position) == ("content", "draft", "K", "y", 1)
+
+
+def test_guess_that_overwrites_a_token_is_reported(drafting):
+    drafting.guard.read(run_drafting(drafting))
+    drafting.guard.read(drafting.step({"y": 3}, rejected={}, stray=6 * PAGE + 2))
+    assert drafting.guard.session.known_violations() == []
+    drafting.guard.read(drafting.step({"y": 1}))
+    found = {(v.check, v.layer, v.request, v.position) for v in drafting.guard.session.known_violations()}
+    assert found == {("content", "draft", "y", 2)}
+
+
+def test_layer_of_a_draft_that_no_check_saw_is_told(drafting, monkeypatch):
+    monkeypatch.setattr(drafting, "_model", lambda slots, layers=None: Runner._model(drafting, slots, layers and {}))
+    drafting.step({"x": 3}, new={"x": [1]})
+    assert drafting.guard.session.uncovered == ["only 0 of 1 layers of a draft were checked"]
+
+
+def test_tokens_of_the_target_in_the_batch_of_a_draft_model():
+    from kvcanary_fx.adapters.vllm.v2.drafts import rows_of_the_target
+
+    batch = SimpleNamespace(num_tokens=6, num_reqs=3, query_start_loc=torch.tensor([0, 2, 3, 6, 6], dtype=torch.int32))
+    assert rows_of_the_target(batch).tolist() == [0, 1, 3, 5, 6, 7]

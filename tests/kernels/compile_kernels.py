@@ -20,6 +20,7 @@ import toys
 import triton
 from gpu_on_cpu import use_gpu_kernels
 from scenes import play, random_scene, random_step
+from test_rejected import random_batch
 from test_take_in import random_inputs
 from test_write import Layer, random_write
 from toy import Toy
@@ -121,6 +122,8 @@ def spaces() -> None:
 def adapters() -> None:
     """What an adapter has of its own."""
     random_inputs(random.Random(0)).launch(4, 8)
+    marker, starts, rejected = random_batch(0, 4)
+    marker.launch(starts, rejected)
 
 
 def main() -> int:

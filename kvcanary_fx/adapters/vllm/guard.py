@@ -261,8 +261,11 @@ def describe(session: EngineSession, groups: Sequence[Group], drafts: Sequence[G
     """What is guarded, by which checks, and how soon a changed byte is seen, in one line."""
     halves = sum(2 * len(group.layers) for group in (*groups, *drafts))
     parts = [f"{len(groups)} group{'s' * (len(groups) != 1)}", f"{halves} halves"]
+    drafted = 2 * sum(len(group.drafted) for group in groups)
     if drafts:
         parts.insert(1, f"{len(drafts)} of a draft")
+    if drafted:
+        parts[1] += f", {drafted} of them of a draft"
     off = {"digest", "sweep"}  # which nobody asks for here
     if not all(pool.declared.allocations for pool in session.pools.values()):
         off.add("owner")

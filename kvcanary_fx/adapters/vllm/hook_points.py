@@ -181,6 +181,11 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
             "a step begins",
         ),
         ("sample_tokens", "self, grammar_output", "the counts of violations leave the device with the tokens"),
+        (
+            "postprocess_sampled",
+            "self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc=...",
+            "drafted tokens were verified: slots of rejected ones may not be read",
+        ),
     ),
     *_part(
         NEEDS[2],
@@ -280,6 +285,21 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
             "attn_metadata, vllm_config, num_tokens=..., num_tokens_across_dp=..., cudagraph_runtime_mode=..., "
             "batch_descriptor=..., ubatch_slices=..., slot_mapping=..., skip_compiled=..., is_padding=...",
             "around a forward of the draft",
+        ),
+    ),
+    *_part(
+        NEEDS[4],
+        "vllm.v1.worker.gpu.spec_decode.",
+        (
+            "target_dependent_ar.speculator:TargetDependentARSpeculator._prefill",
+            "self, num_reqs, num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, "
+            "cudagraph_runtime_mode=..., mm_inputs=...",
+            "the first forward of a draft in Model Runner V2: its layers record the tokens of the target",
+        ),
+        (
+            "standalone_ar.speculator:StandaloneARSpeculator._prefill",
+            "self, input_batch, num_rejected, last_sampled, num_reqs, skip_attn, num_tokens_across_dp",
+            "the same for a draft model",
         ),
     ),
     *_part(

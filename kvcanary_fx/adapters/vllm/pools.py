@@ -43,6 +43,7 @@ class Group:
         layers: K and V (latent and rotary part) of each layer, ``[pages, page_size, ...]``, by the layer's name.
         mla: halves are the latent and the rotary part.
         draft: the layers are a draft's, whose own session checks its forwards.
+        drafted: those of the layers that are a draft's, in a session of the target and its draft.
     """
 
     number: int
@@ -52,6 +53,7 @@ class Group:
     layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     mla: bool
     draft: bool = False
+    drafted: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -88,6 +90,24 @@ def guarded_groups(runner: Any, unguarded: dict[str, str] | None = None) -> list
     drafts = draft_layers(runner)
     known = runner.compilation_config.static_forward_context
     return _groups(runner, frozenset(known) - drafts, False, unguarded)
+
+
+def groups_with_drafts(runner: Any, why: str | None, unguarded: dict[str, str]) -> list[Group]:
+    """The groups of the target model that can be guarded, each with a draft's layers that are in it.
+
+    Args:
+        why: the draft's layers cannot be guarded, as text.
+        unguarded: gets the reasons of what is not guarded, by name.
+    """
+    drafts = draft_layers(runner)
+    known = frozenset(runner.compilation_config.static_forward_context)
+    if drafts and why is not None:
+        log.warning("kvcanary.unguarded draft layers (%s, ...): %s", min(drafts), why)
+        unguarded["draft"] = why
+    guardable = () if why is not None else _groups(runner, drafts, True, unguarded)
+    drafted = frozenset(name for group in guardable for name in group.layers)
+    found = _groups(runner, (known - drafts) | drafted, False, unguarded)
+    return [dataclasses.replace(group, drafted=drafted & frozenset(group.layers)) for group in found]
 
 
 def draft_groups(runner: Any, unguarded: dict[str, str] | None = None) -> list[Group]:

@@ -11,19 +11,25 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from ....errors import EngineError
 from .. import proof, registry
 from ..journal import ATTRIBUTE
 from ..patching import wrap, wrap_in_all
-from ..pools import guarded_groups
+from ..pools import groups_with_drafts
 from ..runner import guard
 from ..settings import VllmSettings
 from .connector import Bracket
+from .drafts import rows_of_the_target, why_unguarded
 from .guard import GuardV2
 
 #: The guard of the runner that captures its graphs.
 _CAPTURING: contextvars.ContextVar[GuardV2 | None] = contextvars.ContextVar("kvcanary_vllm_capturing", default=None)
+
+#: The guard of the runner that samples, and proposes drafts after it.
+_SAMPLING: contextvars.ContextVar[GuardV2 | None] = contextvars.ContextVar("kvcanary_vllm_sampling", default=None)
 
 
 def hook(settings: VllmSettings, self_test: bool) -> None:
@@ -41,13 +47,18 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
     wrap_in_all(GPUModelRunner, "capture_model", _capture_model)
     wrap_in_all(GPUModelRunner, "execute_model", _execute_model)
     wrap_in_all(GPUModelRunner, "sample_tokens", _sample_tokens)
+    wrap_in_all(GPUModelRunner, "postprocess_sampled", _postprocess_sampled)
+    wrap(TargetDependentARSpeculator, "_prefill", _prefill)
+    wrap(StandaloneARSpeculator, "_prefill", _prefill_of_a_model)
     wrap(cudagraph_utils, "set_forward_context", _set_forward_context)
     wrap(AsyncOutput, "get_output", _get_output)
 
 
 def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict[str, str]) -> GuardV2:
     why = _unguarded(runner)
-    groups = [] if why is not None else guarded_groups(runner, unguarded)
+    groups = []
+    if why is None:
+        groups = groups_with_drafts(runner, why_unguarded(getattr(runner, "speculator", None)), unguarded)
     if not groups:
         why = why or "no KV cache group of this model can be guarded (the warnings above say why)"
         raise EngineError(f"{why}: KVCANARY_MODE=log or off runs it unguarded")
@@ -88,10 +99,59 @@ def _execute_model(original: Callable[..., Any], runner: Any, scheduled: Any, *a
 
 
 def _sample_tokens(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    output, found = original(runner, *args, **kwargs), _of(runner)
+    found = _of(runner)
+    token = _SAMPLING.set(found)
+    try:
+        output = original(runner, *args, **kwargs)
+    finally:
+        _SAMPLING.reset(token)
     if found is not None and isinstance(output, AsyncOutput):
         setattr(output, ATTRIBUTE, (found, found.flags()))
     return output
+
+
+def _postprocess_sampled(
+    original: Callable[..., Any],
+    runner: Any,
+    idx_mapping: Any,
+    sampled_tokens: Any,
+    num_sampled: Any,
+    num_rejected: Any,
+    query_start_loc: Any = None,
+) -> Any:
+    found = _SAMPLING.get()  # None where it is told of an earlier step, on another rank than the last
+    if found is not None and query_start_loc is not None:
+        found.verified(query_start_loc, num_rejected)
+    return original(runner, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
+
+
+def _prefill(
+    original: Callable[..., Any],
+    speculator: Any,
+    num_reqs: int,
+    num_tokens: int,
+    attn_metadata: Any,
+    slot_mappings: Any,
+    num_tokens_across_dp: Any,
+    cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    **kwargs: Any,
+) -> Any:
+    given = num_reqs, num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode
+    found = _CAPTURING.get() or _SAMPLING.get()
+    if found is None:
+        return original(speculator, *given, **kwargs)
+    with found.draft_forward(num_tokens, cudagraph_runtime_mode == CUDAGraphMode.NONE):
+        return original(speculator, *given, **kwargs)
+
+
+def _prefill_of_a_model(
+    original: Callable[..., Any], speculator: Any, input_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    found = _SAMPLING.get()  # no graph is captured of it
+    if found is None:
+        return original(speculator, input_batch, *args, **kwargs)
+    with found.draft_forward(input_batch.num_tokens, whole=True, rows=rows_of_the_target(input_batch)):
+        return original(speculator, input_batch, *args, **kwargs)
 
 
 def _get_output(original: Callable[..., Any], output: Any) -> Any:
