@@ -105,7 +105,7 @@ class Runner:
             self._model(slots)
             self.kv_connector.finish_forward()
         gone = {request: (rejected or {}).get(request, 0) for request in tokens}
-        self.guard.verified(self.input_buffers.query_start_loc, torch.tensor(list(gone.values())))
+        self.guard.drafting.verified(self.input_buffers.query_start_loc, torch.tensor(list(gone.values())))
         for request, count in tokens.items():
             self.req_states.num_computed_tokens.gpu[self.row[request]] += count - gone[request]
         if self.draft:

@@ -29,6 +29,8 @@ def settings(method: str, directory: pathlib.Path, guesses: str = "well", target
     config = dict(tiny_configs.CONFIGS[target], num_hidden_layers=1)
     if method == "eagle":
         config["architectures"] = ["EagleLlamaForCausalLM"]
+    elif method == "eagle3":
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": config["vocab_size"]}
     elif guesses == "badly":
         config["hidden_size"] = 64
     path = directory / f"draft-{method}-{guesses}"

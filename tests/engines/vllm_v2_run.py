@@ -9,7 +9,7 @@ runner.  Without a GPU it is the first runner, too, and the scenes of :mod:`vllm
 
     KVCANARY_MODE=log KVCANARY_BUDGET=none DRAFTS=eagle python tests/engines/vllm_v2_run.py DIRECTORY drafts
 
-``DRAFTS`` is a method of speculative decoding (``ngram``, ``eagle``, ``draft_model``) that the engine has then.
+``DRAFTS`` is a method of speculative decoding (``ngram``, ``eagle``, ``eagle3``, ``draft_model``) that the engine has then.
 """
 
 from __future__ import annotations
@@ -56,16 +56,25 @@ def start(directory: pathlib.Path, **changed: Any) -> Rig:
         directory.mkdir(parents=True, exist_ok=True)
         given["speculative_config"] = vllm_drafts.settings(os.environ["DRAFTS"], directory, target="v2")
     rig = Rig("v2", directory, **(given | changed))
-    generator = torch.Generator("cuda" if on_gpu else "cpu").manual_seed(0)
     drafter = getattr(rig.runner, "speculator", None) or getattr(rig.runner, "drafter", None)
-    with torch.no_grad():
-        for model in (getattr(drafter, "model", None), rig.runner.model):  # which may share parameters
-            for parameter in [] if model is None else model.parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0.0, 0.06, generator=generator)
-                else:  # norms: dummy ones are so small that a token would depend on the one before it alone
-                    parameter.fill_(1.0)
+    if getattr(drafter, "model", None) is not None:
+        fill(drafter.model, seed=1)
+    fill(rig.runner.model, seed=0)  # also what both share
     return rig
+
+
+def fill(model: torch.nn.Module, seed: int) -> None:
+    """Random weights, large enough that tokens depend on more than the one before."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            generator = torch.Generator(parameter.device).manual_seed(seed)
+            seed += 1000
+            if not parameter.is_floating_point():
+                continue
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.06, generator=generator)
+            else:  # norms: dummy ones are so small that a token would depend on the one before it alone
+                parameter.fill_(1.0)
 
 
 def facts(rig: Rig) -> dict[str, Any]:

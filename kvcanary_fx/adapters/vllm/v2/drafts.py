@@ -18,7 +18,7 @@ before it reads them, accepted or not; a guess that hits another slot is reporte
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,12 @@ from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from ....engine.layers import LayerChecks
-from ....kernels.context import ForwardContext, forward_context
+from ....engine.session import EngineSession
+from ....kernels.context import ForwardContext, forward_context, get_forward_context
 from ....kernels.side_stream import capturing
 from .. import ops
+from ..pools import Group
+from .rejected import Rejected
 
 
 def why_unguarded(speculator: Any) -> str | None:
@@ -42,34 +45,52 @@ def why_unguarded(speculator: Any) -> str | None:
     return f"drafts of {getattr(speculator, 'method', type(speculator).__name__)} are not supported by this adapter"
 
 
-class DraftLayers:
-    """Those of one runner.
+class Drafting:
+    """What the guard of a runner does about drafts, if there are any.
 
     Attributes:
-        count: how many there are.
-        missed: in the last proposal so many layers recorded, and not all; None if all did.
+        layers: how many layers of a draft are guarded.
     """
 
-    def __init__(self, count: int, max_requests: int):
-        self.count, self._max_requests = count, max_requests
-        self.missed: int | None = None
+    def __init__(self, runner: Any, groups: Sequence[Group]):
+        self.layers = sum(len(group.drafted) for group in groups)
+        self._runner, self._groups = runner, groups
+        self._verifies = False  # the running step has drafts
         self._context: ForwardContext | None = None  # what the target's ops found in this step
-        self._seen: int | None = None  # in the running proposal; None: a graph of all of it is replayed
-        self._in_graphs = count  # in the graph that has the fewest
+        self._seen: int | None = None  # layers in the running proposal; None: a graph of all of it is replayed
+        self._in_graphs = self.layers  # in the graph that has the fewest
 
-    def begin(self, context: ForwardContext) -> None:
-        """The target is about to run.
+    def mark_in(self, session: EngineSession) -> None:
+        """A session was made: its slots are those to mark."""
+        self._rejected = Rejected(
+            [session.pools[group.name].space for group in self._groups],
+            [group.number for group in self._groups],
+            self._runner.block_tables.slot_mappings,
+            max(1, self._runner.num_speculative_steps),
+        )
+        nobody = torch.zeros(2, dtype=torch.int32, device=self._runner.device)
+        self._rejected.mark(nobody, nobody[:1])  # no kernel is compiled while a client waits
+
+    def begin(self, drafted: int) -> None:
+        """The target is about to run, in the context of its ops.
 
         Args:
-            context: what the ops of its layers find.
+            drafted: tokens of the batch that are drafts.
         """
-        self._context, self._seen, self.missed = context, None, None
+        self._verifies = drafted > 0
+        if self.layers:
+            self._context, self._seen = get_forward_context(), None
 
-    def end(self) -> None:
-        """The proposal has ended."""
-        seen = self._in_graphs if self._seen is None else self._seen
-        self.missed = seen if self._context is not None and seen < self.count else None
-        self._context = None
+    def verified(self, starts: torch.Tensor, rejected: torch.Tensor) -> None:
+        """The drafts of the step were verified.
+
+        Args:
+            starts: integer ``[bs + 1]``, where each request's tokens begin in the batch.
+            rejected: integer ``[bs]``, how many of its last tokens were rejected.
+        """
+        if self._verifies:
+            self._verifies = False
+            self._rejected.mark(starts, rejected)
 
     @contextlib.contextmanager
     def captured(self, checks: LayerChecks, tokens: int, whole: bool) -> Iterator[None]:
@@ -78,7 +99,7 @@ class DraftLayers:
         Args:
             whole: if anything is captured, it is all of the forward, and not pieces of it.
         """
-        requests = min(self._max_requests, tokens)
+        requests = min(self._runner.max_num_reqs, tokens)
         with checks.captured(requests, tokens, beside=False), ops.one_forward() as guarded:
             yield
         if whole and capturing():
@@ -97,6 +118,14 @@ class DraftLayers:
         with forward_context(self._context), ops.one_forward(rows) as guarded:
             yield
         self._seen = _count(guarded)
+
+    def end(self) -> str | None:
+        """The proposal has ended; what was not guarded of it, as text."""
+        seen, ran = self._in_graphs if self._seen is None else self._seen, self._context is not None
+        self._context = None
+        if ran and seen < self.layers:
+            return f"only {seen} of {self.layers} layers of a draft were checked"
+        return None
 
 
 def _count(guarded: ops.Guarded) -> int:

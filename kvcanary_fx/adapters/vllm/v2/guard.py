@@ -24,7 +24,6 @@ import torch
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
 from ....errors import EngineError
-from ....kernels.context import get_forward_context
 from ....kernels.side_stream import capturing
 from .. import ops
 from ..guard import Guard, widths
@@ -32,10 +31,9 @@ from ..journal import ATTRIBUTE, Message
 from ..pools import Group
 from ..settings import VllmSettings
 from ..verdict import Verdict
-from .drafts import DraftLayers
+from .drafts import Drafting
 from .forwards import Forwards
 from .outputs import Flags
-from .rejected import Rejected
 from .rows import Rows
 from .warm_up import WarmUp
 
@@ -48,7 +46,7 @@ class GuardV2(Guard):
     Attributes:
         layers_in_graphs: of each graph of the target that was captured whole, by its tokens, how many layers record in
             it.
-        draft_layers: those of a draft, if any are guarded.
+        drafting: what is checked of drafts.
     """
 
     counts_beside = True
@@ -67,10 +65,8 @@ class GuardV2(Guard):
         self._open: contextlib.ExitStack | None = None  # our step, while the model runs
         self._guarded = ops.Guarded()
         self._tokens = self._replayed = 0  # of the running forward; the second, of the graph that is it
-        drafted = sum(len(group.drafted) for group in groups)
-        self.draft_layers = DraftLayers(drafted, runner.max_num_reqs) if drafted else None
-        self._layers_of_ours = sum(len(group.layers) for group in groups) - drafted
-        self._verifies_drafts = False  # of the running step
+        self.drafting = Drafting(runner, groups)
+        self._layers_of_ours = sum(len(group.layers) for group in groups) - self.drafting.layers
         self._stale = False  # the plan on the device is that of a step that has ended
         self._disabled = self._capturing = False
         self.layers_in_graphs: dict[int, int] = {}
@@ -100,14 +96,8 @@ class GuardV2(Guard):
         layers = self._warm_up.layers
         layers.reserve(*self._room)
         self._flags = Flags(session)
-        runner = self._runner
-        self._forwards = Forwards(runner, self.groups, session, layers, self.rows, self._flags.copy)
-        self._rejected = Rejected(
-            [session.pools[group.name].space for group in self.groups],
-            [group.number for group in self.groups],
-            runner.block_tables.slot_mappings,
-            max(1, runner.num_speculative_steps),
-        )
+        self._forwards = Forwards(self._runner, self.groups, session, layers, self.rows, self._flags.copy)
+        self.drafting.mark_in(session)
 
     def _make_layers(self, session: EngineSession) -> LayerChecks:
         return self._warm_up.layers
@@ -229,7 +219,7 @@ class GuardV2(Guard):
         in_flight = self.ledger.in_flight(self.scheduled, self._page_sizes)
         self.in_flight, self._requests = any(in_flight), batch.req_ids
         self._stale = True
-        self._tokens, self._verifies_drafts = batch.num_tokens_after_padding, batch.num_draft_tokens > 0
+        self._tokens = batch.num_tokens_after_padding
         self._replayed = self._tokens if metadata is not None else 0  # vLLM gives it where there is no context
         with contextlib.ExitStack() as opened:
             opened.enter_context(self._counts.busy())
@@ -237,8 +227,7 @@ class GuardV2(Guard):
             opened.callback(self.books.after_forward)
             new = self.scheduled.scheduled_new_reqs
             self._forwards.begin(opened, batch, metadata, new, self.namespaces, self.in_flight)
-            if self.draft_layers is not None:
-                self.draft_layers.begin(get_forward_context())
+            self.drafting.begin(batch.num_draft_tokens)
             self._guarded = opened.enter_context(ops.one_forward())
             self._open = opened.pop_all()
 
@@ -266,39 +255,25 @@ class GuardV2(Guard):
                 f"only {seen} of {self._layers_of_ours} layers were checked in a forward of {self._tokens} tokens"
             )
 
-    # ---- drafts
-
-    def verified(self, starts: torch.Tensor, rejected: torch.Tensor) -> None:
-        """The drafts of the step were verified.
-
-        Args:
-            starts: integer ``[bs + 1]``, where each request's tokens begin in the batch.
-            rejected: integer ``[bs]``, how many of its last tokens were rejected.
-        """
-        if self._verifies_drafts:
-            self._verifies_drafts = False
-            self._rejected.mark(starts, rejected)
-
     def draft_forward(
         self, tokens: int, whole: bool, rows: torch.Tensor | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Around the first forward of a proposal; arguments as in :class:`.DraftLayers`."""
-        layers = self.draft_layers
-        if layers is None:
+        """Around the first forward of a proposal; arguments as in :class:`.Drafting`."""
+        if not self.drafting.layers:
             return contextlib.nullcontext()
-        return layers.captured(self._layers, tokens, whole) if self._capturing else layers.forward(rows)
+        if self._capturing:
+            return self.drafting.captured(self._layers, tokens, whole)
+        return self.drafting.forward(rows)
 
     # ---- where the tokens are read
 
     def flags(self) -> Any:
         """What :meth:`read` takes, for the step whose tokens are on their way."""
-        drafts = self.draft_layers
-        if drafts is None:
-            return self._flags.start(copied=self._forwards.kept)
-        drafts.end()
-        if drafts.missed is not None:
-            self.session.lose_coverage(f"only {drafts.missed} of {drafts.count} layers of a draft were checked")
-        return self._flags.start(copied=False)  # its layers record after the step's graph
+        uncovered = self.drafting.end()
+        if uncovered is not None:
+            self.session.lose_coverage(uncovered)
+        # the layers of a draft record after the step's graph
+        return self._flags.start(copied=self._forwards.kept and not self.drafting.layers)
 
     def read(self, flags: Any) -> Verdict | None:
         """A step's tokens have arrived: report its violations.

@@ -121,7 +121,7 @@ def _postprocess_sampled(
 ) -> Any:
     found = _SAMPLING.get()  # None where it is told of an earlier step, on another rank than the last
     if found is not None and query_start_loc is not None:
-        found.verified(query_start_loc, num_rejected)
+        found.drafting.verified(query_start_loc, num_rejected)
     return original(runner, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
 
 
