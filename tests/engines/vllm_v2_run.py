@@ -9,7 +9,7 @@ runner.  Without a GPU it is the first runner, too, and the scenes of :mod:`vllm
 
     KVCANARY_MODE=log KVCANARY_BUDGET=none DRAFTS=eagle python tests/engines/vllm_v2_run.py DIRECTORY drafts
 
-``DRAFTS`` is a method of speculative decoding that the engine has then: ``ngram``, ``eagle``, ``eagle3``, ``draft_model``.
+``DRAFTS`` is the method of its speculative decoding: ``ngram``, ``eagle``, ``eagle3`` or ``draft_model``.
 """
 
 from __future__ import annotations
