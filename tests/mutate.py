@@ -1,9 +1,10 @@
 """Would the tests notice a broken check?  Negate each comparison in the checks, one at a time, and run their tests.
 
-    python tests/mutate.py [--only TEXT ...] [--skip TEXT ...] [--jobs N]
+    python tests/mutate.py [--only TEXT ...] [--skip TEXT ...] [--jobs N] [--results FILE] [--minutes N]
 
 Each mutant is made in a copy of the checkout and tested with the tests named below.  Prints the survivors, and how
-many mutants were killed; exits with 1 below 95 %.
+many mutants were killed; exits with 1 below 95 %, or if some were not run.  With --results each verdict is a line of
+the file as soon as it is there, and a mutant whose verdict is in the file is not run again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +57,7 @@ TARGETS = {
     "kernels/content/triton_layer.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted"],
     "kernels/content/triton_listed.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted or halves"],
     "kernels/content/gpu_layer.py": ["tests/kernels/test_layer_record.py", "tests/kernels/test_bit_equality.py"]
-    + ["-k", "layer_record or interpreted or halves"],
+    + ["tests/pools/test_gpu_kernels.py", "-k", "layer_record or interpreted or halves or gpu_kernels"],
     "kernels/content/layer.py": ENGINE,
     "kvcanary_fx/engine/layers.py": ["tests/runtime/test_engine_layers.py", *ENGINE],
     "kernels/slots/identity.py": ["tests/kernels/test_names.py"],
@@ -103,10 +106,18 @@ class Mutant:
     shown: str
     source: str
 
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.shown}"
+
+
+def path_of(root: Path, file: str) -> Path:
+    """Where a file is in a checkout, or in a copy that has folders in the place of its links."""
+    return root / file if file.startswith("kvcanary_fx/") else root / "kvcanary_fx" / file
+
 
 def mutants_of(file: str) -> list[Mutant]:
     """One mutant per comparison, except those that only guard types."""
-    source = (ROOT / file).read_text()
+    source = path_of(ROOT, file).read_text()
     found = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Compare) or len(node.ops) != 1:
@@ -131,6 +142,7 @@ class Runner:
     def __init__(self, scratch: Path):
         self._scratch, self._local, self._count = scratch, threading.local(), 0
         self._lock = threading.Lock()
+        self._seconds: dict[tuple[str, ...], float] = {}
         # Tests of a mutant that dies take a second, and imports of torch and triton five: they are made once.
         self._fork = multiprocessing.get_context("forkserver")
         self._fork.set_forkserver_preload(
@@ -139,22 +151,26 @@ class Runner:
 
     def passes_unchanged(self, file: str) -> bool:
         """Whether the file's tests pass as it is: tests that fail anyway kill nothing."""
-        return self._passes(self._home(), file, seeds_of(file)[-1])
+        started = time.monotonic()
+        passes = self._passes(self._home(), file, seeds_of(file)[-1], 600)
+        self._seconds[tuple(TARGETS[file])] = time.monotonic() - started
+        return passes
 
     def survives(self, mutant: Mutant) -> bool:
         home = self._home()
-        target = home / mutant.file
+        target = path_of(home, mutant.file)
         original = target.read_text()
         target.write_text(mutant.source)
+        limit = 30 + 3 * self._seconds[tuple(TARGETS[mutant.file])]  # a loop without an end is noticed, too
         try:
-            return all(self._passes(home, mutant.file, seeds) for seeds in seeds_of(mutant.file))
+            return all(self._passes(home, mutant.file, seeds, limit) for seeds in seeds_of(mutant.file))
         finally:
             target.write_text(original)
 
-    def _passes(self, home: Path, file: str, seeds: str) -> bool:
+    def _passes(self, home: Path, file: str, seeds: str, limit: float) -> bool:
         process = self._fork.Process(target=run_tests, args=(home, TARGETS[file], seeds))
         process.start()
-        process.join(600)
+        process.join(limit)
         if process.is_alive():
             process.kill()
             process.join()
@@ -169,6 +185,38 @@ class Runner:
             shutil.copytree(ROOT, self._local.home, symlinks=True, ignore=ignored)
         home: Path = self._local.home
         return home
+
+
+class Verdicts:
+    """What became of each mutant: told as it is known, and kept in a file."""
+
+    def __init__(self, total: int, kept: Path | None):
+        self._total, self._kept, self._lock = total, kept, threading.Lock()
+        lines = kept.read_text().splitlines() if kept is not None and kept.exists() else []
+        self._known = {mutant: verdict for verdict, _, mutant in (line.partition(" ") for line in lines)}
+        self._told = 0.0
+        self.of: dict[str, str] = {}
+
+    def known(self, mutant: Mutant) -> bool:
+        if str(mutant) in self._known:
+            self.of[str(mutant)] = self._known[str(mutant)]
+        return str(mutant) in self._known
+
+    def take(self, mutant: Mutant, alive: bool) -> None:
+        with self._lock:
+            verdict = self.of[str(mutant)] = "survived" if alive else "killed"
+            if self._kept is not None:
+                with self._kept.open("a") as out:
+                    out.write(f"{verdict} {mutant}\n")
+            if alive:
+                print(f"survived {mutant}", flush=True)
+            if time.monotonic() > self._told + 5:
+                self._told = time.monotonic()
+                print(self.summary(), file=sys.stderr, flush=True)
+
+    def summary(self) -> str:
+        count = Counter(self.of.values())
+        return f"{len(self.of)} of {self._total} mutants run, {count['killed']} killed, {count['survived']} survived"
 
 
 def run_tests(home: Path, tests: list[str], seeds: str) -> None:
@@ -190,29 +238,38 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="files whose name contains any")
     parser.add_argument("--skip", nargs="+", default=[], metavar="TEXT", help="but none that contains any")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--results", type=Path, metavar="FILE", help="verdicts, read and added to")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no mutant after that")
     args = parser.parse_args()
+    until = time.monotonic() + 60 * args.minutes
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a job has a core
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # kernels are interpreted, which is read when triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
     files = [file for file in TARGETS if any(t in file for t in args.only) and not any(t in file for t in args.skip)]
     mutants = [m for file in files for m in mutants_of(file)]
-    survivors = []
+    verdicts = Verdicts(len(mutants), args.results)
+    waiting = [m for m in mutants if not verdicts.known(m)]
     with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         runner = Runner(Path(scratch))
-        suites = {tuple(TARGETS[file]): file for file in files}
-        for file, passes in zip(suites.values(), pool.map(runner.passes_unchanged, suites.values()), strict=True):
-            if not passes:
-                sys.exit(f"the tests of {file} fail with nothing changed, so they cannot tell: pytest {TARGETS[file]}")
-        for number, (mutant, alive) in enumerate(zip(mutants, pool.map(runner.survives, mutants), strict=True), 1):
-            if alive:
-                survivors.append(mutant)
-                print(f"\rsurvived: {mutant.file}:{mutant.line}: {mutant.shown}", flush=True)
-            told = f"\r{number} of {len(mutants)} mutants, {len(survivors)} survived"
-            print(told, end="", file=sys.stderr, flush=True)
-    killed = len(mutants) - len(survivors)
-    share = killed / max(len(mutants), 1)
-    print(f"\n{killed} of {len(mutants)} mutants killed, {share:.1%}")
-    return 0 if share >= 0.95 else 1
+        suites = {tuple(TARGETS[m.file]): m.file for m in waiting}
+        baselines = {pool.submit(runner.passes_unchanged, file): tests for tests, file in suites.items()}
+
+        def judge(mutant: Mutant) -> None:
+            if time.monotonic() < until:
+                verdicts.take(mutant, runner.survives(mutant))
+
+        judged = []
+        for done in concurrent.futures.as_completed(baselines):
+            tests = baselines[done]
+            if done.result():
+                judged += [pool.submit(judge, m) for m in waiting if tuple(TARGETS[m.file]) == tests]
+            else:
+                print(f"fails with nothing changed, so it cannot tell: pytest {' '.join(tests)}", flush=True)
+        for verdict in judged:
+            verdict.result()
+    print(verdicts.summary())
+    killed = sum(verdict == "killed" for verdict in verdicts.of.values())
+    return 0 if len(verdicts.of) == len(mutants) and killed >= 0.95 * len(mutants) else 1
 
 
 if __name__ == "__main__":
