@@ -57,7 +57,7 @@ TARGETS = {
     "kernels/content/triton_layer.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted"],
     "kernels/content/triton_listed.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted or halves"],
     "kernels/content/gpu_layer.py": ["tests/kernels/test_layer_record.py", "tests/kernels/test_bit_equality.py"]
-    + ["tests/pools/test_gpu_kernels.py", "-k", "layer_record or interpreted or halves or gpu_kernels"],
+    + ["-k", "layer_record or interpreted or halves"],
     "kernels/content/layer.py": ENGINE,
     "kvcanary_fx/engine/layers.py": ["tests/runtime/test_engine_layers.py", *ENGINE],
     "kernels/slots/identity.py": ["tests/kernels/test_names.py"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import test_opaque_attention
 import torch
 from gpu_on_cpu import use_gpu_kernels
 
@@ -92,6 +93,21 @@ def test_a_forward_launches_one_check_a_pool_and_one_record_a_layer(rig):
         rig.step(2, key, value)
     assert [len(k.compiled) for k in (rig.pool, rig.record, rig.received)] == [1, LAYERS, 0]
     assert [len(k.launched) for k in (rig.pool, rig.record, rig.received)] == [3, 3 * LAYERS, 0]
+
+
+def test_the_check_of_a_layer_in_a_graph_is_bound_once_and_finds_a_flip_in_a_later_step(monkeypatch):
+    use_gpu_kernels(monkeypatch.setattr)
+    bound, bind = [], gpu_layer.bind_verify
+    monkeypatch.setattr(gpu_layer, "bind_verify", lambda *given: bound.append(given) or bind(*given))
+    rig = test_opaque_attention.Rig()
+    rig.step([3, 4])
+    rig.step([5, 6])
+    assert rig.session.violations() == []
+    rig.kv[1][1].view(torch.int32)[4, 1, 2] ^= 1 << 9
+    rig.step([7, 8])
+    told = [(v.check, v.layer, v.half, v.slot, v.step) for v in rig.session.violations()]
+    assert told == [("content", "layers.1", "V", 4, 3)]
+    assert len(bound) == test_opaque_attention.LAYERS
 
 
 def test_the_slots_that_layers_received_are_compared_in_a_launch_each_bound_once_a_forward(rig):
