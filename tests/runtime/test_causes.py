@@ -17,6 +17,7 @@ from kvcanary_fx.reports.incidents.incident import (
     RequestScene,
     SlotScene,
 )
+from kvcanary_fx.reports.past import PastEvent, SlotHistory
 
 
 def record(
@@ -131,6 +132,90 @@ MOVED, ONE_NAN, ALL_NAN = Evidence(True, None, 16, 0, (), (1,)), Evidence(True, 
 )
 def test_what_is_known_of_the_slots_decides(told, cause):
     assert likely(told)[0] == cause
+
+
+def past(text, read_before=None, earlier=0, step=3):
+    """A history from words such as ``allocate a 1, write a 2``: kind, request and step."""
+    events = [
+        PastEvent(kind, int(step), None if who == "-" else who) for kind, who, step in map(str.split, text.split(","))
+    ]
+    written = next((e for e in reversed(events) if e.kind == "write"), None)
+    return SlotHistory(tuple(events), earlier, written, 1, read_before, step, read_before)
+
+
+def told_of(history, *records, extend=1, state="written", fits=None, **known):
+    """The first cause where the slot went through that."""
+    slot = SlotScene(records[0].slot, state, 1, "b", 9, 2, fits=fits, past=history)
+    return likely(incident(*records, slots=[slot], extend=extend, **known))[0]
+
+
+HAD = "allocate a 1, write a 1, release a 1, allocate b 1, write b 2"
+NEVER_HAD = "allocate b 1, write b 2"
+
+
+@pytest.mark.parametrize(
+    ("why", "history", "extend", "cause"),
+    [
+        ("FOREIGN_READ", HAD, 1, "early free"),
+        ("FOREIGN_READ", HAD, 4, "early free"),  # a prompt in pieces
+        ("FOREIGN_READ", NEVER_HAD, 1, "stale table"),
+        ("FOREIGN_READ", NEVER_HAD, 4, "wrong prefix"),
+        ("OVERWRITE", HAD, 1, "early free"),
+        ("OVERWRITE", "allocate a 1, write a 1, allocate b 1", 1, "double free"),
+        ("OVERWRITE", NEVER_HAD, 1, "stale table"),
+        ("OVERWRITE", NEVER_HAD, 4, "wrong slot"),  # one token of several
+        ("WRITE_AFTER_FREE", "allocate a 1, write a 1, release a 2", 1, "early free"),
+        ("WRITE_AFTER_FREE", "allocate b 1, write b 1, release b 2", 1, "stale table"),
+        ("READ_AFTER_FREE", HAD + ", release b 2", 1, "early free"),
+        ("READ_AFTER_FREE", NEVER_HAD + ", release b 2", 1, "stale table"),
+        ("SHARE_AFTER_FREE", "allocate b 1, write b 1, release b 1, share n 1", 1, "double free"),
+        (
+            "SHARE_AFTER_FREE",
+            "allocate b 1, write b 1, share - 1, release b 1, release - 1, share n 1",
+            1,
+            "wrong prefix",
+        ),
+        ("SHARE_AFTER_FREE", "allocate b 1, write b 1, release - 1, share n 1", 1, "wrong prefix"),
+        ("OVERWRITE", NEVER_HAD + ", write a 3", 1, "stale table"),  # what is reported, and what came after it
+        ("FOREIGN_READ", NEVER_HAD + ", release b 3, allocate a 3, write a 4", 1, "stale table"),
+    ],
+)
+def test_who_had_the_slot_decides(why, history, extend, cause):
+    told = record("owner", why, phase="life" if why.startswith("SHARE") else "pre")
+    assert told_of(past(history), told, extend=extend) == cause
+
+
+def test_a_history_that_begins_too_late_or_has_lost_names_does_not_say_that_a_request_never_had_the_slot():
+    assert told_of(past(NEVER_HAD, earlier=3), record("owner", "FOREIGN_READ")) == "early free"
+    assert told_of(past("allocate - 1, write b 2"), record("owner", "FOREIGN_READ")) == "early free"
+
+
+@pytest.mark.parametrize(
+    ("history", "read_before", "cause"),
+    [
+        ("allocate a 1, release a 1, allocate b 1, write b 2", None, "early free"),
+        ("allocate a 1, release a 1, allocate b 1, write b 2", 3, "early free"),
+        ("allocate a 1, release a 1, allocate b 1, write b 2", 9, "wrong slot"),  # nobody's late write
+        ("allocate b 1, write b 2", None, "wrong slot"),  # nobody had it before
+    ],
+)
+def test_bytes_that_changed_when_nobody_who_had_the_slot_was_left_were_written_astray(history, read_before, cause):
+    changed = record("content", half=0, seen=CHANGED)
+    step = changed.violation.step
+    assert told_of(past(history, read_before, step=step), changed) == cause
+
+
+@pytest.mark.parametrize(
+    ("history", "positions", "cause"),
+    [
+        ("allocate b 1, write b 1, release b 1, allocate a 1", [0], "uncleared"),
+        ("allocate a 1", [1, 0], "torn transfer"),
+        ("allocate a 1", [1], "wrong position"),
+    ],
+)
+def test_nobody_has_left_anything_where_nobody_was(history, positions, cause):
+    records = [record("poison", "NEVER_WRITTEN", slot=4, position=position) for position in positions]
+    assert told_of(past(history), *records) == cause
 
 
 def test_without_violations_there_is_no_cause_and_without_a_rule_it_is_unknown():

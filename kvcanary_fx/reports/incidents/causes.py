@@ -64,7 +64,8 @@ def _content(facts: Facts) -> Names:
     """Bytes changed.  What came with a transfer, or changed in every tensor at once, was copied there.
 
     A write of this forward that went astray is seen after it; what is seen before it came from outside: from one who
-    had the slot before, or whose copy was late.
+    had the slot before, or whose copy was late.  If nobody had it, or the bytes were right long after that one had
+    released it, it went astray after all.
     """
     seen = [r.evidence for r in facts.records if r.evidence is not None]
     everywhere = _in_every_tensor(facts)
@@ -78,7 +79,8 @@ def _content(facts: Facts) -> Names:
         return "torn transfer", "early free"
     if facts.first.violation.phase == "post" or len({r.slot for r in facts.alike}) > 1:
         return "wrong slot", "early free"
-    return "early free", "wrong slot"
+    settled = facts.tenants is not None and facts.tenants.settled(facts.first.violation.step)
+    return ("wrong slot", "early free") if settled else ("early free", "wrong slot")
 
 
 def _in_every_tensor(facts: Facts) -> bool:
@@ -123,7 +125,11 @@ def _wrong_position(facts: Facts) -> Names:
 
 
 def _never_written(facts: Facts) -> Names:
-    """If it is only the last token of a prefix, the length counts one too many."""
+    """If it is only the last token of a prefix, the length counts one too many.
+
+    Nobody has left anything in a slot that nobody had before: there, what should have come from elsewhere is missing
+    from its beginning on, or beside what came; else tokens are counted that are not there.
+    """
     if "WRONG_POSITION" in facts.reasons:
         return "wrong position", "torn transfer"
     if facts.slot is not None and facts.slot.imported:
@@ -133,11 +139,15 @@ def _never_written(facts: Facts) -> Names:
     last = None if facts.request is None else facts.request.prefix - 1
     if last is not None and last > 0 and [r.violation.position for r in facts.alike] == [last]:
         return "wrong position", "uncleared"
+    if facts.tenants is not None and facts.tenants.former is False:
+        whole = facts.arrived or any(r.violation.position == 0 for r in facts.alike)
+        return ("torn transfer", "wrong position") if whole else ("wrong position", "torn transfer")
     return "uncleared", "torn transfer"
 
 
 def _freed_read(facts: Facts) -> Names:
-    """If the slot still holds what the request needs, it was released too early; else the table is wrong.
+    """If the request had the slot, or it still holds what the request needs, it was released too early; else the table
+    is wrong.
 
     Where a map leads to the slot, the map may be that of another step.  A prefix cache lists a slot that was released
     once more than it was taken.
@@ -147,17 +157,37 @@ def _freed_read(facts: Facts) -> Names:
     if not facts.named or facts.missing:
         return "stale table", "early free"
     fits = facts.slot is not None and facts.slot.fits
-    return ("early free", "double free") if fits else ("stale table", "early free")
+    return ("early free", "double free") if fits or facts.had else ("stale table", "early free")
 
 
 def _foreign_read(facts: Facts) -> Names:
-    """A request that decodes has lost its slot, or its row names another; one that begins was given another's as its
-    prefix."""
+    """A request that had the slot has lost it, or its row names another; one that begins was given another's as its
+    prefix.  What a request never had, it cannot have lost."""
     if facts.missing:
         return "stale table", "early free"
-    if facts.request is not None and facts.request.extend > 1:
-        return "wrong prefix", "stale table", "early free"
-    return "early free", "stale table", "wrong prefix"
+    begins = facts.request is not None and facts.request.extend > 1
+    if facts.had or (facts.had is None and not begins):
+        return "early free", "stale table", "wrong prefix"
+    return ("wrong prefix", "stale table", "early free") if begins else ("stale table", "wrong prefix", "early free")
+
+
+def _written_after_free(facts: Facts) -> Names:
+    """A request that had the slot has lost it too early.  One that never had it has an index that is wrong, or a plan:
+    then it is so for all tokens of the batch."""
+    if facts.tenants is not None and facts.tenants.allocated_twice:
+        return "double free", "early free"
+    if facts.had is not False:
+        return "early free", "stale table"
+    return ("wrong slot", "stale table") if len(facts.alike) < facts.tokens else ("stale table", "wrong slot")
+
+
+def _shared_after_free(facts: Facts) -> Names:
+    """A cache lists what it has evicted.  If it never had a share of the slot, the request has released what the cache
+    took over from it."""
+    tenants = facts.tenants
+    if tenants is not None and tenants.shared is False and tenants.released_by_its_own:
+        return "double free", "wrong prefix"
+    return "wrong prefix", "double free"
 
 
 def _other_write(facts: Facts) -> Names:
@@ -237,13 +267,13 @@ _BY_REASON: dict[str, Rule] = {
     "NO_SUCH_ROW": ("padding", "stale table"),
     "READ_AFTER_FREE": _freed_read,
     "FOREIGN_READ": _foreign_read,
-    "WRITE_AFTER_FREE": ("early free", "stale table"),
-    "OVERWRITE": ("early free", "double free"),
+    "WRITE_AFTER_FREE": _written_after_free,
+    "OVERWRITE": _written_after_free,
     "WRITE_SHARED": ("shared write", "wrong position"),
     "DOUBLE_FREE": ("double free", "stale table"),
     "FOREIGN_FREE": ("double free", "stale table"),
     "DOUBLE_ALLOCATE": ("double free", "early free"),
-    "SHARE_AFTER_FREE": ("wrong prefix", "double free"),
+    "SHARE_AFTER_FREE": _shared_after_free,
     "NEVER_WRITTEN": _never_written,
     "WRONG_POSITION": _wrong_position,
     "WRONG_PREDECESSOR": _other_content,

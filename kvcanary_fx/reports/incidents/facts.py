@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from .incident import STATES, Incident, PoolScene, Record, RequestScene, SlotScene
+from .tenants import Tenants, until
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,17 @@ class Facts:
         """What is known of the slot of the first record."""
         near = () if self.pool is None else self.pool.near
         return next((s for s in near if s.slot == self.first.slot), None)
+
+    @property
+    def tenants(self) -> Tenants | None:
+        """Those who had the slot of the first record; None if its history is not known."""
+        past = self.slot.past if self.slot is not None else None
+        return Tenants(until(past, self.first.violation)) if past is not None else None
+
+    @property
+    def had(self) -> bool | None:
+        """Whether the request of the first record ever had the slot; None if nothing tells."""
+        return self.tenants.had(self.first.violation.request) if self.tenants is not None else None
 
     @property
     def request(self) -> RequestScene | None:
