@@ -11,6 +11,7 @@ import zlib
 from typing import Any
 
 import torch
+import vllm_v2_flips
 from vllm_rig import Rig, prompt
 
 PROMPTS = {f"p{i}": (prompt(i, 30) * 3)[: 50 + 7 * i] for i in range(6)}
@@ -31,7 +32,7 @@ def drafts(rig: Rig) -> dict[str, Any]:
         return dict(ok=True, table=table)
     told = [str(v.line()) for session in rig.guard.sessions for v in session.violations()]
     uncovered = [why for session in rig.guard.sessions for why in session.uncovered]
-    flips = _flips(rig)
+    flips = vllm_v2_flips.flips(rig, LENGTH)
     ok = not told and not uncovered and all(row["ok"] for row in flips.values())
     return dict(ok=ok, table=table, violations=told[:6], uncovered=uncovered[:4], flips=flips)
 
@@ -116,34 +117,6 @@ def _load(rig: Rig, count: _Count, prefix: str, known: Any = None) -> dict[str, 
     if rig.guard is not None:
         row |= dict(recorded=rig.session.stats().recorded, violations=len(rig.session.violations()))
     return row
-
-
-def _flips(rig: Rig) -> dict[str, Any]:
-    """One flip in each half of each layer that is guarded; what was told of it."""
-    found: dict[str, Any] = {}
-    drafts = rig.guard.drafts.groups if rig.guard.drafts is not None else []
-    for group in (*rig.guard.groups, *drafts):
-        for layer, halves in group.layers.items():
-            for half, name in zip(halves, "KV", strict=True):
-                request = f"{len(found)}"
-                before = [len(session.violations()) for session in rig.guard.sessions]
-                rig.add(request, prompt(400 + len(found), 45), length=LENGTH)
-
-                def at(step: int, request: str = request, half: Any = half, group: Any = group) -> None:
-                    if step == 4:
-                        page = rig.pages(request)[group.number][5 // group.page_size]
-                        row = half[page, 5 % group.page_size]
-                        row[(0,) * row.dim()] += 1
-
-                rig.run(at)
-                told = [
-                    v for session, n in zip(rig.guard.sessions, before, strict=True) for v in session.violations()[n:]
-                ]
-                right = {(v.check, v.layer, v.half, str(v.request).rpartition("-")[0], v.position) for v in told} == {
-                    ("content", layer, name, request, 5)
-                }
-                found[f"{layer} {name}"] = dict(ok=right, told=[str(v.line())[:160] for v in told[:2]])
-    return found
 
 
 SCENES = {"drafts": drafts}

@@ -9,7 +9,8 @@ runner.  Without a GPU it is the first runner, too, and the scenes of :mod:`vllm
 
     KVCANARY_MODE=log KVCANARY_BUDGET=none DRAFTS=eagle python tests/engines/vllm_v2_run.py DIRECTORY drafts
 
-``DRAFTS`` is the method of its speculative decoding: ``ngram``, ``eagle``, ``eagle3`` or ``draft_model``.
+``MODEL`` is one of :mod:`vllm_v2_models`, ``llama`` if not set.  ``DRAFTS`` is the method of its speculative decoding:
+``ngram``, ``eagle``, ``eagle3`` or ``draft_model``.
 """
 
 from __future__ import annotations
@@ -27,17 +28,15 @@ import tiny_vllm
 import torch
 import vllm_drafts
 import vllm_v2_drafts
+import vllm_v2_models
 import vllm_v2_scenes
 from vllm_rig import Rig, mixed_load, prompt
-
-CONFIG = tiny_configs.CONFIGS["llama"] | dict(
-    hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, head_dim=64
-)
 
 
 def start(directory: pathlib.Path, **changed: Any) -> Rig:
     """An engine whose tokens depend on what its KV cache holds."""
-    tiny_configs.CONFIGS["v2"] = CONFIG
+    model = vllm_v2_models.chosen()
+    tiny_configs.CONFIGS["v2"] = vllm_v2_models.MODELS[model]
     given: dict[str, Any] = dict(
         dtype="bfloat16",
         enforce_eager=False,
@@ -52,6 +51,7 @@ def start(directory: pathlib.Path, **changed: Any) -> Rig:
     if not on_gpu:
         given |= dict(dtype="float32", enforce_eager=True, block_size=32, compilation_config={})
         del given["kv_cache_memory_bytes"]
+    given |= vllm_v2_models.ARGUMENTS.get(model, {})
     if os.environ.get("DRAFTS"):
         directory.mkdir(parents=True, exist_ok=True)
         given["speculative_config"] = vllm_drafts.settings(os.environ["DRAFTS"], directory, target="v2")
@@ -226,7 +226,7 @@ def _ruin_idle(rig: Rig) -> None:
 
 
 SCENES = {"load": load, "flips": flips, "stopped": stopped, "containment": containment}
-SCENES |= vllm_v2_scenes.SCENES | vllm_v2_drafts.SCENES
+SCENES |= vllm_v2_scenes.SCENES | vllm_v2_drafts.SCENES | vllm_v2_models.SCENES
 
 
 def main() -> None:

@@ -1,0 +1,43 @@
+"""One flip in each half of each guarded layer of an engine, of either runner, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm_rig import Rig, prompt
+
+#: Of the token that is flipped, and when: the request decodes.
+POSITION, STEP = 5, 4
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def flips(rig: Rig, length: int = 40) -> dict[str, Any]:
+    """What was told of each; ``ok`` if it was the layer, half, request and position, and nothing else."""
+    found: dict[str, Any] = {}
+    drafts = rig.guard.drafts.groups if rig.guard.drafts is not None else []
+    for group in (*rig.guard.groups, *drafts):
+        for layer, halves in group.layers.items():
+            for half, name in zip(halves, ("latent", "rope") if group.mla else "KV", strict=True):
+                found[f"{layer} {name}"] = _flip(rig, group, half, layer, name, f"{len(found)}", length)
+    return found
+
+
+def _flip(rig: Rig, group: Any, half: torch.Tensor, layer: str, name: str, request: str, length: int) -> dict[str, Any]:
+    before = [len(session.violations()) for session in rig.guard.sessions]
+    rig.add(request, prompt(400 + int(request), 45), length=length)
+
+    def at(step: int) -> None:
+        if step == STEP:
+            page = rig.pages(request)[group.number][POSITION // group.page_size]
+            slot = page * group.page_size + POSITION % group.page_size
+            row = half[slot // half.shape[1], slot % half.shape[1]]  # the kernel's pages may be smaller
+            cell = row[(0,) * row.dim()]
+            cell.view(_WORDS[cell.element_size()]).bitwise_xor_(1 << 4)
+
+    rig.run(at)
+    told = [v for session, n in zip(rig.guard.sessions, before, strict=True) for v in session.violations()[n:]]
+    where = {(v.check, v.layer, v.half, str(v.request).rpartition("-")[0], v.position) for v in told}
+    right = where == {("content", layer, name, request, POSITION)}
+    return dict(ok=right, told=[str(v.line())[:160] for v in told[:2]])

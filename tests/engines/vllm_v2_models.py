@@ -1,0 +1,80 @@
+"""The scene ``models`` of :mod:`vllm_v2_run`: kinds of models and caches, each with an engine of its own.
+
+KVCANARY_MODE=log KVCANARY_BUDGET=none MODEL=mla python tests/engines/vllm_v2_run.py DIRECTORY models
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from typing import Any
+
+import tiny_configs
+import vllm_v2_flips
+from vllm_rig import Rig, mixed_load
+
+_SIZES: dict[str, Any] = dict(
+    hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8, head_dim=64
+)
+_HYBRID = dict(
+    model_type="lfm2",
+    architectures=["Lfm2ForCausalLM"],
+    layer_types=["conv", "full_attention", "conv", "full_attention"],
+    num_hidden_layers=4,
+    conv_L_cache=3,
+    conv_dim=512,
+    conv_dim_out=512,
+    block_dim=512,
+    block_ff_dim=1024,
+    block_multiple_of=64,
+    block_ffn_dim_multiplier=1.0,
+    block_auto_adjust_ff_dim=False,
+    norm_eps=1e-5,
+)
+
+#: Configurations, by the name that ``MODEL`` gives.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": tiny_configs.CONFIGS["llama"] | _SIZES | dict(num_hidden_layers=4),
+    "moe": tiny_configs.CONFIGS["mixtral"] | _SIZES,
+    "mla": {  # dense: the experts are another thing
+        k: v
+        for k, v in (tiny_configs.CONFIGS["deepseek_v3"] | _SIZES | dict(first_k_dense_replace=2)).items()
+        if k != "head_dim"
+    }
+    | dict(num_key_value_heads=8),
+    "window": tiny_configs.CONFIGS["gemma3"] | _SIZES,
+    "fp8": tiny_configs.CONFIGS["llama"] | _SIZES,
+    "hybrid": tiny_configs.CONFIGS["llama"] | _SIZES | _HYBRID,
+}
+
+#: What their engines get besides.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "fp8": dict(kv_cache_dtype="fp8"),
+    "hybrid": dict(block_size=None),  # vLLM's own, so that pages of both kinds have the same bytes
+}
+
+
+def chosen() -> str:
+    """The model that the environment asks for."""
+    return os.environ.get("MODEL", "llama")
+
+
+def models(rig: Rig) -> dict[str, Any]:
+    """Prefix hits, prompts in chunks and an abort; what is guarded, and a flip in each half that is."""
+    mixed_load(rig)
+    found: dict[str, Any] = dict(ok=True, model=chosen(), tokens=zlib.crc32(str(sorted(rig.tokens.items())).encode()))
+    found["sample"] = next(iter(rig.tokens.values()))[:8]
+    found["groups"] = [
+        f"{type(group.kv_cache_spec).__name__} {group.kv_cache_spec.block_size} x {len(group.layer_names)}"
+        for group in rig.runner.kv_cache_config.kv_cache_groups
+    ]
+    if rig.guard is None:
+        return found
+    told = [str(v.line()) for v in rig.session.violations()]
+    halves = {group.name: 2 * len(group.layers) for group in rig.guard.groups}
+    flips = vllm_v2_flips.flips(rig)
+    ok = not told and not rig.session.uncovered and all(row["ok"] for row in flips.values())
+    return found | dict(ok=ok, violations=told[:4], uncovered=rig.session.uncovered[:4], halves=halves, flips=flips)
+
+
+SCENES = {"models": models}
