@@ -255,3 +255,24 @@ def test_random_load_with_few_pages_is_silent(engine, model):
     assert rig.session.stats().recorded > 5000
     if model == "llama":
         assert rig.preempted > 0
+
+
+def test_what_the_scheduler_does_to_blocks_is_told_with_its_stack(monkeypatch):
+    from vllm.v1.core.block_pool import BlockPool
+
+    from kvcanary_fx.adapters.vllm import blocks, plugin
+
+    plugin.register()
+    monkeypatch.setenv("KVCANARY_STACKS", "10")
+    pool = BlockPool(num_gpu_blocks=8, enable_caching=False, hash_block_size=16)
+
+    def finish():
+        pool.free_blocks(pool.get_new_blocks(1))
+
+    for _ in range(2):
+        finish()
+    first, second = blocks.journal_of(pool).take().stacks
+    assert first is second  # a message names it once
+    assert first[0].startswith("test_vllm_life.py:")
+    assert first[0].endswith("finish")
+    assert blocks.journal_of(pool).take().stacks == []

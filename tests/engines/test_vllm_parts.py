@@ -415,6 +415,32 @@ def test_pages_that_the_prefix_cache_gives_up_in_a_step_are_released_at_once_bef
     ]
 
 
+def test_calls_for_pages_have_the_stacks_of_the_scheduler_also_those_that_wait_for_a_forward():
+    from kvcanary_fx.engine.stacks import told_now
+
+    told = []
+
+    class Pool:
+        declared = SimpleNamespace(table_page_size=16)
+
+        def __getattr__(self, name):
+            return lambda slots, page_size, owner=None: told.append((name, slots, *told_now()))
+
+    books = Books(lambda: [SimpleNamespace(pools={"group0": Pool()})])
+    books.apply([("taken", [1, 2], "A", 0)], [("first",)])
+    books.apply([("touched", [1], "B"), ("touched", [2], "C")], [("second",), ("third",)])
+    books.apply([("freed", [(1, False)], "A")], [("fourth",)])
+    books.settle([{2}])
+    books.after_forward()
+    assert told == [
+        ("allocate", [1, 2], "first"),
+        ("share", [1], "second"),
+        ("release", [1], "fourth"),
+        ("hand_over", [2], "third"),
+        ("share", [2], "third"),
+    ]
+
+
 # ---- whom a violation concerns
 
 

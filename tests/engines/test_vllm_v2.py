@@ -62,13 +62,23 @@ class Runner:
         self.pages: dict[str, list[int]] = {}
 
     def step(
-        self, tokens: dict[str, int], new=(), more=(), finished=(), events=None, wrong=None, rejected=None, stray=None
+        self,
+        tokens: dict[str, int],
+        new=(),
+        more=(),
+        finished=(),
+        events=None,
+        wrong=None,
+        rejected=None,
+        stray=None,
+        stacks=(),
     ) -> Any:
         """One step: ``new`` and ``more`` give requests pages, ``tokens`` says how many each computes.
 
         Args:
             rejected: how many of a request's tokens the target rejects; None: no drafts are verified.
             stray: a slot that is overwritten by a guess.
+            stacks: the scheduler's, of each event.
         """
         from kvcanary_fx.adapters.vllm.journal import ATTRIBUTE, Message
 
@@ -97,7 +107,7 @@ class Runner:
             num_scheduled_tokens=tokens,
             kv_cache_block_copies=None,
         )
-        setattr(scheduled, ATTRIBUTE, Message(events))
+        setattr(scheduled, ATTRIBUTE, Message(events, stacks=list(stacks)))
         with self.guard.step(scheduled):
             batch, slots = self._prepare(tokens, wrong)
             batch.num_draft_tokens = 0 if rejected is None else len(slots)
@@ -259,6 +269,17 @@ def test_a_page_that_is_given_away_too_early_is_reported(runner):
     assert "owner" in {v.check for v in found}
     told = "written in step 1 by request x, released in step 1 by request x, allocated in step 1 to request y"
     assert any(told in v.history for v in found if v.history)
+
+
+def test_a_report_names_the_line_of_the_scheduler_that_freed_a_page():
+    runner = Runner(KVCANARY_STACKS="10")
+    runner.step({"x": 3}, new={"x": [1]})
+    freed = [("freed", [(1, False)], "x"), ("taken", [1], "y", 0)]
+    stacks = [(f"vllm/v1/core/sched/scheduler.py:{line} in schedule", "core.py:5 in step") for line in (7, 9)]
+    runner.guard.read(runner.step({"x": 1, "y": 2}, new={"y": [1]}, events=freed, stacks=stacks))
+    told = "released in step 1 by request x at vllm/v1/core/sched/scheduler.py:7 in schedule, allocated in step 1 to "
+    found = runner.guard.session.known_violations()
+    assert any(f"{told}request y at vllm/v1/core/sched/scheduler.py:9" in v.history for v in found if v.history)
 
 
 def test_what_the_scheduler_reports_is_queued_while_no_other_thread_reads_violations(runner, monkeypatch):

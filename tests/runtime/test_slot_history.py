@@ -12,7 +12,7 @@ import torch
 from gpu_on_cpu import use_gpu_kernels
 from toy import Toy
 
-from kvcanary_fx.engine.stacks import CallStacks
+from kvcanary_fx.engine.stacks import CallStacks, told
 from kvcanary_fx.reports.incidents import file
 from kvcanary_fx.reports.incidents.page import page
 from kvcanary_fx.reports.incidents.story import story
@@ -71,6 +71,17 @@ def test_the_call_that_freed_a_slot_is_named_by_file_line_and_function(tmp_path)
     past = next(s.past for s in file.load(tmp_path / "one.zip").pools[0].near if s.slot == 2)
     (released,) = [event for event in past.events if event.kind == "release"]
     assert released.stack[1].endswith(" in reused_while_read")
+
+
+def test_a_call_that_was_made_in_another_process_has_its_stack_there():
+    toy = Toy(stacks=2)
+    toy.add("alice", range(1, 9))
+    toy.run({"alice": [1, 2]})
+    for line in (7, 8, 9):  # more than are kept
+        with told((f"scheduler.py:{line} in free", "core.py:5 in step")):
+            toy.pool.reject([3])
+    released = toy.pool.histories([3])[0].events[-1]
+    assert released.stack == ("scheduler.py:9 in free", "core.py:5 in step")
 
 
 def test_a_file_shows_what_the_damaged_slots_went_through(tmp_path):

@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from .journal import Journal
 from .patching import wrap, wrap_in_all
+from .settings import from_env
 
 #: Of a block pool: its journal.
 _JOURNAL = "_kvcanary_journal"
@@ -55,7 +56,7 @@ def hook() -> None:
 def _made(original: Callable[..., None], pool: Any, *args: Any, **kwargs: Any) -> None:
     original(pool, *args, **kwargs)
     if type(pool) is BlockPool:  # other classes keep blocks in host memory
-        setattr(pool, _JOURNAL, Journal())
+        setattr(pool, _JOURNAL, Journal(from_env().config.stacks))
 
 
 def _get_new_blocks(original: Callable[..., Any], pool: Any, num_blocks: int) -> Any:

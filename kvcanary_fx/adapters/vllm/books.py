@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...engine.stacks import told, told_now
 
 if TYPE_CHECKING:
     from ...engine.guarded_pool import EnginePool
@@ -17,6 +19,14 @@ if TYPE_CHECKING:
 
 #: Owner of a block that no request uses and that the prefix cache keeps.
 CACHE = "the prefix cache of vLLM"
+
+
+class _Taken(NamedTuple):
+    """A block that a request took up, and the scheduler's stack."""
+
+    block: int
+    request: str | None
+    stack: tuple[str, ...]
 
 
 class Books:
@@ -34,17 +44,24 @@ class Books:
         self._sessions = sessions
         self.group: dict[int, int] = {}
         self.idle: set[int] = set()
-        self._pending: list[tuple[int, str | None]] = []  # blocks taken up since the last forward, and by whom
-        self._shared_later: list[tuple[int, str | None]] = []
+        self._pending: list[_Taken] = []  # since the last forward
+        self._shared_later: list[_Taken] = []
 
-    def apply(self, events: Iterable[tuple[Any, ...]]) -> None:
-        """Apply a scheduler's journal, in order."""
-        for name, run in itertools.groupby(events, lambda event: event[0]):
-            calls = [arguments for _, *arguments in run]
+    def apply(self, events: Sequence[tuple[Any, ...]], stacks: Sequence[tuple[str, ...]] = ()) -> None:
+        """Apply a scheduler's journal, in order.
+
+        Args:
+            stacks: the scheduler's of each event; none: they are not kept.
+        """
+        pairs = zip(events, stacks or itertools.repeat(()), strict=False)
+        for name, run in itertools.groupby(pairs, lambda pair: pair[0][0]):
+            calls = list(run)
             if name == "taken":  # the GPU must get the releases before the new owners: once for all
-                self._evict(block for ids, *_ in calls for block in ids)
-            for arguments in calls:
-                getattr(self, name)(*arguments)
+                with told(calls[0][1]):
+                    self._evict(block for (_, ids, *_), _ in calls for block in ids)
+            for (_, *arguments), stack in calls:
+                with told(stack):
+                    getattr(self, name)(*arguments)
 
     def taken(self, ids: Sequence[int], request: str | None, group: int) -> None:
         """Blocks were handed out."""
@@ -60,7 +77,7 @@ class Books:
 
     def touched(self, ids: Sequence[int], request: str | None) -> None:
         """A request takes up blocks that it found in the prefix cache; the session gets this at the next forward."""
-        self._pending += [(block, request) for block in ids]
+        self._pending += [_Taken(block, request, told_now()) for block in ids]
 
     def settle(self, in_flight: Sequence[set[int]]) -> None:
         """A forward begins: report which blocks were taken up.
@@ -70,16 +87,17 @@ class Books:
                 after it: while it runs, nobody may write a shared slot, and all requests involved may read.
         """
         pending, self._pending = self._pending, []
-        now: list[tuple[int, str | None]] = []
-        for block, request in pending:
-            group = self.group.get(block)
-            if group is not None and block in in_flight[group]:
+        now: list[_Taken] = []
+        for taken in pending:
+            group = self.group.get(taken.block)
+            if group is not None and taken.block in in_flight[group]:
                 self._take_up(now)
                 now = []
-                self._each([block], lambda pool, pages: pool.hand_over(**pages))
-                self._shared_later.append((block, request))
+                with told(taken.stack):
+                    self._each([taken.block], lambda pool, pages: pool.hand_over(**pages))
+                self._shared_later.append(taken)
             else:
-                now.append((block, request))
+                now.append(taken)
         self._take_up(now)
 
     def after_forward(self) -> None:
@@ -87,12 +105,12 @@ class Books:
         later, self._shared_later = self._shared_later, []
         self._take_up(later)
 
-    def _take_up(self, taken: Iterable[tuple[int, str | None]]) -> None:
+    def _take_up(self, taken: Iterable[_Taken]) -> None:
         """Requests take up blocks, in order; neighbours that are alike are one call."""
         run: list[int] = []
-        kind: tuple[bool, str | None] = (False, None)
-        for block, request in taken:
-            this = block in self.idle, request
+        kind: tuple[bool, str | None, tuple[str, ...]] = (False, None, ())
+        for block, request, stack in taken:
+            this = block in self.idle, request, stack
             if run and (this != kind or block in run):
                 self._take_up_alike(run, *kind)
                 run = []
@@ -102,11 +120,12 @@ class Books:
         if run:
             self._take_up_alike(run, *kind)
 
-    def _take_up_alike(self, blocks: Sequence[int], idle: bool, request: str | None) -> None:
-        if idle:
-            self._each(blocks, lambda pool, pages: pool.hand_over(**pages, owner=request))
-        else:
-            self._each(blocks, lambda pool, pages: pool.share(**pages, owner=request))
+    def _take_up_alike(self, blocks: Sequence[int], idle: bool, request: str | None, stack: tuple[str, ...]) -> None:
+        with told(stack):
+            if idle:
+                self._each(blocks, lambda pool, pages: pool.hand_over(**pages, owner=request))
+            else:
+                self._each(blocks, lambda pool, pages: pool.share(**pages, owner=request))
 
     def freed(self, given: Sequence[tuple[int, bool]], request: str | None) -> None:
         """A request gives up blocks.
@@ -115,8 +134,8 @@ class Books:
             given: ``(id, whether the prefix cache keeps it as its only owner)``.
         """
         gone = {block for block, _ in given}
-        self._take_up([p for p in self._pending if p[0] in gone])
-        self._pending = [p for p in self._pending if p[0] not in gone]
+        self._take_up([taken for taken in self._pending if taken.block in gone])
+        self._pending = [taken for taken in self._pending if taken.block not in gone]
         kept = [i for i, keeps in given if keeps]
         self._each(kept, lambda pool, pages: pool.hand_over(**pages, owner=CACHE))
         self.idle.update(block for block in kept if block in self.group)

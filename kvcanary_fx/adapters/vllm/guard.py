@@ -174,7 +174,7 @@ class Guard:
         for request in scheduled.finished_req_ids:  # whose ids may be given again
             self.namespaces.pop(request, None)
         if told is not None:
-            self.books.apply(told.events)
+            self.books.apply(told.events, told.stacks)
             self.namespaces.update(told.namespaces)
         self.ledger.take(scheduled)
         try:

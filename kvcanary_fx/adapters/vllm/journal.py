@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ...engine.stacks import CallStacks
+
 #: The attribute of a ``SchedulerOutput`` that has the :class:`Message`; of a ``ModelRunnerOutput``, the
 #: :class:`~.verdict.Verdict` if there is one.
 ATTRIBUTE = "kvcanary"
@@ -21,21 +23,30 @@ class Message:
     Attributes:
         events: ``(name, *arguments)``, methods of :class:`~.books.Books`, in order.
         namespaces: of requests that have one, by id.
+        stacks: the scheduler's stack of each event, if stacks are kept.
     """
 
     events: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
     namespaces: dict[str, int] = dataclasses.field(default_factory=dict)
+    stacks: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
 
 
 class Journal:
     """Of one block pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, stacks: int = 0) -> None:
+        """
+        Args:
+            stacks: how many distinct stacks are kept; 0: events have none.
+        """
         self._message = Message()
+        self._stacks = CallStacks(stacks) if stacks else None
 
     def note(self, name: str, *arguments: Any) -> None:
         """Record an operation on blocks."""
         self._message.events.append((name, *arguments))
+        if self._stacks is not None:
+            self._message.stacks.append(self._stacks.here())
 
     def name(self, request: str, namespace: int) -> None:
         """Record a request's namespace."""

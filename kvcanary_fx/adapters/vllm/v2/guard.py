@@ -166,7 +166,7 @@ class GuardV2(Guard):
             yield
             return
         with self._counts.busy():  # another thread may be reading violations, and send what is queued for the device
-            self.books.apply(told.events)
+            self.books.apply(told.events, told.stacks)
             self._forget_copies(scheduled)
         for request in scheduled.finished_req_ids:  # whose ids may be given again
             self.namespaces.pop(request, None)
