@@ -106,13 +106,16 @@ def render(name: str, now: Reading, before: Reading | None = None, seconds: floa
     guarded = sum(not why for why in now.unguarded.values())
     failed = {check: number for check, number in sorted(now.violations.items()) if number}
     by_check = ", ".join(f"{one_line(check)} {number:,.0f}" for check, number in failed.items())
-    within = f"every stored byte within {now.within:.3g} s" if now.within else "unknown"
+    within = (
+        f"every stored byte within {now.within:.3g} s" if now.within else "within which time every stored byte: unknown"
+    )
+    slots = [count("slots_checked", "slots")] if now.counts.get("kvcanary_slots_checked_total") else []  # by an engine
     return "\n".join(
         [
             f"kvcanary top {one_line(name)}, {time.strftime('%H:%M:%S')}",
             f"guarded     {guarded} of {len(now.unguarded)} KV cache groups",
             *(f"  unguarded {one_line(group)}: {one_line(why)}" for group, why in now.unguarded.items() if why),
-            f"checked     {count('slots_checked', 'slots')}, {count('forwards', 'forwards')}",
+            f"checked     {', '.join([*slots, count('forwards', 'forwards')])}",
             f"compared    {count('fingerprints_checked', 'fingerprints')}; {within}",
             f"recorded    {count('fingerprints_recorded', 'fingerprints')}",
             f"violations  {sum(failed.values()):,.0f} ({by_check})" if failed else "violations  none",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-_VERBS = {
+#: What happened, and the word before who is named, by the kind of an event.
+VERBS = {
     "allocate": ("allocated", "to"),
     "release": ("released", "by"),
     "share": ("shared", "with"),
@@ -15,6 +16,16 @@ _VERBS = {
     "write": ("written", "by"),
     "fill": ("filled from elsewhere", "for"),
 }
+
+
+def party(name: str | int) -> str:
+    """Who had a slot, in words: a request, or what an engine names itself, such as ``the prefix cache of vLLM``."""
+    return str(name) if str(name).startswith("the ") else f"request {name}"
+
+
+def when(step: int | None) -> str:
+    """In which step something happened; empty if it has none."""
+    return "" if step is None else "before step 1" if step == 0 else f"in step {step}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +51,12 @@ class PastEvent:
 
     def told(self) -> str:
         """In words, without the stack but where it begins."""
-        verb, link = _VERBS.get(self.kind, (self.kind, "by"))
-        words = [verb, "before step 1" if self.step == 0 else f"in step {self.step}" if self.step is not None else ""]
+        verb, link = VERBS.get(self.kind, (self.kind, "by"))
+        words = [verb, when(self.step)]
         if self.forward:
             words.append(f"(forward {self.forward})")
         if self.request is not None:
-            words.append(f"{link} request {self.request}")
+            words.append(f"{link} {party(self.request)}")
         if self.stack:
             words.append(f"at {self.stack[0]}")
         return " ".join(word for word in words if word)

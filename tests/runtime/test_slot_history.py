@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 import zipfile
 
 import pytest
@@ -17,6 +18,7 @@ from kvcanary_fx.reports.incidents import file
 from kvcanary_fx.reports.incidents.page import page
 from kvcanary_fx.reports.incidents.story import story
 from kvcanary_fx.reports.incidents.terminal import Terminal
+from kvcanary_fx.reports.incidents.time_line import time_line
 
 
 def free_too_early(toy: Toy) -> None:
@@ -107,9 +109,49 @@ def test_the_steps_between_which_bytes_changed_are_told(tmp_path):
     first, fourth = story(file.load(next(tmp_path.iterdir())))
     assert first.endswith("Its bytes were right when they were compared in step 3: they changed after that.")
     assert fourth.endswith(
-        "written in step 3 by request alice, compared for a read in step 4. Its bytes were not "
-        "compared between that write and this step."
+        "written in step 3 by request alice, compared for a read in step 4. Its bytes had not "
+        "been compared since they were written."
     )
+
+
+def test_plain_words_say_who_lost_the_slot_and_a_time_line_shows_it(tmp_path):
+    toy = reused_while_read(incidents=tmp_path, stacks=10)
+    toy.found()
+    incident = file.load(next(tmp_path.glob("*owner*")))
+    line = free_too_early.__code__.co_firstlineno + 1
+    told = story(incident)[0]
+    assert "Request alice had it until it was released in step 2 by request alice, at " in told
+    assert (
+        f"test_slot_history.py:{line} in free_too_early. Request bob got it in step 2, and wrote it in step 3. " in told
+    )
+    assert "So request alice reads what is request bob's. The same in slot 3." in told
+    line = time_line(incident, 0)
+    assert line.head == ("", "before step 1", "step 1", "step 2", "step 3", "step 4")
+    which, cells = line.rows[0]
+    assert which == "slots 2,3"
+    assert [[f"{mark.text} {mark.request}" for mark in cell] for cell in cells] == [
+        ["allocated alice"],
+        ["written alice"],
+        ["released alice", "allocated bob"],
+        ["written bob"],
+        ["compared None", "foreign read alice"],
+    ]
+    shown = page(incident)
+    assert re.search(r'background:#d93025; color: #fff">foreign read alice</span>', shown)
+    assert TOLD not in shown.partition("<h2>")[0]  # the time line has it
+
+
+def test_slots_to_which_the_same_happened_are_told_of_once(tmp_path):
+    toy = Toy(incidents=tmp_path)
+    toy.add("alice", range(1, 9))
+    toy.run({"alice": [1, 2, 3]})
+    for layer in toy.kv:
+        for tensor in layer:
+            tensor[[1, 2, 3]] *= -3
+    toy.run({"alice": [4]})
+    (told,) = story(file.load(next(tmp_path.iterdir())))
+    assert "The slot is reported in 4 of 4 tensors." in told
+    assert "The same in slots 2 to 3." in told
 
 
 def test_no_comparison_is_told_of_where_bytes_are_not_checked():

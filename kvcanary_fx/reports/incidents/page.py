@@ -14,6 +14,7 @@ from ..violation import ALL_LAYERS, one_line
 from . import causes, pool_map, tables
 from .incident import HalfScene, Incident, PoolScene, Record
 from .story import bit_name, story
+from .time_line import Mark, TimeLine, time_line
 
 #: Slots side by side in the map, pixels of one, owners that are named, rows whose bytes are shown, and bytes of each.
 ACROSS, CELL, OWNERS, ROWS, BYTES = 64, 13, 12, 5, 1_024
@@ -36,6 +37,7 @@ table { border-collapse: collapse; font-size: 13px } td, th { padding: .1rem .7r
 pre, .hex { font: 12px/1.5 ui-monospace, monospace; overflow-x: auto; white-space: pre }
 pre { white-space: pre-wrap; overflow-wrap: anywhere } h3 { font-size: .95rem }
 .was { background: #ceead6 } .now { background: #fad2cf } .key { padding: 0 .4rem; border: 1px solid #ccc }
+.time td, .time th { vertical-align: top; border-left: 1px solid #ddd; padding: .2rem .5rem; line-height: 1.8 }
 .wide { overflow-x: auto } svg text { font: 11px system-ui, sans-serif }
 """
 
@@ -55,7 +57,7 @@ def page(incident: Incident) -> str:
 def _body(incident: Incident) -> Iterator[str]:
     cause = causes.told(incident)
     first = f"<p><b>{_text(cause)}</b></p>" if cause else ""
-    yield f'<div class="story">{first}{"".join(f"<p>{_text(p)}</p>" for p in story(incident))}</div>'
+    yield f'<div class="story">{first}{"".join(f"<p>{_text(p)}</p>" for p in story(incident, events=False))}</div>'
     if incident.hidden:
         yield f"<p>Left out or hashed: {_text(', '.join(incident.hidden))}.</p>"
     for number, pool in enumerate(incident.pools):
@@ -85,11 +87,33 @@ def _pool(incident: Incident, number: int) -> Iterator[str]:
     yield f"<p>{pool.slots} slots, {len(pool.halves)} tensors. {_key()}</p>"
     for window in pool_map.windows(incident, number, min(ACROSS, pool.slots)):
         yield f'<div class="wide">{_map(pool, window)}</div>{_owners(pool, window)}'
+    line = time_line(incident, number)
+    if line is not None:
+        yield _time_line(pool, line)
     yield _table(tables.SLOT_HEAD, tables.slot_rows(pool))
     for title, lines in tables.histories(incident, number):
         yield f"<p>{_text(title)}</p><pre>{_lines(lines)}</pre>"
     if pool.batch:
         yield f"<p>The batch:</p>{_table(tables.BATCH_HEAD, tables.batch_rows(pool))}"
+
+
+def _time_line(pool: PoolScene, line: TimeLine) -> str:
+    """Steps from left to right; what happened in the colour of who is named, what was reported in that of damage."""
+    rows = (
+        f"<tr><td>{_text(which)}</td>{''.join(f'<td>{_marks(pool, cell)}</td>' for cell in cells)}</tr>"
+        for which, cells in line.rows
+    )
+    head = "".join(f"<th>{_text(step)}</th>" for step in line.head)
+    return f'<div class="wide"><table class="time"><tr>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def _marks(pool: PoolScene, cell: Iterable[Mark]) -> str:
+    shown = []
+    for mark in cell:
+        who = "" if mark.request is None else f" {one_line(mark.request)}"
+        fill = f"{_DAMAGED}; color: #fff" if mark.damage else _colour(pool, mark.request)
+        shown.append(f'<span class="key" style="background:{fill}">{_text(mark.text + who)}</span>')
+    return "<br>".join(shown)
 
 
 def _map(pool: PoolScene, window: pool_map.Window) -> str:

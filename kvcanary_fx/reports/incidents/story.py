@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ...kernels.checks import Shown, how_shown
-from ..past import SlotHistory
+from ..past import SlotHistory, party
 from ..violation import ALL_LAYERS, Violation, one_line
 from .incident import HalfScene, Incident, PoolScene, Record, SlotScene
+from .plain_words import plain_words
 
 #: Slots and checks that are told of.
 TOLD = 5
@@ -35,30 +36,58 @@ _DEEDS = {
 }
 
 
-def story(incident: Incident) -> list[str]:
-    """A paragraph for each slot and check, the most telling first."""
+#: Reasons whose sentence names who reads the slot.
+_READ_BY = tuple(why for why, told in _DEEDS.items() if told.startswith("{who} was about to read"))
+
+
+def story(incident: Incident, events: bool = True) -> list[str]:
+    """A paragraph for each slot and check, the most telling first.
+
+    Args:
+        events: tell all that the slots went through, too.
+    """
     if not incident.records:
         return ["No check had failed when this snapshot was taken."]
     alike: dict[tuple[object, ...], list[Record]] = {}
-    for record in incident.records:
+    for slot in _by_slot(incident):
+        record = _explained(slot)
         v = record.violation
-        past = _past(incident, record)
-        slot = record.slot if record.evidence is not None else (v.step, v.forward, v.request, *v.owners, past)
-        alike.setdefault((v.check, v.why, v.phase, record.pool, slot), []).append(record)
+        tensors = frozenset((r.violation.layer, r.violation.half) for r in slot)
+        shown = tuple(byte_sentences(incident, record))
+        key = (v.check, v.why, v.phase, v.step, v.forward, v.request, *v.owners, record.pool, tensors, shown)
+        alike.setdefault((*key, _past(incident, record)), []).extend(slot)
     told: list[str] = []
-    pasts: set[str] = set()  # of neighbours it is often the same
+    known: set[str] = set()  # of neighbours it is often the same
     for records in list(alike.values())[:TOLD]:
-        past = _past(incident, records[0])
-        told.append(" ".join([*_sentences(incident, records), *([past] if past and past not in pasts else [])]))
-        pasts.add(past)
+        record = _explained(records)
+        past = _history(incident, record)
+        words = plain_words(past, record.violation) if past is not None else ""
+        last = _past(incident, record) if events else _since(past, record.violation) if past is not None else ""
+        first, *others = _sentences(incident, records)
+        told.append(" ".join(s.strip() for s in (first, words, *others, last) if s.strip() and s not in known))
+        known |= {words, last}
     if len(alike) > TOLD:
         told.append(f"So it goes on, in {len(alike) - TOLD} further slots or checks.")
     return told
 
 
+def _by_slot(incident: Incident) -> Iterable[list[Record]]:
+    """The records of each slot and check, in the order of the first."""
+    found: dict[tuple[object, ...], list[Record]] = {}
+    for record in incident.records:
+        v = record.violation
+        found.setdefault((v.check, v.why, v.phase, v.step, record.pool, record.slot), []).append(record)
+    return found.values()
+
+
+def _explained(records: Sequence[Record]) -> Record:
+    """The first whose bytes were looked into, if any was."""
+    return next((r for r in records if r.evidence is not None), records[0])
+
+
 def _sentences(incident: Incident, records: Sequence[Record]) -> Iterable[str]:
-    """What happened to the slot of the first record, and to which others the same."""
-    record = records[0]
+    """What happened to a slot, and to which others the same."""
+    record = _explained(records)
     violation, pool = record.violation, _pool(incident, record)
     yield f"{violation.when().capitalize()}: {deed(violation)}."
     yield from byte_sentences(incident, record)
@@ -73,18 +102,22 @@ def _sentences(incident: Incident, records: Sequence[Record]) -> Iterable[str]:
     if pool is not None and place is not None:
         yield from _about(pool.near[place], violation)
     readers = [] if pool is None else readers_of(pool, record.slot)
-    if readers:
+    if len(readers) > (violation.why in _READ_BY and violation.request is not None):
         yield f"In the batch it is read by {', '.join(readers)}."
     more = sorted({r.slot for r in records} - {record.slot})
     if more:
         yield f"The same in {_slots(more)}."
 
 
-def _past(incident: Incident, record: Record) -> str:
-    """What the slot went through; empty if it is not known."""
+def _history(incident: Incident, record: Record) -> SlotHistory | None:
     pool = _pool(incident, record)
     place = None if pool is None else pool.place(record.slot)
-    past = pool.near[place].past if pool is not None and place is not None else None
+    return pool.near[place].past if pool is not None and place is not None else None
+
+
+def _past(incident: Incident, record: Record) -> str:
+    """What the slot went through; empty if it is not known."""
+    past = _history(incident, record)
     told = past.told() if past is not None else ""
     if past is None or not told:
         return ""
@@ -98,7 +131,7 @@ def _since(past: SlotHistory, violation: Violation) -> str:
     written = past.written.step if past.written is not None and past.written.step is not None else -1
     if past.read_before is not None and past.read_before >= written:
         return f" Its bytes were right when they were compared in step {past.read_before}: they changed after that."
-    return " Its bytes were not compared between that write and this step." if written >= 0 else ""
+    return " Its bytes had not been compared since they were written." if written >= 0 else ""
 
 
 def _slots(numbers: Sequence[int]) -> str:
@@ -116,7 +149,7 @@ def _about(slot: SlotScene, violation: Violation) -> Iterable[str]:
     if violation.why == "READ_AFTER_FREE" and slot.fits is not None:
         yield "It still holds the request's own token." if slot.fits else "What it holds is not the request's."
     if slot.owner not in (None, violation.request, *violation.owners):
-        yield f"The slot is request {one_line(slot.owner)}'s."
+        yield f"The slot is {party(one_line(slot.owner))}'s."
     if slot.state == "reserved":
         yield "The slot is reserved for padding."
 
@@ -126,7 +159,7 @@ def deed(violation: Violation) -> str:
     slot = f"slot {violation.slot} of {one_line(violation.pool)}"
     if violation.layer != ALL_LAYERS:
         slot = f"{violation.half} of {one_line(violation.layer)} in {slot}"
-    who = f"request {one_line(violation.request)}" if violation.request is not None else "a request"
+    who = party(one_line(violation.request)) if violation.request is not None else "a request"
     position = [] if violation.position is None else [f"position {violation.position}"]
     if violation.why in _DEEDS:
         slot += f" ({position[0]})" if position else ""
@@ -145,7 +178,7 @@ def _compared(violation: Violation) -> dict[str, str]:
     """What the check compared, requests by their ids."""
     if how_shown(violation.check, violation.why) is not Shown.OWNER:
         return {"stored": str(violation.stored), "found": str(violation.found)}
-    named = (f"request {one_line(owner)}" if owner is not None else "somebody unknown" for owner in violation.owners)
+    named = (party(one_line(owner)) if owner is not None else "somebody unknown" for owner in violation.owners)
     return dict(zip(("stored", "found"), named, strict=True))
 
 
@@ -200,6 +233,6 @@ def _row_name(incident: Incident, number: int, slot: int) -> str:
     pool = next((p for p in incident.pools if half in p.halves), None)
     known = None if pool is None else next((s for s in pool.near if s.slot == slot), None)
     name = f"{half.name if half is not None else '?'} in slot {slot}"
-    whose = [] if known is None or known.owner is None else [f"request {one_line(known.owner)}"]
+    whose = [] if known is None or known.owner is None else [party(one_line(known.owner))]
     whose += [] if known is None or known.position is None else [f"position {known.position}"]
     return f"{name} ({', '.join(whose)})" if whose else name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..past import SlotHistory
 from ..violation import one_line
 from .incident import Incident, PoolScene
 
@@ -31,20 +32,22 @@ def batch_rows(pool: PoolScene) -> Iterator[list[str]]:
 
 
 def histories(incident: Incident, number: int) -> Iterator[tuple[str, list[str]]]:
-    """What the damaged slots of a pool went through, as far as it is known: a title, and lines.
+    """What the damaged slots of a pool went through, as far as it is known: a title, and lines."""
+    for which, past, _ in alike_histories(incident, number):
+        yield f"What {which} went through:", past.lines() or ["nothing that is known"]
 
-    Neighbours often went through the same; they share a title.
-    """
+
+def alike_histories(incident: Incident, number: int) -> Iterator[tuple[str, SlotHistory, list[int]]]:
+    """Damaged slots of a pool that went through the same, as neighbours often did: in words, what it was, and which."""
     pool = incident.pools[number]
-    alike: dict[tuple[str, ...], list[int]] = {}
+    alike: dict[tuple[str, ...], tuple[SlotHistory, list[int]]] = {}
     for slot in dict.fromkeys(r.slot for r in incident.records if r.pool == number):
         place = pool.place(slot)
         past = pool.near[place].past if place is not None else None
         if past is not None:
-            alike.setdefault(tuple(past.lines()), []).append(slot)
-    for lines, slots in list(alike.items())[:HISTORIES]:
-        which = f"slot {slots[0]}" if len(slots) == 1 else f"slots {_numbers(tuple(slots))}"
-        yield f"What {which} went through:", list(lines) or ["nothing that is known"]
+            alike.setdefault(tuple(past.lines()), (past, []))[1].append(slot)
+    for past, slots in list(alike.values())[:HISTORIES]:
+        yield f"slot {slots[0]}" if len(slots) == 1 else f"slots {_numbers(tuple(slots))}", past, slots
 
 
 def _numbers(values: tuple[int, ...]) -> str:
