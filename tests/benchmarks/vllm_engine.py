@@ -26,25 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-
-_LLAMA = dict(
-    architectures=["LlamaForCausalLM"],
-    model_type="llama",
-    vocab_size=128256,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-    rope_theta=500000.0,
-    hidden_act="silu",
-    torch_dtype="bfloat16",
-    bos_token_id=1,
-    eos_token_id=2,
-)
-SHAPES: dict[str, dict[str, Any]] = {
-    "1b": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64, tie_word_embeddings=True),
-    "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, head_dim=128),
-}
+from vllm_shapes import SHAPES, vocabulary, write_config
 
 
 class Engine:
@@ -169,11 +151,8 @@ def worker(args: argparse.Namespace) -> None:
         answers.flush()
 
     (shape,) = args.shape
-    directory = Path(tempfile.gettempdir()) / f"kvcanary-vllm-{shape}"
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(_LLAMA | SHAPES[shape]))
     llm = LLM(
-        model=str(directory),
+        model=write_config(shape),
         skip_tokenizer_init=True,
         load_format="dummy",
         max_model_len=max(8192, args.input + args.output),
@@ -186,10 +165,12 @@ def worker(args: argparse.Namespace) -> None:
     answer(dict(graphs=graphs, asynchronous=config.scheduler_config.async_scheduling, v2=config.use_v2_model_runner))
     sampling = SamplingParams(temperature=0, max_tokens=args.output, ignore_eos=True, detokenize=False)
 
+    most = vocabulary(shape)
+
     def run(requests: int, seed: int) -> float:
         numbers = random.Random(seed)
         prompts = [
-            {"prompt_token_ids": [numbers.randrange(3, 100_000) for _ in range(args.input)]} for _ in range(requests)
+            {"prompt_token_ids": [numbers.randrange(3, most) for _ in range(args.input)]} for _ in range(requests)
         ]
         began = time.perf_counter()
         llm.generate(prompts, sampling, use_tqdm=False)

@@ -1,0 +1,286 @@
+"""vLLM's server under a constant load, guarded and not: time to the first token, and for each other one.
+
+    python tests/benchmarks/vllm_serve.py --shape 1b --gpus 0 1 --rounds 5 --requests 400 --rate 25 [--json FILE]
+
+Both servers are alive at once, with as many blocks: with ``--gpus`` each on a GPU of its own, otherwise both on one,
+with ``--share`` of its memory each, and started one after the other.  They take turns in each round, with the same
+prompts; with ``--at-once`` both are loaded at the same time, each by a client in a process of its own.  Nothing else is
+set: the runner, CUDA graphs and scheduling are vLLM's choice, and the two logs must agree about them.  ``dummy``
+weights, no tokenizer, prompts of random token ids; each request gets all the tokens it asks for.
+
+On a CPU: ``--shape tiny --gpus 0 0 --rate 2 --blocks 128 -- --kv-cache-memory-bytes 268435456 --block-size 32``.
+
+Percentiles are over the requests of all rounds; the spread is that of the rounds' ratios, guarded to plain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import report
+import serve_load
+from serve_load import Load, Sample
+from vllm_shapes import SHAPES, vocabulary, write_config
+
+
+class Server:
+    """One server in processes of its own.
+
+    Attributes:
+        name: ``plain`` or ``guarded``.
+        start: seconds until ``/health`` said 200.
+    """
+
+    def __init__(self, args: argparse.Namespace, mode: str | None, gpu: str | None):
+        self.name = "plain" if mode is None else "guarded"
+        environment = {k: v for k, v in os.environ.items() if mode is not None or not k.startswith("KVCANARY_")}
+        if mode is not None:
+            environment["KVCANARY_MODE"] = mode
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = Path(args.logs) / f"serve-{args.shape}-{self.name}.log"
+        # what `vllm serve` runs
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", write_config(args.shape)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", args.shape]
+        command += ["--load-format", "dummy", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
+        command += ["--max-model-len", str(min(8192, max(1024, args.input + args.output)))]
+        command += ["--num-gpu-blocks-override", str(args.blocks)]
+        command += ["--gpu-memory-utilization", str(args.share)] * (not args.arguments)
+        self._began = time.monotonic()
+        with self._log.open("w") as out:
+            self._process = subprocess.Popen([*command, *args.arguments], stdout=out, stderr=out, env=environment)
+
+    def up(self) -> bool:
+        """Whether it answers."""
+        if self._process.poll() is not None:
+            sys.exit(f"the {self.name} server ended with {self._process.returncode}, {self._log}:\n{self.tail()}")
+        try:
+            self.get("/health")
+        except OSError:
+            return False
+        self.start = time.monotonic() - self._began
+        return True
+
+    def get(self, path: str) -> str:
+        """The answer to a GET."""
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=30) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def tail(self) -> str:
+        """The end of its log."""
+        return self._log.read_text(errors="replace")[-4000:]
+
+    def facts(self) -> dict[str, Any]:
+        """What vLLM chose, from the log."""
+        log = self._log.read_text(errors="replace")
+        graphs = re.search(r"'cudagraph_mode': <CUDAGraphMode\.(\w+)", log)
+        return dict(
+            graphs=graphs and graphs[1],
+            v2="Using V2 Model Runner" in log,
+            # it is said where it is off
+            asynchronous=not re.search(r"sync(hronous)? scheduling (is |will be )?(disabled|not)", log),
+        )
+
+    def canary(self) -> dict[str, float]:
+        """The canary's metrics."""
+        lines = [line for line in self.get("/metrics").splitlines() if line.startswith("kvcanary_")]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+    def close(self) -> None:
+        """End it."""
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+@contextlib.contextmanager
+def servers(args: argparse.Namespace) -> Iterator[tuple[Server, Server]]:
+    """The unguarded server and the guarded one, ready."""
+    with contextlib.ExitStack() as closing:
+        started: list[Server] = []
+        for number, mode in enumerate((None, args.mode)):
+            started.append(Server(args, mode, args.gpus and args.gpus[number]))
+            closing.callback(started[-1].close)
+            if not args.gpus:  # vLLM looks at the free memory while it starts
+                _wait(started, args.patience)
+        _wait(started, args.patience)
+        plain, guarded = started
+        yield plain, guarded
+
+
+def _wait(started: Sequence[Server], patience: float) -> None:
+    began = told = time.monotonic()
+    missing = [server for server in started if not hasattr(server, "start")]
+    while missing:
+        time.sleep(0.25)
+        missing = [server for server in missing if not server.up()]
+        now = time.monotonic()
+        if missing and now - began > patience:
+            sys.exit(f"the {missing[0].name} server is not up after {patience:.0f} s:\n{missing[0].tail()}")
+        if now - told > 8:
+            told = now
+            print(f"  starting for {now - began:.0f} s: {', '.join(s.name for s in missing)}", flush=True)
+
+
+Rounds = list[list[Sample]]
+
+
+def measure(args: argparse.Namespace, plain: Server, guarded: Server) -> tuple[Rounds, Rounds]:
+    """The samples of each round, of both."""
+    samples: tuple[Rounds, Rounds] = ([], [])
+    with concurrent.futures.ProcessPoolExecutor(2) as clients:
+        for number in range(args.rounds + 1):
+            order = (plain, guarded) if number % 2 else (guarded, plain)
+            requests = args.requests if number else min(args.requests, 100)  # round 0: what is made at first use
+            loads = {server: _load(args, server, number, requests) for server in order}
+            try:
+                if args.at_once:
+                    running = {server: clients.submit(serve_load.run, load) for server, load in loads.items()}
+                    found = {server: future.result() for server, future in running.items()}
+                else:
+                    found = {server: clients.submit(serve_load.run, load).result() for server, load in loads.items()}
+            except serve_load.FailedRequest as e:
+                tails = (f"{server.name}:\n{server.tail()}" for server in (plain, guarded))
+                sys.exit("\n".join((str(e), *tails)))
+            if number:
+                samples[0].append(found[plain])
+                samples[1].append(found[guarded])
+    return samples
+
+
+def _load(args: argparse.Namespace, server: Server, number: int, requests: int) -> Load:
+    name = f"round {number} of {args.rounds}, {server.name}"
+    return Load(
+        url=server.url,
+        model=args.shape,
+        requests=requests,
+        rate=args.rate,
+        input=args.input,
+        output=args.output,
+        vocabulary=vocabulary(args.shape),
+        seed=number,
+        name=name,
+    )
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that ``share`` of all do not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def quantities(samples: Sequence[Sample], output: int) -> dict[str, float]:
+    """What is compared, of some requests that were sent in one round."""
+    firsts, each = [s.first for s in samples], [s.each for s in samples]
+    return {
+        "tokens/s": len(samples) * output / max(s.end for s in samples),
+        "TTFT p50, ms": 1e3 * percentile(firsts, 0.5),
+        "TTFT p99, ms": 1e3 * percentile(firsts, 0.99),
+        "time per token p50, ms": 1e3 * percentile(each, 0.5),
+        "time per token p99, ms": 1e3 * percentile(each, 0.99),
+    }
+
+
+HEADER = ["", "plain", "guarded", "guarded of plain", "in the rounds"]
+
+
+def compare(plain: Rounds, guarded: Rounds, output: int) -> list[list[str]]:
+    """The rows of the table."""
+    rounds = [[quantities(samples, output) for samples in side] for side in (plain, guarded)]
+    whole = [quantities([s for samples in side for s in samples], output) for side in (plain, guarded)]
+    rows = []
+    for name in rounds[0][0]:
+        ratios = [g[name] / p[name] for p, g in zip(*rounds, strict=True)]
+        if name == "tokens/s":  # the rounds begin anew
+            values = [statistics.median(found[name] for found in side) for side in rounds]
+        else:
+            values = [found[name] for found in whole]
+        shown = [f"{value:,.0f}" if value >= 1000 else f"{value:.2f}" for value in values]
+        spread = f"{100 * min(ratios):.1f} to {100 * max(ratios):.1f}"
+        rows.append([name, *shown, f"{100 * values[1] / values[0]:.1f} %", spread])
+    return rows
+
+
+def unlike(plain: Server, guarded: Server, canary: dict[str, float]) -> list[str]:
+    """Why the comparison is not one of equals, or the guard found something."""
+    wrong = [] if plain.facts() == guarded.facts() else [f"{plain.facts()} is not {guarded.facts()}"]
+    of_groups = {name: value for name, value in canary.items() if name.startswith("kvcanary_guarded{")}
+    if not of_groups or 0 in of_groups.values():
+        wrong.append(f"not all is guarded: {of_groups}")
+    found = {name: n for name, n in canary.items() if name.startswith("kvcanary_violations_total") and n}
+    return wrong + ([f"violations: {found}"] if found else [])
+
+
+def main() -> None:
+    """Start both, load them, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="1b", choices=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=400, help="of a round, for each server")
+    parser.add_argument("--rate", type=float, default=25, help="requests a second; inf: all at once")
+    parser.add_argument("--input", type=int, default=512)
+    parser.add_argument("--output", type=int, default=128)
+    parser.add_argument("--blocks", type=int, default=12000, help="KV cache blocks of each server")
+    parser.add_argument("--share", type=float, default=0.45, help="of the GPU's memory, for each server")
+    parser.add_argument(
+        "--gpus", nargs=2, help="a GPU for each server, which then start at once; default: one for both"
+    )
+    parser.add_argument("--at-once", action="store_true", help="load both at the same time; wants --gpus")
+    parser.add_argument("--mode", default="log", choices=["log", "raise"])
+    parser.add_argument("--logs", default=tempfile.gettempdir(), help="directory of the servers' logs")
+    parser.add_argument("--patience", type=float, default=240, help="seconds that a start may take")
+    parser.add_argument("--json", type=Path, help="write facts, table and samples to this file")
+    parser.add_argument("arguments", nargs="*", help="of vLLM, after --, in place of --gpu-memory-utilization")
+    args = parser.parse_args()
+    if args.at_once and not args.gpus:
+        parser.error("--at-once wants --gpus: on one GPU each server would be measured with the other's load")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # or the servers would go on
+    with servers(args) as (plain, guarded):
+        print(
+            f"start {plain.start:.1f} s, guarded {guarded.start:.1f} s; {plain.facts()} {guarded.facts()}", flush=True
+        )
+        samples = measure(args, plain, guarded)
+        time.sleep(2.5)  # metrics are at most two seconds old
+        canary = guarded.canary()
+        wrong = unlike(plain, guarded, canary)
+        facts = {server.name: dict(server.facts(), start=server.start) for server in (plain, guarded)}
+    rows = compare(*samples, args.output)
+    print(
+        f"{args.shape}, {args.rounds} rounds of {args.requests} requests, {args.rate:g} a second, {args.input} tokens"
+    )
+    print(report.table(HEADER, rows))
+    print({name: canary[f"kvcanary_{name}"] for name in ("forwards_total", "compared_within_seconds")})
+    if args.json:
+        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+        told = [[[dataclasses.astuple(s) for s in samples_] for samples_ in side] for side in samples]
+        args.json.write_text(json.dumps(dict(settings=settings, facts=facts, canary=canary, rows=rows, samples=told)))
+    if wrong:
+        sys.exit("; ".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
