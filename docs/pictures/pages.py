@@ -21,7 +21,7 @@ ROOT = HERE.parents[1]
 #: By their numbers in tests/bugs.
 SHOWN = ("C3", "C7", "E7", "J2", "H6")
 
-WIDTH, HEIGHT = 1000, 640
+WIDTH, HEIGHT = 1000, 720
 
 
 def told(number: str) -> tuple[str, str]:

@@ -84,12 +84,12 @@ def _body(incident: Incident) -> Iterator[str]:
 
 def _pool(incident: Incident, number: int) -> Iterator[str]:
     pool = incident.pools[number]
-    yield f"<p>{pool.slots} slots, {len(pool.halves)} tensors. {_key()}</p>"
-    for window in pool_map.windows(incident, number, min(ACROSS, pool.slots)):
-        yield f'<div class="wide">{_map(pool, window)}</div>{_owners(pool, window)}'
     line = time_line(incident, number)
     if line is not None:
         yield _time_line(pool, line)
+    yield f"<p>{pool.slots} slots, {len(pool.halves)} tensors. {_key()}</p>"
+    for window in pool_map.windows(incident, number, min(ACROSS, pool.slots)):
+        yield f'<div class="wide">{_map(pool, window)}</div>{_owners(pool, window)}'
     yield _table(tables.SLOT_HEAD, tables.slot_rows(pool))
     for title, lines in tables.histories(incident, number):
         yield f"<p>{_text(title)}</p><pre>{_lines(lines)}</pre>"
