@@ -72,6 +72,7 @@ class Runner:
         rejected=None,
         stray=None,
         stacks=(),
+        zeroed=(),
     ) -> Any:
         """One step: ``new`` and ``more`` give requests pages, ``tokens`` says how many each computes.
 
@@ -79,6 +80,7 @@ class Runner:
             rejected: how many of a request's tokens the target rejects; None: no drafts are verified.
             stray: a slot that is overwritten by a guess.
             stacks: the scheduler's, of each event.
+            zeroed: pages that the runner clears before its batch is prepared.
         """
         from kvcanary_fx.adapters.vllm.journal import ATTRIBUTE, Message
 
@@ -106,9 +108,12 @@ class Runner:
             ),
             num_scheduled_tokens=tokens,
             kv_cache_block_copies=None,
+            new_block_ids_to_zero=list(zeroed),
         )
         setattr(scheduled, ATTRIBUTE, Message(events, stacks=list(stacks)))
         with self.guard.step(scheduled):
+            for half in (half for halves in self.layers.values() for half in halves):
+                half[list(zeroed)] = 0
             batch, slots = self._prepare(tokens, wrong)
             batch.num_draft_tokens = 0 if rejected is None else len(slots)
             self.kv_connector.pre_forward(scheduled, batch, self._metadata(batch) if wrong is not None else None)
@@ -209,6 +214,19 @@ def test_steps_of_a_runner_that_reorders_its_batch_are_silent(runner):
     assert (stats.violations, stats.engine_steps, runner.guard.session.uncovered) == (0, 6, [])
     assert stats.recorded == 4 * (8 + 2 + 2 + 1 + 3 + 2)
     assert runner.connector.calls == ["pre_forward", "finish_forward"] * 6
+
+
+def test_what_was_released_is_compared_before_the_runner_clears_it(runner, monkeypatch):
+    """Of a hybrid, the runner clears the blocks that were just handed out, on the GPU before our step begins there."""
+    runner.step({"x": 3, "y": 5}, new={"x": [1], "y": [2, 3]})
+    session, seen = runner.guard.session, []
+    flush = session.flush
+    monkeypatch.setattr(session, "flush", lambda: (seen.append(bool(runner.layers["a"][0][1].any())), flush()))
+    runner.step({"y": 1}, finished=["x"])
+    assert seen == []  # nothing is sent early where nothing is cleared
+    runner.step({"z": 2, "y": 1}, new={"z": [1]}, zeroed=[1])
+    assert seen == [True]
+    assert runner.guard.read(runner.step({"z": 1, "y": 1})) is None
 
 
 def test_a_flip_is_reported_when_its_steps_tokens_are_read(runner):

@@ -176,11 +176,22 @@ class Guard:
         if told is not None:
             self.books.apply(told.events, told.stacks)
             self.namespaces.update(told.namespaces)
+            self.compare_what_is_refilled(scheduled)
         self.ledger.take(scheduled)
         try:
             yield
         finally:
             self.scheduled = None
+
+    def compare_what_is_refilled(self, scheduled: Any) -> None:
+        """Let the device compare what was released before the runner fills it outside of a forward.
+
+        Of hybrids, the runner zeroes the blocks that were just handed out, and of a prefix that ends inside a block it
+        copies the block: before its batch is prepared.
+        """
+        if getattr(scheduled, "new_block_ids_to_zero", None) or getattr(scheduled, "kv_cache_block_copies", None):
+            for session in self.sessions:
+                session.flush()
 
     @contextlib.contextmanager
     def forward(self, runner: Any, input_ids: torch.Tensor | None, positions: torch.Tensor | None) -> Iterator[None]:

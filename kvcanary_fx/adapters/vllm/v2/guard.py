@@ -168,6 +168,7 @@ class GuardV2(Guard):
         with self._counts.busy():  # another thread may be reading violations, and send what is queued for the device
             self.books.apply(told.events, told.stacks)
             self._forget_copies(scheduled)
+            self.compare_what_is_refilled(scheduled)
         for request in scheduled.finished_req_ids:  # whose ids may be given again
             self.namespaces.pop(request, None)
         self.namespaces.update(told.namespaces)
