@@ -301,9 +301,42 @@ def test_layout_that_is_no_strided_view_is_refused(write):
     assert layouts.find(cache, SIZE, ((HEADS, DIM), (HEADS, DIM)), write) is None
 
 
-def test_quantised_cache_is_refused():
+def by_rows(key, value, cache, slots):
+    """Pages ``[2, size, heads, dim]``."""
+    pages = cache.view(cache.shape[0], 2, SIZE, HEADS, DIM)
+    for half, given in enumerate((key, value)):
+        pages[slots // SIZE, half, slots % SIZE] = given
+
+
+def quantised(write, scale):
+    def stored(key, value, cache, slots):
+        key, value = ((t.float() / scale).to(torch.float8_e4m3fn).view(torch.uint8) for t in (key, value))
+        write(key, value, cache, slots)
+
+    return stored
+
+
+@pytest.mark.parametrize("scale", [0.02, 1.0, 40.0])
+@pytest.mark.parametrize("write", [transposed, by_rows])
+def test_layout_of_a_quantised_cache_is_found(write, scale):
     cache = torch.zeros(5, HEADS, SIZE, 2 * DIM, dtype=torch.uint8)
-    assert layouts.find(cache, SIZE, ((HEADS, DIM), (HEADS, DIM)), transposed) is None
+    stored = quantised(write, scale)
+    found = layouts.find(cache, SIZE, ((HEADS, DIM), (HEADS, DIM)), stored)
+    slots = torch.randperm(5 * SIZE)[:7]
+    key, value = torch.randn(7, HEADS, DIM), torch.randn(7, HEADS, DIM)
+    stored(key, value, cache, slots)
+    for half, rows in zip(found, (key, value), strict=True):
+        expected = (rows / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        assert torch.equal(half.view(cache, SIZE)[slots // SIZE, slots % SIZE], expected)
+
+
+def test_quantised_cache_with_scales_between_its_rows_is_refused():
+    def with_scales(key, value, cache, slots):
+        transposed(*((t != 0).to(torch.uint8) for t in (key, value)), cache, slots)
+        cache.view(-1)[-1] = 1
+
+    cache = torch.zeros(5, HEADS, SIZE, 2 * DIM, dtype=torch.uint8)
+    assert layouts.find(cache, SIZE, ((HEADS, DIM), (HEADS, DIM)), with_scales) is None
 
 
 @pytest.mark.parametrize(

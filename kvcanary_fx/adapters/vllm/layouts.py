@@ -16,6 +16,9 @@ import torch
 #: ``(key, value, cache, slots)``: how a backend stores tokens.
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
+#: What a cache of 8 bits is found with: with any usual scale it is stored as no zero.
+_LARGE = 64.0
+
 #: Elements of one write, which differ in their bits, and the bits of element 0: ordinary numbers in each type.
 _AT_ONCE = 8192
 _FIRST = {torch.bfloat16: 0x3C00, torch.float16: 0x3C00, torch.float32: 0x3C000000}
@@ -54,19 +57,23 @@ def find(
     """The layouts of K and V (of the latent and the rotary part) in a cache.
 
     Args:
-        cache: ``[pages, ...]`` of a floating-point type; it is not changed.
+        cache: ``[pages, ...]`` of a floating-point type, or of one with 8 bits; it is not changed.
         shapes: of one token's key and value.
 
     Returns:
         None if a slot's bytes are not a strided view, or the cache holds other numbers than were written.
     """
-    if cache.dtype not in _FIRST:
+    if cache.dtype not in _FIRST and cache.dtype.itemsize != 1:
         return None
     scratch = torch.empty_strided((2, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device)
     halves = []
     for half in range(2):
-        places = _places(scratch, page_size, shapes, half, write)
-        layout = None if places is None else _strides(places, scratch.stride(0))
+        layout: HalfLayout | None
+        if cache.dtype.itemsize == 1:
+            layout = _of_bytes(scratch.view(torch.uint8), page_size, shapes, half, write)
+        else:
+            places = _places(scratch, page_size, shapes, half, write)
+            layout = None if places is None else _strides(places, scratch.stride(0))
         if layout is None:
             return None
         halves.append(layout)
@@ -95,6 +102,46 @@ def _places(
                 return None
             places[slot, (stored[hits] - first).to(torch.int64) + begin] = hits
     return None if bool((places < 0).any()) else places.view(page_size, *shapes[half])
+
+
+def _of_bytes(
+    scratch: torch.Tensor, page_size: int, shapes: tuple[tuple[int, ...], ...], half: int, write: Write
+) -> HalfLayout | None:
+    """The strided view of a half whose elements are a byte each, quantised: their bits cannot all differ.
+
+    One element at a time gives the strides; then elements at random must show where the view says, and nowhere else.
+    """
+    shape, memory = (page_size, *shapes[half]), scratch.view(-1)
+
+    def stored(chosen: torch.Tensor) -> torch.Tensor:
+        """Where bytes are not 0 after elements ``[page_size, *shape]`` were written to page 1, the others as 0."""
+        given = [torch.zeros(page_size, *s, dtype=torch.bfloat16, device=scratch.device) for s in shapes]
+        given[half][chosen] = _LARGE
+        memory.zero_()
+        write(given[0], given[1], scratch, torch.arange(page_size, 2 * page_size, device=scratch.device))
+        return memory != 0
+
+    def place(*index: int) -> int | None:
+        chosen = torch.zeros(shape, dtype=torch.bool, device=scratch.device)
+        chosen[index] = True
+        hits = stored(chosen).nonzero().flatten()
+        return int(hits) if hits.numel() == 1 else None
+
+    axes = range(len(shape))
+    origin = place(*(0 for _ in axes))
+    nexts = [place(*(int(a == axis) for a in axes)) if shape[axis] > 1 else origin for axis in axes]
+    if origin is None or None in nexts:
+        return None
+    steps = [int(n or 0) - origin for n in nexts]
+    for seed in range(3):
+        made = torch.Generator().manual_seed(seed)
+        chosen = (torch.rand(shape, generator=made) < 0.5).to(scratch.device)
+        shown = stored(chosen)
+        if int(shown.sum()) != int(chosen.sum()) or not torch.equal(
+            torch.as_strided(shown, shape, steps, origin), chosen
+        ):
+            return None
+    return HalfLayout(shape[1:], origin - scratch.stride(0), steps[0], tuple(steps[1:]))
 
 
 def _strides(places: torch.Tensor, page_stride: int) -> HalfLayout | None:
