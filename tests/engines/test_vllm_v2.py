@@ -393,7 +393,7 @@ def run_drafting(runner):
     runner.step({"x": 3, "y": 5}, new={"y": [6, 7, 8, 9]}, rejected={"x": 2})
     runner.step({"y": 3, "x": 1}, rejected={"y": 1})
     runner.step({"x": 3, "y": 3}, rejected={"x": 1, "y": 2})
-    return runner.step({"y": 3}, rejected={"y": 0})
+    return runner.step({"y": 3}, rejected={"y": 0}, finished=["x"])  # x leaves guesses in its pages
 
 
 def test_rejected_drafts_are_silent_in_the_target_and_in_the_draft(drafting):
@@ -411,8 +411,8 @@ def test_rejected_draft_that_the_runner_counts_is_reported(drafting):
     drafting.guard.read(drafting.step({"y": 1}))
     found = drafting.guard.session.known_violations()
     told = {(v.check, v.why, v.request, v.position) for v in found}
-    assert told == {("token", "REJECTED_TOKEN", "y", stored), ("content", None, "y", stored)}  # where a guess was
-    assert {v.layer for v in found if v.check == "content"} == {"draft"}
+    assert told == {("token", "REJECTED_TOKEN", "y", stored), ("poison", "NEVER_WRITTEN", "y", stored)}
+    assert {v.layer for v in found if v.check == "poison"} == {"draft"}  # a guess is there
 
 
 def test_flip_in_a_layer_of_a_draft_is_reported_before_the_next_proposal(drafting):

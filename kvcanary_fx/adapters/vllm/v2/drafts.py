@@ -5,10 +5,10 @@
     execute_model        what the step reads is compared in the draft's layers, too
       target               each layer records what it wrote
     sample_tokens
-      postprocess_sampled  the slots of rejected drafts are marked
       propose
         prefill              the draft's layers record: the same tokens in the same slots as the target's
         decode, decode, ...  guesses: nothing is recorded
+      the slots of rejected drafts are marked, and their bytes in the draft's layers forgotten
 
 The runner proposes after each step, and the first forward of a proposal writes the slots that the target wrote: owners,
 positions, tokens and tables are those of the step.  Guesses go to the slots behind, which the next step writes again
@@ -32,7 +32,7 @@ from ....kernels.context import ForwardContext, forward_context, get_forward_con
 from ....kernels.side_stream import capturing
 from .. import ops
 from ..pools import Group
-from .rejected import Rejected
+from .rejected import Marked, Rejected
 
 
 def why_unguarded(speculator: Any) -> str | None:
@@ -56,17 +56,17 @@ class Drafting:
         self.layers = sum(len(group.drafted) for group in groups)
         self._runner, self._groups = runner, groups
         self._verifies = False  # the running step has drafts
+        self._verified: tuple[torch.Tensor, torch.Tensor] | None = None  # what became of them
         self._context: ForwardContext | None = None  # what the target's ops found in this step
         self._seen: int | None = None  # layers in the running proposal; None: a graph of all of it is replayed
         self._in_graphs = self.layers  # in the graph that has the fewest
 
     def mark_in(self, session: EngineSession) -> None:
         """A session was made: its slots are those to mark."""
+        if not self._runner.num_speculative_steps:
+            return
         self._rejected = Rejected(
-            [session.pools[group.name].space for group in self._groups],
-            [group.number for group in self._groups],
-            self._runner.block_tables.slot_mappings,
-            max(1, self._runner.num_speculative_steps),
+            [_marked(session, group) for group in self._groups], self._runner.num_speculative_steps
         )
         nobody = torch.zeros(2, dtype=torch.int32, device=self._runner.device)
         self._rejected.mark(nobody, nobody[:1])  # no kernel is compiled while a client waits
@@ -77,7 +77,7 @@ class Drafting:
         Args:
             drafted: tokens of the batch that are drafts.
         """
-        self._verifies = drafted > 0
+        self._verifies, self._verified = drafted > 0, None
         if self.layers:
             self._context, self._seen = get_forward_context(), None
 
@@ -85,12 +85,11 @@ class Drafting:
         """The drafts of the step were verified.
 
         Args:
-            starts: integer ``[bs + 1]``, where each request's tokens begin in the batch.
+            starts: integer ``[> bs]``, where each request's tokens begin in the batch; it stays until :meth:`end`.
             rejected: integer ``[bs]``, how many of its last tokens were rejected.
         """
         if self._verifies:
-            self._verifies = False
-            self._rejected.mark(starts, rejected)
+            self._verified = starts, rejected
 
     @contextlib.contextmanager
     def captured(self, checks: LayerChecks, tokens: int, whole: bool) -> Iterator[None]:
@@ -120,12 +119,23 @@ class Drafting:
         self._seen = _count(guarded)
 
     def end(self) -> str | None:
-        """The proposal has ended; what was not guarded of it, as text."""
+        """The proposal has ended, if there is one; what was not guarded of it, as text."""
+        verified, self._verified = self._verified, None
+        if verified is not None:
+            self._rejected.mark(*verified)
         seen, ran = self._in_graphs if self._seen is None else self._seen, self._context is not None
         self._context = None
         if ran and seen < self.layers:
             return f"only {seen} of {self.layers} layers of a draft were checked"
         return None
+
+
+def _marked(session: EngineSession, group: Group) -> Marked:
+    """A pool of a session whose slots are marked."""
+    pool, slots = session.pools[group.name], session.inputs.buffer(f"slots_{group.number}")
+    assert slots is not None  # room was reserved for the largest batch
+    of_draft = [half.buffers.digest for half in pool.halves if half.info.layer in group.drafted]
+    return Marked(pool.space, slots, [plane for digest in of_draft for plane in digest])
 
 
 def _count(guarded: ops.Guarded) -> int:
