@@ -92,7 +92,7 @@ def test_a_file_shows_what_the_damaged_slots_went_through(tmp_path):
     incident = file.load(next(tmp_path.glob("*owner*")))
     assert any(TOLD in told for told in story(incident))
     text = Terminal(200, colour=False).render(incident)
-    assert "What slots 2,3 went through:\n  allocated before step 1 to request alice\n" in text
+    assert "What slots 2 to 3 went through:\n  allocated before step 1 to request alice\n" in text
     assert "released in step 2 by request alice\n" in page(incident)
 
 
@@ -128,7 +128,7 @@ def test_plain_words_say_who_lost_the_slot_and_a_time_line_shows_it(tmp_path):
     line = time_line(incident, 0)
     assert line.head == ("", "before step 1", "step 1", "step 2", "step 3", "step 4")
     which, cells = line.rows[0]
-    assert which == "slots 2,3"
+    assert which == "slots 2 to 3"
     assert [[f"{mark.text} {mark.request}" for mark in cell] for cell in cells] == [
         ["allocated alice"],
         ["written alice"],
@@ -137,7 +137,7 @@ def test_plain_words_say_who_lost_the_slot_and_a_time_line_shows_it(tmp_path):
         ["compared None", "foreign read alice"],
     ]
     shown = page(incident)
-    assert re.search(r'background:#d93025; color: #fff">foreign read alice</span>', shown)
+    assert re.search(r'background:#d93025; color: #fff" title="alice">foreign read<br>alice</span>', shown)
     assert TOLD not in shown.partition("<h2>")[0]  # the time line has it
 
 

@@ -19,6 +19,9 @@ from .time_line import Mark, TimeLine, time_line
 #: Slots side by side in the map, pixels of one, owners that are named, rows whose bytes are shown, and bytes of each.
 ACROSS, CELL, OWNERS, ROWS, BYTES = 64, 13, 12, 5, 1_024
 
+#: Characters of an id in the time line; the whole one is shown when it is pointed at.
+NAME = 12
+
 _FILL = {
     "empty": "#e8eaed",
     "written": "#9cc3e6",
@@ -37,7 +40,8 @@ table { border-collapse: collapse; font-size: 13px } td, th { padding: .1rem .7r
 pre, .hex { font: 12px/1.5 ui-monospace, monospace; overflow-x: auto; white-space: pre }
 pre { white-space: pre-wrap; overflow-wrap: anywhere } h3 { font-size: .95rem }
 .was { background: #ceead6 } .now { background: #fad2cf } .key { padding: 0 .4rem; border: 1px solid #ccc }
-.time td, .time th { vertical-align: top; border-left: 1px solid #ddd; padding: .2rem .5rem; line-height: 1.8 }
+.time td, .time th { vertical-align: top; border-left: 1px solid #ddd; padding: .2rem .5rem; white-space: nowrap }
+.time .key { display: block; line-height: 1.3; margin: .2rem 0 }
 .wide { overflow-x: auto } svg text { font: 11px system-ui, sans-serif }
 """
 
@@ -110,10 +114,12 @@ def _time_line(pool: PoolScene, line: TimeLine) -> str:
 def _marks(pool: PoolScene, cell: Iterable[Mark]) -> str:
     shown = []
     for mark in cell:
-        who = "" if mark.request is None else f" {one_line(mark.request)}"
+        who = "" if mark.request is None else one_line(mark.request)
+        short = f"{who[:NAME]}..." if len(who) > NAME + 3 else who
         fill = f"{_DAMAGED}; color: #fff" if mark.damage else _colour(pool, mark.request)
-        shown.append(f'<span class="key" style="background:{fill}">{_text(mark.text + who)}</span>')
-    return "<br>".join(shown)
+        told = _text(mark.text) + (f"<br>{_text(short)}" if short else "")
+        shown.append(f'<span class="key" style="background:{fill}" title="{_text(who)}">{told}</span>')
+    return "".join(shown)
 
 
 def _map(pool: PoolScene, window: pool_map.Window) -> str:

@@ -12,6 +12,7 @@ from ..past import SlotHistory, party
 from ..violation import ALL_LAYERS, Violation, one_line
 from .incident import HalfScene, Incident, PoolScene, Record, SlotScene
 from .plain_words import plain_words
+from .tables import slots_in_words
 
 #: Slots and checks that are told of.
 TOLD = 5
@@ -106,7 +107,7 @@ def _sentences(incident: Incident, records: Sequence[Record]) -> Iterable[str]:
         yield f"In the batch it is read by {', '.join(readers)}."
     more = sorted({r.slot for r in records} - {record.slot})
     if more:
-        yield f"The same in {_slots(more)}."
+        yield f"The same in {slots_in_words(more)}."
 
 
 def _history(incident: Incident, record: Record) -> SlotHistory | None:
@@ -132,16 +133,6 @@ def _since(past: SlotHistory, violation: Violation) -> str:
     if past.read_before is not None and past.read_before >= written:
         return f" Its bytes were right when they were compared in step {past.read_before}: they changed after that."
     return " Its bytes had not been compared since they were written." if written >= 0 else ""
-
-
-def _slots(numbers: Sequence[int]) -> str:
-    """Slots in words, ascending ones that follow each other as a range."""
-    if len(numbers) == 1:
-        return f"slot {numbers[0]}"
-    if numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"slots {numbers[0]} to {numbers[-1]}"
-    some = ", ".join(map(str, numbers[:TOLD]))
-    return f"slots {some}" + (f" and {len(numbers) - TOLD} more" if len(numbers) > TOLD else "")
 
 
 def _about(slot: SlotScene, violation: Violation) -> Iterable[str]:

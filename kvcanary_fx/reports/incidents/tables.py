@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..past import SlotHistory
 from ..violation import one_line
@@ -10,6 +10,9 @@ from .incident import Incident, PoolScene
 
 #: Rows of a table, and numbers in one of its cells.
 SLOTS, REQUESTS, NUMBERS = 64, 32, 16
+
+#: Slots that are named in a sentence.
+NAMED = 5
 
 #: Histories that are shown.
 HISTORIES = 8
@@ -47,7 +50,17 @@ def alike_histories(incident: Incident, number: int) -> Iterator[tuple[str, Slot
         if past is not None:
             alike.setdefault(tuple(past.lines()), (past, []))[1].append(slot)
     for past, slots in list(alike.values())[:HISTORIES]:
-        yield f"slot {slots[0]}" if len(slots) == 1 else f"slots {_numbers(tuple(slots))}", past, slots
+        yield slots_in_words(sorted(slots)), past, slots
+
+
+def slots_in_words(numbers: Sequence[int]) -> str:
+    """Slots, ascending; those that follow each other as a range."""
+    if len(numbers) == 1:
+        return f"slot {numbers[0]}"
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"slots {numbers[0]} to {numbers[-1]}"
+    some = ", ".join(map(str, numbers[:NAMED]))
+    return f"slots {some}" + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")
 
 
 def _numbers(values: tuple[int, ...]) -> str:

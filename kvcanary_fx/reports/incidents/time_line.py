@@ -67,7 +67,7 @@ def _marks(past: SlotHistory) -> Iterator[tuple[int, Mark]]:
     for event in kept:
         if event.step is not None:
             yield event.step, Mark(VERBS.get(event.kind, (event.kind, ""))[0], event.request)
-    for step in dict.fromkeys((past.first_read, past.read_before, past.last_read)):
+    for step in dict.fromkeys((past.read_before, past.last_read)):
         if step is not None:
             yield step, Mark("compared")
 
