@@ -16,6 +16,7 @@ zeros, in every half of every layer         ``reset()``, a row that is given up 
 in every half what one other row held       beams reordered in place                                   legal
 zeros in its newest slots                   the next write goes on behind them: attention would read   violation
                                             zeros for tokens; a crop is written over instead
+zeros from the next write to the row's end  a crop clears what it cut off                              legal
 other bytes in K and V of every layer       a new prompt, a longer prefix: a token's K and V depend    legal
 above the first, and in every later slot    on all tokens before it, so what follows changes too;
 that is not empty                           the first layer's depend on the token alone
@@ -34,9 +35,9 @@ Slots that a crop left behind the row's next write are not asked, unless one of 
 pool, and in a cache that no guarded graph writes, the later slots are not considered: their writer may write single
 slots.  Nor are they with several layers whose writes do not show their slots; slots after such a write belong to no
 sequence.  A running state depends on all tokens, so all of a layer's states change at once.  For a half by
-itself: at least two slots and half of those from the lowest on, or bytes in slots that were empty.  After a break
-between K and V, where graphs of one half each make up a forward of several layers, all of them are considered together;
-in a pool also those of one layer.
+itself: at least two slots and half of those from the lowest on, or bytes in slots that were empty; in a pool also
+zeros, if the half holds K and V.  After a break between K and V, where graphs of one half each make up a forward of
+several layers, all of them are considered together; in a pool also those of one layer.
 
 Legal changes are adopted and counted.  So is a change of a reported slot back to the bytes from before: it was
 repaired.
@@ -190,6 +191,7 @@ class _Group:
             if not done and latents and slots & rewritten:
                 # where the old prompt had the same token, the first layer holds the same; the second does not
                 new |= self._new_tokens(row, slots & self.rewritten(above, above), above)
+            new |= self._cleared(row, slots)
             legal |= slots if new != slots and self._moved(row, slots) else new
         return legal
 
@@ -252,6 +254,26 @@ class _Group:
         written = (self._stamps[0, part] >> 16 >= self._step).nonzero().squeeze(1).tolist()
         ended = int(self._lead.buffers.rows[row, RowState.NEXT])  # in this step, if it was written by now
         return bool(written) and ended not in (written[0], written[-1] + 1)
+
+    def _cleared(self, row: int, slots: set[int]) -> set[int]:
+        """Those of the slots that are empty and hold no sequence's tokens any more.
+
+        With rows, those from the step's write on, if all of the row is empty there: a crop clears what it cut off.  In
+        a pool with K and V in one half each: both are empty.
+        """
+        lead, empty = self._lead, {s for s in slots if all(self._is_empty(r) for r in self.by_slot[s])}
+        if lead.kind != "kv" or not empty:
+            return set()
+        if not lead.place.layout.has_rows:
+            return empty if len(lead.peers) == 1 and lead.info.half == "KV" else set()
+        if lead.buffers.baseline is not None:
+            return set()
+        filled = torch.stack([self._now(half, row) for half in self._halves]).any(0).nonzero().squeeze(1).tolist()
+        written = (self._stamps[0, row * self._length : (row + 1) * self._length] >> 16 >= self._step).nonzero()
+        begun = int(written[0]) if len(written) else int(lead.buffers.rows[row, RowState.NEXT])
+        return (
+            {slot for slot in empty if slot >= row * self._length + begun} if max(filled, default=-1) < begun else set()
+        )
 
     def _moved(self, row: int, slots: set[int]) -> bool:
         """Whether a row holds in every half what one other row held."""

@@ -302,6 +302,24 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Cache], Cache], int | None, l
         0,
         [],
     ),
+    "one layer: a token that a crop left is cleared": (
+        dict(layers=1, lengths=(3, 6), cropped=1),
+        lambda c: c.change([3], ZEROS),
+        3,
+        [],
+    ),
+    "one layer: that of K alone": (
+        dict(layers=1, lengths=(3, 6), cropped=2),
+        lambda c: c.change([3, 4], ZEROS, [0]),
+        3,
+        [3, 4],
+    ),
+    "one layer: one of two such tokens": (
+        dict(layers=1, lengths=(3, 6), cropped=2),
+        lambda c: c.change([3], ZEROS),
+        3,
+        [3],
+    ),
     "apart: an empty slot of one half": (dict(recorded=ROW, **APART), lambda c: c.change([5], None, [2]), 6, []),
 }
 

@@ -300,6 +300,18 @@ def test_cropped_by_zeroing_the_tail_outside(rig):
     assert silent(rig)
 
 
+def test_what_a_crop_left_is_cleared_when_its_place_is_reached():
+    """Seen: with one layer in a graph, the one token that was left looked like a fault."""
+    rig = Rig.build(1, mode="log")
+    rig.step(6)
+    rig.step(4, at=0)
+    rig.step()
+    for half in rig.caches[0]:
+        half[:, :, 5:] = 0
+    rig.step()
+    assert silent(rig)
+
+
 def write_row_by_row(cache: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> None:
     for row in range(cache.shape[0]):
         cache[row].index_copy_(1, index, new[row])

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -243,6 +244,33 @@ class OneByOne:
         x = torch.randn(1, H, D)
         for pool in self.pools:
             x = self.layer(x, pool, torch.tensor([slot]))
+
+
+class SideBySide(OneByOne):
+    """K and V in one row."""
+
+    def __init__(self, layers: int):
+        super().__init__(layers)
+        self.pools = [torch.zeros(8, H, 2 * D) for _ in range(layers)]
+
+    @staticmethod
+    def _layer(x, pool, slot):
+        pool.index_copy_(0, slot, torch.cat((x, x + 1), -1))
+        k, v = (half.transpose(0, 1) for half in pool.chunk(2, -1))
+        return torch.nn.functional.scaled_dot_product_attention(x.transpose(0, 1), k, v).transpose(0, 1)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("part", [slice(None), slice(D)], ids=["K and V", "K alone"])
+def test_slots_given_back_and_cleared_where_k_and_v_are_side_by_side(layers, part):
+    model = SideBySide(layers)
+    for slot in (1, 6, 0, 2, 3):
+        model.forward(slot)
+    for pool in model.pools:
+        pool[6, :, part] = 0
+    with contextlib.suppress(kvcanary_fx.KVCacheViolation):
+        model.forward(4)
+    assert {v.slot for v in model.backend.session.violations()} == (set() if part == slice(None) else {6})
 
 
 @pytest.mark.parametrize("damaged", [0, 1, 2])
