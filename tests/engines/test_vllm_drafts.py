@@ -46,6 +46,17 @@ def test_layers_of_a_draft_are_checked_in_each_of_its_forwards(layers):
     assert draft["uncovered"] == []
 
 
+@pytest.mark.slow
+def test_eagle_of_the_third_kind_is_guarded_as_the_first_is(models):
+    (found,) = vllm_runs.results(models, [{"model": "llama", "scene": "eagle3 load"}], "log")
+    plain, drafting = found["plain"], found["drafting"]
+    assert drafting["tokens"] == plain["tokens"]
+    assert plain["violations"] == drafting["violations"] == []
+    assert len(drafting["draft"]["layers"]) == 1
+    assert min(drafting["draft"]["slots_checked"], drafting["draft"]["recorded"]) > 0
+    assert drafting["draft"]["uncovered"] == []
+
+
 def test_crowd_is_silent(layers):
     crowd = layers["crowd"]
     assert crowd["violations"] == []

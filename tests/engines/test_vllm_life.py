@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm_runs
 from vllm_rig import Rig, prompt
 
 from kvcanary_fx import EngineError
@@ -276,3 +277,21 @@ def test_what_the_scheduler_does_to_blocks_is_told_with_its_stack(monkeypatch):
     assert first[0].startswith("test_vllm_life.py:")
     assert first[0].endswith("finish")
     assert blocks.journal_of(pool).take().stacks == []
+
+
+@pytest.mark.slow
+def test_what_a_connector_loads_from_files_is_taken_as_it_is(models):
+    (found,) = vllm_runs.results(models, [{"model": "llama", "scene": "connector"}], "log")
+    assert found["stored"] == 3
+    first, both = found["recorded"]
+    assert both - first < first / 2  # most of the second time was loaded
+    assert found["violations"] == found["uncovered"] == []
+    assert all(found["tokens"][f"1 {i}"] == found["tokens"][f"0 {i}"] for i in range(3))
+
+
+@pytest.mark.slow
+def test_attention_of_a_hybrid_is_guarded_beside_states_that_are_not(models):
+    (found,) = vllm_runs.results(models, [{"model": "hybrid", "scene": "hybrid"}], "log")
+    assert found["halves"] == {"group1": 4}
+    assert found["violations"] == found["uncovered"] == []
+    assert found["flips"] == [True] * 4

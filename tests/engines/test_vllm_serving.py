@@ -52,6 +52,18 @@ def test_violation_in_a_spawned_engine_ends_it_with_the_report(models):
     assert f"layer {LAYER}, half V" in found["stderr"]
 
 
+@pytest.mark.slow
+def test_both_ranks_of_an_engine_are_guarded(models):
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    plain, guarded = (
+        vllm_runs.results(models, [{"model": "llama", "scene": "spawned on two ranks"}], mode, **environment)[0]
+        for mode in (None, "raise")
+    )
+    assert guarded["tokens"] == plain["tokens"]
+    assert guarded["counts"]["fingerprints_recorded"] > 2 * 4 * 100
+    assert guarded["violations"] == {}
+
+
 def serve(models, tmp_path, *arguments, **variables):
     """What vllm_serve.py found, and what the server wrote to standard error."""
     command = [sys.executable, os.path.join(os.path.dirname(__file__), "vllm_serve.py"), os.fspath(models), *arguments]

@@ -31,6 +31,10 @@ def settings(method: str, directory: pathlib.Path, guesses: str = "well", target
         config["architectures"] = ["EagleLlamaForCausalLM"]
     elif method == "eagle3":
         config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": config["vocab_size"]}
+        config |= {
+            "eagle_aux_hidden_state_layer_ids": [0, 1],
+            "num_aux_hidden_states": 2,
+        }  # a target of two layers does
     elif guesses == "badly":
         config["hidden_size"] = 64
     path = directory / f"draft-{method}-{guesses}"
@@ -286,4 +290,7 @@ def scenes(method: str) -> dict[str, Callable[..., dict[str, Any]]]:
 
 SCENES = {
     f"{method} {name}": functools.partial(scene, method) for method in METHODS for name, scene in scenes(method).items()
-} | {"draft flip ends": functools.partial(draft_flip_ends, "eagle")}
+} | {
+    "draft flip ends": functools.partial(draft_flip_ends, "eagle"),
+    "eagle3 load": functools.partial(load, "eagle3"),
+}

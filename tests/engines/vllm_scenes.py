@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import pathlib
@@ -13,7 +14,7 @@ from typing import Any
 import tiny_vllm
 import vllm_drafts
 import vllm_lora
-from vllm_rig import Rig, prompt
+from vllm_rig import Rig, mixed_load, prompt
 
 LAYER = "model.layers.1.self_attn.attn"
 
@@ -43,11 +44,11 @@ def abort(directory: pathlib.Path, model: str) -> dict[str, Any]:
     }
 
 
-def spawned(directory: pathlib.Path, model: str) -> dict[str, Any]:
+def spawned(directory: pathlib.Path, model: str, **arguments: Any) -> dict[str, Any]:
     """An engine in a process of its own, and its counts as this process sees them."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(**tiny_vllm.engine_arguments(model, directory))
+    llm = LLM(**tiny_vllm.engine_arguments(model, directory, **arguments))
     wanted = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt(i, 40 + 30 * i)} for i in range(4)], wanted)
     found: dict[str, Any] = {"tokens": [list(o.outputs[0].token_ids) for o in outputs]}
@@ -80,6 +81,47 @@ def _flip_all_pages(worker: Any) -> None:
     cache = worker.model_runner.compilation_config.static_forward_context[LAYER].kv_cache
     pages, heads, size, width = cache.shape
     cache.view(pages, heads, size * width)[:, 1, -1:].view(torch.int32).bitwise_xor_(1 << 4)
+
+
+def connector(directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """Prompts whose KV is written to files, and read from there once the prefix cache is empty."""
+    config = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    with tempfile.TemporaryDirectory() as store:
+        config["kv_connector_extra_config"] = {"shared_storage_path": store}
+        rig = Rig(model, directory, max_num_batched_tokens=512, kv_transfer_config=config)
+        recorded = []
+        for number in range(2):
+            for i in range(3):
+                rig.add(f"{number} {i}", prompt(i, 96 + i), length=8)
+            rig.run()
+            rig.engine.reset_prefix_cache()
+            recorded.append(rig.session.stats().recorded)
+        stored = len(os.listdir(store))
+    return {
+        "tokens": rig.tokens,
+        "stored": stored,
+        "recorded": recorded,
+        "violations": [v.line() for v in rig.session.violations()],
+        "uncovered": rig.session.uncovered,
+    }
+
+
+def hybrid(directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """A model of convolutions, whose states have blocks, too, and attention."""
+    import tiny_configs
+    import vllm_v2_flips
+    import vllm_v2_models
+
+    tiny_configs.CONFIGS["hybrid"] = vllm_v2_models.MODELS["hybrid"]
+    rig = Rig("hybrid", directory, **vllm_v2_models.ARGUMENTS["hybrid"])
+    mixed_load(rig)
+    clean = [v.line() for v in rig.session.violations()]
+    return {
+        "halves": {group.name: 2 * len(group.layers) for group in rig.guard.groups},
+        "violations": clean,
+        "uncovered": rig.session.uncovered,
+        "flips": [row["ok"] for row in vllm_v2_flips.flips(rig, length=8).values()],
+    }
 
 
 def _counts() -> dict[str, Any]:
@@ -136,5 +178,8 @@ SCENES = {
     **vllm_lora.SCENES,
     "spawned": spawned,
     "spawned flip": spawned_flip,
+    "spawned on two ranks": functools.partial(spawned, tensor_parallel_size=2),
+    "connector": connector,
+    "hybrid": hybrid,
     "split graph": split_graph,
 }

@@ -55,6 +55,7 @@ def start(directory: pathlib.Path, **changed: Any) -> Rig:
     if os.environ.get("DRAFTS"):
         directory.mkdir(parents=True, exist_ok=True)
         given["speculative_config"] = vllm_drafts.settings(os.environ["DRAFTS"], directory, target="v2")
+        given["max_num_batched_tokens"] = 128  # vLLM 0.32.0 warms up a draft model with more than the least
     rig = Rig("v2", directory, **(given | changed))
     drafter = getattr(rig.runner, "speculator", None) or getattr(rig.runner, "drafter", None)
     if getattr(drafter, "model", None) is not None:
