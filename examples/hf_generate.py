@@ -79,7 +79,8 @@ class Demo:
         self.model = tiny.build(arch, device=device)
         self.backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(mode="raise", inner=inner, budget=None))
         self.guarded = self._compile_config(self.backend, mode)
-        self.plain = self._compile_config(inner, mode if inner == "inductor" else None)
+        # "eager" runs what was traced as it is: the plain model need not be traced for that
+        self.plain = self._compile_config(inner, mode if inner == "inductor" else None) if inner != "eager" else None
         self.ids = tiny.prompt(self.model, batch, prompt)
         self.prompt, self.new = prompt, new
         self.encoder = getattr(self.model.config, "max_source_positions", prompt)
@@ -92,7 +93,7 @@ class Demo:
         config._compile_all_devices = True  # without it, transformers compiles on GPUs only
         return config
 
-    def generate(self, config: CompileConfig, criteria: StoppingCriteria | None = None) -> torch.Tensor:
+    def generate(self, config: CompileConfig | None, criteria: StoppingCriteria | None = None) -> torch.Tensor:
         self.cache.reset()
         self.model.__dict__.pop("_compiled_call", None)  # transformers keeps the first backend it was given
         self.model.__dict__.pop("_last_compile_config", None)
@@ -104,6 +105,7 @@ class Demo:
             eos_token_id=None,
             pad_token_id=0,
             compile_config=config,
+            disable_compile=config is None,
             stopping_criteria=StoppingCriteriaList([criteria] if criteria else []),
         )
         return out
