@@ -107,7 +107,8 @@ class Controller:
 
     Attributes:
         budget: how much longer a step may take, as a fraction.
-        every: N as it should be.
+        needed: N by this process's own readings.
+        elsewhere: N that another process needs, whose steps wait for this one's; 1 if there is none.
         probed: N of the next call that compares more.
         settled: the price is known; until then N has a value that is cheap on most models.
         rest: what our other work was measured to add to a step, as a fraction; ``guessed``: the estimated rest of it.
@@ -116,13 +117,19 @@ class Controller:
     """
 
     def __init__(self, budget: float):
-        self.budget, self.every, self.probed = budget, START, START // 4
+        self.budget, self.needed, self.probed = budget, START, START // 4
+        self.elsewhere = 1
         self.settled = False
         self.rest = self.guessed = self.between = 0.0
         self.price: float | None = None
         self._known = 0.0, 0.0  # the shortest and the longest call of the last decision
         self._discarded = 0
         self._readings: list[Reading] = []
+
+    @property
+    def every(self) -> int:
+        """N as it should be."""
+        return max(self.needed, self.elsewhere)
 
     @property
     def period(self) -> int:
@@ -151,7 +158,7 @@ class Controller:
         return True
 
     def _decide(self) -> None:
-        seen, before = self._readings, self.every
+        seen, before = self._readings, self.needed
         self._known = min(r.usual for r in seen), max(r.usual for r in seen)
         self.between = statistics.median(r.between for r in seen)
         self.rest = statistics.median(r.rest / r.usual for r in seen)
@@ -160,9 +167,9 @@ class Controller:
         self._know_price(seen)
         assert self.price is not None
         room = max(self.budget - self.rest - self.guessed, self.budget * LEFT_FOR_BYTES)
-        self.every = max(FEWEST, share_for(self.price, room), min(before, share_for(self.price * SPARE, room)))
-        self.probed = min(self.probed, self.every // 2)
-        self.settled = before / 2 <= self.every <= before * 2
+        self.needed = max(FEWEST, share_for(self.price, room), min(before, share_for(self.price * SPARE, room)))
+        self.probed = min(self.probed, self.needed // 2)
+        self.settled = before / 2 <= self.needed <= before * 2
         self._readings.clear()
 
     def _know_price(self, seen: list[Reading]) -> None:

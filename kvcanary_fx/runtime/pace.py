@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ..kernels.host_time import HOST_TIME
 from ..kernels.ring import Word
@@ -20,6 +21,7 @@ from ..kernels.side_stream import capturing
 from ..reports.summary import log
 from .binding import Controls, GraphBinding
 from .budget import MOST, SECONDS_PER_OP, START, Controller, Reading, Tour
+from .ranks import Ranks, join, next_number
 
 T = TypeVar("T")
 
@@ -115,6 +117,9 @@ class Pace:
         self._told: int | None = None  # N that was logged
         self._warned = False
         self._running: Sample | None = None
+        self._number = next_number()
+        self._ranks: Ranks | None = None  # once torch.distributed has been initialised
+        self._asked = False  # for them
         self._write(START)
 
     @property
@@ -133,6 +138,7 @@ class Pace:
             self.controller = Controller(budget)
             self._trio = self._arriving = self._told = None
             self._wait, self._warned = 0, False
+            self._tell_ranks(0)
             self._write(self.every)
 
     # ---- calls of graphs
@@ -201,6 +207,8 @@ class Pace:
             self._tour(key).note(self.every)
             self._wait -= 1
             trio = self._trio
+            if self._ranks is not None and trio is None and not capturing() and self._ranks.changed():
+                self._agree(self._ranks)
             if (trio is None and self._arriving is None and self._wait > 0) or capturing():
                 return None
             self._look(key)
@@ -213,6 +221,7 @@ class Pace:
             if trio is None:
                 if self._wait > 0 or self._tour(key).calls <= WARM_UP or self._arriving is not None:
                     return None
+                self._find_ranks()
                 trio = self._trio = _Trio(key)
             return self._sample(trio, device, ops)
 
@@ -265,6 +274,28 @@ class Pace:
             between=probe.after(before),
         )
         if self.controller.take(reading):
+            self._tell_ranks(self.controller.needed)
+            self._write(self.every)
+            self._tell()
+
+    def _find_ranks(self) -> None:
+        """Join the other ranks of the model, if there are any, before the first reading."""
+        if self._asked or not (dist.is_available() and dist.is_initialized()):
+            return
+        self._asked, self._ranks = True, join(self._number)
+        self._tell_ranks(0)
+        self._write(self.every)
+
+    def _tell_ranks(self, needed: int) -> None:
+        """Tell the other ranks the N that this one needs, 0 if that is not known, and take in theirs."""
+        if self._ranks is not None:
+            self._ranks.tell(self.controller.budget, needed)
+            self.controller.elsewhere = self._ranks.largest
+
+    def _agree(self, ranks: Ranks) -> None:
+        """Another rank has said what it needs."""
+        before, self.controller.elsewhere = self.every, ranks.largest
+        if self.every != before:
             self._write(self.every)
             self._tell()
 
@@ -309,6 +340,8 @@ class Pace:
         if now.price is not None:
             took = f"of a step, comparing takes about {_percent(now.price / now.every)}, the rest {_percent(now.rest)}"
             lines.append(f"{took} seen and {_percent(now.guessed)} taken for granted")
+        if now.elsewhere > now.needed and self._ranks is not None:
+            lines.append(f"that is what rank {self._ranks.slowest} needs; this one would take 1/{now.needed}")
         if now.over:
             lines.append(self._excess())
         tour = self._longest()
