@@ -9,8 +9,8 @@ runner.  Without a GPU it is the first runner, too, and the scenes of :mod:`vllm
 
     KVCANARY_MODE=log KVCANARY_BUDGET=none DRAFTS=eagle python tests/engines/vllm_v2_run.py DIRECTORY drafts
 
-``MODEL`` is one of :mod:`vllm_v2_models`, ``llama`` if not set.  ``DRAFTS`` is the method of its speculative decoding:
-``ngram``, ``eagle``, ``eagle3`` or ``draft_model``.
+``MODEL`` is one of :mod:`vllm_v2_models`, ``llama`` if not set; ``LAYERS`` says how many it has.  ``DRAFTS`` is the
+method of its speculative decoding: ``ngram``, ``eagle``, ``eagle3`` or ``draft_model``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from vllm_rig import Rig, mixed_load, prompt
 def start(directory: pathlib.Path, **changed: Any) -> Rig:
     """An engine whose tokens depend on what its KV cache holds."""
     model = vllm_v2_models.chosen()
-    tiny_configs.CONFIGS["v2"] = vllm_v2_models.MODELS[model]
+    tiny_configs.CONFIGS["v2"] = dict(vllm_v2_models.MODELS[model])
+    if os.environ.get("LAYERS"):
+        tiny_configs.CONFIGS["v2"]["num_hidden_layers"] = int(os.environ["LAYERS"])
     given: dict[str, Any] = dict(
         dtype="bfloat16",
         enforce_eager=False,

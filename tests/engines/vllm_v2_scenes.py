@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from vllm_rig import Rig, prompt
 
 
@@ -235,30 +236,63 @@ def _crcs(rig: Rig) -> dict[str, int]:
 
 
 def launches(rig: Rig) -> dict[str, Any]:
-    """What a decode step launches, by name, for 1 and for as many requests as fit.
+    """What a decode step launches, by name, with 1 request and with as many as fit: means over ``STEPS`` forwards.
 
-    What is in a guarded run and not in an unguarded one is ours.  Without a GPU only the sum is told.
+    ``calls`` are the host's, a graph's replay is one; ``kernels`` are what ran on the device, those of a replayed graph
+    too.  What is in a guarded run and not in an unguarded one is ours (``tests/benchmarks/vllm_launches.py``).  Without
+    a GPU, ``calls`` are PyTorch's operators.
     """
     from torch.profiler import ProfilerActivity, profile
 
-    activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+    on_gpu = torch.cuda.is_available()
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     most, table = rig.engine.vllm_config.scheduler_config.max_num_seqs, {}
     for requests in (1, most):
         _renew(rig)
         for i in range(requests):
-            rig.add(f"l{i}", prompt(300 + i, 20), length=40)
-        for _ in range(16):
+            rig.add(f"l{i}", prompt(300 + i, 20), length=60)
+        for _ in range(16):  # the prompts
             rig.engine.step()
-        with profile(activities=[activity]) as profiled:
-            for _ in range(8):
+        with _forwards_counted(rig) as forwards, profile(activities=[activity]) as profiled:
+            for _ in range(STEPS):
                 rig.engine.step()
-            if torch.cuda.is_available():
+            if on_gpu:
                 torch.cuda.synchronize()
-        events = profiled.key_averages()
-        each = {event.key[:60]: event.count / 8 for event in events} if torch.cuda.is_available() else {}
-        table[str(requests)] = dict(all=sum(event.count for event in events) / 8, each=each)
+        running = len(rig.scheduler.running)
+        calls: dict[str, float] = {}
+        kernels: dict[str, float] = {}
+        for event in profiled.key_averages():
+            if event.device_type != DeviceType.CPU:
+                kernels[event.key[:80]] = kernels.get(event.key[:80], 0) + event.count / len(forwards)
+            elif not on_gpu or any(word in event.key for word in ("Launch", "Memcpy", "Memset")):
+                calls[event.key] = event.count / len(forwards)
+        table[str(requests)] = dict(running=running, forwards=len(forwards), calls=calls, kernels=kernels)
     _renew(rig)
-    return dict(ok=True, table=table)
+    return dict(ok=all(row["running"] == int(requests) for requests, row in table.items()), table=table)
+
+
+#: Forwards that are profiled.
+STEPS = 16
+
+
+def _forwards_counted(rig: Rig) -> Any:
+    """One entry for each forward; asynchronous scheduling need not have one for each step of the engine."""
+    forwards: list[None] = []
+
+    def made(original: Callable[..., Any]) -> Callable[..., Any]:
+        def execute(*args: Any, **kwargs: Any) -> Any:
+            forwards.append(None)
+            return original(*args, **kwargs)
+
+        return execute
+
+    @contextlib.contextmanager
+    def counted() -> Iterator[list[None]]:
+        with _replaced(rig.runner, "execute_model", made):
+            yield forwards
+        del rig.runner.execute_model  # the class has it
+
+    return counted()
 
 
 # ---- an engine as it was

@@ -1,0 +1,238 @@
+"""Random load on engines of random features, each guarded and not: no violation, the same tokens.
+
+    python tests/engines/vllm_random_load.py --seconds 3600 --seed 1 [--requests 60] [--models llama moe window mla]
+
+Each seed draws a model, features of the engine (prefix caching, size of prompts' chunks, number of blocks, scheduling,
+drafts by prompt lookup), and requests: stems that they share, turns of a conversation, salts, priorities, ``n`` above
+one, sampled or greedy, log probabilities of the prompt, aborts, resets of the prefix cache.  A line for each engine,
+and a summary; the exit status is 1 if a seed failed.  ``--once SEED`` is that engine in this process.
+
+The settings of the guard are the environment's (``KVCANARY_BUDGET=none`` compares everything).  On a GPU the tokens
+depend on what else is in a batch, and a batch of asynchronous scheduling on time: ``--tokens-may-differ``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from typing import Any
+
+import tiny_configs
+import tiny_vllm
+from vllm_runs import MARK
+
+MODELS = {"llama": "llama", "moe": "mixtral", "window": "gemma3", "mla": "deepseek_v3"}
+
+
+def features(rng: random.Random, models: list[str], on_gpu: bool) -> tuple[str, dict[str, Any]]:
+    """A model, and arguments of its engine."""
+    block = 16 if on_gpu else 32
+    most = rng.choice([2, 4, 8, 16])
+    chosen: dict[str, Any] = dict(
+        enable_prefix_caching=rng.random() < 0.8,
+        max_num_seqs=most,
+        max_num_batched_tokens=rng.choice([32, 64, 128, 512]),
+        block_size=block,
+        # one request of the longest needs 256 / block, and a block is nobody's
+        num_gpu_blocks_override=256 // block * rng.choice([1, 2, 3, 6]) + 2,
+        scheduling_policy=rng.choice(["fcfs", "priority"]),
+    )
+    model = rng.choice(models)
+    if rng.random() < 0.2:
+        chosen["speculative_config"] = {
+            "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1
+        }  # fmt: skip
+    if on_gpu:
+        sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= 4 * most]
+        chosen |= dict(dtype="bfloat16", enforce_eager=rng.random() < 0.2, kv_cache_memory_bytes=1 << 30)
+        chosen["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+    return model, chosen
+
+
+class Load:
+    """Requests of a seed, added and ended between an engine's steps.
+
+    Attributes:
+        tokens: what each sequence that ran to its end got, by request and number.
+        ended: how often each kind of thing happened.
+    """
+
+    def __init__(self, rig: Any, rng: random.Random, requests: int, drafts: bool):
+        self._rig, self._rng, self._left, self._drafts = rig, rng, requests, drafts
+        self._on_gpu = rig.runner.device.type == "cuda"
+        self._stems = [self._words(rng.randint(10, 150)) for _ in range(4)]
+        self._running: set[str] = set()
+        self._number = 0
+        self.tokens: dict[str, list[int]] = {}
+        self.ended = dict(requests=requests, steps=0, sequences=0, aborted=0, resets=0)
+
+    def run(self) -> None:
+        """Until all have ended."""
+        while self._left or self._running:
+            while self._left and len(self._running) < 24 and self._rng.random() < 0.3:
+                for _ in range(self._rng.choice([1, 1, 2, 6])):
+                    self._add()
+            if self._running and self._rng.random() < 0.02:
+                self._abort()
+            if self._rng.random() < 0.01:
+                self.ended["resets"] += 1
+                self._rig.engine.reset_prefix_cache(reset_running_requests=self._rng.random() < 0.5)
+            self._step()
+        for _ in range(3):
+            self._rig.engine.step()  # the workers hear of what ended
+
+    def _step(self) -> None:
+        self.ended["steps"] += 1
+        if self.ended["steps"] > 50_000:
+            raise AssertionError(f"requests are left: {sorted(self._running)}")
+        for output in self._rig.engine.step():
+            for sequence in output.outputs:
+                self.tokens[f"{output.request_id}.{sequence.index}"] = list(sequence.token_ids)
+            if output.finished:
+                self._running.discard(output.request_id)
+                self._continue(output.outputs[0].token_ids)
+
+    def _continue(self, tokens: Any) -> None:
+        """The next turn of a conversation begins with this answer, some times."""
+        if self._rng.random() < 0.3:
+            turn = self._rng.randrange(len(self._stems))
+            self._stems[turn] = (self._stems[turn] + list(tokens))[-170:]
+
+    def _add(self) -> None:
+        from vllm import SamplingParams
+
+        if not self._left:
+            return
+        rng, name = self._rng, f"r{self._number}"
+        self._left -= 1
+        self._number += 1
+        stem = rng.choice(self._stems)
+        prompt = stem[: rng.choice([len(stem), rng.randint(0, len(stem))])] + self._words(rng.randint(1, 40))
+        greedy = self._drafts or rng.random() < 0.6
+        several = 1 if greedy else rng.choice([1, 1, 2, 3])
+        given = SamplingParams(
+            temperature=0 if greedy else rng.choice([0.5, 1.0, 2.0]),
+            n=several,
+            # on a CPU vLLM fails with a seed where a prompt is in chunks ("CPU Generator does not use offset")
+            seed=None if greedy or not self._on_gpu else rng.randrange(2**31),
+            top_k=0 if greedy else rng.choice([0, 5]),
+            max_tokens=rng.randint(1, 30),
+            ignore_eos=rng.random() < 0.8,
+            prompt_logprobs=1 if not self._drafts and rng.random() < 0.05 else None,
+            detokenize=False,
+        )
+        salted = {"cache_salt": rng.choice("ab")} if rng.random() < 0.2 else {}
+        self._rig.engine.add_request(name, {"prompt_token_ids": prompt, **salted}, given, priority=self._priority(rng))
+        self._running.add(name)
+        self.ended["sequences"] += several
+
+    def _priority(self, rng: random.Random) -> int:
+        drawn = rng.randint(0, 3)
+        return drawn if self._rig.engine.vllm_config.scheduler_config.policy == "priority" else 0
+
+    def _abort(self) -> None:
+        name = self._rng.choice(sorted(self._running, key=lambda known: int(known[1:])))
+        self._rig.engine.abort_request([name])
+        self._running.discard(name)
+        self.ended["aborted"] += 1
+        for sequence in [known for known in self.tokens if known.partition(".")[0] == name]:
+            del self.tokens[sequence]
+
+    def _words(self, length: int) -> list[int]:
+        return [self._rng.randrange(3, tiny_configs.VOCABULARY) for _ in range(length)]
+
+
+def once(directory: pathlib.Path, seed: int, models: list[str], requests: int) -> dict[str, Any]:
+    """The engine of a seed, in this process."""
+    import torch
+    import vllm_v2_run
+    from vllm_rig import Rig
+
+    rng = random.Random(seed)
+    model, chosen = features(rng, models, torch.cuda.is_available())
+    rig = Rig(MODELS[model], directory, **chosen)
+    vllm_v2_run.fill(rig.runner.model, seed=0)
+    load = Load(rig, rng, requests, "speculative_config" in chosen)
+    load.run()
+    found: dict[str, Any] = dict(
+        model=model, chosen=chosen, preempted=rig.preempted, runner=type(rig.runner).__module__, **load.ended
+    )
+    found["tokens"] = {name: zlib.crc32(str(tokens).encode()) for name, tokens in load.tokens.items()}
+    if rig.guard is not None:
+        rig.session.health.check()
+        told = [str(v.line()) for v in rig.session.violations()]
+        stats = rig.session.stats()
+        found |= dict(violations=told[:5], count=len(told), uncovered=rig.session.uncovered[:3])
+        found |= dict(checked=stats.checked, recorded=stats.recorded)
+    return found
+
+
+def _child(args: argparse.Namespace, seed: int, guarded: bool) -> dict[str, Any]:
+    environment = {k: v for k, v in os.environ.items() if guarded or not k.startswith("KVCANARY_")}
+    for name, value in tiny_vllm.ENVIRONMENT.items():
+        environment.setdefault(name, value)
+    if guarded:
+        environment.setdefault("KVCANARY_MODE", "log")
+    command = [sys.executable, os.path.abspath(__file__), "--once", str(seed), "--requests", str(args.requests)]
+    command += ["--models", *args.models]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.limit, check=False)
+    except subprocess.TimeoutExpired as error:
+        return dict(failed=f"not ready after {error.timeout} s")
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if not lines:
+        return dict(failed=f"status {done.returncode}: {done.stderr[-1500:]}")
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
+    return found
+
+
+def _judge(args: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Both engines of a seed, and what is wrong with them."""
+    plain, guarded = _child(args, seed, False), _child(args, seed, True)
+    wrong = [f"{name}: {run['failed']}" for name, run in (("plain", plain), ("guarded", guarded)) if "failed" in run]
+    if not wrong:
+        wrong += guarded["violations"] + guarded["uncovered"] + ["nothing checked"] * (not guarded["checked"])
+        other = [name for name, tokens in plain["tokens"].items() if guarded["tokens"].get(name) != tokens]
+        if (other or len(plain["tokens"]) != len(guarded["tokens"])) and not args.tokens_may_differ:
+            wrong.append(f"other tokens than unguarded: {other[:5]}")
+    shown = {k: v for k, v in guarded.items() if k not in ("tokens", "violations", "uncovered", "failed")}
+    return dict(seed=seed, ok=not wrong, wrong=wrong, **shown)
+
+
+def main() -> None:
+    """Seed after seed, or one engine."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60, help="begin no engine after these")
+    parser.add_argument("--seed", type=int, default=1, help="the first")
+    parser.add_argument("--requests", type=int, default=60, help="of each engine")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--limit", type=float, default=600, help="seconds for an engine")
+    parser.add_argument("--tokens-may-differ", action="store_true", help="where vLLM is not deterministic")
+    parser.add_argument("--once", type=int, help="one engine, in this process")
+    args = parser.parse_args()
+    if args.once is not None:
+        with tempfile.TemporaryDirectory() as directory:
+            found = once(pathlib.Path(directory), args.once, args.models, args.requests)
+        print(MARK + json.dumps(found), flush=True)
+        return
+    end, seed, rows = time.monotonic() + args.seconds, args.seed, []
+    while time.monotonic() < end:
+        rows.append(_judge(args, seed))
+        print(json.dumps(rows[-1]), flush=True)
+        seed += 1
+    failed = [row["seed"] for row in rows if not row["ok"]]
+    total = {k: sum(row.get(k, 0) for row in rows) for k in ("requests", "sequences", "steps", "aborted", "preempted")}
+    print(json.dumps(dict(engines=len(rows), seeds=f"{args.seed} to {seed - 1}", failed=failed, **total)), flush=True)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
