@@ -1,13 +1,16 @@
 """Compile every Triton kernel for an H200, on a machine without one: the interpreter is Python, and takes what is no
 Triton (a name that changes its type within a branch, for one).
 
-    PYTHONPATH=tests/runtime:tests/bugs python tests/kernels/compile_kernels.py
+    PYTHONPATH=tests/runtime:tests/bugs python tests/kernels/compile_kernels.py [--first-whole]
 
-The host code runs over CPU tensors, as it would over a GPU's, and each launch is compiled and left at that.
+The host code runs over CPU tensors, as it would over a GPU's, and each launch is compiled and left at that.  With
+--first-whole only the first variant of each kernel becomes machine code; of the others Triton checks the source and
+makes its first representation, where what is no Triton is found, in a third of the time.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 import sys
@@ -49,14 +52,32 @@ class NoDevice:
         return 0
 
 
-def compile_only() -> dict[str, set[str]]:
+class FirstRepresentation:
+    """A hook of Triton's: while ``only``, nothing is done behind its first representation."""
+
+    only = False
+
+    def __call__(self, backend: Any = None, stages: Any = None, *_: Any) -> tuple[str, str] | None:
+        if stages is None:  # what Triton keeps its kernels by
+            return "first representation", "'first representation'"
+        if self.only:
+            behind = list(stages)[1:]
+            stages.update({name: lambda module, metadata: module for name in behind})
+            stages[behind[0]] = lambda module, metadata: metadata.update(name="none", shared=0) or module
+        return None
+
+
+def compile_only(first_whole: bool) -> dict[str, set[str]]:
     """From now on a launch compiles; the variants of each kernel so far."""
     driver.set_active(NoDevice())
-    run, seen = JITFunction.run, {}
+    run, seen, hook = JITFunction.run, {}, FirstRepresentation()
+    if first_whole:
+        triton.knobs.runtime.add_stages_inspection_hook = hook
 
     def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool, **settings: Any) -> None:
-        kernel = run(self, *args, grid=grid, warmup=True, **settings)
-        seen.setdefault(self.fn.__name__, set()).add(kernel.hash)
+        variants = seen.setdefault(self.fn.__name__, set())
+        hook.only = bool(variants)
+        variants.add(run(self, *args, grid=grid, warmup=True, **settings).hash)
 
     JITFunction.run = compiled
     return seen
@@ -126,8 +147,10 @@ def adapters() -> None:
     marker.launch(starts, rejected)
 
 
-def main() -> int:
-    seen = compile_only()
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first-whole", action="store_true")
+    seen = compile_only(parser.parse_args(argv).first_whole)
     use_gpu_kernels(setattr)
     layers()
     engine()
