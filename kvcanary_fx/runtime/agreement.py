@@ -54,14 +54,14 @@ def shown_by_all(
                 return set()
             continue
         if earlier:
-            told |= _written(left, stamps, step - mine.forward.span)
+            told |= _written(left, stamps, step - mine.forward.ahead)
         left -= _as_recorded(half, view, left - told)
     return left
 
 
-def _written(slots: set[int], stamps: torch.Tensor, since: int) -> set[int]:
-    """The slots that a graph has written after a call: what they held before is gone."""
-    return {slot for slot in slots if int(stamps[0, slot]) >> 16 > since}
+def _written(slots: set[int], stamps: torch.Tensor, first: int) -> set[int]:
+    """The slots that a graph has written since a call began: what they held before is gone."""
+    return {slot for slot in slots if int(stamps[0, slot]) >> 16 >= first}
 
 
 def _as_recorded(half: PoolHalf, view: torch.Tensor, slots: set[int]) -> set[int]:

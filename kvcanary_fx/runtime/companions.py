@@ -48,10 +48,12 @@ class Companions:
     Attributes:
         calls: of the layers, the lowest first.
         span: guarded calls from one forward to the next.
+        ahead: guarded calls of a forward from its first one to that of this layer.
     """
 
     calls: tuple[Call, ...]
     span: int
+    ahead: int
 
     def several_layers(self) -> bool:
         """Whether there are layers above the first."""
@@ -72,7 +74,7 @@ class LayerCalls(threading.local):
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, ...], tuple[int, int]] = {}
-        self._recent: deque[Call] = deque(maxlen=_MEMORY)
+        self._recent: deque[tuple[Call, int]] = deque(maxlen=_MEMORY)  # each with the guarded calls before it
         self._count = 0
 
     def note(self, call: Call, number: int) -> Companions | None:
@@ -86,12 +88,14 @@ class LayerCalls(threading.local):
         """
         before = self._last.get(call.halves)
         self._last[call.halves] = self._count, number
-        self._recent.append(call)
+        self._recent.append((call, number))
         self._count += 1
         if before is None or not 2 <= self._count - 1 - before[0] < _MEMORY:
             return None
-        calls = list(self._recent)[before[0] - self._count : -1]
-        return Companions(tuple(sorted(set(calls), key=lambda c: c.place)), number - before[1])
+        recent = list(self._recent)[before[0] - self._count :]
+        calls = tuple(sorted({one for one, _ in recent[:-1]}, key=lambda c: c.place))
+        latest = {one.halves: before_it for one, before_it in recent}
+        return Companions(calls, number - before[1], number - latest[calls[0].halves])
 
     def forget(self) -> None:
         """A forward failed before all of its layers ran."""

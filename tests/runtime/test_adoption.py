@@ -132,7 +132,7 @@ class Cache:
         self.stamps = torch.full((2, 2 * ROW), -1)
         layer_of = {layer * halves + half: layer for layer in range(layers) for half in range(halves)}
         above = [n for n, layer in layer_of.items() if layer]
-        forward = SimpleNamespace(above_first=lambda: above, several_layers=lambda: layers > 1, span=1)
+        forward = SimpleNamespace(above_first=lambda: above, several_layers=lambda: layers > 1, span=1, ahead=0)
         self.views = {n: torch.zeros(2, ROW, 4) for n in layer_of}
         self.halves = {}
         filled = [length + cropped for length in lengths]

@@ -341,6 +341,31 @@ def test_the_newest_token_of_a_pool_of_one_layer_whose_k_and_v_are_in_two_graphs
     assert model.step(torch.tensor([4])) == [("V", 2)]
 
 
+def test_k_and_v_of_the_newest_token_swapped_in_the_last_layer_whose_graphs_hold_one_half_each():
+    """Seen: the forward before had written the slot, which was taken for a write of this one."""
+
+    def one(keys, values, slot, x):
+        keys.index_copy_(2, slot, x)
+        pause()
+        values.index_copy_(2, slot, x + 1)
+        pause()
+        return x + F.scaled_dot_product_attention(x, keys, values, (torch.arange(S) <= slot)[None])
+
+    def forward(caches, slot, x):
+        return one(*caches[2], slot, one(*caches[1], slot, one(*caches[0], slot, x)))
+
+    caches = [[torch.zeros(1, H, S, D) for _ in "kv"] for _ in range(3)]
+    backend = CanaryBackend(CanaryConfig(inner="eager", mode="log"))
+    step = torch.no_grad()(torch.compile(forward, backend=backend))
+    for slot in range(3):
+        step(caches, torch.tensor([slot]), torch.randn(1, H, 1, D))
+    keys, values = caches[2]
+    keys[:, :, 2], values[:, :, 2] = values[:, :, 2].clone(), keys[:, :, 2].clone()
+    step(caches, torch.tensor([3]), torch.randn(1, H, 1, D))
+    found = backend.session.violations()
+    assert [(v.pool, v.slot) for v in found] == [("keys #3", 2), ("values #3", 2)]
+
+
 def test_a_layer_with_k_and_v_side_by_side_in_a_row_is_the_first():
     """Its tokens may be those of the prompt before, so that only the layers above it have changed."""
 
