@@ -390,7 +390,7 @@ def drafting():
 def run_drafting(runner):
     """A prompt that is checked launch by launch, and steps with drafts, of which none, some and all are rejected."""
     runner.step({"x": 14}, new={"x": [1, 2, 3, 4, 5]}, rejected={})
-    runner.step({"x": 3, "y": 5}, new={"y": [6, 7, 8, 9]}, rejected={"x": 2})
+    runner.step({"x": 3, "y": 10}, new={"y": [6, 7, 8, 9, 10]}, rejected={"x": 2})  # launch by launch, too
     runner.step({"y": 3, "x": 1}, rejected={"y": 1})
     runner.step({"x": 3, "y": 3}, rejected={"x": 1, "y": 2})
     return runner.step({"y": 3}, rejected={"y": 0}, finished=["x"])  # x leaves guesses in its pages
@@ -400,12 +400,13 @@ def test_rejected_drafts_are_silent_in_the_target_and_in_the_draft(drafting):
     assert drafting.guard.read(run_drafting(drafting)) is None
     stats = drafting.guard.session.stats()
     assert (stats.violations, drafting.guard.session.uncovered) == (0, [])
-    assert stats.recorded == 6 * (14 + 8 + 4 + 6 + 3)
+    assert stats.recorded == 6 * (14 + 13 + 4 + 6 + 3)
 
 
-def test_rejected_draft_that_the_runner_counts_is_reported(drafting):
+@pytest.mark.parametrize("beside", [{}, {"z": 10}], ids=["kept", "launch by launch"])
+def test_rejected_draft_that_the_runner_counts_is_reported(drafting, beside):
     drafting.guard.read(run_drafting(drafting))
-    drafting.step({"y": 3}, rejected={"y": 2})
+    drafting.step({"y": 3, **beside}, new={"z": [11, 12, 13]} if beside else (), rejected={"y": 2})
     stored = drafting._stored("y")
     drafting.req_states.num_computed_tokens.gpu[drafting.row["y"]] += 1
     drafting.guard.read(drafting.step({"y": 1}))
