@@ -248,11 +248,8 @@ class Run:
         expected = self._quietly(inputs)
         sites = [site for plan in self.session.plans for site in plan.sites]
         self.oracle.unwritten = bool(sites) and all(site.kind == "read" for site in sites)
-        apart = self.program.broken not in ("", "between") or self.program.compiled == "layers"
-        self.oracle.alone = self.program.broken == "between" and self.program.way.unit == "half"
-        unshown = self.oracle.alone and self.program.idiom in UNSHOWN
-        anew = self.oracle.alone and self.program.way.start and self.outcome.steps == 1  # not known to take turns
-        self.oracle.one_layer = self.program.sizes.layers == 1 or apart or unshown or anew
+        self.oracle.alone = self.program.halves_alone
+        self.oracle.one_layer = judged_by_layer(self.program, self.outcome.steps)
         must, may = self.oracle.before(self.guarded.cells(self.table), start)
         self._arm(self.guarded, start, must, may)
         GLITCH[:] = self.glitch
@@ -375,6 +372,18 @@ class Run:
             raise SilentMiss(f"step {self.outcome.steps}: {sorted(map(dataclasses.astuple, silent))}")
         self.outcome.said += len(missed)
         return reported
+
+
+def judged_by_layer(program: Program, steps: int) -> bool:
+    """Whether the graphs of the forward that follows ``steps`` others judge one layer, or one half, without the others.
+
+    Graphs of one half each are known to make up a forward from the second one on, unless they are compiled anew in it:
+    the position was a constant in the first.
+    """
+    apart = program.broken not in ("", "between") or program.compiled == "layers"
+    unshown = program.halves_alone and program.idiom in UNSHOWN
+    anew = program.halves_alone and program.way.start and steps == 1
+    return program.sizes.layers == 1 or apart or unshown or anew
 
 
 def strays(how: str, index: torch.Tensor, slots: int) -> set[int]:

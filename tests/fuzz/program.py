@@ -113,6 +113,11 @@ class Program:
         return "" if at_once or (self.breaks == "layers" and self.sizes.layers == 1) else self.breaks
 
     @property
+    def halves_alone(self) -> bool:
+        """Each graph holds one half."""
+        return self.broken == "between" and self.way.unit == "half"
+
+    @property
     def later_slots_asked(self) -> bool:
         """A slot's new tokens are told from a fault by the slots behind it: not in a graph of several layers whose
         writes do not show their slots.

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from fuzz.execute import judged_by_layer
 from fuzz.layouts import Layout, Sizes
 from fuzz.oracle import Cell, Oracle
 from fuzz.program import Program
@@ -25,6 +26,15 @@ def test_new_tokens_of_which_one_was_recorded_may_be_reported(rows):
     oracle.legal(cells, counted=True)
     must, may = oracle.before(cells, 2)
     assert (must, Cell(0, 0, 0, 1) in may) == (set(), not rows)
+
+
+@pytest.mark.parametrize(("idiom", "second"), [("narrow_copy", True), ("index_copy", False)])
+def test_graphs_of_one_half_each_that_are_compiled_anew_are_judged_one_by_one(idiom, second):
+    """Where the position is an int, the second forward has other graphs than the first."""
+    program = Program(
+        idiom, Layout("bhsd", "pair"), Sizes(layers=2, batch=1, heads=1, length=12, dim=4), breaks="between"
+    )
+    assert [judged_by_layer(program, steps) for steps in range(3)] == [False, second, False]
 
 
 def test_heads_are_slots_of_a_flat_pool_that_is_returned_whole():
