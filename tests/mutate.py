@@ -83,6 +83,9 @@ SEEDS = ("40", "300")
 #: Of tests whose scenes are several launches each, in the interpreter.
 FEWER_SEEDS = ("5", "40")
 
+#: Where a worker's tests write what pytest prints.
+OUTPUT = "tests-output.txt"
+
 _NEGATED: dict[type[ast.cmpop], str] = {
     ast.Eq: "!=",
     ast.NotEq: "==",
@@ -154,6 +157,9 @@ class Runner:
         started = time.monotonic()
         passes = self._passes(self._home(), file, seeds_of(file)[-1], 600)
         self._seconds[tuple(TARGETS[file])] = time.monotonic() - started
+        if not passes:
+            told = (self._home() / OUTPUT).read_text(errors="replace").splitlines()[-12:]
+            print("\n".join([*told, f"after {time.monotonic() - started:.0f} s"]), flush=True)
         return passes
 
     def survives(self, mutant: Mutant) -> bool:
@@ -225,9 +231,9 @@ def run_tests(home: Path, tests: list[str], seeds: str) -> None:
     sys.path.insert(0, str(home))
     sys.dont_write_bytecode = True  # a mutant of the same second and size would run as the one before
     os.environ["CANARY_TEST_SEEDS"] = seeds
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 1)
-    os.dup2(quiet, 2)
+    output = os.open(OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     import pytest
 
     sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests]))
