@@ -65,7 +65,8 @@ TARGETS = {
     "kernels/layer_ops.py": ENGINE,
     "kvcanary_fx/engine/observers/sweep.py": ["tests/runtime/test_sweep_prefixes.py", *ENGINE],
     "kvcanary_fx/engine/observers/health.py": ENGINE,
-    "kvcanary_fx/runtime/adoption.py": ["tests/runtime/test_adoption.py"],
+    "kvcanary_fx/runtime/adoption.py": ["tests/runtime/test_adoption.py", "tests/runtime/test_two_graphs.py"]
+    + ["-m", "not slow"],
     "kvcanary_fx/engine/layouts/fewer_tokens.py": [
         *POOLS,
         "compressed or c128 or completed or plan or doctor or batch",
