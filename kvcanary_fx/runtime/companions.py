@@ -27,6 +27,7 @@ class Call:
         halves: ids, in order.
         place: of its first half, :attr:`.pool_half.PoolHalf.order`.
         both: its only half holds K and V.
+        heads: ids that a half has, one for each head where these are written one by one.
         pools: what the graph calls its halves.
     """
 
@@ -34,6 +35,7 @@ class Call:
     halves: tuple[int, ...]
     place: int = 0
     both: bool = False
+    heads: int = 1
     pools: tuple[str, ...] = ()
 
     def repeats(self, first: Call) -> bool:
@@ -66,7 +68,7 @@ class Companions:
         if again:  # each layer calls it
             return [half for call in self.calls[again:] for half in call.halves]
         halves = [half for call in self.calls for half in call.halves]
-        return halves[1 if first.both else ONE_LAYER :] or halves
+        return halves[1 if first.both else ONE_LAYER * first.heads :] or halves
 
 
 class LayerCalls(threading.local):

@@ -246,6 +246,34 @@ class OneByOne:
             x = self.layer(x, pool, torch.tensor([slot]))
 
 
+class HeadByHead(OneByOne):
+    """Each head is written by itself."""
+
+    @staticmethod
+    def _layer(x, pool, slot):
+        for half, new in zip(pool, (x, x + 1), strict=True):
+            for head in range(H):
+                half[:, head].index_copy_(0, slot, new[:, head])
+        k, v = pool.transpose(1, 2).unbind(0)
+        return torch.nn.functional.scaled_dot_product_attention(x.transpose(0, 1), k, v).transpose(0, 1)
+
+
+@pytest.mark.parametrize("damaged", [0, 2])
+def test_k_and_v_swapped_in_one_layer_compiled_by_itself_that_is_written_head_by_head(damaged):
+    model = HeadByHead()
+    for slot in (0, 1):
+        model.forward(slot)
+    for pool in model.pools:  # written elsewhere, in all layers
+        pool[:, 0] = torch.randn(2, H, D)
+    model.forward(2)
+    assert model.backend.session.violations() == []
+    pool = model.pools[damaged]
+    pool[:, 1] = pool[:, 1].flip(0)
+    with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
+        model.forward(3)
+    assert {(v.half, v.slot) for v in caught.value.violations} == {("K", 1), ("V", 1)}
+
+
 class SideBySide(OneByOne):
     """K and V in one row."""
 
