@@ -198,8 +198,8 @@ class GraphBinding:
         """The call by what it records, if that may be one layer."""
         recorded = [(half, site) for half, site in zip(halves, self.plan.sites, strict=True) if half.kind == "kv"]
         recorded = [(half, site) for half, site in recorded if half.space is None]
-        halves = {(site.layer, site.label) for _, site in recorded}  # heads that are written one by one are one half
-        if not 0 < len(halves) <= ONE_LAYER:
+        named = {(site.layer, site.label) for _, site in recorded}  # heads that are written one by one are one half
+        if not 0 < len(named) <= ONE_LAYER:
             return None
         both = len(recorded) == 1 and recorded[0][1].both
         recorded.sort(key=lambda one: one[0].layer_number)  # V of a layer before K of the next, however returned
@@ -208,7 +208,7 @@ class GraphBinding:
             halves=tuple(half.id for half, _ in recorded),
             place=min(half.order for half, _ in recorded),
             both=both,
-            heads=len(recorded) // len(halves),
+            heads=len(recorded) // len(named),
             pools=tuple(site.pool for _, site in recorded),
         )
 
