@@ -43,6 +43,7 @@ class ForwardContext:
         joins: the graph has joins, where the model waits for work beside it; without joins, the checks of a layer wait
             for those of the one before.
         sides: the stream on which the checks of layers run, by device; in the model's own stream where there is none.
+        halves_beside: the graph lets its checks around writes run beside the model, where it is captured.
         compared: the bytes of all layers have been compared already, before the model.
     """
 
@@ -56,6 +57,7 @@ class ForwardContext:
     layers: Mapping[str, LayerRecord] = dataclasses.field(default_factory=dict)
     joins: bool = False
     sides: Mapping[torch.device, SideStream] = dataclasses.field(default_factory=dict)
+    halves_beside: bool = False
     compared: bool = False
 
 

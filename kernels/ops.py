@@ -33,6 +33,7 @@ All other memory is found through the ForwardContext.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
@@ -48,6 +49,7 @@ from .content import pool as pool_bytes
 from .context import ForwardContext, get_forward_context
 from .counting import count_op
 from .host_time import timed
+from .side_stream import capturing
 from .slots import checks as request_checks
 from .slots.checks import planned_slots, taken_of
 from .slots.identity import name_slots
@@ -144,7 +146,8 @@ def _verify_halves(
     sites: list[int],
     writes: list[int],
 ) -> None:
-    _verify_before_write(kv, index, extent, sites, writes)
+    with _beside(state.device):
+        _verify_before_write(kv, index, extent, sites, writes)
 
 
 def _verify_before_write(
@@ -204,7 +207,8 @@ def _record_halves(
     sites: list[int],
     writes: list[int],
 ) -> None:
-    _record_written(kv, values, index, extent, positions, sites, writes)
+    with _beside(state.device):
+        _record_written(kv, values, index, extent, positions, sites, writes)
 
 
 def _record_written(
@@ -308,6 +312,19 @@ def _identify(
     site: int,
     write: int,
 ) -> None:
+    with _beside(state.device):
+        _name(tokens, positions, index, extent, state, site, write)
+
+
+def _name(
+    tokens: torch.Tensor,
+    positions: torch.Tensor | None,
+    index: list[torch.Tensor],
+    extent: list[int],
+    state: torch.Tensor,
+    site: int,
+    write: int,
+) -> None:
     context, device = get_forward_context(), state.device
     here, plan = context.sites[site], context.plans[write]
     kernels = kernels_for(device)
@@ -325,6 +342,14 @@ def _identify(
         else:
             name_slots(identity, slots, tokens, positions)
     count_op(here.gate)
+
+
+def _beside(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Beside the model, if its graph allows it and is being captured: launched one by one, forks cost more than they
+    save."""
+    context = get_forward_context()
+    side = context.sides.get(device) if context.halves_beside else None
+    return side.fork() if side is not None and capturing(device) else contextlib.nullcontext()
 
 
 def _on(device: torch.device, positions: torch.Tensor | None) -> torch.Tensor | None:

@@ -138,6 +138,7 @@ class GraphPlan:
         devices: devices that have a site, in the order of the ``state`` arguments appended to the graph.
         ops: canary ops that each call of the graph runs, joins aside.
         joins: the graph ends with a join, see :mod:`.join_side_streams`.
+        halves_beside: its checks may run beside the model, see :mod:`.halves_beside`.
         unguarded: inputs that the graph writes or replaces and we do not guard, each with the reason.
         functional: caches that are rebuilt by ``cat`` instead of written in place.
         born: caches that the graph itself creates, so that they are no input of it.
@@ -155,6 +156,7 @@ class GraphPlan:
     devices: list[torch.device] = dataclasses.field(default_factory=list)
     ops: int = 0
     joins: bool = False
+    halves_beside: bool = False
     unguarded: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     functional: list[str] = dataclasses.field(default_factory=list)
     born: list[str] = dataclasses.field(default_factory=list)

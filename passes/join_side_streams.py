@@ -34,7 +34,7 @@ from .state_inputs import state_input
 def join_side_streams(gm: fx.GraphModule, example_inputs: Sequence[Any], plan: GraphPlan) -> fx.GraphModule:
     """Make checks start early and join at the end, in graphs of opaque attention on a device with streams, in place."""
     devices = [device for device in plan.devices if side_stream.can_fork(device)]
-    if not plan.attention or plan.joins or not devices or any(_cuts(node) for node in gm.graph.nodes):
+    if not plan.attention or plan.joins or not devices or any(cuts(node) for node in gm.graph.nodes):
         return gm
     records: dict[Any, fx.Node] = {}  # by its device's state, the latest without a wait
     for node in list(gm.graph.nodes):
@@ -96,7 +96,7 @@ def _is_op(node: fx.Node, name: str) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.startswith(name)
 
 
-def _cuts(node: fx.Node) -> bool:
+def cuts(node: fx.Node) -> bool:
     """Whether the graph is captured in two parts around this op."""
     target = node.target
     ops = [target] if isinstance(target, torch._ops.OpOverload) else []

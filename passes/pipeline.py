@@ -25,6 +25,7 @@ from .functional_cache import find_functional_caches
 from .graph_lint import check_canary_rules
 from .graph_plan import GraphPlan
 from .halves import DeclaredAxes
+from .halves_beside import check_halves_beside
 from .insert_canaries import insert_canaries
 from .join_side_streams import join_side_streams
 from .names import function_name
@@ -71,6 +72,8 @@ def passes(
         ordered.append(("guard_attention_ops", guard_attention_ops))
         if side:
             ordered.append(("join_side_streams", join_side_streams))
+    elif side:
+        ordered.append(("check_halves_beside", check_halves_beside))
     if rewrite:
         ordered.append(("rewrite_writes", functools.partial(rewrite_writes, parts_only=rewrite == "parts")))
     return ordered

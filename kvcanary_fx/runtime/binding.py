@@ -180,6 +180,8 @@ class GraphBinding:
             gates=self.gates,
             abort=abort,
             joins=self.plan.joins,
+            sides=self._registry.sides(self.plan.devices) if self.plan.halves_beside else {},
+            halves_beside=self.plan.halves_beside,
         )
         coming_back = [site for site in self.plan.sites if site.output is not None]
         returned = None if line is None else ReturnedCaches(coming_back, line, self._registry, args)

@@ -17,9 +17,10 @@ from opaque_engine import DIM, HEADS, METADATA, Model
 from test_engine_layers import Engine
 from test_opaque_attention import LAYERS, Rig
 from torch._inductor.utils import run_and_get_code
+from toys import Rig as PlainRig
 
 from kvcanary_fx.engine import forward as engine_forward
-from kvcanary_fx.kernels import layer_ops, side_stream
+from kvcanary_fx.kernels import layer_ops, ops, side_stream
 from kvcanary_fx.kernels.content import gpu_layer
 from kvcanary_fx.kernels.slots import gpu as gpu_requests
 
@@ -98,6 +99,39 @@ def test_each_layer_forks_twice_and_the_graph_and_the_forward_join(beside):
     # the second layer is checked behind the first one's record, and its attention waits for both
     assert stream.happened == [check, record, check, "join", record, check, "join", record, "join", "join"]
     assert pools.happened == ["join"]  # the graph checks its layers one by one
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_checks_around_writes_run_beside_a_model_that_is_captured(beside, inner, monkeypatch):
+    rig = PlainRig.build(3, mode="log", inner=inner)
+    rig.step(5)
+    rig.step()
+    (stream,) = AtOnce.made
+    assert set(stream.happened) == {"join"}  # launched one by one, they stay in the model's stream
+    stream.happened.clear()
+    monkeypatch.setattr(ops, "capturing", lambda device: True)
+    rig.step()
+    check = record = name = "fork"
+    first, later = [check, "join", name, record, check], ["join", record, check]
+    assert stream.happened == [*first, *later, "join", record, "join"]
+    assert rig.session.violations() == []
+    rig.flip(layer=1, half=1, row=1, position=2)
+    rig.step()
+    found = [(v.check, v.layer, v.half, v.row, v.position) for v in rig.session.violations()]
+    assert found == [("content", "layers.1", "V", 1, 2)]
+    assert rig.session.uncovered == []
+
+
+@pytest.mark.slow
+def test_inductor_lets_the_model_wait_for_checks_in_front_of_a_write(beside):
+    rig = PlainRig.build(3, mode="log", inner="inductor")
+    rig.step(5)
+    _, (code,) = run_and_get_code(rig.step)
+    called = re.findall(r"torch\.ops\.kvcanary\.(\w+)\.default\(|extern_kernels\.(addmm|mm|bmm)\(", code)
+    order = [canary or "product" for canary, product in called]
+    first = order.index("verify_halves", order.index("record_halves"))
+    layer = ["record_halves", "verify_halves", "product", "product", "join"]
+    assert order[first - 1 : first + 9] == [*layer, *layer]
 
 
 class WithMlp(Model):
