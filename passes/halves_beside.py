@@ -1,8 +1,8 @@
 """Let the checks around the writes of layers run beside the model, where a CUDA graph is captured whole.
 
 In a captured decode step a check in the model's own stream costs its latency in every layer: of a 1B-shaped Llama with
-one request on an H100, 185 of 1,966 us.  As for opaque attention (:mod:`.join_side_streams`), a layer's check goes behind
-the record of the layer before, and the model waits for both in front of its write::
+one request on an H100, 185 of 1,966 us.  As for opaque attention (:mod:`.join_side_streams`), a layer's check goes
+behind the record of the layer before, and the model waits for both in front of its write::
 
     record_halves([k0, v0], [key0, value0], ...)       # beside the model
     verify_halves([k1, v1], [None, None], ...)         # beside it, while it computes the rest of the layer
