@@ -303,7 +303,7 @@ def test_layout_that_is_no_strided_view_is_refused(write):
 
 def by_rows(key, value, cache, slots):
     """Pages ``[2, size, heads, dim]``."""
-    pages = cache.view(cache.shape[0], 2, SIZE, HEADS, DIM)
+    pages = cache if cache.dim() == 5 else cache.view(cache.shape[0], 2, SIZE, HEADS, DIM)
     for half, given in enumerate((key, value)):
         pages[slots // SIZE, half, slots % SIZE] = given
 
@@ -317,9 +317,16 @@ def quantised(write, scale):
 
 
 @pytest.mark.parametrize("scale", [0.02, 1.0, 40.0])
-@pytest.mark.parametrize("write", [transposed, by_rows])
-def test_layout_of_a_quantised_cache_is_found(write, scale):
-    cache = torch.zeros(5, HEADS, SIZE, 2 * DIM, dtype=torch.uint8)
+@pytest.mark.parametrize(
+    ("write", "shape", "order"),
+    [
+        (transposed, (5, HEADS, SIZE, 2 * DIM), (0, 1, 2, 3)),
+        (by_rows, (5, HEADS, SIZE, 2 * DIM), (0, 1, 2, 3)),
+        (by_rows, (2, 5, HEADS, SIZE, DIM), (1, 0, 3, 2, 4)),  # as FlashAttention has it, K and V apart
+    ],
+)
+def test_layout_of_a_quantised_cache_is_found(write, shape, order, scale):
+    cache = torch.zeros(shape, dtype=torch.uint8).permute(order)
     stored = quantised(write, scale)
     found = layouts.find(cache, SIZE, ((HEADS, DIM), (HEADS, DIM)), stored)
     slots = torch.randperm(5 * SIZE)[:7]

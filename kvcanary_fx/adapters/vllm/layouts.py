@@ -111,7 +111,8 @@ def _of_bytes(
 
     One element at a time gives the strides; then elements at random must show where the view says, and nowhere else.
     """
-    shape, memory = (page_size, *shapes[half]), scratch.view(-1)
+    shape = (page_size, *shapes[half])
+    memory = torch.as_strided(scratch, (scratch.untyped_storage().nbytes(),), (1,), 0)
 
     def stored(chosen: torch.Tensor) -> torch.Tensor:
         """Where bytes are not 0 after elements ``[page_size, *shape]`` were written to page 1, the others as 0."""
