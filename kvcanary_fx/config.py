@@ -82,10 +82,10 @@ class CanaryConfig:
         verify_after: whether an engine's session checks the bytes of what a forward read again after it, which finds
             writes to them while it runs: True, False, or ``"auto"``: on a CPU, if all are checked before.
         digest_bits: bits of content digest stored per slot, layer and half: 32 or 64.
-        placement: where the checks of layers run on a GPU (those of opaque attention, those that an engine calls, and in a
-            captured graph those around the writes of K and V): ``"side"``, on a stream of their own beside the model's,
-            or ``"inline"``, in the model's own.  Inline is for engines that capture a graph in pieces with our ops in
-            them: a piece cannot end while a check runs beside it.  All other checks run inline.
+        placement: where the checks of layers run on a GPU (those of opaque attention, those that an engine calls, and
+            in a captured graph those around the writes of K and V): ``"side"``, on a stream of their own beside the
+            model's, or ``"inline"``, in the model's own.  Inline is for engines that capture a graph in pieces with our
+            ops in them: a piece cannot end while a check runs beside it.  All other checks run inline.
         rewrite_writes: replace KV writes by an op that writes in place, where Inductor would copy the pool:
             True for every write, False for none; ``"auto"`` under Inductor for writes to a part of a tensor
             (K and V, or all layers, in one), which it copies whole.
