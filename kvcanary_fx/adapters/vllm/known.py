@@ -70,7 +70,8 @@ def log_as_vllm_does() -> None:
     if json_lines.follow_environment():
         return
     ours, theirs = logging.getLogger("kvcanary"), logging.getLogger("vllm")
+    known = ours.handlers + (logging.getLogger().handlers if ours.propagate else [])
     for handler in theirs.handlers:
-        if handler not in ours.handlers:
+        if handler not in known:  # it would write each line twice
             ours.addHandler(handler)
     ours.setLevel(min(ours.level or logging.INFO, logging.INFO))
