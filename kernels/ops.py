@@ -35,9 +35,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -146,8 +148,7 @@ def _verify_halves(
     sites: list[int],
     writes: list[int],
 ) -> None:
-    with _beside(state.device):
-        _verify_before_write(kv, index, extent, sites, writes)
+    _verify_before_write(kv, index, extent, sites, writes)
 
 
 def _verify_before_write(
@@ -207,8 +208,7 @@ def _record_halves(
     sites: list[int],
     writes: list[int],
 ) -> None:
-    with _beside(state.device):
-        _record_written(kv, values, index, extent, positions, sites, writes)
+    _record_written(kv, values, index, extent, positions, sites, writes)
 
 
 def _record_written(
@@ -312,19 +312,6 @@ def _identify(
     site: int,
     write: int,
 ) -> None:
-    with _beside(state.device):
-        _name(tokens, positions, index, extent, state, site, write)
-
-
-def _name(
-    tokens: torch.Tensor,
-    positions: torch.Tensor | None,
-    index: list[torch.Tensor],
-    extent: list[int],
-    state: torch.Tensor,
-    site: int,
-    write: int,
-) -> None:
     context, device = get_forward_context(), state.device
     here, plan = context.sites[site], context.plans[write]
     kernels = kernels_for(device)
@@ -344,12 +331,18 @@ def _name(
     count_op(here.gate)
 
 
-def _beside(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Beside the model, if its graph allows it and is being captured: launched one by one, forks cost more than they
-    save."""
-    context = get_forward_context()
-    side = context.sides.get(device) if context.halves_beside else None
-    return side.fork() if side is not None and capturing(device) else contextlib.nullcontext()
+def _beside_the_model(body: Callable[..., None]) -> Callable[..., None]:
+    """The body of an op whose last arguments are ``state, site, write``, on the side stream if the graph allows it and
+    is being captured: launched one by one, forks cost more than they save."""
+
+    @functools.wraps(body)
+    def run(*args: Any) -> None:
+        context, device = get_forward_context(), args[-3].device
+        side = context.sides.get(device) if context.halves_beside else None
+        with side.fork() if side is not None and capturing(device) else contextlib.nullcontext():
+            body(*args)
+
+    return run
 
 
 def _on(device: torch.device, positions: torch.Tensor | None) -> torch.Tensor | None:
@@ -387,12 +380,12 @@ _BODIES: dict[str, Callable[..., None]] = {
     "join": _join,
     "verify": _verify,
     "record": _record,
-    "verify_halves": _verify_halves,
-    "record_halves": _record_halves,
+    "verify_halves": _beside_the_model(_verify_halves),
+    "record_halves": _beside_the_model(_record_halves),
     "observe": _observe,
     "record_changed": _record_changed,
     "watch": _watch,
-    "identify": _identify,
+    "identify": _beside_the_model(_identify),
     "index_put_": _index_put_,
 }
 

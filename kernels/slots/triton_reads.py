@@ -122,9 +122,7 @@ def is_named(block_ptr, slots, slot, mask):
 
 
 @triton.jit
-def chain_before(
-    block_ptr, wide_ptr, slots, slot, mask, otherwise,
-):  # fmt: skip
+def chain_before(block_ptr, wide_ptr, slots, slot, mask, otherwise):
     """The chain in the slot of one position, or ``otherwise`` where that position cannot be compared with."""
     near = tl.where(mask & (slot >= 0) & (slot < slots), slot, slots)
     chain = tl.load(wide_ptr + near * SPACE_WIDE + WIDE_CHAIN)  # beside the flags, not after them

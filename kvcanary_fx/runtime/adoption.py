@@ -271,9 +271,9 @@ class _Group:
         filled = torch.stack([self._now(half, row) for half in self._halves]).any(0).nonzero().squeeze(1).tolist()
         written = (self._stamps[0, row * self._length : (row + 1) * self._length] >> 16 >= self._step).nonzero()
         begun = int(written[0]) if len(written) else int(lead.buffers.rows[row, RowState.NEXT])
-        return (
-            {slot for slot in empty if slot >= row * self._length + begun} if max(filled, default=-1) < begun else set()
-        )
+        if max(filled, default=-1) >= begun:
+            return set()
+        return {slot for slot in empty if slot >= row * self._length + begun}
 
     def _moved(self, row: int, slots: set[int]) -> bool:
         """Whether a row holds in every half what one other row held."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..config import CanaryConfig
+from ..kernels import side_stream
 from ..kernels.buffers import Count, Gate, HalfBuffers, IdentityBuffers, Part, Site
 from ..kernels.checks import Check, bits_of
 from ..kernels.content.digest import coefficients
@@ -41,6 +42,7 @@ class GraphBinding:
         with torch.inference_mode(False):
             self.states = [torch.zeros(1, dtype=torch.int32, device=d) for d in plan.devices]
             self.gates = {d: torch.zeros(len(Gate), dtype=torch.int64, device=d) for d in plan.devices}
+        self._sides = {d: side_stream.SideStream(d) for d in plan.devices} if plan.halves_beside else {}
         self.counters: list[torch.Tensor] = []
         self._traffic, self._entries = threading.Lock(), [0, 0]  # calls begun, calls ended
         self.forgiven = 0  # ops that failed calls did not run
@@ -180,7 +182,7 @@ class GraphBinding:
             gates=self.gates,
             abort=abort,
             joins=self.plan.joins,
-            sides=self._registry.sides(self.plan.devices) if self.plan.halves_beside else {},
+            sides=self._sides,
             halves_beside=self.plan.halves_beside,
         )
         coming_back = [site for site in self.plan.sites if site.output is not None]

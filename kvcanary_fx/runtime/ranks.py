@@ -100,7 +100,7 @@ def join(number: int) -> Ranks | None:
         if not name.isalnum():
             raise OSError("the store of torch.distributed keeps nothing")
         return Ranks(_folder() / f"kvcanary-{name}-{number}", dist.get_rank(), world)
-    except (RuntimeError, OSError, ValueError) as e:
+    except (RuntimeError, OSError, ValueError, AttributeError) as e:
         log.info("kvcanary.budget each rank keeps to it by itself: %s", e)
         return None
 

@@ -14,7 +14,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError, EngineError
-from ..kernels import side_stream
 from ..kernels.buffers import HalfBuffers, IdentityBuffers
 from ..kernels.content.digest import seeds
 from ..kernels.writes.layout import SlotLayout
@@ -135,16 +134,7 @@ class PoolRegistry:
         self.lost: list[str] = []  # pools that graphs cut in ways of which none could be translated
         self.shadows_copied = False  # a graph returns its caches: what is known of a tensor may be a copy
         self.generation = 0  # changes when a half is dropped, so that kept bindings are made anew
-        self._sides: dict[torch.device, side_stream.SideStream] = {}
         self._lock = threading.Lock()
-
-    def sides(self, devices: Collection[torch.device]) -> dict[torch.device, side_stream.SideStream]:
-        """A stream beside the model's for each device, for the checks of graphs that let them run there."""
-        with self._lock:
-            for device in devices:
-                if device not in self._sides:
-                    self._sides[device] = side_stream.SideStream(device)
-            return {device: self._sides[device] for device in devices}
 
     def storage_of(self, tensor: torch.Tensor) -> Storage:
         """The record of a tensor's storage, made if it is new."""

@@ -35,17 +35,16 @@ MODELS = {"llama": "llama", "moe": "mixtral", "window": "gemma3", "mla": "deepse
 def features(rng: random.Random, models: list[str], on_gpu: bool) -> tuple[str, dict[str, Any]]:
     """A model, and arguments of its engine."""
     block = 16 if on_gpu else 32
-    most = rng.choice([2, 4, 8, 16])
+    most, model = rng.choice([2, 4, 8, 16]), rng.choice(models)
     chosen: dict[str, Any] = dict(
         enable_prefix_caching=rng.random() < 0.8,
         max_num_seqs=most,
         max_num_batched_tokens=rng.choice([32, 64, 128, 512]),
         block_size=block,
-        # one request of the longest needs 256 / block, and a block is nobody's
-        num_gpu_blocks_override=256 // block * rng.choice([1, 2, 3, 6]) + 2,
+        # 256 / block for the longest request, twice that with two groups or if vLLM halves the block; 1 is nobody's
+        num_gpu_blocks_override=256 // block * rng.choice([1, 2, 3, 6]) * (2 if model in ("window", "mla") else 1) + 2,
         scheduling_policy=rng.choice(["fcfs", "priority"]),
     )
-    model = rng.choice(models)
     if rng.random() < 0.2:
         chosen["speculative_config"] = {
             "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1

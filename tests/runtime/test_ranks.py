@@ -89,6 +89,14 @@ def test_ranks_with_another_budget_do_not_count(tmp_path):
     assert mine.largest == 1
 
 
+def test_a_torch_whose_store_cannot_be_reached_leaves_each_rank_to_itself(monkeypatch, caplog):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
+    with caplog.at_level("INFO", "kvcanary"):
+        assert ranks.join(0) is None
+    assert "kvcanary.budget each rank keeps to it by itself" in caplog.text
+
+
 def test_a_process_without_others_keeps_to_its_budget_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(ranks, "_folder", lambda: tmp_path)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)

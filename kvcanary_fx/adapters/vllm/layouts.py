@@ -128,12 +128,15 @@ def _of_bytes(
         hits = stored(chosen).nonzero().flatten()
         return int(hits) if hits.numel() == 1 else None
 
-    axes = range(len(shape))
+    axes, steps = range(len(shape)), []
     origin = place(*(0 for _ in axes))
-    nexts = [place(*(int(a == axis) for a in axes)) if shape[axis] > 1 else origin for axis in axes]
-    if origin is None or None in nexts:
+    if origin is None:
         return None
-    steps = [int(n or 0) - origin for n in nexts]
+    for axis in axes:
+        following = place(*(int(a == axis) for a in axes)) if shape[axis] > 1 else origin
+        if following is None:
+            return None
+        steps.append(following - origin)
     for seed in range(3):
         made = torch.Generator().manual_seed(seed)
         chosen = (torch.rand(shape, generator=made) < 0.5).to(scratch.device)
