@@ -9,6 +9,7 @@ python examples/use_after_free.py --mode raise --mended
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import torch
@@ -111,7 +112,9 @@ def serve(engine: Engine) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=("off", "log", "raise"), default="off")
-    parser.add_argument("--incidents", help="a directory for the file of an incident")
+    parser.add_argument(
+        "--incidents", default=os.environ.get("KVCANARY_INCIDENTS"), help="a directory for the file of an incident"
+    )
     parser.add_argument("--mended", action="store_true", help="an aborted request leaves the next step, too")
     args = parser.parse_args(argv)
     try:
