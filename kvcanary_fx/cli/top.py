@@ -107,7 +107,9 @@ def render(name: str, now: Reading, before: Reading | None = None, seconds: floa
     failed = {check: number for check, number in sorted(now.violations.items()) if number}
     by_check = ", ".join(f"{one_line(check)} {number:,.0f}" for check, number in failed.items())
     within = (
-        f"every stored byte within {now.within:.3g} s" if now.within else "within which time every stored byte: unknown"
+        f"every stored byte within {now.within:.3g} s"
+        if now.within
+        else "how soon every stored byte is compared is unknown"
     )
     slots = [count("slots_checked", "slots")] if now.counts.get("kvcanary_slots_checked_total") else []  # by an engine
     return "\n".join(
