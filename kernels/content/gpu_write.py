@@ -31,6 +31,9 @@ from .launch_args import BLOCK_SLOTS, digest_args, other_args, row_args, site_ar
 TOKENS = (16, 64, 256)
 MOST_TOKENS = TOKENS[-1]
 
+#: Slots times tokens that a program compares at once.
+MOST_COMPARED = 4096
+
 
 def verify_write(
     sites: Sequence[Site],
@@ -61,8 +64,9 @@ def verify_write(
     place = {id(part): i for i, part in enumerate(parts)}
     launches, ops = [], 1
     for a, b in in_launches(parts):
-        bound = _bound_verify(a, b, tokens, plans[0], write_ids[id(b.site)], ops)
-        grid = (triton.cdiv(a.site.layout.slots, BLOCK_SLOTS), 1 if a is b else 2, 1)
+        wide = _slots_of_program(a.site.layout.slots, tokens.n, views[0].device)
+        bound = _bound_verify(a, b, tokens, plans[0], write_ids[id(b.site)], ops, wide)
+        grid = (triton.cdiv(a.site.layout.slots, wide), 1 if a is b else 2, 1)
         bases = [(part.geometry.base, place[id(part)]) for part in (a, b)]
         launches.append(first(bound, grid, [*bases, *indices_of(tokens, len(views))], tensors))
         ops = 0
@@ -172,12 +176,28 @@ def _token_args(tokens: TokenGrid, unused: torch.Tensor) -> dict[str, Any]:
         WRITE_AXES=tokens.axes,
         WRAPS=tokens.wraps,
         SKIPS=tokens.skips,
-        TOKENS=next(size for size in TOKENS if tokens.n <= size),
+        TOKENS=_padded(tokens.n),
         **tokens.arguments(unused),
     )
 
 
-def _bound_verify(a: Part, b: Part, tokens: TokenGrid, plan: WritePlan, write_id: int, ops: int) -> BoundLaunch:
+def _slots_of_program(slots: int, n: int, device: torch.device) -> int:
+    """In how many slots a program looks for those that are due, of a half that ``n`` tokens are written to.
+
+    The programs of both halves are about as many as keep a device busy.
+    """
+    programs = strided_grid(slots, 1, device)
+    wanted = 1 << (-(-2 * slots // programs) - 1).bit_length()
+    return max(BLOCK_SLOTS, min(wanted, MOST_COMPARED // _padded(n)))
+
+
+def _padded(n: int) -> int:
+    return next(size for size in TOKENS if n <= size)
+
+
+def _bound_verify(
+    a: Part, b: Part, tokens: TokenGrid, plan: WritePlan, write_id: int, ops: int, wide: int
+) -> BoundLaunch:
     site, other = a.site, b.site
     control, kept = site.control, site.half.baseline is not None
     arguments = dict(
@@ -201,6 +221,7 @@ def _bound_verify(a: Part, b: Part, tokens: TokenGrid, plan: WritePlan, write_id
         CHECK=int(Check.BOUNDS),
         BOUNDS=bool(site.checks & Check.BOUNDS),
         HAS_BOX=control.blackbox is not None,
+        WIDE=wide,
         UNIT=a.geometry.unit,
         ELEMENT=site.layout.dtype.itemsize,
         **_token_args(tokens, site.gate),

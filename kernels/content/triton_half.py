@@ -214,9 +214,51 @@ def plan_kernel(
 
 
 @triton.jit
+def slots_due(
+    slot, first, stamped, stored, gate_ptr, words_ptr, rows_ptr, slots_total, positions, every,
+    HAS_FIRST: tl.constexpr, OWN_ROWS: tl.constexpr, COMING: tl.constexpr, BY_BUDGET: tl.constexpr,
+    NOT_WRITTEN: tl.constexpr, LENIENT: tl.constexpr, CONTENT: tl.constexpr,
+):  # fmt: skip
+    """Of slots with these digests: which are compared, which are adopted, and which are in rows that were shifted.
+
+    Arguments as for :func:`scan_slots`.
+    """
+    inside = slot < slots_total
+    now = tl.load(gate_ptr + GATE_LENIENT_NOW) != 0
+    shifted = inside & (slot < 0)
+    below = shifted
+    checked = inside
+    if HAS_FIRST:
+        after = tl.load(rows_ptr + slot // positions * ROW_COLUMNS + ROW_NEXT, mask=inside, other=0)
+        coming = inside & (first != NOT_WRITTEN)
+        shifted = coming & (first != after)
+        below = coming & (slot % positions < first)
+        if OWN_ROWS:
+            checked = coming
+    share = tl.load(words_ptr + WORD_EVERY) if BY_BUDGET else every
+    turn = (slot + tl.load(gate_ptr + GATE_STEP)) % share == 0
+    if COMING:  # slots that the coming write replaces are always due
+        turn = turn | stamped
+    due = checked & (stored != 0) & (now | turn | ((now | LENIENT) & shifted))
+    if not CONTENT:
+        due = due & (slot < 0)
+    return due, below & (stored == 0), shifted
+
+
+@triton.jit
+def count_run(gate_ptr, counters_ptr, ops, MODE: tl.constexpr):
+    """By one program of a launch."""
+    if MODE == _VERIFY:
+        tl.atomic_add(counters_ptr + COUNT_VERIFY_RUNS, tl.full([], 1, tl.int64), sem="relaxed")
+        tl.atomic_add(gate_ptr + GATE_OPS, tl.full([], 0, tl.int64) + ops, sem="relaxed")
+    if MODE == _CHANGED:
+        tl.atomic_add(counters_ptr + COUNT_RECORD_RUNS, tl.full([], 1, tl.int64), sem="relaxed")
+
+
+@triton.jit
 def scan_slots(
     slot, first, stamped, base, gate_ptr, counters_ptr, baseline_ptr, planned_ptr, coef_ptr, digest_ptr, words_ptr,
-    ring_ptr, capacity, rows_ptr, slots_total, seed1, seed2, words_in_row, half, positions, every, ops, slot_stride0,
+    ring_ptr, capacity, rows_ptr, slots_total, seed1, seed2, words_in_row, half, positions, every, slot_stride0,
     slot_stride1, units, n1, n2, n3, d0, d1, d2, d3,
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, HAS_FIRST: tl.constexpr, OWN_ROWS: tl.constexpr,
     COMING: tl.constexpr, BY_BUDGET: tl.constexpr, KEEPS: tl.constexpr, ADOPTS: tl.constexpr, PLANNED: tl.constexpr,
@@ -225,7 +267,7 @@ def scan_slots(
     UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr, POISON_MASK: tl.constexpr,
     POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """The slots [BLOCK] of one program.
+    """The slots [BLOCK] of one tile.
 
     ``first`` is where the write to come begins in the row of each slot, and ``stamped`` whether it reaches the slot.
     """
@@ -236,37 +278,16 @@ def scan_slots(
         stored2 = tl.load(digest_ptr + slots_total + slot, mask=inside, other=0)
     row = slot // positions
     position = slot % positions
-    now = tl.load(gate_ptr + GATE_LENIENT_NOW) != 0
-    lenient = now | LENIENT
-    shifted = inside & (slot < 0)
-    below = shifted
-    checked = inside
-    if HAS_FIRST:
-        after = tl.load(rows_ptr + row * ROW_COLUMNS + ROW_NEXT, mask=inside, other=0)
-        coming = inside & (first != NOT_WRITTEN)
-        shifted = coming & (first != after)
-        below = coming & (position < first)
-        if OWN_ROWS:
-            checked = coming
+    lenient = (tl.load(gate_ptr + GATE_LENIENT_NOW) != 0) | LENIENT
+    due, adopted, shifted = slots_due(
+        slot, first, stamped, stored1, gate_ptr, words_ptr, rows_ptr, slots_total, positions, every,
+        HAS_FIRST, OWN_ROWS, COMING, BY_BUDGET, NOT_WRITTEN, LENIENT, CONTENT and MODE == _VERIFY,
+    )  # fmt: skip
     recorded = inside & (stored1 != 0)
-    share = tl.load(words_ptr + WORD_EVERY) if BY_BUDGET else every
-    turn = (slot + tl.load(gate_ptr + GATE_STEP)) % share == 0
-    if COMING:  # slots that the coming write replaces are always due
-        turn = turn | stamped
-    due = checked & recorded & (now | turn | (lenient & shifted))
-    if (MODE != _VERIFY) or (not CONTENT):
-        due = due & (slot < 0)
-    adopted = below & (stored1 == 0)
     work = due | adopted
     if (MODE == _SNAPSHOT) or (MODE == _CHANGED):
         work = inside
     before = stored1
-    if tl.program_id(0) == 0:
-        if MODE == _VERIFY:
-            tl.atomic_add(counters_ptr + COUNT_VERIFY_RUNS, tl.full([], 1, tl.int64), sem="relaxed")
-            tl.atomic_add(gate_ptr + GATE_OPS, tl.full([], 0, tl.int64) + ops, sem="relaxed")
-        if MODE == _CHANGED:
-            tl.atomic_add(counters_ptr + COUNT_RECORD_RUNS, tl.full([], 1, tl.int64), sem="relaxed")
     if tl.sum(work.to(tl.int32), axis=0) > 0:
         if TWO_AXES:
             start = row * slot_stride0 + position * slot_stride1
@@ -350,6 +371,8 @@ def scan_kernel(
     UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr, POISON_MASK: tl.constexpr,
     POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
+    if tl.program_id(0) == 0:
+        count_run(gate_ptr, counters_ptr, ops, MODE)
     slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     first = slot
     if HAS_FIRST:
@@ -360,7 +383,7 @@ def scan_kernel(
         stamped = tl.load(stamp_ptr + slot, mask=slot < slots_total, other=-1) == epoch
     scan_slots(
         slot, first, stamped, base, gate_ptr, counters_ptr, baseline_ptr, planned_ptr, coef_ptr, digest_ptr, words_ptr,
-        ring_ptr, capacity, rows_ptr, slots_total, seed1, seed2, words_in_row, half, positions, every, ops,
+        ring_ptr, capacity, rows_ptr, slots_total, seed1, seed2, words_in_row, half, positions, every,
         slot_stride0, slot_stride1, units, n1, n2, n3, d0, d1, d2, d3,
         HAS_ROWS, TWO_AXES, HAS_FIRST, OWN_ROWS, COMING, BY_BUDGET, KEEPS, ADOPTS, PLANNED, INDEX, NOT_WRITTEN,
         LENIENT, CONTENT, MODE, UNIT, ELEMENT, PLANES, POISON_MASK, POISON_BITS, BLOCK, BLOCK_WORDS,

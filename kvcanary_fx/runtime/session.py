@@ -224,15 +224,17 @@ class CanarySession:
                 storage.shadows.clear()  # of the tensor as an earlier call returned it
 
     def _look_after(self, binding: GraphBinding) -> None:
-        """Read what calls reported: at once in raise mode and on the CPU, else when it has arrived."""
+        """Read what calls reported: at once in raise mode and on the CPU, else now and then, when it has arrived."""
         try:
             readback = self._readbacks.of(binding)
             if readback.at_once or (self.config.mode == "raise" and not self._late.deferring):
                 readback.start()
                 readback.wait()
                 self._look_at(readback)
+            elif not (self._late.deferring or readback.is_due()):
+                pass  # this call is counted, and read with a later one
             elif not readback.under_way or self._look_if_arrived(readback):
-                readback.start()  # else this call is counted, and read with the next
+                readback.start()
         except RuntimeError as e:  # a failure on the device shows up here
             self._after_failure(binding, e)
             raise

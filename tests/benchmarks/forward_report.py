@@ -33,8 +33,8 @@ HOW = {
 MEANS = {
     True: "`identity`: all checks but content and operand; `recorded`: all but content; `content 1/64` and `content`: "
     "all, with that share of the stored bytes compared in each forward. ",
-    False: "`log` and `raise`: with the default settings, so that all stored bytes are compared in each forward; "
-    "`raise` also waits for the device after it. Who is in a slot nobody says. ",
+    False: "`default`: with the default settings, on a GPU a budget of 1 %; `content`: all stored bytes are compared "
+    "in each forward, or 1/64 of them. `raise` also waits for the device after it. Who is in a slot nobody says. ",
 }
 
 

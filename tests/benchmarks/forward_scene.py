@@ -90,6 +90,8 @@ class Counts:
         tensors, least, most = case.shape.tensors, stored, stored
         if "content" not in settings.get("checks", CHECKS):
             least = most = 0
+        elif "verify_fraction" not in settings and self.identities is None:  # what the budget leaves
+            least = 0
         elif settings.get("verify_fraction") == "1/64":  # of neighbouring slots every 64th: one more or one less
             least, most = stored // 64, -(-stored // 64)
             if self.identities is None:  # what the step writes again is compared before that, whatever its turn

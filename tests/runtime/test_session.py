@@ -10,6 +10,7 @@ from toys import Rig
 
 import kvcanary_fx
 from kvcanary_fx import CanaryConfig, KVCacheViolation
+from kvcanary_fx.runtime import readback
 from kvcanary_fx.runtime.readback import Readback
 
 LINE = re.compile(
@@ -159,6 +160,7 @@ def test_shadows_of_dropped_caches_are_released():
 
 def test_log_mode_goes_on_while_a_read_back_is_on_its_way_and_loses_no_call(monkeypatch):
     """As on a GPU, where the words arrive when the device gets there."""
+    monkeypatch.setattr(readback, "BETWEEN", 0.0)
     rig = Rig.build(mode="log")
     rig.step(6)
     rig.step()
@@ -179,6 +181,27 @@ def test_log_mode_goes_on_while_a_read_back_is_on_its_way_and_loses_no_call(monk
     assert len(started) == 3
     assert [v.check for v in rig.session.known_violations()] == ["content"]
     assert rig.session.uncovered == []
+
+
+def test_log_mode_reads_back_now_and_then_and_not_in_every_call(monkeypatch):
+    """A read-back takes longer than all else that the host does in a step of a decode."""
+    rig = Rig.build(mode="log")
+    rig.step(6)
+    rig.step()
+    rig.session._readbacks.of(rig.session.bindings[-1]).at_once = False
+    monkeypatch.setattr(readback, "BETWEEN", 3600.0)
+    started, start = [], Readback.start
+    monkeypatch.setattr(Readback, "start", lambda self: (start(self), started.append(self)))
+    rig.step()
+    rig.flip(1, 1, row=0, position=2)
+    for _ in range(3):
+        rig.step()
+    assert started == []
+    assert [v.check for v in rig.session.violations()] == ["content"]  # who asks is told
+    rig.session._readbacks.of(rig.session.bindings[-1])._started = -3600.0
+    for _ in range(3):
+        rig.step()
+    assert len(started) == 1
 
 
 @pytest.fixture
