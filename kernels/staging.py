@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections import deque
 from typing import Any
 
@@ -23,16 +24,16 @@ class Staging:
         self._sent: deque[tuple[_Pinned, torch.cuda.Event]] = deque()  # the oldest first
         self._outs: deque[_Heads] = deque(maxlen=4)  # of the last tensors that were sent to
 
-    def send(self, source: torch.Tensor, out: torch.Tensor) -> None:
+    def send(self, source: torch.Tensor | array[int], out: torch.Tensor) -> None:
         """Copy numbers of the host to the head of ``out``, in the current stream.
 
         Not while a CUDA graph is captured: a replay would copy the memory's later content.
 
         Args:
-            source: ``[n]`` on the host; it may be written when this returns.
+            source: ``[n]`` on the host, a tensor, or an array of int64; it may be written when this returns.
             out: ``[>= n]`` of the same dtype, on the device.
         """
-        n, head = source.shape[0], None
+        n, head = len(source), None
         for known in self._outs:
             if known.whole is out:
                 head = known(n)
@@ -40,12 +41,16 @@ class Staging:
             self._outs.append(_Heads(out))
             head = out[:n]
         if self._device.type != "cuda":
-            head.copy_(source)
+            head.copy_(torch.frombuffer(source, dtype=out.dtype) if isinstance(source, array) else source)
             return
-        source, size = source.contiguous(), source.numel() * source.element_size()
+        if isinstance(source, array):
+            (address, _), size = source.buffer_info(), n * source.itemsize
+        else:
+            source = source.contiguous()
+            address, size = source.data_ptr(), source.numel() * source.element_size()
         pinned, event = self._free(size)
-        ctypes.memmove(pinned.address, source.data_ptr(), size)
-        head.copy_(pinned.numbers(source.dtype)(n), non_blocking=True)
+        ctypes.memmove(pinned.address, address, size)
+        head.copy_(pinned.numbers(out.dtype)(n), non_blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         self._sent.append((pinned, event))
 

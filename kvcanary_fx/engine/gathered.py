@@ -88,7 +88,7 @@ class Gathered:
 
     def send_to(self, sent: Sent, words: array[int]) -> None:
         """Launch the copies, those of numbers to known places."""
-        self._staging.send(torch.frombuffer(words, dtype=torch.int64), sent.landing)
+        self._staging.send(words, sent.landing)
         torch._foreach_copy_(sent.outs, sent.parts)
         if self._copies:
             self._send_copies()
@@ -100,7 +100,7 @@ class Gathered:
         if known != self._known or not self.holds(self._sent):
             self._sent = self.places(places)
             self._known, self._kept = known, [out for out, _, _ in places]
-        self._staging.send(torch.frombuffer(words, dtype=torch.int64), self._landing)
+        self._staging.send(words, self._landing)
         torch._foreach_copy_(self._sent.outs, self._sent.parts)
 
     def _make_room(self, words: int) -> None:

@@ -121,7 +121,7 @@ class EnginePool:
         """
         for rival in self.rivals:
             slot_life.report_taken(self.space, rival.space, self.slot_tensor(slots, page_size), self._ids.hash(owner))
-        self.live_slots += self._events.add(_ALLOCATE, slots, page_size, self._ids.hash(owner))
+        self.live_slots += self._events.add(_ALLOCATE, slots, page_size, owner)
 
     def release(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """One reference to each slot was dropped; a slot without references is free.
@@ -133,11 +133,11 @@ class EnginePool:
             slots, page_size: as :meth:`allocate` takes them.
             owner: id of the request that releases them, if known: releasing another's slot is then a violation.
         """
-        self.live_slots -= self._events.add(_RELEASE, slots, page_size, self._ids.hash(owner))
+        self.live_slots -= self._events.add(_RELEASE, slots, page_size, owner)
 
     def share(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """One reference to each slot was added: a shared slot may be read by several requests and written by none."""
-        self.live_slots += self._events.add(_SHARE, slots, page_size, self._ids.hash(owner))
+        self.live_slots += self._events.add(_SHARE, slots, page_size, owner)
 
     def hand_over(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """The slots get another owner and keep their content, for example from a request to a prefix cache.
@@ -145,7 +145,7 @@ class EnginePool:
         Args:
             owner: id of the new owner; None: anybody may read and write them.
         """
-        self._events.add(_HAND_OVER, slots, page_size, self._ids.hash(owner))
+        self._events.add(_HAND_OVER, slots, page_size, owner)
 
     def adopt(
         self,
@@ -179,7 +179,7 @@ class EnginePool:
 
         Free and reserved slots may be among them, so that all slots of a pool can be named.
         """
-        self._events.add(Event.FORGET, slots, page_size, 0)
+        self._events.add(Event.FORGET, slots, page_size)
 
     def reject(self, slots: Slots, page_size: int = 1) -> None:
         """The slots hold drafted tokens that the target did not accept.
@@ -190,7 +190,7 @@ class EnginePool:
         Args:
             slots: integer ``[n]``; empty slots are allowed.
         """
-        self._events.add(Event.REJECT, slots, page_size, 0)
+        self._events.add(Event.REJECT, slots, page_size)
 
     def export(self, slots: Slots) -> ShadowSlice:
         """The shadow of slots that are about to be moved with their bytes, as tensors of the pool's device."""

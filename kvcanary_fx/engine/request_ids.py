@@ -29,11 +29,15 @@ def require_ids(requests: Any) -> None:
 
 
 class RequestIds:
-    """Turns ids into hashes and back.  Hash 0 stands for "nobody in particular"."""
+    """Turns ids into hashes and back.  Hash 0 stands for "nobody in particular".
+
+    Attributes:
+        known: the hashes of ids that were seen; never replaced.
+    """
 
     def __init__(self) -> None:
         self._ids: OrderedDict[int, RequestId] = OrderedDict()
-        self._hashes: dict[RequestId, int] = {}
+        self.known: dict[RequestId, int] = {}
         self._last: list[RequestId | None] | None = None
         self._last_hashes: list[int] = []  # never written to
 
@@ -47,13 +51,13 @@ class RequestIds:
             return 0
         if not isinstance(request, str | int):
             raise TypeError(f"a request id is a string or an int, not {type(request).__name__}: {request!r}")
-        known = self._hashes.get(request)
+        known = self.known.get(request)
         if known is None:
             digest = hashlib.blake2b(f"{type(request).__name__}:{request}".encode(), digest_size=8).digest()
             known = int.from_bytes(digest, "little", signed=True) or 1
-            self._hashes[request], self._ids[known] = known, request
+            self.known[request], self._ids[known] = known, request
             if len(self._ids) > KEPT:
-                self._hashes.pop(self._ids.popitem(last=False)[1], None)
+                self.known.pop(self._ids.popitem(last=False)[1], None)
         return known
 
     def hashes(self, requests: Sequence[RequestId | None]) -> list[int]:
@@ -67,7 +71,7 @@ class RequestIds:
 
     def _hashes_of(self, requests: Sequence[RequestId | None]) -> list[int]:
         if _ID_TYPES.issuperset(map(type, requests)):
-            known = [self._hashes.get(r) for r in requests]  # type: ignore[arg-type]
+            known = [self.known.get(r) for r in requests]  # type: ignore[arg-type]
             if None not in known:
                 return known  # type: ignore[return-value]
         return [self.hash(r) for r in requests]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate, chain
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,13 +24,19 @@ from ..kernels.staging import Staging, lasting
 from .arguments import integers, require_whole
 from .gathered import numbers_of, plain_numbers
 from .pool_content import PoolContent
-from .request_ids import RequestIds
+from .request_ids import RequestId, RequestIds
 from .slot_histories import SlotHistories
 
 #: Limits of the queue: calls, and the pages and slots that they name.  A larger call is sent by itself.
 CALLS, PAGES, SLOTS = 1024, 16384, 1 << 18
 
 _RELEASE = Event.RELEASE
+
+#: Pages of a call: a few that the engine gave, or what they were made into, here or on the device.
+_Pages: TypeAlias = "list[int] | array[int] | torch.Tensor"
+
+#: An event with the number of its stack, pages, hash of the owner, slots of a page.
+_Call: TypeAlias = tuple[int, _Pages, int, int]
 
 #: Numbers of the rows of all calls.
 ROWS = CALLS * len(EventRow)
@@ -45,7 +52,6 @@ class SlotEvents:
     """The allocator calls of one pool that its device does not have yet, in order.
 
     Attributes:
-        pending: whether there are any.
         histories: what slots went through.
     """
 
@@ -54,7 +60,8 @@ class SlotEvents:
         Args:
             stacks: how many stacks of calls are kept.
         """
-        self._space, self._content = space, content
+        self._space, self._content, self._ids = space, content, ids
+        self._known_ids = ids.known
         self.histories = SlotHistories(space, ids, stacks)
         self._kernels = life_kernels_for(space.block.device)  # None: each call is done as it comes
         self._apply: Any = None
@@ -68,117 +75,112 @@ class SlotEvents:
         self._words = lasting(room, dtype=torch.int64, device=device)
         self._given = lasting(0, dtype=torch.int64, device=device)  # pages that were named on the device
         self._gone = lasting(2, 0, dtype=torch.int64, device=device)
-        self._reset()
+        # Always this list: a call is appended without the lock, and a flush takes from its head what it has seen.
+        self._calls: list[_Call] = []
+        self._page_size, self._few = 1, 0  # of the last call that was looked at; most pages of one that need not be
+        self._begin_anew()
 
-    def _reset(self) -> None:
-        self.pending, self._released = False, False
-        self._freed: set[int] | None = set()  # pages that were released; None: not known here
-        self._rows, self._pages, self._page_size = array("q"), array("q"), 1
-        self._left = 0  # pages of the same size that can be queued before the next flush
-        self._on_device: list[tuple[int, int]] = []  # parts of the pages that are in ``_given``
+    def _begin_anew(self) -> None:
+        self._taken = 0  # pages in ``_given``
+        self._freed: set[int] | None = set()  # pages that the first calls released; None: not known here
+        self._looked = 0  # how many calls these are
 
-    def add(self, event: Event, slots: Any, page_size: int, owner: int) -> int:
+    @property
+    def pending(self) -> bool:
+        """Whether there are any."""
+        return bool(self._calls)
+
+    def add(self, event: Event, slots: Any, page_size: int, owner: RequestId | None = None) -> int:
         """Note a call; how many slots it names.
 
         Args:
             slots: as :meth:`.EnginePool.allocate` takes them.
-            owner: hash of the id that is named, 0 for none.
+            owner: the id that is named, if any.
 
         Raises:
             EngineError: slots or page_size are no integers, or a CUDA graph is being captured.
         """
+        stacks, calls = self.histories.stacks, self._calls
+        stack = 0 if stacks is None else stacks.number()
+        # most calls, of which there are dozens in a step; with calls pending, flush() refuses to be captured
+        if calls and page_size == self._page_size and type(slots) is list and 0 < len(slots) <= self._few:
+            try:
+                whose = self._known_ids.get(owner) if owner is not None else 0
+            except TypeError:  # no id, as hash() is going to say
+                whose = None
+            if (
+                whose is not None
+                and type(slots[0]) is int  # the others are looked at when the calls are sent
+                and len(calls) < CALLS
+                and (event not in RENEWING or self._may_renew(slots))
+            ):
+                calls.append((event + stack * STACK_UNIT if stack else event, slots[:], whose, page_size))
+                return len(slots) * page_size
+        return self._add_looking(event, slots, page_size, self._ids.hash(owner), stack)
+
+    def _add_looking(self, event: Event, slots: Any, page_size: int, owner: int, stack: int) -> int:
+        """Note a call that is the first one, or another than most; send it, if it cannot wait."""
         if page_size != 1 and (type(page_size) is not int or page_size < 1):
             require_whole("page_size", page_size, 1, "slots")
-        # with calls pending, flush() refuses to be captured
         if self._on_gpu and not self.pending and torch.cuda.is_current_stream_capturing():
             raise EngineError(
                 f"the allocator called {event.name.lower()}() while a CUDA graph is being captured: each replay would "
                 "do it again. Call it outside of torch.cuda.graph()"
             )
-        stack = 0 if self.histories.stacks is None else self.histories.stacks.number()
-        if type(slots) is list and slots and type(slots[0]) is int:
-            n = len(slots)
-            with self._lock:
-                if (
-                    n > self._left
-                    or page_size != self._page_size
-                    or (self._released and event in RENEWING and self._were_freed(slots))
-                ):
-                    return self._add_pages(event, pages_of(slots), page_size, owner, stack)
-                begin = len(self._pages)
-                try:
-                    self._pages.fromlist(slots)
-                except (TypeError, OverflowError):  # pages_of says what is wrong
-                    return self._add_pages(event, pages_of(slots), page_size, owner, stack)
-                # as _note does: a call would be a tenth of it, and there are dozens in a step
-                rows = self._rows
-                rows.extend((event + stack * STACK_UNIT, begin, owner))
-                self._left = self._left - n if len(rows) < ROWS else 0
-                self.pending = True
-                if event == _RELEASE:
-                    self._released = True
-                    if n > FEW:
-                        self._freed = None
-                    elif self._freed is not None:
-                        self._freed.update(slots)
-            return n * page_size
-        return self._add_pages(event, pages_of(slots), page_size, owner, stack)
-
-    def _add_pages(self, event: Event, pages: array[int] | torch.Tensor, page_size: int, owner: int, stack: int) -> int:
-        """Note a call; send it, if it cannot wait."""
+        pages = pages_of(slots)
         n = len(pages)
         if n and not self._may_wait(n, page_size):
             self.flush()
             self._do(event, pages, page_size, owner, stack)
         elif n:
             with self._lock:
-                known = pages if isinstance(pages, array) else None
-                begin = self._make_room(event, n, page_size, known)
-                if isinstance(pages, torch.Tensor):
-                    if not self._given.shape[0]:
-                        self._given = lasting(PAGES, dtype=torch.int64, device=self._given.device)
-                    self._given[begin : begin + n].copy_(pages)  # now: the engine may change them
-                    self._on_device.append((begin, begin + n))
-                    pages = array("q", bytes(8 * n))
-                self._pages.extend(pages)
-                self._left = min(PAGES, SLOTS // page_size) - begin
-                self._note(event, begin, owner, n, known, stack)
+                self._make_room(event, n, page_size, pages)
+                held = self._take(pages) if isinstance(pages, torch.Tensor) else pages
+                self._calls.append((event + stack * STACK_UNIT, held, owner, page_size))
         return n * page_size
 
     def _may_wait(self, n: int, page_size: int) -> bool:
         return self._kernels is not None and n <= PAGES and n * page_size <= SLOTS
 
-    def _make_room(self, event: Event, n: int, page_size: int, pages: Sequence[int] | None) -> int:
-        """Send what has to be sent before a call of ``n`` pages; where these begin."""
-        held = len(self._pages)
-        if held and (
-            held + n > PAGES
-            or (held + n) * page_size > SLOTS
-            or len(self._rows) >= ROWS
+    def _make_room(self, event: Event, n: int, page_size: int, pages: array[int] | torch.Tensor) -> None:
+        """Send what has to be sent before a call of ``n`` pages."""
+        if self._calls and (
+            len(self._calls) >= CALLS
             or page_size != self._page_size
-            or (self._released and event in RENEWING and self._were_freed(pages))
+            or (isinstance(pages, torch.Tensor) and self._taken + n > PAGES)
+            or (event in RENEWING and self._were_freed(pages))
         ):
             self.flush()
-            held = 0
-        self._page_size = page_size
-        return held
+        self._page_size, self._few = page_size, min(FEW, PAGES, SLOTS // page_size)
 
-    def _were_freed(self, pages: Sequence[int] | None) -> bool:
+    def _take(self, pages: torch.Tensor) -> torch.Tensor:
+        """Pages of the device, where they stay as they are until the next flush: the engine may change its own."""
+        if not self._given.shape[0]:
+            self._given = lasting(PAGES, dtype=torch.int64, device=self._given.device)
+        held = self._given[self._taken : self._taken + len(pages)]
+        self._taken += len(pages)
+        return held.copy_(pages)
+
+    def _may_renew(self, slots: list[int]) -> bool:
+        """Whether the bytes of pages need not be compared before they get a new owner."""
+        with self._lock:
+            return not self._were_freed(slots)
+
+    def _were_freed(self, pages: Sequence[int] | torch.Tensor) -> bool:
         """Whether some of the pages may have been released: their bytes are compared before they get a new owner."""
-        if self._freed is None or pages is None or len(pages) > FEW:
+        new = self._calls[self._looked :]
+        self._looked += len(new)
+        for kind, held, _, _ in new:
+            if kind % STACK_UNIT == _RELEASE:
+                if isinstance(held, torch.Tensor) or len(held) > FEW:
+                    self._freed = None
+                elif self._freed is not None:
+                    self._freed.update(held)
+        if self._freed is not None and not self._freed:
+            return False
+        if self._freed is None or isinstance(pages, torch.Tensor) or len(pages) > FEW:
             return True
         return not self._freed.isdisjoint(pages)
-
-    def _note(self, event: Event, begin: int, owner: int, n: int, pages: Sequence[int] | None, stack: int) -> None:
-        self._rows.extend((event + stack * STACK_UNIT, begin, owner))
-        self._left = self._left - n if len(self._rows) < ROWS else 0
-        self.pending = True
-        if event is Event.RELEASE:
-            self._released = True
-            if pages is None or n > FEW:
-                self._freed = None
-            elif self._freed is not None:
-                self._freed.update(pages)
 
     def _do(self, event: Event, pages: array[int] | torch.Tensor, page_size: int, owner: int, stack: int) -> None:
         """Send one call by itself."""
@@ -195,9 +197,10 @@ class SlotEvents:
         """Send the calls to the device.
 
         Raises:
-            EngineError: calls are queued, and a CUDA graph is being captured.
+            EngineError: calls are queued, and a CUDA graph is being captured; or a call has a number that no slot can
+                have, which is left out.
         """
-        if not self.pending:
+        if not self._calls:
             return
         if capturing(self._space.block.device if self._space.block.is_cuda else None):
             raise EngineError(
@@ -205,36 +208,79 @@ class SlotEvents:
                 "session.flush() before torch.cuda.graph()"
             )
         with self._lock:
-            events, released = self._sent(), self._released
-            gone = self._room(events.slots) if released else None
-            self._reset()
-            assert self._kernels is not None
-            content = self._content
-            if self._apply is None:
-                self._apply = self._kernels.Apply(self._space, content.digests)
-            self._apply(events, content.imported, gone)
-            if gone is not None:
-                slots, owners = self._freed_in(events.slots)
-                content.verify(slots, None, owners, Phase.LIFE)
+            while self._calls:
+                self._send()
+            self._begin_anew()
 
-    def _sent(self) -> Events:
-        """The calls on the device."""
-        calls, n = len(self._rows) // len(EventRow), len(self._pages)
-        if calls % 2:  # a kernel is compiled anew for pages that begin at another alignment
-            self._rows.append(0)
-        self._staging.send(torch.frombuffer(self._rows + self._pages, dtype=torch.int64), self._words)
-        form = calls, n, self._page_size
+    def _send(self) -> None:
+        """Send the first calls, as many as fit into one launch."""
+        calls = self._calls[:CALLS]
+        kinds, pages, owners, sizes = zip(*calls, strict=True)
+        ends = list(accumulate(map(len, pages), initial=0))
+        page_size, room = sizes[0], min(PAGES, SLOTS // sizes[0])
+        if ends[-1] > room or sizes.count(page_size) < len(sizes):
+            fits = [end <= room and size == page_size for end, size in zip(ends[1:], sizes, strict=True)]
+            n = fits.index(False)
+            calls, kinds, pages, owners, ends = calls[:n], kinds[:n], pages[:n], owners[:n], ends[: n + 1]
+        words = array("q", list(chain.from_iterable(zip(kinds, ends, owners))))  # noqa: B905  there is one end more
+        if len(calls) % 2:  # a kernel is compiled anew for pages that begin at another alignment
+            words.append(0)
+        on_device = self._append_pages(words, pages)
+        del self._calls[: len(calls)]
+        self._staging.send(words, self._words)
+        events = self._shown_events(len(calls), ends[-1], page_size)
+        if on_device:
+            parts = [events.entries[ends[at] : ends[at + 1]] for at in on_device]
+            torch._foreach_copy_(parts, [pages[at] for at in on_device])
+        released = _RELEASE in kinds or any(kind % STACK_UNIT == _RELEASE for kind in kinds if kind > STACK_UNIT)
+        self._apply_all(events, released)
+
+    def _append_pages(self, words: array[int], pages: Sequence[_Pages]) -> list[int]:
+        """Append the pages of calls; which of them are on the device.
+
+        Raises:
+            EngineError: a number of more than 64 bits; its call is left out.
+        """
+        on_device = []
+        for at, held in enumerate(pages):
+            if type(held) is list:
+                try:
+                    words.fromlist(held)
+                except (TypeError, OverflowError) as e:
+                    del self._calls[at]
+                    raise EngineError(
+                        f"slots are integers, and were given as {held} ({e}). The allocator's call was left out: give "
+                        "whole numbers"
+                    ) from e
+            elif type(held) is array:
+                words.extend(held)
+            else:
+                words.frombytes(bytes(8 * len(held)))
+                on_device.append(at)
+        return on_device
+
+    def _shown_events(self, calls: int, n: int, page_size: int) -> Events:
+        """So many calls and pages, where they are on the device."""
+        form = calls, n, page_size
         events = self._shown.get(form)
         if events is None:
             if len(self._shown) >= SHOWN:
                 self._shown.clear()
-            first = len(self._rows)
+            first = calls * len(EventRow) + calls % 2
             rows, pages = self._words[: calls * len(EventRow)], self._words[first : first + n]
-            events = self._shown[form] = Events(rows.view(calls, -1), pages, self._page_size)
-        if self._on_device:
-            parts = [slice(*part) for part in self._on_device]
-            torch._foreach_copy_([events.entries[part] for part in parts], [self._given[part] for part in parts])
+            events = self._shown[form] = Events(rows.view(calls, -1), pages, page_size)
         return events
+
+    def _apply_all(self, events: Events, released: bool) -> None:
+        """Launch what the calls do; the bytes of slots that they free are compared."""
+        assert self._kernels is not None
+        content, gone = self._content, self._room(events.slots) if released else None
+        if self._apply is None:
+            self._apply = self._kernels.Apply(self._space, content.digests)
+        self._apply(events, content.imported, gone)
+        if gone is not None:
+            slots, owners = self._freed_in(events.slots)
+            content.verify(slots, None, owners, Phase.LIFE)
 
     def _room(self, slots: int) -> torch.Tensor:
         """int64 ``[2, >= slots]``."""

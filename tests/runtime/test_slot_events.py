@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -261,6 +262,19 @@ def test_a_violation_belongs_to_the_step_in_which_the_allocator_did_it(launches)
     toy.run({"A": [6]})
     (v,) = toy.found()
     assert (v.why, v.step) == ("DOUBLE_FREE", 1)
+
+
+@interpreted
+@pytest.mark.parametrize("wrong", [4.0, "4", None, 2**70], ids=str)
+def test_a_call_with_something_else_among_its_slots_is_refused_by_name_and_the_others_are_told(launches, wrong):
+    toy = Toy()
+    toy.pool.allocate([5], owner="A")
+    toy.pool.allocate([6, wrong], owner="A")
+    toy.pool.allocate([7], owner="A")
+    with pytest.raises(EngineError, match=re.escape(f"slots are integers, and were given as {[6, wrong]}")):
+        toy.session.flush()
+    toy.session.flush()
+    assert toy.pool.space.flags[[5, 6, 7]].tolist() == [256, 0, 256]
 
 
 # ---- on a GPU
