@@ -14,7 +14,7 @@ from ..kernels.side_stream import capturing
 from ..kernels.slots import checks as request_checks
 from ..kernels.slots.space import RequestPlan
 from .arguments import integer_tensor
-from .batch_arguments import require_batch
+from .batch_arguments import is_plainly_right, require_batch
 from .kv_pool import KVPool
 from .request_ids import RequestId, RequestIds
 from .step_inputs import StepInputs
@@ -160,6 +160,8 @@ class Inputs:
             for field, group in self._groups.items()
         }
         self.main = made.pop(None)
+        # of each group of pools, with the memory that they are of
+        self._last_plans: dict[tuple[str | None, bool], tuple[dict[Any, Any], dict[str, RequestPlan]]] = {}
         self.own: dict[str, StepInputs] = {field: inputs for field, inputs in made.items() if field is not None}
 
     def fill(self, batch: Any, step: int) -> dict[str | None, StepView]:
@@ -169,18 +171,21 @@ class Inputs:
             StepInputError: a batch that does not fit.
             EngineError: no field for a pool that takes its batch from there.
         """
-        require_batch(batch, [pool.slots_from for pool in self._groups[None]])
-        self.main.step = step
-        self.main.fill_from(batch)
+        self._fill(None, self.main, batch, step)
         views: dict[str | None, StepView] = {None: self.main.view()}
         for field, inputs in self.own.items():
             given = _sub_batch(self._groups[field][0], batch)
             if given is not None:
-                require_batch(given, [pool.slots_from for pool in self._groups[field]])
-                inputs.step = step
-                inputs.fill_from(given)
+                self._fill(field, inputs, given, step)
                 views[field] = inputs.view()
         return views
+
+    def _fill(self, field: str | None, inputs: StepInputs, batch: Any, step: int) -> None:
+        inputs.step = step
+        if inputs.may_come_again and is_plainly_right(batch) and inputs.fill_again(batch):
+            return
+        require_batch(batch, [pool.slots_from for pool in self._groups[field]])
+        inputs.fill_from(batch)
 
     def empty(self, requests: int, tokens: int) -> dict[str | None, StepView]:
         """Take in a batch without requests, at the addresses that every later batch has; its views, padded.
@@ -208,8 +213,23 @@ class Inputs:
         plans: dict[str, RequestPlan] = {}
         for field, group in self._groups.items():
             if field in views:
-                inputs = self.main if field is None else self.own[field]
-                plans |= {pool.name: _kept_plan(pool, place, views[field], inputs) for place, pool in enumerate(group)}
+                plans |= self._plans_of(field, group, views[field])
+        return plans
+
+    def _plans_of(self, field: str | None, pools: Sequence[KVPool], view: StepView) -> dict[str, RequestPlan]:
+        """The plan of each pool by name; all at once, if they are those of the last view of the same memory."""
+        in_flight, kept = bool(getattr(view, "in_flight", False)), view.kept_plans
+        memory, known = self._last_plans.get((field, in_flight), (None, {}))
+        if kept is not None and kept is memory and getattr(view, "history", None) is None:
+            return known
+        inputs = self.main if field is None else self.own[field]
+        plans = {pool.name: _kept_plan(pool, place, view, inputs) for place, pool in enumerate(pools)}
+        if kept is not None and all(
+            kept.get((pool.name, in_flight)) is plans[pool.name]
+            and plans[pool.name].slots is getattr(view, pool.slots_from)  # else the layout computes them each time
+            for pool in pools
+        ):
+            self._last_plans[field, in_flight] = kept, plans
         return plans
 
 

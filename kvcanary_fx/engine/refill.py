@@ -108,11 +108,12 @@ class Form:
             owns: whether a tensor lies in the buffers.
         """
         get = fields_of(batch)
-        if get("real_counts") is not None or not gathered.holds(self.sent):
+        if get("real_counts", None) is not None or not gathered.holds(self.sent):
             return False
-        if any(get(name) is not None for name in self.absent):
-            return False
-        sources = [get(field.name) for field in self.device]
+        for name in self.absent:
+            if get(name, None) is not None:
+                return False
+        sources = [get(field.name, None) for field in self.device]
         if not all(field.takes(source, owns) for field, source in zip(self.device, sources, strict=True)):
             return False
         words = array("q")
@@ -127,10 +128,10 @@ class Form:
         gathered.send_to(self.sent, words)
         return True
 
-    def _take_all(self, words: array[int], batch: Any, inputs: Any, get: Callable[[str], Any]) -> bool:
+    def _take_all(self, words: array[int], batch: Any, inputs: Any, get: Callable[[str, None], Any]) -> bool:
         """Append the numbers of the host; whether they have this form."""
         for name, n in self.host:
-            if not _take(words, get(name), n):
+            if not _take(words, get(name, None), n):
                 return False
         for slot, n in self.computed:
             assert slot.compute is not None

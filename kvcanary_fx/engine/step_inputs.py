@@ -213,9 +213,9 @@ class StepInputs:
             StepInputError: a source has a wrong shape or dtype, slots of one axis have different lengths, or the
                 buffers are frozen and too small.  There is nothing to view until the next fill.
         """
-        captured = capturing()
-        if self._form is not None and not captured and self._fill_again(batch, self._form):
+        if self.fill_again(batch):
             return
+        captured = capturing()
         self._forget()
         self._captured, self._real_counts = captured, _lookup(batch, "real_counts")
         self._filling, self._together = True, self._gathers()
@@ -236,8 +236,16 @@ class StepInputs:
             self._filling = False
             self._sources.clear()
 
-    def _fill_again(self, batch: Any, form: Form) -> bool:
-        """Fill from a batch of the form of the last one; whether it is."""
+    @property
+    def may_come_again(self) -> bool:
+        """Whether a batch of the form of the last one is filled in at once."""
+        return self._form is not None
+
+    def fill_again(self, batch: Any) -> bool:
+        """Fill from a batch of the form of the last one; whether it is: else nothing is filled."""
+        form = self._form
+        if form is None or capturing():
+            return False
         try:
             if not form.fill(batch, self, self._gathered, self._owns):
                 return False

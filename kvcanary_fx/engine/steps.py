@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ..config import CanaryConfig
@@ -24,6 +24,38 @@ from .step_view import StepView
 _EMPTY: Any = object()
 
 Session = TypeVar("Session")
+
+
+class _Step(contextlib.AbstractContextManager[Session]):
+    """A step around what runs in it.  No generator: each decode step enters it, often while the GPU waits."""
+
+    def __init__(self, steps: Steps, batch: Any, session: Session):
+        self._steps, self._batch, self._session = steps, batch, session
+
+    def __enter__(self) -> Session:
+        self._steps.begin(self._batch)
+        return self._session
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._steps.end()
+        finally:
+            self._steps.leave()
+
+
+class _Forward(contextlib.AbstractContextManager[None]):
+    """The same of a forward."""
+
+    def __init__(self, steps: Steps, index: int, batch: Any):
+        self._steps, self._index, self._batch = steps, index, batch
+
+    def __enter__(self) -> None:
+        self._outermost = self._steps.begin_forward(self._index, self._batch)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._outermost:
+            self._steps.end_forward(kind is None)
 
 
 class Steps:
@@ -105,13 +137,16 @@ class Steps:
             )
         raise SessionStateError("step() inside step(): one step at a time; the forwards of a draft go into forward(i)")
 
-    @contextlib.contextmanager
-    def step(self, batch: Any, session: Session) -> Iterator[Session]:
+    def step(self, batch: Any, session: Session) -> contextlib.AbstractContextManager[Session]:
         """See :meth:`.EngineSession.step`.
 
         Args:
             session: what ``with`` binds.
         """
+        return _Step(self, batch, session)
+
+    def begin(self, batch: Any) -> None:
+        """A step begins."""
         self.require_open()
         self._require_no_step()
         self._thread = threading.current_thread()
@@ -120,24 +155,37 @@ class Steps:
             self.flush()
             self._clock.begin_step(self.begun)
             self._step = self._view_of(batch) if batch is not None else _EMPTY
-            yield session
-            self.done += 1
-            self._observers.after_step()
-            self.flush()
-            self._look()
-            if self._config.mode == "log" and self._poll.news():
-                self._drain()
-        finally:
-            self._step = self._thread = None
+        except BaseException:
+            self.leave()
+            raise
 
-    @contextlib.contextmanager
-    def forward(self, index: int, batch: Any) -> Iterator[None]:
+    def end(self) -> None:
+        """The step has run."""
+        self.done += 1
+        self._observers.after_step()
+        self.flush()
+        self._look()
+        if self._config.mode == "log" and self._poll.news():
+            self._drain()
+
+    def leave(self) -> None:
+        """The step is over, also if something in it raised."""
+        self._step = self._thread = None
+
+    def forward(self, index: int, batch: Any) -> contextlib.AbstractContextManager[None]:
         """See :meth:`.EngineSession.forward`."""
-        if self.running is not None and self._thread is threading.current_thread():
+        return _Forward(self, index, batch)
+
+    def begin_forward(self, index: int, batch: Any) -> bool:
+        """A forward begins; False if it is part of the one that is running.
+
+        Launches only, and reads nothing back, unless mode ``raise`` looks at a CPU's rings.
+        """
+        here = self._thread is threading.current_thread()
+        if self.running is not None and here:
             self.running.require(index)
-            yield
-            return
-        if self._step is None or self._thread is not threading.current_thread():
+            return False
+        if self._step is None or not here:
             raise SessionStateError(f"forward({index}) outside step(): with session.step(batch): comes first")
         view = self._step if batch is None else self._view_of(batch)
         self.running = Forward(index, {} if view is _EMPTY else self._plans(view))
@@ -145,12 +193,22 @@ class Steps:
             self.flush()
             self._clock.begin_forward(index)
             self._before(self.running)
-            try:
-                yield
-            finally:
-                self.join(all=True)
-            self._after(self.running)
-            self._observers.after_forward(self.running.plans)
+        except BaseException:
+            self.running = None
+            raise
+        return True
+
+    def end_forward(self, ran: bool) -> None:
+        """The forward is over.
+
+        Args:
+            ran: it raised nothing.
+        """
+        try:
+            self.join(all=True)
+            if ran and self.running is not None:
+                self._after(self.running)
+                self._observers.after_forward(self.running.plans)
         finally:
             self.running = None
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import kvcanary_fx
 from kvcanary_fx import Batch, CanaryConfig, EngineError, InvalidSettingError, KVPool, StepInputError
+from kvcanary_fx.engine.step_inputs import StepInputs
 
 SLOTS, HEADS, DIM = 12, 2, 4
 META = torch.device("meta")
@@ -328,6 +329,22 @@ BATCH = {
 )
 @pytest.mark.parametrize("make", [dict, Batch], ids=["dict", "Batch"])
 def test_batch_that_cannot_be_is_refused_by_the_fields_name(session, name, value, make):
+    _refuse(session, name, value, make)
+
+
+@pytest.mark.parametrize("make", [dict, Batch], ids=["dict", "Batch"])
+def test_batch_that_cannot_be_is_refused_after_others_of_its_shape(session, make, monkeypatch):
+    monkeypatch.setattr(StepInputs, "_gathers", lambda self: not self._captured)  # as on a GPU
+    for name, values in BATCH.items():
+        for value in values:
+            for _ in range(3):
+                session.inputs.fill_from(make(**batch()))
+            assert session.inputs.may_come_again
+            _refuse(session, name, value, make)
+
+
+def _refuse(session, name, value, make):
+    """A step with a batch whose field has such a value raises, and names the field."""
     given = batch(**{name: value}) | ({"history_lens": [4, 4]} if name == "history" else {})
     named = "request_ids|owners|request id" if name == "request_ids" else name
     with (

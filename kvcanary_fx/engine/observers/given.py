@@ -28,18 +28,18 @@ class GivenInputs:
 
     def reset(self) -> None:
         """Count from here on."""
-        self._batches, self._had = 0, Counter[str]()
+        self._batches, self._called = 0, Counter[str]()
+        self._alike: dict[tuple[str, ...], int] = {}  # batches, by the fields that they had
         self._half_a_history = False
 
     def note(self, batch: Any) -> None:
         """A batch was given; an empty one needs nothing."""
         get = fields_of(batch)
-        had = [name for name in _FIELDS if get(name) is not None]
-        if not _size(get("request_rows")):
+        had = tuple([name for name in _FIELDS if get(name, None) is not None])
+        if not _size(get("request_rows", None)):
             return
         self._batches += 1
-        for name in had:
-            self._had[name] += 1
+        self._alike[had] = self._alike.get(had, 0) + 1
         if ("history" in had) != ("history_lens" in had) and not self._half_a_history:
             self._half_a_history = True
             missing = "history_lens" if "history" in had else "history"
@@ -51,25 +51,34 @@ class GivenInputs:
 
     def called(self, what: str) -> None:
         """A call gave an input that no batch has."""
-        self._had[f"session.{what}"] += 1
+        self._called[f"session.{what}"] += 1
+
+    @property
+    def _had(self) -> Counter[str]:
+        """How often each input was given."""
+        had = Counter(self._called)
+        for names, batches in self._alike.items():
+            had.update(dict.fromkeys(names, batches))
+        return had
 
     def missing(self, need: Need) -> str | None:
         """Which inputs of a check were not given so far, in words; None if all were, each time."""
-        calls = [name for name in need.given if "." in name]
+        calls, had = [name for name in need.given if "." in name], self._had
         if calls:
-            return None if self._had[calls[0]] else f"{calls[0]} was not called"
+            return None if had[calls[0]] else f"{calls[0]} was not called"
         if not self._batches:
             return f"no batch with {' and '.join(need.given)} so far"
-        never = [name for name in need.given if not self._had[name]]
+        never = [name for name in need.given if not had[name]]
         if never:
             return f"no batch had {' or '.join(never)}, of {self._batches}"
-        least = min(need.given, key=lambda name: self._had[name])
-        without = self._batches - self._had[least]
+        least = min(need.given, key=lambda name: had[name])
+        without = self._batches - had[least]
         return f"{without} of {self._batches} batches had no {least}" if without else None
 
     def off(self, need: Need) -> bool:
         """Whether a check has never run for want of inputs."""
-        return need.whole and any(not self._had[name] for name in need.given)
+        had = self._had
+        return need.whole and any(not had[name] for name in need.given)
 
 
 def without_inputs(given: GivenInputs, pools: Mapping[str, EnginePool], sweep_every: int) -> dict[str, str]:
