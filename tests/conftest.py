@@ -63,6 +63,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     @functools.cache
     def _patch_once(fn, patch=interpreter._patch_lang):
         patch(fn)
+        # Triton 3.6 calls int() on an array of one number, which NumPy 2.4 refuses.
+        interpreter.tl.tensor.__index__ = lambda self: self.handle.data.item()
         return interpreter._LangPatchScope()  # with nothing to put back
 
     interpreter._patch_lang = _patch_once

@@ -2,9 +2,10 @@
 
     python tests/mutate.py [--only TEXT ...] [--skip TEXT ...] [--jobs N] [--results FILE] [--minutes N]
 
-Each mutant is made in a copy of the checkout and tested with the tests named below.  Prints the survivors, and how
-many mutants were killed; exits with 1 below 95 %, or if some were not run.  With --results each verdict is a line of
-the file as soon as it is there, and a mutant whose verdict is in the file is not run again.
+Each mutant is made in a copy of the checkout and tested with the tests named below, which are run once as they are:
+tests that fail anyway kill nothing.  Prints the survivors, and for each file how many mutants were killed, survived and
+were not judged; exits with 1 below 95 %, or if some were not judged.  With --results each verdict is a line of the file
+as soon as it is there, and a mutant whose verdict is in the file is not run again.
 """
 
 from __future__ import annotations
@@ -107,11 +108,12 @@ class Mutant:
 
     file: str
     line: int
+    column: int
     shown: str
     source: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.shown}"
+        return f"{self.file}:{self.line}:{self.column}: {self.shown}"
 
 
 def path_of(root: Path, file: str) -> Path:
@@ -131,7 +133,7 @@ def mutants_of(file: str) -> list[Mutant]:
         lines = source.splitlines(keepends=True)
         start = sum(len(x) for x in lines[: node.lineno - 1]) + node.col_offset
         end = sum(len(x) for x in lines[: node.end_lineno - 1]) + node.end_col_offset
-        found.append(Mutant(file, node.lineno, shown, f"{source[:start]}({shown}){source[end:]}"))
+        found.append(Mutant(file, node.lineno, node.col_offset + 1, shown, f"{source[:start]}({shown}){source[end:]}"))
     return found
 
 
@@ -225,6 +227,15 @@ class Verdicts:
         count = Counter(self.of.values())
         return f"{len(self.of)} of {self._total} mutants run, {count['killed']} killed, {count['survived']} survived"
 
+    def by_file(self, mutants: list[Mutant]) -> str:
+        """What became of the mutants of each file, and below it those that survived."""
+        kinds = ("killed", "survived", "not judged")
+        count = Counter((m.file, self.of.get(str(m), kinds[-1])) for m in mutants)
+        lines = ["".join(f"{kind:>12}" for kind in kinds)]
+        for file in dict.fromkeys(m.file for m in mutants):
+            lines.append("".join(f"{count[file, kind]:12}" for kind in kinds) + f"  {file}")
+        return "\n".join([*lines, *(f"survived {m}" for m in mutants if self.of.get(str(m)) == "survived")])
+
 
 def run_tests(home: Path, tests: list[str], seeds: str) -> None:
     """Run tests of a copy of the checkout, in a process that is only there for it."""
@@ -246,7 +257,9 @@ def main() -> int:
     parser.add_argument("--skip", nargs="+", default=[], metavar="TEXT", help="but none that contains any")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--results", type=Path, metavar="FILE", help="verdicts, read and added to")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no mutant after that")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin nothing after that: 0 shows what is in FILE"
+    )
     args = parser.parse_args()
     until = time.monotonic() + 60 * args.minutes
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a job has a core
@@ -259,22 +272,28 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         runner = Runner(Path(scratch))
         suites = {tuple(TARGETS[m.file]): m.file for m in waiting}
-        baselines = {pool.submit(runner.passes_unchanged, file): tests for tests, file in suites.items()}
+        failing = []
+
+        def can_tell(file: str) -> bool:
+            if time.monotonic() > until:
+                return False
+            passes = runner.passes_unchanged(file)
+            if not passes:
+                failing.append(f"fails with nothing changed, so it cannot tell: pytest {' '.join(TARGETS[file])}")
+            return passes
 
         def judge(mutant: Mutant) -> None:
             if time.monotonic() < until:
                 verdicts.take(mutant, runner.survives(mutant))
 
-        judged = []
+        baselines = {pool.submit(can_tell, file): tests for tests, file in suites.items()}
+        judged = []  # in the order in which the suites end: mutants of quick ones first
         for done in concurrent.futures.as_completed(baselines):
-            tests = baselines[done]
             if done.result():
-                judged += [pool.submit(judge, m) for m in waiting if tuple(TARGETS[m.file]) == tests]
-            else:
-                print(f"fails with nothing changed, so it cannot tell: pytest {' '.join(tests)}", flush=True)
+                judged += [pool.submit(judge, m) for m in waiting if tuple(TARGETS[m.file]) == baselines[done]]
         for verdict in judged:
             verdict.result()
-    print(verdicts.summary())
+    print("\n".join([verdicts.by_file(mutants), *failing, verdicts.summary()]))
     killed = sum(verdict == "killed" for verdict in verdicts.of.values())
     return 0 if len(verdicts.of) == len(mutants) and killed >= 0.95 * len(mutants) else 1
 
