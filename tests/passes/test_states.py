@@ -119,3 +119,14 @@ def test_a_layer_written_from_attention_over_another_layer_of_its_tensor_is_no_s
         compiled = torch.compile(step, backend=backend, fullgraph=True)
         compiled(torch.randn(2, 3, 1, 4), torch.zeros(2, 2, 3, 8, 4), torch.tensor([1]))
     assert [site.kind for plan in backend.session.plans for site in plan.sites] == ["kv"]
+
+
+def test_the_second_of_two_states_in_one_tensor_is_computed_from_itself():
+    def step(x, layers):
+        layers[1].copy_(decay(layers[1], x))
+        return layers[1].sum()
+
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+    with torch.no_grad():
+        torch.compile(step, backend=backend, fullgraph=True)(torch.randn(SHAPE), torch.zeros(2, *SHAPE))
+    assert [site.kind for plan in backend.session.plans for site in plan.sites] == ["state"]

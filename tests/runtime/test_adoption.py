@@ -343,6 +343,14 @@ def test_a_key_changed_where_the_write_of_v_began(write, by, told):
     assert Cache(layers=1).change([1], None, [0]).told(write, by) == told
 
 
+def test_a_key_that_changed_in_the_first_layer_alone_is_reported_though_the_values_changed_in_all_layers():
+    cache = Cache(apart=True)
+    for n, half in cache.halves.items():
+        half.peers = {n % 2: 0, n % 2 + 2: 1}  # graphs break between K and V; each has both layers
+    found = cache.change([4], None, [0, 1, 3]).judged(5).violations
+    assert [row[Ring.HALF] for row in found] == [0, 1, 3]
+
+
 def test_a_slot_that_was_reported_may_be_put_right_once():
     cache = Cache()
     assert cache.change([1], None, [3]).told(5) == [1]
