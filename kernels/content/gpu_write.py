@@ -7,7 +7,7 @@ looks whether its tensors lie in memory as those of an earlier one, and launches
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,8 +31,12 @@ from .launch_args import BLOCK_SLOTS, digest_args, other_args, row_args, site_ar
 TOKENS = (16, 64, 256)
 MOST_TOKENS = TOKENS[-1]
 
-#: Slots times tokens that a program compares at once.
-MOST_COMPARED = 4096
+#: Slots that a program scans for those that are due though it is not their turn, and slots times tokens that it
+#: compares at once.
+SCANNED, MOST_COMPARED = 1024, 4096
+
+#: Of the programs that keep a device busy, one in so many shares the slots whose turn it is, for each half.
+SHARED_BY = 4
 
 
 def verify_write(
@@ -64,9 +68,9 @@ def verify_write(
     place = {id(part): i for i, part in enumerate(parts)}
     launches, ops = [], 1
     for a, b in in_launches(parts):
-        wide = _slots_of_program(a.site.layout.slots, tokens.n, views[0].device)
-        bound = _bound_verify(a, b, tokens, plans[0], write_ids[id(b.site)], ops, wide)
-        grid = (triton.cdiv(a.site.layout.slots, wide), 1 if a is b else 2, 1)
+        programs = _programs_of(a.site, tokens.n)
+        bound = _bound_verify(a, b, tokens, plans[0], write_ids[id(b.site)], ops, programs.scanners)
+        grid = (sum(programs), 1 if a is b else 2, 1)
         bases = [(part.geometry.base, place[id(part)]) for part in (a, b)]
         launches.append(first(bound, grid, [*bases, *indices_of(tokens, len(views))], tensors))
         ops = 0
@@ -181,14 +185,26 @@ def _token_args(tokens: TokenGrid, unused: torch.Tensor) -> dict[str, Any]:
     )
 
 
-def _slots_of_program(slots: int, n: int, device: torch.device) -> int:
-    """In how many slots a program looks for those that are due, of a half that ``n`` tokens are written to.
+class _Programs(NamedTuple):
+    """Programs of a check before a write, see :func:`.triton_write.verify_write_kernel`."""
 
-    The programs of both halves are about as many as keep a device busy.
-    """
-    programs = strided_grid(slots, 1, device)
-    wanted = 1 << (-(-2 * slots // programs) - 1).bit_length()
-    return max(BLOCK_SLOTS, min(wanted, MOST_COMPARED // _padded(n)))
+    writers: int
+    scanners: int
+    turns: int
+
+
+def _programs_of(site: Site, n: int) -> _Programs:
+    """Those for a half that ``n`` tokens are written to."""
+    layout = site.layout
+    rows, positions = (layout.rows, layout.positions) if layout.has_rows else (1, layout.slots)
+    scanners = rows * triton.cdiv(positions, _slots_of_scanner(site, n))
+    turns = -(-strided_grid(layout.slots, BLOCK_SLOTS, site.gate.device) // SHARED_BY)
+    return _Programs(triton.cdiv(n, BLOCK_SLOTS), scanners, turns)
+
+
+def _slots_of_scanner(site: Site, n: int) -> int:
+    """Fewer where it also looks which of them are replaced."""
+    return SCANNED if site.half.baseline is None else MOST_COMPARED // _padded(n)
 
 
 def _padded(n: int) -> int:
@@ -196,7 +212,7 @@ def _padded(n: int) -> int:
 
 
 def _bound_verify(
-    a: Part, b: Part, tokens: TokenGrid, plan: WritePlan, write_id: int, ops: int, wide: int
+    a: Part, b: Part, tokens: TokenGrid, plan: WritePlan, write_id: int, ops: int, scanners: int
 ) -> BoundLaunch:
     site, other = a.site, b.site
     control, kept = site.control, site.half.baseline is not None
@@ -221,7 +237,8 @@ def _bound_verify(
         CHECK=int(Check.BOUNDS),
         BOUNDS=bool(site.checks & Check.BOUNDS),
         HAS_BOX=control.blackbox is not None,
-        WIDE=wide,
+        WIDE=_slots_of_scanner(site, tokens.n),
+        scanners=scanners,
         UNIT=a.geometry.unit,
         ELEMENT=site.layout.dtype.itemsize,
         **_token_args(tokens, site.gate),

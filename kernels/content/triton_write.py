@@ -15,6 +15,7 @@ from ..words import (
     COUNT_RECORDED,
     GATE_LENIENT_NOW,
     GATE_OPS,
+    GATE_STEP,
     NOWHERE_WRITTEN,
     PHASE_PRE,
     ROW_COLUMNS,
@@ -23,6 +24,7 @@ from ..words import (
     ROW_ORIGIN,
     SEED,
     UNKNOWN,
+    WORD_EVERY,
     WORD_STEP,
 )
 from ..writes.triton_resolve import PER_WRITE, slots_of_tokens
@@ -35,6 +37,11 @@ _VERIFY: tl.constexpr = tl.constexpr(VERIFY)
 _COMPARED: tl.constexpr = tl.constexpr(16)
 
 _NOT_SPECIALISED = [*PER_SITE, *PER_WRITE]
+
+#: What a program of the check before a write looks at.
+_REPLACED: tl.constexpr = tl.constexpr(0)
+_OTHERS: tl.constexpr = tl.constexpr(1)
+_DUE: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALISED)
@@ -51,6 +58,7 @@ def verify_write_kernel(
     slots_total, seed1, seed2, other_seed1, other_seed2, words_in_row, half, other_half, positions, every,
     slot_stride0, slot_stride1,
     units, n1, n2, n3, d0, d1, d2, d3,
+    scanners,
     n, g1, g2,  # the grid of tokens is [n // (g1 * g2), g1, g2], see :mod:`..writes.triton_resolve`
     a_ptr, a_start, a0, a1, a2, a_size, b_ptr, b_start, b0, b1, b2, b_size,
     A_TENSOR: tl.constexpr, B_TENSOR: tl.constexpr, WRITE_AXES: tl.constexpr, WRAPS: tl.constexpr, SKIPS: tl.constexpr,
@@ -62,8 +70,10 @@ def verify_write_kernel(
 ):  # fmt: skip
     """The bounds of a write to come, and the bytes of all slots that are due.
 
-    A program finds those of ``WIDE`` slots, and digests ``BLOCK`` of them at a time.  With a program for each 8 slots,
-    of which few were due, a half of 65,536 slots took 30 us (H200).
+    The first programs take the slots that are replaced, ``BLOCK`` tokens each.  The next ``scanners`` look for those
+    that were written elsewhere or must be compared now, among ``WIDE`` slots of a row each: usually none.  The rest
+    share the slots whose turn it is, one of ``every``, without looking at others.  (With a program for each 8
+    slots, of which one in eight had its turn, the two halves of 65,536 slots took 65 us of an H200.)
     """
     other = tl.program_id(1) == 1
     base = tl.where(other, other_base, base)
@@ -112,34 +122,69 @@ def verify_write_kernel(
                 first_half = outside & (tl.program_id(1) == 0)
                 put_into_box(box_ptr, words_ptr, first_half, goes, raw, step, half, CHECK, PHASE_PRE)
         count_run(gate_ptr, counters_ptr, tl.where(other, 0, ops), _VERIFY)
-    slot = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
-    stamped = tl.max((slot[:, None] == goes[None, :]).to(tl.int32), axis=1) != 0
-    first = slot
-    if HAS_ROWS:
-        mine = reached[None, :] & ((slot // positions)[:, None] == (goes // positions)[None, :])
-        first = tl.min(tl.where(mine, (goes % positions)[None, :], NOWHERE_WRITTEN), axis=1).to(tl.int32)
-    inside = slot < slots_total
-    stored = tl.load(digest_ptr + slot, mask=inside, other=0)
-    due, adopted, _shifted = slots_due(
-        slot, first, stamped, stored, gate_ptr, words_ptr, rows_ptr, slots_total, positions, every,
-        HAS_ROWS, OWN_ROWS, True, BY_BUDGET, NOWHERE_WRITTEN, LENIENT, CONTENT,
-    )  # fmt: skip
-    if KEEPS:
-        tl.store(baseline_ptr + slot, stored, mask=inside)
-        tl.debug_barrier()  # the scan stores what it replaces
-    work = (due | adopted).to(tl.int32)
-    place = tl.cumsum(work, axis=0) - 1
-    for k0 in range(0, tl.sum(work, axis=0), BLOCK):
-        k = k0 + tl.arange(0, BLOCK)
-        taken = (work[None, :] != 0) & (place[None, :] == k[:, None])
-        at = tl.sum(tl.where(taken, slot[None, :], 0), axis=1)
-        at = tl.where(tl.sum(taken.to(tl.int32), axis=1) != 0, at, slots_total)
-        replaced = tl.sum((taken & stamped[None, :]).to(tl.int32), axis=1) != 0
-        begins = at
+    share = tl.load(words_ptr + WORD_EVERY) if BY_BUDGET else tl.zeros([], tl.int64) + every
+    step = tl.load(gate_ptr + GATE_STEP)
+    # the part of this program, and which k it takes of it
+    writers = tl.cdiv(n, BLOCK)
+    part = tl.program_id(0) - writers
+    zero = tl.zeros([], tl.int64)
+    kind, origin = zero + _REPLACED, zero
+    k_first, k_stop, k_step = zero + tl.program_id(0) * BLOCK, zero + n, zero + n + BLOCK
+    if part >= scanners:
+        kind = zero + _DUE
+        origin = (share - step % share) % share
+        k_first = zero + (part - scanners) * BLOCK
+        k_step = zero + (tl.num_programs(0) - writers - scanners) * BLOCK
+        k_stop = tl.maximum(slots_total - origin + share - 1, 0) // share
+    elif part >= 0:
+        kind = zero + _OTHERS
+        span = positions if HAS_ROWS else slots_total
+        row = part // tl.cdiv(span, WIDE)
+        at = part % tl.cdiv(span, WIDE) * WIDE
+        origin = row.to(tl.int64) * span + at
+        k_first, k_stop, k_step = zero, zero + tl.minimum(span - at, WIDE), zero + BLOCK
+        slot = origin + tl.arange(0, WIDE)
+        slot = tl.where(tl.arange(0, WIDE) < k_stop, slot, slots_total)
+        first = slot
         if HAS_ROWS:
-            begins = tl.sum(tl.where(taken, first[None, :], 0), axis=1)
+            ours = reached & (goes // positions == row)
+            first = tl.zeros_like(slot) + tl.min(tl.where(ours, goes % positions, NOWHERE_WRITTEN), axis=0)
+        inside = slot < slots_total
+        stored = tl.load(digest_ptr + slot, mask=inside, other=0)
+        mine = (slot + step) % share != 0
+        due, adopted, _shifted = slots_due(
+            slot, first, inside & (slot < 0), stored, gate_ptr, words_ptr, rows_ptr, slots_total, positions, every,
+            HAS_ROWS, OWN_ROWS, True, BY_BUDGET, NOWHERE_WRITTEN, LENIENT, CONTENT,
+        )  # fmt: skip
+        if KEEPS:  # of the slots of other programs these store it
+            replaced = tl.max((slot[:, None] == goes[None, :]).to(tl.int32), axis=1) != 0
+            tl.store(baseline_ptr + slot, stored, mask=inside & mine & (replaced == 0))
+            tl.debug_barrier()
+        if tl.sum((mine & (due | adopted)).to(tl.int32), axis=0) == 0:
+            k_stop = zero
+    for k0 in range(k_first, k_stop, k_step):
+        k = k0 + tl.arange(0, BLOCK).to(tl.int64)
+        slot = origin + k
+        if kind == _DUE:
+            slot = origin + k * share
+        if kind == _REPLACED:
+            slot = tl.sum(tl.where(token[None, :] == k[:, None], goes[None, :], 0), axis=1)
+        same = slot[:, None] == goes[None, :]
+        replaced = tl.max(same.to(tl.int32), axis=1) != 0
+        taken = (k < k_stop) & (slot >= 0)
+        if kind != _DUE:
+            taken = taken & ((slot + step) % share != 0)
+        if kind == _OTHERS:
+            taken = taken & (replaced == 0)
+        if kind == _REPLACED:  # by the first of the tokens that go there
+            taken = taken & (tl.max((same & (token[None, :] < k[:, None])).to(tl.int32), axis=1) == 0)
+        slot = tl.where(taken, slot, slots_total)
+        first = slot
+        if HAS_ROWS:
+            ours = reached[None, :] & ((slot // positions)[:, None] == (goes // positions)[None, :])
+            first = tl.min(tl.where(ours, (goes % positions)[None, :], NOWHERE_WRITTEN), axis=1)
         scan_slots(
-            at, begins, replaced, base, gate_ptr, counters_ptr, baseline_ptr, digest_ptr, coef_ptr, digest_ptr,
+            slot, first, replaced, base, gate_ptr, counters_ptr, baseline_ptr, digest_ptr, coef_ptr, digest_ptr,
             words_ptr, ring_ptr, capacity, rows_ptr, slots_total, seed1, seed2, words_in_row, half, positions, every,
             slot_stride0, slot_stride1, units, n1, n2, n3, d0, d1, d2, d3,
             HAS_ROWS, TWO_AXES, HAS_ROWS, OWN_ROWS, True, BY_BUDGET, KEEPS, True, False, False, NOWHERE_WRITTEN,
