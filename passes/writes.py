@@ -171,7 +171,8 @@ def _whole(node: fx.Node, target: fx.Node, value: Any, values: dict[fx.Node, Any
     picked = selected_by(target, values)
     if picked is not None:
         parent, selection = picked
-        if any(_is_slot_part(part, axis, selection, values) for axis, part in enumerate(selection)):
+        shown = any(_is_slot_part(part, axis, selection, values) for axis, part in enumerate(selection))
+        if shown or _is_one_token(parent, selection, value, values):
             return _selected(node, parent, selection, value, values)
     return KVWrite(node, target, [Full()] * values[target].dim(), _tensor_node(value, values))
 
@@ -198,6 +199,26 @@ def _is_slot_part(part: Any, axis: int, selection: Selection, values: dict[fx.No
     if isinstance(part, Span):
         return axis < len(selection) - 1
     return isinstance(part, At) and isinstance(part.index, fx.Node)
+
+
+def _is_one_token(parent: fx.Node, selection: Selection, value: Any, values: dict[fx.Node, Any]) -> bool:
+    """Whether a constant index of an axis is written from another index of a tensor that has the same axes, this one
+    shorter: ``keys.select(2, 7).copy_(k.select(2, 0))``.  Of a head or a sequence the indices are the same; the first
+    axis may count layers.
+    """
+    try:
+        taken = selected_by(value, values) if isinstance(value, fx.Node) else None
+    except Unreadable:
+        return False
+    if taken is None or len(taken[1]) != len(selection):
+        return False
+    (axis, *more), whole = [a for a, p in enumerate(selection) if not isinstance(p, Full)], values[parent].shape
+    to, given, source = selection[axis], taken[1][axis], values[taken[0]].shape
+    alike = all(isinstance(p, Full) and str(source[a]) == str(whole[a]) for a, p in enumerate(taken[1]) if a != axis)
+    if more or not alike or not isinstance(to, At) or not isinstance(given, At) or not 0 < axis < len(selection) - 1:
+        return False
+    sizes = source[axis], whole[axis]
+    return to.index != given.index and all(isinstance(n, int) for n in sizes) and bool(sizes[0] < sizes[1])
 
 
 def _selected(node: fx.Node, target: fx.Node, selection: Selection, value: Any, values: dict[fx.Node, Any]) -> KVWrite:

@@ -101,6 +101,7 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
         if group.asks_other_layers():
             shown = shown_by_all(group.shown(), lead, step, rows, registry, stamps, incomparable_vetoes=True)
             legal |= group.without_gaps(shown)
+        legal |= group.shown_beside()
         for slot, hits in group.by_slot.items():
             if slot in legal:
                 verdict.adopted_slots += 1
@@ -140,6 +141,7 @@ class _Group:
     Attributes:
         by_slot: the rows of each slot that changed.
         reported: ids of the halves that changed somewhere.
+        beside: of a half that no guarded graph writes, the slots to which the graph writes the other half of the layer.
     """
 
     def __init__(self, rows: Sequence[Row], lead: PoolHalf, registry: PoolRegistry, stamps: torch.Tensor):
@@ -156,6 +158,27 @@ class _Group:
         layout = lead.place.layout
         #: slots of one sequence
         self._length = layout.positions if layout.has_rows else 1 if lead.kind == "state" else layout.slots
+        self.beside = self._written_beside(registry) if lead.kind == "read" and layout.has_rows else set()
+
+    def shown_beside(self) -> set[int]:
+        """The slots to which the graph writes the other half; and what a crop has cleared behind them."""
+        legal = self.beside & self.by_slot.keys()
+        for row in {slot // self._length for slot in self.beside}:
+            first, end = min(s for s in self.beside if s // self._length == row), (row + 1) * self._length
+            behind = {slot for slot in self.by_slot if first <= slot < end} - self.beside
+            filled = {row * self._length + int(p) for half in self._halves for p in self._now(half, row).nonzero()}
+            legal |= behind if max(filled - self.beside, default=-1) < first else set()
+        return legal
+
+    def _written_beside(self, registry: PoolRegistry) -> set[int]:
+        written: set[int] = set()
+        for half in (registry.by_id(number) for number in self._lead.beside):
+            if half is not None and half.buffers.baseline is not None:
+                written |= set((half.buffers.baseline != half.buffers.digest[0]).nonzero().squeeze(1).tolist())
+            elif half is not None:
+                stamped = self._stamps[0, : half.place.layout.slots] >> 16 >= self._step
+                written |= set(stamped.nonzero().squeeze(1).tolist())
+        return written
 
     # ---- what is asked
 
@@ -177,7 +200,7 @@ class _Group:
     def legal(self) -> set[int]:
         """The slots whose change is legal."""
         changed: dict[int, set[int]] = defaultdict(set)
-        for slot in self.by_slot:
+        for slot in self.by_slot.keys() - self.beside:
             changed[slot // self._length].add(slot)
         required, above = self.required(), self._above()
         latents = self._lead.kind == "kv" and len(above) == 1 and len(required) == 2
@@ -299,7 +322,7 @@ class _Group:
         if not slots or (not alone and (not self._lead.place.layout.has_rows or self._lead.kind == "read")):
             return slots
         half = self._by_id[min(required)]
-        written, held = self._written(row), set(self._held(half, row))
+        written, held = self._written(row), set(self._held(half, row)) - self.beside
         given_up = self._given_up(row, slots, half, written)
         held |= {slot for slot in slots if any(slot in self._by_id[h].reported for h in required)}  # emptied by a fault
         slots, held = slots - given_up, held - given_up

@@ -48,6 +48,8 @@ def shown_by_all(
         earlier = half.order < mine.order  # checked earlier in this forward
         if earlier:
             told |= {slot for slot, found in half.changed.items() if 0 <= step - found < mine.forward.span}
+        else:  # a graph that ran before this one may have read all layers
+            told |= {slot for slot, found in half.changed.items() if 0 <= step - found <= mine.forward.ahead}
         if half.place.layout.slots != mine.place.layout.slots:
             recorded = set(half.buffers.digest[0].nonzero().squeeze(1).tolist())
             if incomparable_vetoes or (not told and _as_recorded(half, view, recorded) == recorded):

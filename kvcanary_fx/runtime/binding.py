@@ -21,7 +21,7 @@ from ..kernels.checks import Check, bits_of
 from ..kernels.content.digest import coefficients
 from ..kernels.context import ForwardContext
 from ..kernels.ring import Control, Word
-from ..passes.graph_plan import GraphPlan
+from ..passes.graph_plan import GraphPlan, SitePlan
 from .bound_call import BoundCall as BoundCall
 from .companions import ONE_LAYER, Call
 from .pool_half import PoolHalf
@@ -252,11 +252,21 @@ class GraphBinding:
         identities: dict[int, IdentityBuffers] = {}
         for i, (site, half) in enumerate(zip(self.plan.sites, halves, strict=True)):
             half.peers = {**half.peers, **spaces[_space(half)]}
+            half.beside |= self._written_beside(site, half, halves)
             if site.leads:
                 if half.identity is None:
                     half.identity = IdentityBuffers.allocate(half.place.layout.slots, half.buffers.digest.device)
                 identities[i] = half.identity
         return identities
+
+    def _written_beside(self, site: SitePlan, half: PoolHalf, halves: Sequence[PoolHalf]) -> set[int]:
+        """Ids of what the graph writes of a layer of which it only reads a half, as behind a break between K and V."""
+        if half.kind != "read":
+            return set()
+        shape = (half.place.layout.slots, half.place.layout.positions)
+        pairs = zip(self.plan.sites, halves, strict=True)
+        mine = [h for s, h in pairs if h.kind == "kv" and s.layer == site.layer]
+        return {h.id for h in mine if (h.place.layout.slots, h.place.layout.positions) == shape}
 
     def _site(self, number: int, half: PoolHalf, capturing: bool, seen: Sequence[Seen]) -> Site:
         device = half.buffers.digest.device

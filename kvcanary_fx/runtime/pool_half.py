@@ -93,6 +93,7 @@ class PoolHalf:
         kind: what it holds; ``"read"`` while no graph of the session writes it.
         peers: ids of the halves of the same slot space, this one included, with their layer numbers.
         latest: the storage of the tensor that holds what a graph returned last, and where in it.
+        beside: while no graph writes it, ids of the halves of its layer that its graphs write.
         order: of the halves of a forward: its number, or that of the half whose bytes it took over.
     """
 
@@ -112,6 +113,7 @@ class PoolHalf:
     forward: Companions | None = None
     changed: dict[int, int] = dataclasses.field(default_factory=dict)
     latest: tuple[StorageWeakRef, Place] | None = None
+    beside: set[int] = dataclasses.field(default_factory=set)
     order: int = -1
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from ..kernels.buffers import RowState
 from ..kernels.content.cpu import digest_rows
+from ..kernels.content.digest import empty_digest
 
 if TYPE_CHECKING:
     from .pool_half import PoolHalf
@@ -102,15 +103,18 @@ def _take(base: torch.Tensor, start: int, marks: torch.Tensor, half: PoolHalf) -
 
 
 def _continue_rows(half: PoolHalf, gone: Sequence[PoolHalf]) -> None:
-    """Continue the rows of a half where those of the old cut ended, or after what is recorded."""
+    """Continue the rows of a half where those of the old cut ended, or after the last slot recorded that is not empty:
+    what only read the cache has recorded empty slots as well."""
     layout, rows = half.place.layout, half.buffers.rows
     if not layout.has_rows or bool(rows[:, RowState.NEXT].any()):
         return
     for other in gone:
         theirs = other.place.layout
-        if theirs.has_rows and (theirs.rows, theirs.positions) == (layout.rows, layout.positions):
+        written = theirs.has_rows and bool(other.buffers.rows[:, RowState.NEXT].any())
+        if written and (theirs.rows, theirs.positions) == (layout.rows, layout.positions):
             rows.copy_(other.buffers.rows)
             return
-    recorded = (half.buffers.digest[0] != 0).view(layout.rows, layout.positions)
+    digest = half.buffers.digest[0]
+    recorded = ((digest != 0) & (digest != empty_digest(half.seeds)[0])).view(layout.rows, layout.positions)
     ends = torch.arange(1, layout.positions + 1, dtype=rows.dtype, device=rows.device)
     rows[:, RowState.NEXT] = (recorded * ends).amax(1)

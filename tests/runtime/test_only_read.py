@@ -194,6 +194,36 @@ PACKED = {
 }
 
 
+def test_keys_that_eager_code_writes_in_front_of_the_graph_that_writes_the_values():
+    """A crop lets it write over old keys: the values' write shows which."""
+    backend = CanaryBackend(CanaryConfig(inner="eager", mode="log"))
+    caches = [(torch.zeros(B, H, S, D), torch.zeros(B, H, S, D)) for _ in range(2)]
+
+    @torch._dynamo.disable
+    def put(key_cache, pos, new):
+        key_cache[:, :, pos] = new
+
+    def layer(q, key_cache, value_cache, pos):
+        put(key_cache, pos, q)
+        value_cache.index_copy_(2, pos, q * 2)
+        return q + F.scaled_dot_product_attention(q, key_cache, value_cache, (torch.arange(S) <= pos)[None])
+
+    compiled = torch.no_grad()(torch.compile(layer, backend=backend))
+
+    def step(n: int) -> list[tuple[str, int | None, int]]:
+        q, before = torch.randn(B, H, 1, D), len(backend.session.violations())
+        for pair in caches:
+            q = compiled(q, *pair, torch.tensor([n]))
+        return [(v.half, v.row, v.index) for v in backend.session.violations()[before:]]
+
+    assert [step(n) for n in (0, 1, 2, 3, 4, 2)] == [[]] * 6
+    caches[1][0][1, 0, 1] += 1
+    assert step(3) == [("K", 1, 1)]
+    for tensor in (*caches[0], *caches[1]):
+        tensor[:, :, 2:] = 0
+    assert step(2) == []
+
+
 @pytest.mark.parametrize("packed", PACKED)
 def test_keys_and_values_in_one_tensor(packed):
     shape, halves = PACKED[packed]

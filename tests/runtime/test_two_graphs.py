@@ -553,3 +553,47 @@ def test_a_prefix_from_outside_below_a_first_write_at_a_constant_position(write)
     with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
         compiled(cache, 3, torch.randn(B, 1, H, D), (torch.arange(S) <= 3)[None])
     assert [(v.check, v.half, v.row, v.index) for v in caught.value.violations] == [("content", "V", 1, 0)]
+
+
+def test_a_prefix_flipped_between_two_tokens_at_constant_positions_that_are_read_behind_a_break():
+    """What writes the token has no attention: it must not take the position for a part of the cache."""
+
+    def forward(caches, slot, x):
+        keys, values = caches
+        k, v = x.transpose(0, 1)[None], x.transpose(0, 1)[None] + 1
+        keys.select(2, slot).copy_(k.select(2, 0))
+        values.select(2, slot).copy_(v.select(2, 0))
+        pause()
+        return F.scaled_dot_product_attention(k, keys, values)
+
+    model = Paused(forward, *torch.randn(2, 1, H, 8, D))
+    model.step(2)
+    model.caches[1][0, 0, 1, 0] += 1
+    assert model.step(3) == [("V", 1)]
+
+
+def test_a_cleared_crop_where_the_first_graph_reads_the_keys_of_all_layers():
+    """It finds the change of a later layer's keys before that layer's own graph runs."""
+
+    def write(half, slot, new):
+        new = new.transpose(0, 1)[None]
+        half.copy_(torch.cat((half[:, :, :slot], new, half[:, :, slot + 1 :]), 2))
+
+    def layer(caches, number, slot, x):
+        keys, values = (t.chunk(2)[number].squeeze(0) for t in caches)
+        write(keys, slot, x)
+        pause()
+        write(values, slot, x + 1)
+        y = F.scaled_dot_product_attention(x.transpose(0, 1)[None], keys, values)
+        return x + y[0].transpose(0, 1)
+
+    def forward(caches, slot, x):
+        for number in range(2):
+            x = layer(caches, number, slot, x)
+        return x
+
+    model = Paused(forward, *torch.zeros(2, 2, 1, H, 8, D))
+    assert [model.step(slot) for slot in range(5)] == [[]] * 5
+    for tensor in model.caches:
+        tensor[..., 1:, :] = 0
+    assert model.step(1) == []
