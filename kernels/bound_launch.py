@@ -1,7 +1,8 @@
 """A Triton launch with bound arguments, except for a few numbers.
 
 Triton's own ``kernel[grid](...)`` took 100 us of host time for 60 keyword arguments (a CPU core; nothing was launched):
-it binds them, inspects the type and alignment of each, and looks up the compiled kernel.  Here that happens once.
+it binds them, inspects the type and alignment of each, and looks up the compiled kernel.  Here that happens once, and
+later launches go to the compiled kernel's launcher.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from triton import knobs
+from triton.compiler import CompiledKernel
 
 
 class BoundLaunch:
@@ -40,6 +43,7 @@ class BoundLaunch:
             raise TypeError(f"{kernel.fn.__name__} lacks {missing}, or was given arguments that it does not take")
         self._device, self._index = device, device.index if device.type == "cuda" else None
         self._compiled: Any = None
+        self._run: Callable[..., None] | None = None  # of a compiled kernel: its own launcher
 
     @property
     def ready(self) -> bool:
@@ -58,19 +62,31 @@ class BoundLaunch:
         device = torch.cuda.device(self._device) if self._index is not None else contextlib.nullcontext()
         beside = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
         with device, beside:
-            self._compiled = self._kernel[grid](*given, num_warps=self._warps)
+            compiled = self._compiled = self._kernel[grid](*given, num_warps=self._warps)
+        if isinstance(compiled, CompiledKernel):
+            self._run = compiled.run
 
     def __call__(self, grid: tuple[int, int, int], changing: Sequence[int], stream: torch.cuda.Stream | None) -> None:
         """Launch on a stream, or on the current one of the device."""
         words = self._words
         for at, value in zip(self._at, changing):  # noqa: B905  strict costs as much as the loop
             words[at] = value
-        raw = stream.cuda_stream if stream is not None else None
         if self._index is None or torch.cuda.current_device() == self._index:
-            self._compiled[grid](*words, stream=raw)
+            self._launch(grid, stream)
             return
         with torch.cuda.device(self._device):
-            self._compiled[grid](*words, stream=raw)
+            self._launch(grid, stream)
+
+    def _launch(self, grid: tuple[int, int, int], stream: torch.cuda.Stream | None) -> None:
+        """Launch on the current device."""
+        if self._run is None or _watched():
+            self._compiled[grid](*self._words, stream=stream.cuda_stream if stream is not None else None)
+            return
+        index = self._index if self._index is not None else torch.cuda.current_device()
+        raw = stream.cuda_stream if stream is not None else torch._C._cuda_getCurrentRawStream(index)
+        compiled, (x, y, z) = self._compiled, grid
+        # as compiled[grid](...) does, without what it prepares for hooks
+        self._run(x, y, z, raw, compiled.function, compiled.packed_metadata, None, None, None, *self._words)
 
 
 class BoundLaunches:
@@ -126,6 +142,14 @@ class BoundLaunches:
             launch.first(grid, changing, None)
         if known is not None and launch.ready:
             self._known[known] = launch
+
+
+def _watched() -> bool:
+    """Whether something, such as a profiler, wants to be told of launches."""
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
 
 
 @functools.cache
