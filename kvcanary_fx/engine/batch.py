@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,11 +80,11 @@ def step_inputs(
     for name in dict.fromkeys(["input_ids", "positions", "parents", *(p.slots_from for p in pools)]):
         inputs.register(name, "tokens", torch.int64)
 
-    def owners(batch: Any, filled: StepInputs) -> torch.Tensor | list[int]:
+    def owners(batch: Any, filled: StepInputs) -> torch.Tensor | array[int] | list[int]:
         given = batch.get("request_ids") if isinstance(batch, Mapping) else getattr(batch, "request_ids", None)
         if isinstance(given, torch.Tensor):
             return given
-        return ids.hashes(given) if given is not None else [0] * filled.num_requests
+        return ids.packed(given) if given is not None else [0] * filled.num_requests
 
     inputs.register("owners", "batch", torch.int64, compute=owners)
     # memory that the checks of a forward fill, at addresses that captured graphs can keep
@@ -218,9 +219,9 @@ class Inputs:
 
     def _plans_of(self, field: str | None, pools: Sequence[KVPool], view: StepView) -> dict[str, RequestPlan]:
         """The plan of each pool by name; all at once, if they are those of the last view of the same memory."""
-        in_flight, kept = bool(getattr(view, "in_flight", False)), view.kept_plans
+        in_flight, kept = bool(view.of_batch("in_flight")), view.kept_plans
         memory, known = self._last_plans.get((field, in_flight), (None, {}))
-        if kept is not None and kept is memory and getattr(view, "history", None) is None:
+        if kept is not None and kept is memory and view.of_batch("history") is None:
             return known
         inputs = self.main if field is None else self.own[field]
         plans = {pool.name: _kept_plan(pool, place, view, inputs) for place, pool in enumerate(pools)}

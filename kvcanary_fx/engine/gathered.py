@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from array import array
 from collections.abc import Sequence
@@ -121,8 +120,6 @@ def plain_numbers(values: Any) -> array[int] | None:
 
 def numbers_of(tensor: torch.Tensor) -> array[int]:
     """The integers of a host tensor, row by row."""
-    given = tensor.to(torch.int64).contiguous()
     listed = array("q")
-    if given.numel():
-        listed.frombytes(ctypes.string_at(given.data_ptr(), 8 * given.numel()))
+    listed.frombytes(tensor.numpy().astype("int64", copy=False).tobytes())
     return listed

@@ -20,6 +20,8 @@ from .step_view import Axis
 #: What numbers are taken from without a conversion that could change them.
 _INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 
+_LISTED = frozenset((list, tuple, range))
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -131,7 +133,10 @@ class Form:
     def _take_all(self, words: array[int], batch: Any, inputs: Any, get: Callable[[str, None], Any]) -> bool:
         """Append the numbers of the host; whether they have this form."""
         for name, n in self.host:
-            if not _take(words, get(name, None), n):
+            source = get(name, None)
+            if type(source) is list and len(source) == n and type(source[0]) is int:
+                words.fromlist(source)
+            elif not _take(words, source, n):
                 return False
         for slot, n in self.computed:
             assert slot.compute is not None
@@ -146,19 +151,17 @@ def _take(words: array[int], source: Any, n: int) -> bool:
     Raises:
         TypeError, OverflowError: there are others among them.
     """
-    if type(source) is list:
-        if len(source) != n or type(source[0]) is not int:
-            return False
-        words.fromlist(source)
-        return True
+    if type(source) is array:
+        words.extend(source)
+        return len(source) == n
     if isinstance(source, torch.Tensor):
         if source.dtype not in _INTEGERS or source.dim() != 1 or len(source) != n or source.device.type != "cpu":
             return False
         words.extend(numbers_of(source))
         return True
-    if type(source) is tuple or type(source) is range:
+    if type(source) in _LISTED:
         if len(source) != n or type(source[0]) is not int:
             return False
-        words.extend(array("q", source))
+        words.fromlist(list(source))
         return True
     return False

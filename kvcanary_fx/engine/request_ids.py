@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -40,6 +41,7 @@ class RequestIds:
         self.known: dict[RequestId, int] = {}
         self._last: list[RequestId | None] | None = None
         self._last_hashes: list[int] = []  # never written to
+        self._packed: tuple[list[int], array[int]] = [], array("q")  # of which hashes
 
     def hash(self, request: RequestId | None) -> int:
         """The signed 64-bit hash of an id, the same in every process; 0 for None.
@@ -68,6 +70,13 @@ class RequestIds:
         if type(requests) is list:
             self._last, self._last_hashes = list(requests), hashes
         return hashes
+
+    def packed(self, requests: Sequence[RequestId | None]) -> array[int]:
+        """The hash of each id, as an array that is not to be written to."""
+        hashes = self.hashes(requests)
+        if hashes is not self._packed[0]:
+            self._packed = hashes, array("q", hashes)
+        return self._packed[1]
 
     def _hashes_of(self, requests: Sequence[RequestId | None]) -> list[int]:
         if _ID_TYPES.issuperset(map(type, requests)):

@@ -146,7 +146,7 @@ class StepInputs:
         dtype: torch.dtype,
         *,
         pad: int | float = 0,
-        compute: Callable[[Any, StepInputs], torch.Tensor | list[int]] | None = None,
+        compute: Callable[[Any, StepInputs], torch.Tensor | array[int] | list[int]] | None = None,
         exposed: bool = True,
     ) -> None:
         """Add a slot: [n] or [n, ...] of ``dtype``, with n requests or tokens.
@@ -154,9 +154,9 @@ class StepInputs:
         Args:
             name: the attribute (or key) of the batch that it is copied from, and of the view.
             pad: the value of the padding.
-            compute: makes the slot's tensor, or a list of its numbers, from the batch and this registry, each step, in
-                the order of registration.  In ``inputs.view()`` it sees the plain slots, and the computed ones
-                registered before it.
+            compute: makes the slot's tensor, or a list or an array ("q") of its numbers, from the batch and this
+                registry, each step, in the order of registration.  In ``inputs.view()`` it sees the plain slots, and
+                the computed ones registered before it.
             exposed: False keeps a computed slot out of views; :meth:`buffer` still has it.
 
         Raises:
@@ -396,7 +396,8 @@ class StepInputs:
         if source is None:
             return None
         if self._together and slot.dtype == torch.int64 and not slot.trailing:
-            numbers = plain_numbers(source)
+            packed = type(source) is array and source.typecode == "q"
+            numbers = source if packed else plain_numbers(source)
             if numbers is not None:
                 self._require_size(slot, len(numbers))
                 return numbers

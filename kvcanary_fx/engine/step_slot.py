@@ -34,7 +34,7 @@ class StepSlot:
     axis: Axis
     dtype: torch.dtype
     pad: int | float
-    compute: Callable[[Any, Any], torch.Tensor | list[int]] | None
+    compute: Callable[[Any, Any], torch.Tensor | array[int] | list[int]] | None
     exposed: bool
     trailing: tuple[int, ...] | None = None
     buffer: torch.Tensor | None = None

@@ -79,6 +79,10 @@ class StepView:
         except AttributeError:
             raise AttributeError(f"{name!r} is neither a slot of this view nor an attribute of the batch") from None
 
+    def of_batch(self, name: str) -> Any:
+        """A field of the batch that is no slot, as it is there; None where it has none."""
+        return self._batch.get(name) if isinstance(self._batch, Mapping) else getattr(self._batch, name, None)
+
     def slice(self, start: int | None = None, stop: int | None = None) -> StepView:
         """Requests ``start:stop``, counted as Python does, with their tokens; padding is left out.
 
