@@ -22,6 +22,7 @@ class Staging:
     def __init__(self, device: torch.device):
         self._device = device
         self._sent: deque[tuple[_Pinned, torch.cuda.Event]] = deque()  # the oldest first
+        self._stream: torch.cuda.Stream | None = None  # the current one, when it was last asked for
         self._outs: deque[_Heads] = deque(maxlen=4)  # of the last tensors that were sent to
 
     def send(self, source: torch.Tensor | array[int], out: torch.Tensor) -> None:
@@ -51,8 +52,15 @@ class Staging:
         pinned, event = self._free(size)
         ctypes.memmove(pinned.address, address, size)
         head.copy_(pinned.numbers(out.dtype)(n), non_blocking=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(self._current_stream())
         self._sent.append((pinned, event))
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        """That of the device; the object is kept, since it takes longer to make than to look up."""
+        index = self._device.index if self._device.index is not None else torch.cuda.current_device()
+        if self._stream is None or self._stream.cuda_stream != torch._C._cuda_getCurrentRawStream(index):
+            self._stream = torch.cuda.current_stream(self._device)
+        return self._stream
 
     def _free(self, size: int) -> tuple[_Pinned, torch.cuda.Event]:
         """Unused memory for so many bytes, and an event."""

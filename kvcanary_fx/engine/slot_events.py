@@ -77,7 +77,7 @@ class SlotEvents:
         self._gone = lasting(2, 0, dtype=torch.int64, device=device)
         # Always this list: a call is appended without the lock, and a flush takes from its head what it has seen.
         self._calls: list[_Call] = []
-        self._page_size, self._few = 1, 0  # of the last call that was looked at; most pages of one that need not be
+        self._page_size, self._most = 1, 0  # of the last call that was looked at; most pages of another
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -103,7 +103,7 @@ class SlotEvents:
         stacks, calls = self.histories.stacks, self._calls
         stack = 0 if stacks is None else stacks.number()
         # most calls, of which there are dozens in a step; with calls pending, flush() refuses to be captured
-        if calls and page_size == self._page_size and type(slots) is list and 0 < len(slots) <= self._few:
+        if calls and page_size == self._page_size and type(slots) is list and 0 < len(slots) <= self._most:
             try:
                 whose = self._known_ids.get(owner) if owner is not None else 0
             except TypeError:  # no id, as hash() is going to say
@@ -151,7 +151,7 @@ class SlotEvents:
             or (event in RENEWING and self._were_freed(pages))
         ):
             self.flush()
-        self._page_size, self._few = page_size, min(FEW, PAGES, SLOTS // page_size)
+        self._page_size, self._most = page_size, min(PAGES, SLOTS // page_size)
 
     def _take(self, pages: torch.Tensor) -> torch.Tensor:
         """Pages of the device, where they stay as they are until the next flush: the engine may change its own."""
@@ -306,6 +306,16 @@ def pages_of(slots: Any) -> array[int] | torch.Tensor:
     Raises:
         EngineError: they are no integers.
     """
+    if (
+        type(slots) is torch.Tensor
+        and slots.dtype == torch.int64
+        and slots.dim() == 1
+        and slots.layout == torch.strided
+    ):
+        if slots.is_cuda:
+            return slots
+        if slots.is_cpu:
+            return numbers_of(slots)
     plain = plain_numbers(slots)
     if plain is not None:
         return plain
