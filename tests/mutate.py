@@ -82,6 +82,7 @@ TARGETS = {
 
 #: Mutants that no test can notice, and why.  They are not run.
 EQUIVALENT = {
+    "kernels/content/gpu_write.py: site.half.baseline is not None": "of how many slots a program has: for time alone",
     "kernels/content/kept_launches.py: site.half.baseline is not None": "of a key: either tells the forms apart",
 }
 
