@@ -228,6 +228,34 @@ def test_reset_of_the_prefix_cache(engine):
     assert rig.session.violations() == []
 
 
+def test_sleep_forgets_what_was_stored_and_a_flip_after_it_is_found(engine, monkeypatch):
+    """A GPU's worker gives the KV cache's memory back and gets other; a CPU's would keep it."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    rig = engine(num_gpu_blocks_override=12)
+    caches = [layer.kv_cache for layer in rig.layers().values()]
+    backend = SimpleNamespace(suspend=lambda level: [cache.fill_(7.0) for cache in caches])
+    monkeypatch.setattr(Worker, "sleep_mode_backend", backend)
+    monkeypatch.setattr(CPUWorker, "sleep", Worker.sleep)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))
+    for name in ("before", "after"):
+        for number in range(3):
+            rig.add(f"{name} {number}", prompt(number, 90), length=4)
+        rig.run()
+        rig.llm.sleep(1)
+        rig.llm.wake_up()
+    assert rig.session.violations() == []
+    assert [rig.tokens[f"after {number}"] for number in range(3)] == [
+        rig.tokens[f"before {number}"] for number in range(3)
+    ]
+    rig.add("A", prompt(1, 90), length=6)
+    name = next(iter(rig.layers()))
+    rig.run(lambda step: rig.flip(name, 0, "A", 10) if step == 3 else None)
+    assert {(v.check, v.layer, v.position) for v in rig.session.violations()} == {("content", name, 10)}
+
+
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_random_load_with_few_pages_is_silent(engine, model):
     """Prompts that share prefixes of any length, aborts at any time, pages that are evicted and taken again."""

@@ -23,7 +23,10 @@ def settings(method: str, directory: pathlib.Path, guesses: str = "well", target
     """vLLM's ``speculative_config``: prompt lookup, or a random draft model or EAGLE head of one layer.
 
     A draft model ``guesses`` "well", because its embeddings are those of the target, or "badly".
+    MTP is a layer that the target's configuration has.
     """
+    if method == "mtp":
+        return {"method": method, "num_speculative_tokens": 3}
     if method == "ngram":
         return {"method": method, "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     config = dict(tiny_configs.CONFIGS[target], num_hidden_layers=1)

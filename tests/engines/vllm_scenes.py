@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import tiny_vllm
+import torch
 import vllm_drafts
 import vllm_lora
 from vllm_rig import Rig, mixed_load, prompt
@@ -48,6 +49,8 @@ def spawned(directory: pathlib.Path, model: str, **arguments: Any) -> dict[str, 
     """An engine in a process of its own, and its counts as this process sees them."""
     from vllm import LLM, SamplingParams
 
+    if torch.cuda.is_available():
+        arguments |= dict(dtype="bfloat16", kv_cache_memory_bytes=1 << 28, enforce_eager=False)
     llm = LLM(**tiny_vllm.engine_arguments(model, directory, **arguments))
     wanted = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt(i, 40 + 30 * i)} for i in range(4)], wanted)
@@ -76,8 +79,6 @@ def spawned_flip(directory: pathlib.Path, model: str) -> dict[str, Any]:
 
 
 def _flip_all_pages(worker: Any) -> None:
-    import torch
-
     cache = worker.model_runner.compilation_config.static_forward_context[LAYER].kv_cache
     pages, heads, size, width = cache.shape
     cache.view(pages, heads, size * width)[:, 1, -1:].view(torch.int32).bitwise_xor_(1 << 4)
@@ -179,6 +180,7 @@ SCENES = {
     "spawned": spawned,
     "spawned flip": spawned_flip,
     "spawned on two ranks": functools.partial(spawned, tensor_parallel_size=2),
+    "spawned in two stages": functools.partial(spawned, pipeline_parallel_size=2),
     "connector": connector,
     "hybrid": hybrid,
     "split graph": split_graph,

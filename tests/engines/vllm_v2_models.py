@@ -47,6 +47,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "hybrid": tiny_configs.CONFIGS["llama"] | _SIZES | _HYBRID,
 }
 
+# its draft, the layer behind the last, is dense, too
+MODELS["mtp"] = MODELS["mla"] | dict(first_k_dense_replace=3, num_nextn_predict_layers=1)
+
 #: What their engines get besides.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "fp8": dict(kv_cache_dtype="fp8"),

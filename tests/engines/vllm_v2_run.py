@@ -10,12 +10,14 @@ runner.  Without a GPU it is the first runner, too, and the scenes of :mod:`vllm
     KVCANARY_MODE=log KVCANARY_BUDGET=none DRAFTS=eagle python tests/engines/vllm_v2_run.py DIRECTORY drafts
 
 ``MODEL`` is one of :mod:`vllm_v2_models`, ``llama`` if not set; ``LAYERS`` says how many it has.  ``DRAFTS`` is the
-method of its speculative decoding: ``ngram``, ``eagle``, ``eagle3`` or ``draft_model``.
+method of its speculative decoding: ``ngram``, ``eagle``, ``eagle3``, ``draft_model``, or ``mtp`` with ``MODEL=mtp``.
+``SLEEP=1`` is for the scene ``sleeps``: the KV cache's memory can be given back.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -30,6 +32,7 @@ import vllm_drafts
 import vllm_v2_drafts
 import vllm_v2_models
 import vllm_v2_scenes
+import vllm_v2_sleeps
 from vllm_rig import Rig, mixed_load, prompt
 
 
@@ -54,6 +57,8 @@ def start(directory: pathlib.Path, **changed: Any) -> Rig:
         given |= dict(dtype="float32", enforce_eager=True, block_size=32, compilation_config={})
         del given["kv_cache_memory_bytes"]
     given |= vllm_v2_models.ARGUMENTS.get(model, {})
+    if os.environ.get("SLEEP"):
+        given["enable_sleep_mode"] = on_gpu
     if os.environ.get("DRAFTS"):
         directory.mkdir(parents=True, exist_ok=True)
         given["speculative_config"] = vllm_drafts.settings(os.environ["DRAFTS"], directory, target="v2")
@@ -230,6 +235,7 @@ def _ruin_idle(rig: Rig) -> None:
 
 SCENES = {"load": load, "flips": flips, "stopped": stopped, "containment": containment}
 SCENES |= vllm_v2_scenes.SCENES | vllm_v2_drafts.SCENES | vllm_v2_models.SCENES
+SCENES["sleeps"] = functools.partial(vllm_v2_sleeps.sleeps, fill=fill)
 
 
 def main() -> None:

@@ -148,6 +148,10 @@ class Books:
         for kind in ("group", "draft"):
             self._each(ids, lambda pool, pages: pool.forget(**pages), kind)
 
+    def all_gone(self) -> None:
+        """The memory of all blocks is given back: what is stored in them is there no more, whoever has them."""
+        self.filled_elsewhere(list(self.group))
+
     def _each(
         self, blocks: Iterable[int], tell: Callable[[EnginePool, dict[str, Any]], None], kind: str = "group"
     ) -> None:

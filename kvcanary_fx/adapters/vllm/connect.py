@@ -6,7 +6,7 @@ import vllm
 from vllm.platforms import current_platform
 
 from ... import __version__
-from . import blocks, cache_key, cpu_attention, cuda_graphs, drafting, graph, metrics, ops, outcomes, runner
+from . import blocks, cache_key, cpu_attention, cuda_graphs, drafting, graph, metrics, ops, outcomes, runner, sleeping
 from .known import TESTED
 from .settings import VllmSettings
 
@@ -26,5 +26,6 @@ def connect(settings: VllmSettings) -> None:
         hooks.hook(settings, self_test)
     drafting.hook()
     blocks.hook()
+    sleeping.hook()
     outcomes.hook()
     metrics.hook()

@@ -193,6 +193,13 @@ class Guard:
             for session in self.sessions:
                 session.flush()
 
+    def forget_stored(self) -> None:
+        """The KV cache's memory is about to be given back, between two steps: sleep mode."""
+        with self._counts.busy(), torch.inference_mode(False):
+            self.books.all_gone()
+            for session in self.sessions:
+                session.flush()
+
     @contextlib.contextmanager
     def forward(self, runner: Any, input_ids: torch.Tensor | None, positions: torch.Tensor | None) -> Iterator[None]:
         """Around the forward of the target model in a step.

@@ -151,6 +151,12 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
     ),
     *_part(
         NEEDS[2],
+        "vllm.v1.worker.gpu_worker:Worker.",
+        ("sleep", "self, level=...", "the memory of the cache is given back: nothing that was stored is compared"),
+        ("discard", "self, tags", "the same, for the cache alone"),
+    ),
+    *_part(
+        NEEDS[2],
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.",
         (
             "initialize_kv_cache",
