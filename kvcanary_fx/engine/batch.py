@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,26 +165,38 @@ class Inputs:
         self._last_plans: dict[tuple[str | None, bool], tuple[dict[Any, Any], dict[str, RequestPlan]]] = {}
         self.own: dict[str, StepInputs] = {field: inputs for field, inputs in made.items() if field is not None}
 
-    def fill(self, batch: Any, step: int) -> dict[str | None, StepView]:
+    def fill(
+        self, batch: Any, step: int, begin: Callable[[int, torch.device | None], None] | None = None
+    ) -> dict[str | None, StepView]:
         """Take in a batch; the views of it, by the field that they come from.
+
+        Args:
+            begin: tells the devices that the step begins, but for one that the inputs told.
 
         Raises:
             StepInputError: a batch that does not fit.
             EngineError: no field for a pool that takes its batch from there.
         """
-        self._fill(None, self.main, batch, step)
+        if not self._fill_again(self.main, batch, step):
+            if begin is not None:
+                begin(step, None)
+            self._fill(None, self.main, batch)
+        elif begin is not None:
+            begin(step, None if self.main.clock is None else self.main.clock.device)
         views: dict[str | None, StepView] = {None: self.main.view()}
         for field, inputs in self.own.items():
             given = _sub_batch(self._groups[field][0], batch)
             if given is not None:
-                self._fill(field, inputs, given, step)
+                if not self._fill_again(inputs, given, step):
+                    self._fill(field, inputs, given)
                 views[field] = inputs.view()
         return views
 
-    def _fill(self, field: str | None, inputs: StepInputs, batch: Any, step: int) -> None:
+    def _fill_again(self, inputs: StepInputs, batch: Any, step: int) -> bool:
         inputs.step = step
-        if inputs.may_come_again and is_plainly_right(batch) and inputs.fill_again(batch):
-            return
+        return inputs.may_come_again and is_plainly_right(batch) and inputs.fill_again(batch)
+
+    def _fill(self, field: str | None, inputs: StepInputs, batch: Any) -> None:
         require_batch(batch, [pool.slots_from for pool in self._groups[field]])
         inputs.fill_from(batch)
 

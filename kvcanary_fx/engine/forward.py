@@ -81,10 +81,23 @@ class Clock:
         self._controls, self._last, self._captured = controls, -1, False
         self._halves: dict[tuple[torch.device, int], torch.Tensor] = {}  # of the word, int32 []
 
-    def begin_step(self, number: int) -> None:
-        """A step of the engine begins.  Not recorded in a graph that is being captured: its replays are other steps."""
+    def place(self, device: torch.device) -> torch.Tensor | None:
+        """Where a device has the word, int64 ``[1]``; None if it has none."""
+        control = self._controls.by_device.get(device)
+        return None if control is None else control.words[Word.FORWARD : Word.FORWARD + 1]
+
+    def word(self, step: int) -> int:
+        """The whole word as a step begins: for those who send numbers to the device anyway."""
+        return step << 32 | (self._last & 0xFFFFFFFF)
+
+    def begin_step(self, number: int, told: torch.device | None = None) -> None:
+        """A step of the engine begins.  Not recorded in a graph that is being captured: its replays are other steps.
+
+        Args:
+            told: a device that has the word already.
+        """
         if not capturing():
-            self._fill(HALF_STEP, number)
+            self._fill(HALF_STEP, number, told)
 
     def begin_forward(self, index: int) -> None:
         """A forward begins.  Launches only if something changed; a captured forward writes its own index at each
@@ -95,8 +108,10 @@ class Clock:
         self._last = index
         self._fill(HALF_FORWARD, index)
 
-    def _fill(self, half: int, value: int) -> None:
+    def _fill(self, half: int, value: int, told: torch.device | None = None) -> None:
         for device, control in self._controls.by_device.items():
+            if device == told:
+                continue
             place = self._halves.get((device, half))
             if place is None:
                 place = self._halves[device, half] = control.words.view(torch.int32)[2 * Word.FORWARD + half]

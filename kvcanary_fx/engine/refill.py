@@ -47,7 +47,7 @@ class Form:
         absent: fields that it lacks.
         host, device: fields from the host, with their lengths, and from the device.
         computed: slots that are computed as numbers of the host, with their lengths.
-        sent: where the numbers go: those of ``host``, of ``computed``, and the three counts.
+        sent: where the numbers go: those of ``host``, of ``computed``, the three counts, and the clock's.
         view: the arguments of the view of it, after the batch.
     """
 
@@ -66,6 +66,7 @@ class Form:
         sources: Mapping[str, Any],
         sizes: Mapping[Axis, int],
         counts: torch.Tensor,
+        clock: torch.Tensor | None,
         gathered: Gathered,
         view: tuple[Any, ...],
     ) -> Form | None:
@@ -73,6 +74,7 @@ class Form:
 
         Args:
             sources: what each slot was filled from.
+            clock: int64 ``[1]``, where the device reads which step it is in.
         """
         absent: list[str] = []
         host: list[tuple[str, int]] = []
@@ -98,6 +100,8 @@ class Form:
         by_name = {slot.name: slot for slot in slots}
         buffers = [(by_name[name].buffer, n) for name, n in host] + [(slot.buffer, n) for slot, n in computed]
         places = [(buffer, 0, n) for buffer, n in buffers if buffer is not None] + [(counts, 0, 3)]
+        if clock is not None:
+            places.append((clock, 0, 1))
         real = sizes[Axis.BATCH], sizes[Axis.TOKENS]
         fixed = tuple(absent), tuple(host), tuple(device), tuple(computed)
         return cls(real, *fixed, gathered.places(places), view)
@@ -125,6 +129,8 @@ class Form:
         except (TypeError, OverflowError):  # the fill in full says what is wrong
             return False
         words.extend((*self.sizes, inputs.step))
+        if inputs.clock is not None:
+            words.append(inputs.clock_word(inputs.step))
         for field, source in zip(self.device, sources, strict=True):
             gathered.tensor(field.out, source)
         gathered.send_to(self.sent, words)

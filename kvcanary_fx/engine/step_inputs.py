@@ -50,6 +50,8 @@ class StepInputs:
 
     Attributes:
         step: number of the step, set by the engine.
+        clock: int64 ``[1]`` on the device that gets ``clock_word(step)`` along with a batch like the one before;
+            None: nothing does.  Set before the first fill.
     """
 
     def __init__(
@@ -94,6 +96,8 @@ class StepInputs:
         self._sends = 0  # of the running fill
         self._last: tuple[Any, ...] = ()  # sizes and fields of the last fill
         self._again = False  # this step's inputs were filled by the form
+        self.clock: torch.Tensor | None = None
+        self.clock_word: Callable[[int], int] = int
 
     @property
     def counts(self) -> torch.Tensor:
@@ -268,7 +272,7 @@ class StepInputs:
             return None
         slots = list(self._slots.values())
         view = shown.values, shown.axes, sizes, sizes, shown.lengths, shown.kept_plans
-        return Form.of(slots, self._sources, real, self._counts, self._gathered, view)
+        return Form.of(slots, self._sources, real, self._counts, self.clock, self._gathered, view)
 
     def _gathers(self) -> bool:
         """Whether the copies of a fill go to the device together; in a graph each is made where its slot is filled."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
+
+import torch
 
 from ..config import CanaryConfig
 from ..errors import SessionStateError
@@ -24,6 +26,9 @@ from .step_view import StepView
 _EMPTY: Any = object()
 
 Session = TypeVar("Session")
+
+#: Tells the devices the number of the step that begins; all but one, if that was told.
+Begin: TypeAlias = "Callable[[int, torch.device | None], None]"
 
 
 class _Step(contextlib.AbstractContextManager[Session]):
@@ -96,6 +101,7 @@ class Steps:
         self._pool_sides = {d: side_stream.SideStream(d) for d in beside}  # for the forward's end
         self._on_host = all(d.type != "cuda" for d in devices)
         self._clock, self._poll = Clock(controls), Poll(controls)
+        inputs.main.clock, inputs.main.clock_word = self._clock.place(inputs.main.counts.device), self._clock.word
         self.begun = self.done = 0
         self.ready = self.closed = False
         self.running: Forward | None = None
@@ -153,8 +159,9 @@ class Steps:
         self.begun += 1
         try:
             self.flush()
-            self._clock.begin_step(self.begun)
-            self._step = self._view_of(batch) if batch is not None else _EMPTY
+            if batch is None:
+                self._clock.begin_step(self.begun)
+            self._step = self._view_of(batch, self._clock.begin_step) if batch is not None else _EMPTY
         except BaseException:
             self.leave()
             raise
@@ -256,8 +263,8 @@ class Steps:
         """Compare what a forward reads in all layers at once, see :func:`.forward.check_layers`."""
         check_layers(self.pools_by_space, running, self._pool_sides, self.sides)
 
-    def _view_of(self, batch: Any) -> Mapping[str | None, StepView]:
-        views = self._inputs.fill(batch, self.begun)
+    def _view_of(self, batch: Any, begin: Begin | None = None) -> Mapping[str | None, StepView]:
+        views = self._inputs.fill(batch, self.begun, begin)
         self._observers.given.note(batch)
         return views
 

@@ -7,11 +7,14 @@ import threading
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy import Toy
 
 import kvcanary_fx
 from kvcanary_fx import Batch, EngineError, KVCacheViolation, KVPool, SessionStateError, StepInputError
+from kvcanary_fx.engine.step_inputs import StepInputs
 from kvcanary_fx.errors import CoverageError
+from kvcanary_fx.kernels.ring import Word, forward_and_step
 
 
 def prefilled(**settings) -> Toy:
@@ -449,6 +452,43 @@ def test_reports_count_the_steps_of_the_engine_whatever_it_calls_in_them():
 
 
 # ---- writes that do not arrive
+
+
+class Fills(TorchDispatchMode):
+    """Counts the tensors that are filled with one number, a launch each on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.fill_.Scalar
+        return func(*args, **(kwargs or {}))
+
+
+def test_steps_with_batches_alike_bring_their_number_to_the_device_with_the_batch(monkeypatch):
+    monkeypatch.setattr(StepInputs, "_gathers", lambda self: not self._captured)  # as on a GPU
+    toy = prefilled()
+    word = toy.session.controls(torch.device("cpu")).words[Word.FORWARD : Word.FORWARD + 1]
+    began = []
+    for slot in range(6, 10):
+        toy.run({"A": [slot]})
+        began.append(forward_and_step(int(word)))
+    assert began == [(0, step) for step in range(2, 6)]
+    assert toy.session.inputs.may_come_again
+    alike = dict(input_ids=[1], slots=[10], request_rows=[0], prefix_lens=[0], extend_lens=[1])
+    for _ in range(3):  # the form is that of the last two
+        with toy.session.step(alike):
+            pass
+    with Fills() as fills, toy.session.step(alike):
+        assert forward_and_step(int(word)) == (0, toy.session.steps + 1)
+    assert fills.count == 0
+    with toy.session.step(alike), toy.session.forward(1):
+        assert forward_and_step(int(word)) == (1, toy.session.steps + 1)
+    with toy.session.step(alike):  # as without a batch alike: the forward is the last one's, until one begins
+        assert forward_and_step(int(word)) == (1, toy.session.steps + 1)
+    with toy.session.step():
+        assert forward_and_step(int(word)) == (1, toy.session.steps + 1)
 
 
 def without_a_write(toy: Toy, slots: list[int]) -> None:
