@@ -36,7 +36,7 @@ MOST_TOKENS = TOKENS[-1]
 SCANNED, MOST_COMPARED = 1024, 4096
 
 #: Of the programs that keep a device busy, one in so many shares the slots whose turn it is, for each half.
-SHARED_BY = 4
+SHARED_BY = 8
 
 
 def verify_write(

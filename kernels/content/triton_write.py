@@ -75,6 +75,14 @@ def verify_write_kernel(
     share the slots whose turn it is, one of ``every``, without looking at others.  (With a program for each 8
     slots, of which one in eight had its turn, the two halves of 65,536 slots took 65 us of an H200.)
     """
+    share = tl.load(words_ptr + WORD_EVERY) if BY_BUDGET else tl.zeros([], tl.int64) + every
+    turn = tl.load(gate_ptr + GATE_STEP)
+    writers = tl.cdiv(n, BLOCK)
+    part = tl.program_id(0) - writers
+    first_due = (share - turn % share) % share
+    due_count = tl.maximum(slots_total - first_due + share - 1, 0) // share
+    if part >= scanners and (part - scanners) * BLOCK >= due_count and tl.program_id(0) > 0:
+        return
     other = tl.program_id(1) == 1
     base = tl.where(other, other_base, base)
     counters_ptr = tl.where(other, other_counters_ptr, counters_ptr)
@@ -122,20 +130,15 @@ def verify_write_kernel(
                 first_half = outside & (tl.program_id(1) == 0)
                 put_into_box(box_ptr, words_ptr, first_half, goes, raw, step, half, CHECK, PHASE_PRE)
         count_run(gate_ptr, counters_ptr, tl.where(other, 0, ops), _VERIFY)
-    share = tl.load(words_ptr + WORD_EVERY) if BY_BUDGET else tl.zeros([], tl.int64) + every
-    step = tl.load(gate_ptr + GATE_STEP)
     # the part of this program, and which k it takes of it
-    writers = tl.cdiv(n, BLOCK)
-    part = tl.program_id(0) - writers
     zero = tl.zeros([], tl.int64)
     kind, origin = zero + _REPLACED, zero
     k_first, k_stop, k_step = zero + tl.program_id(0) * BLOCK, zero + n, zero + n + BLOCK
     if part >= scanners:
         kind = zero + _DUE
-        origin = (share - step % share) % share
+        origin, k_stop = first_due, due_count
         k_first = zero + (part - scanners) * BLOCK
         k_step = zero + (tl.num_programs(0) - writers - scanners) * BLOCK
-        k_stop = tl.maximum(slots_total - origin + share - 1, 0) // share
     elif part >= 0:
         kind = zero + _OTHERS
         span = positions if HAS_ROWS else slots_total
@@ -151,7 +154,7 @@ def verify_write_kernel(
             first = tl.zeros_like(slot) + tl.min(tl.where(ours, goes % positions, NOWHERE_WRITTEN), axis=0)
         inside = slot < slots_total
         stored = tl.load(digest_ptr + slot, mask=inside, other=0)
-        mine = (slot + step) % share != 0
+        mine = (slot + turn) % share != 0
         due, adopted, _shifted = slots_due(
             slot, first, inside & (slot < 0), stored, gate_ptr, words_ptr, rows_ptr, slots_total, positions, every,
             HAS_ROWS, OWN_ROWS, True, BY_BUDGET, NOWHERE_WRITTEN, LENIENT, CONTENT,
@@ -173,7 +176,7 @@ def verify_write_kernel(
         replaced = tl.max(same.to(tl.int32), axis=1) != 0
         taken = (k < k_stop) & (slot >= 0)
         if kind != _DUE:
-            taken = taken & ((slot + step) % share != 0)
+            taken = taken & ((slot + turn) % share != 0)
         if kind == _OTHERS:
             taken = taken & (replaced == 0)
         if kind == _REPLACED:  # by the first of the tokens that go there
