@@ -212,10 +212,13 @@ def _is_one_token(parent: fx.Node, selection: Selection, value: Any, values: dic
         return False
     if taken is None or len(taken[1]) != len(selection):
         return False
-    (axis, *more), whole = [a for a, p in enumerate(selection) if not isinstance(p, Full)], values[parent].shape
-    to, given, source = selection[axis], taken[1][axis], values[taken[0]].shape
+    chosen, whole = [a for a, p in enumerate(selection) if not isinstance(p, Full)], values[parent].shape
+    if len(chosen) != 1 or not 0 < chosen[0] < len(selection) - 1:
+        return False
+    (axis,), source = chosen, values[taken[0]].shape
+    to, given = selection[axis], taken[1][axis]
     alike = all(isinstance(p, Full) and str(source[a]) == str(whole[a]) for a, p in enumerate(taken[1]) if a != axis)
-    if more or not alike or not isinstance(to, At) or not isinstance(given, At) or not 0 < axis < len(selection) - 1:
+    if not alike or not isinstance(to, At) or not isinstance(given, At):
         return False
     sizes = source[axis], whole[axis]
     return to.index != given.index and all(isinstance(n, int) for n in sizes) and bool(sizes[0] < sizes[1])

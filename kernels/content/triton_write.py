@@ -76,10 +76,10 @@ def verify_write_kernel(
     slots, of which one in eight had its turn, the two halves of 65,536 slots took 65 us of an H200.)
     """
     share = tl.load(words_ptr + WORD_EVERY) if BY_BUDGET else tl.zeros([], tl.int64) + every
-    turn = tl.load(gate_ptr + GATE_STEP)
+    call = tl.load(gate_ptr + GATE_STEP)
     writers = tl.cdiv(n, BLOCK)
     part = tl.program_id(0) - writers
-    first_due = (share - turn % share) % share
+    first_due = (share - call % share) % share
     due_count = tl.maximum(slots_total - first_due + share - 1, 0) // share
     if part >= scanners and (part - scanners) * BLOCK >= due_count and tl.program_id(0) > 0:
         return
@@ -154,7 +154,7 @@ def verify_write_kernel(
             first = tl.zeros_like(slot) + tl.min(tl.where(ours, goes % positions, NOWHERE_WRITTEN), axis=0)
         inside = slot < slots_total
         stored = tl.load(digest_ptr + slot, mask=inside, other=0)
-        mine = (slot + turn) % share != 0
+        mine = (slot + call) % share != 0
         due, adopted, _shifted = slots_due(
             slot, first, inside & (slot < 0), stored, gate_ptr, words_ptr, rows_ptr, slots_total, positions, every,
             HAS_ROWS, OWN_ROWS, True, BY_BUDGET, NOWHERE_WRITTEN, LENIENT, CONTENT,
@@ -176,7 +176,7 @@ def verify_write_kernel(
         replaced = tl.max(same.to(tl.int32), axis=1) != 0
         taken = (k < k_stop) & (slot >= 0)
         if kind != _DUE:
-            taken = taken & ((slot + turn) % share != 0)
+            taken = taken & ((slot + call) % share != 0)
         if kind == _OTHERS:
             taken = taken & (replaced == 0)
         if kind == _REPLACED:  # by the first of the tokens that go there

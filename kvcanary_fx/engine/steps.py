@@ -161,7 +161,9 @@ class Steps:
             self.flush()
             if batch is None:
                 self._clock.begin_step(self.begun)
-            self._step = self._view_of(batch, self._clock.begin_step) if batch is not None else _EMPTY
+                self._step = _EMPTY
+            else:
+                self._step = self._view_of(batch, self._clock.begin_step)
         except BaseException:
             self.leave()
             raise

@@ -14,7 +14,7 @@ from ..reports.incidents import file, log_tail
 from ..reports.incidents.folder import IncidentFolder
 from ..reports.log import ViolationLog
 from ..reports.violation import Violation
-from . import on_signal
+from . import at_exit, on_signal
 from .beside import Beside
 from .binding import Controls
 from .incidents import Told, Watched, describe
@@ -84,6 +84,10 @@ class Alarm:
             if told:
                 self._note(told, total)
         return fresh
+
+    def drain_at_exit(self) -> None:
+        """:meth:`drain` when the process ends: nobody may call before that."""
+        at_exit.follow(self)
 
     def _add_histories(self, rows: Sequence[Sequence[int]], decoded: list[Violation]) -> None:
         """Let the first few records to be shown say what their slots went through."""

@@ -158,6 +158,10 @@ class Readbacks(threading.local):
             found = self._of[id(binding)] = Readback(binding, self._controls)
         return found
 
+    def far(self) -> list[Readback]:
+        """Those of graphs with a device to wait for."""
+        return [readback for readback in self._of.values() if not readback.at_once]
+
     def under_way(self) -> list[Readback]:
         """Those that were not read yet."""
         return [readback for readback in self._of.values() if readback.under_way]

@@ -95,6 +95,8 @@ class CanarySession:
             self.plans.append(plan)
             self.bindings.append(binding)
         self.follow()
+        if self.config.mode == "log" and self.hooks.measures_calls:  # an engine's session looks in each step
+            self._alarm.drain_at_exit()
         return binding
 
     def follow(self) -> None:
@@ -257,6 +259,16 @@ class CanarySession:
                 self._catch_up()
         finally:
             self._late.deferring = outer
+
+    def look(self) -> None:
+        """Report what this thread's calls have left on the devices so far; waits for these.
+
+        Mode ``log`` looks now and then, and not after the last call: for loops that are over.
+        """
+        for readback in self._readbacks.far():
+            readback.start()
+            readback.wait()
+            self._look_at(readback)
 
     def _catch_up(self) -> None:
         """Read what was deferred."""

@@ -22,6 +22,7 @@ from kvcanary_fx.adapters.huggingface import (
 )
 from kvcanary_fx.adapters.versions import Tested
 from kvcanary_fx.proof import tiny
+from kvcanary_fx.runtime.readback import Readback
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -91,6 +92,26 @@ def test_what_had_no_turn_when_generate_ends_is_in_the_summary():
         generate(model, tiny.prompt(model, 2, PROMPT))
         told = f"never compared, of what was stored before these {NEW - 1} steps: 89 %"
         assert told in kvcanary_fx.session_of(model).summary()
+
+
+def test_log_mode_reports_the_last_steps_of_generate_when_it_returns(monkeypatch):
+    """As on a GPU, where it looks now and then."""
+    model = huggingface.protect(tiny.build("llama"), mode="log", inner="eager")
+    ids = tiny.prompt(model, 2, PROMPT)
+    generate(model, ids)
+    made = Readback.__init__
+
+    def far(self, *args):
+        made(self, *args)
+        self.at_once = False
+
+    monkeypatch.setattr(Readback, "__init__", far)
+    monkeypatch.setattr(Readback, "is_due", lambda self: False)
+    session = kvcanary_fx.session_of(model)
+    session._readbacks._of.clear()
+    flips = AfterStep(model, NEW - 1, 1, "K", 2)
+    generate(model, ids, stopping_criteria=transformers.StoppingCriteriaList([flips]))
+    assert [(v.check, v.row, v.position) for v in session.known_violations()] == [("content", 1, 2)]
 
 
 class Looks(transformers.StoppingCriteria):

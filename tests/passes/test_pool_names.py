@@ -165,6 +165,16 @@ def test_what_is_written_whole_shows_its_axis_without_attention(write):
     assert [s.slot_axes for s in session.plans[0].sites] == [(0,)]
 
 
+def test_a_cache_written_whole_through_a_full_slice():
+    def model(x, keys, values, pos):
+        keys[:].copy_(x[:])
+        values[:].copy_((x * 2)[:])
+        return attend(x, keys, values)
+
+    _, session = compiled(model, torch.zeros(B, H, S, D), torch.zeros(B, H, S, D))
+    assert [(s.label, s.kind) for s in session.plans[0].sites] == [("K", "kv"), ("V", "kv")]
+
+
 def test_the_only_layer_of_a_stacked_pool_is_no_sequence():
     def model(x, kv, slots):
         table = torch.arange(B * 4).view(B, 4)

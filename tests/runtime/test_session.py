@@ -10,7 +10,7 @@ from toys import Rig
 
 import kvcanary_fx
 from kvcanary_fx import CanaryConfig, KVCacheViolation
-from kvcanary_fx.runtime import readback
+from kvcanary_fx.runtime import at_exit, readback
 from kvcanary_fx.runtime.readback import Readback
 
 LINE = re.compile(
@@ -197,11 +197,27 @@ def test_log_mode_reads_back_now_and_then_and_not_in_every_call(monkeypatch):
     for _ in range(3):
         rig.step()
     assert started == []
-    assert [v.check for v in rig.session.violations()] == ["content"]  # who asks is told
+    assert rig.session.known_violations() == []
+    rig.session.look()
+    assert [v.check for v in rig.session.known_violations()] == ["content"]
     rig.session._readbacks.of(rig.session.bindings[-1])._started = -3600.0
     for _ in range(3):
         rig.step()
-    assert len(started) == 1
+    assert len(started) == 2
+
+
+def test_log_mode_reports_the_last_calls_when_the_process_ends(monkeypatch):
+    """Nobody calls the model again."""
+    monkeypatch.setattr(Readback, "is_due", lambda self: False)
+    rig = Rig.build(mode="log")
+    rig.step(6)
+    rig.step()
+    rig.session._readbacks.of(rig.session.bindings[-1]).at_once = False
+    rig.flip(1, 1, row=0, position=2)
+    rig.step()
+    assert rig.session.known_violations() == []
+    at_exit._drain()
+    assert [v.check for v in rig.session.known_violations()] == ["content"]
 
 
 @pytest.fixture

@@ -136,7 +136,10 @@ class Protection(GuardedCall):
         late = kwargs.get("streamer") is None
         try:
             with self._kept.around(), self.session.deferring() if late else contextlib.nullcontext():
-                return original(*args, **kwargs)
+                generated = original(*args, **kwargs)
+            if self._config.mode == "log":
+                self.session.look()
+            return generated
         finally:
             self._not_static = outer  # early-exit drafting calls generate within generate
 
