@@ -271,7 +271,7 @@ def _squeeze(node: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Sourc
     gone = {_axis(d, len(source.axes)) for d in dims} or set(range(len(source.axes)))
     if not isinstance(whole, torch.Tensor):
         return None
-    for i in sorted((i for i in gone if i is not None and _hint(whole.shape[i]) == 1), reverse=True):
+    for i in sorted((i for i in gone if i is not None and hint(whole.shape[i]) == 1), reverse=True):
         source = source.pick(i, 0)
     return source
 
@@ -292,7 +292,7 @@ def _regroup(node: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Sourc
     before, after = values.get(whole) if isinstance(whole, fx.Node) else None, values.get(node)
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return None
-    old, new = [_hint(s) for s in before.shape], [_hint(s) for s in after.shape]
+    old, new = [hint(s) for s in before.shape], [hint(s) for s in after.shape]
     if len(old) != len(source.axes) or None in old or None in new or 0 in old:
         return None
     axes: list[Axis] = []
@@ -341,7 +341,7 @@ def _dims(value: Any) -> int:
     return value.dim() if isinstance(value, torch.Tensor) else 0
 
 
-def _hint(size: Any) -> int | None:
+def hint(size: Any) -> int | None:
     """A size as a number, without a guard on it."""
     return size if isinstance(size, int) else size.node.hint
 

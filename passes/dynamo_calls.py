@@ -10,11 +10,15 @@ Seen on the versions of torch that pyproject.toml allows, or from the one that i
   own, or while it is disabled, and skips the same code from then on.
 * ``enter_exit_hooks`` of a compiled callable run around each of its calls, in whatever stance, compiled or not.
 * The function that compiles a frame, ``_compile``, has its backend in ``compiler_fn``, in wrappers.
+* The sizes that a code object has seen are in ``pgo.get_code_state()``, by which the next compilation decides which
+  are dynamic; without ``automatic_dynamic_shapes`` they are kept there, too.
 * An isolated callable (2.13) is not affected by what was skipped in others, and has its own recompile limit.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import sys
 import types
@@ -22,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._dynamo import pgo
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
@@ -99,6 +104,21 @@ def enter_hooks() -> tuple[list[Callable[[], Callable[[], None]]], int] | None:
         if hasattr(context, "enter_exit_hooks"):
             return context.enter_exit_hooks, getattr(context, "_isolate_recompiles_id", -1)
     return None
+
+
+@contextlib.contextmanager
+def sizes_forgotten() -> Iterator[None]:
+    """Forget the sizes that Dynamo sees within, in any thread.
+
+    It makes a size dynamic where the same code has seen another; all models of transformers share the code.
+    """
+    seen = pgo.get_code_state()
+    before = copy.deepcopy(dict(seen))
+    try:
+        yield
+    finally:
+        seen.clear()
+        seen.update(before)
 
 
 def at_recompile_limit(code: types.CodeType, cache: int) -> bool:

@@ -8,6 +8,8 @@ Seen on the versions of torch that pyproject.toml allows:
 * AOTAutograd needs ``_dynamo_source`` on every placeholder, including appended ones, and accepts None.
 * An object of a registered opaque type can be an input of a graph and an argument of an op, whose schema names the
   type by a name of torch's own making.
+* ``torch._dynamo.mark_dynamic`` leaves an attribute on the tensor, which is the example of a placeholder's
+  ``grapharg``; a guard that makes such a size a number is an error.
 * An appended input counts as static for CUDA graphs only with ``tensor_dict`` metadata that says so.
 """
 
@@ -42,6 +44,12 @@ def clone_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
     graph_output, clone_output = (next(iter(reversed(g.nodes))) for g in (gm.graph, graph))
     clone_output.meta = dict(graph_output.meta)
     return clone
+
+
+def marked_dynamic(placeholder: fx.Node) -> bool:
+    """Whether the user said of an input that its sizes are dynamic."""
+    given = placeholder.meta.get("grapharg")
+    return given is not None and bool(getattr(given.example, "_dynamo_dynamic_indices", None))
 
 
 def _class_of(gm: fx.GraphModule) -> type[fx.GraphModule]:

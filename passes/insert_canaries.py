@@ -32,12 +32,13 @@ from torch import fx
 
 from ..kernels.writes.plan import Select
 from .accesses import Accesses, trace_accesses
+from .axis_flow import hint
 from .destinations import Region
 from .early_values import EarlyValues
 from .graph_plan import GraphPlan, SitePlan, ViewOf
 from .guarded_halves import halves_to_guard
 from .halves import DeclaredAxes, Half, ReadableWrite, Sum
-from .join_halves import join_halves
+from .join_halves import count_alike, join_halves
 from .names import function_name
 from .only_read import Recorded
 from .state_inputs import is_canary, state_input
@@ -91,6 +92,7 @@ class _Inserter:
         self.led: set[tuple[Any, ...]] = set()  # slot spaces that have an identify op
 
     def guard(self, halves: list[Half]) -> None:
+        count_alike(halves)
         for half in halves:
             self._state_for(half)
         for half in halves:
@@ -334,5 +336,5 @@ def _bytes_of(half: Half) -> int:
     """Size of the half; symbolic sizes by their hint."""
     total = half.dtype.itemsize
     for size in half.shape:
-        total *= size if isinstance(size, int) else size.node.hint or 1
+        total *= hint(size) or 1
     return total

@@ -29,6 +29,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from .axis_flow import hint
+from .dynamo_contract import marked_dynamic
 from .early_values import PURE
 from .graph_plan import GraphPlan
 from .halves import Half
@@ -43,6 +45,21 @@ class _Checks:
     site: int
     verify: fx.Node
     record: fx.Node
+
+
+def count_alike(halves: Sequence[Half]) -> None:
+    """Guard the graph on the K and the V of a layer having as many slots, where they have in this call.
+
+    Seen in transformers' static caches: from the second length on Dynamo makes the size of V symbolic and not that of
+    K, which no longer shows that they are alike.  Sizes that were marked as dynamic stay so.
+    """
+    first: dict[str, Half] = {}
+    for half in (h for h in halves if h.kind == "kv" and not marked_dynamic(h.root)):
+        other = first.setdefault(half.layer, half)
+        if half.slot_axes == other.slot_axes:
+            for size, wanted in ((half.shape[axis], other.shape[axis]) for axis in half.slot_axes):
+                if str(size) != str(wanted) and hint(size) is not None and hint(size) == hint(wanted):
+                    bool(size == wanted)  # the comparison installs the guard
 
 
 def join_halves(graph: fx.Graph, plan: GraphPlan, halves: Sequence[Half]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from .accesses import Accesses
+from .axis_flow import hint
 from .halves import Half
 from .names import half_named, layer_number, module_path, state_named
 from .pool_names import Part, PoolName
@@ -199,7 +200,8 @@ def _prefix(half: Half) -> str:
 
 def _same_kind(first: Half, second: Half, found: Accesses) -> bool:
     a, b = found.values[first.root], found.values[second.root]
-    return isinstance(a, torch.Tensor) and a.shape[:-1] == b.shape[:-1]
+    # not by the sizes themselves: their comparison is a guard, which for a size marked as dynamic is an error
+    return isinstance(a, torch.Tensor) and [hint(n) for n in a.shape[:-1]] == [hint(n) for n in b.shape[:-1]]
 
 
 def _label(halves: list[Half]) -> None:

@@ -233,6 +233,23 @@ def test_hooks_run_around_each_call_of_a_compiled_callable(isolated):
         assert dynamo_calls.at_recompile_limit(code, found[0])
 
 
+def test_sizes_that_were_seen_are_forgotten():
+    dynamic = []
+
+    def backend(gm, example_inputs):
+        dynamic.append(any(isinstance(given, torch.SymInt) for given in example_inputs))
+        return gm.forward
+
+    def plus(x):
+        return x + 1
+
+    with dynamo_calls.sizes_forgotten():
+        torch.compile(plus, backend=backend)(torch.zeros(2))
+    for length in 3, 4:
+        torch.compile(plus, backend=backend)(torch.zeros(length))
+    assert dynamic == [False, False, True]
+
+
 def test_the_compilers_stance_and_what_keeps_it_from_compiling():
     assert dynamo_calls.stance() is None
     with torch.compiler.set_stance("force_eager"):

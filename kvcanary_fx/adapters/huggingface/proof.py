@@ -15,6 +15,7 @@ import torch
 
 from ...compile.protect import session_of
 from ...config import CanaryConfig
+from ...passes import dynamo_calls
 from ...proof import tiny
 from ...proof.doctor import Finding
 from ...reports.summary import muted
@@ -58,7 +59,9 @@ def _finding(check: str, fault: str, told: tuple[str, ...]) -> Finding:
 def _tried(run: Callable[[Plant | None], tuple[str, ...]], plant: Plant | None) -> tuple[str, ...]:
     """What a run reports; in an unknown version it may also fail in any way."""
     try:
-        with torch.device("cpu"):  # the tiny models are on the CPU, whatever the user's default device
+        # The tiny models are on the CPU, whatever the user's default device; and a user's model is compiled as if they
+        # had never been: seen with transformers 5.17, sizes of its caches became dynamic.
+        with torch.device("cpu"), dynamo_calls.sizes_forgotten():
             return run(plant)
     except Exception as e:
         return (f"{type(e).__name__}: {e}",)
