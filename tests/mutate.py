@@ -80,10 +80,20 @@ TARGETS = {
     "passes/join_side_streams.py": ["tests/passes/test_join_side_streams.py"],
 }
 
-#: Mutants that no test can notice, and why.  They are not run.
+_OF_A_KEY = "of a key: either tells the forms apart"
+_ROW_OF_THE_GRID = "either row of the grid may take either half: they differ in nothing else"
+
+#: Mutants that no test can notice, by file and function, and why.  They are not run.
 EQUIVALENT = {
-    "kernels/content/gpu_write.py: site.half.baseline is not None": "of how many slots a program has: for time alone",
-    "kernels/content/kept_launches.py: site.half.baseline is not None": "of a key: either tells the forms apart",
+    "kernels/content/gpu_write.py: _slots_of_scanner: site.half.baseline is not None": "for time alone",
+    "kernels/content/kept_launches.py: seen: site.half.baseline is not None": _OF_A_KEY,
+    "kernels/content/gpu_layer.py: record: n > FEW_SLOTS": _OF_A_KEY,
+    "kernels/content/gpu_layer.py: record: n != 0": _OF_A_KEY,
+    "kernels/content/gpu_layer.py: record: plan.taken is not None": _OF_A_KEY,
+    "kernels/content/gpu_layer.py: record: shape[0] < n": _OF_A_KEY,
+    "kernels/content/triton_write.py: record_write_kernel: tl.program_id(1) != 1": _ROW_OF_THE_GRID,
+    "kernels/content/triton_layer.py: record_kernel: tl.program_id(1) != 1": _ROW_OF_THE_GRID,
+    "kernels/content/triton_listed.py: verify_listed_kernel: tl.program_id(1) != 1": _ROW_OF_THE_GRID,
 }
 
 #: Random scenes of a test: most mutants die of few, the others see all.
@@ -130,13 +140,15 @@ def path_of(root: Path, file: str) -> Path:
 def mutants_of(file: str) -> list[Mutant]:
     """One mutant per comparison with one operator, except those that mean the same."""
     source = path_of(ROOT, file).read_text()
-    found = []
-    for node in ast.walk(ast.parse(source)):
+    tree, found = ast.parse(source), []
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    function_of = {node: function.name for function in functions for node in ast.walk(function)}  # the innermost
+    for node in ast.walk(tree):
         if not isinstance(node, ast.Compare) or len(node.ops) != 1:
             continue
         left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
         shown = f"{left} {_NEGATED[type(node.ops[0])]} {right}"
-        if f"{file}: {shown}" in EQUIVALENT:
+        if f"{file}: {function_of.get(node)}: {shown}" in EQUIVALENT:
             continue
         lines = source.splitlines(keepends=True)
         start = sum(len(x) for x in lines[: node.lineno - 1]) + node.col_offset

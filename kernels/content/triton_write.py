@@ -81,7 +81,7 @@ def verify_write_kernel(
     part = tl.program_id(0) - writers
     first_due = (share - call % share) % share
     due_count = tl.maximum(slots_total - first_due + share - 1, 0) // share
-    if part >= scanners and (part - scanners) * BLOCK >= due_count and tl.program_id(0) > 0:
+    if (part - scanners) * BLOCK >= due_count:  # of those that share the turns, and never the first program of all
         return
     other = tl.program_id(1) == 1
     base = tl.where(other, other_base, base)
@@ -156,8 +156,8 @@ def verify_write_kernel(
         stored = tl.load(digest_ptr + slot, mask=inside, other=0)
         mine = (slot + call) % share != 0
         due, adopted, _shifted = slots_due(
-            slot, first, inside & (slot < 0), stored, gate_ptr, words_ptr, rows_ptr, slots_total, positions, every,
-            HAS_ROWS, OWN_ROWS, True, BY_BUDGET, NOWHERE_WRITTEN, LENIENT, CONTENT,
+            slot, first, inside, stored, gate_ptr, words_ptr, rows_ptr, slots_total, positions, every,
+            HAS_ROWS, OWN_ROWS, False, BY_BUDGET, NOWHERE_WRITTEN, LENIENT, CONTENT,  # no matter which are replaced
         )  # fmt: skip
         if KEEPS:  # of the slots of other programs these store it
             replaced = tl.max((slot[:, None] == goes[None, :]).to(tl.int32), axis=1) != 0

@@ -128,6 +128,14 @@ def test_a_launch_again_has_the_addresses_of_its_own_call(rig):
     assert (words["slot_ptr"], words["n"]) == (real.data_ptr(), 3)
 
 
+def test_a_prompt_is_recorded_in_larger_tiles_than_the_step_before_it(rig, monkeypatch):
+    monkeypatch.setattr(gpu_layer, "FEW_SLOTS", 2)
+    for tokens in (2, 3):
+        rig.step(tokens, *torch.randn(2, 4, HEADS, DIM))
+    tiles = [made["BLOCK"] for made in rig.record.compiled]
+    assert tiles == [gpu_layer.FEW.slots] * LAYERS + [gpu_layer.MANY.slots] * LAYERS
+
+
 @pytest.mark.parametrize(
     "form", ["a slice of Q, K and V", "K rotated", "heads first", "no K and V", "another type", "not aligned", "only V"]
 )
@@ -152,6 +160,8 @@ def test_k_and_v_that_lie_otherwise_are_bound_anew(rig, form):
     assert compared == expected.get(form, [True])
     rig.step(2, *given)
     assert len(rig.record.launched) == launches * LAYERS
+    rig.step(2, *torch.randn(2, 2, HEADS, DIM))  # as before that
+    assert len(rig.record.launched) == (launches + 1) * LAYERS
 
 
 def test_each_half_is_compared_with_its_own_operand_where_k_was_rotated(monkeypatch):
@@ -203,6 +213,8 @@ def test_other_stamps_are_taken_where_they_are(rig):
     rig.step(2, key, value)
     assert rig.record.compiled[-1]["stamp_ptr"] is control.stamps
     assert rig.record.launched == []
+    rig.step(2, key, value)
+    assert len(rig.record.launched) == LAYERS
 
 
 def test_ways_in_which_k_and_v_lie_are_forgotten_if_they_are_many(rig, monkeypatch):

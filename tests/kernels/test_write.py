@@ -16,12 +16,13 @@ from scenes import ALL_CHECKS, Scene, fill, random_scene, row_of
 
 from kvcanary_fx.kernels import ops
 from kvcanary_fx.kernels.bound_launch import BoundLaunch
-from kvcanary_fx.kernels.buffers import Gate
+from kvcanary_fx.kernels.buffers import Count, Gate, HalfBuffers, IdentityBuffers, RowState, Site
 from kvcanary_fx.kernels.checks import Check
 from kvcanary_fx.kernels.content import cpu, gpu, gpu_write, triton_half, triton_layer, triton_write
 from kvcanary_fx.kernels.context import ForwardContext, forward_context
-from kvcanary_fx.kernels.ring import Ring, Word
+from kvcanary_fx.kernels.ring import UNKNOWN, Control, Ring, Word
 from kvcanary_fx.kernels.writes import triton_resolve
+from kvcanary_fx.kernels.writes.layout import SlotLayout
 from kvcanary_fx.kernels.writes.plan import Select, Selector, WritePlan
 
 SEEDS = int(os.environ.get("CANARY_TEST_SEEDS", "5"))
@@ -219,6 +220,88 @@ def test_the_launch_before_a_write_puts_the_first_index_outside_into_the_black_b
         assert layer.step(write, random.Random(0))[0]
     columns = [Ring.HALF, Ring.CHECK, Ring.STORED, -1]
     assert site.control.blackbox[columns].tolist() == [site.half_id, Check.BOUNDS, outside, 1]
+
+
+class Decoding:
+    """Two sequences in four slots each, whose tokens came one by one: two of the first, and three of the second.
+
+    Args:
+        kernels: those that look at the next token of each.
+    """
+
+    def __init__(self, kernels: ModuleType):
+        self.kernels, layout = kernels, SlotLayout((2, 4, 8), (0, 1), torch.float32)
+        control = Control.allocate(8, DEVICE)
+        gate, counters = (torch.zeros(len(kind), dtype=torch.int64, device=DEVICE) for kind in (Gate, Count))
+        half = HalfBuffers.allocate(layout, 1, DEVICE)
+        self.site = Site(layout, half, control, gate, counters, 7, 1, 2, ALL_CHECKS)
+        self.identity = IdentityBuffers.allocate(layout.slots, DEVICE)
+        for row, (length, position) in enumerate([(2, 30), (3, 50)]):
+            half.rows[row, RowState.NEXT], half.rows[row, RowState.LENGTH] = length, 1
+            at = slice(4 * row, 4 * row + length)
+            self.identity.positions[at] = torch.arange(position, position + length, dtype=torch.int32)
+            self.identity.chain[at] = torch.arange(length) + 1000 * row
+        self.columns = [2, 3]
+
+    def told(self, positions: list[int] | None) -> list[list[int]]:
+        """What is reported of the next token of each: its slot, the position expected, and the one found."""
+        rows, columns = torch.tensor([[0], [1]]), torch.tensor([[c] for c in self.columns])
+        given = None if positions is None else torch.tensor(positions, device=DEVICE).view(2, 1)
+        plan = WritePlan((Selector(Select.TENSOR, 0), Selector(Select.TENSOR, 1)), 3)
+        index, tokens = [rows.to(DEVICE), columns.to(DEVICE)], torch.tensor([[5], [6]], device=DEVICE)
+        context = ForwardContext((self.site,), (plan,), {0: self.identity}, {}, {})
+        with forward_context(context), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "kernels_for", lambda device: self.kernels)
+            ops._identify(tokens, given, index, [], self.site.gate, 0, 0)
+        ring = self.site.control.ring[: int(self.site.control.words[Word.HEAD])].cpu()
+        return sorted(ring[:, [Ring.SLOT, Ring.STORED, Ring.FOUND]].tolist())
+
+    def left(self) -> list[list[int]]:
+        """Who is in the slots, and how many ops ran."""
+        who = (self.identity.tokens, self.identity.positions, self.identity.chain)
+        return [*(of[:-1].tolist() for of in who), self.site.gate.tolist()]
+
+    def lenient(self) -> None:
+        self.site.gate[Gate.LENIENT_NOW] = 1
+
+    def after_a_prompt(self) -> None:
+        self.site.half.rows[1, RowState.LENGTH] = 3
+
+    def after_nobody_knows_whom(self) -> None:
+        self.identity.positions[6] = UNKNOWN
+
+    def elsewhere(self) -> None:
+        self.columns = [2, 2]
+
+    def first(self) -> None:
+        self.columns, self.site.half.rows[1, RowState.NEXT] = [2, 0], 0
+        self.identity.positions[3] = 9  # of the other sequence
+
+    def outside(self) -> None:
+        self.columns = [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("change", "positions", "told"),
+    [
+        (None, [32, 53], []),
+        (None, [32, 54], [[7, 53, 54]]),
+        (None, [33, 52], [[2, 32, 33], [7, 53, 52]]),
+        (None, None, [[2, 32, 2], [7, 53, 3]]),
+        *((change, [32, 54], []) for change in (
+            Decoding.lenient, Decoding.after_a_prompt, Decoding.after_nobody_knows_whom, Decoding.elsewhere,
+            Decoding.first, Decoding.outside,
+        )),
+    ],
+)  # fmt: skip
+def test_the_launch_of_a_decode_step_reports_positions_that_do_not_follow(change, positions, told):
+    """As the steps do, and leaves the same chains; of what is only where nobody else can have written."""
+    one, steps = (Decoding(kernels) for kernels in (gpu, cpu))
+    for decoding in (one, steps):
+        if change is not None:
+            change(decoding)
+        assert decoding.told(positions) == told
+    assert one.left() == steps.left()
 
 
 class Launched:
