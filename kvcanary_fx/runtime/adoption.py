@@ -172,10 +172,10 @@ class _Group:
 
     def _written_beside(self, registry: PoolRegistry) -> set[int]:
         written: set[int] = set()
-        for half in (registry.by_id(number) for number in self._lead.beside):
-            if half is not None and half.buffers.baseline is not None:
+        for half in filter(None, map(registry.by_id, self._lead.beside)):
+            if half.buffers.baseline is not None:
                 written |= set((half.buffers.baseline != half.buffers.digest[0]).nonzero().squeeze(1).tolist())
-            elif half is not None:
+            else:
                 stamped = self._stamps[0, : half.place.layout.slots] >> 16 >= self._step
                 written |= set(stamped.nonzero().squeeze(1).tolist())
         return written

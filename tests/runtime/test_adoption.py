@@ -345,6 +345,35 @@ def test_a_key_changed_where_the_write_of_v_began(write, by, told):
     assert Cache(layers=1).change([1], None, [0]).told(write, by) == told
 
 
+@pytest.mark.parametrize("opaque", [False, True], ids=["", "where writes are opaque"])
+@pytest.mark.parametrize(
+    ("setting", "change", "write", "told"),
+    [
+        pytest.param({}, lambda c: c.change([5], None, [0]), 5, [], id="where the values are written"),
+        pytest.param({}, lambda c: c.change([1, 5], None, [0]), 5, [1], id="elsewhere as well"),
+        pytest.param(
+            CROPPED,
+            lambda c: c.change([3], None, [0]).change([4, 5, 6], ZEROS, [0]),
+            3,
+            [],
+            id="behind a crop that clears what it cuts off",
+        ),
+        pytest.param(
+            CROPPED,
+            lambda c: c.change([3], None, [0]).change([4], ZEROS, [0]),
+            3,
+            [4],
+            id="one cleared in front of others that are not",
+        ),
+    ],
+)
+def test_keys_that_code_outside_writes_in_front_of_the_values_graph(setting, change, write, told, opaque):
+    cache = Cache(layers=1, recorded=ROW, opaque=opaque, **setting)
+    keys, values = cache.halves.values()
+    keys.kind, keys.peers, keys.beside, values.peers = "read", {0: 0}, {1}, {1: 0}
+    assert change(cache).told(write, by=[1]) == told
+
+
 def test_a_key_that_changed_in_the_first_layer_alone_is_reported_though_the_values_changed_in_all_layers():
     cache = Cache(apart=True)
     for n, half in cache.halves.items():
