@@ -63,7 +63,7 @@ def verify_in(context: ForwardContext, device: torch.device, layer: str) -> None
         side.release()
     if record is None or context.compared or not record.verifies:
         return
-    plan = context.requests.get(record.space_id) if record.space_id is not None else None
+    plan = context.requests.get(record.space.space_id)
     if side is not None:
         side.start()
     record.verify(plan is not None and plan.in_flight, side.stream if side is not None else None)
@@ -78,9 +78,7 @@ def record_in(
 ) -> None:
     """:func:`record_layer` for a caller that has the context."""
     record, side = _record_of(context, layer), context.sides.get(device)
-    plan = None
-    if record is not None and record.writes and record.space_id is not None:
-        plan = context.requests.get(record.space_id)
+    plan = context.requests.get(record.space.space_id) if record is not None and record.writes else None
     if record is None or plan is None or plan.real_slots is None:
         _count(context, record, device)
         return

@@ -41,7 +41,7 @@ class LayerRecord:
 
     Attributes:
         halves: its tensors.
-        space_id: number of the slot space of their pool, by which a forward's plan is found; None for no engine's pool.
+        space: of their pool; by its number a forward's plan is found.
         verifies: whether :meth:`verify` has anything to compare.  If not, it is not called, and :meth:`record` counts
             for both: on an H200, kernels that only counted were 209 us of a decode step of 4.9 ms, beside it.
         writes: whether the layer writes any of its tensors; one that reads what another layer writes does not.
@@ -52,7 +52,8 @@ class LayerRecord:
         self.verified = [h for h in halves if h.site.checks & Check.CONTENT and h.site.layout.slots]
         self.written = [h for h in halves if not h.reader]
         space = halves[0].site.space  # the halves of a layer are of one pool
-        self.space_id = space.space_id if space is not None else None
+        assert space is not None
+        self.space = space
         self.verifies, self.writes = bool(self.verified), bool(self.written)
         self.gate = halves[0].site.gate
         self.ops = 1 if self.verifies else 2

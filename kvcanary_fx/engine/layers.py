@@ -255,19 +255,19 @@ class EagerLayers(LayerChecks):
 
     def _check_received(self, context: ForwardContext, record: LayerRecord, slots: torch.Tensor) -> None:
         """Are they the planned ones?  Reported once per layer, not for each of its tensors."""
-        site, number = record.halves[0].site, record.space_id
-        plan = context.requests.get(number) if number is not None else None
-        if plan is None or number is None or site.space is None:
+        number = record.space.space_id
+        plan = context.requests.get(number)
+        if plan is None:
             return
         check = self._received.get(number)
         if check is None:
             kernels = request_kernels_for(record.gate.device)
-            check = self._received[number] = kernels.ReceivedCheck(site.space, plan)
+            check = self._received[number] = kernels.ReceivedCheck(record.space, plan)
         given, side = slots.reshape(-1).contiguous(), context.sides.get(record.gate.device)
         if side is not None:
             side.start()
             side.hold(given)
-        check(given, site.half_id, side.stream if side is not None else None)
+        check(given, record.halves[0].site.half_id, side.stream if side is not None else None)
 
     def _device_of(self, layer: str) -> torch.device:
         record = self._layers.get(layer)

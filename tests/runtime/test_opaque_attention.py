@@ -26,10 +26,12 @@ def split_at_attention(gm, example_inputs):
 
 
 class Rig:
-    """A session over the opaque model, and one request, A."""
+    """A session over the opaque model, and one request, A; with ``shared``, the layers have one K and one V."""
 
-    def __init__(self, inner="eager", hoisted=False, layers=LAYERS, **settings):
+    def __init__(self, inner="eager", hoisted=False, layers=LAYERS, shared=False, ready=True, **settings):
         self.kv = [tuple(torch.zeros(SLOTS, HEADS, DIM) for _ in range(2)) for _ in range(layers)]
+        if shared:
+            self.kv = self.kv[:1] * layers
         self.table = torch.zeros(3, 8, dtype=torch.int32)
         names = [f"layers.{i}" for i in range(layers)]
         METADATA.pools = dict(zip(names, self.kv, strict=True))
@@ -37,7 +39,8 @@ class Rig:
         self.session = kvcanary_fx.install_canary(
             KVPool(self.kv, self.table, layer_names=names), inner=inner, mode="log", **settings
         )
-        self.session.mark_ready()
+        if ready:
+            self.session.mark_ready()
         self.plain = Model(layers, hoisted)
         self.model = torch.compile(self.plain, backend=self.session.backend, dynamic=True)
         self.stored = 0
@@ -101,6 +104,53 @@ def test_write_that_goes_elsewhere_is_found_in_its_own_step(inner, padding):
         ("operand", "post", "layers.1", "K", 6, "A", 3),
         ("operand", "post", "layers.1", "V", 6, "A", 3),
     ]
+
+
+def test_a_layer_that_reads_what_another_one_writes():
+    """Its ops have nothing to fingerprint, and are counted all the same."""
+    rig = Rig(shared=True)
+    kv = rig.kv[0]
+    for slots in ([3, 4, 5], [6]):
+        METADATA.redirect = {"layers.1": torch.zeros(len(slots), dtype=torch.int64)}  # for padding
+        rig.step(slots)
+    assert rig.session.violations() == []
+    assert rig.session.stats().recorded == 4 * 2
+    rig.session.check()
+    assert rig.session.uncovered == []
+    kv[1].view(torch.int32)[4, 1, 2] ^= 1 << 9
+    METADATA.redirect = {"layers.1": torch.zeros(1, dtype=torch.int64)}
+    rig.step([7])
+    assert [(v.check, v.half, v.slot) for v in rig.session.violations()] == [("content", "V", 4)]
+
+
+@pytest.mark.parametrize(("in_flight", "told"), [(True, []), (False, [3, 4, 5])])
+def test_a_prefix_that_another_request_writes_in_the_same_forward(in_flight, told):
+    rig, text, slots = Rig(), [5, 6, 7, 8], [3, 4, 5, 6]
+    rig.step([8])
+    rig.session.pool.allocate([3, 4, 5])
+    rig.session.pool.allocate([6], owner="C")
+    rig.table[1:3, :4] = torch.tensor(slots, dtype=torch.int32)
+    METADATA.slots = METADATA.reads = torch.tensor(slots)
+    batch = Batch(
+        text, slots, [1, 2], [0, 3], [3, 1], request_ids=["B", "C"], history=[text] * 2, history_lens=[3, 4],
+        in_flight=in_flight,
+    )  # fmt: skip
+    with rig.session.step(batch), rig.session.forward(), torch.no_grad():
+        rig.model(torch.randn(4, HEADS * DIM))
+    assert {(v.why, v.slot) for v in rig.session.violations()} == {("NEVER_WRITTEN", slot) for slot in told}
+
+
+def test_a_warm_up_before_the_engine_is_ready_checks_nothing_and_counts_all():
+    rig = Rig(ready=False)
+    METADATA.slots = METADATA.reads = torch.tensor([3, 4])
+    with torch.no_grad():
+        rig.model(torch.randn(2, HEADS * DIM))
+    rig.session.mark_ready()
+    rig.step([5])
+    assert rig.session.violations() == []
+    assert rig.session.stats().recorded == 2 * LAYERS
+    rig.session.check()
+    assert rig.session.uncovered == []
 
 
 def test_layer_that_no_pool_has_is_named():
