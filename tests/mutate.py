@@ -60,7 +60,11 @@ TARGETS = {
     "kernels/content/gpu_layer.py": ["tests/kernels/test_layer_record.py", "tests/kernels/test_bit_equality.py"]
     + ["-k", "layer_record or interpreted or halves"],
     "kernels/content/layer.py": ENGINE,
-    "kvcanary_fx/engine/layers.py": ["tests/runtime/test_engine_layers.py", *ENGINE],
+    "kvcanary_fx/engine/layers.py": [
+        "tests/runtime/test_engine_layers.py",
+        "tests/runtime/test_kept_forward.py",
+        *ENGINE,
+    ],
     "kernels/slots/identity.py": ["tests/kernels/test_names.py"],
     "kernels/writes/row_state.py": SITES,
     "kernels/layer_ops.py": ENGINE,
