@@ -209,6 +209,7 @@ write_by_op.__name__ = "write_by_op"
 @pytest.mark.parametrize("layers", [1, 2])
 def test_reset_and_beams_whatever_way_the_cache_is_written(layers, write):
     rig = Rig.build(layers, batch=3, slots=32, write=write)
+    torch.manual_seed(1)  # no sequence has a token where the one before had it: it may leave the same bytes
     rig.step(4, guarded=False)
     for _ in range(3):
         rig.step()
