@@ -44,7 +44,7 @@ TARGETS = {
     "kernels/slots/triton_reads.py": INTERPRETED,
     "kernels/slots/triton_writes.py": INTERPRETED,
     "kernels/slots/triton_shared.py": INTERPRETED,
-    "kernels/slots/life.py": SPACES,
+    "kernels/slots/life.py": ["tests/kernels/test_life.py", *SPACES],
     "kernels/findings.py": SPACES,
     "kernels/content/cpu.py": SITES,
     "kernels/content/triton_digest.py": ["tests/kernels/test_bit_equality.py", "-k", "interpreted"],
