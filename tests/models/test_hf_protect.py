@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 
 import pytest
 import torch
@@ -84,6 +85,34 @@ class AfterStep(transformers.StoppingCriteria):
             held = {(layer, half): t for layer, half, t in tiny.cache_tensors(self.cache)}
             held[self.place].data.view(torch.int32)[1, -1, self.slot, -1] ^= 1 << 9
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def masks(model, tokens, **options):
+    """Whether attention gets a mask: in each layer of the prefill, and of a decode step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as watched:
+        generate(model, tokens, max_new_tokens=2, **options)
+    calls = [bool(e.input_shapes[3]) for e in watched.events() if e.name == "aten::scaled_dot_product_attention"]
+    return calls[:2], calls[2:]
+
+
+@pytest.mark.parametrize(("case", "prefill"), [("plain", False), ("padded", True), ("threads", True)])
+def test_the_prefill_has_a_mask_only_where_transformers_own_has_one(case, prefill):
+    """Without one attention is faster; a second thread would see the changed name of the model's attention."""
+    plain = tiny.build("llama")
+    model = huggingface.protect(copy.deepcopy(plain), mode="raise", inner="eager")
+    ids = tiny.prompt(model, 2, PROMPT)
+    if case == "threads":
+        other = threading.Thread(target=generate, args=(model, ids))
+        other.start()
+        other.join()
+    options = {"attention_mask": (torch.arange(PROMPT) > 1).long().expand(2, -1)} if case == "padded" else {}
+    if case != "threads":
+        generate(model, ids, max_new_tokens=2, **options)
+    assert masks(model, ids, **options) == ([prefill] * 2, [True] * 2)
+    if case != "threads":
+        static = {"cache_implementation": "static"}
+        assert masks(plain, ids, **static, **options)[0] == [prefill] * 2
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_what_had_no_turn_when_generate_ends_is_in_the_summary():

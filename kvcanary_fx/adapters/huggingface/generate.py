@@ -20,6 +20,7 @@ from ...passes import dynamo_calls
 from ..hooks import hook, unhook
 from .batching import GuardedManager
 from .caches import has_tensors, make_room, needed_length, setting, why_not_static
+from .causal import CausalPrefills
 from .kept_cache import KeptCache
 
 log = logging.getLogger("kvcanary")
@@ -64,6 +65,7 @@ class Protection(GuardedCall):
             None  # a weak reference to the last cache whose layers all have tensors
         )
         self._kept = KeptCache(self.session)
+        self._causal = CausalPrefills(model)
         self._decoder: tuple[dict[str, Any], Callable[..., Any]] | None = None  # the last one, with its options
 
     @property
@@ -84,6 +86,10 @@ class Protection(GuardedCall):
         cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
         if cache is not None and not self._known_ready(cache) and not self._ready(cache, args, kwargs):
             return self._module._call_impl(*args, **kwargs)
+        tokens = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
+        if self._causal.need_no_mask(cache, tokens, kwargs.get("attention_mask")):
+            with self._causal.without_mask():
+                return super()._guard(compiled, args, kwargs)
         return super()._guard(compiled, args, kwargs)
 
     def _known_ready(self, cache: Any) -> bool:
