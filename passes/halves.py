@@ -21,7 +21,7 @@ from .loops import AMBIGUOUS, Loops, place
 from .names import function_name, has_kv_name, module_path, source_name, state_named
 from .pool_names import PoolName, pool_name
 from .returned_caches import Returned
-from .selection import Full, Indexed, Part, Selection, Span
+from .selection import At, Full, Indexed, Part, Selection, Span
 from .states import ancestors, is_running_state, updated_axis
 from .writes import KVWrite, chosen_axes, read_write
 
@@ -253,8 +253,14 @@ def _slot_axes(
         guess = masked or _guess_axes([write for write, _ in group], view)
         return shown or SlotAxes(guess, masked is None and _is_paged(group))
     if shown is not None and not shown.paged and not isinstance(merged[shown.axes[-1]], Full):
-        return shown
-    return SlotAxes(chosen, len(chosen) == 2 and _is_paged(group))
+        return SlotAxes(chosen, paged=True) if len(chosen) == 2 and chosen[:1] == shown.axes else shown
+    behind = len(chosen) == 2 and _rows_behind_tokens(merged[chosen[0]], merged[chosen[1]])
+    return SlotAxes(chosen, behind or (len(chosen) == 2 and _is_paged(group)))
+
+
+def _rows_behind_tokens(first: Part, second: Part) -> bool:
+    """Whether a loop over sequences writes to ``[S, B, H, D]``: slots are numbered as pages of a slot a sequence."""
+    return isinstance(first, Indexed | Span) and isinstance(second, At) and isinstance(second.index, int)
 
 
 def _merged_heads(part: Source | None, axis: int, found: Accesses) -> int:

@@ -597,3 +597,42 @@ def test_a_cleared_crop_where_the_first_graph_reads_the_keys_of_all_layers():
     for tensor in model.caches:
         tensor[..., 1:, :] = 0
     assert model.step(1) == []
+
+
+class RowByRow(Broken):
+    """Tokens in front of sequences, and a write for each sequence."""
+
+    def _forward(self, x, pos, mask):
+        keys, values = self.halves(self.cache)
+        new_keys, new_values = (x * 2).permute(2, 0, 1, 3), (x * 3).permute(2, 0, 1, 3)
+        for row in range(B):
+            keys.select(1, row).index_copy_(0, pos, new_keys.select(1, row))
+        if self.behind == "K":
+            self.pause()
+        for row in range(B):
+            values.select(1, row).index_copy_(0, pos, new_values.select(1, row))
+        if self.behind == "V":
+            self.pause()
+        keys, values = (half.permute(1, 2, 0, 3) for half in self.halves(self.cache))
+        return F.scaled_dot_product_attention(x, keys, values, mask)
+
+    def damaged_slots(self) -> set[int]:
+        """Of the next step: sequences are counted within a token."""
+        with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
+            self.step()
+        assert {v.check for v in caught.value.violations} == {"content"}
+        return {v.slot for v in caught.value.violations}
+
+
+@pytest.mark.parametrize("behind", ["K", "V"])
+def test_sequences_behind_tokens_written_one_by_one(behind):
+    layer = RowByRow(torch.zeros(2, S, B, H, D), lambda kv: kv.unbind(0), behind)
+    for _ in range(4):
+        layer.step()
+    layer.cache[:, 3:] = 0  # a crop, cleared
+    layer.length = 3
+    layer.step()
+    layer.in_break.append(lambda: layer.cache.data[0, 2, 1, 0].add_(1))
+    assert layer.damaged_slots() == {2 * B + 1}
+    layer.cache[1, 1, 1] = 0  # not the end of anything: the second sequence goes on
+    assert layer.damaged_slots() == {B + 1}
