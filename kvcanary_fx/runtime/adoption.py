@@ -158,11 +158,14 @@ class _Group:
         layout = lead.place.layout
         #: slots of one sequence
         self._length = layout.positions if layout.has_rows else 1 if lead.kind == "state" else layout.slots
-        self.beside = self._written_beside(registry) if lead.kind == "read" and layout.has_rows else set()
+        self._others = [half for number in lead.beside if (half := registry.by_id(number)) is not None]
+        self.beside = self._written_beside() if lead.kind == "read" else set()
 
     def shown_beside(self) -> set[int]:
         """The slots to which the graph writes the other half; and what a crop has cleared behind them."""
         legal = self.beside & self.by_slot.keys()
+        if not self._lead.place.layout.has_rows:
+            return legal | self._cleared_beside()
         for row in {slot // self._length for slot in self.beside}:
             first, end = min(s for s in self.beside if s // self._length == row), (row + 1) * self._length
             behind = {slot for slot in self.by_slot if first <= slot < end} - self.beside
@@ -170,9 +173,18 @@ class _Group:
             legal |= behind if max(filled - self.beside, default=-1) < first else set()
         return legal
 
-    def _written_beside(self, registry: PoolRegistry) -> set[int]:
+    def _cleared_beside(self) -> set[int]:
+        """The slots of a pool that are empty, and of which the other half is, too."""
+        empty = {slot for slot, hits in self.by_slot.items() if all(self._is_empty(row) for row in hits)}
+        for half in self._others:
+            digests = half.buffers.digest[0].to(torch.int64).cpu() & MASK32
+            mark = empty_digest(half.seeds)[0] & MASK32
+            empty = {slot for slot in empty if int(digests[slot]) in (0, mark)}
+        return empty if self._others else set()
+
+    def _written_beside(self) -> set[int]:
         written: set[int] = set()
-        for half in filter(None, map(registry.by_id, self._lead.beside)):
+        for half in self._others:
             if half.buffers.baseline is not None:
                 written |= set((half.buffers.baseline != half.buffers.digest[0]).nonzero().squeeze(1).tolist())
             else:

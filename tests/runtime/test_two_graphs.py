@@ -636,3 +636,36 @@ def test_sequences_behind_tokens_written_one_by_one(behind):
     assert layer.damaged_slots() == {2 * B + 1}
     layer.cache[1, 1, 1] = 0  # not the end of anything: the second sequence goes on
     assert layer.damaged_slots() == {B + 1}
+
+
+class Pages(Broken):
+    """K and V in pages of their own; a graph writes K alone, into what it does not read."""
+
+    def __init__(self):
+        self.table = torch.tensor([[3, 1], [0, 4]])  # of sequences, pages of 4 slots
+        super().__init__(torch.zeros(2, 5, 4, 1, D), lambda kv: kv.unbind(0), "K")
+        self.buffers = tuple(half.clone() for half in self.cache)
+
+    def _forward(self, x, pos, mask):
+        pages, offsets = self.table[:, pos // 4].squeeze(1), (pos % 4).expand(B)
+        self.buffers[0][pages, offsets] = x[:, :, 0] * 2
+        self.pause()
+        self.buffers[1][pages, offsets] = x[:, :, 0] * 3
+        keys, values = (half[self.table].flatten(1, 2).transpose(1, 2) for half in self.buffers)
+        return F.scaled_dot_product_attention(x, keys, values, mask)
+
+    def step(self) -> None:
+        pos, self.length = torch.tensor([self.length]), self.length + 1
+        self.compiled(torch.randn(B, 1, 1, D), pos, (torch.arange(8) <= pos)[None])
+
+
+def test_a_cleared_crop_of_keys_that_a_graph_writes_into_pages_it_does_not_read():
+    layer = Pages()
+    for _ in range(7):
+        layer.step()
+    for half in layer.buffers:
+        half[layer.table[:, 1], 1:] = 0
+    layer.length = 5
+    layer.step()
+    layer.buffers[0].data[3, 1] += 1
+    assert layer.told() == [("content", "K", None, 13)]
