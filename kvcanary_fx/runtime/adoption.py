@@ -90,6 +90,7 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
             verdict.violations.append(row)
     # Only the last half to report can have lost some rows; those after it lost all of theirs.
     cut = rows[-1][Ring.HALF] if lost else None
+    cleared: dict[tuple[int, int, int], set[int]] = defaultdict(set)  # by step and layout, legally
     for members in groups.values():
         lead = registry.by_id(members[0][Ring.HALF])
         assert lead is not None
@@ -102,6 +103,10 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
             shown = shown_by_all(group.shown(), lead, step, rows, registry, stamps, incomparable_vetoes=True)
             legal |= group.without_gaps(shown)
         legal |= group.shown_beside()
+        alike = (step, lead.place.layout.slots, lead.place.layout.positions)
+        if group.is_unwritten():
+            legal |= group.empty() & cleared[alike]
+        cleared[alike] |= group.empty() & legal
         for slot, hits in group.by_slot.items():
             if slot in legal:
                 verdict.adopted_slots += 1
@@ -175,7 +180,7 @@ class _Group:
 
     def _cleared_beside(self) -> set[int]:
         """The slots of a pool that are empty, and of which the other half is, too."""
-        empty = {slot for slot, hits in self.by_slot.items() if all(self._is_empty(row) for row in hits)}
+        empty = self.empty()
         for half in self._others:
             digests = half.buffers.digest[0].to(torch.int64).cpu() & MASK32
             mark = empty_digest(half.seeds)[0] & MASK32
@@ -229,6 +234,21 @@ class _Group:
             new |= self._cleared(row, slots)
             legal |= slots if new != slots and self._moved(row, slots) else new
         return legal
+
+    def is_unwritten(self) -> bool:
+        """Whether no half has been written since the check, though each write of its graph may reach any slot.
+
+        Seen where one tensor holds all layers, each a graph: the first one's finds what a crop has cleared in all of
+        them, and the later ones' own writes, which show where the sequences end, come behind it.
+        """
+        return all(
+            half.buffers.baseline is not None and torch.equal(half.buffers.baseline, half.buffers.digest[0])
+            for half in self._halves
+        )
+
+    def empty(self) -> set[int]:
+        """The slots that are empty now in each half that has changed there."""
+        return {slot for slot, hits in self.by_slot.items() if all(self._is_empty(row) for row in hits)}
 
     def asks_other_layers(self) -> bool:
         """Whether the group is one half alone, or one above a first layer, and other graphs of the forward have the

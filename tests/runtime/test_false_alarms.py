@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from toys import Rig, new_caches, write_at_index, write_by_op, write_in_subgraph, write_rolled, write_where
 
 import kvcanary_fx
@@ -451,6 +452,44 @@ def test_reset_of_one_tensor_whose_layers_are_compiled_one_by_one():
     rig.caches[2][0].data[1, 1, 1, 3] += 1
     rig.step(guarded=False)
     assert [(v.row, v.index) for v in rig.session.violations()] == [(1, 1)]
+
+
+class LayerOfAll(torch.nn.Module):
+    """A layer that gets the caches of all layers, and writes all of its own."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = number
+
+    def forward(self, x, start, mask, keys, values):
+        own = keys[self.number], values[self.number]
+        for cache in own:
+            cache.copy_(torch.cat((cache[:, :, :start], x, cache[:, :, start + 2 :]), 2))
+        return x + F.scaled_dot_product_attention(x, *own, mask)
+
+
+def test_cleared_crop_of_layers_compiled_one_by_one_that_get_the_caches_of_all():
+    """The first layer's graph finds it in all layers, before the others' writes show where the sequences end."""
+    backend = CanaryBackend(CanaryConfig(mode="log", inner="eager"))
+    layers = [LayerOfAll(0), LayerOfAll(1)]
+    for layer in layers:
+        layer.compile(backend=backend)
+    keys, values = (torch.zeros(2, 2, 2, 12, 8) for _ in range(2))
+
+    def step(start: int) -> list[tuple[int, int]]:
+        x, mask = torch.randn(2, 2, 2, 8), torch.arange(12) <= start + torch.arange(2)[:, None]
+        with torch.no_grad():
+            for layer in layers:
+                x = layer(x, start, mask, keys, values)
+        return [(v.row, v.slot) for v in backend.session.violations()]
+
+    step(0)
+    step(2)
+    for half in keys, values:
+        half[..., 3:, :] = 0
+    assert step(3) == []
+    values.data[1, 1, 1, 2] += 1
+    assert step(5) == [(1, 14)]
 
 
 @pytest.mark.parametrize("change", ["reset", "prompt", "crop", "reorder"])
