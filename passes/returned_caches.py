@@ -129,8 +129,10 @@ def _masked(node: fx.Node, kind: tuple[Any, ...], found: Accesses) -> _Step | No
     kept = [n for n in tensors if n not in masks and _kind(n, found) == kind and _leads_to_cache(n, found)]
     if len(masks) != 1 or not kept:
         return None
-    ndim, shape = found.values[node].dim(), found.values[masks[0]].shape
-    varies = {a + ndim - len(shape) for a, size in enumerate(shape) if size != 1} - {ndim - 1}
+    ndim, mask = found.values[node].dim(), found.values[masks[0]]
+    # what was expanded does not vary: its stride is 0
+    own = [a for a in range(mask.dim()) if mask.shape[a] != 1 and mask.stride(a) != 0]
+    varies = {a + ndim - mask.dim() for a in own} - {ndim - 1}
     varies |= {0} if ndim >= 3 else set()
     return _Step(node, kept[0], tuple(sorted(varies)[:2]))
 

@@ -127,6 +127,19 @@ def test_returned_caches_are_guarded_between_calls(style, inner):
     assert [(v.check, v.half, v.row, v.index) for v in caught.value.violations] == [("content", "V", 1, 2)]
 
 
+@pytest.mark.parametrize(("axis", "slot_axes"), [(0, (0,)), (2, (0, 2))])
+def test_a_mask_that_is_expanded_shows_which_axis_counts_tokens(axis, slot_axes):
+    shape = [B, H, S, D] if axis else [S, B, H, D]
+
+    def update(new, keys, pos):
+        mask = (torch.arange(S) == pos).view([-1 if a == axis else 1 for a in range(4)]).expand(shape)
+        return torch.where(mask, new, keys)
+
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+    torch.compile(update, backend=backend)(torch.randn(shape), torch.zeros(shape), torch.tensor(1))
+    assert [site.slot_axes for site in backend.session.plans[0].sites] == [slot_axes]
+
+
 @pytest.mark.slow
 def test_returned_caches_under_inductor():
     chain = Chain(attention(index_copy), inner="inductor")
