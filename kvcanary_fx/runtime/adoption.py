@@ -96,14 +96,8 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
         assert lead is not None
         group = _Group(members, lead, registry, stamps)
         legal = group.legal() if cut not in lead.peers else group.rewritten(group.required(), group.reported - {cut})
-        step = members[0][Ring.STEP]
-        held = legal & group.held()
-        legal -= held - shown_by_all(held, lead, step, rows, registry, stamps)
-        if group.asks_other_layers():
-            shown = shown_by_all(group.shown(), lead, step, rows, registry, stamps, incomparable_vetoes=True)
-            legal |= group.without_gaps(shown)
-        legal |= group.shown_beside()
-        alike = (step, lead.place.layout.slots, lead.place.layout.positions)
+        legal = _with_other_layers(group, legal, lead, rows, registry, stamps)
+        alike = (group.step, lead.place.layout.slots, lead.place.layout.positions)
         if group.is_unwritten():
             legal |= group.empty() & cleared[alike]
         cleared[alike] |= group.empty() & legal
@@ -125,6 +119,23 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
     return verdict
 
 
+def _with_other_layers(
+    group: _Group,
+    legal: set[int],
+    lead: PoolHalf,
+    rows: Sequence[Row],
+    registry: PoolRegistry,
+    stamps: torch.Tensor,
+) -> set[int]:
+    """What is legal by a group alone, less what other layers do not show, and what they show or this one writes."""
+    held = legal & group.held()
+    legal = legal - (held - shown_by_all(held, lead, group.step, rows, registry, stamps))
+    if group.asks_other_layers():
+        shown = shown_by_all(group.shown(), lead, group.step, rows, registry, stamps, incomparable_vetoes=True)
+        legal |= group.without_gaps(shown)
+    return legal | group.shown_beside()
+
+
 def _settle(row: Row, registry: PoolRegistry, verdict: Verdict) -> None:
     """Adopt a change of a slot back to what it was before it was reported: it was repaired.  Any other is a violation.
 
@@ -144,13 +155,14 @@ class _Group:
     """The rows of one step and one slot space, and what its halves held around the change.
 
     Attributes:
+        step: the call in which they changed.
         by_slot: the rows of each slot that changed.
         reported: ids of the halves that changed somewhere.
         beside: of a half that no guarded graph writes, the slots to which the graph writes the other half of the layer.
     """
 
     def __init__(self, rows: Sequence[Row], lead: PoolHalf, registry: PoolRegistry, stamps: torch.Tensor):
-        self._lead, self._stamps, self._step = lead, stamps, rows[0][Ring.STEP]
+        self._lead, self._stamps, self.step = lead, stamps, rows[0][Ring.STEP]
         self._by_id = {h: half for h in lead.peers if (half := registry.by_id(h)) is not None}
         self._halves = list(self._by_id.values())
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -193,7 +205,7 @@ class _Group:
             if half.buffers.baseline is not None:
                 written |= set((half.buffers.baseline != half.buffers.digest[0]).nonzero().squeeze(1).tolist())
             else:
-                stamped = self._stamps[0, : half.place.layout.slots] >> 16 >= self._step
+                stamped = self._stamps[0, : half.place.layout.slots] >> 16 >= self.step
                 written |= set(stamped.nonzero().squeeze(1).tolist())
         return written
 
@@ -306,7 +318,7 @@ class _Group:
         if not self._lead.place.layout.has_rows or self._lead.buffers.baseline is not None or self._lead.kind != "kv":
             return False
         part = slice(row * self._length, (row + 1) * self._length)
-        written = (self._stamps[0, part] >> 16 >= self._step).nonzero().squeeze(1).tolist()
+        written = (self._stamps[0, part] >> 16 >= self.step).nonzero().squeeze(1).tolist()
         ended = int(self._lead.buffers.rows[row, RowState.NEXT])  # in this step, if it was written by now
         return bool(written) and ended not in (written[0], written[-1] + 1)
 
@@ -324,7 +336,7 @@ class _Group:
         if lead.buffers.baseline is not None:
             return set()
         filled = torch.stack([self._now(half, row) for half in self._halves]).any(0).nonzero().squeeze(1).tolist()
-        written = (self._stamps[0, row * self._length : (row + 1) * self._length] >> 16 >= self._step).nonzero()
+        written = (self._stamps[0, row * self._length : (row + 1) * self._length] >> 16 >= self.step).nonzero()
         begun = int(written[0]) if len(written) else int(lead.buffers.rows[row, RowState.NEXT])
         if max(filled, default=-1) >= begun:
             return set()
@@ -441,7 +453,7 @@ class _Group:
         if half.buffers.baseline is not None:
             return torch.ones(self._length, dtype=torch.bool)
         part = slice(row * self._length, (row + 1) * self._length)
-        return (self._stamps[0, part] >> 16 < self._step).cpu()
+        return (self._stamps[0, part] >> 16 < self.step).cpu()
 
     def _view(self, half: PoolHalf) -> tuple[torch.Tensor, torch.Tensor]:
         """Digests of all slots (plane 0) before and after the change; slots written since count as empty."""
@@ -450,7 +462,7 @@ class _Group:
             known = buffers.digest[0] if buffers.baseline is None else buffers.baseline
             known = known.to(torch.int64).cpu() & MASK32
             if buffers.baseline is None:
-                known[(self._stamps[0, :count] >> 16 >= self._step).cpu()] = 0
+                known[(self._stamps[0, :count] >> 16 >= self.step).cpu()] = 0
             before, now = known, known.clone()
             changed = self._by_half.get(half.id, [])
             slots = [row[Ring.SLOT] for row in changed]
