@@ -85,6 +85,7 @@ TARGETS = {
 }
 
 _OF_A_KEY = "of a key: either tells the forms apart"
+_DETAILS = "of the sum over a block: where it is wrong, each position is looked at, for time alone"
 _ROW_OF_THE_GRID = "either row of the grid may take either half: they differ in nothing else"
 
 #: Mutants that no test can notice, by file and function, and why.  They are not run.
@@ -95,6 +96,9 @@ EQUIVALENT = {
     "kernels/content/gpu_layer.py: record: n != 0": _OF_A_KEY,
     "kernels/content/gpu_layer.py: record: plan.taken is not None": _OF_A_KEY,
     "kernels/content/gpu_layer.py: record: shape[0] < n": _OF_A_KEY,
+    "kernels/slots/triton_reads.py: chain_before: slot < 0": _DETAILS,
+    "kernels/slots/triton_reads.py: chain_before: slot >= slots": _DETAILS,
+    "kernels/slots/triton_reads.py: walk_kernel: position != enters": _DETAILS,
     "kernels/content/triton_write.py: record_write_kernel: tl.program_id(1) != 1": _ROW_OF_THE_GRID,
     "kernels/content/triton_layer.py: record_kernel: tl.program_id(1) != 1": _ROW_OF_THE_GRID,
     "kernels/content/triton_listed.py: verify_listed_kernel: tl.program_id(1) != 1": _ROW_OF_THE_GRID,

@@ -12,7 +12,8 @@ import torch
 from random_events import run_events
 from random_plans import ALL, IMPLEMENTATIONS, USUAL, main, run_plans, use_sizes
 
-from kvcanary_fx.kernels.ring import Control, Word
+from kvcanary_fx.kernels.checks import Check
+from kvcanary_fx.kernels.ring import Control, Ring, Word
 from kvcanary_fx.kernels.slots import checks as request_checks
 from kvcanary_fx.kernels.slots import gpu as gpu_requests
 from kvcanary_fx.kernels.slots.space import RequestPlan, SlotSpace
@@ -78,8 +79,27 @@ def test_chain_of_a_long_prefill_is_the_sum_over_all_blocks(device, tokens):
     assert int(got.control.words[Word.HEAD]) == 0
 
 
-def prefilled(tokens: int, lens: list[int], device: str, kernels: ModuleType) -> SlotSpace:
-    """A space after a forward that wrote whole prompts, scattered, and one that read them."""
+@pytest.mark.parametrize("at", [1, 64, 127, 128, 129])
+def test_chain_of_a_prompt_that_breaks_is_reported_where_it_does(device, at):
+    """Also at the first position of a block, where all that follows agrees with each other."""
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("the interpreter stands in for a missing GPU")
+    told = []
+    for kernels in (request_checks, gpu_requests):
+        control = prefilled(130, [130, 0, 0], device, kernels, at).control
+        ring = control.ring[: int(control.words[Word.HEAD])].tolist()
+        told.append([(row[Ring.CHECK], row[Ring.POSITION]) for row in ring])
+    assert told == [[(Check.CHAIN, at)]] * 2
+
+
+def prefilled(
+    tokens: int, lens: list[int], device: str, kernels: ModuleType, breaks_at: int | None = None
+) -> SlotSpace:
+    """A space after a forward that wrote whole prompts, scattered, and one that read them.
+
+    Args:
+        breaks_at: from this token on, the chains are those of another prompt.
+    """
     use_sizes(USUAL)
     made = torch.Generator().manual_seed(tokens)
     slots = torch.randperm(tokens, generator=made).to(device) + 1
@@ -108,6 +128,8 @@ def prefilled(tokens: int, lens: list[int], device: str, kernels: ModuleType) ->
         kernels.walk(space, forward)
         kernels.check_writes(space, forward)
         kernels.store(space, forward)
+        if breaks_at is not None:
+            space.chain[slots[breaks_at:]] += 1
     return space
 
 
