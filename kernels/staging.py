@@ -13,6 +13,20 @@ import torch
 SHOWN = 256
 
 
+class CurrentStream:
+    """The current stream of a GPU; the object is kept, since it takes longer to make than to look up."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._last: torch.cuda.Stream | None = None
+
+    def __call__(self) -> torch.cuda.Stream:
+        index = self._device.index if self._device.index is not None else torch.cuda.current_device()
+        if self._last is None or self._last.cuda_stream != torch._C._cuda_getCurrentRawStream(index):
+            self._last = torch.cuda.current_stream(self._device)
+        return self._last
+
+
 class Staging:
     """Host buffers that are written and sent in turn: memory that a copy may still read is not written.
 
@@ -22,7 +36,7 @@ class Staging:
     def __init__(self, device: torch.device):
         self._device = device
         self._sent: deque[tuple[_Pinned, torch.cuda.Event]] = deque()  # the oldest first
-        self._stream: torch.cuda.Stream | None = None  # the current one, when it was last asked for
+        self._current = CurrentStream(device)
         self._outs: deque[_Heads] = deque(maxlen=4)  # of the last tensors that were sent to
 
     def send(self, source: torch.Tensor | array[int], out: torch.Tensor) -> None:
@@ -52,15 +66,8 @@ class Staging:
         pinned, event = self._free(size)
         ctypes.memmove(pinned.address, address, size)
         head.copy_(pinned.numbers(out.dtype)(n), non_blocking=True)
-        event.record(self._current_stream())
+        event.record(self._current())
         self._sent.append((pinned, event))
-
-    def _current_stream(self) -> torch.cuda.Stream:
-        """That of the device; the object is kept, since it takes longer to make than to look up."""
-        index = self._device.index if self._device.index is not None else torch.cuda.current_device()
-        if self._stream is None or self._stream.cuda_stream != torch._C._cuda_getCurrentRawStream(index):
-            self._stream = torch.cuda.current_stream(self._device)
-        return self._stream
 
     def _free(self, size: int) -> tuple[_Pinned, torch.cuda.Event]:
         """Unused memory for so many bytes, and an event."""

@@ -103,7 +103,7 @@ class SlotEvents:
         stacks, calls = self.histories.stacks, self._calls
         stack = 0 if stacks is None else stacks.number()
         # most calls, of which there are dozens in a step; with calls pending, flush() refuses to be captured
-        if calls and page_size == self._page_size and type(slots) is list and 0 < len(slots) <= self._most:
+        if calls and page_size == self._page_size and type(slots) is list and 0 < (n := len(slots)) <= self._most:
             try:
                 whose = self._known_ids.get(owner) if owner is not None else 0
             except TypeError:  # no id, as hash() is going to say
@@ -115,7 +115,7 @@ class SlotEvents:
                 and (event not in RENEWING or self._may_renew(slots))
             ):
                 calls.append((event + stack * STACK_UNIT if stack else event, slots[:], whose, page_size))
-                return len(slots) * page_size
+                return n * page_size
         return self._add_looking(event, slots, page_size, self._ids.hash(owner), stack)
 
     def _add_looking(self, event: Event, slots: Any, page_size: int, owner: int, stack: int) -> int:
@@ -170,12 +170,12 @@ class SlotEvents:
         """Whether some of the pages may have been released: their bytes are compared before they get a new owner."""
         new = self._calls[self._looked :]
         self._looked += len(new)
-        for kind, held, _, _ in new:
-            if kind % STACK_UNIT == _RELEASE:
-                if isinstance(held, torch.Tensor) or len(held) > FEW:
-                    self._freed = None
-                elif self._freed is not None:
-                    self._freed.update(held)
+        released = [held for kind, held, _, _ in new if kind % STACK_UNIT == _RELEASE]
+        if released and self._freed is not None:
+            if torch.Tensor in map(type, released) or max(map(len, released)) > FEW:
+                self._freed = None
+            else:
+                self._freed.update(*released)
         if self._freed is not None and not self._freed:
             return False
         if self._freed is None or isinstance(pages, torch.Tensor) or len(pages) > FEW:

@@ -13,6 +13,7 @@ import torch
 
 from ..kernels.buffers import Gate
 from ..kernels.ring import Word
+from ..kernels.staging import CurrentStream
 from .binding import Controls, GraphBinding
 
 #: Seconds between two read-backs of a graph in mode log: to start one and to look at it took 84 us of the host's time
@@ -32,7 +33,7 @@ class Words:
                 sizes = [t.numel() for t in tensors]
                 room = torch.empty(sum(sizes), dtype=torch.int64, device="cpu", pin_memory=True)
                 self._pinned = list(room.split(sizes))
-            self._event = torch.cuda.Event()
+            self._event, self._current = torch.cuda.Event(), CurrentStream(self._device)
 
     def start(self) -> None:
         """Read them after all work queued on the device so far; on the CPU, now."""
@@ -41,7 +42,7 @@ class Words:
             return
         for pinned, tensor in zip(self._pinned, self._tensors, strict=True):
             pinned.copy_(tensor, non_blocking=True)
-        self._event.record(torch.cuda.current_stream(self._device))
+        self._event.record(self._current())
 
     def arrived(self) -> bool:
         """Whether the last copy has arrived."""

@@ -16,7 +16,7 @@ from kvcanary_fx.engine import step_inputs
 from kvcanary_fx.engine.step_inputs import StepInputs
 from kvcanary_fx.engine.step_view import Axis, StepView
 from kvcanary_fx.errors import StepInputError
-from kvcanary_fx.kernels.staging import Staging
+from kvcanary_fx.kernels.staging import CurrentStream, Staging
 
 POISON = -77
 
@@ -733,3 +733,19 @@ def test_padding_of_an_earlier_longer_step_is_restored():
         inputs.fill_from(make_batch(1, base=500))
         assert inputs.view(padded_bs=4).rows.tolist()[1:] == inputs.view(padded_bs=4).rows.tolist()[1:2] * 3
         assert inputs.view(padded_bs=4).rows.tolist()[0] == 500
+
+
+def test_the_current_stream_is_made_anew_only_where_another_one_became_current(monkeypatch):
+    class Stream:
+        def __init__(self, raw):
+            self.cuda_stream = raw
+
+    raw, made = [5], []
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: raw[0] + index, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.append(device) or Stream(raw[0] + device.index))
+    current = CurrentStream(torch.device("cuda:1"))
+    assert [current().cuda_stream, current().cuda_stream] == [6, 6]
+    assert len(made) == 1
+    raw[0] = 8
+    assert [current().cuda_stream, current().cuda_stream] == [9, 9]
+    assert made == [torch.device("cuda:1")] * 2
