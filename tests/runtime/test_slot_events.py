@@ -13,6 +13,7 @@ from toy import Toy
 
 import kvcanary_fx
 from kvcanary_fx import Batch, EngineError, KVPool
+from kvcanary_fx.engine import slot_events
 from kvcanary_fx.kernels.slots import gpu_life
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
@@ -199,6 +200,22 @@ def test_bytes_of_a_slot_that_was_released_are_compared_before_the_next_owner_ge
     toy.kv[1][0][4] = 7.0  # B's to write
     (v,) = toy.found()
     assert (v.check, v.phase, v.slot, v.request) == ("content", "life", 4, "A")
+
+
+@interpreted
+@pytest.mark.parametrize("few", [64, 1], ids=["looked at one by one", "too many to look at"])
+def test_another_page_than_those_released_waits_unless_they_are_too_many_to_look_at(launches, monkeypatch, few):
+    monkeypatch.setattr(slot_events, "FEW", few)
+    toy = prefilled()
+    toy.pool.allocate([6], owner="B")
+    toy.pool.flush()
+    launches.clear()
+    toy.pool.release([6], owner="B")
+    toy.pool.release([4, 5], owner="A")
+    toy.pool.allocate([7], owner="C")
+    toy.pool.flush()
+    assert launches == ([3] if few == 64 else [2, 1])
+    assert not toy.found()
 
 
 @interpreted

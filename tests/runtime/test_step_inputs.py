@@ -742,7 +742,9 @@ def test_the_current_stream_is_made_anew_only_where_another_one_became_current(m
 
     raw, made = [5], []
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: raw[0] + index, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.append(device) or Stream(raw[0] + device.index))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: made.append(device) or Stream(raw[0] + device.index)
+    )
     current = CurrentStream(torch.device("cuda:1"))
     assert [current().cuda_stream, current().cuda_stream] == [6, 6]
     assert len(made) == 1
