@@ -250,7 +250,8 @@ class Run:
         self.oracle.unwritten = bool(sites) and all(site.kind == "read" for site in sites)
         self.oracle.alone = self.program.halves_alone
         self.oracle.one_layer = judged_by_layer(self.program, self.outcome.steps)
-        must, may = self.oracle.before(self.guarded.cells(self.table), start)
+        checked = self.guarded.cells(self.table)
+        must, may = self.oracle.before(checked, start)
         self._arm(self.guarded, start, must, may)
         GLITCH[:] = self.glitch
         try:
@@ -268,8 +269,9 @@ class Run:
             must, may = must | {c for c in badly if self._comes_out_wrong(c)}, may | badly
             self.glitch = []
         reported = self._judge(must, may)
+        strayed = bool(self.stray) and not self.program.broken  # behind a break the checks saw what strayed
         self.stray = set()
-        self.oracle.after(cells, start, count, reported)
+        self.oracle.after(cells, start, count, reported, checked if strayed else cells)
 
     def _comes_out_wrong(self, cell: Cell) -> bool:
         """Whether a cell that an op did not write has wrong bytes: not if the same token was there in the first layer,

@@ -143,8 +143,12 @@ class Oracle:
         there[:, start : start + count] = True
         return _cells({half: there})
 
-    def after(self, cells: Cells, start: int, count: int, reported: set[Cell]) -> None:
-        """A guarded forward has run."""
+    def after(self, cells: Cells, start: int, count: int, reported: set[Cell], checked: Cells | None = None) -> None:
+        """A guarded forward has run.
+
+        Args:
+            checked: what the checks saw, if an op of the forward may have hit reported cells once more.
+        """
         told = {key: torch.zeros_like(self.guarded) for key in cells}
         for cell in reported:
             told[cell.layer, cell.half][cell.row, cell.position] = True
@@ -156,7 +160,8 @@ class Oracle:
             hurt = (told[key] & ~written).unsqueeze(-1)
             self._unhurt[key] = torch.where(hurt, self.truth[key], self._unhurt[key])
             self._reported[key] = (self._reported[key] | told[key]) & ~written
-            settled = written | told[key] | self._legal_looking[key]
+            self.truth[key] = torch.where(hurt, now if checked is None else checked[key], self.truth[key])
+            settled = written | self._legal_looking[key]
             self.truth[key] = torch.where(settled.unsqueeze(-1), now, self.truth[key])
         self.guarded |= written
         if self.rows:

@@ -28,6 +28,20 @@ def test_new_tokens_of_which_one_was_recorded_may_be_reported(rows):
     assert (must, Cell(0, 0, 0, 1) in may) == (set(), not rows)
 
 
+def test_a_reported_cell_that_an_op_of_the_same_forward_hits_again_is_reported_again():
+    """What was reported are the bytes that the check saw, not those after the op's stray write."""
+    right = {(0, half): torch.ones(1, 4, 2, dtype=torch.uint8) for half in range(2)}
+    oracle = Oracle(right, rows=False, merged=False, written_whole=False, later_asked=False)
+    oracle.after(right, 0, 2, set())
+    cell, damaged = Cell(0, 0, 0, 1), {key: now.clone() for key, now in right.items()}
+    damaged[0, 0][0, 1] = 2
+    assert oracle.before(damaged, 2)[0] == {cell}
+    again = {key: now.clone() for key, now in damaged.items()}
+    again[0, 0][0, 1] = 3
+    oracle.after(again, 2, 1, {cell}, checked=damaged)
+    assert oracle.before(again, 3)[0] == {cell}
+
+
 @pytest.mark.parametrize(("idiom", "second"), [("narrow_copy", True), ("index_copy", False)])
 def test_graphs_of_one_half_each_that_are_compiled_anew_are_judged_one_by_one(idiom, second):
     """Where the position is an int, the second forward has other graphs than the first."""

@@ -230,6 +230,13 @@ def row_by_row(q, k, v, kc, vc, pos):
     return attend(q, kc, vc)
 
 
+def row_by_row_tokens_first(q, k, v, kv, pos):
+    for row in range(B):
+        kv[0].select(1, row).index_copy_(0, pos, k[row].transpose(0, 1))
+        kv[1].select(1, row).index_copy_(0, pos, v[row].transpose(0, 1))
+    return attend(q, *kv.permute(0, 2, 3, 1, 4).unbind(0))
+
+
 # ---- paged pools
 
 
@@ -392,6 +399,7 @@ IDIOMS = [
     Idiom(pairs_at_once, one_tensor(SLOTS, 2, H, D)),
     Idiom(rows_at_once, lambda: (*_qkv(B), torch.zeros(2, B, H, S, D), torch.tensor([3, 4]))),
     Idiom(row_by_row, static_cache, writes=B),
+    Idiom(row_by_row_tokens_first, lambda: (*_qkv(B), torch.zeros(2, S, B, H, D), torch.tensor([3, 4])), writes=B),
     Idiom(paged_view, paged),
     Idiom(page_and_offset, paged),
     Idiom(custom_op, paged),

@@ -615,6 +615,44 @@ record(getitem_10, value=add_3, index=[slot])  # V
 # return attend(q, heads_first(pool[0, 0]), heads_first(pool[1, 1]))""",
         )
 
+    def test_row_by_row_tokens_first(self):
+        self.assertExpectedInline(
+            golden("row_by_row_tokens_first"),
+            """\
+begin()
+# kv[0].select(1, row).index_copy_(0, pos, k[row].transpose(0, 1))
+getitem = getitem(kv, 0)
+select = select(getitem, 1, 0)
+getitem_1 = getitem(k, 0)
+transpose = transpose(getitem_1, 0, 1)
+verify(getitem, value=transpose, index=[pos], extent=[0])  # K
+index_copy_(select, 0, pos, transpose)
+record(getitem, value=transpose, index=[pos], extent=[0], positions=pos)  # K
+# kv[1].select(1, row).index_copy_(0, pos, v[row].transpose(0, 1))
+getitem_2 = getitem(kv, 1)
+select_1 = select(getitem_2, 1, 0)
+getitem_3 = getitem(v, 0)
+transpose_1 = transpose(getitem_3, 0, 1)
+verify(getitem_2, value=transpose_1, index=[pos], extent=[0])  # V
+index_copy_(select_1, 0, pos, transpose_1)
+record(getitem_2, value=transpose_1, index=[pos], extent=[0], positions=pos)  # V
+# kv[0].select(1, row).index_copy_(0, pos, k[row].transpose(0, 1))
+getitem_4 = getitem(kv, 0)
+select_2 = select(getitem_4, 1, 1)
+getitem_5 = getitem(k, 1)
+transpose_2 = transpose(getitem_5, 0, 1)
+index_copy_(select_2, 0, pos, transpose_2)
+record(getitem, value=transpose_2, index=[pos], extent=[1], positions=pos)  # K
+# kv[1].select(1, row).index_copy_(0, pos, v[row].transpose(0, 1))
+getitem_6 = getitem(kv, 1)
+select_3 = select(getitem_6, 1, 1)
+getitem_7 = getitem(v, 1)
+transpose_3 = transpose(getitem_7, 0, 1)
+index_copy_(select_3, 0, pos, transpose_3)
+record(getitem_2, value=transpose_3, index=[pos], extent=[1], positions=pos)  # V
+# return attend(q, *kv.permute(0, 2, 3, 1, 4).unbind(0))""",
+        )
+
     def test_opaque_attention_named_by_a_string(self):
         self.assertExpectedInline(
             opaque(hoisted=False),

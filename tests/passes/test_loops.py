@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kvcanary_fx import CanaryBackend, CanaryConfig
 
@@ -54,6 +55,24 @@ def test_a_loop_over_rows_without_attention_writes_sequences(write, batch):
     cache.data[batch - 1, 1, 0, 2] += 1
     run(x=x, cache=cache, pos=torch.tensor([2]))
     assert [(v.row, v.index) for v in session.violations()] == [(batch - 1, 0)]
+
+
+@pytest.mark.parametrize("attends", [False, True])
+def test_sequences_behind_the_tokens_are_slots_with_and_without_attention(attends):
+    """``[S, B, H, D]``: without attention the tokens were taken for sequences, with it each write for one of all."""
+
+    def model(x, cache, pos):
+        for b in range(3):
+            cache.select(1, b).index_copy_(0, pos, x.select(1, b))
+        q, keys = x.permute(1, 2, 0, 3), cache.permute(1, 2, 0, 3)
+        return F.scaled_dot_product_attention(q, keys, keys) if attends else cache.sum()
+
+    cache, x = torch.zeros(S, 3, H, D), torch.ones(1, 3, H, D)
+    run, session = compiled(model, x=x, cache=cache)
+    assert [(s.slot_axes, s.paged, s.opaque) for s in session.plans[0].sites] == [((0, 1), True, None)]
+    cache.data[1, 0] += 1
+    run(x=x, cache=cache, pos=torch.tensor([2]))
+    assert [(v.row, v.slot) for v in session.violations()] == [(None, 3)]
 
 
 @pytest.mark.parametrize(("name", "labels"), [("keys", ["K"]), ("kv_cache", ["K", "V"])])
