@@ -137,8 +137,10 @@ def _walk_columns(space: SlotSpace, plan: RequestPlan, start: int, stop: int) ->
         detail=torch.where(outside, -1, space.tokens[at]),
     )
     sound = live & ~outside & ((space.flags[at] & Flag.WRITTEN) != 0) & (space.flags[at] >= REFERENCE)
-    due = sound & ((at + plan.counts[2]) % space.control.every(space.verify_every) == 0)
+    turn = (at + plan.counts[2]) % space.control.every(space.verify_every) == 0
+    due = sound & (turn | ((space.flags[at] & Flag.DUE) != 0))
     stamped = torch.where(due, at, space.nowhere).flatten()
+    space.flags[stamped] &= ~int(Flag.DUE)
     note_reads(space, torch.where(space.reads[stamped] == space.clock, space.nowhere, stamped))
     space.reads[stamped] = space.clock
     space.counters[SpaceCount.CHECKED] += live.sum()

@@ -105,6 +105,7 @@ def share(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0) -> 
         findings.add(Why.SHARE_AFTER_FREE, space.flags[at] < REFERENCE, owner, 0)
     _report(findings, space, slots, at, owner)
     space.flags.scatter_add_(0, at, torch.full_like(at, REFERENCE, dtype=torch.int32))
+    space.flags[at] |= int(Flag.DUE)
     space.flags[space.nowhere] = 0  # masked writes must not accumulate
     note(space, at, Kind.SHARE, owner, stack)
 
@@ -121,6 +122,8 @@ def hand_over(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0)
         findings.add(Why.SHARE_AFTER_FREE, space.flags[at] < REFERENCE, owner, 0)
     _report(findings, space, slots, at, owner)
     space.owners[at] = owner
+    space.flags[at] |= int(Flag.DUE)
+    space.flags[space.nowhere] = 0
     note(space, at, Kind.HAND_OVER, owner, stack)
 
 

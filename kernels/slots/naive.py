@@ -115,7 +115,8 @@ def _walk_slot(
             _check_identity(entry, space, plan, request, position, slot, first)
     entry.report(Phase.PRE, slot, position, owner, int(space.tokens[slot]))
     turn = (slot + int(plan.counts[2])) % int(space.control.every(space.verify_every)) == 0
-    if flags & Flag.WRITTEN and flags >= REFERENCE and turn:
+    if flags & Flag.WRITTEN and flags >= REFERENCE and (turn or flags & Flag.DUE):
+        space.flags[slot] &= ~int(Flag.DUE)
         if space.reads[slot] != space.clock[0]:
             note_read(space, slot)
         space.reads[slot] = space.clock[0]

@@ -78,7 +78,7 @@ def share(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0) -> 
         if named:
             if space.owner_known and before[slot] < REFERENCE:
                 entry.add(Why.SHARE_AFTER_FREE, owner, 0)
-            space.flags[slot] += REFERENCE
+            space.flags[slot] = (int(space.flags[slot]) + REFERENCE) | Flag.DUE
             note(space, slot, Kind.SHARE, owner, stack)
         _tell(entry, space, slot, named, owner)
 
@@ -92,6 +92,7 @@ def hand_over(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0)
         _tell(entry, space, slot, named, owner)
         if named:
             space.owners[slot] = owner
+            space.flags[slot] |= int(Flag.DUE)
             note(space, slot, Kind.HAND_OVER, owner, stack)
 
 

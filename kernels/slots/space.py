@@ -26,6 +26,7 @@ class Flag(enum.IntFlag):
     NAMELESS = 4  # holds a token of unknown identity, which is not checked
     REJECTED = 8  # holds a drafted token that the target did not accept: to be overwritten, not to be read
     PLANNED = 16  # the forward that begins writes it, and no request may read what another writes; until check_writes
+    DUE = 32  # shared or handed over, and not read since: the next that reads it compares its bytes, whatever the share
 
 
 #: The bits that say what a slot holds; the others, who may use it.

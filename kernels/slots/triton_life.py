@@ -24,6 +24,7 @@ from ..words import (
     EVENT_REJECT,
     EVENT_RELEASE,
     EVENT_SHARE,
+    FLAG_DUE,
     FLAG_NAMELESS,
     FLAG_REJECTED,
     FLAG_RESERVED,
@@ -176,6 +177,7 @@ def life_kernel(
                 leaves = (shared & ((owner == 0) | (holder0 == owner))) | (left == 0)
                 holder = tl.where(release & leaves, 0, tl.where(allocate | hand_over, owner, holder))
                 flags = tl.where(release, after, tl.where(share, flags + REFERENCE, flags))
+                flags = tl.where(share | hand_over, flags | FLAG_DUE, flags)
                 flags = tl.where(allocate, REFERENCE, flags)
                 written = (flags & FLAG_WRITTEN) != 0
                 flags = tl.where(named & (event == EVENT_REJECT) & written, flags | FLAG_REJECTED, flags)

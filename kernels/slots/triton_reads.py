@@ -12,6 +12,7 @@ from ..words import (
     CHECK_BOUNDS,
     COLUMN_FLAGS,
     COLUMN_READS,
+    FLAG_DUE,
     FLAG_NAMELESS,
     FLAG_PLANNED,
     FLAG_REJECTED,
@@ -284,7 +285,14 @@ def walk_kernel(
                 PHASE_PRE,
             )
         # the slots found sound are listed once, however many requests share them, for the layers' content checks
-        due = live & (outside == 0) & written & (flags >= REFERENCE) & ((at.to(tl.int32) + turn) % share == 0)
+        idle = (flags & FLAG_DUE) != 0
+        due = live & (outside == 0) & written & (flags >= REFERENCE) & (((at.to(tl.int32) + turn) % share == 0) | idle)
+        tl.atomic_and(
+            block_ptr + at * SPACE_COLUMNS + COLUMN_FLAGS,
+            tl.zeros_like(flags) + (-1 - FLAG_DUE),
+            mask=due & idle,
+            sem="relaxed",
+        )
         due = due & (seen != clock)
         read = tl.atomic_xchg(
             block_ptr + at * SPACE_COLUMNS + COLUMN_READS, tl.zeros_like(flags) + clock, mask=due, sem="relaxed"

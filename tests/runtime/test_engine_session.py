@@ -65,6 +65,25 @@ def test_flipped_bit_is_found_with_layer_half_request_position_and_token(layer, 
     assert (v.slot, v.position, v.token, v.request) == (4, 1, 6, "A")
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_prefix_that_was_idle_is_compared_by_the_first_that_reads_it_whatever_the_share(shared):
+    """A block of a prefix cache may have been idle for long: of those that are read on, each step compares a few."""
+    toy = prefilled(verify_fraction="1/512")
+    if not shared:
+        toy.done("A", shared=[3, 4, 5])
+        toy.pool.hand_over([3, 4, 5], owner="the cache")
+    for slot in (3, 4, 5):
+        flip(toy, 0, 0, slot)
+    (toy.pool.share if shared else toy.pool.hand_over)([3, 4, 5], owner="B")
+    toy.add("B", [5, 6, 7, 20, 21, 22], prefix=[3, 4, 5])
+    toy.run({"B": [8]})
+    assert {(v.check, v.slot) for v in toy.found()} == {("content", slot) for slot in (3, 4, 5)}
+    for slot in (3, 4, 5):
+        flip(toy, 1, 1, slot)
+    toy.run({"B": [9]})
+    assert len(toy.found()) == 3  # its turn has not come
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["in front", "behind"])
 @pytest.mark.parametrize("row", [0, None], ids=["declared", "not declared"])
 def test_row_that_means_padding_is_silent_wherever_it_stands(first, row):
