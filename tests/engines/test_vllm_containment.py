@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from vllm_rig import Rig, prompt
 
@@ -106,9 +108,13 @@ def test_log_goes_on_with_the_damage_which_no_later_request_finds(rig, clean):
     assert rig.session.violations() == []
 
 
+@pytest.mark.parametrize("every", [1, 512], ids=["all bytes", "under a budget"])
 @pytest.mark.parametrize(("outcome", "finished"), [("abort", "error"), ("recompute", "length")])
-def test_idle_block_of_the_prefix_cache(rig, clean, outcome, finished):
+def test_idle_block_of_the_prefix_cache(rig, clean, outcome, finished, every, request):
     contain(rig, outcome)
+    for space in [pool.space for pool in rig.session.pools.values()]:
+        request.addfinalizer(functools.partial(object.__setattr__, space, "verify_every", space.verify_every))
+        object.__setattr__(space, "verify_every", every)
     rig.add("A", PROMPTS["A"], length=12)
     pages = []
     rig.run(lambda step: pages.append(rig.pages("A")[0][1]) if step == 3 else None)
