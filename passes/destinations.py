@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from .accesses import Accesses
-from .attention_reads import AttentionReads
+from .attention_reads import AttentionReads, SlotAxes
 from .axis_flow import Source
 from .loops import REORDERS, Loops, is_called_kv
 from .names import function_name, half_named, source_name
@@ -106,6 +106,13 @@ def _with_rows(
         straight = axes == sorted(axes)
         if straight:
             node = whole
+        places = [axes.index(a) for a in range(len(axes))]  # of the axes of ``whole`` among those of ``node``
+        # the operand lacks an axis of which one index was picked
+        own = [p for p in places if not isinstance(selection[p], At)]
+        left = [p for p in range(len(axes)) if not isinstance(selection[p], At)]
+        if not straight and may_turn and _counts_sequences_first(reads.slot_axes(reads.source_of(whole))):
+            node, selection, turned = whole, [selection[p] for p in places], [turned[left.index(p)] for p in own]
+            continue
         picked = _picked_from(whole, found) if straight or may_turn else None
         if picked is None:
             break
@@ -114,7 +121,6 @@ def _with_rows(
         shown = reads.is_row_axis(source, axis) or reads.is_token_axis(source, axis)
         if not shown and not loops.is_row_axis(parent, axis):
             break
-        places = [axes.index(a) for a in range(len(axes))]  # of the axes of ``whole`` among those of ``node``
         within = [selection[p] for p in places]
         if isinstance(part, At):
             within.insert(axis, part)
@@ -122,11 +128,13 @@ def _with_rows(
             within[axis] = part
         else:
             break
-        # the operand lacks an axis of which one index was picked
-        own = [p for p in places if not isinstance(selection[p], At)]
-        left = [p for p in range(len(axes)) if not isinstance(selection[p], At)]
         node, selection, turned = parent, within, [turned[left.index(p)] for p in own]
     return node, selection, () if turned == sorted(turned) else tuple(turned)
+
+
+def _counts_sequences_first(slots: SlotAxes | None) -> bool:
+    """Whether attention reads a tensor whose axis of sequences stands before that of tokens, as ``[B, H, S, D]``."""
+    return slots is not None and len(slots.axes) == 2 and not slots.paged
 
 
 def _may_turn(write: KVWrite, selection: Selection, found: Accesses) -> bool:

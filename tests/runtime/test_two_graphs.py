@@ -669,3 +669,27 @@ def test_a_cleared_crop_of_keys_that_a_graph_writes_into_pages_it_does_not_read(
     layer.step()
     layer.buffers[0].data[3, 1] += 1
     assert layer.told() == [("content", "K", None, 13)]
+
+
+class Permuted(Broken):
+    """Tokens are written through a view that has them in front."""
+
+    def _forward(self, x, pos, mask):
+        keys, values = self.halves(self.cache)
+        keys.permute(2, 0, 1, 3)[pos] = (x * 2).permute(2, 0, 1, 3)
+        if self.behind == "K":
+            self.pause()
+        values.permute(2, 0, 1, 3)[pos] = (x * 3).permute(2, 0, 1, 3)
+        return F.scaled_dot_product_attention(x, keys, values, mask)
+
+
+@pytest.mark.parametrize("behind", ["", "K"])
+def test_a_write_through_a_view_with_tokens_in_front_is_to_a_sequence_and_a_position(behind):
+    layer = Permuted(torch.zeros(2, B, H, S, D), lambda kv: kv.unbind(0), behind)
+    for _ in range(4):
+        layer.step()
+    layer.cache[..., 3:, :] = 0
+    layer.length = 3
+    layer.step()
+    layer.cache.data[1, 1, 0, 2, 0] += 1
+    assert layer.told() == [("content", "V", 1, 2)]
