@@ -106,8 +106,7 @@ def test_the_prefill_has_a_mask_only_where_transformers_own_has_one(case, prefil
         other.start()
         other.join()
     options = {"attention_mask": (torch.arange(PROMPT) > 1).long().expand(2, -1)} if case == "padded" else {}
-    if case != "threads":
-        generate(model, ids, max_new_tokens=2, **options)
+    generate(model, ids, max_new_tokens=2, **options)  # makes the cache, by a token of its own
     assert masks(model, ids, **options) == ([prefill] * 2, [True] * 2)
     if case != "threads":
         static = {"cache_implementation": "static"}
