@@ -307,27 +307,36 @@ class GraphBinding:
 
 
 class Controls:
-    """The control block of each device, made on first use."""
+    """The control block of each device, made on first use, by whichever thread binds a graph first.
+
+    Seen: two threads made one each, and the sites of one graph held that which nobody read.
+    """
 
     def __init__(self, capacity: int):
         self._capacity = capacity
         self.every = 1  # what Word.EVERY is to say on each of them
         self.by_device: dict[torch.device, Control] = {}
         self._outgrown: list[torch.Tensor] = []  # captured graphs may hold their addresses
+        self._making = threading.Lock()
 
     def __call__(self, device: torch.device) -> Control:
-        control = self.by_device.get(device)
-        if control is None:
-            control = self.by_device[device] = Control.allocate(self._capacity, device)
-            control.words[Word.EVERY] = self.every
-        return control
+        known = self.by_device.get(device)
+        if known is not None:
+            return known
+        with self._making:
+            if device not in self.by_device:
+                control = Control.allocate(self._capacity, device)
+                control.words[Word.EVERY] = self.every
+                self.by_device[device] = control
+            return self.by_device[device]
 
     def reserve_stamps(self, device: torch.device, slots: int) -> None:
         """Make room to stamp ``slots`` slots."""
         control = self(device)
-        if control.stamps.shape[1] < slots:
-            self._outgrown.append(control.stamps)
-            control.stamps = torch.full((2, slots), -1, dtype=torch.int64, device=device)
+        with self._making:
+            if control.stamps.shape[1] < slots:
+                self._outgrown.append(control.stamps)
+                control.stamps = torch.full((2, slots), -1, dtype=torch.int64, device=device)
 
 
 def check_mask(config: CanaryConfig) -> Check:

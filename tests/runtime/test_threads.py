@@ -16,6 +16,8 @@ from kvcanary_fx import ConcurrentUseError, MissingContextError, has_forward_con
 from kvcanary_fx.kernels import ops
 from kvcanary_fx.kernels.buffers import Gate
 from kvcanary_fx.kernels.content import cpu
+from kvcanary_fx.kernels.ring import Control
+from kvcanary_fx.runtime.binding import Controls
 from kvcanary_fx.runtime.readback import Readback
 
 
@@ -257,3 +259,26 @@ def test_context_is_restored_after_an_exception(error):
         rig.step(2)
     assert not has_forward_context()
     assert rig.session._running.idle()
+
+
+def test_threads_that_bind_their_first_graphs_at_once_share_the_buffers_of_a_device(monkeypatch):
+    made = Control.allocate
+
+    def slowly(capacity, device):
+        time.sleep(0.05)  # the other thread asks in between
+        return made(capacity, device)
+
+    monkeypatch.setattr(Control, "allocate", staticmethod(slowly))
+    controls, given = Controls(64), []
+
+    def bind(slots):
+        given.append(controls(torch.device("cpu")))
+        controls.reserve_stamps(torch.device("cpu"), slots)
+
+    threads = [threading.Thread(target=bind, args=(slots,)) for slots in (24, 48, 12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(control) for control in given}) == 1
+    assert given[0].stamps.shape == (2, 48)
