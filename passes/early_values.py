@@ -75,9 +75,10 @@ class EarlyValues:
         """Whether the graph writes to a node's tensor."""
         if self._found.root_of(node) in self._written:
             return True
-        return any(_writes(user) and user.all_input_nodes[0] is node for user in node.users)
+        return any(writes_in_place(user) and user.all_input_nodes[0] is node for user in node.users)
 
 
-def _writes(node: fx.Node) -> bool:
+def writes_in_place(node: fx.Node) -> bool:
+    """Whether a node says by its name that it writes to its first argument."""
     name = function_name(node)
     return node.target is operator.setitem or (name.endswith("_") and not name.startswith("__"))

@@ -18,7 +18,6 @@ that goes ahead with the check, past nodes that write to nothing.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch import fx
 
 from ..kernels import side_stream
 from .dynamo_contract import fake_values
-from .early_values import PURE
+from .early_values import PURE, writes_in_place
 from .graph_plan import GraphPlan
 from .join_side_streams import cuts
 from .names import function_name
@@ -112,14 +111,13 @@ def _between(first: fx.Node, end: fx.Node) -> Iterator[fx.Node]:
 
 
 def _may_write(node: fx.Node) -> bool:
-    """Whether a node writes to a tensor, or could."""
-    target, name = node.target, function_name(node)
-    if node.op not in ("call_function", "call_method") or target is operator.setitem:
-        return node.op != "get_attr"
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)):
-        return not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable
-    in_place = name.endswith("_") and not name.startswith("__")
-    return in_place or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+    """Whether a node writes to a tensor, or could: what runs other code may."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return bool(node.target._schema.is_mutable)
+    other_code = isinstance(node.target, torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator)
+    if other_code or node.op not in ("call_function", "call_method", "get_attr"):
+        return True
+    return writes_in_place(node) or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
 
 
 def _read_by(node: fx.Node) -> list[fx.Node]:
