@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from .accesses import Accesses
-from .attention_reads import AttentionReads, SlotAxes
+from .attention_reads import AttentionReads
 from .axis_flow import Source
 from .loops import REORDERS, Loops, is_called_kv
 from .names import function_name, half_named, source_name
@@ -110,9 +110,11 @@ def _with_rows(
         # the operand lacks an axis of which one index was picked
         own = [p for p in places if not isinstance(selection[p], At)]
         left = [p for p in range(len(axes)) if not isinstance(selection[p], At)]
-        if not straight and may_turn and _counts_sequences_first(reads.slot_axes(reads.source_of(whole))):
-            node, selection, turned = whole, [selection[p] for p in places], [turned[left.index(p)] for p in own]
-            continue
+        if not straight and may_turn:
+            within = [selection[p] for p in places]
+            if _counts_sequences_first(reads.source_of(whole), selection, within, reads):
+                node, selection, turned = whole, within, [turned[left.index(p)] for p in own]
+                continue
         picked = _picked_from(whole, found) if straight or may_turn else None
         if picked is None:
             break
@@ -132,8 +134,20 @@ def _with_rows(
     return node, selection, () if turned == sorted(turned) else tuple(turned)
 
 
-def _counts_sequences_first(slots: SlotAxes | None) -> bool:
-    """Whether attention reads a tensor whose axis of sequences stands before that of tokens, as ``[B, H, S, D]``."""
+def _counts_sequences_first(part: Source | None, seen: Selection, own: Selection, reads: AttentionReads) -> bool:
+    """Whether the axis of sequences stands before that of tokens in a tensor, as in ``[B, H, S, D]``.
+
+    Attention shows it.  K may be written in a graph whose attention is another's, behind a break: then a write to
+    some indices of the view's first axis, behind another axis of the tensor, is taken for one of tokens, as it is where
+    the tensor itself is written.  So K and V are divided alike, and judged together.
+
+    Args:
+        seen: what a write selects in a view of the tensor.
+        own: what it selects in the tensor's own axes.
+    """
+    if not reads.of(part):
+        return len(own) >= 3 and not isinstance(seen[0], Full) and isinstance(own[0], Full)
+    slots = reads.slot_axes(part)
     return slots is not None and len(slots.axes) == 2 and not slots.paged
 
 

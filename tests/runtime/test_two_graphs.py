@@ -693,3 +693,14 @@ def test_a_write_through_a_view_with_tokens_in_front_is_to_a_sequence_and_a_posi
     layer.step()
     layer.cache.data[1, 1, 0, 2, 0] += 1
     assert layer.told() == [("content", "V", 1, 2)]
+
+
+def test_beams_change_places_in_a_cache_that_is_written_through_a_view_with_tokens_in_front():
+    """K's graph has no attention that shows which axis counts sequences."""
+    layer = Permuted(torch.zeros(2, B, H, S, D), lambda kv: kv.unbind(0), "K")
+    for _ in range(3):
+        layer.step()
+    layer.cache.copy_(layer.cache.flip(1))
+    layer.step()
+    layer.cache.data[0, 1, 0, 2, 0] += 1
+    assert layer.told() == [("content", "K", 1, 2)]
