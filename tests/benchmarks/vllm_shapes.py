@@ -24,6 +24,22 @@ _LLAMA = dict(
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64, tie_word_embeddings=True),
     "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, head_dim=128),
+    # 30B with 3B active; wants a GPU for each engine
+    "moe": dict(
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        num_hidden_layers=48,
+        head_dim=128,
+        num_key_value_heads=4,
+        vocab_size=151936,
+    ),
     # for a try on a CPU
     "tiny": dict(
         hidden_size=128,
