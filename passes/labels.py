@@ -79,6 +79,15 @@ def _read_together(halves: list[Half]) -> list[list[Half]]:
     return [members for _, members in groups]
 
 
+def _heads_together(halves: list[Half]) -> list[list[Half]]:
+    """The heads of each tensor that no attention of the graph reads: behind a break it is another graph's."""
+    heads: dict[fx.Node, list[Half]] = {}
+    for half in halves:
+        if half.part_of is not None and not half.attention:
+            heads.setdefault(half.part_of, []).append(half)
+    return list(heads.values())
+
+
 def _label_states(halves: list[Half]) -> None:
     """Label running states by their names; numbered if a layer has several of a kind."""
     for half in halves:
@@ -95,10 +104,10 @@ def _label_states(halves: list[Half]) -> None:
 
 def _find_layers(halves: list[Half], found: Accesses) -> None:
     """Layers of halves that no module tells apart: of those that stand next to each other and are called so, of those
-    that one attention reads, and of those that stand next to each other.
+    that one attention reads, or that are heads of one tensor, and of those that stand next to each other.
     """
     left = _paired(list(itertools.pairwise(halves)), halves, halves, lambda a, b: _are_siblings(a, b, found))
-    for members in _read_together(left):
+    for members in (*_read_together(left), *_heads_together(left)):
         if len(members) > 1:
             left = _settled(members, left, halves)
     pairs = list(zip(left[::2], left[1::2], strict=False))

@@ -91,6 +91,12 @@ class EnginePool:
         return self._content
 
     @property
+    def on_device(self) -> tuple[SlotSpace, PoolContent]:
+        """Both as the device knows them, without the calls that wait on the host: nothing is sent, so that another
+        thread may read them."""
+        return self._space, self._content
+
+    @property
     def digests(self) -> torch.Tensor:
         """int32 ``[tensors, planes, slots]``, those of all halves in one block."""
         return self.content.digests

@@ -68,6 +68,7 @@ class SlotEvents:
         self._shown: dict[tuple[int, int, int], Events] = {}  # the views of so many calls and pages
         self._gone_shown: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._on_gpu = space.block.is_cuda
+        self._stream: torch.cuda.Stream | None = None  # in which a flush was last
         self._lock = threading.RLock()
         device = space.block.device
         self._staging = Staging(device)
@@ -200,6 +201,8 @@ class SlotEvents:
             EngineError: calls are queued, and a CUDA graph is being captured; or a call has a number that no slot can
                 have, which is left out.
         """
+        if self._on_gpu:
+            self._follow_the_last_flush()
         if not self._calls:
             return
         if capturing(self._space.block.device if self._space.block.is_cuda else None):
@@ -211,6 +214,20 @@ class SlotEvents:
             while self._calls:
                 self._send()
             self._begin_anew()
+
+    def _follow_the_last_flush(self) -> None:
+        """Let the current stream wait for the one of the last flush: what comes before a call, and the memory in which
+        calls travel, must be done with.  Violations may be read in a thread with a stream of its own."""
+        device, last = self._space.block.device, self._stream
+        if last is not None and last.cuda_stream == torch._C._cuda_getCurrentRawStream(last.device_index):
+            return
+        if torch.cuda.is_current_stream_capturing():
+            return  # nothing is sent
+        with self._lock:
+            current, last = torch.cuda.current_stream(device), self._stream
+            if last is not None and last != current:
+                current.wait_stream(last)
+            self._stream = current
 
     def _send(self) -> None:
         """Send the first calls, as many as fit into one launch."""

@@ -163,6 +163,19 @@ def test_the_calls_of_a_step_are_one_launch_and_two_where_one_request_gets_what_
     assert launches == [6, 1, 2]
 
 
+def test_counting_sends_nothing(launches):
+    """Seen in a server under load: a thread that counts sent the calls in a stream of its own.  Those that the engine
+    sent meanwhile took their place, and blocks of the prefix cache were handed out before it gave them up."""
+    toy = prefilled()
+    launches.clear()
+    toy.pool.allocate([7], owner="B")
+    assert toy.session.stats(drain=False).slots == 3
+    assert launches == []
+    toy.run({"A": [6]})  # allocates one more
+    assert launches == [2]
+    assert toy.found() == []
+
+
 def random_life(seed: int) -> tuple:
     """Calls of an allocator, right and wrong, and writes to what was just allocated; what is reported and known."""
     rng, toy = random.Random(seed), Toy()
@@ -334,3 +347,18 @@ def test_calls_in_a_capture_are_refused_and_those_before_it_have_to_be_told():
             with pytest.raises(EngineError, match=r"call session.flush\(\) before"), toy.session.forward():
                 pass
     assert toy.pool.space.flags[[3, 4]].tolist() == [256, 0]
+
+
+@pytest.mark.gpu
+def test_calls_that_are_sent_in_another_stream_come_behind_those_before_them():
+    toy = Toy(device="cuda")
+    torch.cuda._sleep(400_000_000)
+    toy.pool.allocate([3], owner="A")
+    toy.session.flush()
+    toy.pool.release([3], owner="A")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        toy.session.flush()
+    toy.pool.allocate([3], owner="B")
+    toy.session.flush()
+    assert toy.pool.space.flags[3].item() == 256
+    assert toy.found() == []

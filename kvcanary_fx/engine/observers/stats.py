@@ -56,13 +56,15 @@ def engine_stats(
     """
     counts, opaque, slots = [], [], 0
     for pool in pools.values():
-        space, content = pool.space, pool.content.counters
+        # a thread that counts must not send allocator calls: they would run in its stream, beside those of the engine
+        space, content = pool.on_device
+        counters = content.counters
         held = ((space.flags[:-1] & int(Flag.WRITTEN)) != 0) & (space.flags[:-1] >= REFERENCE)
-        words = torch.cat([held.sum().reshape(1), space.counters, *content]).tolist()  # waits once, not for each half
+        words = torch.cat([held.sum().reshape(1), space.counters, *counters]).tolist()  # waits once, not for each half
         slots += words[0]
         counts.append(words[1 : 1 + space.counters.numel()])
         rest, size = words[1 + space.counters.numel() :], len(Count)
-        opaque += [rest[i * size : (i + 1) * size] for i in range(len(content))]
+        opaque += [rest[i * size : (i + 1) * size] for i in range(len(counters))]
     base = dataclasses.replace(
         base,
         checked=base.checked + sum(c[Count.CHECKED] for c in opaque),
