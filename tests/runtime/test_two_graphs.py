@@ -707,9 +707,10 @@ def test_beams_change_places_in_a_cache_that_is_written_through_a_view_with_toke
 
 
 class ByHead(Broken):
-    """Heads are written one by one."""
+    """Heads are written one by one, four of them."""
 
     def _forward(self, x, pos, mask):
+        x = x.repeat(1, 2, 1, 1)
         keys, values = self.halves(self.cache)
         for head, new in zip(keys.split(1, 1), (x * 2).split(1, 1), strict=True):
             head.index_copy_(2, pos, new)
@@ -721,8 +722,8 @@ class ByHead(Broken):
 
 def test_heads_that_are_written_in_a_graph_without_attention_are_no_layers():
     """Taken for layers, those above the first would show that the token is a new one."""
-    layer = ByHead(torch.zeros(2, B, H, S, D), lambda kv: kv.unbind(0), "K")
+    layer = ByHead(torch.zeros(2, B, 2 * H, S, D), lambda kv: kv.unbind(0), "K")
     for _ in range(4):
         layer.step()
     layer.cache[0, 1, :, 2] = layer.cache[0, 1, :, 1]
-    assert layer.told() == [("content", "K", 1, 2)] * H
+    assert layer.told() == [("content", "K", 1, 2)] * 2 * H
