@@ -10,7 +10,8 @@ Nothing here knows how the canary works.  What is legal follows docs/pools.md:
 * A fault cannot be told from a legal change, and may be reported or not, where something that PyTorch counts wrote to
   the cache since the last forward, and either the row's next write does not continue its last one, or the position
   has changed in K and V of every layer but the first, and so has every later one in its row.  The later ones are not
-  asked where a graph of several layers does not show which slots it writes.
+  asked where a graph of several layers does not show which slots it writes.  Nor can it where a row holds what another
+  one held, as after a reordering: a fault that undoes a legal-looking one leaves that in a row with another's tokens.
 * Where each graph holds one half, bytes in a slot that was empty look like a token's, too.
 * To a graph of one layer, or of one half whose writes do not show their slots or that was compiled anew, new tokens
   that are no new prompt by their looks may be reported: at less than two positions of a row that it knows, or less
@@ -119,7 +120,7 @@ class Oracle:
             changed = {(layer, half): changed[layer, 0] | changed[layer, 1] for layer, half in changed}
         if self.unwritten:
             return {(layer, half): changed[layer, 0] & changed[layer, 1] for layer, half in cells}
-        new = self._rewritten(changed, wanted)
+        new = self._rewritten(changed, wanted) | self._moved(cells, start)
         if self.alone:
             return {key: new | (changed[key] & (self.seen[key] == 0).all(-1)) for key in cells}
         return dict.fromkeys(cells, new)
@@ -136,6 +137,16 @@ class Oracle:
             closed = later.flip(1).to(torch.int64).cumprod(1).flip(1).to(torch.bool)
             legal &= closed
         return legal
+
+    def _moved(self, cells: Cells, start: int) -> torch.Tensor:
+        """bool ``[B, S]``: rows that hold in every half, below the next write, what one other row held."""
+        moved = torch.zeros_like(self.guarded)
+        if not self.rows or self.written_whole:
+            return moved
+        now, before = (torch.cat([t[key][:, :start].flatten(1) for key in cells], 1) for t in (cells, self.seen))
+        same = (now.unsqueeze(1) == before).all(-1)
+        moved[same.fill_diagonal_(False).any(1)] = True
+        return moved
 
     def written(self, half: Key, start: int, count: int) -> set[Cell]:
         """The cells of a half that a forward was to write."""

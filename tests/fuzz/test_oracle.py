@@ -42,6 +42,22 @@ def test_a_reported_cell_that_an_op_of_the_same_forward_hits_again_is_reported_a
     assert oracle.before(again, 3)[0] == {cell}
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_row_with_the_tokens_of_another_one_may_have_been_reordered(alike):
+    """K and V of its only token are swapped, which looks like a new prompt, and back one step later."""
+    right = {(0, half): torch.full((2, 4, 2), half + 1, dtype=torch.uint8) for half in range(2)}
+    right[0, 0][1, 1] += not alike
+    oracle = Oracle(right, rows=True, merged=False, written_whole=False, later_asked=True)
+    oracle.after(right, 0, 1, set())
+    swapped = {key: now.clone() for key, now in right.items()}
+    swapped[0, 0][0, 0], swapped[0, 1][0, 0] = right[0, 1][0, 0], right[0, 0][0, 0]
+    oracle.counted = True
+    assert oracle.before(swapped, 1)[0] == set()
+    oracle.after(swapped, 1, 1, set())
+    oracle.counted = True
+    assert oracle.before(right, 2)[0] == (set() if alike else {Cell(0, half, 0, 0) for half in range(2)})
+
+
 @pytest.mark.parametrize(("idiom", "second"), [("narrow_copy", True), ("index_copy", False)])
 def test_graphs_of_one_half_each_that_are_compiled_anew_are_judged_one_by_one(idiom, second):
     """Where the position is an int, the second forward has other graphs than the first."""
