@@ -45,6 +45,7 @@ class KVPool:
             of its own; what it maps to a reserved slot is outside the window, and reported if it is not.
         slots_from: the batch's field with the slots planned for this pool.
         reserved: slots that take the padding of a batch.
+        never_read: those of the reserved slots that no kernel reads: a sweep looks for NaN in the others only.
         padding_row: a row of the request table that means padding wherever it stands in the batch, as SGLang's row 0:
             what such an entry reads is not checked, and its tokens go to reserved slots or to none.  None: padding
             stands at the end of a batch.
@@ -79,6 +80,7 @@ class KVPool:
     slot_map: torch.Tensor | None = None
     slots_from: str = "slots"
     reserved: tuple[int, ...] = (0,)
+    never_read: tuple[int, ...] = ()
     padding_row: int | None = None
     token_offset: int = 0
     window: int | None = None
@@ -133,6 +135,9 @@ class KVPool:
         outside = [s for s in self.reserved if not 0 <= s < self.slots]
         if outside:
             self._refuse(f"has {self.slots} slots, and reserved={outside} are not among them")
+        others = sorted(set(self.never_read) - set(self.reserved))
+        if others:
+            self._refuse(f"has never_read={others}, which are not among its reserved slots: give them as reserved=, too")
         for name, scale in self.scales.items():
             if scale.dtype not in POOL_DTYPES or not scale.numel():
                 self._refuse(f"has scales[{name!r}] of {scale.dtype} {list(scale.shape)}; it must be floating-point")

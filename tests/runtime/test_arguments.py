@@ -86,6 +86,15 @@ POOL = {
         ((SLOTS,), "not among them"),
         ((-1,), "not among them"),
     ],
+    "never_read": [
+        (0, r"a tuple of slots, \(\) for none"),
+        (None, "a tuple of slots"),
+        ((0.0,), "a tuple of slots"),
+        ((True,), "a tuple of slots"),
+        ("0", "a tuple of slots"),
+        ((SLOTS,), "not among them"),
+        ((-1,), "not among them"),
+    ],
     "token_offset": [(v, "whole number of tokens, 0 or more") for v in (-1, 0.5, True, None)],
     "window": [(1.5, "whole number"), (True, "whole number"), ("8", "whole number")],
     "padding_row": [

@@ -173,6 +173,17 @@ def test_nan_in_a_reserved_slot_is_found_by_the_sweep():
     assert (v.check, v.phase, v.layer, v.half, v.slot) == ("poison", "sweep", "layers.1", "K", 0)
 
 
+def test_nan_where_padding_is_written_and_nobody_reads_harms_nobody():
+    """The memory of such a slot may never have been filled: transformers before 5.18 makes it by torch.empty."""
+    toy = prefilled(pools=lambda toy: (KVPool(toy.kv, toy.table, reserved=(0, 1), never_read=(1,)),))
+    toy.kv[1][0][1] = float("nan")
+    toy.session.sweep.run()
+    assert toy.found() == []
+    toy.kv[1][0][0] = float("nan")
+    toy.session.sweep.run()
+    assert [(v.check, v.slot) for v in toy.found()] == [("poison", 0)]
+
+
 def test_the_counts_are_logged_every_so_many_steps(caplog):
     toy = prefilled(stats_every=2)
     with caplog.at_level("INFO", logger="kvcanary"):
@@ -878,6 +889,7 @@ def test_request_ids_are_strings_or_ints_and_kept_apart():
         (lambda t: KVPool(t.kv, t.table.float()), r"must be integer \[requests, width\]"),
         (lambda t: KVPool([(t.kv[0][0], t.kv[0][0][:3])], t.table), "different numbers of slots"),
         (lambda t: KVPool(t.kv, t.table, reserved=(99,)), "reserved=.99. are not among them"),
+        (lambda t: KVPool(t.kv, t.table, never_read=(3,)), "never_read=.3., which are not among its reserved slots"),
         (lambda t: KVPool([(t.table,)], t.table), "must be .slots, ...."),
         (lambda t: KVPool(t.kv, t.table, layer_names=["x"]), "2 layers and 1 layer_names"),
     ],

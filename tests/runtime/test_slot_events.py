@@ -337,13 +337,15 @@ def test_slots_given_on_the_device_may_be_changed_by_the_engine_at_once():
 def test_calls_in_a_capture_are_refused_and_those_before_it_have_to_be_told():
     toy = Toy(device="cuda")
     torch.cuda.synchronize()
-    graph, scratch = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    scratch = torch.zeros(1, device="cuda")
     with toy.session.step():
-        toy.pool.allocate([3], owner="A")
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
             scratch.add_(1)
             with pytest.raises(EngineError, match="while a CUDA graph is being captured"):
                 toy.pool.allocate([4], owner="A")
+        toy.pool.allocate([3], owner="A")
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            scratch.add_(1)
             with pytest.raises(EngineError, match=r"call session.flush\(\) before"), toy.session.forward():
                 pass
     assert toy.pool.space.flags[[3, 4]].tolist() == [256, 0]

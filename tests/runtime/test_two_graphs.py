@@ -721,9 +721,9 @@ class ByHead(Broken):
 
 
 def test_heads_that_are_written_in_a_graph_without_attention_are_no_layers():
-    """Taken for layers, those above the first would show that the token is a new one."""
+    """Taken for layers, those above the first would show that the newest token is a new one."""
     layer = ByHead(torch.zeros(2, B, 2 * H, S, D), lambda kv: kv.unbind(0), "K")
     for _ in range(4):
         layer.step()
-    layer.cache[0, 1, :, 2] = layer.cache[0, 1, :, 1]
-    assert layer.told() == [("content", "K", 1, 2)] * 2 * H
+    layer.cache[0, 1, :, 3] = layer.cache[0, 1, :, 1]
+    assert layer.told() == [("content", "K", 1, 3)] * 2 * H

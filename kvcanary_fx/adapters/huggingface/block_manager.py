@@ -50,6 +50,11 @@ class ManagedGroup(Group):
         end = self.allocator.num_blocks * self.page
         return range(end, end + 2 * self.page)
 
+    def written_trash(self) -> range:
+        # made by torch.empty, and only the block before it is zeroed: on an H200 its NaN was what had been there before
+        end = self.allocator.num_blocks * self.page
+        return range(end + self.page, end + 2 * self.page)
+
     def hand_back(self, blocks: Sequence[int]) -> None:
         self.allocator.cache._block_manager.free_blocks(blocks, shareable=False)
 

@@ -57,6 +57,7 @@ class Group:
             table_page_size=self.entry,
             slots_from=self.field,
             reserved=tuple(self.trash()),
+            never_read=tuple(self.written_trash()),
             window=self.window,
             ring=self.window is not None,
         )
@@ -71,6 +72,10 @@ class Group:
     def trash(self) -> range:
         """Slots of padding, which no request ever has."""
         return range(2 * self.allocator.blocks_per_sector * self.page)
+
+    def written_trash(self) -> range:
+        """Those of them that padding is written to and nothing reads, as far as they are memory that nobody filled."""
+        return range(0)
 
     def hand_back(self, blocks: Sequence[int]) -> None:
         """Put blocks on the free list, even if they are in use: a fault that the self-proof plants."""

@@ -129,7 +129,8 @@ class Sweep:
 
     def _check_reserved(self, pool: EnginePool) -> None:
         """A reserved slot takes padding, and is read by masked tiles: a NaN there poisons them, as 0 * NaN is NaN."""
-        slots = pool.slot_tensor(pool.declared.reserved)
+        declared = pool.declared
+        slots = pool.slot_tensor([slot for slot in declared.reserved if slot not in declared.never_read])
         for half, view in zip(pool.halves, pool.views, strict=True):
             layout = half.place.layout
             if not slots.numel() or layout.dtype not in FLOAT_DTYPES:
