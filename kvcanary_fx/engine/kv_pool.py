@@ -137,7 +137,7 @@ class KVPool:
             self._refuse(f"has {self.slots} slots, and reserved={outside} are not among them")
         others = sorted(set(self.never_read) - set(self.reserved))
         if others:
-            self._refuse(f"has never_read={others}, which are not among its reserved slots: give them as reserved=, too")
+            self._refuse(f"has never_read={others}, which are not among its reserved slots: name them there, too")
         for name, scale in self.scales.items():
             if scale.dtype not in POOL_DTYPES or not scale.numel():
                 self._refuse(f"has scales[{name!r}] of {scale.dtype} {list(scale.shape)}; it must be floating-point")
