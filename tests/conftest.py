@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
