@@ -33,15 +33,34 @@ from .write_ops import schema_of
 
 @dataclasses.dataclass(frozen=True)
 class Extent:
-    """The elements of a storage that a view can touch: ``[low, high)``, or None where a size is symbolic."""
+    """The elements of a storage that a view can touch: ``[low, high)``, or None where a size is symbolic.
+
+    Attributes:
+        steps: ``(size, stride)`` of the view's axes, the longest stride first.
+    """
 
     low: int | None
     high: int | None
+    steps: tuple[tuple[int, int], ...] = dataclasses.field(default=(), compare=False)
 
     def overlaps(self, other: Extent) -> bool:
         if self.low is None or self.high is None or other.low is None or other.high is None:
             return True
-        return self.low < other.high and other.low < self.high
+        within = self.low < other.high and other.low < self.high
+        if within and self.steps and self.steps == other.steps:
+            return _differs_by_steps(other.low - self.low, self.steps)
+        return within
+
+
+def _differs_by_steps(distance: int, steps: tuple[tuple[int, int], ...]) -> bool:
+    """Whether two views of one shape, so many elements apart, share one: K and V that lie in turns do not."""
+    if not steps:
+        return distance == 0
+    (size, stride), rest = steps[0], steps[1:]
+    if not stride:
+        return _differs_by_steps(distance, rest)
+    least = distance // stride
+    return any(abs(n) < size and _differs_by_steps(distance - n * stride, rest) for n in (least, least + 1))
 
 
 def extent_of(tensor: torch.Tensor) -> Extent:
@@ -50,7 +69,8 @@ def extent_of(tensor: torch.Tensor) -> Extent:
     if not isinstance(offset, int) or not all(isinstance(x, int) for x in (*sizes, *strides)):
         return Extent(None, None)
     span = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    return Extent(offset, offset + span + 1 if 0 not in sizes else offset)
+    steps = sorted(((n, s) for n, s in zip(sizes, strides, strict=True) if n > 1), key=lambda step: -step[1])
+    return Extent(offset, offset + span + 1 if 0 not in sizes else offset, tuple(steps))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -410,19 +410,19 @@ record(getitem_10, value=add_3, index=[slot])  # V
             """\
 begin()
 # kv[:, 0][slot] = tokens_first(k)
-# kv[:, 1][slot] = tokens_first(v)
+getitem = getitem(k, 0)
+transpose = transpose(getitem, 0, 1)
+getitem_1 = getitem(kv, (:, 0))
 verify(getitem_1, value=transpose, index=[slot])  # K
-getitem_6 = getitem(kv, (:, 1))
-# kv[:, 0][slot] = tokens_first(k)
-verify(getitem_6, index=[slot])  # V
 setitem(getitem_1, slot, transpose)
 record(getitem_1, value=transpose, index=[slot])  # K
 # kv[:, 1][slot] = tokens_first(v)
 getitem_2 = getitem(v, 0)
 transpose_1 = transpose(getitem_2, 0, 1)
 getitem_3 = getitem(kv, (:, 1))
+verify(getitem_3, value=transpose_1, index=[slot])  # V
 setitem(getitem_3, slot, transpose_1)
-record(getitem_6, value=transpose_1, index=[slot])  # V
+record(getitem_3, value=transpose_1, index=[slot])  # V
 # return attend(q, heads_first(kv[:, 0]), heads_first(kv[:, 1]))""",
         )
 

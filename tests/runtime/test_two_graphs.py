@@ -727,3 +727,30 @@ def test_heads_that_are_written_in_a_graph_without_attention_are_no_layers():
         layer.step()
     layer.cache[0, 1, :, 3] = layer.cache[0, 1, :, 1]
     assert layer.told() == [("content", "K", 1, 3)] * 2 * H
+
+
+class AtPosition(Broken):
+    """A token goes to a position that is an int; attention is another graph's."""
+
+    def _forward(self, x, pos, mask):
+        keys, values = self.halves(self.cache)
+        keys.select(2, self.length).copy_(x[:, :, 0] * 2)
+        values.select(2, self.length).copy_(x[:, :, 0] * 3)
+        self.pause()
+        return F.scaled_dot_product_attention(x, keys, values)
+
+    def step(self) -> None:
+        self.compiled(torch.randn(B, H, 1, D), None, None)
+        self.length += 1
+
+
+def test_a_reset_of_interleaved_halves_at_the_position_that_a_graph_was_compiled_for():
+    """K and V of a sequence lie in turns: K's write does not touch what V's check is about."""
+    layer = AtPosition(torch.zeros(B, 2, H, S, D), lambda kv: (kv[:, 0], kv[:, 1]), "V")
+    layer.step()
+    layer.cache.zero_()
+    layer.length = 0
+    layer.step()
+    layer.step()
+    layer.cache.data[1, 1, 0, 0, 2] += 1
+    assert [(check, half) for check, half, *_ in layer.told()] == [("content", "V")]
