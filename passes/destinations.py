@@ -121,14 +121,14 @@ def _with_rows(
         parent, axis, part = picked
         source = reads.source_of(parent)
         shown = reads.is_row_axis(source, axis) or reads.is_token_axis(source, axis)
-        if not shown and not loops.is_row_axis(parent, axis):
+        if not isinstance(part, Full) and not shown and not loops.is_row_axis(parent, axis):
             break
         within = [selection[p] for p in places]
         if isinstance(part, At):
             within.insert(axis, part)
         elif isinstance(within[axis], Full):
             within[axis] = part
-        else:
+        elif not isinstance(part, Full):
             break
         node, selection, turned = parent, within, [turned[left.index(p)] for p in own]
     return node, selection, () if turned == sorted(turned) else tuple(turned)
@@ -172,7 +172,7 @@ def _before_reordering(node: fx.Node, found: Accesses) -> tuple[fx.Node, list[in
 
 
 def _picked_from(node: fx.Node, found: Accesses) -> tuple[fx.Node, int, Part] | None:
-    """``(parent, axis, part)`` if a node is a constant part of one axis of its parent, and nothing else."""
+    """``(parent, axis, part)`` if a node is a constant part of one axis of its parent, or all of it; else None."""
     parent = node.args[0] if node.args else None
     if isinstance(parent, fx.Node) and node.target is operator.getitem and function_name(parent) == "unbind":
         whole = parent.args[0]
@@ -184,6 +184,8 @@ def _picked_from(node: fx.Node, found: Accesses) -> tuple[fx.Node, int, Part] | 
     if picked is None:
         return None
     parts = [(axis, part) for axis, part in enumerate(picked[1]) if not isinstance(part, Full)]
+    if not parts:
+        return picked[0], 0, Full()
     if len(parts) != 1 or not _is_constant(parts[0][1]):
         return None
     return picked[0], *parts[0]

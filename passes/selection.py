@@ -104,6 +104,11 @@ def parse_span(start: Any, stop: Any, size: Any, values: dict[fx.Node, Any]) -> 
     return Span(0 if start is None else start, 2**62 if stop is None else stop)
 
 
+def _parse_narrow(start: Any, length: Any, size: Any, values: dict[fx.Node, Any]) -> Part:
+    whole = _same(static_value(start, values), 0) and _same(static_value(length, values), size)
+    return Full() if whole else Span(start, length=length)
+
+
 def _same(a: Any, b: Any) -> bool:
     """Equal as far as the graph shows: symbolic sizes are equal when they are the same expression."""
     if isinstance(a, int) and isinstance(b, int):
@@ -132,7 +137,8 @@ def selected_by(node: fx.Node, values: dict[fx.Node, Any]) -> tuple[fx.Node, Sel
     if name == "select" and len(args) == 3:
         return parent, _on_axis(shape, args[1], At(args[2]))
     if name == "narrow" and len(args) == 4:
-        return parent, _on_axis(shape, args[1], Span(args[2], length=args[3]))
+        dim = int(args[1]) % len(shape)  # type: ignore[arg-type]
+        return parent, _on_axis(shape, dim, _parse_narrow(args[2], args[3], shape[dim], values))
     if name == "slice" and len(args) >= 4 and (len(args) < 5 or args[4] == 1):
         dim = int(args[1]) % len(shape)  # type: ignore[arg-type]
         return parent, _on_axis(shape, dim, parse_span(args[2], args[3], shape[dim], values))

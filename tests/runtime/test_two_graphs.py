@@ -638,6 +638,32 @@ def test_sequences_behind_tokens_written_one_by_one(behind):
     assert layer.damaged_slots() == {B + 1}
 
 
+class AllRows(Broken):
+    """Tokens in front of sequences, which are named one by one: all of them."""
+
+    def _forward(self, x, pos, mask):
+        keys, values = self.halves(self.cache)
+        keys.narrow(1, 0, B)[pos] = (x * 2).permute(2, 0, 1, 3)
+        self.pause()
+        values.narrow(1, 0, B)[pos] = (x * 3).permute(2, 0, 1, 3)
+        keys, values = (half.permute(1, 2, 0, 3) for half in (keys, values))
+        return F.scaled_dot_product_attention(x, keys, values, mask)
+
+
+def test_a_cleared_crop_where_a_write_takes_a_part_that_is_all_of_the_sequences():
+    """The graph of K has no attention that shows which axis counts sequences; V is divided as K is."""
+    layer = AllRows(torch.zeros(2, S, B, H, D), lambda kv: kv.unbind(0), "K")
+    for _ in range(4):
+        layer.step()
+    layer.cache[:, 3:] = 0
+    layer.length = 3
+    layer.step()
+    layer.cache.data[1, 1, 1, 0] += 1
+    with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
+        layer.step()
+    assert {(v.half, v.slot) for v in caught.value.violations} == {("V", 1)}
+
+
 class Pages(Broken):
     """K and V in pages of their own; a graph writes K alone, into what it does not read."""
 
