@@ -300,7 +300,10 @@ class PoolRegistry:
         if gone:
             self.lost += carry_over(tensor, gone, mine)
         for half in mine:
-            half.order = min([half.order, *(h.order for h in gone if h.place.overlaps(half.place))])
+            before = [h for h in gone if h.place.overlaps(half.place)]
+            half.order = min([half.order, *(h.order for h in before)])
+            if not storage.suspects.isdisjoint(h.id for h in before):  # whose change is still to be judged
+                storage.suspects.add(half.id)
         for half in gone:
             self._forget(storage, half)
 

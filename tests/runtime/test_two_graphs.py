@@ -780,3 +780,32 @@ def test_a_reset_of_interleaved_halves_at_the_position_that_a_graph_was_compiled
     layer.step()
     layer.cache.data[1, 1, 0, 0, 2] += 1
     assert [(check, half) for check, half, *_ in layer.told()] == [("content", "V")]
+
+
+def test_a_prompt_from_outside_where_each_layer_is_divided_anew_in_its_own_graph():
+    """All layers are in one tensor: the first one's graph notices the prompt, and the second one's judges it, too."""
+    backend, kv = CanaryBackend(CanaryConfig(inner="eager")), torch.zeros(2, 2, B, S, D)
+
+    def write(x, kv, layer, position):
+        kv[layer, 0].select(1, position).copy_(x * 2)
+        kv[layer, 1].select(1, position).copy_(x * 3)
+        return x + 1
+
+    def first(x, kv, position):
+        return write(x, kv, 0, position)
+
+    def second(x, kv, position):
+        return write(x, kv, 1, position)
+
+    layers = [torch.no_grad()(torch.compile(f, backend=backend, fullgraph=True)) for f in (first, second)]
+    for layer in layers:
+        layer(torch.randn(B, D), kv, 0)
+    kv[:, :, :, :4] = torch.randn(2, 2, B, 4, D)
+    for layer in layers:
+        layer(torch.randn(B, D), kv, 4)
+    assert backend.session.violations() == []
+    kv.data[1, 0, 1, 2] += 1
+    with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
+        for layer in layers:
+            layer(torch.randn(B, D), kv, 5)
+    assert {(v.check, v.row, v.index) for v in caught.value.violations} == {("content", 1, 2)}
