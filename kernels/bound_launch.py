@@ -17,6 +17,8 @@ import torch
 from triton import knobs
 from triton.compiler import CompiledKernel
 
+from .compile_ahead import launch_or_compile
+
 
 class BoundLaunch:
     """One kernel with its arguments, compiled for them at its first launch.
@@ -51,7 +53,7 @@ class BoundLaunch:
         return self._compiled is not None
 
     def first(self, grid: tuple[int, int, int], changing: Sequence[Any], stream: torch.cuda.Stream | None) -> None:
-        """Compile and launch.
+        """Compile and launch; within :func:`.compile_ahead` no launch, and it is not ready behind it.
 
         Args:
             changing: tensors in the place of addresses.
@@ -62,7 +64,7 @@ class BoundLaunch:
         device = torch.cuda.device(self._device) if self._index is not None else contextlib.nullcontext()
         beside = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
         with device, beside:
-            compiled = self._compiled = self._kernel[grid](*given, num_warps=self._warps)
+            compiled = self._compiled = launch_or_compile(self._kernel, grid, *given, num_warps=self._warps)
         if isinstance(compiled, CompiledKernel):
             self._run = compiled.run
 

@@ -11,6 +11,7 @@ import triton
 
 from ..buffers import Count, IdentityBuffers, Site
 from ..checks import Check, Phase
+from ..compile_ahead import launch_or_compile
 from ..counting import count_op
 from ..slots.identity import identify_with
 from ..writes.geometry import geometry_of, on_device
@@ -29,7 +30,7 @@ from .launch_args import BLOCK_SLOTS, PLAN_TOKENS, plan_args, scan_args, site_ar
 def begin(control_words: torch.Tensor, gate: torch.Tensor) -> None:
     """Start one call of a guarded graph."""
     with on_device(gate):
-        tk.begin_kernel[(1,)](control_words, gate)
+        launch_or_compile(tk.begin_kernel, (1,), control_words, gate)
 
 
 def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int, phase: Phase) -> None:
@@ -38,8 +39,12 @@ def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int
     if n == 0:
         return
     with on_device(slots):
-        tk.plan_kernel[(triton.cdiv(n, PLAN_TOKENS),)](
-            slot_ptr=slots.contiguous(), raw_ptr=raw.contiguous(), **plan_args(site, n, write_id, phase)
+        launch_or_compile(
+            tk.plan_kernel,
+            (triton.cdiv(n, PLAN_TOKENS),),
+            slot_ptr=slots.contiguous(),
+            raw_ptr=raw.contiguous(),
+            **plan_args(site, n, write_id, phase),
         )
 
 
@@ -61,7 +66,9 @@ def _scan(
     geometry = geometry_of(view, layout.slot_axes)
     has_first = first is not None and layout.has_rows
     with on_device(view):
-        tk.scan_kernel[(triton.cdiv(layout.slots, BLOCK_SLOTS),)](
+        launch_or_compile(
+            tk.scan_kernel,
+            (triton.cdiv(layout.slots, BLOCK_SLOTS),),
             first_ptr=first if first is not None and has_first else site.half.rows,
             planned_ptr=planned if planned is not None else site.half.digest,
             PLANNED=planned is not None,
@@ -145,7 +152,9 @@ def _report(
     """Append a ring row for every ``mask``ed entry of the int64 vectors."""
     n = slots.shape[0]
     with on_device(slots):
-        tk.report_kernel[(triton.cdiv(n, 128),)](
+        launch_or_compile(
+            tk.report_kernel,
+            (triton.cdiv(n, 128),),
             mask.contiguous(),
             slots.contiguous(),
             stored.contiguous(),

@@ -15,6 +15,7 @@ import triton
 
 from ..bound_launch import BoundLaunch
 from ..checks import Check
+from ..compile_ahead import launch_or_compile
 from ..ring import BY_BUDGET, UNKNOWN
 from ..side_stream import capturing
 from ..writes.geometry import on_device
@@ -55,7 +56,7 @@ def _launch(
     if kept is None or capturing(device if device.type == "cuda" else None):
         with on_device(space.block):
             for kernel, grid, arguments in launches(space, plan):
-                kernel[grid](**arguments)
+                launch_or_compile(kernel, grid, **arguments)
         return
     history = plan.known_history
     form = what if history is None else (what, history.dtype, history.data_ptr() & 15)
@@ -173,7 +174,9 @@ def _token_args(plan: RequestPlan) -> dict[str, Any]:
     bs, ends = plan.rows.shape[0], plan.ends
     if ends is None:
         ends = torch.empty(bs, dtype=torch.int64, device=plan.slots.device)
-        triton_writes.ends_kernel[(1,)](plan.counts, bs, plan.extend_lens.contiguous(), ends, BLOCK=BLOCK_REQUESTS)
+        launch_or_compile(
+            triton_writes.ends_kernel, (1,), plan.counts, bs, plan.extend_lens.contiguous(), ends, BLOCK=BLOCK_REQUESTS
+        )
     return dict(
         token_ptr=plan.tokens.contiguous(),
         slot_ptr=plan.slots.contiguous(),
@@ -326,7 +329,9 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
         request_checks.check_received(space, plan, received, half_id)
         return
     with on_device(space.block):
-        triton_writes.received_kernel[(triton.cdiv(n, BLOCK_TOKENS),)](
+        launch_or_compile(
+            triton_writes.received_kernel,
+            (triton.cdiv(n, BLOCK_TOKENS),),
             space.block,
             space.slots,
             received_ptr=received.contiguous(),
@@ -379,7 +384,9 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
     if bs == 0 or not plan.table.numel():
         return
     with on_device(space.block):
-        triton_reads.reads_kernel[_over_positions(room, bs)](
+        launch_or_compile(
+            triton_reads.reads_kernel,
+            _over_positions(room, bs),
             extend_ptr=plan.extend_lens.contiguous(),
             pages_ptr=pages,
             pages_stride=pages.stride(0),

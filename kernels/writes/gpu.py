@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 
+from ..compile_ahead import launch_or_compile
 from . import triton_resolve as kernels
 from .geometry import on_device
 from .layout import SlotLayout
@@ -94,7 +95,9 @@ def resolve(
         return plan.resolve(layout, index, extent, device)
     slots, raw = (torch.empty(tokens.n, dtype=torch.int64, device=device) for _ in range(2))
     with on_device(slots):
-        kernels.resolve_kernel[(triton.cdiv(tokens.n, BLOCK_TOKENS),)](
+        launch_or_compile(
+            kernels.resolve_kernel,
+            (triton.cdiv(tokens.n, BLOCK_TOKENS),),
             slot_ptr=slots,
             raw_ptr=raw,
             **resolve_args(tokens, slots),
@@ -140,7 +143,9 @@ def first_positions(layout: SlotLayout, slots: torch.Tensor) -> torch.Tensor | N
     first = torch.empty(layout.rows, dtype=torch.int32, device=slots.device)
     if layout.rows:
         with on_device(slots):
-            kernels.first_kernel[(layout.rows,)](slots, slots.shape[0], first, layout.positions, BLOCK=BLOCK_TOKENS)
+            launch_or_compile(
+                kernels.first_kernel, (layout.rows,), slots, slots.shape[0], first, layout.positions, BLOCK=BLOCK_TOKENS
+            )
     return first
 
 
@@ -158,7 +163,9 @@ def update_rows(
     if last_position is not None:
         source = kernels.FROM_POSITIONS
     with on_device(slots):
-        kernels.rows_kernel[(layout.rows,)](
+        launch_or_compile(
+            kernels.rows_kernel,
+            (layout.rows,),
             slots.contiguous(),
             slots.shape[0],
             rows,

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..config import CanaryConfig
+from ..kernels.compile_ahead import compile_ahead
 from .forward import Forward, check_after, check_before, check_reads, remember
 
 if TYPE_CHECKING:
@@ -103,9 +104,13 @@ def keep(
         if finish is not None:
             finish()
 
-    before()  # no kernel is compiled while a graph is captured
-    after()
-    join()
+    def around() -> None:
+        before()
+        after()
+        join()
+
+    compile_ahead(around, device)
+    around()  # no kernel is compiled while a graph is captured
     return KeptForward(
         requests, tokens, forward, _captured(device, before), _captured(device, after), {tokens: context}
     )

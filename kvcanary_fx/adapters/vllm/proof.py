@@ -16,6 +16,7 @@ from ...engine.layers import LayerChecks
 from ...engine.session import EngineSession
 from ...errors import SelfTestError
 from ...install import install_canary
+from ...kernels.compile_ahead import compile_ahead
 from ...kernels.layer_ops import record_layer, verify_layer
 from ...reports.summary import muted
 from .pools import Group
@@ -49,6 +50,7 @@ def _failures(group: Group, config: CanaryConfig) -> list[tuple[str, str, list[s
     assert session is not None
     session.mark_ready()
     try:
+        compile_ahead(lambda: _forwards(session, group, slot), table.device)
         _write(rows, 60)
         _forward(session, group, slot, 0)
         early = session.violations()
@@ -69,6 +71,11 @@ def _write(rows: Sequence[torch.Tensor], number: int) -> None:
     """Elements of 8 bits are written as bytes: not every type of them takes numbers."""
     for row in rows:
         (row.view(torch.uint8) if row.element_size() == 1 else row).fill_(number)
+
+
+def _forwards(session: EngineSession, group: Group, slot: int) -> None:
+    for prefix in (0, 1):
+        _forward(session, group, slot, prefix)
 
 
 def _forward(session: EngineSession, group: Group, slot: int, prefix: int) -> None:

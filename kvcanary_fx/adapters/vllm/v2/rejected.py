@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ....kernels.compile_ahead import launch_or_compile
 from ....kernels.slots.space import Column, Flag, SlotSpace
 from ....kernels.writes.geometry import on_device
 
@@ -79,7 +80,9 @@ class Rejected:
 
         requests = rejected.shape[0]
         with on_device(self._words):
-            rejected_kernel[(-(-requests * self._drafts // BLOCK),)](
+            launch_or_compile(
+                rejected_kernel,
+                (-(-requests * self._drafts // BLOCK),),
                 starts,
                 rejected,
                 requests,

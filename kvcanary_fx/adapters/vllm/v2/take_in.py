@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ....kernels.compile_ahead import launch_or_compile
 from ....kernels.ring import HALF_FORWARD, HALF_STEP
 from ....kernels.staging import lasting
 from ....kernels.writes.geometry import on_device
@@ -166,7 +167,9 @@ class TakeIn:
         landing, inputs = self._landing, self._inputs
         most = max(requests, tokens, PAGES)
         with on_device(inputs.counts):
-            take_in_kernel[(-(-most // BLOCK),)](
+            launch_or_compile(
+                take_in_kernel,
+                (-(-most // BLOCK),),
                 landing.words,
                 landing.room,
                 inputs.counts,

@@ -9,6 +9,7 @@ import torch
 
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
+from ....kernels.compile_ahead import compile_ahead
 from ....kernels.content.gpu_layer import FEW_SLOTS
 from ....kernels.layer_ops import record_layer
 from ..pools import Group
@@ -36,7 +37,11 @@ class WarmUp:
 
     def run(self, session: EngineSession) -> None:
         """Steps of few tokens and of many, with a history and without: they have kernels of their own."""
-        checks = self._layers = LayerChecks(session)
+        compile_ahead(lambda: self._steps(session, LayerChecks(session)), self._runner.device)
+        self._layers = LayerChecks(session)
+        self._steps(session, self._layers)
+
+    def _steps(self, session: EngineSession, checks: LayerChecks) -> None:
         most = min(self._runner.max_num_tokens, *(self._slots(group) for group in self._groups))
         for tokens in dict.fromkeys((1, min(FEW_SLOTS + 1, most))):
             for history in (False, True):

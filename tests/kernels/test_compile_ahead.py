@@ -1,0 +1,47 @@
+"""Kernels that are compiled beside each other before their first launch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from kvcanary_fx.kernels.compile_ahead import compile_ahead
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
+def test_kernels_are_compiled_beside_each_other_and_not_launched():
+    """In a process of its own: here the interpreter has taken the compiler's place."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    scenes = str(Path(__file__).with_name("compile_ahead_scenes.py"))
+    script = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--noconftest", scenes]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert done.stdout.startswith("....")
+
+
+def test_nothing_runs_ahead_on_a_cpu():
+    compile_ahead(lambda: pytest.fail("ran"), torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_a_session_compiles_its_kernels_ahead_of_its_first_step(tmp_path, monkeypatch):
+    """After the steps ran once with nothing but compilations, they compile nothing."""
+    from toy import Toy
+
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    toy = Toy(device="cuda")
+    toy.add("A", [5, 6, 7, 8])
+    steps = lambda: toy.run({"A": [3, 4]})  # noqa: E731
+    compile_ahead(steps, torch.device("cuda"))
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *, repr, **_: compiled.append(repr))
+    steps()
+    torch.cuda.synchronize()
+    assert compiled == []
+    assert toy.session.violations() == []
