@@ -17,7 +17,7 @@ import tempfile
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ...engine.observers.stats import EngineStats
@@ -67,11 +67,9 @@ class Counts:
         self._steps = 0  # that the file includes
         self._lost = False  # whether its directory is gone
 
-    @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
-        """Around code whose counts must not be read while it runs: a forward."""
-        with self._lock:
-            yield
+    def busy(self) -> threading.Lock:
+        """Held by code whose counts must not be read while it runs: a forward."""
+        return self._lock
 
     def follow(self, *sessions: EngineSession, every: float = EVERY, beside: bool = False) -> None:
         """Start writing the summed counts of sessions, as long as all of them live.

@@ -164,9 +164,12 @@ class Guard:
         """The session, and the draft's if there is one."""
         return [self.session] if self.drafts is None else [self.session, self.drafts.session]
 
-    @contextlib.contextmanager
-    def step(self, scheduled: Any) -> Iterator[None]:
+    def step(self, scheduled: Any) -> contextlib.AbstractContextManager[None]:
         """Around one step of the runner."""
+        return self._step(scheduled)
+
+    @contextlib.contextmanager
+    def _step(self, scheduled: Any) -> Iterator[None]:
         self.scheduled = scheduled
         told: Message | None = getattr(scheduled, ATTRIBUTE, None)
         if self._allocations != (told is not None):  # a scheduler of another make, or in an unguarded process

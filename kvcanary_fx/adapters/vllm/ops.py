@@ -61,12 +61,22 @@ _GUARDED: contextvars.ContextVar[Guarded | None] = contextvars.ContextVar("kvcan
 @contextlib.contextmanager
 def one_forward(rows: torch.Tensor | None = None) -> Iterator[Guarded]:
     """Around the model: no layer has been guarded yet."""
-    guarded = Guarded(rows)
-    token = _GUARDED.set(guarded)
+    guarded, token = begin_forward(rows)
     try:
         yield guarded
     finally:
-        _GUARDED.reset(token)
+        end_forward(token)
+
+
+def begin_forward(rows: torch.Tensor | None = None) -> tuple[Guarded, contextvars.Token[Guarded | None]]:
+    """:func:`one_forward` where a generator is too slow; the second is for :func:`end_forward`."""
+    guarded = Guarded(rows)
+    return guarded, _GUARDED.set(guarded)
+
+
+def end_forward(token: contextvars.Token[Guarded | None]) -> None:
+    """The model has run, or raised."""
+    _GUARDED.reset(token)
 
 
 def verify(output: torch.Tensor, layer_name: LayerNameType) -> None:

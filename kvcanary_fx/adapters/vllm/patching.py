@@ -53,6 +53,10 @@ def wrap_in_all(base: type, name: str, around: Callable[..., Any]) -> None:
     Raises:
         EngineError: the base has no such method.
     """
+    overriding = list(overrides(base, name))
+    if not overriding:
+        wrap(base, name, around)
+        return
     running: set[tuple[int, int]] = set()
 
     def outermost(original: Callable[..., Any], this: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,5 +70,5 @@ def wrap_in_all(base: type, name: str, around: Callable[..., Any]) -> None:
             running.discard(call)
 
     wrap(base, name, outermost)
-    for cls in overrides(base, name):
+    for cls in overriding:
         wrap(cls, name, outermost)

@@ -52,8 +52,10 @@ class Ledger:
         for new in scheduled.scheduled_new_reqs:
             self._replace(new.req_id, new.block_ids)
         cached = scheduled.scheduled_cached_reqs
+        if not any(cached.new_block_ids):  # few requests of a step get pages
+            return
         for request, pages in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if pages is not None:  # which few have in a step
+            if pages is not None:
                 (self._replace if request in cached.resumed_req_ids else self._extend)(request, pages)
 
     def show(self, requests: Sequence[str]) -> None:

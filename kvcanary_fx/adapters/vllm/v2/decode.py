@@ -51,7 +51,6 @@ class DecodeSteps:
         self._lengths = runner.input_buffers.seq_lens.data_ptr()
         self._kept = [self._keep(take_in, reads, finish, *size) for size in _sizes(runner)]
         self._known: tuple[Any, ...] = ()  # what the landing has of the requests
-        self._index = self._added = np.empty(0, dtype=np.int64)
 
     def _keep(
         self, take_in: TakeIn, reads: Sequence[Reads], finish: Callable[[], None], requests: int, tokens: int
@@ -99,32 +98,30 @@ class DecodeSteps:
             namespaces: by the request's id, if not 0.
         """
         requests, tokens = batch.num_reqs, batch.num_tokens
-        rows = self._rows.rows_of(batch.req_ids)
+        self._tell_requests(batch, namespaces)
         pages = self._rows.new_pages()
         if len(pages) > PAGES:
             self._rows.write(pages)
             pages = []
-        self._tell_requests(batch, rows, namespaces)
 
         def send(step: int) -> None:
             self._landing.send(requests, tokens, step, pages)
 
         return self._checks.kept(kept, send, requests, tokens)
 
-    def _tell_requests(self, batch: Any, rows: Sequence[int], namespaces: Mapping[str, int]) -> None:
+    def _tell_requests(self, batch: Any, namespaces: Mapping[str, int]) -> None:
         """Write what is said of each request, unless it is what the landing has."""
-        added = batch.num_scheduled_tokens
-        known = self._rows.moved, namespaces and dict(namespaces), batch.num_draft_tokens > 0, batch.req_ids
-        same = known == self._known and np.array_equal(batch.idx_mapping_np, self._index)
-        if same and np.array_equal(added, self._added):
+        index, added, drafted = batch.idx_mapping_np, batch.num_scheduled_tokens, batch.num_draft_tokens > 0
+        said = batch.req_ids, self._rows.moved, index.tobytes(), added.tobytes(), drafted, namespaces
+        if said == self._known:
             return
-        self._known = (*known[:-1], list(batch.req_ids))
-        self._index, self._added = np.array(batch.idx_mapping_np), np.array(added)  # vLLM may write to its own
-        if self._adaptive and batch.num_draft_tokens:  # the device decides how many each gets
+        rows = self._rows.rows_of(batch.req_ids)
+        self._known = list(batch.req_ids), self._rows.moved, *said[2:5], dict(namespaces)  # vLLM writes to its own
+        if self._adaptive and drafted:  # the device decides how many each gets
             added = np.full(batch.num_reqs, -1)
         owners = self._session.ids.hashes(batch.req_ids)
-        spaces = [namespaces.get(request, 0) for request in batch.req_ids] if namespaces else [0] * batch.num_reqs
-        self._landing.requests(rows, owners, spaces, self._index, added)
+        spaces = [namespaces.get(request, 0) for request in batch.req_ids]
+        self._landing.requests(rows, owners, spaces, index, added)
 
 
 def _inputs(runner: Any, groups: Sequence[Group], session: EngineSession, clock: torch.Tensor, rows: Rows) -> Inputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -46,51 +47,60 @@ class Forwards:
 
     def begin(
         self,
-        opened: contextlib.ExitStack,
         batch: Any,
         metadata: Any,
         joined: Sequence[Any],
         namespaces: Mapping[str, int],
         in_flight: bool,
-    ) -> None:
+    ) -> contextlib.AbstractContextManager[Any]:
         """The model is about to run.
 
         Args:
-            opened: ends the checks.
             batch: vLLM's ``InputBatch``, prepared.
             metadata: of attention, by layer; None: in the forward context.
             joined: the requests that are new in this step.
             namespaces: by the request's id, if not 0.
             in_flight: another request writes some request's prefix in this forward.
+
+        Returns:
+            What ends the checks; it was entered.
         """
         # what a request takes up from the prefix cache; what it wrote itself is compared by the chain of tokens
         prompts = {new.req_id: new.prefill_token_ids or () for new in joined if new.num_computed_tokens}
         kept = None if prompts or in_flight else self._decode.kept(batch)
         self.kept = kept is not None
+        running: contextlib.AbstractContextManager[Any]
         if kept is not None:
-            opened.enter_context(self._decode.step(kept, batch, namespaces))
+            running = self._decode.step(kept, batch, namespaces)
+            running.__enter__()
         else:
             self._decode.overwritten()
-            self._begin_anew(opened, batch, prompts, namespaces, in_flight)
-        self._compare_tables(batch, metadata, kept)
+            running = self._begin_anew(batch, prompts, namespaces, in_flight)
+        try:
+            self._compare_tables(batch, metadata, kept)
+        except BaseException:
+            running.__exit__(*sys.exc_info())
+            raise
+        return running
 
     def _begin_anew(
         self,
-        opened: contextlib.ExitStack,
         batch: Any,
         prompts: Mapping[str, Sequence[int]],
         namespaces: Mapping[str, int],
         in_flight: bool,
-    ) -> None:
+    ) -> contextlib.AbstractContextManager[Any]:
         """Of a batch with a prompt, or a larger one than was captured."""
         rows = self._rows.rows_of(batch.req_ids)
         self._rows.write(self._rows.new_pages())
         fields = make_batch(self._runner, batch, self._groups, rows, namespaces, in_flight)
         if prompts:
             fields["history"], fields["history_lens"] = histories(batch.req_ids, prompts)
-        opened.enter_context(self._session.step(fields))
-        opened.enter_context(self._session.forward())
-        opened.enter_context(self._checks.publish())
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(self._session.step(fields))
+            opened.enter_context(self._session.forward())
+            opened.enter_context(self._checks.publish())
+            return opened.pop_all()
 
     def _compare_tables(self, batch: Any, metadata: Any, kept: KeptForward | None) -> None:
         """Compare the block tables that the attention kernels get with the scheduler's.

@@ -62,8 +62,7 @@ class GuardV2(Guard):
         self._runner = runner
         self._room = runner.max_num_reqs, runner.max_num_tokens
         self._warm_up = WarmUp(runner, groups)
-        self._open: contextlib.ExitStack | None = None  # our step, while the model runs
-        self._guarded = ops.Guarded()
+        self._open: _Open | None = None  # our step, while the model runs
         self._tokens = self._replayed = 0  # of the running forward; the second, of the graph that is it
         self.drafting = Drafting(runner, groups)
         self._layers_of_ours = sum(len(group.layers) for group in groups) - self.drafting.layers
@@ -157,13 +156,15 @@ class GuardV2(Guard):
 
     # ---- steps
 
-    @contextlib.contextmanager
-    def step(self, scheduled: Any) -> Iterator[None]:
+    def step(self, scheduled: Any) -> contextlib.AbstractContextManager[None]:
         """Around one step of the runner."""
+        return _Step(self, scheduled)
+
+    def begin_step(self, scheduled: Any) -> None:
+        """The runner is about to prepare a batch."""
         told: Message | None = getattr(scheduled, ATTRIBUTE, None)
         if told is None:
             self._require_warm_up(scheduled)
-            yield
             return
         with self._counts.busy():  # another thread may be reading violations, and send what is queued for the device
             self.books.apply(told.events, told.stacks)
@@ -174,13 +175,13 @@ class GuardV2(Guard):
         self.namespaces.update(told.namespaces)
         self.rows.take(scheduled)
         self.scheduled = scheduled
-        try:
-            yield
-        finally:
-            self.scheduled = None
-            if self._open is not None:  # the model raised
-                opened, self._open = self._open, None
-                opened.__exit__(*sys.exc_info())
+
+    def end_step(self) -> None:
+        """The step is over, also if something in it raised."""
+        self.scheduled = None
+        opened, self._open = self._open, None
+        if opened is not None:  # the model raised
+            opened.end(*sys.exc_info())
 
     def _require_warm_up(self, scheduled: Any) -> None:
         """vLLM's own warm-up calls the runner without a scheduler; who else reports no blocks does not know the canary.
@@ -222,15 +223,16 @@ class GuardV2(Guard):
         self._stale = True
         self._tokens = batch.num_tokens_after_padding
         self._replayed = self._tokens if metadata is not None else 0  # vLLM gives it where there is no context
-        with contextlib.ExitStack() as opened:
-            opened.enter_context(self._counts.busy())
+        opened = _Open(self)
+        try:
             self.books.settle(in_flight)
-            opened.callback(self.books.after_forward)
             new = self.scheduled.scheduled_new_reqs
-            self._forwards.begin(opened, batch, metadata, new, self.namespaces, self.in_flight)
+            opened.running = self._forwards.begin(batch, metadata, new, self.namespaces, self.in_flight)
             self.drafting.begin(batch.num_draft_tokens)
-            self._guarded = opened.enter_context(ops.one_forward())
-            self._open = opened.pop_all()
+        except BaseException:
+            opened.end(*sys.exc_info())
+            raise
+        self._open = opened
 
     def _look_at_unread(self) -> None:
         """Read the violations of steps whose tokens nobody reads on this rank."""
@@ -246,8 +248,8 @@ class GuardV2(Guard):
         opened, self._open = self._open, None
         if opened is None:
             return
-        opened.close()
-        inside, outside = len(self._guarded.in_graph), len(self._guarded.outside)
+        opened.end()
+        inside, outside = len(opened.guarded.in_graph), len(opened.guarded.outside)
         self.calls_in_graph += inside
         self.calls_outside += outside
         seen = self.layers_in_graphs.get(self._replayed, 0) if self._replayed else inside + outside
@@ -294,3 +296,43 @@ class GuardV2(Guard):
         if self._ends_engine:
             self.session.check()
         return self.reactions.take_verdict()
+
+
+class _Step:
+    """Around a step of the runner: a generator would take longer than what it calls."""
+
+    def __init__(self, guard: GuardV2, scheduled: Any):
+        self._guard, self._scheduled = guard, scheduled
+
+    def __enter__(self) -> None:
+        self._guard.begin_step(self._scheduled)
+
+    def __exit__(self, *_: object) -> None:
+        self._guard.end_step()
+
+
+class _Open:
+    """A forward of ours while the model runs.
+
+    Attributes:
+        running: the checks around the model, once they have begun.
+        guarded: the layers that were guarded so far.
+    """
+
+    def __init__(self, guard: GuardV2):
+        self._busy, self._books = guard._counts.busy(), guard.books
+        self.running: contextlib.AbstractContextManager[Any] | None = None
+        self._busy.acquire()
+        self.guarded, self._token = ops.begin_forward()
+
+    def end(
+        self, kind: type[BaseException] | None = None, error: BaseException | None = None, trace: Any = None
+    ) -> None:
+        """The model has run, or raised."""
+        ops.end_forward(self._token)
+        try:
+            if self.running is not None:
+                self.running.__exit__(kind, error, trace)
+        finally:
+            self._books.after_forward()
+            self._busy.release()

@@ -17,7 +17,7 @@ class Rows(Ledger):
     in each step, and the tables of :class:`.Ledger` are copied whole.
 
     Attributes:
-        moved: how often a request got a row.
+        moved: how often a request got a row or gave it back.
     """
 
     def __init__(self, max_requests: int, widths: Sequence[int], device: torch.device):
@@ -39,6 +39,7 @@ class Rows(Ledger):
             row = self._row_of.pop(request, None)
             if row is not None:
                 self._free.append(row)
+                self.moved += 1
         super().take(scheduled)
 
     def _extend(self, request: str, pages: Sequence[Sequence[int]]) -> None:
