@@ -21,6 +21,7 @@ from ..errors import MissingContextError
 if TYPE_CHECKING:
     from .buffers import IdentityBuffers, Site
     from .content.layer import LayerRecord
+    from .held import Held
     from .ring import Control
     from .side_stream import SideStream
     from .slots.space import RequestPlan
@@ -45,6 +46,7 @@ class ForwardContext:
         sides: the stream on which the checks of layers run, by device; in the model's own stream where there is none.
         halves_beside: the graph lets its checks around writes run beside the model, where it is captured.
         compared: the bytes of all layers have been compared already, before the model.
+        held: takes what the layers wrote, which is recorded when the model has run; None: each layer records.
     """
 
     sites: tuple[Site, ...]
@@ -59,6 +61,7 @@ class ForwardContext:
     sides: Mapping[torch.device, SideStream] = dataclasses.field(default_factory=dict)
     halves_beside: bool = False
     compared: bool = False
+    held: Held | None = None
 
 
 _CONTEXT: contextvars.ContextVar[ForwardContext | None] = contextvars.ContextVar("kvcanary_forward", default=None)

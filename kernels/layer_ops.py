@@ -82,6 +82,9 @@ def record_in(
     if record is None or plan is None or plan.real_slots is None:
         _count(context, record, device)
         return
+    if context.held is not None:
+        context.held.take(record, plan, key, value)
+        return
     if side is not None:
         side.start()
         if not context.joins:

@@ -116,6 +116,11 @@ def layer_kernels_for(device: torch.device) -> ModuleType:
     return importlib.import_module(".content.gpu_layer", __package__) if device.type == "cuda" else layer_records
 
 
+def held_kernels_for(device: torch.device) -> ModuleType:
+    """The implementation of the record of several layers at once."""
+    return importlib.import_module(".content.gpu_held", __package__) if device.type == "cuda" else layer_records
+
+
 def _begin(state: torch.Tensor) -> None:
     context = get_forward_context()
     control = context.controls[state.device]

@@ -306,11 +306,9 @@ class LayerRecord(layer.LayerRecord):
         slots = plan.real_slots
         assert slots is not None
         n, written = slots.shape[0], self.written
-        rows = [_rows_in_place(half, operands, plan) for half in written]
-        values = [r.rows for r in rows]
-        parts = _record_parts([h.site for h in written], [h.view for h in written], values, n)
+        parts, in_place = _parts_of(self, plan, operands)
         place_of = {id(part): half.place for part, half in zip(parts, written, strict=True)}
-        launches, ops, repeats = [], self.ops, all(r.in_place for r in rows)
+        launches, ops, repeats = [], self.ops, in_place
         for a, b in in_launches(parts):
             launch, halves = _record(a, b, n, layer.WRITE, ops, False), 1 if a is b else 2
             bases = _operands(a, b)
@@ -320,6 +318,25 @@ class LayerRecord(layer.LayerRecord):
             ops, repeats = 0, repeats and launch.ready
         if repeats:
             self._forms[seen] = _Form(launches)
+
+
+def operand_parts(
+    record: layer.LayerRecord, plan: RequestPlan, key: torch.Tensor | None, value: torch.Tensor | None
+) -> list[Part] | None:
+    """The halves that a layer writes, each with its operand; None if an operand is not where its rows are."""
+    parts, in_place = _parts_of(record, plan, (key, value))
+    return parts if in_place else None
+
+
+def _parts_of(
+    record: layer.LayerRecord, plan: RequestPlan, operands: tuple[torch.Tensor | None, torch.Tensor | None]
+) -> tuple[list[Part], bool]:
+    slots = plan.real_slots
+    assert slots is not None
+    written = record.written
+    rows = [_rows_in_place(half, operands, plan) for half in written]
+    sites, views = [h.site for h in written], [h.view for h in written]
+    return _record_parts(sites, views, [r.rows for r in rows], slots.shape[0]), all(r.in_place for r in rows)
 
 
 @dataclasses.dataclass(frozen=True)

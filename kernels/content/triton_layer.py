@@ -19,6 +19,7 @@ from ..words import (
 )
 from .triton_digest import add_words, digest_of_rows, digests_of_sums, load_words
 from .triton_half import PER_SITE, packed, report, report_poison
+from .triton_pool import half_at, units_at
 
 
 @triton.jit
@@ -105,37 +106,21 @@ def record_slots(
         tl.store(digest_ptr + slots_total + at, h2, mask=kept)
 
 
-@triton.jit(do_not_specialize=PER_SITE)
-def record_kernel(
-    base, value_base,  # first units of the pool's view and of the operand
-    other_base, other_value_base,  # those of another half that is like it, for the second row of the grid
-    slot_ptr, n,  # int64 [n]
-    gate_ptr, ops,  # int64 [len(Gate)]
-    counters_ptr, other_counters_ptr,  # int64 [len(Count)]
-    stamp_ptr, stamp_count, write_id,  # int64 [2, stamp_count]
-    block_ptr, planned_ptr, clock_ptr,  # of an engine's pool: int32 [slots + 1, 8], int64 [slots + 1], int32 [1]
-    coef_ptr,  # int32 [2, words_in_row]
-    digest_ptr, other_digest_ptr,  # int32 [PLANES, slots_total]
-    words_ptr, ring_ptr, capacity, rows_ptr, other_rows_ptr,
-    slots_total, seed1, seed2, other_seed1, other_seed2, words_in_row, half, other_half, positions,
-    slot_stride0, slot_stride1, token_stride, other_token_stride,
-    units, n1, n2, n3, d0, d1, d2, d3,
-    v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
+@triton.jit
+def record_half(
+    base, value_base, token_stride, counters_ptr, digest_ptr, rows_ptr, seed1, seed2, half,
+    slot_ptr, n, gate_ptr, ops, stamp_ptr, stamp_count, write_id, block_ptr, planned_ptr, clock_ptr, coef_ptr,
+    words_ptr, ring_ptr, capacity, slots_total, words_in_row, positions, slot_stride0, slot_stride1,
+    units, n1, n2, n3, d0, d1, d2, d3, v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, OPERAND: tl.constexpr, HAS_SPACE: tl.constexpr,
     UNIT: tl.constexpr, OPERAND_UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr,
     POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
     PLANNED: tl.constexpr,
 ):  # fmt: skip
-    """A bounded number of programs loops over the slots: with one each, their atomic adds were serialised."""
-    other = tl.program_id(1) == 1
-    base = tl.where(other, other_base, base)
-    value_base = tl.where(other, other_value_base, value_base)
-    token_stride = tl.where(other, other_token_stride, token_stride)
-    counters_ptr = tl.where(other, other_counters_ptr, counters_ptr)
-    digest_ptr = tl.where(other, other_digest_ptr, digest_ptr)
-    rows_ptr = tl.where(other, other_rows_ptr, rows_ptr)
-    seed1, seed2 = tl.where(other, other_seed1, seed1), tl.where(other, other_seed2, seed2)
-    half = tl.where(other, other_half, half)
+    """One half.
+
+    A bounded number of programs loops over the slots: with one each, their atomic adds were serialised.
+    """
     if tl.program_id(0) == 0:
         tl.atomic_add(counters_ptr + COUNT_RECORD_RUNS, tl.full([], 1, tl.int64), sem="relaxed")
         if HAS_SPACE:
@@ -163,3 +148,75 @@ def record_kernel(
         )  # fmt: skip
     if recorded > 0:
         tl.atomic_add(counters_ptr + COUNT_RECORDED, recorded, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=PER_SITE)
+def record_kernel(
+    base, value_base,  # first units of the pool's view and of the operand
+    other_base, other_value_base,  # those of another half that is like it, for the second row of the grid
+    slot_ptr, n,  # int64 [n]
+    gate_ptr, ops,  # int64 [len(Gate)]
+    counters_ptr, other_counters_ptr,  # int64 [len(Count)]
+    stamp_ptr, stamp_count, write_id,  # int64 [2, stamp_count]
+    block_ptr, planned_ptr, clock_ptr,  # of an engine's pool: int32 [slots + 1, 8], int64 [slots + 1], int32 [1]
+    coef_ptr,  # int32 [2, words_in_row]
+    digest_ptr, other_digest_ptr,  # int32 [PLANES, slots_total]
+    words_ptr, ring_ptr, capacity, rows_ptr, other_rows_ptr,
+    slots_total, seed1, seed2, other_seed1, other_seed2, words_in_row, half, other_half, positions,
+    slot_stride0, slot_stride1, token_stride, other_token_stride,
+    units, n1, n2, n3, d0, d1, d2, d3,
+    v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, OPERAND: tl.constexpr, HAS_SPACE: tl.constexpr,
+    UNIT: tl.constexpr, OPERAND_UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr,
+    POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    PLANNED: tl.constexpr,
+):  # fmt: skip
+    """The halves of a layer."""
+    other = tl.program_id(1) == 1
+    base = tl.where(other, other_base, base)
+    value_base = tl.where(other, other_value_base, value_base)
+    token_stride = tl.where(other, other_token_stride, token_stride)
+    counters_ptr = tl.where(other, other_counters_ptr, counters_ptr)
+    digest_ptr = tl.where(other, other_digest_ptr, digest_ptr)
+    rows_ptr = tl.where(other, other_rows_ptr, rows_ptr)
+    seed1, seed2 = tl.where(other, other_seed1, seed1), tl.where(other, other_seed2, seed2)
+    half = tl.where(other, other_half, half)
+    record_half(
+        base, value_base, token_stride, counters_ptr, digest_ptr, rows_ptr, seed1, seed2, half,
+        slot_ptr, n, gate_ptr, ops, stamp_ptr, stamp_count, write_id, block_ptr, planned_ptr, clock_ptr, coef_ptr,
+        words_ptr, ring_ptr, capacity, slots_total, words_in_row, positions, slot_stride0, slot_stride1,
+        units, n1, n2, n3, d0, d1, d2, d3, v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
+        HAS_ROWS, TWO_AXES, OPERAND, HAS_SPACE, UNIT, OPERAND_UNIT, ELEMENT, PLANES, POISON_MASK, POISON_BITS, BLOCK,
+        BLOCK_WORDS, PLANNED,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=PER_SITE)
+def record_pool_kernel(
+    table_ptr,  # int64 [halves, TABLE_COLUMNS], see :mod:`.gpu_pool`
+    given_ptr,  # int64 [rows of the grid, 3]: row of the table, address of the operand, its units from token to token
+    slot_ptr, n,  # int64 [n]
+    gate_ptr, ops,  # int64 [len(Gate)]
+    stamp_ptr, stamp_count, write_id,  # int64 [2, stamp_count]
+    block_ptr, planned_ptr, clock_ptr,  # int32 [slots + 1, 8], int64 [slots + 1], int32 [1]
+    coef_ptr,  # int32 [2, words_in_row]
+    words_ptr, ring_ptr, capacity, slots_total, words_in_row, positions, slot_stride0, slot_stride1,
+    units, n1, n2, n3, d0, d1, d2, d3,
+    v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
+    HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, OPERAND: tl.constexpr, HAS_SPACE: tl.constexpr,
+    UNIT: tl.constexpr, OPERAND_UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr,
+    POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    PLANNED: tl.constexpr, ALIGNED: tl.constexpr, OPERANDS_ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """The halves of several layers, a row of the grid each."""
+    given = given_ptr + tl.program_id(1) * 3
+    base, digest_ptr, seed1, seed2, half, rows_ptr, counters_ptr = half_at(table_ptr, tl.load(given), UNIT, ALIGNED)
+    value_base = units_at(tl.load(given + 1), OPERAND_UNIT, OPERANDS_ALIGNED)
+    record_half(
+        base, value_base, tl.load(given + 2), counters_ptr, digest_ptr, rows_ptr, seed1, seed2, half,
+        slot_ptr, n, gate_ptr, ops, stamp_ptr, stamp_count, write_id, block_ptr, planned_ptr, clock_ptr, coef_ptr,
+        words_ptr, ring_ptr, capacity, slots_total, words_in_row, positions, slot_stride0, slot_stride1,
+        units, n1, n2, n3, d0, d1, d2, d3, v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
+        HAS_ROWS, TWO_AXES, OPERAND, HAS_SPACE, UNIT, OPERAND_UNIT, ELEMENT, PLANES, POISON_MASK, POISON_BITS, BLOCK,
+        BLOCK_WORDS, PLANNED,
+    )  # fmt: skip

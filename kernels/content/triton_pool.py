@@ -20,20 +20,33 @@ _COLUMNS: tl.constexpr = tl.constexpr(TABLE_COLUMNS)
 
 
 @triton.jit
-def half_of(table_ptr, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
-    """What the table says of the half that this row of the grid is for.
+def units_at(address, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Memory of elements of ``UNIT`` bytes.
 
     The compiler does not know the alignment of an address from memory: with ALIGNED the caller promises 16 bytes.
     """
-    entry = table_ptr + tl.program_id(1) * _COLUMNS
     if UNIT == 4:
-        base = tl.load(entry).to(tl.pointer_type(tl.int32))
+        base = address.to(tl.pointer_type(tl.int32))
     elif UNIT == 2:
-        base = tl.load(entry).to(tl.pointer_type(tl.int16))
+        base = address.to(tl.pointer_type(tl.int16))
     else:
-        base = tl.load(entry).to(tl.pointer_type(tl.int8))
+        base = address.to(tl.pointer_type(tl.int8))
     if ALIGNED:
         base = tl.multiple_of(base, 16)
+    return base
+
+
+@triton.jit
+def half_of(table_ptr, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
+    """What the table says of the half that this row of the grid is for."""
+    return half_at(table_ptr, tl.program_id(1), UNIT, ALIGNED)
+
+
+@triton.jit
+def half_at(table_ptr, row, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
+    """:func:`half_of`, of a row of the table."""
+    entry = table_ptr + row * _COLUMNS
+    base = units_at(tl.load(entry), UNIT, ALIGNED)
     digest_ptr = tl.load(entry + 1).to(tl.pointer_type(tl.int32))
     rows_ptr = tl.load(entry + 5).to(tl.pointer_type(tl.int32))
     counters_ptr = tl.load(entry + 6).to(tl.pointer_type(tl.int64))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from ..kernels.context import publish, withdraw
+from ..kernels.held import Held
 from ..runtime.pace import Sample
 from .kept_forward import KeptForward
 from .steps import Steps
@@ -23,15 +25,17 @@ class KeptStep:
         send: Callable[[int], None],
         size: tuple[int, int],
         measure: Callable[[], Sample | None],
+        held: Held | None = None,
     ):
         """
         Args:
             send: copies to the device what ``take_in`` needs, given the number of the step.
             size: requests and tokens of the batch.
             measure: begins a measurement, if one is due.
+            held: takes what the layers wrote until the model has run.
         """
         self._steps, self._kept, self._send, self._size = steps, kept, send, size
-        self._measure = measure
+        self._measure, self._held = measure, held
 
     def __enter__(self) -> None:
         self._sample = self._measure()
@@ -40,7 +44,8 @@ class KeptStep:
         except BaseException:
             self._steps.leave_kept()
             raise
-        self._published = publish(self._kept.context(self._size[1]))
+        context = self._kept.context(self._size[1])
+        self._published = publish(context if self._held is None else dataclasses.replace(context, held=self._held))
         if self._sample is not None:
             self._sample.model_runs()
 
@@ -50,8 +55,12 @@ class KeptStep:
             if kind is None:
                 if self._sample is not None:
                     self._sample.model_ran()
+                if self._held is not None:
+                    self._held.flush()
                 self._steps.end_kept(self._kept)
                 if self._sample is not None:
                     self._sample.end()
+            elif self._held is not None:
+                self._held.drop()
         finally:
             self._steps.leave_kept()

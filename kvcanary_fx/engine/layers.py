@@ -39,6 +39,7 @@ from ..errors import SessionStateError, UnknownLayerError
 from ..kernels.buffers import Gate
 from ..kernels.content.layer import LayerRecord
 from ..kernels.context import ForwardContext, forward_context
+from ..kernels.held import Held
 from ..kernels.layer_ops import record_in, verify_in
 from ..kernels.ops import kernels_for, request_kernels_for
 from ..kernels.ring import Word
@@ -56,6 +57,7 @@ class LayerChecks:
 
     Attributes:
         gates: int64 ``[len(Gate)]`` for each device that a pool is on.
+        held: what the layers of a forward wrote, where it is recorded when the model has run.
         running: whether a forward of the session is running; without one there is no plan to check against.
     """
 
@@ -64,6 +66,7 @@ class LayerChecks:
         devices = dict.fromkeys(pool.declared.device for pool in session.pools.values())
         self.gates = {d: torch.zeros(len(Gate), dtype=torch.int64, device=d) for d in devices}
         self._layers = session.pools.layer_records(self.gates)
+        self.held = Held(self._layers.values())
         session.eager_layers = tuple(self._layers)
 
     @property
@@ -71,8 +74,13 @@ class LayerChecks:
         return self._steps.running is not None
 
     @contextlib.contextmanager
-    def publish(self) -> Iterator[None]:
+    def publish(self, hold: bool = False) -> Iterator[None]:
         """Around the model, within ``session.forward(...)``.
+
+        Args:
+            hold: record all layers in one launch when the model has run.  Only where its layers run from Python, no
+                part of it as a CUDA graph, and nothing overwrites their K and V: these are held until then, 256 MiB at
+                most.
 
         Raises:
             SessionStateError: no forward is running.
@@ -81,8 +89,14 @@ class LayerChecks:
         if running is None:
             raise SessionStateError("publish() outside forward(): with session.step(batch), session.forward(): first")
         self._begin(running)
-        with forward_context(self._context(running)):
-            yield
+        context = self._context(running)
+        with forward_context(dataclasses.replace(context, held=self.held) if hold else context):
+            try:
+                yield
+            except BaseException:
+                self.held.drop()
+                raise
+            self.held.flush()
 
     def reserve(self, requests: int, tokens: int) -> None:
         """Outside a forward: plan to read and write nothing, and from here on never move the step's inputs.
@@ -162,7 +176,7 @@ class LayerChecks:
         return control.words[Word.FORWARD : Word.FORWARD + 1]
 
     def kept(
-        self, kept: KeptForward, send: Callable[[int], None], requests: int, tokens: int
+        self, kept: KeptForward, send: Callable[[int], None], requests: int, tokens: int, hold: bool = False
     ) -> contextlib.AbstractContextManager[None]:
         """A step of the engine with one forward, in the place of ``session.step``, ``session.forward`` and
         :meth:`publish`: around the model.  Violations wait until somebody reads them.
@@ -170,11 +184,12 @@ class LayerChecks:
         Args:
             send: copies to the device what ``take_in`` needs, given the number of the step.
             requests, tokens: how many it has.
+            hold: as of :meth:`publish`.
 
         Raises:
             SessionStateError: a step is already running, or the session is closed.
         """
-        return KeptStep(self._steps, kept, send, (requests, tokens), self._measure)
+        return KeptStep(self._steps, kept, send, (requests, tokens), self._measure, self.held if hold else None)
 
     def _measure(self) -> Sample | None:
         """A step begins: what measures it, if it is to be measured."""

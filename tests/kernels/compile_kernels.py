@@ -17,6 +17,7 @@ import sys
 from typing import Any
 
 import random_plans
+import test_held
 import test_opaque_attention
 import torch
 import toys
@@ -127,6 +128,8 @@ def engine() -> None:
         pool.content.verify(torch.tensor([3, 4]), None, torch.tensor([1, 1]), Phase.LIFE)
         pool.content.verify(pool.space.listed, pool.space.listed_count, None, Phase.POST)
         pool.content.verify_listed(in_flight=False)
+    for seed in range(4):
+        test_held.Scene(seed, hold=True).run()
 
 
 def spaces() -> None:

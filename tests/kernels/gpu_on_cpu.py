@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvcanary_fx.kernels.content import gpu, gpu_layer
+from kvcanary_fx.kernels.content import gpu, gpu_held, gpu_layer
 from kvcanary_fx.kernels.content import gpu_pool as gpu_pool_bytes
 from kvcanary_fx.kernels.slots import gpu as gpu_requests
 from kvcanary_fx.kernels.slots import gpu_life
@@ -17,6 +17,7 @@ KERNELS = (
     ("pool_kernels_for", gpu_pool_bytes),
     ("life_kernels_for", gpu_life),
     ("layer_kernels_for", gpu_layer),
+    ("held_kernels_for", gpu_held),
 )
 
 

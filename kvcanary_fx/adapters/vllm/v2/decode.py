@@ -89,13 +89,14 @@ class DecodeSteps:
         check_reads(pool, Forward(0, {pool.space.space_id: real}), table, lengths, group.kernel_page_size)
 
     def step(
-        self, kept: KeptForward, batch: Any, namespaces: Mapping[str, int]
+        self, kept: KeptForward, batch: Any, namespaces: Mapping[str, int], hold: bool
     ) -> contextlib.AbstractContextManager[None]:
         """A step of the engine around the model.
 
         Args:
             batch: vLLM's ``InputBatch``, prepared.
             namespaces: by the request's id, if not 0.
+            hold: as of :meth:`.LayerChecks.publish`.
         """
         requests, tokens = batch.num_reqs, batch.num_tokens
         self._tell_requests(batch, namespaces)
@@ -107,7 +108,7 @@ class DecodeSteps:
         def send(step: int) -> None:
             self._landing.send(requests, tokens, step, pages)
 
-        return self._checks.kept(kept, send, requests, tokens)
+        return self._checks.kept(kept, send, requests, tokens, hold)
 
     def _tell_requests(self, batch: Any, namespaces: Mapping[str, int]) -> None:
         """Write what is said of each request, unless it is what the landing has."""

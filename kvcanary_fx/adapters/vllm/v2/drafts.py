@@ -18,6 +18,7 @@ before it reads them, accepted or not; a guess that hits another slot is reporte
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -79,7 +80,7 @@ class Drafting:
         """
         self._verifies, self._verified = drafted > 0, None
         if self.layers:
-            self._context, self._seen = get_forward_context(), None
+            self._context, self._seen = dataclasses.replace(get_forward_context(), held=None), None
 
     def verified(self, starts: torch.Tensor, rejected: torch.Tensor) -> None:
         """The drafts of the step were verified.

@@ -13,6 +13,7 @@ from ....engine.kept_forward import KeptForward
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
 from ..batches import kernel_tables
+from ..cuda_graphs import runs_from_python
 from ..pools import Group
 from .batches import histories, make_batch
 from .decode import DecodeSteps
@@ -67,15 +68,16 @@ class Forwards:
         """
         # what a request takes up from the prefix cache; what it wrote itself is compared by the chain of tokens
         prompts = {new.req_id: new.prefill_token_ids or () for new in joined if new.num_computed_tokens}
+        hold = metadata is None and runs_from_python(self._runner.vllm_config)
         kept = None if prompts or in_flight else self._decode.kept(batch)
         self.kept = kept is not None
         running: contextlib.AbstractContextManager[Any]
         if kept is not None:
-            running = self._decode.step(kept, batch, namespaces)
+            running = self._decode.step(kept, batch, namespaces, hold)
             running.__enter__()
         else:
             self._decode.overwritten()
-            running = self._begin_anew(batch, prompts, namespaces, in_flight)
+            running = self._begin_anew(batch, prompts, namespaces, in_flight, hold)
         try:
             self._compare_tables(batch, metadata, kept)
         except BaseException:
@@ -89,6 +91,7 @@ class Forwards:
         prompts: Mapping[str, Sequence[int]],
         namespaces: Mapping[str, int],
         in_flight: bool,
+        hold: bool,
     ) -> contextlib.AbstractContextManager[Any]:
         """Of a batch with a prompt, or a larger one than was captured."""
         rows = self._rows.rows_of(batch.req_ids)
@@ -99,7 +102,7 @@ class Forwards:
         with contextlib.ExitStack() as opened:
             opened.enter_context(self._session.step(fields))
             opened.enter_context(self._session.forward())
-            opened.enter_context(self._checks.publish())
+            opened.enter_context(self._checks.publish(hold))
             return opened.pop_all()
 
     def _compare_tables(self, batch: Any, metadata: Any, kept: KeptForward | None) -> None:

@@ -1,0 +1,119 @@
+"""The launch that records several layers of a pool at once, see :class:`.layer.HeldRecords`."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..bound_launch import BoundLaunch
+from ..slots.space import RequestPlan
+from ..staging import Staging, lasting
+from ..writes.geometry import geometry_of
+from . import layer
+from . import triton_layer as records
+from .gpu_layer import MOST_FORMS, Part, operand_parts, record_args, record_tile
+from .gpu_pool import table_row
+from .launch_args import strided_grid
+
+#: Of the arguments for a layer, those that the table has.
+_IN_TABLE = ("base", "counters_ptr", "digest_ptr", "rows_ptr", "seed1", "seed2", "half", "token_stride")
+
+
+class _Form(NamedTuple):
+    """The launch for K and V of one memory layout.
+
+    Attributes:
+        places: for each half of a layer, which of K and V is its operand, or None.
+        steps: units from token to token, for each half.
+    """
+
+    launch: BoundLaunch
+    places: tuple[int | None, ...]
+    steps: tuple[int, ...]
+
+
+class HeldRecords(layer.HeldRecords):
+    """One launch, where all layers and their operands have the same memory layout."""
+
+    def __init__(self, records: Sequence[layer.LayerRecord]):
+        super().__init__(records)
+        halves = [half for record in self.records for half in record.written]
+        parts = [Part(half.site, geometry_of(half.view, half.site.layout.slot_axes)) for half in halves]
+        places = [[half.place for half in record.written] for record in self.records]
+        self._alike = all(part.alike(parts[0]) for part in parts) and all(each == places[0] for each in places)
+        self._halves, self._aligned = len(places[0]), all(half.view.data_ptr() % 16 == 0 for half in halves)
+        device = self._device = halves[0].view.device
+        rows = [table_row(half.site, half.view) for half in halves]
+        self._table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
+        self._row_of = {id(record): at * self._halves for at, record in enumerate(self.records)}
+        self._given = lasting(3 * len(halves), dtype=torch.int64, device=device)
+        self._staging, self._control = Staging(device), halves[0].site.control
+        self._stamps = self._control.stamps
+        self._forms: dict[tuple[Any, ...], _Form | None] = {}
+
+    def __call__(self, plan: RequestPlan, held: Sequence[layer.Written]) -> None:
+        slots = plan.real_slots
+        assert slots is not None
+        n = slots.shape[0]
+        first = _layout_of(held[0], n)
+        if n == 0 or not self._alike or any(_layout_of(each, n) != first for each in held):
+            super().__call__(plan, held)
+            return
+        addresses = [[0 if t is None else t.data_ptr() for t in (each.key, each.value)] for each in held]
+        low = 0
+        for pair in addresses:
+            low |= pair[0] | pair[1]
+        key = (first, record_tile(n), plan.taken is None, slots.data_ptr() & 15, low & 15 == 0)
+        if self._stamps is not self._control.stamps or len(self._forms) >= MOST_FORMS:
+            self._forms, self._stamps = {}, self._control.stamps
+        if key not in self._forms:
+            self._forms[key] = self._bind(plan, held[0], low & 15 == 0)
+        form = self._forms[key]
+        if form is None:
+            super().__call__(plan, held)
+            return
+        self._launch(form, slots, held, addresses)
+
+    def _launch(
+        self, form: _Form, slots: torch.Tensor, held: Sequence[layer.Written], addresses: Sequence[Sequence[int]]
+    ) -> None:
+        words = array("q")
+        for each, pair in zip(held, addresses, strict=True):
+            row = self._row_of[id(each.record)]
+            for at, (place, step) in enumerate(zip(form.places, form.steps, strict=True)):
+                words.extend((row + at, pair[place] if place is not None else 0, step))
+        self._staging.send(words, self._given)
+        n, halves = slots.shape[0], len(held) * self._halves
+        grid = -(-strided_grid(n * halves, record_tile(n).slots, self._device) // halves), halves, 1
+        ops = sum(each.record.ops for each in held)
+        if form.launch.ready:
+            form.launch(grid, (slots.data_ptr(), n, ops), None)
+        else:
+            form.launch.first(grid, (slots, n, ops), None)
+
+    def _bind(self, plan: RequestPlan, one: layer.Written, aligned: bool) -> _Form | None:
+        """The launch for layers that were given what ``one`` was; None if they do not go into one."""
+        parts = operand_parts(one.record, plan, one.key, one.value)
+        if parts is None or not all(part.alike(parts[0]) for part in parts):
+            return None
+        n = plan.slots.shape[0]
+        found = record_args(parts[0], parts[0], n, layer.WRITE, 0, False)
+        arguments = {k: v for k, v in found.items() if k not in _IN_TABLE and not k.startswith("other_")}
+        arguments |= dict(table_ptr=self._table, given_ptr=self._given, ALIGNED=self._aligned, OPERANDS_ALIGNED=aligned)
+        del arguments["ops"]
+        launch = BoundLaunch(
+            records.record_pool_kernel, self._device, arguments, ("slot_ptr", "n", "ops"), record_tile(n).warps
+        )
+        places = [half.place if part.operand is not None else None for part, half in zip(parts, one.record.written)]  # noqa: B905
+        steps = [(part.operand or part.geometry).slot_strides[1] for part in parts]
+        return _Form(launch, tuple(places), tuple(steps))
+
+
+def _layout_of(given: layer.Written, n: int) -> tuple[Any, ...]:
+    """What the launch for a layer of ``n`` tokens depends on, besides where K and V are."""
+    return tuple(
+        None if t is None else (t.dtype, t.shape[1:], t.stride(), t.shape[0] >= n) for t in (given.key, given.value)
+    )

@@ -1,0 +1,155 @@
+"""Layers that are recorded in one launch when the model has run, as each would be after its attention."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from gpu_on_cpu import use_gpu_kernels
+
+from kvcanary_fx import KVPool, install_canary
+from kvcanary_fx.engine.layers import LayerChecks
+from kvcanary_fx.kernels.content import layer, triton_layer
+from kvcanary_fx.kernels.layer_ops import record_layer
+
+#: A seed whose engine has so many.
+FIVE_LAYERS = 5
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Scene:
+    """An engine of a random shape, whose steps are drawn anew for each seed."""
+
+    def __init__(self, seed: int, hold: bool):
+        rng = self._rng = random.Random(seed)
+        self._hold, self._layers = hold, rng.choice([1, 2, 5])
+        self._heads, self._dim = rng.choice([1, 2]), rng.choice([4, 8, 24])
+        dtype = self._dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
+        self._slots, odd = 64, rng.random() < 0.3
+        shape = 2, self._slots, self._heads, self._dim
+        pools = [torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(self._layers)]
+        if odd:  # one layer lies in memory in another way
+            pools[-1] = pools[-1].transpose(2, 3).contiguous().transpose(2, 3)
+        self._kv = [(pool[0], pool[1]) for pool in pools]
+        self._names = [f"layers.{i}" for i in range(self._layers)]
+        self._table = torch.arange(self._slots, dtype=torch.int32, device=DEVICE).view(1, -1)
+        bits = rng.choice([32, 64])
+        pool = KVPool(self._kv, self._table, layer_names=self._names, reserved=(0, 1, 2))
+        self.session = install_canary(pool, mode="log", digest_bits=bits, health_every=0)
+        self.checks = LayerChecks(self.session)
+        self.session.mark_ready()
+        self.session.pool.allocate(list(range(3, self._slots)), owner="A")
+        self._stored, self._draws = 0, torch.Generator().manual_seed(seed)
+
+    def run(self) -> None:
+        for _ in range(4):
+            self._step(self._rng.choice([0, 1, 3, 12]))
+
+    def _rows(self, tokens: int, packed: bool) -> torch.Tensor:
+        """K or V, of its own or as a part of a product."""
+        wide = torch.randn(tokens + 2, 3 if packed else 1, self._heads, self._dim, generator=self._draws)
+        return wide.to(DEVICE, self._dtype)[:, -1]
+
+    def _step(self, tokens: int) -> None:
+        rng, first = self._rng, 3 + self._stored
+        slots = torch.arange(first, first + tokens, device=DEVICE)
+        if tokens and rng.random() < 0.3:
+            slots[0] = 1  # reserved: padding
+        packed, lacking = rng.random() < 0.5, rng.choice([None, None, "value", "both"])
+        wrong = rng.random() < 0.4
+        batch = dict(
+            input_ids=range(tokens), slots=slots, request_rows=[0], prefix_lens=[3], extend_lens=[tokens],
+            request_ids=["A"],
+        )  # fmt: skip
+        with self.session.step(batch), self.session.forward(), self.checks.publish(self._hold):
+            for name, (k, v) in zip(self._names, self._kv, strict=True):
+                key, value = self._rows(tokens, False), self._rows(tokens, packed)
+                k[slots], v[slots] = key[:tokens], value[:tokens]
+                if tokens > 1 and wrong:
+                    v[slots[-1]] = 1
+                    k[slots[1], 0, 0] = float("nan")
+                given = {None: (key, value), "value": (key, None), "both": (None, None)}[lacking]
+                record_layer(*given, DEVICE, name)
+        self._stored += tokens
+
+    def state(self) -> list[torch.Tensor]:
+        """All that records write."""
+        pool = self.session.pool
+        tensors = [pool.digests, *pool.content.counters, *(half.buffers.rows for half in pool.content.halves)]
+        return [t.cpu() for t in (*tensors, *self.checks.gates.values())]
+
+    def told(self) -> list[str]:
+        return sorted(v.line() for v in self.session.violations())
+
+
+@pytest.fixture(params=["plain", "interpreted"] if DEVICE.type == "cpu" else ["compiled"])
+def kernels(request, monkeypatch):
+    if request.param == "interpreted":
+        use_gpu_kernels(monkeypatch.setattr)
+
+
+def both(seed):
+    scenes = [Scene(seed, hold) for hold in (False, True)]
+    for scene in scenes:
+        scene.run()
+    return scenes
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_held_is_recorded_as_each_layer_would_be(kernels, seed):
+    each, together = both(seed)
+    assert all(torch.equal(a, b) for a, b in zip(each.state(), together.state(), strict=True))
+    assert each.told() == together.told()
+
+
+def test_the_seeds_reach_violations_and_layers_that_do_not_go_into_one_launch(monkeypatch):
+    use_gpu_kernels(monkeypatch.setattr)
+    launched = []
+    for name in ("record_kernel", "record_pool_kernel"):
+        kernel = getattr(triton_layer, name)
+        monkeypatch.setattr(triton_layer, name, Watched(kernel, name, launched))
+    told = [both(seed)[1].told() for seed in range(8)]
+    assert any(told)
+    assert set(launched) == {"record_kernel", "record_pool_kernel"}
+    assert {check for lines in told for line in lines for check in ("operand", "poison") if check in line} == {
+        "operand",
+        "poison",
+    }
+
+
+class Watched:
+    """A kernel whose launches are noted."""
+
+    def __init__(self, kernel, name, launched):
+        self.fn, self._kernel, self._name, self._launched = kernel.fn, kernel, name, launched
+
+    def __getitem__(self, grid):
+        self._launched.append(self._name)
+        return self._kernel[grid]
+
+
+def test_no_more_than_the_limit_is_held(monkeypatch):
+    counts, record = [], layer.HeldRecords.__call__
+    monkeypatch.setattr(
+        layer.HeldRecords, "__call__", lambda self, plan, held: counts.append(len(held)) or record(self, plan, held)
+    )
+    each, scene = Scene(FIVE_LAYERS, False), Scene(FIVE_LAYERS, True)
+    scene.checks.held._limit = 0
+    for run in (each, scene):
+        run.run()
+    assert set(counts) == {1}
+    assert all(torch.equal(a, b) for a, b in zip(each.state(), scene.state(), strict=True))
+
+
+def test_a_forward_that_raises_records_nothing_later():
+    scene = Scene(1, True)
+    batch = dict(input_ids=[1], slots=[3], request_rows=[0], prefix_lens=[3], extend_lens=[1], request_ids=["A"])
+    one = torch.ones(1, scene._heads, scene._dim, dtype=scene._dtype, device=DEVICE)
+    step, forward, held = scene.session.step(batch), scene.session.forward(), scene.checks.publish(hold=True)
+    with pytest.raises(KeyboardInterrupt), step, forward, held:
+        record_layer(one, one, DEVICE, "layers.0")
+        raise KeyboardInterrupt
+    scene.checks.held.flush()
+    assert not scene.session.pool.digests.any()
