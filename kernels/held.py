@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
 
-from .content.layer import LayerRecord, Written
-from .ops import held_kernels_for
+from .content.layer import HeldRecords, LayerRecord, Written
 from .slots.space import RequestPlan
 
-#: Bytes of memory that are held at most; a model's profiling run has seen many times as much.
-LIMIT = 256 << 20
+#: Bytes of memory that are held at most, V usually with the product that it is a part of: 290 tokens of an 8B model. Its
+#: engine has planned for thousands.
+LIMIT = 128 << 20
 
 
 class Held:
     """For forwards whose layers run from Python, and whose K and V nothing overwrites: not those of a CUDA graph."""
 
-    def __init__(self, records: Iterable[LayerRecord], limit: int = LIMIT):
+    def __init__(self, together: Mapping[int, HeldRecords], limit: int = LIMIT):
         """
         Args:
-            records: of all layers.
+            together: what records the layers of a pool, by the number of its slot space.
             limit: bytes.
         """
-        by_pool: dict[int, list[LayerRecord]] = {}
-        for record in records:
-            if record.writes:
-                by_pool.setdefault(record.space.space_id, []).append(record)
-        self._together = {
-            number: held_kernels_for(mine[0].gate.device).HeldRecords(mine) for number, mine in by_pool.items()
-        }
+        self._together = together
         self._waiting: dict[int, tuple[RequestPlan, list[Written]]] = {}  # by pool
         self._bytes, self._limit = 0, limit
 

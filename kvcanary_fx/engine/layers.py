@@ -30,18 +30,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import SessionStateError, UnknownLayerError
 from ..kernels.buffers import Gate
-from ..kernels.content.layer import LayerRecord
+from ..kernels.content.layer import HeldRecords, LayerRecord
 from ..kernels.context import ForwardContext, forward_context
 from ..kernels.held import Held
 from ..kernels.layer_ops import record_in, verify_in
-from ..kernels.ops import kernels_for, request_kernels_for
+from ..kernels.ops import held_kernels_for, kernels_for, request_kernels_for
 from ..kernels.ring import Word
 from ..runtime.pace import Sample
 from .kept_forward import KeptForward, Reads, keep
@@ -66,7 +66,7 @@ class LayerChecks:
         devices = dict.fromkeys(pool.declared.device for pool in session.pools.values())
         self.gates = {d: torch.zeros(len(Gate), dtype=torch.int64, device=d) for d in devices}
         self._layers = session.pools.layer_records(self.gates)
-        self.held = Held(self._layers.values())
+        self.held = Held(_together(self._layers.values()))
         session.eager_layers = tuple(self._layers)
 
     @property
@@ -79,7 +79,7 @@ class LayerChecks:
 
         Args:
             hold: record all layers in one launch when the model has run.  Only where its layers run from Python, no
-                part of it as a CUDA graph, and nothing overwrites their K and V: these are held until then, 256 MiB at
+                part of it as a CUDA graph, and nothing overwrites their K and V: these are held until then, 128 MiB at
                 most.
 
         Raises:
@@ -215,6 +215,15 @@ class LayerChecks:
             sides=self._steps.sides if whole else {},
             compared=True,
         )
+
+
+def _together(records: Iterable[LayerRecord]) -> dict[int, HeldRecords]:
+    """What records the layers of each pool at once, by the number of its slot space."""
+    by_pool: dict[int, list[LayerRecord]] = {}
+    for record in records:
+        if record.writes:
+            by_pool.setdefault(record.space.space_id, []).append(record)
+    return {number: held_kernels_for(mine[0].gate.device).HeldRecords(mine) for number, mine in by_pool.items()}
 
 
 class EagerLayers(LayerChecks):

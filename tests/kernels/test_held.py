@@ -136,7 +136,7 @@ def test_no_more_than_the_limit_is_held(monkeypatch):
         layer.HeldRecords, "__call__", lambda self, plan, held: counts.append(len(held)) or record(self, plan, held)
     )
     each, scene = Scene(FIVE_LAYERS, False), Scene(FIVE_LAYERS, True)
-    scene.checks.held._limit = 0
+    scene.checks.held._limit = -1
     for run in (each, scene):
         run.run()
     assert set(counts) == {1}

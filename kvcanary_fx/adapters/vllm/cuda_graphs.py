@@ -10,13 +10,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
-from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from ...errors import EngineError
 from .graph import split_at_ours
-from .ops import ATTENTION
 from .patching import wrap
 
 log = logging.getLogger("kvcanary")
@@ -42,21 +40,6 @@ def keep_piecewise(config: Any) -> None:
     if asked is None or asked.has_full_cudagraphs():
         config.cudagraph_mode = CUDAGraphMode.PIECEWISE
         log.warning("kvcanary.vllm CUDA graphs are piecewise: in full ones the checks could not run")
-
-
-def runs_from_python(config: VllmConfig) -> bool:
-    """Whether the layers of the running forward run from Python, and nothing overwrites what attention was given.
-
-    A CUDA graph's next replay would, and so does Inductor where attention is inside of what it compiles.
-    """
-    if not is_forward_context_available() or get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.NONE:
-        return False
-    compiled = config.compilation_config
-    if compiled.mode == CompilationMode.NONE:
-        return True
-    splits = compiled.splitting_ops or ()
-    split = any(op in splits for op in ATTENTION)
-    return compiled.mode == CompilationMode.VLLM_COMPILE and split and not compiled.use_inductor_graph_partition
 
 
 def require_none_full(runner: Any) -> None:

@@ -23,7 +23,6 @@ from .advice import ADVICE
 from .batches import kernel_tables, make_batch
 from .books import Books
 from .counts import Counts
-from .cuda_graphs import runs_from_python
 from .drafts import Drafts, Proposal
 from .journal import ATTRIBUTE, Message
 from .pools import Group, draft_groups
@@ -219,7 +218,7 @@ class Guard:
         batch = make_batch(runner, self.scheduled, self.groups, input_ids, positions, namespaces, self.in_flight)
         self.books.settle(in_flight)
         try:
-            step, layers = session.step(batch), self._layers.publish(runs_from_python(runner.vllm_config))
+            step, layers = session.step(batch), self._layers.publish(ops.runs_from_python(runner.vllm_config))
             with self._counts.busy(), step, session.forward(), layers, ops.one_forward() as guarded:
                 self._check_tables(runner)
                 if self.drafts is not None:

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.attention import attention, mla_attention
 from vllm.platforms import current_platform
 from vllm.utils import torch_utils
@@ -77,6 +79,21 @@ def begin_forward(rows: torch.Tensor | None = None) -> tuple[Guarded, contextvar
 def end_forward(token: contextvars.Token[Guarded | None]) -> None:
     """The model has run, or raised."""
     _GUARDED.reset(token)
+
+
+def runs_from_python(config: VllmConfig) -> bool:
+    """Whether the layers of the running forward run from Python, and nothing overwrites what attention was given.
+
+    A CUDA graph's next replay would, and so does Inductor where attention is inside of what it compiles.
+    """
+    if not is_forward_context_available() or get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.NONE:
+        return False
+    compiled = config.compilation_config
+    if compiled.mode == CompilationMode.NONE:
+        return True
+    splits = compiled.splitting_ops or ()
+    split = any(op in splits for op in ATTENTION)
+    return compiled.mode == CompilationMode.VLLM_COMPILE and split and not compiled.use_inductor_graph_partition
 
 
 def verify(output: torch.Tensor, layer_name: LayerNameType) -> None:

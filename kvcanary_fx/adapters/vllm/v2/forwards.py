@@ -13,7 +13,7 @@ from ....engine.kept_forward import KeptForward
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
 from ..batches import kernel_tables
-from ..cuda_graphs import runs_from_python
+from ..ops import runs_from_python
 from ..pools import Group
 from .batches import histories, make_batch
 from .decode import DecodeSteps
