@@ -9,8 +9,8 @@ import torch
 from .content.layer import HeldRecords, LayerRecord, Written
 from .slots.space import RequestPlan
 
-#: Bytes of memory that are held at most, V usually with the product that it is a part of: 290 tokens of an 8B model. Its
-#: engine has planned for thousands.
+#: Bytes of memory that are held at most, V with the product that it is a part of: 290 tokens of an 8B model.  Its
+#: engine planned for thousands.
 LIMIT = 128 << 20
 
 
