@@ -38,6 +38,7 @@ def rig(engine, clean):
     engine.session.found.clear()
     engine.tokens.clear()
     engine.finished.clear()
+    engine.reasons.clear()
     engine.preempted = 0
     return engine
 
@@ -93,6 +94,31 @@ def test_recompute_ends_with_the_tokens_of_a_clean_run(rig, clean):
     assert rig.tokens == clean
     assert rig.preempted == 3
     assert rig.session.violations()
+
+
+@pytest.mark.parametrize("outcome", ["abort", "recompute"])
+def test_under_a_budget_log_and_clients_learn_how_many_tokens_had_been_sent(rig, clean, caplog, monkeypatch, outcome):
+    contain(rig, outcome)
+    monkeypatch.setattr(rig.guard.reactions, "late", True)
+    sent = damage_a_block_that_three_share(rig)
+    (told,) = {r.message for r in caplog.records if "kv_cache_corruption" in r.message}
+    counts = told.partition("; tokens sent before: ")[2].split()
+    assert {id.rpartition("-")[0]: int(n) for id, n in zip(counts[::2], counts[1::2], strict=True)} == {
+        name: sent[name] for name in "ABC"
+    }
+    incident = told.split()[2].rstrip(":")
+    for name in "ABC":
+        assert rig.reasons[name] == f"kv_cache_corruption {incident}, {sent[name]} tokens had been sent"
+    assert rig.reasons["D"] is None
+
+
+@pytest.mark.parametrize("outcome", ["log", "recompute"])
+def test_each_violation_is_one_line_of_the_log(rig, clean, caplog, outcome):
+    contain(rig, outcome)
+    damage_a_block_that_three_share(rig)
+    lines = [r.message for r in caplog.records if r.message.startswith("kvcanary.violation ")]
+    assert sorted(lines) == sorted(str(v.line()) for v in rig.session.violations())
+    assert lines
 
 
 def test_log_goes_on_with_the_damage_which_no_later_request_finds(rig, clean):

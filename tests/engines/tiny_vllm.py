@@ -7,6 +7,7 @@ import os
 import pathlib
 from typing import Any
 
+import torch
 from tiny_configs import CONFIGS
 
 #: float32: with bfloat16 a CPU that has AMX keeps KV in tiles, unless it is guarded: other tokens.
@@ -47,4 +48,7 @@ def engine_arguments(name: str, directory: pathlib.Path, **changed: Any) -> dict
         seed=0,
         enforce_eager=True,
     )
+    if "kv_lora_rank" in CONFIGS[name] and not torch.cuda.is_available():
+        # of itself vLLM takes the one for AMX where a CPU has that, which knows no float32
+        given["attention_config"] = {"backend": "CPU_MLA"}
     return given | changed

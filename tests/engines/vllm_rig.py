@@ -18,6 +18,7 @@ class Rig:
     Attributes:
         tokens: what each request got, by the id it was given; ``logprobs`` theirs.
         finished: why each request ended.
+        reasons: what its client was told of that.
         preempted: how often a request was.
     """
 
@@ -29,6 +30,7 @@ class Rig:
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[float]] = {}
         self.finished: dict[str, str | None] = {}
+        self.reasons: dict[str, Any] = {}
         self.preempted = 0
         preempt = self.scheduler._preempt_request
 
@@ -78,6 +80,7 @@ class Rig:
                     (best,) = output.outputs
                     self.tokens[output.request_id] = list(best.token_ids)
                     self.finished[output.request_id] = best.finish_reason
+                    self.reasons[output.request_id] = best.stop_reason
                     chosen = zip(best.token_ids, best.logprobs or (), strict=False)
                     self.logprobs[output.request_id] = [found[token].logprob for token, found in chosen]
         raise AssertionError(f"requests are left after {limit} steps")

@@ -23,8 +23,15 @@ STATUS = 1
 
 
 def message(incident: str) -> str:
-    """The text for a client."""
-    return f"kv_cache_corruption: the KV cache of this request was damaged, see {incident} in the server's log"
+    """The text for a client.
+
+    Args:
+        incident: as of :func:`.counts.note_ended`.
+    """
+    number, comma, more = incident.partition(",")
+    return (
+        f"kv_cache_corruption: the KV cache of this request was damaged, see {number} in the server's log{comma}{more}"
+    )
 
 
 def hook() -> None:

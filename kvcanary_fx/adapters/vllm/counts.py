@@ -17,7 +17,7 @@ import tempfile
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ...engine.observers.stats import EngineStats
@@ -139,15 +139,19 @@ def write_unguarded(states: Mapping[str, str]) -> None:
     Counts(f"{os.getpid()}-unguarded", states).write()
 
 
-def note_ended(requests: Iterable[str], incident: str) -> None:
-    """Say for the server's clients what ended requests, or :data:`ENGINE`; once their file is written, they may end."""
-    lines = "".join(f"{request}\t{incident}\n" for request in requests)
+def note_ended(incidents: Mapping[str, str]) -> None:
+    """Say for the server's clients what ended requests, or :data:`ENGINE`; once their file is written, they may end.
+
+    Args:
+        incidents: the incident's id, and what else the client is told behind a comma, by request.
+    """
+    lines = "".join(f"{request}\t{incident}\n" for request, incident in incidents.items())
     with contextlib.suppress(FileNotFoundError), (directory() / f"{os.getpid()}.ended").open("a") as file:
         file.write(lines)
 
 
 def ended() -> list[tuple[str, str]]:
-    """``(request, id of the incident)`` of all that violations ended."""
+    """``(request, incident)`` of all that violations ended, as :func:`note_ended` takes them."""
     lines = [line for path in sorted(directory().glob("*.ended")) for line in path.read_text().splitlines()]
     return [(request, incident) for request, _, incident in (line.rpartition("\t") for line in lines)]
 

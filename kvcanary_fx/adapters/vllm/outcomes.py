@@ -3,7 +3,8 @@
 Unless the engine is to end, the forward that found a violation runs to its end, since it has other requests.  Before
 the scheduler processes the sampled tokens, damaged blocks leave the prefix cache; with ``abort`` or ``recompute`` as
 ``KVCANARY_VLLM_ON_VIOLATION`` all requests that read them end, or begin again from their tokens: what they sampled in
-this step never leaves the engine.
+this step never leaves the engine.  Under a budget damage may be older than that: log and clients learn how many tokens
+had been sent.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ TRIES = 3
 #: How often each request has begun again, by its id.
 _AGAIN: Counter[str] = Counter()
 
+#: What the clients of requests that began again are told when these end, by their ids.
+_LATE: dict[str, str] = {}
+
 
 def hook() -> None:
     """Follow every scheduler of this process."""
@@ -59,20 +63,25 @@ def _update_from_output(
 ) -> Any:
     for request in scheduled.finished_req_ids if _AGAIN else ():
         _AGAIN.pop(request, None)
+        _LATE.pop(request, None)
     verdict = getattr(output, ATTRIBUTE, None)
     if not isinstance(verdict, Verdict):
-        return original(scheduler, scheduled, output, *args, **kwargs)
-    ended = contain(scheduler, verdict, _AGAIN)
+        outputs = original(scheduler, scheduled, output, *args, **kwargs)
+        if _LATE:
+            _tell_late(outputs)
+        return outputs
+    ended = contain(scheduler, verdict, _AGAIN, _LATE)
     outputs = original(scheduler, scheduled, output, *args, **kwargs)
     _tell_clients(outputs, ended, verdict)
     return outputs
 
 
-def contain(scheduler: Any, verdict: Verdict, again: Counter[str]) -> list[Any]:
+def contain(scheduler: Any, verdict: Verdict, again: Counter[str], late: dict[str, str]) -> list[Any]:
     """Keep damage from requests: before the tokens of the step are processed.
 
     Args:
         again: how often each request has begun again; counted here.
+        late: what the clients of requests that begin again are told when these end; added to here.
 
     Returns:
         The requests that ended.
@@ -87,20 +96,44 @@ def contain(scheduler: Any, verdict: Verdict, again: Counter[str]) -> list[Any]:
         preempted = [r for r in reversed(scheduler.running) if r.request_id in readers and again[r.request_id] < TRIES]
     for request in preempted:  # in reverse: each goes to the front of the queue
         again[request.request_id] += 1
+        if verdict.late:
+            late[request.request_id] = _reason(verdict, request)
         _preempt(scheduler, request)
     left = set(readers) - {request.request_id for request in preempted} if verdict.outcome != "log" else set()
     ended: list[Any] = scheduler.finish_requests(left, RequestStatus.FINISHED_ERROR)
     log.warning(
         "kvcanary.vllm kv_cache_corruption %s: %d violation%s; blocks %s left the prefix cache; recomputed: %s; "
-        "aborted: %s",
+        "aborted: %s%s",
         verdict.id,
         verdict.total,
         "s" * (verdict.total != 1),
         _listed(sorted(verdict.blocks())),
         _listed([request.request_id for request in reversed(preempted)]),
         _listed([request.request_id for request in ended]),
+        _sent([*reversed(preempted), *ended]) if verdict.late else "",
     )
     return ended
+
+
+def _sent(requests: Sequence[Any]) -> str:
+    """How many tokens each request had sent, for the log."""
+    sent = [f"{one_line(request.request_id)} {request.num_output_tokens}" for request in requests]
+    return f"; tokens sent before: {_listed(sent)}"
+
+
+def _reason(verdict: Verdict, request: Any) -> str:
+    """Why a request ended, or began again, for its client."""
+    sent = f", {request.num_output_tokens} tokens had been sent" if verdict.late else ""
+    return f"kv_cache_corruption {verdict.id}{sent}"
+
+
+def _tell_late(outputs: Any) -> None:
+    """Tell the clients of requests that began again, and end now."""
+    for told in outputs.values():
+        for output in told.outputs:
+            if output.finish_reason is not None and output.request_id in _LATE:
+                reason = _LATE.pop(output.request_id)
+                output.stop_reason = reason if output.stop_reason is None else output.stop_reason
 
 
 def _evicted(
@@ -122,7 +155,8 @@ def _preempt(scheduler: Any, request: Any) -> None:
 
 
 def _tell_clients(outputs: Any, ended: Sequence[Any], verdict: Verdict) -> None:
-    counts.note_ended((request.request_id for request in ended), verdict.id)
+    reasons = {request.request_id: _reason(verdict, request) for request in ended}
+    counts.note_ended({name: reason.removeprefix("kv_cache_corruption ") for name, reason in reasons.items()})
     for request in ended:
         told = outputs.setdefault(request.client_index, EngineCoreOutputs())
         told.outputs.append(
@@ -130,7 +164,7 @@ def _tell_clients(outputs: Any, ended: Sequence[Any], verdict: Verdict) -> None:
                 request_id=request.request_id,
                 new_token_ids=[],
                 finish_reason=request.get_finished_reason(),
-                stop_reason=f"kv_cache_corruption {verdict.id}",
+                stop_reason=reasons[request.request_id],
                 events=request.take_events(),
                 trace_headers=request.trace_headers,
             )

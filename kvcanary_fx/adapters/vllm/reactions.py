@@ -64,4 +64,4 @@ class Reactions:
         if self.settings.on_violation == "raise":
             incident = new_id()
             log.error("kvcanary.vllm kv_cache_corruption %s: %d violations end the engine", incident, found)
-            note_ended([ENGINE], incident)
+            note_ended({ENGINE: incident})
