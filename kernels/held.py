@@ -26,6 +26,7 @@ class Held:
         self._together = together
         self._waiting: dict[int, tuple[RequestPlan, list[Written]]] = {}  # by pool
         self._bytes, self._limit = 0, limit
+        self._each = 0  # bytes of a layer
 
     def take(
         self, record: LayerRecord, plan: RequestPlan, key: torch.Tensor | None, value: torch.Tensor | None
@@ -36,8 +37,10 @@ class Held:
         if known is None or known[0] is not plan:
             self.flush()
             known = self._waiting[number] = plan, []
+        if not known[1]:  # its layers are alike
+            self._each = sum(t.untyped_storage().nbytes() for t in (key, value) if t is not None)
         known[1].append(Written(record, key, value))
-        self._bytes += sum(t.untyped_storage().nbytes() for t in (key, value) if t is not None)
+        self._bytes += self._each
         if self._bytes > self._limit:
             self.flush()
 

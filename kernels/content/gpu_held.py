@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -57,20 +59,16 @@ class HeldRecords(layer.HeldRecords):
     def __call__(self, plan: RequestPlan, held: Sequence[layer.Written]) -> None:
         slots = plan.real_slots
         assert slots is not None
-        n = slots.shape[0]
-        first = _layout_of(held[0], n)
-        if n == 0 or not self._alike or any(_layout_of(each, n) != first for each in held):
+        n, addresses = slots.shape[0], _addresses(held) if self._alike else None
+        if n == 0 or addresses is None:
             super().__call__(plan, held)
             return
-        addresses = [[0 if t is None else t.data_ptr() for t in (each.key, each.value)] for each in held]
-        low = 0
-        for pair in addresses:
-            low |= pair[0] | pair[1]
-        key = (first, record_tile(n), plan.taken is None, slots.data_ptr() & 15, low & 15 == 0)
+        aligned = not functools.reduce(operator.or_, addresses) & 15
+        key = (_layout_of(held[0], n), record_tile(n), plan.taken is None, slots.data_ptr() & 15, aligned)
         if self._stamps is not self._control.stamps or len(self._forms) >= MOST_FORMS:
             self._forms, self._stamps = {}, self._control.stamps
         if key not in self._forms:
-            self._forms[key] = self._bind(plan, held[0], low & 15 == 0)
+            self._forms[key] = self._bind(plan, held[0], aligned)
         form = self._forms[key]
         if form is None:
             super().__call__(plan, held)
@@ -78,17 +76,17 @@ class HeldRecords(layer.HeldRecords):
         self._launch(form, slots, held, addresses)
 
     def _launch(
-        self, form: _Form, slots: torch.Tensor, held: Sequence[layer.Written], addresses: Sequence[Sequence[int]]
+        self, form: _Form, slots: torch.Tensor, held: Sequence[layer.Written], addresses: Sequence[int]
     ) -> None:
-        words = array("q")
-        for each, pair in zip(held, addresses, strict=True):
-            row = self._row_of[id(each.record)]
-            for at, (place, step) in enumerate(zip(form.places, form.steps, strict=True)):
-                words.extend((row + at, pair[place] if place is not None else 0, step))
-        self._staging.send(words, self._given)
-        n, halves = slots.shape[0], len(held) * self._halves
-        grid = -(-strided_grid(n * halves, record_tile(n).slots, self._device) // halves), halves, 1
-        ops = sum(each.record.ops for each in held)
+        words: list[int] = []
+        ops, halves = 0, list(enumerate(zip(form.places, form.steps, strict=True)))
+        for number, (record, _, _) in enumerate(held):
+            row, ops = self._row_of[id(record)], ops + record.ops
+            for at, (place, step) in halves:
+                words += (row + at, addresses[2 * number + place] if place is not None else 0, step)
+        self._staging.send(array("q", words), self._given)
+        n, rows = slots.shape[0], len(held) * self._halves
+        grid = -(-strided_grid(n * rows, record_tile(n).slots, self._device) // rows), rows, 1
         if form.launch.ready:
             form.launch(grid, (slots.data_ptr(), n, ops), None)
         else:
@@ -110,6 +108,24 @@ class HeldRecords(layer.HeldRecords):
         places = [half.place if part.operand is not None else None for part, half in zip(parts, one.record.written)]  # noqa: B905
         steps = [(part.operand or part.geometry).slot_strides[1] for part in parts]
         return _Form(launch, tuple(places), tuple(steps))
+
+
+def _addresses(held: Sequence[layer.Written]) -> list[int] | None:
+    """Where K and V of each layer are, 0 where there is none; None if they do not have one memory layout."""
+    first = held[0]
+    forms = [None if t is None else (t.dtype, t.shape, t.stride()) for t in (first.key, first.value)]
+    found = []
+    for _, key, value in held:
+        for tensor, form in zip((key, value), forms):  # noqa: B905  strict is not the step's time
+            if tensor is None:
+                if form is not None:
+                    return None
+                found.append(0)
+            elif form is not None and (tensor.dtype, tensor.shape, tensor.stride()) == form:
+                found.append(tensor.data_ptr())
+            else:
+                return None
+    return found
 
 
 def _layout_of(given: layer.Written, n: int) -> tuple[Any, ...]:
