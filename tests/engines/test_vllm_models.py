@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tiny_configs
+import torch
 import vllm_runs
 from vllm_rig import Rig, mixed_load, prompt
 
@@ -82,3 +83,23 @@ def test_unprotected_runs_load_no_hook(unprotected):
     for found in unprotected.values():
         ours = {m for m in found["modules"] if m.startswith("kvcanary_fx.adapters.vllm.")}
         assert ours <= {"kvcanary_fx.adapters.vllm.plugin", "kvcanary_fx.adapters.vllm.settings"}
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="a CPU without AMX")
+@pytest.mark.parametrize("half", [0, 1])
+def test_mla_on_amx_tiles_is_guarded_with_the_backend_that_vllm_takes(models, half):
+    rig = Rig("deepseek_v3", models, dtype="bfloat16", attention_config={})
+    try:
+        name = list(rig.layers())[1]
+        assert type(rig.layers()[name].impl).__name__ == "AMXMLAImpl"
+        rig.add("clean", prompt(90, 70))
+        rig.run()
+        assert rig.session.violations() == []
+        assert rig.session.uncovered == []
+        rig.add("damaged", prompt(91, 70))
+        slots = []
+        rig.run(lambda step: slots.append(rig.flip(name, half, "damaged", 57)) if step == 3 else None)
+        found = {(v.check, v.layer, v.half, v.slot) for v in rig.session.violations()}
+        assert found == {("content", name, ("latent", "rope")[half], slots[0])}
+    finally:
+        rig.close()

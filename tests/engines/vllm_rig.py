@@ -115,7 +115,7 @@ class Rig:
             dim = cache.shape[3] // 2
             inside = 3 * size + offset if half == 0 else size * dim + offset * dim + 3
             word = cache[page, 1].view(-1)[inside : inside + 1]
-        word.view(torch.int32).bitwise_xor_(1 << 4)
+        word.view(torch.int32 if word.element_size() == 4 else torch.int16).bitwise_xor_(1 << 4)
         return page * size + offset
 
     def told(self) -> set[tuple[str, str, str]]:
