@@ -383,20 +383,27 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
     bs, room = plan.rows.shape[0], pages.shape[1] * size
     if bs == 0 or not plan.table.numel():
         return
-    with on_device(space.block):
-        launch_or_compile(
-            triton_reads.reads_kernel,
-            _over_positions(room, bs),
-            extend_ptr=plan.extend_lens.contiguous(),
-            pages_ptr=pages,
-            pages_stride=pages.stride(0),
-            pages_step=pages.stride(1),
-            lengths_ptr=lengths.contiguous(),
-            room=room,
-            window=space.window if space.window is not None else ENDLESS,
-            SIZE=size,
-            BLOCK=BLOCK_POSITIONS,
-            **_request_args(plan),
-            **_table_args(plan),
-            **_ring_args(space, space.space_id),
-        )
+    grid, lengths, device = (*_over_positions(room, bs), 1), lengths.contiguous(), space.block.device
+    kept = None if capturing(device if device.type == "cuda" else None) else plan.launches
+    at = pages.data_ptr(), lengths.data_ptr()
+    form = "reads", pages.dtype, pages.stride(), at[0] & 15, lengths.dtype, at[1] & 15, room, size
+    launch = kept.get(form) if kept is not None else None
+    if launch is not None and launch.ready:
+        launch(grid, at, None)
+        return
+    arguments = dict(
+        extend_ptr=plan.extend_lens.contiguous(),
+        pages_stride=pages.stride(0),
+        pages_step=pages.stride(1),
+        room=room,
+        window=space.window if space.window is not None else ENDLESS,
+        SIZE=size,
+        BLOCK=BLOCK_POSITIONS,
+        **_request_args(plan),
+        **_table_args(plan),
+        **_ring_args(space, space.space_id),
+    )
+    launch = BoundLaunch(triton_reads.reads_kernel, device, arguments, ("pages_ptr", "lengths_ptr"), warps=4)
+    if kept is not None:
+        kept[form] = launch
+    launch.first(grid, (pages, lengths), None)
