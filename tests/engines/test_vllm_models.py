@@ -103,3 +103,25 @@ def test_mla_on_amx_tiles_is_guarded_with_the_backend_that_vllm_takes(models, ha
         assert found == {("content", name, ("latent", "rope")[half], slots[0])}
     finally:
         rig.close()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"enforce_eager": False}], ids=["eager", "compiled"])
+def test_layers_beside_chunked_local_attention_are_guarded(models, arguments, caplog):
+    (plain,) = vllm_runs.results(models, [{"model": "llama4", "arguments": arguments}], mode=None)
+    rig = Rig("llama4", models, **arguments)
+    try:
+        (told,) = [r.message for r in caplog.records if "kvcanary.unguarded" in r.message]
+        assert "ChunkedLocalAttentionSpec" in told
+        mixed_load(rig)
+        assert rig.tokens == plain["tokens"]
+        assert rig.session.violations() == []
+        name = "model.layers.3.self_attn.attn"
+        assert list(rig.guard.groups[0].layers) == ["model.layers.1.self_attn.attn", name]
+        rig.add("damaged", prompt(91, 70))
+        slots = []
+        rig.run(lambda step: slots.append(rig.flip(name, 1, "damaged", 57)) if step == 3 else None)
+        assert {(v.check, v.layer, v.half, v.slot) for v in rig.session.violations()} == {
+            ("content", name, "V", slots[0])
+        }
+    finally:
+        rig.close()

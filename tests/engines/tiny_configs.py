@@ -67,3 +67,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         if k != "head_dim"
     },
 }
+
+#: Models of which some layers are not guarded.
+IN_PART: dict[str, dict[str, Any]] = {
+    "llama4": dict(
+        _COMMON,
+        model_type="llama4_text",
+        architectures=["Llama4ForCausalLM"],
+        num_hidden_layers=4,
+        attention_chunk_size=64,
+        no_rope_layer_interval=2,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=1,
+        intermediate_size_mlp=256,
+        use_qk_norm=True,
+        attn_temperature_tuning=False,
+    ),
+}

@@ -8,7 +8,7 @@ import pathlib
 from typing import Any
 
 import torch
-from tiny_configs import CONFIGS
+from tiny_configs import CONFIGS, IN_PART
 
 #: float32: with bfloat16 a CPU that has AMX keeps KV in tiles, unless it is guarded: other tokens.
 DTYPE = "float32"
@@ -29,7 +29,7 @@ def write_config(name: str, directory: pathlib.Path) -> str:
     """Put a model's configuration into ``directory/name``; its path."""
     path = directory / name
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    (path / "config.json").write_text(json.dumps((CONFIGS | IN_PART)[name]))
     return os.fspath(path)
 
 
@@ -48,7 +48,7 @@ def engine_arguments(name: str, directory: pathlib.Path, **changed: Any) -> dict
         seed=0,
         enforce_eager=True,
     )
-    if "kv_lora_rank" in CONFIGS[name] and not torch.cuda.is_available():
+    if "kv_lora_rank" in (CONFIGS | IN_PART)[name] and not torch.cuda.is_available():
         # of itself vLLM takes the one for AMX where a CPU has that, which knows no float32
         given["attention_config"] = {"backend": "CPU_MLA"}
     return given | changed

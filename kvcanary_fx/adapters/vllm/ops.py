@@ -24,14 +24,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from vllm import forward_context
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
-from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.attention import attention, mla_attention
 from vllm.platforms import current_platform
 from vllm.utils import torch_utils
 from vllm.utils.torch_utils import LayerNameType
 
-from ...kernels.context import has_forward_context
+from ...kernels.context import get_forward_context, has_forward_context
 from ...kernels.layer_ops import record_layer, verify_layer
 
 NAMESPACE = "kvcanary_vllm"
@@ -86,7 +86,9 @@ def runs_from_python(config: VllmConfig) -> bool:
 
     A CUDA graph's next replay would, and so does Inductor where attention is inside of what it compiles.
     """
-    if not is_forward_context_available() or get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.NONE:
+    if not forward_context.is_forward_context_available():
+        return False
+    if forward_context.get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.NONE:
         return False
     compiled = config.compilation_config
     if compiled.mode == CompilationMode.NONE:
@@ -98,8 +100,8 @@ def runs_from_python(config: VllmConfig) -> bool:
 
 def verify(output: torch.Tensor, layer_name: LayerNameType) -> None:
     """The op before attention."""
-    if has_forward_context():
-        layer = torch_utils._resolve_layer_name(layer_name)
+    layer = torch_utils._resolve_layer_name(layer_name)
+    if _is_guarded(layer):
         known = _GUARDED.get()
         if known is not None:
             known.in_graph.add(layer)
@@ -110,8 +112,14 @@ def record(
     output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, layer_name: LayerNameType
 ) -> None:
     """The op after attention."""
-    if has_forward_context():
-        _record(key, value, output.device, torch_utils._resolve_layer_name(layer_name))
+    layer = torch_utils._resolve_layer_name(layer_name)
+    if _is_guarded(layer):
+        _record(key, value, output.device, layer)
+
+
+def _is_guarded(layer: str) -> bool:
+    """Whether a forward is running whose session has the layer: other groups of a model may not be guarded."""
+    return has_forward_context() and layer in get_forward_context().layers
 
 
 def _record(key: torch.Tensor | None, value: torch.Tensor | None, device: torch.device, layer: str) -> None:
@@ -158,7 +166,7 @@ def _guarded(original: Callable[..., None]) -> Callable[..., None]:
         **kwargs: Any,
     ) -> None:
         known, layer = _GUARDED.get(), torch_utils._resolve_layer_name(layer_name)
-        here = known is not None and layer not in known.in_graph and has_forward_context()
+        here = known is not None and layer not in known.in_graph and _is_guarded(layer)
         if here and known is not None:
             known.outside.add(layer)
             verify_layer(output.device, layer)
