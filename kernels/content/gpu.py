@@ -7,6 +7,7 @@ nothing waits for the device, so every function here may run while a CUDA graph 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -32,15 +33,15 @@ from .launch_args import BLOCK_SLOTS, PLAN_TOKENS, plan_args, scan_args, site_ar
 
 def begin(control_words: torch.Tensor, gate: torch.Tensor) -> None:
     """Start one call of a guarded graph."""
-    launches, at = _begin_launches(gate.device), (control_words.data_ptr(), gate.data_ptr())
+    launches, at = _begin_launches(tk.begin_kernel, gate.device), (control_words.data_ptr(), gate.data_ptr())
     known = at[0] & 15, at[1] & 15
     if not launches.again(known, (1, 1, 1), at):
         launches(None, (1, 1, 1), (control_words, gate), dict, known)
 
 
 @functools.cache
-def _begin_launches(device: torch.device) -> BoundLaunches:
-    return BoundLaunches(tk.begin_kernel, device, ("words_ptr", "gate_ptr"), warps=4)
+def _begin_launches(kernel: Any, device: torch.device) -> BoundLaunches:
+    return BoundLaunches(kernel, device, ("words_ptr", "gate_ptr"), warps=4)
 
 
 def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int, phase: Phase) -> None:
