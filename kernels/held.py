@@ -24,22 +24,23 @@ class Held:
             limit: bytes.
         """
         self._together = together
-        self._waiting: dict[int, tuple[RequestPlan, list[Written]]] = {}  # by pool
+        self._waiting: dict[int, tuple[RequestPlan, dict[int, Written]]] = {}  # by pool, and there by the record's id
         self._bytes, self._limit = 0, limit
         self._each = 0  # bytes of a layer
 
     def take(
         self, record: LayerRecord, plan: RequestPlan, key: torch.Tensor | None, value: torch.Tensor | None
     ) -> None:
-        """A layer has written; arguments as of :meth:`.LayerRecord.record`."""
+        """A layer has written, again perhaps; arguments as of :meth:`.LayerRecord.record`."""
         number = record.space.space_id
         known = self._waiting.get(number)
-        if known is None or known[0] is not plan:
+        if known is not None and known[0] is not plan:
             self.flush()
-            known = self._waiting[number] = plan, []
-        if not known[1]:  # its layers are alike
-            self._each = sum(t.untyped_storage().nbytes() for t in (key, value) if t is not None)
-        known[1].append(Written(record, key, value))
+            known = None
+        if known is None:
+            known = self._waiting[number] = plan, {}
+            self._each = sum(t.untyped_storage().nbytes() for t in (key, value) if t is not None)  # layers are alike
+        known[1][id(record)] = Written(record, key, value)
         self._bytes += self._each
         if self._bytes > self._limit:
             self.flush()
@@ -48,7 +49,7 @@ class Held:
         """Record what is held, in the current stream."""
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
         for number, (plan, held) in waiting.items():
-            self._together[number](plan, held)
+            self._together[number](plan, list(held.values()))
 
     def drop(self) -> None:
         """The forward raised: nothing of it is recorded."""

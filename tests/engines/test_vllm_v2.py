@@ -344,14 +344,23 @@ def test_our_ops_split_the_graph_wherever_it_comes_from(monkeypatch):
     assert [op for op in ops.OPS if op not in config.splitting_ops] == []
 
 
-def test_a_model_that_raises_leaves_a_session_that_goes_on(runner):
+def test_a_model_that_raises_leaves_a_session_that_goes_on(runner, monkeypatch):
     runner.step({"x": 3}, new={"x": [1]})
-    layers, runner.layers = runner.layers, {"nowhere": next(iter(runner.layers.values()))}
-    with pytest.raises(Exception, match="nowhere"):
-        runner.step({"x": 1})
-    runner.layers = layers
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_model", lambda *_: (_ for _ in ()).throw(ValueError("out of memory")))
+        with pytest.raises(ValueError, match="out of memory"):
+            runner.step({"x": 1})
     runner.step({"y": 3}, new={"y": [2]})
     assert runner.guard.session._stepping.running is None
+
+
+def test_layers_of_a_group_that_is_not_guarded_raise_nothing_and_stand_for_no_others(runner):
+    runner.layers["elsewhere"] = tuple(torch.zeros_like(half) for half in runner.layers["a"])
+    runner.step({"x": 3}, new={"x": [1]})
+    assert runner.guard.session.uncovered == []
+    runner.layers.pop("b")
+    runner.step({"x": 1})
+    assert "only 1 of 2 layers were checked" in runner.guard.session.uncovered[0]
 
 
 def test_a_guard_is_made_once_every_half_of_the_cache_has_proved_to_be_compared(runner, monkeypatch):

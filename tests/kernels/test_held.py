@@ -143,6 +143,49 @@ def test_no_more_than_the_limit_is_held(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(each.state(), scene.state(), strict=True))
 
 
+def test_layers_of_two_pools_in_turn_are_recorded_in_a_call_each(monkeypatch):
+    counts, record = [], layer.HeldRecords.__call__
+    monkeypatch.setattr(
+        layer.HeldRecords, "__call__", lambda self, plan, held: counts.append(len(held)) or record(self, plan, held)
+    )
+    names = [f"layers.{i}" for i in range(6)]
+    kv = [tuple(torch.zeros(32, 1, 8, device=DEVICE) for _ in "kv") for _ in names]
+    table = torch.arange(32, dtype=torch.int32, device=DEVICE).view(1, -1)
+    session = install_canary(
+        KVPool(kv[::2], table, name="full", layer_names=names[::2]),
+        KVPool(kv[1::2], table, name="window", layer_names=names[1::2], window=16, slots_from="slots_window"),
+        mode="log",
+        health_every=0,
+    )
+    checks = LayerChecks(session)
+    session.mark_ready()
+    slots = torch.arange(1, 4, device=DEVICE)
+    batch = dict(
+        input_ids=range(3), slots=slots, slots_window=slots, request_rows=[0], prefix_lens=[1], extend_lens=[3]
+    )
+    with session.step(batch), session.forward(), checks.publish(hold=True):
+        for name, (k, v) in zip(names, kv, strict=True):
+            rows = torch.ones(3, 1, 8, device=DEVICE)
+            k[slots], v[slots] = rows, rows
+            record_layer(rows, rows, DEVICE, name)
+    assert counts == [3, 3]
+    assert all(pool.digests[:, 0, 1:4].all() for pool in session.pools.values())
+
+
+def test_a_layer_that_writes_twice_is_recorded_as_it_wrote_last():
+    scene = Scene(FIVE_LAYERS, True)
+    batch = dict(input_ids=[1], slots=[3], request_rows=[0], prefix_lens=[3], extend_lens=[1], request_ids=["A"])
+    shape = 1, scene._heads, scene._dim
+    with scene.session.step(batch), scene.session.forward(), scene.checks.publish(hold=True):
+        for number in (1, 2):
+            for name, halves in zip(scene._names, scene._kv, strict=True):
+                rows = torch.full(shape, float(number), dtype=scene._dtype, device=DEVICE)
+                for half in halves:
+                    half[3:4] = rows
+                record_layer(rows, rows, DEVICE, name)
+    assert not [line for line in scene.told() if "check=operand" in line]
+
+
 def test_a_forward_that_raises_records_nothing_later():
     scene = Scene(1, True)
     batch = dict(input_ids=[1], slots=[3], request_rows=[0], prefix_lens=[3], extend_lens=[1], request_ids=["A"])
