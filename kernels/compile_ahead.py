@@ -1,8 +1,8 @@
 """Compiles the kernels of a warm-up beside each other, before the warm-up itself.
 
-A kernel that Triton's cache lacks takes 0.7 s, most of it in LLVM, ptxas and a C compiler, which do not hold Python's
-lock.  One after the other, the 23 of an engine's session made a cold start of vLLM 19 s longer (1B, H200), whose own
-66 s are mostly compilation, too::
+A kernel that Triton's cache lacks takes 0.7 s: ptxas and a C compiler are programs of their own, and several can run
+at a time.  One after the other, the 23 kernels of an engine's session made a cold start of vLLM 19 s longer; compiled
+beside each other they take 7 s (1B, H200)::
 
     compile_ahead(warm_up, device)  # launches nothing
     warm_up()

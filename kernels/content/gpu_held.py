@@ -68,7 +68,7 @@ class HeldRecords(layer.HeldRecords):
         if self._stamps is not self._control.stamps or len(self._forms) >= MOST_FORMS:
             self._forms, self._stamps = {}, self._control.stamps
         if key not in self._forms:
-            self._forms[key] = self._bind(plan, held[0], aligned)
+            self._forms[key] = self._bind(plan, held[0], n, aligned)
         form = self._forms[key]
         if form is None:
             super().__call__(plan, held)
@@ -92,12 +92,11 @@ class HeldRecords(layer.HeldRecords):
         else:
             form.launch.first(grid, (slots, n, ops), None)
 
-    def _bind(self, plan: RequestPlan, one: layer.Written, aligned: bool) -> _Form | None:
-        """The launch for layers that were given what ``one`` was; None if they do not go into one."""
+    def _bind(self, plan: RequestPlan, one: layer.Written, n: int, aligned: bool) -> _Form | None:
+        """The launch for about ``n`` slots of layers that were given what ``one`` was; None if one cannot take them."""
         parts = operand_parts(one.record, plan, one.key, one.value)
         if parts is None or not all(part.alike(parts[0]) for part in parts):
             return None
-        n = plan.slots.shape[0]
         found = record_args(parts[0], parts[0], n, layer.WRITE, 0, False)
         arguments = {k: v for k, v in found.items() if k not in _IN_TABLE and not k.startswith("other_")}
         arguments |= dict(table_ptr=self._table, given_ptr=self._given, ALIGNED=self._aligned, OPERANDS_ALIGNED=aligned)

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,6 @@ class LayerChecks:
 
     Attributes:
         gates: int64 ``[len(Gate)]`` for each device that a pool is on.
-        held: what the layers of a forward wrote, where it is recorded when the model has run.
         running: whether a forward of the session is running; without one there is no plan to check against.
     """
 
@@ -66,8 +66,12 @@ class LayerChecks:
         devices = dict.fromkeys(pool.declared.device for pool in session.pools.values())
         self.gates = {d: torch.zeros(len(Gate), dtype=torch.int64, device=d) for d in devices}
         self._layers = session.pools.layer_records(self.gates)
-        self.held = Held(_together(self._layers.values()))
         session.eager_layers = tuple(self._layers)
+
+    @functools.cached_property
+    def held(self) -> Held:
+        """What the layers of a forward wrote, where it is recorded when the model has run."""
+        return Held(_together(self._layers.values()))
 
     @property
     def running(self) -> bool:
@@ -90,7 +94,11 @@ class LayerChecks:
             raise SessionStateError("publish() outside forward(): with session.step(batch), session.forward(): first")
         self._begin(running)
         context = self._context(running)
-        with forward_context(dataclasses.replace(context, held=self.held) if hold else context):
+        if not hold:
+            with forward_context(context):
+                yield
+            return
+        with forward_context(dataclasses.replace(context, held=self.held)):
             try:
                 yield
             except BaseException:
