@@ -15,7 +15,11 @@ LIMIT = 128 << 20
 
 
 class Held:
-    """For forwards whose layers run from Python, and whose K and V nothing overwrites: not those of a CUDA graph."""
+    """For forwards whose layers run from Python, and whose K and V nothing overwrites before the model has run.
+
+    A CUDA graph is such a forward, and so are the pieces of one, if K and V were held while it was captured, too: its
+    memory then has room for all of them.  So what is held at a time depends on the shapes of K and V only.
+    """
 
     def __init__(self, together: Mapping[int, HeldRecords], limit: int = LIMIT):
         """
@@ -27,6 +31,7 @@ class Held:
         self._waiting: dict[int, tuple[RequestPlan, dict[int, Written]]] = {}  # by pool, and there by the record's id
         self._bytes, self._limit = 0, limit
         self._each = 0  # bytes of a layer
+        self._known: dict[tuple[torch.Size | None, ...], int] = {}  # the same, by the shapes of K and V
 
     def take(
         self, record: LayerRecord, plan: RequestPlan, key: torch.Tensor | None, value: torch.Tensor | None
@@ -39,14 +44,26 @@ class Held:
             known = None
         if known is None:
             known = self._waiting[number] = plan, {}
-            self._each = sum(t.untyped_storage().nbytes() for t in (key, value) if t is not None)  # layers are alike
+            self._each = self._bytes_of(key, value)  # layers are alike
         known[1][id(record)] = Written(record, key, value)
         self._bytes += self._each
         if self._bytes > self._limit:
             self.flush()
 
+    def _bytes_of(self, key: torch.Tensor | None, value: torch.Tensor | None) -> int:
+        """Bytes that a layer's K and V keep from being freed.
+
+        As it was first seen, since what a replayed piece of a graph returns does not say how large its memory is.
+        """
+        shapes = tuple(None if t is None else t.shape for t in (key, value))
+        known = self._known.get(shapes)
+        if known is None:
+            known = sum(t.untyped_storage().nbytes() for t in (key, value) if t is not None)
+            self._known[shapes] = known
+        return known
+
     def flush(self) -> None:
-        """Record what is held, in the current stream."""
+        """Record what is held, in the current stream, which may be captured."""
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
         for number, (plan, held) in waiting.items():
             self._together[number](plan, list(held.values()))
@@ -54,3 +71,8 @@ class Held:
     def drop(self) -> None:
         """The forward raised: nothing of it is recorded."""
         self._waiting, self._bytes = {}, 0
+
+    def settle(self) -> None:
+        """Tell the device what was captured: before a replay whose plan has tokens."""
+        for together in self._together.values():
+            together.settle()

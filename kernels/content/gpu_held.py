@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..bound_launch import BoundLaunch
+from ..side_stream import capturing
 from ..slots.space import RequestPlan
 from ..staging import Staging, lasting
 from ..writes.geometry import geometry_of
@@ -19,6 +20,9 @@ from . import triton_layer as records
 from .gpu_layer import MOST_FORMS, Part, operand_parts, record_args, record_tile
 from .gpu_pool import table_row
 from .launch_args import strided_grid
+
+#: Words on the device for what calls in CUDA graphs are given: 700 calls of a model of 64 layers.
+CAPTURED = 1 << 18
 
 #: Of the arguments for a layer, those that the table has.
 _IN_TABLE = ("base", "counters_ptr", "digest_ptr", "rows_ptr", "seed1", "seed2", "half", "token_stride")
@@ -52,6 +56,7 @@ class HeldRecords(layer.HeldRecords):
         self._table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
         self._row_of = {id(record): at * self._halves for at, record in enumerate(self.records)}
         self._given = lasting(3 * len(halves), dtype=torch.int64, device=device)
+        self._captured = _Captured(device)
         self._staging, self._control = Staging(device), halves[0].site.control
         self._stamps = self._control.stamps
         self._forms: dict[tuple[Any, ...], _Form | None] = {}
@@ -60,7 +65,8 @@ class HeldRecords(layer.HeldRecords):
         slots = plan.real_slots
         assert slots is not None
         n, addresses = slots.shape[0], _addresses(held) if self._alike else None
-        if n == 0 or addresses is None:
+        in_graph = capturing(self._device)
+        if n == 0 or addresses is None or (in_graph and not self._captured.room_for(3 * len(held) * self._halves)):
             super().__call__(plan, held)
             return
         aligned = not functools.reduce(operator.or_, addresses) & 15
@@ -73,24 +79,34 @@ class HeldRecords(layer.HeldRecords):
         if form is None:
             super().__call__(plan, held)
             return
-        self._launch(form, slots, held, addresses)
+        words, ops = self._words(form, held, addresses)
+        given = self._given
+        if in_graph:
+            given = self._captured.keep(words)
+        else:
+            self._staging.send(words, given)
+        self._launch(form, slots, given, len(held) * self._halves, ops)
 
-    def _launch(
-        self, form: _Form, slots: torch.Tensor, held: Sequence[layer.Written], addresses: Sequence[int]
-    ) -> None:
+    def settle(self) -> None:
+        self._captured.send()
+
+    def _words(self, form: _Form, held: Sequence[layer.Written], addresses: Sequence[int]) -> tuple[array[int], int]:
+        """What the kernel is given of each half, and how many ops that is."""
         words: list[int] = []
         ops, halves = 0, list(enumerate(zip(form.places, form.steps, strict=True)))
         for number, (record, _, _) in enumerate(held):
             row, ops = self._row_of[id(record)], ops + record.ops
             for at, (place, step) in halves:
                 words += (row + at, addresses[2 * number + place] if place is not None else 0, step)
-        self._staging.send(array("q", words), self._given)
-        n, rows = slots.shape[0], len(held) * self._halves
+        return array("q", words), ops
+
+    def _launch(self, form: _Form, slots: torch.Tensor, given: torch.Tensor, rows: int, ops: int) -> None:
+        n = slots.shape[0]
         grid = -(-strided_grid(n * rows, record_tile(n).slots, self._device) // rows), rows, 1
         if form.launch.ready:
-            form.launch(grid, (slots.data_ptr(), n, ops), None)
+            form.launch(grid, (given.data_ptr(), slots.data_ptr(), n, ops), None)
         else:
-            form.launch.first(grid, (slots, n, ops), None)
+            form.launch.first(grid, (given, slots, n, ops), None)
 
     def _bind(self, plan: RequestPlan, one: layer.Written, n: int, aligned: bool) -> _Form | None:
         """The launch for about ``n`` slots of layers that were given what ``one`` was; None if one cannot take them."""
@@ -99,14 +115,43 @@ class HeldRecords(layer.HeldRecords):
             return None
         found = record_args(parts[0], parts[0], n, layer.WRITE, 0, False)
         arguments = {k: v for k, v in found.items() if k not in _IN_TABLE and not k.startswith("other_")}
-        arguments |= dict(table_ptr=self._table, given_ptr=self._given, ALIGNED=self._aligned, OPERANDS_ALIGNED=aligned)
+        arguments |= dict(table_ptr=self._table, ALIGNED=self._aligned, OPERANDS_ALIGNED=aligned)
         del arguments["ops"]
-        launch = BoundLaunch(
-            records.record_pool_kernel, self._device, arguments, ("slot_ptr", "n", "ops"), record_tile(n).warps
-        )
+        changing = "given_ptr", "slot_ptr", "n", "ops"
+        launch = BoundLaunch(records.record_pool_kernel, self._device, arguments, changing, record_tile(n).warps)
         places = [half.place if part.operand is not None else None for part, half in zip(parts, one.record.written)]  # noqa: B905
         steps = [(part.operand or part.geometry).slot_strides[1] for part in parts]
         return _Form(launch, tuple(places), tuple(steps))
+
+
+class _Captured:
+    """What calls in CUDA graphs are given, at addresses that never change.
+
+    A graph cannot copy it from the host, whose side would have to stay as it is.  Until it was sent, the words are 0: a
+    replay whose plan has no token reads nothing by them.
+    """
+
+    def __init__(self, device: torch.device):
+        self._words = lasting(CAPTURED, dtype=torch.int64, device=device).zero_()
+        self._host, self._sent = array("q"), 0
+
+    def room_for(self, words: int) -> bool:
+        return len(self._host) + words <= self._words.shape[0]
+
+    def keep(self, words: array[int]) -> torch.Tensor:
+        """Where they will be, aligned as the whole is."""
+        start, end = len(self._host), len(self._host) + len(words)
+        self._host += words
+        if end % 2:
+            self._host.append(0)
+        return self._words[start:end]
+
+    def send(self) -> None:
+        """Copy what was not yet, in the current stream."""
+        start, end = self._sent, len(self._host)
+        if start < end:
+            self._words[start:end].copy_(torch.tensor(self._host[start:end], dtype=torch.int64, device="cpu"))
+            self._sent = end
 
 
 def _addresses(held: Sequence[layer.Written]) -> list[int] | None:

@@ -119,6 +119,9 @@ class HeldRecords:
         for each in held:
             each.record.record(plan, each.key, each.value)
 
+    def settle(self) -> None:
+        """Tell the device what the calls that were captured since the last time were given."""
+
 
 def rows_of(
     half: LayerHalf, operands: tuple[torch.Tensor | None, torch.Tensor | None], plan: RequestPlan

@@ -1,9 +1,10 @@
-"""Forwards that come again: their checks before and after the model are two small CUDA graphs.
+"""Forwards that come again: their checks before the model are a small CUDA graph, and those after it, if there are any.
 
 An engine that prepares its batches on the device tells the host little that is new in a step.  The checks that run
 around its model read the step's inputs at addresses that never change, so they are captured once for some sizes of a
-batch, padded, and a step is one copy and two replays.  Launched one by one, with the inputs filled in from Python, they
-were 2.3 of the 12.2 ms of a profiled step of vLLM (64 requests, H100)::
+batch, padded, and a step is a replay.  Launched one by one, with the inputs filled in from Python, they were 2.3 of the
+12.2 ms of a profiled step of vLLM (64 requests, H100).  Who is in the slots that are written is stored before the
+model, too: a replay behind it took 12 us of the host (H200), in steps that wait for the host::
 
     checks = LayerChecks(session)
     checks.reserve(requests, tokens)
@@ -44,7 +45,9 @@ class KeptForward:
 
     Attributes:
         forward: its plans are padded.
-        before, after: launch the checks before and after the model.
+        before: launches the checks before the model.
+        after: launches those after it; None: there are none.
+        finish: launches what comes last, unless the model's own graph has it; None: nothing does.
         contexts: what the ops of layers outside of a graph find, by the tokens of the batch; all of them are in the
             memory of the padded one.
     """
@@ -53,7 +56,8 @@ class KeptForward:
     tokens: int
     forward: Forward
     before: Callable[[], None]
-    after: Callable[[], None]
+    after: Callable[[], None] | None
+    finish: Callable[[], None] | None
     contexts: dict[int, ForwardContext]
 
     def context(self, tokens: int) -> ForwardContext:
@@ -86,7 +90,7 @@ def keep(
         begin: what the first layer does before its own checks.
         join: lets the stream wait for work that was forked from it.
         reads: with pages and lengths of as many requests.
-        finish: launches what comes last.
+        finish: launches what comes last; it is not captured here.
     """
     (device,) = {pool.declared.device for pool in pools.values()}
     ((requests, tokens),) = {(plan.rows.shape[0], plan.slots.shape[0]) for plan in forward.plans.values()}
@@ -96,13 +100,11 @@ def keep(
         check_before(pools, forward.plans)
         for pool, pages, lengths, size in reads:
             check_reads(pool, forward, pages[:requests], lengths[:requests], size)
+        remember(pools, dataclasses.replace(forward))  # which notes that it has
         begin()
 
     def after() -> None:
-        remember(pools, dataclasses.replace(forward))  # which notes that it has
         check_after(pools, forward.plans, config)
-        if finish is not None:
-            finish()
 
     def around() -> None:
         before()
@@ -111,8 +113,15 @@ def keep(
 
     compile_ahead(around, device)
     around()  # no kernel is compiled while a graph is captured
+    checked = config.verifies_after(device)
     return KeptForward(
-        requests, tokens, forward, _captured(device, before), _captured(device, after), {tokens: context}
+        requests,
+        tokens,
+        forward,
+        _captured(device, before),
+        _captured(device, after) if checked else None,
+        finish,
+        {tokens: context},
     )
 
 

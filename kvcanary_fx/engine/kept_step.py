@@ -26,16 +26,18 @@ class KeptStep:
         size: tuple[int, int],
         measure: Callable[[], Sample | None],
         held: Held | None = None,
+        finished: bool = False,
     ):
         """
         Args:
-            send: copies to the device what ``take_in`` needs, given the number of the step.
+            send: gives the device what ``take_in`` needs, given the number of the step.
             size: requests and tokens of the batch.
             measure: begins a measurement, if one is due.
             held: takes what the layers wrote until the model has run.
+            finished: as of :meth:`.LayerChecks.kept`.
         """
         self._steps, self._kept, self._send, self._size = steps, kept, send, size
-        self._measure, self._held = measure, held
+        self._measure, self._held, self._finished = measure, held, finished
 
     def __enter__(self) -> None:
         self._sample = self._measure()
@@ -57,7 +59,7 @@ class KeptStep:
                     self._sample.model_ran()
                 if self._held is not None:
                     self._held.flush()
-                self._steps.end_kept(self._kept)
+                self._steps.end_kept(self._kept, self._finished)
                 if self._sample is not None:
                     self._sample.end()
             elif self._held is not None:

@@ -21,9 +21,9 @@ pool: what a forward reads is known before it runs, and launching from Python fo
 32 layers (H200).  With ``placement="side"`` the model goes on beside it, unless the forward writes to what
 it reads (rings, states, requests that read what others write).
 
-What a layer wrote is fingerprinted after its attention, in the model's stream.  It runs beside the model only in a
-forward that is captured whole, its end included: elsewhere K and V may be memory of a CUDA graph, which its next replay
-overwrites even if they are held.
+What a layer wrote is fingerprinted after its attention, in the model's stream, or that of all layers in one launch when
+the model has run, if K and V are held until then.  It runs beside the model only in a forward that is captured whole,
+its end included: elsewhere K and V may be memory of a CUDA graph, which its next replay overwrites.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from ..kernels.held import Held
 from ..kernels.layer_ops import record_in, verify_in
 from ..kernels.ops import held_kernels_for, kernels_for, request_kernels_for
 from ..kernels.ring import Word
+from ..kernels.side_stream import capturing
 from ..runtime.pace import Sample
 from .kept_forward import KeptForward, Reads, keep
 from .kept_step import KeptStep
@@ -67,6 +68,7 @@ class LayerChecks:
         self.gates = {d: torch.zeros(len(Gate), dtype=torch.int64, device=d) for d in devices}
         self._layers = session.pools.layer_records(self.gates)
         session.eager_layers = tuple(self._layers)
+        self._unsettled = False  # the device was not told what captured layers were given
 
     @functools.cached_property
     def held(self) -> Held:
@@ -82,9 +84,9 @@ class LayerChecks:
         """Around the model, within ``session.forward(...)``.
 
         Args:
-            hold: record all layers in one launch when the model has run.  Only where its layers run from Python, no
-                part of it as a CUDA graph, and nothing overwrites their K and V: these are held until then, 128 MiB at
-                most.
+            hold: record all layers in one launch when the model has run.  Only where its layers run from Python, and
+                nothing overwrites their K and V: these are held until then, 128 MiB at most.  If pieces of the model
+                are CUDA graphs, only where :meth:`captured` held them, too.
 
         Raises:
             SessionStateError: no forward is running.
@@ -93,7 +95,12 @@ class LayerChecks:
         if running is None:
             raise SessionStateError("publish() outside forward(): with session.step(batch), session.forward(): first")
         self._begin(running)
-        context = self._context(running)
+        self._settle()
+        with self._published(self._context(running), hold):
+            yield
+
+    @contextlib.contextmanager
+    def _published(self, context: ForwardContext, hold: bool) -> Iterator[None]:
         if not hold:
             with forward_context(context):
                 yield
@@ -106,6 +113,12 @@ class LayerChecks:
                 raise
             self.held.flush()
 
+    def _settle(self) -> None:
+        """Tell the device what captured layers were given, before a graph of theirs is replayed."""
+        if self._unsettled and not capturing():
+            self.held.settle()
+            self._unsettled = False
+
     def reserve(self, requests: int, tokens: int) -> None:
         """Outside a forward: plan to read and write nothing, and from here on never move the step's inputs.
 
@@ -117,7 +130,7 @@ class LayerChecks:
         self._steps.padded(requests, tokens)
 
     @contextlib.contextmanager
-    def captured(self, requests: int, tokens: int, beside: bool = True) -> Iterator[None]:
+    def captured(self, requests: int, tokens: int, beside: bool = True, hold: bool = False) -> Iterator[None]:
         """Around a model that is captured into a CUDA graph, if each replay is to be inside a forward of its own.
 
         The graph has the checks of the layers only.  They look at the plan of the forward that replays it, whose
@@ -134,9 +147,15 @@ class LayerChecks:
             requests, tokens: of the padded batch.
             beside: the checks may run beside the model, as ``placement`` says; not where the model is captured in
                 pieces, whose ends would have to wait for them.
+            hold: as of :meth:`publish`; ``beside`` means nothing then.  The graphs' memory has room for what is held.
+                Run the model once like this before it is captured, as for any graph: the first time makes tables.
         """
         context = self._context(self._steps.padded(requests, tokens))
-        with forward_context(dataclasses.replace(context, sides=self._steps.sides if beside else {})):
+        hold = hold and ("held" in vars(self) or not capturing())
+        self._unsettled |= hold
+        with self._published(
+            dataclasses.replace(context, sides=self._steps.sides if beside and not hold else {}), hold
+        ):
             try:
                 yield
             finally:
@@ -150,7 +169,7 @@ class LayerChecks:
         reads: Sequence[Reads] = (),
         finish: Callable[[], None] | None = None,
     ) -> KeptForward:
-        """Capture what is checked before and after the model, for batches that are on the device.
+        """Capture what is checked around the model, for batches that are on the device.
 
         Call :meth:`reserve` first.  Not for batches with a history, or in flight (:class:`.Batch`): those go into
         ``session.step``.
@@ -184,20 +203,29 @@ class LayerChecks:
         return control.words[Word.FORWARD : Word.FORWARD + 1]
 
     def kept(
-        self, kept: KeptForward, send: Callable[[int], None], requests: int, tokens: int, hold: bool = False
+        self,
+        kept: KeptForward,
+        send: Callable[[int], None],
+        requests: int,
+        tokens: int,
+        hold: bool = False,
+        finished: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
         """A step of the engine with one forward, in the place of ``session.step``, ``session.forward`` and
         :meth:`publish`: around the model.  Violations wait until somebody reads them.
 
         Args:
-            send: copies to the device what ``take_in`` needs, given the number of the step.
+            send: gives the device what ``take_in`` needs, given the number of the step.
             requests, tokens: how many it has.
             hold: as of :meth:`publish`.
+            finished: the model is a graph that launches ``finish`` of :meth:`keep` itself, behind its last layer.
 
         Raises:
             SessionStateError: a step is already running, or the session is closed.
         """
-        return KeptStep(self._steps, kept, send, (requests, tokens), self._measure, self.held if hold else None)
+        self._settle()
+        held = self.held if hold else None
+        return KeptStep(self._steps, kept, send, (requests, tokens), self._measure, held, finished)
 
     def _measure(self) -> Sample | None:
         """A step begins: what measures it, if it is to be measured."""

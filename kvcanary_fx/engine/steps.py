@@ -233,9 +233,12 @@ class Steps:
         self.running = kept.forward
         kept.before()
 
-    def end_kept(self, kept: KeptForward) -> None:
-        """The model has run."""
-        kept.after()
+    def end_kept(self, kept: KeptForward, finished: bool) -> None:
+        """The model has run, and its graph has launched what comes last, if ``finished``."""
+        if kept.after is not None:
+            kept.after()
+        if kept.finish is not None and (kept.after is not None or not finished):
+            kept.finish()
         self.running = None
         self.done += 1
         self._observers.after_forward(kept.forward.plans)

@@ -29,6 +29,8 @@ class Runner:
     """Requests, tables and inputs as Model Runner V2 keeps them; :meth:`step` runs a model that only writes."""
 
     def __init__(self, mode="log", drafts=0, **settings):
+        from vllm.config import CompilationMode
+
         from kvcanary_fx.adapters.vllm.pools import Group
         from kvcanary_fx.adapters.vllm.settings import from_env
         from kvcanary_fx.adapters.vllm.v2.connector import Bracket
@@ -38,7 +40,10 @@ class Runner:
         self.num_speculative_steps, self.device, self.adaptive_verification = drafts, torch.device("cpu"), None
         from vllm.v1.core.sched.scheduler import Scheduler
 
-        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: Scheduler))
+        self.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: Scheduler),
+            compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
+        )
         spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=PAGE), layer_names=[])
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[spec])
         self.req_states = SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=torch.zeros(4, dtype=torch.int32)))

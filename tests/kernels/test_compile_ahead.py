@@ -34,14 +34,17 @@ def test_a_session_compiles_its_kernels_ahead_of_its_first_step(tmp_path, monkey
     """After the steps ran once with nothing but compilations, they compile nothing."""
     from toy import Toy
 
+    def steps():
+        toy = Toy(device="cuda")
+        toy.add("A", [5, 6, 7, 8])
+        toy.run({"A": [3, 4]})
+        return toy
+
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    toy = Toy(device="cuda")
-    toy.add("A", [5, 6, 7, 8])
-    steps = lambda: toy.run({"A": [3, 4]})  # noqa: E731
     compile_ahead(steps, torch.device("cuda"))
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *, repr, **_: compiled.append(repr))
-    steps()
+    toy = steps()
     torch.cuda.synchronize()
     assert compiled == []
     assert toy.session.violations() == []

@@ -10,8 +10,9 @@ from gpu_on_cpu import use_gpu_kernels
 
 from kvcanary_fx import KVPool, install_canary
 from kvcanary_fx.engine.layers import LayerChecks
-from kvcanary_fx.kernels.content import layer, triton_layer
+from kvcanary_fx.kernels.content import triton_layer
 from kvcanary_fx.kernels.layer_ops import record_layer
+from kvcanary_fx.kernels.ops import held_kernels_for
 
 #: A seed whose engine has so many.
 FIVE_LAYERS = 5
@@ -130,11 +131,16 @@ class Watched:
         return self._kernel[grid]
 
 
+def calls_of(monkeypatch):
+    """How many layers each call records, of all later ones."""
+    kind, counts = held_kernels_for(DEVICE).HeldRecords, []
+    record = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda self, plan, held: counts.append(len(held)) or record(self, plan, held))
+    return counts
+
+
 def test_no_more_than_the_limit_is_held(monkeypatch):
-    counts, record = [], layer.HeldRecords.__call__
-    monkeypatch.setattr(
-        layer.HeldRecords, "__call__", lambda self, plan, held: counts.append(len(held)) or record(self, plan, held)
-    )
+    counts = calls_of(monkeypatch)
     each, scene = Scene(FIVE_LAYERS, False), Scene(FIVE_LAYERS, True)
     scene.checks.held._limit = -1
     for run in (each, scene):
@@ -144,10 +150,7 @@ def test_no_more_than_the_limit_is_held(monkeypatch):
 
 
 def test_layers_of_two_pools_in_turn_are_recorded_in_a_call_each(monkeypatch):
-    counts, record = [], layer.HeldRecords.__call__
-    monkeypatch.setattr(
-        layer.HeldRecords, "__call__", lambda self, plan, held: counts.append(len(held)) or record(self, plan, held)
-    )
+    counts = calls_of(monkeypatch)
     names = [f"layers.{i}" for i in range(6)]
     kv = [tuple(torch.zeros(32, 1, 8, device=DEVICE) for _ in "kv") for _ in names]
     table = torch.arange(32, dtype=torch.int32, device=DEVICE).view(1, -1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcanary_fx.adapters.vllm.v2.take_in import BLOCK, PAGES, Inputs, Landing, TakeIn, naive
+from kvcanary_fx.adapters.vllm.v2.take_in import AHEAD, BLOCK, Inputs, Landing, TakeIn, naive
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROOM = 300
@@ -54,12 +54,15 @@ def send(rng, landing, requests, tokens, pages):
 
 def compare(taking):
     landing, inputs = taking._landing, taking._inputs
-    expected = copy.deepcopy(inputs)
-    naive(landing.words.clone(), landing.room, expected)
+    expected, told = copy.deepcopy(inputs), copy.copy(landing)
+    told.fields, told.turn = landing.fields.clone(), landing.turn.clone()
+    naive(told, expected)
     taking.launch(ROOM, 2 * ROOM)
     for name, got, wanted in zip(Inputs._fields, inputs, expected, strict=True):
         pairs = zip(got, wanted, strict=True) if isinstance(got, list) and name != "groups" else [(got, wanted)]
         assert all(a == b if name == "groups" else torch.equal(a, b) for a, b in pairs), name
+    assert torch.equal(landing.fields, told.fields)
+    assert torch.equal(landing.turn, told.turn)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +75,37 @@ def test_the_kernel_takes_in_what_the_plain_code_does(requests, tokens, pages):
     compare(taking)
 
 
-def test_a_step_whose_requests_are_those_of_the_last_one_sends_the_rest_only():
+def test_requests_that_were_told_before_are_kept_on_the_device():
     rng = random.Random(5)
     taking = random_inputs(rng)
     send(rng, taking._landing, 4, 4, 2)
     compare(taking)
-    fields = taking._landing.words[4 + 3 * PAGES :].clone()
+    fields, owners = taking._landing.fields.clone(), taking._inputs.owners.clone()
+    taking._landing.ring[:, -5 * ROOM :] = -77  # the entries of later steps have none
     taking._landing.send(4, 4, 9, [(1, 3, 77)])
     compare(taking)
-    assert torch.equal(taking._landing.words[4 + 3 * PAGES :], fields)
-    assert taking._landing.words[:7].tolist() == [4, 4, 9, 1, 1, 3, 77]
+    assert torch.equal(taking._landing.fields, fields)
+    assert torch.equal(taking._inputs.owners, owners)
+    assert taking._inputs.counts.tolist() == [4, 4, 9]
     assert taking._inputs.tables[1].view(-1)[3] == 77
+
+
+def test_the_ring_is_gone_through_more_than_once():
+    rng = random.Random(6)
+    taking = random_inputs(rng)
+    for number in range(2 * AHEAD + 3):
+        if number % 3:
+            taking._landing.send(number % 2, 1, number, [])
+        else:
+            send(rng, taking._landing, 1 + number, 2, 1)
+        compare(taking)
+        assert taking._inputs.counts[2] == number or number % 3 == 0
+
+
+def test_launches_of_a_warm_up_take_no_turn():
+    taking = random_inputs(random.Random(7))
+    taking.launch(ROOM, 2 * ROOM)
+    taking._landing.restart()
+    taking._landing.send(0, 0, 5, [])
+    compare(taking)
+    assert taking._inputs.counts.tolist() == [0, 0, 5]

@@ -165,6 +165,34 @@ def test_a_smaller_step_launched_anew_reads_nothing_that_a_kept_one_left():
     assert found(engine) == []
 
 
+def test_who_is_in_the_written_slots_is_known_before_the_model_has_run():
+    """So that nothing but the model's own graph is launched behind it."""
+    engine, seen = Engine(), []
+    model = engine._model
+
+    def watched(slots, positions):
+        seen.append(engine.session.pool.space.positions[slots].tolist())
+        model(slots, positions)
+
+    engine._model = watched
+    engine.step([2, 1])
+    engine.step([1, 0])
+    assert seen == [[0, 1, 0], [2]]
+    assert found(engine) == []
+
+
+@pytest.mark.parametrize("verify_after", [False, True])
+@pytest.mark.parametrize("finished", [False, True])
+def test_what_comes_last_is_launched_once(verify_after, finished):
+    """By the model's graph, unless something is checked behind that."""
+    engine, launched = Engine(verify_after=verify_after), []
+    kept = engine.checks.keep(2, 4, engine._take_in(), finish=lambda: launched.append("finish"))
+    assert launched == []
+    with engine.checks.kept(kept, lambda step: None, 0, 0, finished=finished):
+        launched.append("model")
+    assert launched == (["model"] if finished and not verify_after else ["model", "finish"])
+
+
 def test_a_model_that_raises_leaves_a_session_that_goes_on():
     engine = Engine()
     engine.step([3, 2])

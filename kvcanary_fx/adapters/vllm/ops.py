@@ -82,14 +82,16 @@ def end_forward(token: contextvars.Token[Guarded | None]) -> None:
 
 
 def runs_from_python(config: VllmConfig) -> bool:
-    """Whether the layers of the running forward run from Python, and nothing overwrites what attention was given.
-
-    A CUDA graph's next replay would, and so does Inductor where attention is inside of what it compiles.
-    """
+    """Whether the layers of the running forward run from Python, no piece of it is a CUDA graph, and nothing overwrites
+    what attention was given."""
     if not forward_context.is_forward_context_available():
         return False
-    if forward_context.get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.NONE:
-        return False
+    mode = forward_context.get_forward_context().cudagraph_runtime_mode
+    return mode == CUDAGraphMode.NONE and layers_are_apart(config)
+
+
+def layers_are_apart(config: VllmConfig) -> bool:
+    """Whether attention runs between what is compiled, and not inside it, where Inductor overwrites its operands."""
     compiled = config.compilation_config
     if compiled.mode == CompilationMode.NONE:
         return True

@@ -1,4 +1,4 @@
-"""Decode steps: their checks before and after the model are captured, see :mod:`kvcanary_fx.engine.kept_forward`."""
+"""Decode steps: their checks before the model are captured, see :mod:`kvcanary_fx.engine.kept_forward`."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ class DecodeSteps:
             self._tables[group.name] = pages.data_ptr(), pages.stride(0)
         self._lengths = runner.input_buffers.seq_lens.data_ptr()
         self._kept = [self._keep(take_in, reads, finish, *size) for size in _sizes(runner)]
+        self._landing.restart()
         self._known: tuple[Any, ...] = ()  # what the landing has of the requests
 
     def _keep(
@@ -89,7 +90,7 @@ class DecodeSteps:
         check_reads(pool, Forward(0, {pool.space.space_id: real}), table, lengths, group.kernel_page_size)
 
     def step(
-        self, kept: KeptForward, batch: Any, namespaces: Mapping[str, int], hold: bool
+        self, kept: KeptForward, batch: Any, namespaces: Mapping[str, int], hold: bool, finished: bool
     ) -> contextlib.AbstractContextManager[None]:
         """A step of the engine around the model.
 
@@ -97,6 +98,7 @@ class DecodeSteps:
             batch: vLLM's ``InputBatch``, prepared.
             namespaces: by the request's id, if not 0.
             hold: as of :meth:`.LayerChecks.publish`.
+            finished: as of :meth:`.LayerChecks.kept`.
         """
         requests, tokens = batch.num_reqs, batch.num_tokens
         self._tell_requests(batch, namespaces)
@@ -108,7 +110,7 @@ class DecodeSteps:
         def send(step: int) -> None:
             self._landing.send(requests, tokens, step, pages)
 
-        return self._checks.kept(kept, send, requests, tokens, hold)
+        return self._checks.kept(kept, send, requests, tokens, hold, finished)
 
     def _tell_requests(self, batch: Any, namespaces: Mapping[str, int]) -> None:
         """Write what is said of each request, unless it is what the landing has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from ....engine.kept_forward import KeptForward
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
 from ..batches import kernel_tables
-from ..ops import runs_from_python
+from ..ops import layers_are_apart
 from ..pools import Group
 from .batches import histories, make_batch
 from .decode import DecodeSteps
@@ -39,12 +40,17 @@ class Forwards:
         """
         Args:
             checks: with room reserved for the largest batch.
-            finish: launches what comes last in checks that are captured.
+            finish: launches what comes last where checks are captured.
         """
         self._runner, self._groups, self._session = runner, groups, session
         self._checks, self._rows = checks, rows
         self._decode = DecodeSteps(runner, groups, session, checks, rows, finish)
         self.kept = False
+
+    @functools.cached_property
+    def holds(self) -> bool:
+        """Whether K and V of the layers are held until the model has run, also where they were captured."""
+        return layers_are_apart(self._runner.vllm_config)
 
     def begin(
         self,
@@ -53,6 +59,7 @@ class Forwards:
         joined: Sequence[Any],
         namespaces: Mapping[str, int],
         in_flight: bool,
+        finished: bool,
     ) -> contextlib.AbstractContextManager[Any]:
         """The model is about to run.
 
@@ -62,18 +69,19 @@ class Forwards:
             joined: the requests that are new in this step.
             namespaces: by the request's id, if not 0.
             in_flight: another request writes some request's prefix in this forward.
+            finished: it is a graph that launches ``finish`` itself.
 
         Returns:
             What ends the checks; it was entered.
         """
         # what a request takes up from the prefix cache; what it wrote itself is compared by the chain of tokens
         prompts = {new.req_id: new.prefill_token_ids or () for new in joined if new.num_computed_tokens}
-        hold = metadata is None and runs_from_python(self._runner.vllm_config)
+        hold = metadata is None and self.holds  # with metadata, a graph of all of the model is about to be replayed
         kept = None if prompts or in_flight else self._decode.kept(batch)
         self.kept = kept is not None
         running: contextlib.AbstractContextManager[Any]
         if kept is not None:
-            running = self._decode.step(kept, batch, namespaces, hold)
+            running = self._decode.step(kept, batch, namespaces, hold, finished)
             running.__enter__()
         else:
             self._decode.overwritten()

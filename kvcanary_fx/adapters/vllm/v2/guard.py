@@ -136,10 +136,12 @@ class GuardV2(Guard):
         if not self._capturing:
             yield
             return
-        with self._layers.captured(min(self._room[0], tokens), tokens, beside=whole), ops.one_forward() as guarded:
+        layers = self._layers.captured(min(self._room[0], tokens), tokens, beside=whole, hold=self._forwards.holds)
+        with layers, ops.one_forward() as guarded:
             yield
         if capturing():
             self.layers_in_graphs[tokens] = len(guarded.in_graph) + len(guarded.outside)
+            self._flags.copy()
 
     def _idle(self) -> None:
         """The next replay is of no request of ours."""
@@ -227,7 +229,8 @@ class GuardV2(Guard):
         try:
             self.books.settle(in_flight)
             new = self.scheduled.scheduled_new_reqs
-            opened.running = self._forwards.begin(batch, metadata, new, self.namespaces, self.in_flight)
+            finished = self._replayed in self.layers_in_graphs
+            opened.running = self._forwards.begin(batch, metadata, new, self.namespaces, self.in_flight, finished)
             self.drafting.begin(batch.num_draft_tokens)
         except BaseException:
             opened.end(*sys.exc_info())

@@ -28,7 +28,7 @@ class Flags:
         self._dropped = 0  # steps since the last one whose tokens were read
 
     def copy(self) -> None:
-        """Launch a copy of the counters to the host: the last launch of a graph that :meth:`start` is told of.
+        """Launch a copy of the counters to the host: the last launch of a step that :meth:`start` is told of.
 
         A later step may overwrite them before they are read: they only grow.
         """
@@ -38,7 +38,7 @@ class Flags:
         """A step has ended: copy the counters after all that is queued so far.
 
         Args:
-            copied: the step's graph does it.
+            copied: :meth:`copy` was launched behind the step's checks.
         """
         self._dropped += 1
         if copied:

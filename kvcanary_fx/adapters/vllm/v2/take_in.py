@@ -1,8 +1,9 @@
-"""A step's inputs out of what the runner prepared on the device and what the host sends, in one launch of a graph.
+"""A step's inputs out of what the runner prepared on the device and what the host says, in one launch of a graph.
 
-The host sends one array of int64, the :class:`Landing`::
+What the host says lies in a ring of pinned memory, the :class:`Landing`, that the kernel reads: a copy would take the
+host 15 us in each step, and the device a launch more.  An entry of the ring is int64::
 
-    requests, tokens, number of the step, pages
+    requests, tokens, number of the step, pages, whether the requests' fields are new
     group, place, page                    of each new page of a request table
     row, owner, namespace, index, added   a block of ``room`` entries each, by request
 """
@@ -20,13 +21,10 @@ from ....kernels.ring import HALF_FORWARD, HALF_STEP
 from ....kernels.staging import lasting
 from ....kernels.writes.geometry import on_device
 
-#: Words of a landing before the pages; room for pages; fields of a request.
-HEAD, PAGES, FIELDS = 4, 512, 5
+#: Words of an entry before the pages; room for pages; fields of a request.
+HEAD, PAGES, FIELDS = 5, 512, 5
 
-#: Pages that are sent without the fields of the requests.
-FEW = 32
-
-#: Steps that the host may be ahead of the device.
+#: Steps that the host may be ahead of the device: entries of the ring.
 AHEAD = 32
 
 #: Requests or tokens of a program.
@@ -36,25 +34,29 @@ BLOCK = 256
 class Landing:
     """What the host tells the device of a step.
 
-    The host's side is as many buffers as it may be steps ahead of the device, in pinned memory on a GPU.
+    Each :meth:`send` is for the one launch that follows it: both sides count the steps to know the entry.
 
     Attributes:
-        words: int64 ``[HEAD + 3 * PAGES + FIELDS * room]`` on the device.
+        ring: int64 ``[AHEAD, HEAD + 3 * PAGES + FIELDS * room]`` on the host.
+        fields: int64 ``[FIELDS * room]`` on the device, of the requests of the last step.
+        turn: int64 ``[2]`` on the device: the entry that the next launch reads, and programs that have read it.
     """
 
     def __init__(self, room: int, device: torch.device):
-        self.room = room
-        size, end = HEAD + 3 * PAGES + FIELDS * room, HEAD + 3 * FEW
-        self.words = lasting(size, dtype=torch.int64, device=device).zero_()
-        pinned = device.type == "cuda"
-        self._sources = [
-            lasting(size, dtype=torch.int64, device="cpu", pin_memory=pinned).zero_() for _ in range(AHEAD)
-        ]
-        self._host = [source.numpy() for source in self._sources]
-        self._short = [(self.words[:end], source[:end]) for source in self._sources]
+        self.room, self._device = room, device
+        pinned, size = device.type == "cuda", HEAD + 3 * PAGES + FIELDS * room
+        self.ring = lasting(AHEAD, size, dtype=torch.int64, device="cpu", pin_memory=pinned).zero_()
+        self.fields = lasting(FIELDS * room, dtype=torch.int64, device=device).zero_()
+        self.turn = lasting(2, dtype=torch.int64, device=device).zero_()
+        self._host = list(self.ring.numpy())
         self._fields = np.zeros((FIELDS, room), dtype=np.int64)
         self._turn, self._fresh = 0, True
-        self._sent = [torch.cuda.Event() for _ in "ab"] if pinned else []  # of each half of the buffers
+        self._read = [torch.cuda.Event() for _ in "ab"] if pinned else []  # of each half of the ring
+
+    def restart(self) -> None:
+        """Launches without a :meth:`send` are over: a warm-up."""
+        self.turn.zero_()
+        self._turn = 0
 
     def requests(self, *fields: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Another batch: its rows, owners, namespaces, indices of their state and added tokens."""
@@ -63,27 +65,24 @@ class Landing:
         self._fresh = True
 
     def send(self, requests: int, tokens: int, step: int, pages: Sequence[tuple[int, int, int]]) -> None:
-        """Copy it, in the current stream.
+        """Write the entry of the next launch, in the current stream.
 
         Args:
             pages: ``(group, place in its table, page)``, at most ``PAGES``.
         """
-        turn = self._turn = (self._turn + 1) % AHEAD
-        if self._sent and turn % (AHEAD // 2) == 0:
+        turn = self._turn
+        if self._read and turn % (AHEAD // 2) == 0:
             half = turn // (AHEAD // 2)
-            self._sent[1 - half].record(torch.cuda.current_stream(self.words.device))
-            self._sent[half].synchronize()  # half a round ago: it is long done
+            self._read[1 - half].record(torch.cuda.current_stream(self._device))
+            self._read[half].synchronize()  # half a round ago: it is long done
+        self._turn = (turn + 1) % AHEAD
         host, count = self._host[turn], len(pages)
-        host[:HEAD] = requests, tokens, step, count
+        host[:HEAD] = requests, tokens, step, count, self._fresh
         if count:
             host[HEAD : HEAD + 3 * count].reshape(count, 3)[:] = pages
-        if self._fresh or count > FEW:
+        if self._fresh:
             host[HEAD + 3 * PAGES :] = self._fields.reshape(-1)
-            self.words.copy_(self._sources[turn], non_blocking=True)
-        else:
-            out, source = self._short[turn]
-            out.copy_(source, non_blocking=True)
-        self._fresh = False
+            self._fresh = False
 
 
 class Inputs(NamedTuple):
@@ -122,12 +121,18 @@ class Inputs(NamedTuple):
     groups: list[int]
 
 
-def naive(landing: torch.Tensor, room: int, inputs: Inputs) -> None:
+def naive(landing: Landing, inputs: Inputs) -> None:
     """Plain code, the reference."""
-    words = landing.tolist()
-    requests, tokens, step, pages = words[:HEAD]
-    fields = landing[HEAD + 3 * PAGES :].view(FIELDS, room)[:, :requests]
-    rows, owners, namespaces, index, added = fields
+    turn = int(landing.turn[0])
+    entry = landing.ring[turn].to(landing.fields.device)
+    landing.turn[0] = (turn + 1) % AHEAD
+    requests, tokens, step, pages, fresh = entry[:HEAD].tolist()
+    kept, said = (
+        words.view(FIELDS, landing.room)[:, :requests] for words in (landing.fields, entry[HEAD + 3 * PAGES :])
+    )
+    if fresh:
+        kept.copy_(said)
+    rows, owners, namespaces, index, added = kept
     inputs.counts.copy_(torch.tensor([requests, tokens, step], device="cpu"))
     halves = inputs.clock.view(torch.int32)
     halves[HALF_FORWARD], halves[HALF_STEP] = 0, step
@@ -139,8 +144,7 @@ def naive(landing: torch.Tensor, room: int, inputs: Inputs) -> None:
     inputs.positions[:tokens] = inputs.given_positions[:tokens].long()
     for out, group in zip(inputs.slots, inputs.groups, strict=True):
         out[:tokens] = inputs.mapping[group, :tokens]
-    for i in range(pages):
-        group, place, page = words[HEAD + 3 * i : HEAD + 3 * i + 3]
+    for group, place, page in entry[HEAD : HEAD + 3 * pages].view(pages, 3).tolist():
         inputs.tables[group].view(-1)[place] = page
 
 
@@ -158,7 +162,7 @@ class TakeIn:
         if self._inputs.counts.is_cuda:
             self.launch(requests, tokens)
         else:
-            naive(self._landing.words, self._landing.room, self._inputs)
+            naive(self._landing, self._inputs)
 
     def launch(self, requests: int, tokens: int) -> None:
         """The Triton kernel."""
@@ -170,7 +174,10 @@ class TakeIn:
             launch_or_compile(
                 take_in_kernel,
                 (-(-most // BLOCK),),
-                landing.words,
+                landing.ring,
+                landing.ring.stride(0),
+                landing.turn,
+                landing.fields,
                 landing.room,
                 inputs.counts,
                 inputs.clock,
@@ -189,6 +196,7 @@ class TakeIn:
                 inputs.positions,
                 self._addresses,
                 len(inputs.tables),
+                AHEAD=AHEAD,
                 HEAD=HEAD,
                 PAGES=PAGES,
                 GROUPS=len(inputs.slots),

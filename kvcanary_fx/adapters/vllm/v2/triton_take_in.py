@@ -6,9 +6,19 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["room", "mapping_stride", "tables"])
+@triton.jit
+def field_of(said_ptr, kept_ptr, fresh, live):
+    """A field of the requests: what the host says, which is kept for later steps, or what was kept."""
+    field = tl.load(said_ptr, mask=live & fresh, other=0)
+    field += tl.load(kept_ptr, mask=live & (fresh == 0), other=0)
+    tl.store(kept_ptr, field, mask=live & fresh)
+    return field
+
+
+@triton.jit(do_not_specialize=["size", "room", "mapping_stride", "tables"])
 def take_in_kernel(
-    landing_ptr, room,  # int64 [HEAD + 3 * PAGES + FIELDS * room]
+    ring_ptr, size,  # int64 [AHEAD, size], in the host's memory; size = HEAD + 3 * PAGES + FIELDS * room
+    turn_ptr, kept_ptr, room,  # int64 [2], int64 [FIELDS * room]
     counts_ptr, clock_ptr,  # int64 [3], int64 [1]
     row_ptr, owner_ptr, space_ptr, prefix_ptr, extend_ptr,  # int64 [bs] each
     stored_ptr, start_ptr,  # integer [states], integer [> bs]
@@ -16,12 +26,14 @@ def take_in_kernel(
     mapping_ptr, mapping_stride,  # int64 [groups, >= n]
     token_ptr, position_ptr,  # int64 [n] each
     address_ptr, tables,  # int64 [GROUPS + tables + GROUPS]: of the slots, of the tables, the groups' numbers
-    HEAD: tl.constexpr, PAGES: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr, HEAD: tl.constexpr, PAGES: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program: a block of requests, of tokens and of pages."""
+    turn = tl.load(turn_ptr)
+    landing_ptr = ring_ptr + turn * size
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     requests, tokens = tl.load(landing_ptr), tl.load(landing_ptr + 1)
-    step, pages = tl.load(landing_ptr + 2), tl.load(landing_ptr + 3)
+    step, pages, fresh = tl.load(landing_ptr + 2), tl.load(landing_ptr + 3), tl.load(landing_ptr + 4) != 0
     if tl.program_id(0) == 0:
         tl.store(counts_ptr, requests)
         tl.store(counts_ptr + 1, tokens)
@@ -29,13 +41,13 @@ def take_in_kernel(
         tl.store(clock_ptr, step << 32)  # the forward is the step's first
 
     live = i < requests
-    fields = landing_ptr + HEAD + 3 * PAGES + i
-    tl.store(row_ptr + i, tl.load(fields, mask=live, other=0), mask=live)
-    tl.store(owner_ptr + i, tl.load(fields + room, mask=live, other=0), mask=live)
-    tl.store(space_ptr + i, tl.load(fields + 2 * room, mask=live, other=0), mask=live)
-    index = tl.load(fields + 3 * room, mask=live, other=0)
+    said, kept = landing_ptr + HEAD + 3 * PAGES + i, kept_ptr + i
+    tl.store(row_ptr + i, field_of(said, kept, fresh, live), mask=live)
+    tl.store(owner_ptr + i, field_of(said + room, kept + room, fresh, live), mask=live)
+    tl.store(space_ptr + i, field_of(said + 2 * room, kept + 2 * room, fresh, live), mask=live)
+    index = field_of(said + 3 * room, kept + 3 * room, fresh, live)
     tl.store(prefix_ptr + i, tl.load(stored_ptr + index, mask=live, other=0).to(tl.int64), mask=live)
-    added = tl.load(fields + 4 * room, mask=live, other=0)
+    added = field_of(said + 4 * room, kept + 4 * room, fresh, live)
     begin = tl.load(start_ptr + i, mask=live, other=0).to(tl.int64)
     span = tl.load(start_ptr + i + 1, mask=live, other=0).to(tl.int64) - begin
     tl.store(extend_ptr + i, tl.where(added < 0, span, added), mask=live)
@@ -55,3 +67,8 @@ def take_in_kernel(
     place = tl.load(page + 1, mask=new, other=0)
     entry = (table + 4 * place).to(tl.pointer_type(tl.int32))
     tl.store(entry, tl.load(page + 2, mask=new, other=0).to(tl.int32), mask=new)
+
+    tl.debug_barrier()  # all of this program have read whose turn it is
+    if tl.atomic_add(turn_ptr + 1, tl.full([], 1, tl.int64)) == tl.num_programs(0) - 1:
+        tl.store(turn_ptr + 1, tl.full([], 0, tl.int64))
+        tl.store(turn_ptr, (turn + 1) % AHEAD)

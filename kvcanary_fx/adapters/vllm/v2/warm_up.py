@@ -12,6 +12,7 @@ from ....engine.session import EngineSession
 from ....kernels.compile_ahead import compile_ahead
 from ....kernels.content.gpu_layer import FEW_SLOTS
 from ....kernels.layer_ops import record_layer
+from ..ops import layers_are_apart
 from ..pools import Group
 from .batches import ROUND
 
@@ -76,7 +77,8 @@ class WarmUp:
         if history:
             batch.update(history=torch.zeros(1, ROUND, dtype=torch.int64, device=device), history_lens=[0])
         batch.update({f"slots_{group.number}": numbers for group in self._groups})
-        with session.step(batch), session.forward(), checks.publish():
+        hold = layers_are_apart(self._runner.vllm_config)
+        with session.step(batch), session.forward(), checks.publish(hold):
             for group in self._groups:
                 tables = self._runner.block_tables.input_block_tables[group.number]
                 lengths = self._runner.input_buffers.seq_lens
