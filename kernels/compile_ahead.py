@@ -46,6 +46,11 @@ def launch_or_compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **set
     return kernel[grid](*arguments, **settings)
 
 
+def compiling_ahead() -> bool:
+    """Whether this thread's launches are compiled and left at that."""
+    return _COLLECTING.now
+
+
 def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
     """Compile what ``run`` would launch from this thread, several kernels at a time; its launches do nothing else.
 

@@ -15,14 +15,15 @@ model, too: a replay behind it took 12 us of the host (H200), in steps that wait
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..config import CanaryConfig
-from ..kernels.compile_ahead import compile_ahead
+from ..kernels.compile_ahead import compile_ahead, compiling_ahead
 from .forward import Forward, check_after, check_before, check_reads, remember
 
 if TYPE_CHECKING:
@@ -98,10 +99,10 @@ def keep(
     def before() -> None:
         take_in()
         check_before(pools, forward.plans)
-        for pool, pages, lengths, size in reads:
-            check_reads(pool, forward, pages[:requests], lengths[:requests], size)
-        remember(pools, dataclasses.replace(forward))  # which notes that it has
-        begin()
+        with _beside(device, begin):
+            for pool, pages, lengths, size in reads:
+                check_reads(pool, forward, pages[:requests], lengths[:requests], size)
+            remember(pools, dataclasses.replace(forward))  # which notes that it has
 
     def after() -> None:
         check_after(pools, forward.plans, config)
@@ -125,6 +126,21 @@ def keep(
     )
 
 
+@contextlib.contextmanager
+def _beside(device: torch.device, run: Callable[[], None]) -> Iterator[None]:
+    """What is launched inside runs beside ``run``: neither needs anything of the other."""
+    if device.type != "cuda":
+        yield
+        run()
+        return
+    current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        yield
+    run()
+    current.wait_stream(side)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Captured:
     """A graph, and what holds the memory that it reads."""
@@ -139,7 +155,7 @@ class _Captured:
 def _captured(device: torch.device, run: Callable[[], None]) -> Callable[[], None]:
     """A graph of what ``run`` launches.  ``torch.cuda.graph`` collects garbage each time, which takes longer than all
     captures."""
-    if device.type != "cuda":
+    if device.type != "cuda" or compiling_ahead():
         return run
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream(device)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -113,6 +114,7 @@ class Guard:
             SelfTestError: a check stays silent.
             EngineError: requests are to be aborted or recomputed, and the scheduler reports nothing.
         """
+        began = time.perf_counter()
         with torch.inference_mode(False):  # the counts' thread could not write tensors made in inference mode
             self._allocations, self.session = allocations, self._install(allocations)
             self._layers = self._make_layers(self.session)
@@ -121,7 +123,8 @@ class Guard:
                 self.drafts = Drafts(self._session_of(self._draft_groups, allocations=False), self._draft_groups)
         self._counts.write(*(session.stats() for session in self.sessions))
         self._counts.follow(*self.sessions, beside=self.counts_beside)
-        log.info("kvcanary.vllm guarded: %s", describe(self.session, self.groups, self._draft_groups))
+        said = describe(self.session, self.groups, self._draft_groups)
+        log.info("kvcanary.vllm guarded: %s, made in %.1f s", said, time.perf_counter() - began)
 
     def _install(self, allocations: bool) -> EngineSession:
         if self.settings.contains and not allocations:

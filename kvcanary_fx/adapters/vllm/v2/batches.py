@@ -36,9 +36,8 @@ def make_batch(
         "positions": batch.positions[:n],
         "request_ids": requests,
         "in_flight": in_flight,
+        "namespaces": [namespaces.get(request, 0) for request in requests],  # always: else there are kernels for both
     }
-    if namespaces and any(request in namespaces for request in requests):
-        fields["namespaces"] = [namespaces.get(request, 0) for request in requests]
     for group in groups:
         fields[f"slots_{group.number}"] = runner.block_tables.slot_mappings[group.number, :n]
     return fields

@@ -25,7 +25,7 @@ from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
 from ....errors import EngineError
 from ....kernels.side_stream import capturing
-from .. import ops
+from .. import ops, proof
 from ..guard import Guard, widths
 from ..journal import ATTRIBUTE, Message
 from ..pools import Group
@@ -42,6 +42,8 @@ log = logging.getLogger("kvcanary")
 
 class GuardV2(Guard):
     """A Model Runner V2 under guard; its session begins with the KV cache, since graphs are captured with its ops.
+
+    It is made once every half of the cache has proved to be compared.
 
     Attributes:
         layers_in_graphs: of each graph of the target that was captured whole, by its tokens, how many layers record in
@@ -91,12 +93,15 @@ class GuardV2(Guard):
 
     def _begin_session(self, session: EngineSession) -> None:
         """Before anything counts."""
-        self._warm_up.run(session)
-        layers = self._warm_up.layers
-        layers.reserve(*self._room)
         self._flags = Flags(session)
-        self._forwards = Forwards(self._runner, self.groups, session, layers, self.rows, self._flags.copy)
+        self._warm_up.run(session, lambda checks: self._forwards_of(session, checks))
+        self._forwards = self._forwards_of(session, self._warm_up.layers)
         self.drafting.mark_in(session)
+        proof.prove(self.groups, self.settings.session_config, self._forwards.holds)  # with the kernels of the warm-up
+
+    def _forwards_of(self, session: EngineSession, checks: LayerChecks) -> Forwards:
+        checks.reserve(*self._room)
+        return Forwards(self._runner, self.groups, session, checks, self.rows, self._flags.copy)
 
     def _make_layers(self, session: EngineSession) -> LayerChecks:
         return self._warm_up.layers

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from ....errors import EngineError
-from .. import proof, registry
+from .. import registry
 from ..journal import ATTRIBUTE
 from ..patching import wrap, wrap_in_all
 from ..pools import groups_with_drafts
@@ -62,7 +62,6 @@ def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict
     if not groups:
         why = why or "no KV cache group of this model can be guarded (the warnings above say why)"
         raise EngineError(f"{why}: KVCANARY_MODE=log or off runs it unguarded")
-    proof.prove(groups, settings.session_config)
     made = GuardV2(runner, settings, self_test, groups, unguarded)
     runner.kv_connector = Bracket(runner.kv_connector, runner, made)
     return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +36,19 @@ class WarmUp:
         assert self._layers is not None
         return self._layers
 
-    def run(self, session: EngineSession) -> None:
-        """Steps of few tokens and of many, with a history and without: they have kernels of their own."""
-        compile_ahead(lambda: self._steps(session, LayerChecks(session)), self._runner.device)
+    def run(self, session: EngineSession, then: Callable[[LayerChecks], object]) -> None:
+        """Steps of few tokens and of many, with a history and without: they have kernels of their own.
+
+        Args:
+            then: launches what else is to be compiled beside them.
+        """
+
+        def rehearse() -> None:
+            checks = LayerChecks(session)
+            self._steps(session, checks)
+            then(checks)
+
+        compile_ahead(rehearse, self._runner.device)
         self._layers = LayerChecks(session)
         self._steps(session, self._layers)
 
@@ -72,6 +82,7 @@ class WarmUp:
             "prefix_lens": torch.zeros(1, dtype=torch.int32, device=device),
             "extend_lens": [tokens],
             "positions": numbers,
+            "namespaces": [0],
             "request_ids": [_OWNER],
         }
         if history:
