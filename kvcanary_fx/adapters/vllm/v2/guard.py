@@ -25,7 +25,7 @@ from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
 from ....errors import EngineError
 from ....kernels.side_stream import capturing
-from .. import ops, proof
+from .. import ops
 from ..guard import Guard, widths
 from ..journal import ATTRIBUTE, Message
 from ..pools import Group
@@ -97,7 +97,7 @@ class GuardV2(Guard):
         self._warm_up.run(session, lambda checks: self._forwards_of(session, checks))
         self._forwards = self._forwards_of(session, self._warm_up.layers)
         self.drafting.mark_in(session)
-        proof.prove(self.groups, self.settings.session_config, self._forwards.holds)  # with the kernels of the warm-up
+        self._warm_up.prove(self.settings.session_config)
 
     def _forwards_of(self, session: EngineSession, checks: LayerChecks) -> Forwards:
         checks.reserve(*self._room)

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from ....config import CanaryConfig
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
 from ....kernels.compile_ahead import compile_ahead
 from ....kernels.content.gpu_layer import FEW_SLOTS
 from ....kernels.layer_ops import record_layer
+from .. import proof
 from ..ops import layers_are_apart
 from ..pools import Group
 from .batches import ROUND
@@ -51,6 +53,14 @@ class WarmUp:
         compile_ahead(rehearse, self._runner.device)
         self._layers = LayerChecks(session)
         self._steps(session, self._layers)
+
+    def prove(self, config: CanaryConfig) -> None:
+        """Prove the checks on the cache, with the kernels that were compiled.
+
+        Raises:
+            SelfTestError: a changed byte was not reported, or an unchanged one was.
+        """
+        proof.prove(self._groups, config, layers_are_apart(self._runner.vllm_config))
 
     def _steps(self, session: EngineSession, checks: LayerChecks) -> None:
         most = min(self._runner.max_num_tokens, *(self._slots(group) for group in self._groups))
