@@ -149,12 +149,20 @@ def _wait(started: Sequence[Server], patience: float) -> None:
 
 Rounds = list[list[Sample]]
 
+#: When the program began.
+_BEGAN = time.monotonic()
+
 
 def measure(args: argparse.Namespace, plain: Server, guarded: Server) -> tuple[Rounds, Rounds]:
     """The samples of each round, of both."""
     samples: tuple[Rounds, Rounds] = ([], [])
+    took = 0.0  # the last round
     with concurrent.futures.ProcessPoolExecutor(2) as clients:
         for number in range(args.rounds + 1):
+            if time.monotonic() + took > _BEGAN + args.seconds and number > 1:
+                print(f"  no time for more than {number - 1} rounds", flush=True)
+                break
+            began = time.monotonic()
             order = (plain, guarded) if number % 2 else (guarded, plain)
             requests = args.requests if number else min(args.requests, 100)  # round 0: what is made at first use
             loads = {server: _load(args, server, number, requests) for server in order}
@@ -167,9 +175,12 @@ def measure(args: argparse.Namespace, plain: Server, guarded: Server) -> tuple[R
             except serve_load.FailedRequest as e:
                 tails = (f"{server.name}:\n{server.tail()}" for server in (plain, guarded))
                 sys.exit("\n".join((str(e), *tails)))
+            took = time.monotonic() - began
             if number:
                 samples[0].append(found[plain])
                 samples[1].append(found[guarded])
+                rows = compare([found[plain]], [found[guarded]], args.output)
+                print(f"  round {number}: {'; '.join(', '.join(row[:4]) for row in rows)}", flush=True)
     return samples
 
 
@@ -252,6 +263,7 @@ def main() -> None:
     parser.add_argument("--at-once", action="store_true", help="load both at the same time; wants --gpus")
     parser.add_argument("--mode", default="log", choices=["log", "raise"])
     parser.add_argument("--logs", default=tempfile.gettempdir(), help="directory of the servers' logs")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no round that would end later")
     parser.add_argument("--patience", type=float, default=240, help="seconds that a start may take")
     parser.add_argument("--json", type=Path, help="write facts, table and samples to this file")
     parser.add_argument("arguments", nargs="*", help="of vLLM, after --, in place of --gpu-memory-utilization")
@@ -270,7 +282,7 @@ def main() -> None:
         facts = {server.name: dict(server.facts(), start=server.start) for server in (plain, guarded)}
     rows = compare(*samples, args.output)
     print(
-        f"{args.shape}, {args.rounds} rounds of {args.requests} requests, {args.rate:g} a second, {args.input} tokens"
+        f"{args.shape}, {len(samples[0])} rounds of {args.requests} requests, {args.rate:g} a second, {args.input} tokens"
     )
     print(report.table(HEADER, rows))
     print({name: canary[f"kvcanary_{name}"] for name in ("forwards_total", "compared_within_seconds")})

@@ -34,6 +34,19 @@ def test_all_that_is_wrapped_is_in_the_table():
     assert len(ours) > 20
 
 
+def test_a_process_that_only_looks_at_a_models_class_is_left_alone(monkeypatch):
+    """vLLM starts one before its first start with a model."""
+    from vllm.model_executor.models.registry import _run_in_subprocess
+
+    def seen():
+        import sys
+
+        return [f"kvcanary_fx.adapters.vllm.{name}" in sys.modules for name in ("plugin", "connect")]
+
+    monkeypatch.setenv("KVCANARY_MODE", "log")
+    assert _run_in_subprocess(seen) == [True, False]
+
+
 def _free_blocks_into(self, ordered_blocks, tier):
     """As a later version might have it."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from ...config import asked_for
 from ...reports import json_lines, otel
 from . import settings
@@ -10,7 +12,8 @@ from . import settings
 def register() -> None:
     """Connect the canary to vLLM if ``KVCANARY_MODE`` asks for it; otherwise leave vLLM unchanged.
 
-    vLLM may call this several times in a process.
+    A process in which vLLM only looks at a model's class is left alone, too.  vLLM may call this several times in a
+    process.
 
     Raises:
         UnknownSettingError, InvalidSettingError: a ``KVCANARY_`` variable names no setting, or cannot be read.
@@ -19,7 +22,7 @@ def register() -> None:
     """
     json_lines.follow_environment()
     otel.follow_environment()
-    if not asked_for():
+    if not asked_for() or _only_inspects():
         return
     from . import known
 
@@ -30,3 +33,9 @@ def register() -> None:
 
     connect.connect(given)
     clients.hook()
+
+
+def _only_inspects() -> bool:
+    """Whether vLLM started this process to look at a model's class: it runs none, and connecting takes seconds."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return spec is not None and spec.name == "vllm.model_executor.models.registry"
