@@ -281,9 +281,8 @@ def main() -> None:
         wrong = unlike(plain, guarded, canary)
         facts = {server.name: dict(server.facts(), start=server.start) for server in (plain, guarded)}
     rows = compare(*samples, args.output)
-    print(
-        f"{args.shape}, {len(samples[0])} rounds of {args.requests} requests, {args.rate:g} a second, {args.input} tokens"
-    )
+    rounds = f"{len(samples[0])} rounds of {args.requests} requests"
+    print(f"{args.shape}, {rounds}, {args.rate:g} a second, {args.input} tokens")
     print(report.table(HEADER, rows))
     print({name: canary[f"kvcanary_{name}"] for name in ("forwards_total", "compared_within_seconds")})
     if args.json:
