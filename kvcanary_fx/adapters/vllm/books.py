@@ -44,6 +44,8 @@ class Books:
         self._sessions = sessions
         self.group: dict[int, int] = {}
         self.idle: set[int] = set()
+        self._seen: list[EngineSession] = []  # whose pools are known
+        self._pools: dict[str, tuple[EnginePool, int]] = {}  # by name, with the tokens of a block
         self._pending: list[_Taken] = []  # since the last forward
         self._shared_later: list[_Taken] = []
 
@@ -72,8 +74,9 @@ class Books:
     def _evict(self, ids: Iterable[int]) -> None:
         """The prefix cache gives up those of the blocks that it holds."""
         kept = [block for block in dict.fromkeys(ids) if block in self.idle]
-        self._each(kept, lambda pool, pages: pool.release(**pages, owner=CACHE))
-        self.idle.difference_update(kept)
+        if kept:
+            self._each(kept, lambda pool, pages: pool.release(**pages, owner=CACHE))
+            self.idle.difference_update(kept)
 
     def touched(self, ids: Sequence[int], request: str | None) -> None:
         """A request takes up blocks that it found in the prefix cache; the session gets this at the next forward."""
@@ -159,8 +162,14 @@ class Books:
         by_group: dict[int, list[int]] = {}
         for block in blocks:
             by_group.setdefault(self.group.get(block, -1), []).append(block)
-        pools = {name: pool for session in self._sessions() for name, pool in session.pools.items()}
+        if not by_group:
+            return
+        sessions = self._sessions()
+        if sessions != self._seen:
+            self._seen = list(sessions)
+            named = [item for session in sessions for item in session.pools.items()]
+            self._pools = {name: (pool, pool.declared.table_page_size) for name, pool in named}
         for group, some in by_group.items():
-            pool = pools.get(f"{kind}{group}")
-            if pool is not None:
-                tell(pool, dict(slots=some, page_size=pool.declared.table_page_size))
+            known = self._pools.get(f"{kind}{group}")
+            if known is not None:
+                tell(known[0], dict(slots=some, page_size=known[1]))
