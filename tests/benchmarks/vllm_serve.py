@@ -2,13 +2,14 @@
 
     python tests/benchmarks/vllm_serve.py --shape 1b --gpus 0 1 --rounds 5 --requests 400 --rate 25 [--json FILE]
 
-Both servers are alive at once, with as many blocks: with ``--gpus`` each on a GPU of its own, otherwise both on one,
-with ``--share`` of its memory each, and started one after the other.  They take turns in each round, with the same
-prompts; with ``--at-once`` both are loaded at the same time, each by a client in a process of its own.  Nothing else is
-set: the runner, CUDA graphs and scheduling are vLLM's choice, and the two logs must agree about them.  ``dummy``
-weights, no tokenizer, prompts of random token ids; each request gets all the tokens it asks for.
+Both servers are alive at once, with as many blocks, with ``--share`` of a GPU's memory each, and take turns in each
+round, with the same prompts.  With ``--gpus 0 1`` there are both on each of the two, and the rounds take turns on them;
+with ``--at-once`` a round loads the plain server of one and the guarded one of the other at the same time, each by a
+client in a process of its own.  (Of two H200 of one host, one took 1.6 % longer for the same step.)  Nothing else is
+set: the runner, CUDA graphs and scheduling are vLLM's choice, and the logs must agree about them.  ``dummy`` weights,
+no tokenizer, prompts of random token ids; each request gets all the tokens it asks for.
 
-On a CPU: ``--shape tiny --gpus 0 0 --rate 2 --blocks 128 -- --kv-cache-memory-bytes 268435456 --block-size 32``.
+On a CPU: ``--shape tiny --rate 2 --blocks 128 -- --kv-cache-memory-bytes 268435456 --block-size 32``.
 
 Percentiles are over the requests of all rounds; the spread is that of the rounds' ratios, guarded to plain.
 """
@@ -60,7 +61,7 @@ class Server:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self._log = Path(args.logs) / f"serve-{args.shape}-{self.name}.log"
+        self._log = Path(args.logs) / f"serve-{args.shape}-{self.name}{gpu or ''}.log"
         # what `vllm serve` runs
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", write_config(args.shape)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", args.shape]
@@ -118,19 +119,37 @@ class Server:
             self._process.kill()
 
 
+#: An unguarded server and a guarded one that are loaded in one round.
+Pair = tuple[Server, Server]
+
+
 @contextlib.contextmanager
-def servers(args: argparse.Namespace) -> Iterator[tuple[Server, Server]]:
-    """The unguarded server and the guarded one, ready."""
+def servers(args: argparse.Namespace) -> Iterator[list[Pair]]:
+    """The pairs that the rounds take turns on, ready.
+
+    On two GPUs servers of both start at once, one on each; on one GPU one after the other, since vLLM looks at the free
+    memory while it starts.
+    """
+    first, second = args.gpus or (None, None)
     with contextlib.ExitStack() as closing:
-        started: list[Server] = []
-        for number, mode in enumerate((None, args.mode)):
-            started.append(Server(args, mode, args.gpus and args.gpus[number]))
-            closing.callback(started[-1].close)
-            if not args.gpus:  # vLLM looks at the free memory while it starts
-                _wait(started, args.patience)
-        _wait(started, args.patience)
-        plain, guarded = started
-        yield plain, guarded
+
+        def started(*places: tuple[str | None, str | None]) -> list[Server]:
+            found = []
+            for mode, gpu in places:
+                found.append(Server(args, mode, gpu))
+                closing.callback(found[-1].close)
+                if not args.gpus:
+                    _wait(found, args.patience)
+            _wait(found, args.patience)
+            return found
+
+        plain, guarded = started((None, first), (args.mode, second))
+        if not args.gpus:
+            yield [(plain, guarded)]
+            return
+        other_plain, other_guarded = started((None, second), (args.mode, first))
+        across = (plain, guarded), (other_plain, other_guarded)
+        yield list(across if args.at_once else ((plain, other_guarded), (other_plain, guarded)))
 
 
 def _wait(started: Sequence[Server], patience: float) -> None:
@@ -153,18 +172,19 @@ Rounds = list[list[Sample]]
 _BEGAN = time.monotonic()
 
 
-def measure(args: argparse.Namespace, plain: Server, guarded: Server) -> tuple[Rounds, Rounds]:
-    """The samples of each round, of both."""
+def measure(args: argparse.Namespace, pairs: Sequence[Pair]) -> tuple[Rounds, Rounds]:
+    """The samples of each round, of unguarded and guarded servers."""
     samples: tuple[Rounds, Rounds] = ([], [])
     took = 0.0  # the last round
     with concurrent.futures.ProcessPoolExecutor(2) as clients:
-        for number in range(args.rounds + 1):
+        for number in range(1 - len(pairs), args.rounds + 1):
             if time.monotonic() + took > _BEGAN + args.seconds and number > 1:
                 print(f"  no time for more than {number - 1} rounds", flush=True)
                 break
             began = time.monotonic()
-            order = (plain, guarded) if number % 2 else (guarded, plain)
-            requests = args.requests if number else min(args.requests, 100)  # round 0: what is made at first use
+            plain, guarded = pair = pairs[number % len(pairs)]
+            order = pair[:: -1 if number // len(pairs) % 2 else 1]
+            requests = args.requests if number > 0 else min(args.requests, 100)  # before: what is made at first use
             loads = {server: _load(args, server, number, requests) for server in order}
             try:
                 if args.at_once:
@@ -176,7 +196,7 @@ def measure(args: argparse.Namespace, plain: Server, guarded: Server) -> tuple[R
                 tails = (f"{server.name}:\n{server.tail()}" for server in (plain, guarded))
                 sys.exit("\n".join((str(e), *tails)))
             took = time.monotonic() - began
-            if number:
+            if number > 0:
                 samples[0].append(found[plain])
                 samples[1].append(found[guarded])
                 rows = compare([found[plain]], [found[guarded]], args.output)
@@ -185,7 +205,7 @@ def measure(args: argparse.Namespace, plain: Server, guarded: Server) -> tuple[R
 
 
 def _load(args: argparse.Namespace, server: Server, number: int, requests: int) -> Load:
-    name = f"round {number} of {args.rounds}, {server.name}"
+    name = f"round {max(number, 0)} of {args.rounds}, {server.name}"
     return Load(
         url=server.url,
         model=args.shape,
@@ -236,14 +256,17 @@ def compare(plain: Rounds, guarded: Rounds, output: int) -> list[list[str]]:
     return rows
 
 
-def unlike(plain: Server, guarded: Server, canary: dict[str, float]) -> list[str]:
-    """Why the comparison is not one of equals, or the guard found something."""
-    wrong = [] if plain.facts() == guarded.facts() else [f"{plain.facts()} is not {guarded.facts()}"]
-    of_groups = {name: value for name, value in canary.items() if name.startswith("kvcanary_guarded{")}
-    if not of_groups or 0 in of_groups.values():
-        wrong.append(f"not all is guarded: {of_groups}")
-    found = {name: n for name, n in canary.items() if name.startswith("kvcanary_violations_total") and n}
-    return wrong + ([f"violations: {found}"] if found else [])
+def unlike(pairs: Sequence[Pair], canaries: Sequence[dict[str, float]]) -> list[str]:
+    """Why the comparison is not one of equals, or a guard found something."""
+    facts = {str(server.facts()) for pair in pairs for server in pair}
+    wrong = [] if len(facts) == 1 else [f"not all alike: {facts}"]
+    for canary in canaries:
+        of_groups = {name: value for name, value in canary.items() if name.startswith("kvcanary_guarded{")}
+        if not of_groups or 0 in of_groups.values():
+            wrong.append(f"not all is guarded: {of_groups}")
+        found = {name: n for name, n in canary.items() if name.startswith("kvcanary_violations_total") and n}
+        wrong += [f"violations: {found}"] if found else []
+    return wrong
 
 
 def main() -> None:
@@ -257,9 +280,7 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=12000, help="KV cache blocks of each server")
     parser.add_argument("--share", type=float, default=0.45, help="of the GPU's memory, for each server")
-    parser.add_argument(
-        "--gpus", nargs=2, help="a GPU for each server, which then start at once; default: one for both"
-    )
+    parser.add_argument("--gpus", nargs=2, help="two GPUs, each with both servers; default: one")
     parser.add_argument("--at-once", action="store_true", help="load both at the same time; wants --gpus")
     parser.add_argument("--mode", default="log", choices=["log", "raise"])
     parser.add_argument("--logs", default=tempfile.gettempdir(), help="directory of the servers' logs")
@@ -271,24 +292,24 @@ def main() -> None:
     if args.at_once and not args.gpus:
         parser.error("--at-once wants --gpus: on one GPU each server would be measured with the other's load")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # or the servers would go on
-    with servers(args) as (plain, guarded):
-        print(
-            f"start {plain.start:.1f} s, guarded {guarded.start:.1f} s; {plain.facts()} {guarded.facts()}", flush=True
-        )
-        samples = measure(args, plain, guarded)
+    with servers(args) as pairs:
+        facts = [dict(server.facts(), name=server.name, start=server.start) for pair in pairs for server in pair]
+        for (plain, guarded), chosen in zip(pairs, facts[::2], strict=True):
+            print(f"start {plain.start:.1f} s, guarded {guarded.start:.1f} s; {chosen}", flush=True)
+        samples = measure(args, pairs)
         time.sleep(2.5)  # metrics are at most two seconds old
-        canary = guarded.canary()
-        wrong = unlike(plain, guarded, canary)
-        facts = {server.name: dict(server.facts(), start=server.start) for server in (plain, guarded)}
+        canaries = [guarded.canary() for _, guarded in pairs]
+        wrong = unlike(pairs, canaries)
     rows = compare(*samples, args.output)
     rounds = f"{len(samples[0])} rounds of {args.requests} requests"
     print(f"{args.shape}, {rounds}, {args.rate:g} a second, {args.input} tokens")
     print(report.table(HEADER, rows))
-    print({name: canary[f"kvcanary_{name}"] for name in ("forwards_total", "compared_within_seconds")})
+    for canary in canaries:
+        print({name: canary[f"kvcanary_{name}"] for name in ("forwards_total", "compared_within_seconds")})
     if args.json:
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
         told = [[[dataclasses.astuple(s) for s in samples_] for samples_ in side] for side in samples]
-        args.json.write_text(json.dumps(dict(settings=settings, facts=facts, canary=canary, rows=rows, samples=told)))
+        args.json.write_text(json.dumps(dict(settings=settings, facts=facts, canary=canaries, rows=rows, samples=told)))
     if wrong:
         sys.exit("; ".join(wrong))
 

@@ -3,8 +3,8 @@
     python tests/benchmarks/vllm_startup.py --shape 8b --repeats 3 [--gpus 0 1] [--json FILE]
 
 A cold start has an empty folder for the caches of vLLM, Inductor and Triton, the warm one after it the same folder.
-Guarded and unguarded starts take turns; with ``--gpus`` both are made at once, each on a GPU of its own.  Seconds are
-those from the start of the process, Python's imports included, until ``LLM(...)`` is made.
+Guarded and unguarded starts take turns; with ``--gpus`` both are made at once, and on each other's GPU the next time.
+Seconds are those from the start of the process, Python's imports included, until ``LLM(...)`` is made.
 
 The parts of a guarded start are named: our pass over the graph; the guard as a whole, and in it the proof, the warm-up
 and the checks that are captured; our Triton kernels, wherever they are compiled or loaded.  vLLM's capture is there for
@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
                 for variant in order:
                     caches = Path(folder) / variant
                     caches.mkdir(exist_ok=True)
-                    gpu = args.gpus[list(variants).index(variant)] if args.gpus else None
+                    gpu = args.gpus[order.index(variant)] if args.gpus else None
                     starting[variant] = Start(args, variants[variant], str(caches), gpu)
                     if not args.gpus:
                         _keep(runs, f"{variant} {state}", starting.pop(variant))
@@ -192,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b", choices=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--gpus", nargs=2, help="a GPU for each variant, which then start at once")
+    parser.add_argument("--gpus", nargs=2, help="two GPUs for the two variants, which then start at once")
     parser.add_argument("--mode", default="log", choices=["log", "raise"])
     parser.add_argument("--engine", type=json.loads, default={"max_model_len": 8192}, help="JSON, arguments of LLM")
     parser.add_argument("--in-process", action="store_true", help="the engine in the process of LLM")
