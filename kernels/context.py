@@ -108,3 +108,8 @@ def get_forward_context() -> ForwardContext:
 def has_forward_context() -> bool:
     """Whether a guarded forward is running in this thread."""
     return _CONTEXT.get() is not None
+
+
+def current_context() -> ForwardContext | None:
+    """The context of the forward that is running in this thread, if there is one."""
+    return _CONTEXT.get()

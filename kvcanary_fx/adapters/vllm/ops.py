@@ -31,8 +31,8 @@ from vllm.platforms import current_platform
 from vllm.utils import torch_utils
 from vllm.utils.torch_utils import LayerNameType
 
-from ...kernels.context import get_forward_context, has_forward_context
-from ...kernels.layer_ops import record_layer, verify_layer
+from ...kernels.context import ForwardContext, current_context
+from ...kernels.layer_ops import record_in, verify_in
 
 NAMESPACE = "kvcanary_vllm"
 OPS = (f"{NAMESPACE}::verify", f"{NAMESPACE}::record")
@@ -102,33 +102,41 @@ def layers_are_apart(config: VllmConfig) -> bool:
 
 def verify(output: torch.Tensor, layer_name: LayerNameType) -> None:
     """The op before attention."""
-    layer = torch_utils._resolve_layer_name(layer_name)
-    if _is_guarded(layer):
-        known = _GUARDED.get()
-        if known is not None:
-            known.in_graph.add(layer)
-        verify_layer(output.device, layer)
+    context, layer = current_context(), _name_of(layer_name)
+    if context is None or layer not in context.layers:
+        return
+    known = _GUARDED.get()
+    if known is not None:
+        known.in_graph.add(layer)
+    _verify(context, output.device, layer)
 
 
 def record(
     output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, layer_name: LayerNameType
 ) -> None:
     """The op after attention."""
-    layer = torch_utils._resolve_layer_name(layer_name)
-    if _is_guarded(layer):
-        _record(key, value, output.device, layer)
+    context, layer = current_context(), _name_of(layer_name)
+    if context is not None and layer in context.layers:  # other groups of a model may not be guarded
+        _record(context, key, value, output.device, layer)
 
 
-def _is_guarded(layer: str) -> bool:
-    """Whether a forward is running whose session has the layer: other groups of a model may not be guarded."""
-    return has_forward_context() and layer in get_forward_context().layers
+def _name_of(layer_name: LayerNameType) -> str:
+    """As vLLM's own function says it, whose ``isinstance`` of an opaque type took half of such an op."""
+    return layer_name if type(layer_name) is str else layer_name.value
 
 
-def _record(key: torch.Tensor | None, value: torch.Tensor | None, device: torch.device, layer: str) -> None:
+def _verify(context: ForwardContext, device: torch.device, layer: str) -> None:
+    if context.sides or not context.compared:
+        verify_in(context, device, layer)
+
+
+def _record(
+    context: ForwardContext, key: torch.Tensor | None, value: torch.Tensor | None, device: torch.device, layer: str
+) -> None:
     known = _GUARDED.get()
     if known is not None and known.rows is not None:
         key, value = (None if t is None else t[known.rows] for t in (key, value))
-    record_layer(key, value, device, layer)
+    record_in(context, key, value, device, layer)
 
 
 def _nothing(*_: Any) -> None:
@@ -167,14 +175,18 @@ def _guarded(original: Callable[..., None]) -> Callable[..., None]:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        known, layer = _GUARDED.get(), torch_utils._resolve_layer_name(layer_name)
-        here = known is not None and layer not in known.in_graph and _is_guarded(layer)
-        if here and known is not None:
+        known, context = _GUARDED.get(), current_context()
+        if known is None or context is None:
+            original(query, key, value, output, layer_name, *args, **kwargs)
+            return
+        layer = _name_of(layer_name)
+        here = layer not in known.in_graph and layer in context.layers
+        if here:
             known.outside.add(layer)
-            verify_layer(output.device, layer)
+            _verify(context, output.device, layer)
         original(query, key, value, output, layer_name, *args, **kwargs)
         if here:
-            _record(key, value, output.device, layer)
+            _record(context, key, value, output.device, layer)
 
     return guarded
 
