@@ -89,7 +89,7 @@ def test_host_that_runs_ahead_of_the_device_is_silent(engine, monkeypatch):
 
 
 def test_bfloat16_is_guarded_also_where_vllm_would_take_amx_tiles(engine, monkeypatch, caplog):
-    """This CPU may have no AMX: vLLM's choice is made for it."""
+    """Where this CPU has no AMX, vLLM's choice is made for it."""
     from vllm.v1.attention.backends import cpu_attn
 
     from kvcanary_fx.adapters.vllm import cpu_attention, plugin
@@ -101,7 +101,8 @@ def test_bfloat16_is_guarded_also_where_vllm_would_take_amx_tiles(engine, monkey
     caplog.clear()
     caplog.set_level("WARNING", "kvcanary")
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_attn, "_get_attn_isa", lambda *g: cpu_attention.without_tiles(lambda *_: "amx", *g))
+        if not torch.cpu._is_amx_tile_supported():
+            patch.setattr(cpu_attn, "_get_attn_isa", lambda *g: cpu_attention.without_tiles(lambda *_: "amx", *g))
         rig = engine(dtype="bfloat16")
     assert "kvcanary.vllm attention runs without AMX tiles" in caplog.text
     name = list(rig.layers())[1]
