@@ -64,6 +64,19 @@ def test_both_ranks_of_an_engine_are_guarded(models):
     assert guarded["violations"] == {}
 
 
+@pytest.mark.slow
+def test_each_engine_of_a_data_parallel_server_is_guarded(models, tmp_path):
+    found, written = serve(
+        models, tmp_path, "4", "6", "--data-parallel-size", "2", "--enforce-eager",
+        KVCANARY_MODE="log", VLLM_LOGGING_LEVEL="INFO", VLLM_CPU_OMP_THREADS_BIND="nobind",
+    )  # fmt: skip
+    assert found["requests"] > 4
+    assert found["failed"] == 0
+    assert written.count("kvcanary.vllm guarded: 1 group, 4 halves, checks content ") == 2
+    assert found["metrics"]["kvcanary_fingerprints_recorded_total"] > 100
+    assert sum(v for name, v in found["metrics"].items() if name.startswith("kvcanary_violations")) == 0
+
+
 def serve(models, tmp_path, *arguments, **variables):
     """What vllm_serve.py found, and what the server wrote to standard error."""
     command = [sys.executable, os.path.join(os.path.dirname(__file__), "vllm_serve.py"), os.fspath(models), *arguments]
@@ -90,8 +103,14 @@ def test_metrics_of_the_server_have_the_counts(models, tmp_path):
 
 
 @pytest.mark.parametrize("outcome", ["abort", "raise"])
-def test_client_of_a_damaged_server_is_told_an_id_that_is_in_the_log(models, tmp_path, outcome):
-    found, written = serve(models, tmp_path, "violation", KVCANARY_MODE="log", KVCANARY_VLLM_ON_VIOLATION=outcome)
+def test_client_of_a_damaged_server_is_told_an_id_that_is_in_the_log(models, tmp_path, outcome, monkeypatch):
+    from kvcanary_fx.adapters.vllm import counts, settings
+
+    kept = {settings.COUNTS_VARIABLE: os.fspath(tmp_path / "counts")}
+    (tmp_path / "counts").mkdir()
+    found, written = serve(
+        models, tmp_path, "violation", KVCANARY_MODE="log", KVCANARY_VLLM_ON_VIOLATION=outcome, **kept
+    )
     told = re.search(
         r"kv_cache_corruption: .* see (kvc-[0-9a-f]{8}) in the server's log", found["told"]["error"]["message"]
     )
@@ -103,6 +122,8 @@ def test_client_of_a_damaged_server_is_told_an_id_that_is_in_the_log(models, tmp
         assert found["metrics"]['kvcanary_violations_total{check="content"}'] > 0
     else:
         assert found["status"] == 1
+        monkeypatch.setenv(*next(iter(kept.items())))
+        assert counts.read_all()[1]["content"] > 0  # written before the engine ended
 
 
 @pytest.mark.parametrize(
