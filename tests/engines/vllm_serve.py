@@ -1,7 +1,8 @@
 """A vLLM server under load: ``python vllm_serve.py DIRECTORY CLIENTS SECONDS``, the results as one line of JSON.
 ``python vllm_serve.py DIRECTORY violation``: one whose KV cache is damaged.
 
-The environment decides whether the server is guarded.  Also the benchmark of docs/vllm.md.
+The environment decides whether the server is guarded, and in ``TINY_MODEL`` which tiny model it has.  Also the benchmark of
+docs/vllm.md.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Server:
     """A server of the tiny model, on a free port."""
 
     def __init__(self, directory: pathlib.Path, *arguments: str):
-        path = tiny_vllm.write_config("llama", directory)
+        path = tiny_vllm.write_config(os.environ.get("TINY_MODEL", "llama"), directory)
         write_tokenizer(pathlib.Path(path))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
