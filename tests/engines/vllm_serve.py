@@ -1,8 +1,8 @@
 """A vLLM server under load: ``python vllm_serve.py DIRECTORY CLIENTS SECONDS``, the results as one line of JSON.
 ``python vllm_serve.py DIRECTORY violation``: one whose KV cache is damaged.
 
-The environment decides whether the server is guarded, and in ``TINY_MODEL`` which tiny model it has.  Also the benchmark
-of docs/vllm.md.
+The environment decides whether the server is guarded, and by ``TINY_MODEL`` which tiny model it has.  docs/vllm.md has
+figures that it measured.
 """
 
 from __future__ import annotations
