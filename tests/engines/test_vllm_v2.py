@@ -221,6 +221,25 @@ def test_steps_of_a_runner_that_reorders_its_batch_are_silent(runner):
     assert runner.connector.calls == ["pre_forward", "finish_forward"] * 6
 
 
+def test_the_graph_of_the_model_copies_the_counters_where_it_is_replayed(monkeypatch):
+    """So that nothing of ours is launched behind it; else a step does."""
+    from kvcanary_fx.adapters.vllm.v2 import guard as module
+    from kvcanary_fx.adapters.vllm.v2.outputs import Flags
+
+    copies = []
+    monkeypatch.setattr(Flags, "copy", lambda self: copies.append(self))
+    runner = Runner(KVCANARY_BUDGET="1%")
+    runner.step({"x": 1}, new={"x": [1]})
+    assert len(copies) == 1
+    runner.step({"x": 1}, wrong=1)  # the table that it has: a graph is replayed
+    assert len(copies) == 1
+    monkeypatch.setattr(module, "capturing", lambda: True)
+    with runner.guard.capturing(), runner.guard.dummy_forward(2, whole=True):
+        runner._model(torch.zeros(2, dtype=torch.int64))
+    assert len(copies) == 2
+    assert runner.guard.layers_in_graphs[2] == len(runner.layers)
+
+
 def test_what_was_released_is_compared_before_the_runner_clears_it(runner, monkeypatch):
     """Of a hybrid, the runner clears the blocks that were just handed out, on the GPU before our step begins there."""
     runner.step({"x": 3, "y": 5}, new={"x": [1], "y": [2, 3]})
