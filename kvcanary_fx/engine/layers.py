@@ -40,7 +40,7 @@ from ..errors import SessionStateError, UnknownLayerError
 from ..kernels.buffers import Gate
 from ..kernels.content.layer import HeldRecords, LayerRecord
 from ..kernels.context import ForwardContext, forward_context
-from ..kernels.held import Held
+from ..kernels.held import Held, limit_on
 from ..kernels.layer_ops import record_in, verify_in
 from ..kernels.ops import held_kernels_for, kernels_for, request_kernels_for
 from ..kernels.ring import Word
@@ -73,7 +73,7 @@ class LayerChecks:
     @functools.cached_property
     def held(self) -> Held:
         """What the layers of a forward wrote, where it is recorded when the model has run."""
-        return Held(_together(self._layers.values()))
+        return Held(_together(self._layers.values()), min(map(limit_on, self.gates)))
 
     @property
     def running(self) -> bool:
@@ -85,7 +85,8 @@ class LayerChecks:
 
         Args:
             hold: record all layers in one launch when the model has run.  Only where its layers run from Python, and
-                nothing overwrites their K and V: these are held until then, 128 MiB at most.  If pieces of the model
+                nothing overwrites their K and V: these are held until then, 128 MiB at most, or a
+                300th of the GPU's memory.  If pieces of the model
                 are CUDA graphs, only where :meth:`captured` held them, too.
 
         Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from gpu_on_cpu import use_gpu_kernels
 from kvcanary_fx import KVPool, install_canary
 from kvcanary_fx.engine.layers import LayerChecks
 from kvcanary_fx.kernels.content import triton_layer
+from kvcanary_fx.kernels.held import limit_on
 from kvcanary_fx.kernels.layer_ops import record_layer
 from kvcanary_fx.kernels.ops import held_kernels_for
 
@@ -147,6 +149,15 @@ def test_no_more_than_the_limit_is_held(monkeypatch):
         run.run()
     assert set(counts) == {1}
     assert all(torch.equal(a, b) for a, b in zip(each.state(), scene.state(), strict=True))
+
+
+def test_a_large_gpu_holds_more(monkeypatch):
+    cpu, gpu, has = torch.device("cpu"), torch.device("cuda", 0), []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=has[-1]))
+    assert limit_on(cpu) == 128 << 20
+    for memory, limit in ((16 << 30, 128 << 20), (80 << 30, (80 << 30) // 300)):
+        has.append(memory)
+        assert limit_on(gpu) == limit
 
 
 def test_layers_of_two_pools_in_turn_are_recorded_in_a_call_each(monkeypatch):
