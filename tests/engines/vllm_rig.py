@@ -19,10 +19,11 @@ class Rig:
         tokens: what each request got, by the id it was given; ``logprobs`` theirs.
         finished: why each request ended.
         reasons: what its client was told of that.
+        cached: how many tokens each took from the prefix cache.
         preempted: how often a request was.
     """
 
-    def __init__(self, model: str, directory: pathlib.Path, **arguments: Any):
+    def __init__(self, model: str, directory: pathlib.Path, /, **arguments: Any):
         from vllm import LLM
 
         self.llm = LLM(**tiny_vllm.engine_arguments(model, directory, **arguments))
@@ -31,6 +32,7 @@ class Rig:
         self.logprobs: dict[str, list[float]] = {}
         self.finished: dict[str, str | None] = {}
         self.reasons: dict[str, Any] = {}
+        self.cached: dict[str, int | None] = {}
         self.preempted = 0
         preempt = self.scheduler._preempt_request
 
@@ -81,6 +83,7 @@ class Rig:
                     self.tokens[output.request_id] = list(best.token_ids)
                     self.finished[output.request_id] = best.finish_reason
                     self.reasons[output.request_id] = best.stop_reason
+                    self.cached[output.request_id] = output.num_cached_tokens
                     chosen = zip(best.token_ids, best.logprobs or (), strict=False)
                     self.logprobs[output.request_id] = [found[token].logprob for token, found in chosen]
         raise AssertionError(f"requests are left after {limit} steps")

@@ -14,6 +14,7 @@ from typing import Any
 import tiny_vllm
 import torch
 import vllm_drafts
+import vllm_images
 import vllm_lora
 from vllm_rig import Rig, mixed_load, prompt
 
@@ -176,6 +177,7 @@ def _standard_error() -> Any:
 SCENES = {
     "abort": abort,
     **vllm_drafts.SCENES,
+    **vllm_images.SCENES,
     **vllm_lora.SCENES,
     "spawned": spawned,
     "spawned flip": spawned_flip,
