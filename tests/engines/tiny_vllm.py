@@ -7,6 +7,7 @@ import os
 import pathlib
 from typing import Any
 
+import tiny_whisper
 import torch
 from tiny_configs import CONFIGS, IN_PART
 
@@ -29,6 +30,9 @@ def write_config(name: str, directory: pathlib.Path) -> str:
     """Put a model's configuration into ``directory/name``; its path."""
     path = directory / name
     path.mkdir(parents=True, exist_ok=True)
+    if name == "whisper":
+        tiny_whisper.write(path)
+        return os.fspath(path)
     (path / "config.json").write_text(json.dumps((CONFIGS | IN_PART)[name]))
     return os.fspath(path)
 
@@ -48,7 +52,9 @@ def engine_arguments(name: str, directory: pathlib.Path, **changed: Any) -> dict
         seed=0,
         enforce_eager=True,
     )
-    if "kv_lora_rank" in (CONFIGS | IN_PART)[name] and not torch.cuda.is_available():
+    if name == "whisper":
+        given.update(tiny_whisper.ARGUMENTS)
+    elif "kv_lora_rank" in (CONFIGS | IN_PART)[name] and not torch.cuda.is_available():
         # of itself vLLM takes the one for AMX where a CPU has that, which knows no float32
         given["attention_config"] = {"backend": "CPU_MLA"}
     return given | changed

@@ -9,6 +9,7 @@ from typing import Any
 
 import tiny_configs
 import tiny_vllm
+import tiny_whisper
 import torch
 
 
@@ -61,14 +62,23 @@ class Rig:
         return self.guard.session
 
     def add(
-        self, request: str, prompt: Sequence[int], length: int = 6, lora_request: Any = None, **fields: Any
+        self,
+        request: str,
+        prompt: Sequence[int],
+        length: int = 6,
+        lora_request: Any = None,
+        audio: Any = None,
+        **fields: Any,
     ) -> None:
+        """Add a request; ``audio`` is what the encoder of an encoder-decoder model hears, at 16 kHz."""
         from vllm import SamplingParams
 
         wanted = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False, logprobs=0)
-        self.engine.add_request(
-            request, {"prompt_token_ids": list(prompt), **fields}, wanted, lora_request=lora_request
-        )
+        given: dict[str, Any] = {"prompt_token_ids": list(prompt), **fields}
+        if audio is not None:
+            heard = {"prompt": "", "multi_modal_data": {"audio": (audio, 16000)}}
+            given = {"encoder_prompt": heard, "decoder_prompt": given}
+        self.engine.add_request(request, given, wanted, lora_request=lora_request)
 
     def run(self, at: Callable[[int], None] = lambda step: None, limit: int = 400) -> dict[str, list[int]]:
         """Step until nothing is left; ``at`` is called with the number of steps before each."""
@@ -156,4 +166,21 @@ def mixed_load(rig: Rig) -> None:
 
     rig.run(at)
     rig.add("again", prompt(3, 150), length=4)
+    rig.run()
+
+
+def spoken_load(rig: Rig) -> None:
+    """For an encoder-decoder model: one prompt with the same and with another sound, a late request, an abort."""
+    same = prompt(3, 70)
+    rig.add("first", same, length=20, audio=tiny_whisper.sound(1))
+    rig.add("other", same, length=20, audio=tiny_whisper.sound(2))
+    rig.add("gone", prompt(4, 9), length=60, audio=tiny_whisper.sound(3))
+
+    def at(step: int) -> None:
+        if step == 5:
+            rig.add("late", prompt(5, 40), length=40, audio=tiny_whisper.sound(1))
+            rig.engine.abort_request([rig.internal("gone")], internal=True)
+
+    rig.run(at)
+    rig.add("again", same, length=20, audio=tiny_whisper.sound(1))
     rig.run()

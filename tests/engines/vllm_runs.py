@@ -1,7 +1,7 @@
 """Runs engines in a process of its own: ``python vllm_runs.py DIRECTORY RUNS``, the results as one line of JSON.
 
-RUNS is a JSON list of ``{"model": name, "arguments": {...}, "forced": bool}`` or ``{"model": name, "scene": name}``;
-``KVCANARY_MODE`` decides whether they are guarded.
+RUNS is a JSON list of ``{"model": name, "arguments": {...}, "forced": bool, "load": name}``, the load a function of
+``vllm_rig``, or ``{"model": name, "scene": name}``; ``KVCANARY_MODE`` decides whether they are guarded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import forced_compile
 import tiny_vllm
+import vllm_rig
 
 MARK = "RESULTS "
 
@@ -39,11 +40,10 @@ def _run(directory: pathlib.Path, run: dict[str, Any]) -> dict[str, Any]:
 
         return SCENES[run["scene"]](directory, run["model"])
     from vllm.compilation.counter import compilation_counter
-    from vllm_rig import Rig, mixed_load
 
     compiled, loaded = compilation_counter.num_aot_compiles, compilation_counter.num_aot_artifacts_loaded
-    rig = Rig(run["model"], directory, **run.get("arguments", {}))
-    mixed_load(rig)
+    rig = vllm_rig.Rig(run["model"], directory, **run.get("arguments", {}))
+    getattr(vllm_rig, run.get("load", "mixed_load"))(rig)
     config = rig.engine.vllm_config.compilation_config
     found: dict[str, Any] = {
         "tokens": rig.tokens,

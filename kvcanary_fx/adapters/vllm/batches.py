@@ -39,6 +39,8 @@ def make_batch(
     tokens = (runner.input_ids.gpu if input_ids is None else input_ids)[:n]
     history = batch.token_ids_cpu_tensor[: len(requests), : runner.max_model_len]
     features = {i: runner.requests[r].mm_features for i, r in enumerate(requests) if runner.requests[r].mm_features}
+    if runner.model_config.is_encoder_decoder:  # whose features stand in the encoder's input, among no tokens of these
+        features = {}
     if features:
         tokens, history = tokens.clone(), history.clone()
         _mark(tokens, history, features, added, prefix.tolist())
