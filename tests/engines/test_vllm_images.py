@@ -12,15 +12,22 @@ LAYERS = [f"language_model.model.layers.{i}.self_attn.attn" for i in range(2)]
 
 
 @pytest.fixture(scope="module")
+def plain(models):
+    """What the model says without the canary, in a process of its own."""
+    (found,) = vllm_runs.results(models, [{"model": "blip2", "scene": "images"}], mode=None)
+    return found
+
+
+@pytest.fixture(scope="module")
 def rig(models):
     made = vllm_images.make_rig(models)
     yield made
     made.close()
 
 
-def test_same_tokens_and_no_violation_over_shared_images_and_shared_text(rig, models):
-    (plain,) = vllm_runs.results(models, [{"model": "blip2", "scene": "images"}], mode=None)
-    vllm_images.load(rig)
+def test_same_tokens_and_no_violation_over_shared_images_and_shared_text(rig, plain):
+    computed = vllm_images.load(rig)
+    assert any(0 < n < IMAGE_TOKENS for n in computed), f"no prompt was cut within its image: {computed}"
     assert rig.tokens == plain["tokens"]
     for request, found in rig.logprobs.items():
         assert found == pytest.approx(plain["logprobs"][request], abs=1e-5)
@@ -34,6 +41,14 @@ def test_same_tokens_and_no_violation_over_shared_images_and_shared_text(rig, mo
     assert rig.session.uncovered == []
     assert list(rig.layers()) == LAYERS
     assert rig.session.stats().recorded > 0
+
+
+def test_compiled_and_preempted_the_same(models, plain):
+    (found,) = vllm_runs.results(models, [{"model": "blip2", "scene": "images harder"}], mode="log")
+    assert found["tokens"] == plain["tokens"]
+    assert found["violations"] == []
+    assert found["preempted"] > 0
+    assert found["in_graph"] > 0
 
 
 @pytest.mark.parametrize("half", [0, 1])
