@@ -37,6 +37,7 @@ class Runner:
         from kvcanary_fx.adapters.vllm.v2.guard import GuardV2
 
         self.max_num_reqs, self.max_num_tokens, self.max_model_len = 4, 16, 32
+        self.is_encoder_decoder = False
         self.num_speculative_steps, self.device, self.adaptive_verification = drafts, torch.device("cpu"), None
         from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -78,6 +79,8 @@ class Runner:
         stray=None,
         stacks=(),
         zeroed=(),
+        found=None,
+        images=None,
     ) -> Any:
         """One step: ``new`` and ``more`` give requests pages, ``tokens`` says how many each computes.
 
@@ -86,23 +89,31 @@ class Runner:
             stray: a slot that is overwritten by a guess.
             stacks: the scheduler's, of each event.
             zeroed: pages that the runner clears before its batch is prepared.
+            found: how many tokens of a new request the prefix cache has.
+            images: the features of a new request.
         """
         from kvcanary_fx.adapters.vllm.journal import ATTRIBUTE, Message
 
-        new, more = dict(new), dict(more)
+        new, more, found, images = dict(new), dict(more), found or {}, images or {}
         if events is None:
             events = [("taken", pages, request, 0) for request, pages in {**new, **more}.items()]
             events += [("freed", [(page, False) for page in self.pages[r]], r) for r in finished]
         for request, pages in new.items():
             self.row[request], self.pages[request] = len(self.row) % 4, list(pages)
-            self.req_states.num_computed_tokens.gpu[self.row[request]] = 0
+            self.req_states.num_computed_tokens.gpu[self.row[request]] = found.get(request, 0)
         for request, pages in more.items():
             self.pages[request] += pages
         scheduled = SimpleNamespace(
             finished_req_ids=set(finished),
             preempted_req_ids=None,
             scheduled_new_reqs=[
-                SimpleNamespace(req_id=r, block_ids=[p], num_computed_tokens=0, prefill_token_ids=[7])
+                SimpleNamespace(
+                    req_id=r,
+                    block_ids=[p],
+                    num_computed_tokens=found.get(r, 0),
+                    prefill_token_ids=list(range(3, 3 + found.get(r, 0) + tokens[r])),
+                    mm_features=images.get(r, []),
+                )
                 for r, p in new.items()
             ],
             scheduled_cached_reqs=SimpleNamespace(
@@ -171,6 +182,7 @@ class Runner:
             num_tokens_after_padding=len(slots),
             num_draft_tokens=0,
             num_scheduled_tokens=np.array(list(tokens.values())),
+            num_computed_tokens_np=np.array([places.start for places in where.values()]),
             idx_mapping=torch.tensor(index),
             idx_mapping_np=np.array(index),
             input_ids=buffers.input_ids[: len(slots)],
@@ -219,6 +231,46 @@ def test_steps_of_a_runner_that_reorders_its_batch_are_silent(runner):
     assert (stats.violations, stats.engine_steps, runner.guard.session.uncovered) == (0, 6, [])
     assert stats.recorded == 4 * (8 + 2 + 2 + 1 + 3 + 2)
     assert runner.connector.calls == ["pre_forward", "finish_forward"] * 6
+
+
+def image(name, offset=1, length=2):
+    return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
+def takes_up(runner, of):
+    """A request with an image takes up the first page of one with the image of a cat; what is told of it."""
+    runner.step({"x": 5}, new={"x": [1, 2]}, images={"x": [image("cat")]})
+    runner.step({"x": 1})
+    events = [("touched", [1], "y"), ("taken", [3], "y", 0)]
+    runner.step({"y": 2}, new={"y": [1, 3]}, found={"y": 4}, images={"y": of}, events=events)
+    runner.step({"y": 1, "x": 1})
+    return {(v.check, v.position, v.request) for v in runner.guard.session.violations()}
+
+
+def test_a_prefix_with_the_same_image_is_silent(runner):
+    assert takes_up(runner, [image("cat")]) == set()
+    stored = runner.guard.session.pool.space.tokens[[4, 5, 6, 7]].tolist()
+    assert (stored[0], stored[3]) == (3, 6)
+    assert stored[2] == stored[1] + 1 > 1 << 30
+
+
+@pytest.mark.parametrize("of", [[], [image("dog")], [image("cat", offset=2)]], ids=["none", "another", "elsewhere"])
+def test_a_prefix_with_another_image_is_told_where_it_is(runner, of):
+    told = takes_up(runner, of)
+    assert told
+    assert {(check, request) for check, _, request in told} == {("token", "y")}
+    assert {position for _, position, _ in told} <= {1, 2, 3}
+
+
+def test_a_prompt_cut_within_its_image_goes_on_in_it(runner):
+    runner.step({"x": 2}, new={"x": [1]}, images={"x": [image("cat")]})
+    runner.step({"x": 2})
+    stored = runner.guard.session.pool.space.tokens[[4, 5, 6, 7]].tolist()
+    assert stored[2] == stored[1] + 1 > 1 << 30
+    assert stored[3] == 6
+    runner.step({"y": 1}, new={"y": [2]}, finished=["x"])
+    assert not runner.guard._forwards.images._of
+    assert runner.guard.session.violations() == []
 
 
 def test_the_graph_of_the_model_copies_the_counters_where_it_is_replayed(monkeypatch):

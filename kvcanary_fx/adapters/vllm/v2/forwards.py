@@ -18,6 +18,7 @@ from ..ops import layers_are_apart
 from ..pools import Group
 from .batches import histories, make_batch
 from .decode import DecodeSteps
+from .images import Images
 from .rows import Rows
 
 
@@ -26,6 +27,7 @@ class Forwards:
 
     Attributes:
         kept: those of the last batch were captured.
+        images: of the requests.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Forwards:
         self._checks, self._rows = checks, rows
         self._decode = DecodeSteps(runner, groups, session, checks, rows, finish)
         self.kept = False
+        self.images = Images(runner.is_encoder_decoder)
 
     @functools.cached_property
     def holds(self) -> bool:
@@ -77,7 +80,8 @@ class Forwards:
         # what a request takes up from the prefix cache; what it wrote itself is compared by the chain of tokens
         prompts = {new.req_id: new.prefill_token_ids or () for new in joined if new.num_computed_tokens}
         hold = metadata is None and self.holds  # with metadata, a graph of all of the model is about to be replayed
-        kept = None if prompts or in_flight else self._decode.kept(batch)
+        images = self.images.within(batch)
+        kept = None if prompts or in_flight or images else self._decode.kept(batch)
         self.kept = kept is not None
         running: contextlib.AbstractContextManager[Any]
         if kept is not None:
@@ -85,7 +89,7 @@ class Forwards:
             running.__enter__()
         else:
             self._decode.overwritten()
-            running = self._begin_anew(batch, prompts, namespaces, in_flight, hold)
+            running = self._begin_anew(batch, prompts, namespaces, in_flight, images, hold)
         try:
             self._compare_tables(batch, metadata, kept)
         except BaseException:
@@ -99,14 +103,18 @@ class Forwards:
         prompts: Mapping[str, Sequence[int]],
         namespaces: Mapping[str, int],
         in_flight: bool,
+        images: bool,
         hold: bool,
     ) -> contextlib.AbstractContextManager[Any]:
-        """Of a batch with a prompt, or a larger one than was captured."""
+        """Of a batch with a prompt from the prefix cache, with images, or a larger one than was captured."""
         rows = self._rows.rows_of(batch.req_ids)
         self._rows.write(self._rows.new_pages())
         fields = make_batch(self._runner, batch, self._groups, rows, namespaces, in_flight)
+        if images:
+            fields["input_ids"] = self.images.marked(batch, fields["input_ids"])
         if prompts:
             fields["history"], fields["history_lens"] = histories(batch.req_ids, prompts)
+            self.images.mark_prompts(batch.req_ids, fields["history"])
         with contextlib.ExitStack() as opened:
             opened.enter_context(self._session.step(fields))
             opened.enter_context(self._session.forward())

@@ -181,6 +181,7 @@ class GuardV2(Guard):
             self.namespaces.pop(request, None)
         self.namespaces.update(told.namespaces)
         self.rows.take(scheduled)
+        self._forwards.images.take(scheduled)
         self.scheduled = scheduled
 
     def end_step(self) -> None:
