@@ -128,7 +128,7 @@ def keep(
 
 @contextlib.contextmanager
 def _beside(device: torch.device, run: Callable[[], None]) -> Iterator[None]:
-    """What is launched inside runs beside ``run``: neither needs anything of the other."""
+    """What the block launches runs beside what ``run`` launches, when the block is over: neither needs the other."""
     if device.type != "cuda":
         yield
         run()

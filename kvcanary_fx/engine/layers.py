@@ -148,7 +148,8 @@ class LayerChecks:
             beside: the checks may run beside the model, as ``placement`` says; not where the model is captured in
                 pieces, whose ends would have to wait for them.
             hold: as of :meth:`publish`; ``beside`` means nothing then.  The graphs' memory has room for what is held.
-                Run the model once like this before it is captured, as for any graph: the first time makes tables.
+                Run the model once like this before it is captured, as for any graph: the first time makes tables.  In
+                a capture without them each layer records.
         """
         context = self._context(self._steps.padded(requests, tokens))
         hold = hold and ("held" in vars(self) or not capturing())
