@@ -48,6 +48,7 @@ class Engine:
         command = [sys.executable, __file__, "--worker", str(answer), "--shape", shape]
         command += ["--input", str(args.input), "--output", str(args.output), "--blocks", str(args.blocks)]
         command += ["--share", str(args.share)] + ["--profile"] * args.profile
+        Path(args.logs).mkdir(parents=True, exist_ok=True)
         log = Path(args.logs) / f"{shape}-{mode or 'plain'}{gpu or ''}.log"
         self._began = time.perf_counter()
         with log.open("w") as out:

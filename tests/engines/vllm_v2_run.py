@@ -11,6 +11,7 @@ runner.  Without a GPU it is the first runner, too, and the scenes of :mod:`vllm
 
 ``MODEL`` is one of :mod:`vllm_v2_models`, ``llama`` if not set; ``LAYERS`` says how many it has.  ``DRAFTS`` is the
 method of its speculative decoding: ``ngram``, ``eagle``, ``eagle3``, ``draft_model``, or ``mtp`` with ``MODEL=mtp``.
+``EAGER=1`` is vLLM's ``enforce_eager``, and ``GRAPHS`` its ``cudagraph_mode``.
 ``SLEEP=1`` is for the scene ``sleeps``: the KV cache's memory can be given back.
 """
 
@@ -57,6 +58,10 @@ def start(directory: pathlib.Path, **changed: Any) -> Rig:
         given |= dict(dtype="float32", enforce_eager=True, block_size=32, compilation_config={})
         del given["kv_cache_memory_bytes"]
     given |= vllm_v2_models.ARGUMENTS.get(model, {})
+    if os.environ.get("EAGER"):
+        given["enforce_eager"] = True
+    if os.environ.get("GRAPHS"):
+        given["compilation_config"]["cudagraph_mode"] = os.environ["GRAPHS"]
     if os.environ.get("SLEEP"):
         given["enable_sleep_mode"] = on_gpu
     if os.environ.get("DRAFTS"):
