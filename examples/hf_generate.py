@@ -22,6 +22,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 import kvcanary_fx
+from kvcanary_fx.adapters.huggingface.caches import cache_name
 from kvcanary_fx.proof import tiny
 
 
@@ -85,7 +86,7 @@ class Demo:
         self.prompt, self.new = prompt, new
         self.encoder = getattr(self.model.config, "max_source_positions", prompt)
         self.cache = tiny.static_cache(self.model, prompt + new, self.encoder)
-        self.cache_name = "cache_params" if arch.startswith("mamba") else "past_key_values"
+        self.cache_name = cache_name(self.model)
 
     @staticmethod
     def _compile_config(backend: Any, mode: str | None) -> CompileConfig:
@@ -152,6 +153,7 @@ class CapturedDecode:
         self.backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(mode="raise", budget=None))
         self.compiled = torch.compile(self.model.forward, backend=self.backend)
         self.cache = StaticCache(config=self.model.config, max_cache_len=prompt + new)
+        self.cache_name = cache_name(self.model)
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device="cuda")
         self.positions = torch.zeros(batch, 1, dtype=torch.int64, device="cuda")
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -160,7 +162,7 @@ class CapturedDecode:
     @torch.no_grad()
     def prefill(self, cache: StaticCache) -> torch.Tensor:
         cache.reset()
-        out: torch.Tensor = self.model(self.ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+        out: torch.Tensor = self.model(self.ids, **{self.cache_name: cache}).logits[:, -1:].argmax(-1)
         return out
 
     @torch.no_grad()
@@ -170,12 +172,14 @@ class CapturedDecode:
         token, told = self.prefill(cache), []
         for n in range(steps):
             positions = torch.full_like(token, self.prompt + n)
-            token = self.model(token, position_ids=positions, past_key_values=cache).logits[:, -1:].argmax(-1)
+            token = self.model(token, position_ids=positions, **{self.cache_name: cache}).logits[:, -1:].argmax(-1)
             told.append(token.flatten().tolist())
         return told
 
     def _forward(self) -> torch.Tensor:
-        out: torch.Tensor = self.compiled(self.token, position_ids=self.positions, past_key_values=self.cache).logits
+        out: torch.Tensor = self.compiled(
+            self.token, position_ids=self.positions, **{self.cache_name: self.cache}
+        ).logits
         return out
 
     @torch.no_grad()

@@ -35,6 +35,7 @@ def source_name(placeholder: fx.Node) -> str:
     if not isinstance(name, str):
         return placeholder.name
     name = re.sub(r"^L\['kwargs'\]\['(\w+)'\]", r"\1", name)
+    name = re.sub(r"^L\['args'\]\[0\](?=\._(?:modules|buffers|parameters))", "self", name)  # behind a decorator
     name = re.sub(r"^[LG]\['(\w+)'\]", r"\1", name)
     name = re.sub(r"\._(?:modules|buffers|parameters)\['(\w+)'\]", r".\1", name)
     return re.sub(r"\['(\w+)'\]", r".\1", name).removeprefix("self.")
@@ -44,7 +45,8 @@ def module_path(node: fx.Node) -> str:
     """The innermost module that a node ran in, ``model.layers.3.self_attn``; empty outside modules."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
     for path, _ in reversed(list(stack.values())):
-        text = re.sub(r"^[LG]\['(\w+)'\]", r"\1", str(path))
+        text = re.sub(r"^L\['args'\]\[0\]", "self", str(path))  # a method behind a decorator
+        text = re.sub(r"^[LG]\['(\w+)'\]", r"\1", text)
         text = re.sub(r"\._modules\['(\w+)'\]", r".\1", text)
         text = re.sub(r"\['?(\w+)'?\]", r".\1", text)
         text = text.removeprefix("self").removeprefix(".")

@@ -12,9 +12,9 @@ class Hook:
     """A wrapped method, as an attribute of its object.  A copy of the object gets the plain method."""
 
     def __init__(self, owner: Any, name: str, wrapper: Callable[..., Any]):
-        self._owner, self._name, self._wrapper = owner, name, wrapper
-        self._original = getattr(owner, name)
-        functools.update_wrapper(self, self._original)
+        original = getattr(owner, name)
+        functools.update_wrapper(self, original)  # first: it copies the attributes, those of a Hook as well
+        self._owner, self._name, self._wrapper, self._original = owner, name, wrapper, original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._wrapper(self._original, *args, **kwargs)

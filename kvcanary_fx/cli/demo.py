@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..adapters.huggingface.caches import cache_name
 from ..compile.backend import CanaryBackend
 from ..config import CanaryConfig
 from ..errors import MissingExtraError
@@ -61,7 +62,8 @@ class _Demo:
         self.backend = CanaryBackend(CanaryConfig(mode="raise", inner=inner, budget=None))
         self.plain, self.guarded = self._compile_config(inner), self._compile_config(self.backend)
         self.ids = torch.randint(1, self.model.config.vocab_size, (1, PROMPT)).to(device)
-        self.cache = StaticCache(config=self.model.config, max_cache_len=PROMPT + NEW)
+        cache = StaticCache(config=self.model.config, max_cache_len=PROMPT + NEW)
+        self.cache, self.given = cache, {cache_name(self.model): cache}
 
     @staticmethod
     def _compile_config(backend: Any) -> Any:
@@ -87,7 +89,7 @@ class _Demo:
         started = time.perf_counter()
         out: torch.Tensor = self.model.generate(
             self.ids,
-            past_key_values=self.cache,
+            **self.given,
             max_new_tokens=NEW,
             do_sample=False,
             eos_token_id=None,

@@ -64,6 +64,7 @@ def measure(variant: str, device: str, profile: Path | None = None) -> dict[str,
     from transformers import StaticCache
 
     import kvcanary_fx
+    from kvcanary_fx.adapters.huggingface.caches import cache_name
     from kvcanary_fx.proof import tiny
 
     model = tiny.build("llama", LAYERS, device=device)
@@ -75,7 +76,7 @@ def measure(variant: str, device: str, profile: Path | None = None) -> dict[str,
     kernels = KernelTimes() if variant == "guarded" and device == "cuda" else None
     started = time.perf_counter()
     with torch.no_grad(), profiled(profile):
-        run(token, past_key_values=cache)
+        run(token, **{cache_name(model): cache})
         if device == "cuda":
             torch.cuda.synchronize()  # the guarded call has waited, as it is in mode raise
     seconds = time.perf_counter() - started

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kvcanary_fx import CanaryBackend, CanaryConfig
+from kvcanary_fx.adapters.huggingface.caches import cache_name
 from kvcanary_fx.proof import tiny
 
 transformers = pytest.importorskip("transformers")
@@ -59,7 +60,7 @@ class Family:
         self.backend = CanaryBackend(CanaryConfig(inner=inner, **settings))
         self.session = self.backend.session
         self.compiled = self._compile_config(self.backend)
-        self.cache_name = "cache_params" if "mamba" in type(self.model).__name__.lower() else "past_key_values"
+        self.cache_name = cache_name(self.model)
 
     @staticmethod
     def _compile_config(backend: Any) -> Any:

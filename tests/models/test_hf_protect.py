@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from packaging.version import Version
 from test_families import HOLDS
 
 import kvcanary_fx
@@ -16,11 +17,15 @@ from kvcanary_fx.adapters.huggingface import (
     batching as huggingface_batching,
 )
 from kvcanary_fx.adapters.huggingface import (
+    caches as huggingface_caches,
+)
+from kvcanary_fx.adapters.huggingface import (
     proof as huggingface_proof,
 )
 from kvcanary_fx.adapters.huggingface import (
     versions as huggingface_versions,
 )
+from kvcanary_fx.adapters.huggingface.caches import cache_name
 from kvcanary_fx.adapters.versions import Tested
 from kvcanary_fx.proof import tiny
 from kvcanary_fx.runtime.readback import Readback
@@ -30,6 +35,11 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 pytestmark = pytest.mark.usefixtures("on_device")  # where models are built
 
 NEW, PROMPT = 8, 6
+
+#: From 5.24 on: a forward takes its cache under this name, and the old one; drafts may have a static cache.
+_NEW_NAMES = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.24"), reason=f"transformers {transformers.__version__}"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -278,7 +288,7 @@ def test_a_cache_that_somebody_has_is_not_taken_for_another_call():
     ids = tiny.prompt(model, 2, PROMPT)
     for _ in range(2):
         generate(model, ids)
-    whole = generate(model, ids, return_dict_in_generate=True).past_key_values
+    whole = generate(model, ids, return_dict_in_generate=True)[cache_name(model)]
     before = whole.layers[0].keys.clone()
     generate(model, ids - 1)
     assert torch.equal(whole.layers[0].keys, before)
@@ -301,13 +311,15 @@ def test_a_cache_that_somebody_has_is_not_taken_for_another_call():
     assert kvcanary_fx.session_of(model).stats().violations == 0
 
 
-def test_a_static_cache_of_the_users_own_and_the_chunks_of_a_prefill_are_guarded():
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["past_key_values", pytest.param("cache", marks=_NEW_NAMES)])
+def test_a_static_cache_of_the_users_own_and_the_chunks_of_a_prefill_are_guarded(name):
     model = tiny.build("llama")
     ids = tiny.prompt(model, 2, 9)
     plain = generate(model, ids)
     model = huggingface.protect(model, inner="eager")
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-    assert torch.equal(generate(model, ids, past_key_values=cache, prefill_chunk_size=4), plain)
+    assert torch.equal(generate(model, ids, **{name: cache}, prefill_chunk_size=4), plain)
     stats = kvcanary_fx.session_of(model).stats()
     assert (stats.adopted, stats.violations) == (0, 0)
     assert stats.steps == 3 + NEW - 1
@@ -317,7 +329,7 @@ def test_a_static_cache_of_the_users_own_and_the_chunks_of_a_prefill_are_guarded
 def test_a_dynamic_cache_is_said_to_be_unguarded():
     model = huggingface.protect(tiny.build("llama"), inner="eager")
     ids = tiny.prompt(model, 1, PROMPT)
-    generate(model, ids, past_key_values=transformers.DynamicCache(config=model.config))
+    generate(model, ids, **{cache_name(model): transformers.DynamicCache(config=model.config)})
     session = kvcanary_fx.session_of(model)
     assert session.stats().steps == 0
     assert "use cache_implementation='static'" in session.uncovered[0]
@@ -377,7 +389,28 @@ def test_drafted_tokens_are_generated_as_without_us_and_said_to_be_unguarded():
         session = kvcanary_fx.session_of(model)
         assert session.calls == 0
         assert [why.partition(" with drafted tokens")[0] for why in session.uncovered] == ["generate"]
-        assert "Generate without drafts to guard them" in session.summary()
+        assert "or no drafts" in session.summary()
+
+
+@_NEW_NAMES
+@pytest.mark.parametrize("assistant", [False, True])
+def test_drafted_tokens_over_a_static_cache_are_guarded(assistant):
+    """What was rejected is written again."""
+    model, draft = tiny.build("llama"), tiny.build("llama", layers=1, seed=1)
+    ids = tiny.prompt(model, 1, PROMPT)
+    drafts = dict(assistant_model=draft) if assistant else dict(prompt_lookup_num_tokens=3)
+    plain = generate(model, ids, **drafts)
+    model = huggingface.protect(model, inner="eager")
+    session = kvcanary_fx.session_of(model)
+    for _ in range(2):
+        assert torch.equal(generate(model, ids, **drafts, cache_implementation="static"), plain)
+    assert (session.violations(), session.uncovered, session.stats().adopted) == ([], [], 0)
+    assert session.stats().checked > 0
+    flip = transformers.StoppingCriteriaList([FlipEachLayer(model, 2)])
+    with pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
+        generate(model, ids, **drafts, cache_implementation="static", stopping_criteria=flip)
+    told = {(v.check, v.layer) for v in caught.value.violations}
+    assert {("content", f"model.layers.{layer}.self_attn") for layer in range(2)} <= told
 
 
 def test_a_model_that_transformers_has_no_static_cache_for_keeps_its_own():
@@ -396,10 +429,10 @@ def test_a_model_that_transformers_has_no_static_cache_for_keeps_its_own():
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
 def test_the_returned_cache_has_room_for_the_next_turns(arch):
     def turns(model):
-        ids, cache = tiny.prompt(tiny.build(arch), 2, PROMPT), {}
+        ids, cache, name = tiny.prompt(tiny.build(arch), 2, PROMPT), {}, cache_name(model)
         for more in (3, 9, 5):  # past gemma3's window in the second
             out = generate(model, ids, max_new_tokens=more, return_dict_in_generate=True, **cache)
-            cache = dict(past_key_values=out.past_key_values)
+            cache = {name: out[name]}
             ids = torch.cat((out.sequences, out.sequences[:, :4]), 1)
         return out.sequences
 
@@ -497,6 +530,13 @@ def test_an_untested_version_that_lacks_what_is_wrapped_does_not_start(untested_
     model = huggingface.protect(tiny.build("llama"), inner="eager")
     with pytest.raises(kvcanary_fx.SelfTestError, match=r"planted nothing, reported .*no attribute 'cache_allocators'"):
         model.init_continuous_batching()
+
+
+def test_an_untested_version_that_gives_the_cache_another_name_does_not_start(untested_version, monkeypatch):
+    """As 5.24 did: nothing of a prefill was guarded, and the proof, which called the model itself, was silent."""
+    monkeypatch.setattr(huggingface_caches, "_ARGUMENTS", ("another",))
+    with pytest.raises(kvcanary_fx.SelfTestError, match="in what a prefill wrote, reported nothing"):
+        huggingface.protect(tiny.build("llama"), inner="eager")
 
 
 def test_an_untested_version_whose_generate_is_not_guarded_does_not_start(untested_version, monkeypatch):

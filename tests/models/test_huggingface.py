@@ -11,6 +11,7 @@ from torch import nn
 
 import kvcanary_fx
 from kvcanary_fx import CanaryBackend, CanaryConfig
+from kvcanary_fx.adapters.huggingface.caches import cache_name
 from kvcanary_fx.proof import tiny
 
 transformers = pytest.importorskip("transformers")
@@ -38,10 +39,12 @@ class Generator:
 
     def plain(self, ids: torch.Tensor, **options) -> torch.Tensor:
         defaults = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+        if "cache" in options:
+            options[cache_name(self.model)] = options.pop("cache")
         return self.model.generate(ids, **{**defaults, **options})
 
     def __call__(self, ids: torch.Tensor, **options) -> torch.Tensor:
-        if "past_key_values" not in options:
+        if "cache" not in options:
             options.setdefault("cache_implementation", "static")
         return self.plain(ids, compile_config=self.config, **options)
 
@@ -101,10 +104,10 @@ def test_sampling(generator):
 
 def test_reset_with_prompts_that_end_where_the_last_sequence_did(generator):
     cache = generator.cache()
-    generator(generator.ids(2, 5), past_key_values=cache)
+    generator(generator.ids(2, 5), cache=cache)
     for length in (12, 19, 26):
         cache.reset()
-        generator(generator.ids(2, length), past_key_values=cache)
+        generator(generator.ids(2, length), cache=cache)
     assert generator.silent()
 
 
@@ -113,20 +116,20 @@ def test_the_same_under_inference_mode(generator):
         cache = generator.cache()
         for length in (5, 12, 19):
             cache.reset()
-            generator(generator.ids(2, length), past_key_values=cache)
+            generator(generator.ids(2, length), cache=cache)
     assert generator.silent()
 
 
 def test_chat_that_continues_its_cache(generator):
     cache, ids = generator.cache(), generator.ids(1, 5)
     for _ in range(3):
-        ids = torch.cat([generator(ids, past_key_values=cache), generator.ids(1, 4)], dim=1)
+        ids = torch.cat([generator(ids, cache=cache), generator.ids(1, 4)], dim=1)
     assert generator.silent()
 
 
 def test_new_caches(generator):
     for _ in range(3):
-        generator(generator.ids(2, 5), past_key_values=generator.cache(40))
+        generator(generator.ids(2, 5), cache=generator.cache(40))
     assert generator.silent()
 
 
@@ -170,20 +173,20 @@ def test_compiled_prefill_and_two_caches_that_take_turns(arch):
     generator = Generator(arch)
     model = generator.model
     run = torch.compile(model.forward, backend=generator.backend)
-    caches = [generator.cache(40) for _ in range(2)]
+    caches, name = [generator.cache(40) for _ in range(2)], cache_name(model)
     heads = getattr(model.config, "num_key_value_heads", 4)
     for cache in caches:
         cache.early_initialization(1, heads, 8, torch.float32, "cpu")
     with torch.no_grad():
         for cache in caches:
-            run(generator.ids(1, 5), past_key_values=cache)
+            run(generator.ids(1, 5), **{name: cache})
         for _ in range(5):
             for cache in caches:
-                run(generator.ids(1, 1), past_key_values=cache)
+                run(generator.ids(1, 1), **{name: cache})
     assert generator.silent()
     caches[1].layers[1].values.data[0, 1, 3, 2] += 0.5
     with torch.no_grad(), pytest.raises(kvcanary_fx.KVCacheViolation) as caught:
-        run(generator.ids(1, 1), past_key_values=caches[1])
+        run(generator.ids(1, 1), **{name: caches[1]})
     assert [(v.half, v.index) for v in caught.value.violations] == [("V", 3)]
 
 
@@ -191,9 +194,9 @@ def test_a_dynamic_cache_cannot_be_guarded_and_is_told_by_name(caplog):
     generator = Generator("llama")
     run = torch.compile(generator.model.forward, backend=generator.backend)
     with torch.no_grad(), caplog.at_level(logging.WARNING, "kvcanary"):
-        cache = generator.model(generator.ids(1, 4)).past_key_values
-        run(generator.ids(1, 1), past_key_values=cache)
-    assert "rebuilt by cat each step (past_key_values.layers[0].keys" in caplog.text
+        out, name = generator.model(generator.ids(1, 4)), cache_name(generator.model)
+        run(generator.ids(1, 1), **{name: out[name]})
+    assert f"rebuilt by cat each step ({name}.layers[0].keys" in caplog.text
     assert "cache_implementation='static'" in caplog.text
 
 
@@ -202,7 +205,7 @@ def test_protect_on_a_model_guards_its_own_calls():
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
     cache.early_initialization(1, 2, 8, torch.float32, "cpu")
     with torch.no_grad():
-        model(torch.randint(1, 128, (1, 5)), past_key_values=cache)
-        model(torch.randint(1, 128, (1, 1)), past_key_values=cache)
+        model(torch.randint(1, 128, (1, 5)), **{cache_name(model): cache})
+        model(torch.randint(1, 128, (1, 1)), **{cache_name(model): cache})
     assert isinstance(model, nn.Module)
     assert kvcanary_fx.session_of(model).stats().recorded == 6 * 4

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvcanary_fx import CanaryBackend, CanaryConfig
+from kvcanary_fx.adapters.huggingface.caches import cache_name
 from kvcanary_fx.proof import tiny
 
 transformers = pytest.importorskip("transformers")
@@ -16,8 +17,9 @@ transformers = pytest.importorskip("transformers")
 STATIC = "cache_implementation='static'"
 
 
-def decode(model: Any, cache: Any, name: str = "past_key_values", steps: int = 3) -> CanaryBackend:
-    """An eager prefill and compiled steps over a cache, which each forward hands on."""
+def decode(model: Any, cache: Any, name: str | None = None, steps: int = 3) -> CanaryBackend:
+    """An eager prefill and compiled steps over a cache, which each forward hands on under its name."""
+    name = name or cache_name(model)
     backend = CanaryBackend(CanaryConfig(inner="eager"))
     run = torch.compile(model.forward, backend=backend)
     given = {} if cache is None else {name: cache}
@@ -38,7 +40,7 @@ def test_quantised_cache(caplog):
     with caplog.at_level(logging.WARNING, "kvcanary"):
         backend = decode(model, cache)
     assert backend.session.registry.halves() == []
-    assert "rebuilt by cat each step (past_key_values.layers[0]._quantized_keys[0]" in caplog.text
+    assert f"rebuilt by cat each step ({cache_name(model)}.layers[0]._quantized_keys[0]" in caplog.text
     assert STATIC in caplog.text
 
 
@@ -48,7 +50,7 @@ def test_dynamic_cache_with_a_window(caplog):
         backend = decode(model, transformers.DynamicCache(config=model.config))
     assert backend.session.registry.halves() == []
     for layer in range(2):  # the sliding layer keeps a part of what it concatenated
-        assert f"past_key_values.layers[{layer}].keys" in caplog.text
+        assert f"{cache_name(model)}.layers[{layer}].keys" in caplog.text
 
 
 def test_dynamic_cache_of_a_hybrid_has_its_states_guarded():
@@ -58,9 +60,9 @@ def test_dynamic_cache_of_a_hybrid_has_its_states_guarded():
     model = tiny.build("jamba")
     backend = decode(model, transformers.DynamicCache(config=model.config))
     plan = backend.session.plans[-1]
-    assert plan.functional == [f"past_key_values.layers[1].{half}" for half in ("keys", "values")]
+    assert plan.functional == [f"{cache_name(model)}.layers[1].{half}" for half in ("keys", "values")]
     assert [s.label for s in plan.sites] == ["conv", "state"]
-    assert "cannot   past_key_values.layers[1].keys: rebuilt by cat each step" in backend.session.summary()
+    assert f"cannot   {cache_name(model)}.layers[1].keys: rebuilt by cat each step" in backend.session.summary()
     assert backend.session.violations() == []
 
 
@@ -93,10 +95,10 @@ def test_minimax_state_is_told_by_name():
         block_size=4,
         layer_types=["full_attention", "linear_attention"],
     )
-    backend = decode(transformers.MiniMaxForCausalLM(config).eval(), None)
-    said = backend.session.summary()
-    assert "not      past_key_values.linear_cache[1]: replaced by a new tensor each step" in said
-    assert "cannot   past_key_values.layers[0].keys: rebuilt by cat each step" in said
+    model = transformers.MiniMaxForCausalLM(config).eval()
+    said = decode(model, None).session.summary()
+    assert f"not      {cache_name(model)}.linear_cache[1]: replaced by a new tensor each step" in said
+    assert f"cannot   {cache_name(model)}.layers[0].keys: rebuilt by cat each step" in said
 
 
 def test_state_replaced_by_a_new_tensor_is_told(caplog):

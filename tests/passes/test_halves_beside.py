@@ -10,6 +10,7 @@ import pytest
 import torch
 from render import render
 
+from kvcanary_fx.adapters.huggingface.caches import cache_name
 from kvcanary_fx.passes.graph_plan import GraphPlan
 from kvcanary_fx.passes.halves_beside import check_halves_beside
 from kvcanary_fx.passes.pipeline import passes, run_passes
@@ -154,7 +155,7 @@ def test_a_decode_step_of_transformers_is_checked_ahead_in_each_layer() -> None:
     for length in 8, 12:  # of the second, Dynamo makes some sizes symbolic
         cache = transformers.StaticCache(config=model.config, max_cache_len=length)
         cache.early_initialization(1, model.config.num_key_value_heads, model.config.head_dim, torch.float32, "cpu")
-        gm, plan = guarded(model, torch.tensor([[3]]), past_key_values=cache, keep=length == 12, chain=True)
+        gm, plan = guarded(model, torch.tensor([[3]]), **{cache_name(model): cache}, keep=length == 12, chain=True)
         check_halves_beside(gm, [], plan)
         assert canary_lines(gm).count("[None, None]") == model.config.num_hidden_layers
 

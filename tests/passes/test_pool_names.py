@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -70,6 +72,40 @@ def test_a_layer_in_one_tensor_has_the_name_of_its_index(access, order, stems):
     assert called(session) == [
         (stems.format(layer), "KV"[half], name.format(layer, half)) for layer in range(2) for half in (1, 0)
     ]
+
+
+def test_a_forward_behind_a_decorator_has_the_names_of_the_model():
+    """As in transformers from 5.24 on, whose decorator is called with the model in ``args``."""
+
+    def decorated(forward):
+        @functools.wraps(forward)
+        def wrapped(*args, **kwargs):
+            return forward(*args, **kwargs)
+
+        return wrapped
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("v_cache", torch.zeros(B, H, S, D))
+
+        @decorated
+        def forward(self, x, k_cache, pos):
+            k_cache.index_copy_(2, pos, x)
+            self.v_cache.index_copy_(2, pos, x * 2)
+            return attend(x, k_cache, self.v_cache)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Layer()])
+
+        @decorated
+        def forward(self, x, cache, pos):
+            return self.layers[0](x, cache, pos)
+
+    _, session = compiled(Model().forward, torch.zeros(B, H, S, D))
+    assert called(session) == [("layers.0", "K", "args[2]"), ("layers.0", "V", "layers.0.v_cache")]
 
 
 @pytest.mark.parametrize("access", SIDES)

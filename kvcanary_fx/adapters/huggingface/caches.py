@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Container
 from typing import Any
 
 import torch
+
+#: What a forward calls the argument that is its cache: from transformers 5.24 on; before; Mamba's models before.
+_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 #: Models that work with a compiled static cache (seen in their tests), though transformers does not mark them so.
 _FIT = ("FalconH1ForCausalLM", "MambaForCausalLM", "Zamba2ForCausalLM")
 
 #: Models that it marks, but whose tokens differ between a static and a dynamic cache: seen with 5.23.
 _OTHER_TOKENS = ("DeepseekV32ForCausalLM",)
+
+
+def cache_argument(names: Container[str]) -> str | None:
+    """Which of these names, of a forward's arguments, is that of its cache; None if none is."""
+    for name in _ARGUMENTS:
+        if name in names:
+            return name
+    return None
+
+
+def cache_name(model: Any) -> str:
+    """What the forward of a model of transformers calls its cache.
+
+    Raises:
+        TypeError: it takes no cache.
+    """
+    name = cache_argument(inspect.signature(model.forward).parameters)
+    if name is None:
+        raise TypeError(f"{type(model).__name__}.forward takes no cache: none of its arguments is {_ARGUMENTS}")
+    return name
 
 
 def setting(model: Any, options: dict[str, Any], name: str) -> Any:
@@ -29,8 +54,9 @@ def why_not_static(model: Any, options: dict[str, Any]) -> str | None:
     ):
         return (
             "generate with drafted tokens (assistant_model, prompt_lookup_num_tokens, assistant_early_exit) needs a "
-            "cache that can be cropped, which transformers has only as one that is rebuilt in each step: these calls "
-            "run unguarded. Generate without drafts to guard them"
+            "cache that can be cropped. That of these calls is rebuilt in each step, so they run unguarded. To guard "
+            "them: cache_implementation='static' with transformers 5.24 or later and a model without sliding windows, "
+            "or no drafts"
         )
     name = type(model).__name__
     fit = getattr(type(model), "_can_compile_fullgraph", True) or name in _FIT

@@ -19,7 +19,7 @@ from ...engine.session import EngineSession
 from ...passes import dynamo_calls
 from ..hooks import hook, unhook
 from .batching import GuardedManager
-from .caches import has_tensors, make_room, needed_length, setting, why_not_static
+from .caches import cache_argument, has_tensors, make_room, needed_length, setting, why_not_static
 from .causal import CausalPrefills
 from .kept_cache import KeptCache
 
@@ -83,7 +83,8 @@ class Protection(GuardedCall):
     def _guard(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if dynamo_calls.tracing_here() or "write_index" in kwargs:  # a batch over a paged cache is guarded at update
             return self._module._call_impl(*args, **kwargs)
-        cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
+        name = cache_argument(kwargs)
+        cache = kwargs[name] if name is not None else None
         if cache is not None and not self._known_ready(cache) and not self._ready(cache, args, kwargs):
             return self._module._call_impl(*args, **kwargs)
         tokens = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
@@ -120,7 +121,8 @@ class Protection(GuardedCall):
         """One token through the plain model.  A cache's tensors made inside a graph would be its outputs, unguarded."""
         given = {name: inputs.get(name) for name in ("input_ids", "inputs_embeds")}
         first = {name: tokens[:, :1] for name, tokens in given.items() if tokens is not None}
-        name = "cache_params" if "cache_params" in inputs else "past_key_values"
+        name = cache_argument(inputs)
+        assert name is not None
         with torch.no_grad():
             self._module._call_impl(**first, **{name: cache}, use_cache=True)
         cache.reset()
@@ -129,7 +131,8 @@ class Protection(GuardedCall):
         """``generate`` over a cache with fixed addresses, with every forward through the guarded call."""
         model = self._module
         cached = kwargs.get("use_cache", True) and setting(model, kwargs, "cache_implementation") is None
-        passed = next((kwargs[n] for n in ("past_key_values", "cache_params") if kwargs.get(n) is not None), None)
+        name = cache_argument(kwargs)
+        passed = kwargs[name] if name is not None else None
         outer, self._not_static = self._not_static, why_not_static(model, kwargs)
         if self.session.pace is not None:
             self.session.pace.new_sequence()

@@ -19,6 +19,7 @@ from ...passes import dynamo_calls
 from ...proof import tiny
 from ...proof.doctor import Finding
 from ...reports.summary import muted
+from ..hooks import hook
 from . import paged_cache
 from .generate import attach, batch_session
 from .groups import Group
@@ -68,17 +69,27 @@ def _tried(run: Callable[[Plant | None], tuple[str, ...]], plant: Plant | None) 
 
 
 def _generate(plant: Plant | None) -> tuple[str, ...]:
-    """What is reported for ``generate`` with a fault between the prefill and the first decode step."""
-    from transformers import StaticCache
+    """What is reported for ``generate`` with a fault between the prefill and the first decode step.
 
+    It has to be ``generate`` itself: 5.24 gives a forward its cache under another name than 5.23, and takes both.
+    """
     model = _protected()
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    with torch.no_grad():
-        ids = torch.tensor([_PROMPTS[0]])
-        for step in range(3):
-            ids = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
-            if step == 0 and plant is not None:
-                plant(cache)
+    caches: list[Any] = []
+
+    def keep(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        caches.append(original(*args, **kwargs))
+        return caches[-1]
+
+    def strike(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if ids.shape[1] == len(_PROMPTS[0]) + 1 and plant is not None:
+            plant(caches[-1])
+        return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+    hook(model, "_prepare_static_cache", keep)
+    ids = torch.tensor([_PROMPTS[0]])
+    model.generate(
+        ids, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0, stopping_criteria=[strike]
+    )
     return _checks(session_of(model))
 
 

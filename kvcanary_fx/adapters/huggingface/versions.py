@@ -13,7 +13,7 @@ from ...proof.doctor import Finding
 from ..versions import Tested
 from . import proof
 
-TESTED = Tested("huggingface", "transformers", "5.23", "5.24", "now proving on a tiny model that it works here")
+TESTED = Tested("huggingface", "transformers", "5.23", "5.25", "now proving on a tiny model that it works here")
 
 
 @functools.cache
