@@ -79,12 +79,16 @@ def _touch(original: Callable[..., None], pool: Any, blocks: Any) -> None:
 def _free_blocks(original: Callable[..., None], pool: Any, ordered_blocks: Iterable[Any]) -> None:
     blocks = list(ordered_blocks)
     original(pool, blocks)
-    journal = journal_of(pool)
-    own = [b for b in blocks if not b.is_null and (b.pool is None or b.pool is pool)]
-    if journal is not None and own:
-        kept = [b.ref_cnt == 0 and pool.enable_caching and b.block_hash is not None for b in own]
-        request, _ = _caller(sys._getframe(1), pool)
-        journal.note("freed", list(zip((b.block_id for b in own), kept, strict=True)), request)
+    journal, caches = journal_of(pool), pool.enable_caching
+    if journal is None:
+        return
+    given = [
+        (b.block_id, caches and b.ref_cnt == 0 and b.block_hash is not None)
+        for b in blocks
+        if not b.is_null and (b.pool is None or b.pool is pool)
+    ]
+    if given:
+        journal.note("freed", given, _caller(sys._getframe(1), pool)[0])
 
 
 def _caller(frame: FrameType | None, pool: Any) -> tuple[str | None, int | None]:

@@ -58,25 +58,41 @@ class Books:
         pairs = zip(events, stacks or itertools.repeat(()), strict=False)
         for name, run in itertools.groupby(pairs, lambda pair: pair[0][0]):
             calls = list(run)
-            if name == "taken":  # the GPU must get the releases before the new owners: once for all
-                with told(calls[0][1]):
-                    self._evict(block for (_, ids, *_), _ in calls for block in ids)
+            if name == "taken":
+                self._taken(calls)
+                continue
             for (_, *arguments), stack in calls:
                 with told(stack):
                     getattr(self, name)(*arguments)
 
-    def taken(self, ids: Sequence[int], request: str | None, group: int) -> None:
-        """Blocks were handed out."""
-        self._evict(ids)
-        self.group.update(dict.fromkeys(ids, group))
-        self._each(ids, lambda pool, pages: pool.allocate(**pages, owner=request))
+    def _taken(self, calls: Sequence[tuple[tuple[Any, ...], tuple[str, ...]]]) -> None:
+        """Blocks were handed out, by calls in a row: ``("taken", ids, request, KV cache group)``, each with its stack.
 
-    def _evict(self, ids: Iterable[int]) -> None:
+        Each request makes one for every block that it fills, so nothing here is called for each of them but what the
+        session has to know.
+        """
+        with told(calls[0][1]):  # the GPU must get the releases before the new owners: once for all
+            self._evict(list(itertools.chain.from_iterable(event[1] for event, _ in calls)))
+        pools = self._known_pools()
+        for (_, ids, request, group), stack in calls:
+            self.group.update(dict.fromkeys(ids, group))
+            known = pools.get(f"group{group}")
+            if known is None:
+                continue
+            pool, page_size = known
+            if stack:
+                with told(stack):
+                    pool.allocate(ids, owner=request, page_size=page_size)
+            else:
+                pool.allocate(ids, owner=request, page_size=page_size)
+
+    def _evict(self, ids: Sequence[int]) -> None:
         """The prefix cache gives up those of the blocks that it holds."""
+        if self.idle.isdisjoint(ids):
+            return
         kept = [block for block in dict.fromkeys(ids) if block in self.idle]
-        if kept:
-            self._each(kept, lambda pool, pages: pool.release(**pages, owner=CACHE))
-            self.idle.difference_update(kept)
+        self._each(kept, lambda pool, pages: pool.release(**pages, owner=CACHE))
+        self.idle.difference_update(kept)
 
     def touched(self, ids: Sequence[int], request: str | None) -> None:
         """A request takes up blocks that it found in the prefix cache; the session gets this at the next forward."""
@@ -136,12 +152,13 @@ class Books:
         Args:
             given: ``(id, whether the prefix cache keeps it as its only owner)``.
         """
-        gone = {block for block, _ in given}
-        self._take_up([taken for taken in self._pending if taken.block in gone])
-        self._pending = [taken for taken in self._pending if taken.block not in gone]
+        if self._pending:
+            gone = {block for block, _ in given}
+            self._take_up([taken for taken in self._pending if taken.block in gone])
+            self._pending = [taken for taken in self._pending if taken.block not in gone]
         kept = [i for i, keeps in given if keeps]
         self._each(kept, lambda pool, pages: pool.hand_over(**pages, owner=CACHE))
-        self.idle.update(block for block in kept if block in self.group)
+        self.idle.update(self.group.keys() & kept)
         left = [i for i, keeps in given if not keeps]
         self._each(left, lambda pool, pages: pool.release(**pages, owner=request))
         self.idle.difference_update(left)
@@ -156,20 +173,23 @@ class Books:
         self.filled_elsewhere(list(self.group))
 
     def _each(
-        self, blocks: Iterable[int], tell: Callable[[EnginePool, dict[str, Any]], None], kind: str = "group"
+        self, blocks: Sequence[int], tell: Callable[[EnginePool, dict[str, Any]], None], kind: str = "group"
     ) -> None:
         """Call ``tell`` with each guarded group's pool and its blocks, as arguments of the pool's methods."""
-        by_group: dict[int, list[int]] = {}
-        for block in blocks:
-            by_group.setdefault(self.group.get(block, -1), []).append(block)
-        if not by_group:
+        if not blocks:
             return
+        pools, groups = self._known_pools(), set(map(self.group.get, blocks))
+        for group in groups:
+            known = pools.get(f"{kind}{group}")
+            if known is not None:
+                some = blocks if len(groups) == 1 else [block for block in blocks if self.group.get(block) == group]
+                tell(known[0], dict(slots=some, page_size=known[1]))
+
+    def _known_pools(self) -> dict[str, tuple[EnginePool, int]]:
+        """The guarded pools by name, each with the tokens of a block."""
         sessions = self._sessions()
         if sessions != self._seen:
             self._seen = list(sessions)
             named = [item for session in sessions for item in session.pools.items()]
             self._pools = {name: (pool, pool.declared.table_page_size) for name, pool in named}
-        for group, some in by_group.items():
-            known = self._pools.get(f"{kind}{group}")
-            if known is not None:
-                tell(known[0], dict(slots=some, page_size=known[1]))
+        return self._pools

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -78,11 +79,12 @@ class Rows(Ledger):
 
     def write(self, pages: Sequence[tuple[int, int, int]]) -> None:
         """Send :meth:`new_pages` to the tables."""
-        for group, table in enumerate(self.tables):
-            mine = [(place, page) for number, place, page in pages if number == group]
-            if mine:
-                places, numbers = zip(*mine, strict=True)
-                self._write(table, array("i", places), array("i", numbers))
+        if not pages:
+            return
+        groups, places, numbers = zip(*pages, strict=True)
+        for group in set(groups):
+            mine = [number == group for number in groups]
+            self._write(self.tables[group], array("i", compress(places, mine)), array("i", compress(numbers, mine)))
 
     def _write(self, table: torch.Tensor, places: array[int], numbers: array[int]) -> None:
         """One copy and one launch."""
