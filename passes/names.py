@@ -28,7 +28,7 @@ def function_name(node: fx.Node) -> str:
 
 
 def source_name(placeholder: fx.Node) -> str:
-    """The Python expression an input came from, ``past_key_values.layers[0].keys``; else the node's name."""
+    """The Python expression an input came from, ``cache.layers[0].keys``; else the node's name."""
     source = getattr(placeholder, "_dynamo_source", None)
     name = getattr(source, "name", None)
     name = name() if callable(name) else name

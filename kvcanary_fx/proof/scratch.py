@@ -84,7 +84,14 @@ class Scratch:
         )
         # the check after the forward would find everything that the check before it should have found
         settings = dataclasses.replace(
-            config, mode="log", budget="auto", verify_fraction="1", verify_after=False, incidents=None, status=None
+            config,
+            mode="log",
+            budget="auto",
+            verify_fraction="1",
+            verify_after=False,
+            incidents=None,
+            status=None,
+            on_violation=None,
         )
         self.session = EngineSession([scratch], settings)
         self._layout, self._offset = scratch.layout, scratch.token_offset

@@ -38,7 +38,7 @@ class Violation:
         phase: ``pre`` (before the layer's write), ``post``, ``sweep``, or ``life`` (an allocator's call).
         step: number of the guarded graph call on this device; in an engine's session number of the engine's step, 1 for
             the first one after ``mark_ready()``.  What is found between two steps has the number of the earlier one.
-        layer, half, pool: ``model.layers.3.self_attn``, ``K``, ``past_key_values.layers[3].keys``; layer ``*``
+        layer, half, pool: ``model.layers.3.self_attn``, ``K``, ``cache.layers[3].keys``; layer ``*``
             where a slot of an engine's pool is wrong in all of them.
         row: batch row (or page) of the slot, None if the pool has none.
         index: index inside the row; the slot itself if the pool has no rows.

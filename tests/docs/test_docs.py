@@ -94,7 +94,8 @@ def test_hooks_into_vllm_are_documented_as_they_are_checked():
         for point in [p for p in HOOK_POINTS if p.need == need]:
             takes = point.takes if point.takes == "property" else f"({point.takes})"
             told = f"{point.why}{', called' * point.called}{', on the stack' * point.on_stack}"
-            expected.append(f"| `{point.name}` | `{takes}` | {told} |")
+            later = f"; from 0.33.0 on `({point.later})`" if point.later else ""
+            expected.append(f"| `{point.name}` | `{takes}`{later} | {told} |")
     assert rows == expected
 
 

@@ -7,6 +7,7 @@ import importlib
 import types
 
 import pytest
+import vllm
 
 from kvcanary_fx import EngineError
 from kvcanary_fx.adapters.vllm import plugin
@@ -70,5 +71,5 @@ def test_vllm_with_another_signature_is_not_guarded_by_guess(mode, monkeypatch, 
     else:
         plugin.register()
         (message,) = {r.message for r in caplog.records}  # behind an engine each record comes twice
-        assert message.startswith("kvcanary.unguarded nothing is guarded: this vLLM (0.32.0")
+        assert message.startswith(f"kvcanary.unguarded nothing is guarded: this vLLM ({vllm.__version__})")
     assert BlockPool.free_blocks is _free_blocks_into

@@ -217,7 +217,8 @@ def unknown_version(monkeypatch):
         ("Heap.free", "self"),
     ]
     points = [hook_points.HookPoint("", f"pool_of_tomorrow:{where}", takes, "") for where, takes in rows]
-    return [*points, hook_points.HookPoint("", "no_such_module:f", "", "")]
+    later = hook_points.HookPoint("", "pool_of_tomorrow:Pool.free", "self, blocks", "", "self, blocks, tier")
+    return [*points, later, hook_points.HookPoint("", "no_such_module:f", "", "")]
 
 
 def test_what_differs_from_the_table_is_named(unknown_version):

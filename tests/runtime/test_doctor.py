@@ -57,6 +57,17 @@ def test_a_check_that_always_speaks_refuses_to_start(monkeypatch):
         kvcanary_fx.install_canary(KVPool(toy.kv, toy.table), inner="eager", self_test=True)
 
 
+def test_what_the_self_test_plants_reaches_nobody(caplog):
+    """vLLM's adapter took it for damage in a version outside the tested range, and emptied the prefix cache."""
+    toy, told = Toy(), []
+    session = kvcanary_fx.install_canary(
+        KVPool(toy.kv, toy.table), inner="eager", self_test=True, on_violation=told.append
+    )
+    assert session is not None
+    assert (told, session.violations(), session.stats().violations) == ([], [], 0)
+    assert "kvcanary.violation" not in caplog.text
+
+
 def test_self_test_leaves_the_real_pools_alone():
     toy = Toy()
     before = [t.clone() for pair in toy.kv for t in pair]

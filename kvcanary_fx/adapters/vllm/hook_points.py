@@ -37,6 +37,7 @@ class HookPoint:
         need: what it is for, one of :data:`NEEDS`.
         where: ``module:qualified name``.
         takes: its parameters, as in a stub: ``self, num_blocks, prefix=...``; ``property`` for a property.
+        later: those that it has from 0.33.0 on, if they are others: seen in its sources, and called like the first.
         why: what the canary does there.
         called: the canary calls it and does not wrap it.
         on_stack: its frame is looked for on the stack, and it is not wrapped.
@@ -48,6 +49,7 @@ class HookPoint:
     where: str
     takes: str
     why: str
+    later: str | None = None
     called: bool = False
     on_stack: bool = False
     on_cpu: bool = False
@@ -58,8 +60,12 @@ class HookPoint:
         return self.where.replace(":", ".")
 
 
-def _part(need: str, prefix: str, *rows: tuple[str, str, str], **given: Any) -> tuple[HookPoint, ...]:
-    return tuple(HookPoint(need, prefix + name, takes, why, **given) for name, takes, why in rows)
+def _part(need: str, prefix: str, *rows: tuple[str, ...], **given: Any) -> tuple[HookPoint, ...]:
+    """Rows of the table: name, parameters, what the canary does, and later parameters, if there are any."""
+    return tuple(
+        HookPoint(need, prefix + name, takes, why, later[0] if later else None, **given)
+        for name, takes, why, *later in rows
+    )
 
 
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager."
@@ -77,6 +83,8 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
             "self, num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events=..., "
             "metrics_collector=..., medium=...",
             "follows the pool from its first block",
+            "self, num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events=..., "
+            "metrics_collector=..., num_hash_lookahead_tokens=..., medium=...",
         ),
         ("get_new_blocks", "self, num_blocks", "blocks are handed out, and leave the prefix cache"),
         ("touch", "self, blocks", "a request takes up blocks that it found in the prefix cache"),
@@ -191,6 +199,7 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
             "postprocess_sampled",
             "self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc=...",
             "drafted tokens were verified: slots of rejected ones may not be read",
+            "self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc=..., draft_tokens=...",
         ),
     ),
     *_part(
@@ -233,6 +242,7 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
             "CompilationConfig.init_backend",
             "self, vllm_config, prefix=..., is_encoder=...",
             "two ops around attention, before the graph is split",
+            "self, vllm_config, prefix=..., is_encoder=..., use_aot_compile=...",
         ),
         ("VllmConfig.compute_hash", "self, include_version=...", "guarded artifacts have keys of their own"),
         (
@@ -301,6 +311,8 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
             "self, num_reqs, num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, "
             "cudagraph_runtime_mode=..., mm_inputs=...",
             "the first forward of a draft in Model Runner V2: its layers record the tokens of the target",
+            "self, num_reqs, num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, "
+            "cudagraph_runtime_mode=..., mm_inputs=..., skip_sample=...",
         ),
         (
             "standalone_ar.speculator:StandaloneARSpeculator._prefill",
@@ -390,7 +402,7 @@ def _differences(point: HookPoint) -> Iterator[str]:
     except (ImportError, AttributeError, KeyError):
         yield f"{point.name} is missing"
         return
-    if (has := parameters(found)) != point.takes:
+    if (has := parameters(found)) not in (point.takes, point.later):
         yield f"{point.name} takes ({has}), known is ({point.takes})"
         return
     if isinstance(owner, type) and callable(found) and name != "__init__":  # which a subclass calls as it likes

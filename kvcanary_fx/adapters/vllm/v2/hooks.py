@@ -117,11 +117,12 @@ def _postprocess_sampled(
     num_sampled: Any,
     num_rejected: Any,
     query_start_loc: Any = None,
+    **kwargs: Any,
 ) -> Any:
     found = _SAMPLING.get()  # None where it is told of an earlier step, on another rank than the last
     if found is not None and query_start_loc is not None:
         found.drafting.verified(query_start_loc, num_rejected)
-    return original(runner, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc)
+    return original(runner, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc, **kwargs)
 
 
 def _prefill(
