@@ -43,12 +43,11 @@ def rows_as_words(rows: torch.Tensor, layout: SlotLayout) -> torch.Tensor:
 def digest_words(words: torch.Tensor, seeds: tuple[int, int], planes: int) -> torch.Tensor:
     """Digests of int32 ``[n, words]``, in stored form: int32 ``[planes, n]``."""
     c, d = coefficients(words.shape[1], words.device)
-    out = torch.empty(planes, words.shape[0], dtype=torch.int32, device=words.device)
-    out[0] = _mixed_sum(words, c, d) + as_int32(seeds[0])
-    out[0][out[0] == 0] = as_int32(ZERO_STANDS_FOR)
-    if planes == 2:
-        out[1] = _mixed_sum(words, d, c) + as_int32(seeds[1])
-    return out
+    first = _mixed_sum(words, c, d) + as_int32(seeds[0])
+    first.masked_fill_(first == 0, as_int32(ZERO_STANDS_FOR))
+    if planes == 1:
+        return first.unsqueeze(0)
+    return torch.stack((first, _mixed_sum(words, d, c) + as_int32(seeds[1])))
 
 
 def _mixed_sum(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -74,7 +73,7 @@ def digest_rows(
     ]
     if not parts:
         return torch.empty(planes, 0, dtype=torch.int32, device=view.device)
-    return torch.cat(parts, dim=1)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def digest_slots(site: Site, view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -143,7 +142,7 @@ def resolve(
     plan: WritePlan, layout: SlotLayout, index: list[torch.Tensor], extent: list[int], device: torch.device
 ) -> Resolved:
     """The slots of this step's write."""
-    return plan.resolve(layout, index, extent, device)
+    return plan.resolve_inside(layout, index, extent, device) or plan.resolve(layout, index, extent, device)
 
 
 def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int, phase: Phase) -> None:
@@ -154,17 +153,18 @@ def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int
         raw: int64 ``[n]``, equal to ``slots`` where the index was in range, else the index itself.
         write_id: tells this write from the others of the graph.
     """
-    reached = slots >= 0
-    site.control.stamps[0, slots[reached]] = _epoch(site, write_id)
-    _mark_duplicates(site, slots, write_id)
+    epoch, reached = _epoch(site, write_id), slots[slots >= 0]
+    site.control.stamps[0, reached] = epoch
+    twice = _duplicates(reached)
+    site.control.stamps[1, twice] = epoch
     if not site.checks & Check.BOUNDS:
         return
     outside = raw != slots
-    report(site, phase, Check.BOUNDS, slots[outside], raw[outside], slots[outside])
-    twice = torch.zeros_like(reached)
-    twice[reached] = site.control.stamps[1, slots[reached]] == _epoch(site, write_id)
-    offenders = slots[twice & ~takes_padding(site, slots)].unique()
-    report(site, phase, Check.BOUNDS, offenders, offenders, offenders, detail=1)
+    if bool(outside.any()):
+        report(site, phase, Check.BOUNDS, slots[outside], raw[outside], slots[outside])
+    if twice.numel():
+        offenders = twice[~takes_padding(site, twice)]
+        report(site, phase, Check.BOUNDS, offenders, offenders, offenders, detail=1)
 
 
 def takes_padding(site: Site, slots: torch.Tensor) -> torch.Tensor:
@@ -194,10 +194,13 @@ def _epoch(site: Site, write_id: int) -> torch.Tensor:
     return site.control.words[Word.STEP] * 65536 + write_id
 
 
-def _mark_duplicates(site: Site, slots: torch.Tensor, write_id: int) -> None:
-    """Stamp the slots that this write sends more than one token to."""
-    unique, counts = slots[slots >= 0].unique(return_counts=True)
-    site.control.stamps[1, unique[counts > 1]] = _epoch(site, write_id)
+def _duplicates(slots: torch.Tensor) -> torch.Tensor:
+    """The slots that are named more than once, in order: int64 ``[m]``."""
+    if slots.numel() < 2:  # a token of one request, as most often
+        return slots[:0]
+    unique, counts = slots.unique(return_counts=True)
+    twice: torch.Tensor = unique[counts > 1]
+    return twice
 
 
 def verify(
@@ -325,6 +328,8 @@ def adopt(site: Site, view: torch.Tensor, first: torch.Tensor) -> None:
     position = torch.arange(layout.positions, device=empty.device)
     below = (position < first.unsqueeze(1)) & (first != NOT_WRITTEN).unsqueeze(1)
     slots = (empty & below).view(-1).nonzero().squeeze(1)
+    if slots.numel() == 0:  # as in every step but the first
+        return
     _keep(site, slots, digest_slots(site, view, slots))
     site.counters[Count.ADOPTED] += slots.numel()
 
@@ -368,19 +373,26 @@ def record(
     if site.checks & Check.POISON:
         _check_poison(site, slots, words)
     if values is not None and site.checks & Check.OPERAND:
-        given = rows_as_words(values, layout)
-        twice = site.control.stamps[1, slots] == _epoch(site, write_id)
-        bad = (given != words).any(1) & ~twice
-        if site.space is not None:  # a store kernel may leave reserved slots alone
-            bad &= ~takes_padding(site, slots)
-        expected = packed(digest_words(given[bad], _seeds(site), planes))
-        report(site, Phase.POST, Check.OPERAND, slots[bad], expected, packed(found)[bad])
+        _check_operand(site, slots, words, rows_as_words(values, layout), found, write_id)
     if site.space is not None:
         site.half.rows[0, RowState.NEXT] = 1
         if planned:
             kept = is_planned(site.space, slots)
             slots, found = slots[kept], found[:, kept]
     site.half.digest[:, slots] = found
+
+
+def _check_operand(
+    site: Site, slots: torch.Tensor, words: torch.Tensor, given: torch.Tensor, found: torch.Tensor, write_id: int
+) -> None:
+    """Compare what was written (int32 ``[n, words]``, its digests ``found``) with what the write was given."""
+    if torch.equal(given, words):
+        return
+    bad = (given != words).any(1) & (site.control.stamps[1, slots] != _epoch(site, write_id))
+    if site.space is not None:  # a store kernel may leave reserved slots alone
+        bad &= ~takes_padding(site, slots)
+    expected = packed(digest_words(given[bad], _seeds(site), found.shape[0]))
+    report(site, Phase.POST, Check.OPERAND, slots[bad], expected, packed(found)[bad])
 
 
 def record_halves(

@@ -125,6 +125,25 @@ class WritePlan:
         raw = torch.where(outside, raw, slot).expand(shape)
         return Resolved(slot.reshape(-1), raw.reshape(-1), tuple(shape))
 
+    def resolve_inside(
+        self, layout: SlotLayout, index: list[torch.Tensor], extent: list[int], device: torch.device
+    ) -> Resolved | None:
+        """:meth:`resolve` with fewer operations where every index is in range and counts from the start; None where
+        one does not.  It waits for the device."""
+        if self.selectors[0].kind is Select.FLAT:
+            return None
+        slot: torch.Tensor | None = None
+        for axis, along in zip(layout.slot_axes, self.axes(layout, index, extent), strict=True):
+            given, size = along.values(device), layout.shape[axis]
+            if along.tensor is not None and not _all_within(given, size):
+                return None
+            if along.tensor is None and not 0 <= along.start <= along.start + along.count <= size:
+                return None
+            slot = given if slot is None else slot * size + given
+        assert slot is not None
+        flat = slot.reshape(-1)
+        return Resolved(flat, flat, tuple(slot.shape))
+
     def _bounded(self, given: torch.Tensor, raw: torch.Tensor, slots: int, grid: tuple[int, ...]) -> Resolved:
         inside = (given >= 0) & (given < slots)
         slot = torch.where(inside, given, -1)
@@ -230,3 +249,11 @@ def first_positions(layout: SlotLayout, slots: torch.Tensor) -> torch.Tensor | N
     row = torch.where(slots >= 0, slots // layout.positions, layout.rows)
     first.scatter_reduce_(0, row, torch.where(slots >= 0, slots % layout.positions, NOT_WRITTEN), "amin")
     return first[:-1].to(torch.int32)
+
+
+def _all_within(given: torch.Tensor, size: int) -> bool:
+    """Whether all indices are in ``[0, size)``."""
+    if given.numel() == 0:
+        return True
+    low, high = torch.aminmax(given)
+    return int(low) >= 0 and int(high) < size

@@ -22,9 +22,13 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def resolve(plan: WritePlan, layout: SlotLayout, index: list[torch.Tensor], extent: list[int]) -> Resolved:
     """What the CPU and the kernels both say."""
     expected = plan.resolve(layout, index, extent, torch.device("cpu"))
-    got = gpu.resolve(plan, layout, [i.to(DEVICE) for i in index], extent, DEVICE)
-    assert (got.slots.tolist(), got.raw.tolist()) == (expected.slots.tolist(), expected.raw.tolist())
-    assert got.grid == expected.grid
+    on_cpu = cpu.resolve(plan, layout, index, extent, torch.device("cpu"))
+    for got in on_cpu, gpu.resolve(plan, layout, [i.to(DEVICE) for i in index], extent, DEVICE):
+        assert (got.slots.tolist(), got.raw.tolist()) == (expected.slots.tolist(), expected.raw.tolist())
+        assert got.grid == expected.grid
+    inside = torch.equal(expected.slots, expected.raw) and bool((expected.slots >= 0).all())
+    quick = plan.resolve_inside(layout, index, extent, torch.device("cpu"))
+    assert quick is None or inside
     return expected
 
 
