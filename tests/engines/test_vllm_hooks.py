@@ -7,7 +7,6 @@ import importlib
 import types
 
 import pytest
-import vllm
 
 from kvcanary_fx import EngineError
 from kvcanary_fx.adapters.vllm import plugin
@@ -54,6 +53,7 @@ def _free_blocks_into(self, ordered_blocks, tier):
 
 @pytest.mark.parametrize("mode", ["raise", "log"])
 def test_vllm_with_another_signature_is_not_guarded_by_guess(mode, monkeypatch, caplog):
+    import vllm
     from vllm.v1.core.block_pool import BlockPool
 
     monkeypatch.setattr(BlockPool, "free_blocks", _free_blocks_into)
