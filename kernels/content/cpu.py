@@ -142,7 +142,7 @@ def resolve(
     plan: WritePlan, layout: SlotLayout, index: list[torch.Tensor], extent: list[int], device: torch.device
 ) -> Resolved:
     """The slots of this step's write."""
-    return plan.resolve_inside(layout, index, extent, device) or plan.resolve(layout, index, extent, device)
+    return plan.resolve_in_range(layout, index, extent, device) or plan.resolve(layout, index, extent, device)
 
 
 def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int, phase: Phase) -> None:

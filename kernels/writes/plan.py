@@ -125,7 +125,7 @@ class WritePlan:
         raw = torch.where(outside, raw, slot).expand(shape)
         return Resolved(slot.reshape(-1), raw.reshape(-1), tuple(shape))
 
-    def resolve_inside(
+    def resolve_in_range(
         self, layout: SlotLayout, index: list[torch.Tensor], extent: list[int], device: torch.device
     ) -> Resolved | None:
         """:meth:`resolve` with fewer operations where every index is in range and counts from the start; None where

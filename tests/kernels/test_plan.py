@@ -27,7 +27,7 @@ def resolve(plan: WritePlan, layout: SlotLayout, index: list[torch.Tensor], exte
         assert (got.slots.tolist(), got.raw.tolist()) == (expected.slots.tolist(), expected.raw.tolist())
         assert got.grid == expected.grid
     inside = torch.equal(expected.slots, expected.raw) and bool((expected.slots >= 0).all())
-    quick = plan.resolve_inside(layout, index, extent, torch.device("cpu"))
+    quick = plan.resolve_in_range(layout, index, extent, torch.device("cpu"))
     assert quick is None or inside
     return expected
 

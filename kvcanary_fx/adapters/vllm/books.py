@@ -80,10 +80,7 @@ class Books:
             if known is None:
                 continue
             pool, page_size = known
-            if stack:
-                with told(stack):
-                    pool.allocate(ids, owner=request, page_size=page_size)
-            else:
+            with told(stack):
                 pool.allocate(ids, owner=request, page_size=page_size)
 
     def _evict(self, ids: Sequence[int]) -> None:

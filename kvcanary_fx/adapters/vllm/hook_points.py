@@ -37,8 +37,8 @@ class HookPoint:
         need: what it is for, one of :data:`NEEDS`.
         where: ``module:qualified name``.
         takes: its parameters, as in a stub: ``self, num_blocks, prefix=...``; ``property`` for a property.
-        later: those that it has from 0.33.0 on, if they are others: seen in its sources, and called like the first.
         why: what the canary does there.
+        later: its parameters from 0.33.0 on, where they are others, as its sources have them; our calls fit both.
         called: the canary calls it and does not wrap it.
         on_stack: its frame is looked for on the stack, and it is not wrapped.
         on_cpu: it exists only where vLLM runs on a CPU.
