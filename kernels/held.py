@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -28,13 +28,19 @@ class Held:
     memory then has room for all of them.  So what is held at a time depends on the shapes of K and V only.
     """
 
-    def __init__(self, together: Mapping[int, HeldRecords], limit: int = LIMIT):
+    def __init__(
+        self,
+        together: Mapping[int, HeldRecords],
+        limit: int = LIMIT,
+        ready: Callable[[], None] = lambda: None,
+    ):
         """
         Args:
             together: what records the layers of a pool, by the number of its slot space.
             limit: bytes.
+            ready: lets the current stream wait for what the launches need.
         """
-        self._together = together
+        self._together, self._ready = together, ready
         self._waiting: dict[int, tuple[RequestPlan, dict[int, Written]]] = {}  # by pool, and there by the record's id
         self._bytes, self._limit = 0, limit
         self._each = 0  # bytes of a layer
@@ -72,6 +78,8 @@ class Held:
     def flush(self) -> None:
         """Record what is held, in the current stream, which may be captured."""
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
+        if waiting:
+            self._ready()
         for number, (plan, held) in waiting.items():
             self._together[number](plan, list(held.values()))
 

@@ -16,7 +16,7 @@ eager forward as in a captured one:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -75,6 +75,44 @@ class SideStream:
             torch.cuda.current_stream(self.device).wait_event(self._there)
             self._held.clear()
         self._forked -= {now} if now else {True, False}
+
+
+class BesideGraph:
+    """Work beside a CUDA graph that waits for it where it needs it, at each replay.
+
+    The graph waits for an event from outside of it, as it was last recorded before the replay
+    (``cudaEventWaitExternal``).
+    """
+
+    def __init__(self, device: torch.device):
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._entered = torch.cuda.stream(self._stream)
+        self._here, self._there = torch.cuda.Event(), torch.cuda.Event(external=True)
+        self._there.record(self._stream)  # torch leaves out a wait for an event that never was
+        self._open = False
+
+    def run(self, launch: Callable[[], None]) -> None:
+        """Launch after all work queued on the model's stream so far; then replay the graph."""
+        self._here.record(torch.cuda.current_stream(self._device))
+        self._stream.wait_event(self._here)
+        self._open = True
+        with self._entered:
+            launch()
+        self._there.record(self._stream)
+
+    def wait(self) -> None:
+        """Let the current stream wait here for what was launched: in a capture, at each replay."""
+        torch.cuda.current_stream(self._device).wait_event(self._there)
+
+    def replayed(self) -> None:
+        """The graph was replayed."""
+        self._open = False
+
+    def close(self) -> None:
+        """Wait unless the graph does: it was not replayed."""
+        if self._open:
+            self.wait()
+            self._open = False
 
 
 def can_fork(device: torch.device) -> bool:

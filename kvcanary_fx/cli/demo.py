@@ -19,12 +19,13 @@ from ..config import CanaryConfig
 from ..errors import MissingExtraError
 from ..proof import tiny
 from ..reports.violation import KVCacheViolation
+from .inner import add_inner
 
 PROMPT, NEW = 6, 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--inner", default="inductor", help="backend that compiles the graph (default: inductor)")
+    add_inner(parser, "graph")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model (default: 4)")
 

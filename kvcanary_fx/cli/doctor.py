@@ -15,12 +15,13 @@ from ..adapters.vllm.settings import left_out
 from ..config import CanaryConfig
 from ..engine.kv_pool import KVPool
 from ..proof.doctor import examine
+from .inner import add_inner
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--inner", default="inductor", help="backend that compiles the model (default: inductor)")
+    add_inner(parser, "model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, default=2, help="layers of the scratch pools (default: 2)")
 

@@ -170,7 +170,7 @@ def check_layers(
         if pool.declared.layout.once:  # check_before has
             continue
         device, stream = pool.declared.device, None
-        if device in sides and joined and _only_read(pool, plan):
+        if device in sides and joined and only_read(pool, plan):
             stream = sides[device].stream
             sides[device].start()
             if running.captured:
@@ -180,7 +180,7 @@ def check_layers(
         pool.content.verify_listed(plan.in_flight, stream)
 
 
-def _only_read(pool: EnginePool, plan: RequestPlan) -> bool:
+def only_read(pool: EnginePool, plan: RequestPlan) -> bool:
     """Whether a forward writes to none of the slots that it reads: else its check must end before the write."""
     if pool.declared.layout.rewritten or plan.ring or plan.in_flight:
         return False

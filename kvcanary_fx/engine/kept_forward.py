@@ -24,11 +24,15 @@ import torch
 
 from ..config import CanaryConfig
 from ..kernels.compile_ahead import compile_ahead, compiling_ahead
-from .forward import Forward, check_after, check_before, check_reads, remember
+from .forward import Forward, check_after, check_before, check_reads, only_read, remember
 
 if TYPE_CHECKING:
     from ..kernels.context import ForwardContext
     from .guarded_pool import EnginePool
+
+
+#: Contexts that are kept of a forward: those of decode steps, which come again and wait for the host.
+MOST_CONTEXTS = 512
 
 
 class Reads(NamedTuple):
@@ -49,8 +53,9 @@ class KeptForward:
         before: launches the checks before the model.
         after: launches those after it; None: there are none.
         finish: launches what comes last, unless the model's own graph has it; None: nothing does.
-        contexts: what the ops of layers outside of a graph find, by the tokens of the batch; all of them are in the
-            memory of the padded one.
+        beside: the checks before the model may run beside it.
+        contexts: what the ops of layers outside of a graph find, by the tokens of the batch, up to ``MOST_CONTEXTS``;
+            all of them are in the memory of the padded one.
     """
 
     requests: int
@@ -59,6 +64,7 @@ class KeptForward:
     before: Callable[[], None]
     after: Callable[[], None] | None
     finish: Callable[[], None] | None
+    beside: bool
     contexts: dict[int, ForwardContext]
 
     def context(self, tokens: int) -> ForwardContext:
@@ -67,7 +73,9 @@ class KeptForward:
         if found is None:
             padded = self.contexts[self.tokens]
             plans = {number: plan.head(tokens) for number, plan in padded.requests.items()}
-            found = self.contexts[tokens] = dataclasses.replace(padded, requests=plans)
+            found = dataclasses.replace(padded, requests=plans)
+            if tokens <= MOST_CONTEXTS:
+                self.contexts[tokens] = found
         return found
 
 
@@ -122,6 +130,7 @@ def keep(
         _captured(device, before),
         _captured(device, after) if checked else None,
         finish,
+        not checked and all(only_read(pools[number], plan) for number, plan in forward.plans.items()),
         {tokens: context},
     )
 

@@ -42,7 +42,9 @@ class KeptStep:
     def __enter__(self) -> None:
         self._sample = self._measure()
         try:
-            self._steps.begin_kept(self._kept, self._send, *self._size)
+            # one after the other where it is measured what the checks take
+            beside = self._finished and self._sample is None
+            self._steps.begin_kept(self._kept, self._send, *self._size, beside)
         except BaseException:
             self._steps.leave_kept()
             raise

@@ -73,7 +73,7 @@ class LayerChecks:
     @functools.cached_property
     def held(self) -> Held:
         """What the layers of a forward wrote, where it is recorded when the model has run."""
-        return Held(_together(self._layers.values()), min(map(limit_on, self.gates)))
+        return Held(_together(self._layers.values()), min(map(limit_on, self.gates)), self._wait_in_graph)
 
     @property
     def running(self) -> bool:
@@ -112,6 +112,11 @@ class LayerChecks:
                 self.held.drop()
                 raise
             self.held.flush()
+
+    def _wait_in_graph(self) -> None:
+        """In a capture: let each replay wait here for the checks beside it, see :meth:`kept`."""
+        if self._steps.beside_graph is not None and capturing():
+            self._steps.beside_graph.wait()
 
     def _settle(self) -> None:
         """Tell the device what captured layers were given, before a graph of theirs is replayed."""
@@ -154,6 +159,8 @@ class LayerChecks:
         context = self._context(self._steps.padded(requests, tokens))
         hold = hold and ("held" in vars(self) or not capturing())
         self._unsettled |= hold
+        if not hold:
+            self._wait_in_graph()
         with self._published(
             dataclasses.replace(context, sides=self._steps.sides if beside and not hold else {}), hold
         ):
@@ -198,6 +205,11 @@ class LayerChecks:
             finish=finish,
         )
 
+    def wait_for_kept(self) -> None:
+        """Inside :meth:`kept`: let the current stream wait for what is checked before the model."""
+        if self._steps.beside_graph is not None:
+            self._steps.beside_graph.wait()
+
     def clock(self) -> torch.Tensor:
         """int64 ``[1]`` on the device of the pools: the number of the step that is running, times 2**32."""
         (control,) = self._session.controls.by_device.values()
@@ -219,7 +231,9 @@ class LayerChecks:
             send: gives the device what ``take_in`` needs, given the number of the step.
             requests, tokens: how many it has.
             hold: as of :meth:`publish`.
-            finished: the model is a graph that launches ``finish`` of :meth:`keep` itself, behind its last layer.
+            finished: the model is a graph that was captured in :meth:`captured`, and launches ``finish`` of
+                :meth:`keep` itself, behind its last layer.  If it writes to nothing that is compared, what is checked
+                before the model runs beside it; the graph waits before it records.
 
         Raises:
             SessionStateError: a step is already running, or the session is closed.

@@ -112,3 +112,12 @@ def test_doctor_refuses_a_setting_that_cannot_be(monkeypatch, capsys):
     monkeypatch.setenv("KVCANARY_MODE", "loud")
     assert main(["doctor"]) == 2
     assert "KVCANARY_MODE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["demo", "doctor"])
+def test_a_backend_that_does_not_exist_is_refused_with_those_that_do(command, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "--inner", "nosuch"])
+    err = capsys.readouterr().err
+    assert "no backend 'nosuch'" in err
+    assert "inductor" in err

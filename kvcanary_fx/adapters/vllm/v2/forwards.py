@@ -17,8 +17,8 @@ from ..batches import kernel_tables
 from ..ops import layers_are_apart
 from ..pools import Group
 from .batches import histories, make_batch
-from .decode import DecodeSteps
 from .images import Images
+from .kept import KeptSteps
 from .rows import Rows
 
 
@@ -46,7 +46,7 @@ class Forwards:
         """
         self._runner, self._groups, self._session = runner, groups, session
         self._checks, self._rows = checks, rows
-        self._decode = DecodeSteps(runner, groups, session, checks, rows, finish)
+        self._steps = KeptSteps(runner, groups, session, checks, rows, finish)
         self.kept = False
         self.images = Images(runner.is_encoder_decoder)
 
@@ -81,14 +81,14 @@ class Forwards:
         prompts = {new.req_id: new.prefill_token_ids or () for new in joined if new.num_computed_tokens}
         hold = metadata is None and self.holds  # with metadata, a graph of all of the model is about to be replayed
         images = self.images.within(batch)
-        kept = None if prompts or in_flight or images else self._decode.kept(batch)
+        kept = None if prompts or in_flight or images else self._steps.kept(batch)
         self.kept = kept is not None
         running: contextlib.AbstractContextManager[Any]
         if kept is not None:
-            running = self._decode.step(kept, batch, namespaces, hold, finished)
+            running = self._steps.step(kept, batch, namespaces, hold, finished)
             running.__enter__()
         else:
-            self._decode.overwritten()
+            self._steps.overwritten()
             running = self._begin_anew(batch, prompts, namespaces, in_flight, images, hold)
         try:
             self._compare_tables(batch, metadata, kept)
@@ -106,7 +106,7 @@ class Forwards:
         images: bool,
         hold: bool,
     ) -> contextlib.AbstractContextManager[Any]:
-        """Of a batch with a prompt from the prefix cache, with images, or a larger one than was captured."""
+        """Of a batch with a prompt from the prefix cache, with images, or with requests that read what others write."""
         rows = self._rows.rows_of(batch.req_ids)
         self._rows.write(self._rows.new_pages())
         fields = make_batch(self._runner, batch, self._groups, rows, namespaces, in_flight)
@@ -133,12 +133,12 @@ class Forwards:
             return
         for group in self._groups:
             layer = metadata[next(iter(group.layers))]
-            if kept is not None and self._decode.compared(group, layer):
+            if kept is not None and self._steps.compared(group, layer):
                 continue
             given = kernel_tables(layer, batch.seq_lens, batch.num_reqs)
             if given is None:
                 continue
             if kept is not None:
-                self._decode.compare_table(kept, group, *given)
+                self._steps.compare_table(kept, group, *given)
             else:
                 self._session.check_reads(*given, pool=group.name, page_size=group.kernel_page_size)

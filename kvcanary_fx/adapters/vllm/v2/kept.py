@@ -1,4 +1,4 @@
-"""Decode steps: their checks before the model are captured, see :mod:`kvcanary_fx.engine.kept_forward`."""
+"""Steps whose checks before the model are captured, see :mod:`kvcanary_fx.engine.kept_forward`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..pools import Group
 from .rows import Rows
 from .take_in import PAGES, Inputs, Landing, TakeIn
 
+#: Requests of a batch with prompts in it: graphs of their own for few, since one for many has programs for all of them.
+FEW = 16
 
-class DecodeSteps:
-    """The checks of batches in which each request adds a token, or a token and its drafts.
 
-    Any batch that fits is checked by them, also one with a short prompt in it.
-    """
+class KeptSteps:
+    """The checks of batches whose requests add a token, or a token and its drafts, and of batches with prompts."""
 
     def __init__(
         self,
@@ -84,6 +84,7 @@ class DecodeSteps:
             table: integer ``[requests, pages]``.
             lengths: integer ``[requests]``.
         """
+        self._checks.wait_for_kept()  # the plan is theirs
         pool = self._session.pools[group.name]
         plan = kept.forward.plans[pool.space.space_id]
         real = dataclasses.replace(plan, rows=plan.rows[: table.shape[0]])
@@ -156,6 +157,7 @@ def _inputs(runner: Any, groups: Sequence[Group], session: EngineSession, clock:
 
 def _sizes(runner: Any) -> list[tuple[int, int]]:
     """Requests and tokens, the smallest first."""
-    most, each = runner.max_num_reqs, runner.num_speculative_steps + 1
+    most, tokens, each = runner.max_num_reqs, runner.max_num_tokens, runner.num_speculative_steps + 1
     requests = [1 << i for i in range((most - 1).bit_length())] + [most]
-    return [(n, n * each) for n in requests if n * each <= runner.max_num_tokens]
+    decodes = [(n, n * each) for n in requests if n * each <= tokens]
+    return list(dict.fromkeys([*decodes, (min(FEW, most), tokens), (most, tokens)]))

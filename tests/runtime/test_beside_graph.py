@@ -1,0 +1,165 @@
+"""A model that is one CUDA graph: what is checked before it runs beside it, and its records wait for that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcanary_fx import KVPool, install_canary
+from kvcanary_fx.engine.kept_forward import Reads
+from kvcanary_fx.engine.layers import LayerChecks
+from kvcanary_fx.kernels.layer_ops import record_layer, verify_layer
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, PAGES, SIZE, HEADS, DIM, ROOM = 3, 64, 4, 2, 8, 4
+NAMES = [f"layers.{i}" for i in range(LAYERS)]
+
+#: Cycles of the device before the checks, so that the model would be over before they begin.
+LONG = 2_000_000
+
+FIELDS = ("request_rows", "prefix_lens", "extend_lens", "input_ids", "slots", "owners", "positions")
+
+
+class Engine:
+    """Two requests, a token each in a step; its inputs are on the device, and nothing waits for that."""
+
+    def __init__(self, hold, cycles=LONG, **settings):
+        self.kv = [tuple(torch.zeros(PAGES, SIZE, HEADS, DIM, device="cuda") for _ in "kv") for _ in range(LAYERS)]
+        self.table = torch.arange(1, 61, dtype=torch.int32, device="cuda").view(2, 30)
+        pool = KVPool(
+            self.kv, self.table, layer_names=NAMES, paged=True, table_page_size=SIZE, reserved=tuple(range(SIZE)),
+            allocations=False,
+        )  # fmt: skip
+        settings = {"mode": "log", "budget": None, "health_every": 0} | settings
+        self.session = install_canary(pool, max_requests=2, max_tokens=ROOM, **settings)
+        self.checks, self.hold, self.cycles = LayerChecks(self.session), hold, cycles
+        self.given = {n: torch.zeros(ROOM, dtype=torch.int64, device="cuda") for n in FIELDS}
+        self.counts, self.lengths = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (3, 2))
+        self.slip = torch.zeros((), device="cuda")
+        self.checks.reserve(2, ROOM)
+        self.kept = self.checks.keep(2, 2, self._take_in, [Reads(self.session.pool, self.table, self.lengths, SIZE)])
+        self.session.mark_ready()
+        self._capture()
+        self.stored = 0
+
+    def _take_in(self):
+        torch.cuda._sleep(self.cycles)
+        for name, source in self.given.items():
+            out = self.session.inputs.buffer(name)
+            out.copy_(source[: len(out)])
+        self.session.inputs.counts.copy_(self.counts)
+        self.checks.clock().copy_(self.counts[2:] << 32)
+
+    def _model(self):
+        slots, rows = self.given["slots"], torch.zeros(ROOM, HEADS, DIM, device="cuda")
+        rows = rows + self.given["positions"][:, None, None]
+        for i, (name, halves) in enumerate(zip(NAMES, self.kv, strict=True)):
+            for half, slip in zip(halves, (torch.zeros_like(self.slip), self.slip), strict=True):
+                half.view(-1, HEADS, DIM)[slots] = rows + i + slip
+            verify_layer(rows.device, name)
+            record_layer(rows + i, rows + i, rows.device, name)
+
+    def _capture(self):
+        self.checks.reserve(2, ROOM)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), self.checks.captured(2, ROOM, hold=self.hold):
+            self._model()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph), self.checks.captured(2, ROOM, hold=self.hold):
+            self._model()
+
+    def step(self, beside=True):
+        place, owners = self.stored, self.session.ids.hashes(["a", "b"])
+        slots = [(1 + place // SIZE + 30 * row) * SIZE + place % SIZE for row in (0, 1)]
+        values = dict(
+            request_rows=[0, 1], prefix_lens=[place] * 2, extend_lens=[1, 1], input_ids=[place] * 2, slots=slots,
+            owners=owners, positions=[place] * 2,
+        )  # fmt: skip
+        for name, value in values.items():
+            self.given[name][:2].copy_(torch.tensor(value).pin_memory(), non_blocking=True)
+        self.lengths.fill_(place + 1)
+
+        def send(step):
+            self.counts.copy_(torch.tensor([2, 2, step]).pin_memory(), non_blocking=True)
+
+        with self.checks.kept(self.kept, send, 2, 2, finished=beside):
+            self.graph.replay()
+        self.stored += 1
+
+
+def found(engine):
+    return [(v.check, v.layer, v.half, v.request, v.position, v.step) for v in engine.session.violations()]
+
+
+@pytest.mark.parametrize("hold", [True, False], ids=["held", "each"])
+def test_the_records_of_a_graph_wait_for_the_checks_beside_it(hold):
+    """The checks take longer than the model: records that did not wait would be of the step before."""
+    beside, inline = Engine(hold), Engine(hold, placement="inline")
+    for engine in (beside, inline):
+        for _ in range(40):
+            engine.step()
+        assert found(engine) == []
+    spaces = [engine.session.pool.space for engine in (beside, inline)]
+    for name in ("tokens", "positions", "chain", "owners", "flags"):
+        assert torch.equal(*(getattr(space, name)[:-1] for space in spaces)), name
+    assert torch.equal(*(engine.session.pool.digests for engine in (beside, inline)))
+    assert beside.session.stats().recorded == inline.session.stats().recorded == 40 * 2 * 2 * LAYERS
+
+
+def test_the_model_does_not_wait_for_the_checks():
+    """Its first layer has written before they begin, and only its records come after them."""
+    engine = Engine(hold=True, cycles=10 * LONG)
+    engine.step()
+    torch.cuda.synchronize()
+    times = {}
+    for beside in (True, False):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in "ba")
+        original = engine.graph.replay
+
+        def replay(original=original, before=before):
+            before.record()
+            original()
+
+        engine.graph.replay = replay
+        start = torch.cuda.Event(enable_timing=True)
+        start.record()
+        engine.step(beside)
+        after.record()
+        torch.cuda.synchronize()
+        engine.graph.replay = original
+        times[beside] = start.elapsed_time(before), start.elapsed_time(after)
+    assert times[True][0] < times[False][0] / 4
+    assert times[True][1] > times[False][0] / 2
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_flip_is_found_in_the_next_step_beside_the_model(layer, half):
+    engine = Engine(hold=True)
+    for _ in range(6):
+        engine.step()
+    engine.kv[layer][half][32, 1] += 1  # position 5 of b
+    engine.step()
+    assert found(engine) == [("content", NAMES[layer], "KV"[half], "b", 5, 7)]
+
+
+def test_a_wrong_write_is_found_in_its_step_beside_the_model():
+    engine = Engine(hold=True)
+    for _ in range(3):
+        engine.step()
+    engine.slip.fill_(1.0)
+    engine.step()
+    assert sorted(found(engine)) == [("operand", name, "V", request, 3, 4) for name in NAMES for request in "ab"]
+
+
+def test_a_model_that_raises_before_its_replay_leaves_a_session_that_goes_on():
+    engine = Engine(hold=True)
+    engine.step()
+    with pytest.raises(ZeroDivisionError), engine.checks.kept(engine.kept, lambda step: None, 0, 0, finished=True):
+        raise ZeroDivisionError
+    for _ in range(3):
+        engine.step()
+    assert {check for check, *_ in found(engine)} == set()
