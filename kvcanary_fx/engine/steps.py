@@ -100,7 +100,7 @@ class Steps:
         beside = [d for d in devices if side_stream.can_fork(d)] if config.placement == "side" else []
         self.sides = {d: side_stream.SideStream(d) for d in beside}
         self._pool_sides = {d: side_stream.SideStream(d) for d in beside}  # for the forward's end
-        self.beside_graph = side_stream.BesideGraph(beside[0]) if len(beside) == 1 else None
+        self.beside_graph = side_stream.BesideGraph(beside[0]) if [d.type for d in beside] == ["cuda"] else None
         self._on_host = all(d.type != "cuda" for d in devices)
         self._clock, self._poll = Clock(controls), Poll(controls)
         inputs.main.clock, inputs.main.clock_word = self._clock.place(inputs.main.counts.device), self._clock.word
