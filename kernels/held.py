@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from .content.layer import HeldRecords, LayerRecord, Written
+from .side_stream import SideStream
 from .slots.space import RequestPlan
 
 #: Bytes of memory that are held at most, V with the product that it is a part of: 290 tokens of an 8B model, and on a
@@ -26,6 +27,10 @@ class Held:
 
     A CUDA graph is such a forward, and so are the pieces of one, if K and V were held while it was captured, too: its
     memory then has room for all of them.  So what is held at a time depends on the shapes of K and V only.
+
+    Attributes:
+        taken: layers that have written since :meth:`begin`.
+        beside: the last launch since then was beside the model.
     """
 
     def __init__(
@@ -45,6 +50,18 @@ class Held:
         self._bytes, self._limit = 0, limit
         self._each = 0  # bytes of a layer
         self._known: dict[tuple[torch.Size | None, ...], int] = {}  # the same, by the shapes of K and V
+        self.begin()
+
+    def begin(self, layers: int = 0, side: SideStream | None = None) -> None:
+        """A forward that is captured as a whole begins, or it is over.
+
+        Args:
+            layers: once so many have written, all that is held is recorded, beside what is left of the model: behind
+                the last attention that is a projection and an MLP.
+            side: where; whoever captures joins it.  None: nothing is recorded beside the model.
+        """
+        self.taken, self.beside = 0, False
+        self._last, self._side = layers if side is not None else 0, side
 
     def take(
         self, record: LayerRecord, plan: RequestPlan, key: torch.Tensor | None, value: torch.Tensor | None
@@ -60,7 +77,10 @@ class Held:
             self._each = self._bytes_of(key, value)  # layers are alike
         known[1][id(record)] = Written(record, key, value)
         self._bytes += self._each
-        if self._bytes > self._limit:
+        self.taken += 1
+        if self.taken == self._last:
+            self._flush_beside()
+        elif self._bytes > self._limit:
             self.flush()
 
     def _bytes_of(self, key: torch.Tensor | None, value: torch.Tensor | None) -> int:
@@ -80,8 +100,18 @@ class Held:
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
         if waiting:
             self._ready()
+            self.beside = False
         for number, (plan, held) in waiting.items():
             self._together[number](plan, list(held.values()))
+
+    def _flush_beside(self) -> None:
+        assert self._side is not None
+        held = [written for _, by_record in self._waiting.values() for written in by_record.values()]
+        with self._side.fork():
+            self.flush()
+        self.beside = True
+        for written in held:  # or the model would get their memory while it is read
+            self._side.hold(written.key, written.value)
 
     def drop(self) -> None:
         """The forward raised: nothing of it is recorded."""

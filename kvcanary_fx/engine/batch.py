@@ -15,7 +15,7 @@ from ..kernels.side_stream import capturing
 from ..kernels.slots import checks as request_checks
 from ..kernels.slots.space import RequestPlan
 from .arguments import integer_tensor
-from .batch_arguments import is_plainly_right, require_batch
+from .batch_arguments import is_plainly_right, require_batch, stored_in
 from .kv_pool import KVPool
 from .request_ids import RequestId, RequestIds
 from .step_inputs import StepInputs
@@ -164,6 +164,9 @@ class Inputs:
         # of each group of pools, with the memory that they are of
         self._last_plans: dict[tuple[str | None, bool], tuple[dict[Any, Any], dict[str, RequestPlan]]] = {}
         self.own: dict[str, StepInputs] = {field: inputs for field, inputs in made.items() if field is not None}
+
+    #: About how many tokens a batch has stored before.
+    stored = staticmethod(stored_in)
 
     def fill(
         self, batch: Any, step: int, begin: Callable[[int, torch.device | None], None] | None = None

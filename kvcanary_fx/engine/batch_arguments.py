@@ -84,6 +84,17 @@ def _lengths(given: Any) -> Sequence[int] | None:
     return () if given is None else None
 
 
+def stored_in(batch: Any) -> float:
+    """How many tokens a batch has stored before, over all requests; 0 if the host does not know."""
+    given = fields_of(batch)("prefix_lens", None)
+    if isinstance(given, torch.Tensor) and given.device.type != "cpu":
+        return 0
+    try:
+        return float(sum(_lengths(given) or ()))
+    except TypeError:  # wrong numbers, as is said where they are taken in
+        return 0
+
+
 def fields_of(batch: Any) -> Callable[[str, None], Any]:
     """Gets the fields of a batch, which may be any object or mapping, by name; the second argument, None, where it has
     none."""

@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +44,7 @@ from ..kernels.held import Held, limit_on
 from ..kernels.layer_ops import record_in, verify_in
 from ..kernels.ops import held_kernels_for, kernels_for, request_kernels_for
 from ..kernels.ring import Word
-from ..kernels.side_stream import capturing
+from ..kernels.side_stream import SideStream, capturing
 from ..runtime.pace import Sample
 from .kept_forward import KeptForward, Reads, keep
 from .kept_step import KeptStep
@@ -69,6 +69,7 @@ class LayerChecks:
         self._layers = session.pools.layer_records(self.gates)
         session.eager_layers = tuple(self._layers)
         self._unsettled = False  # the device was not told what captured layers were given
+        self._held_in: dict[tuple[int, int], int] = {}  # layers that wrote in a forward, by its requests and tokens
 
     @functools.cached_property
     def held(self) -> Held:
@@ -135,7 +136,14 @@ class LayerChecks:
         self._steps.padded(requests, tokens)
 
     @contextlib.contextmanager
-    def captured(self, requests: int, tokens: int, beside: bool = True, hold: bool = False) -> Iterator[None]:
+    def captured(
+        self,
+        requests: int,
+        tokens: int,
+        beside: bool = True,
+        hold: bool = False,
+        finish: Callable[[], None] | None = None,
+    ) -> Iterator[None]:
         """Around a model that is captured into a CUDA graph, if each replay is to be inside a forward of its own.
 
         The graph has the checks of the layers only.  They look at the plan of the forward that replays it, whose
@@ -152,22 +160,42 @@ class LayerChecks:
             requests, tokens: of the padded batch.
             beside: the checks may run beside the model, as ``placement`` says; not where the model is captured in
                 pieces, whose ends would have to wait for them.
-            hold: as of :meth:`publish`; ``beside`` means nothing then.  The graphs' memory has room for what is held.
-                Run the model once like this before it is captured, as for any graph: the first time makes tables.  In
-                a capture without them each layer records.
+            hold: as of :meth:`publish`; what the layers wrote is recorded beside what the model does after its last
+                attention.  The graphs' memory has room for what is held.
+                Run the model once like this before it is captured, as for any graph: the first time makes tables, and
+                tells which attention is the last.  In a capture without them each layer records.
+            finish: launches what comes last in the graph, behind the records.
         """
         context = self._context(self._steps.padded(requests, tokens))
         hold = hold and ("held" in vars(self) or not capturing())
-        self._unsettled |= hold
-        if not hold:
+        sides = self._steps.sides if beside else {}
+        if hold:
+            self._unsettled = True
+            side = next(iter(sides.values())) if len(sides) == 1 and capturing() else None
+            self.held.begin(self._held_in.get((requests, tokens), 0), side)
+        else:
             self._wait_in_graph()
-        with self._published(
-            dataclasses.replace(context, sides=self._steps.sides if beside and not hold else {}), hold
-        ):
-            try:
+        try:
+            with self._published(dataclasses.replace(context, sides={} if hold else sides), hold):
                 yield
-            finally:
-                self._steps.join()  # the graph ends with the checks of its last layer
+            if finish is not None and capturing():
+                self._finish(finish, sides)
+            if hold and not capturing():
+                self._held_in[requests, tokens] = self.held.taken
+        finally:
+            if hold:
+                self.held.begin()
+            self._steps.join()  # the graph ends with the checks of its last layer
+
+    def _finish(self, finish: Callable[[], None], sides: Mapping[torch.device, SideStream]) -> None:
+        """Launch what comes last in a graph: beside the model, if the records are there."""
+        if "held" in vars(self) and self.held.beside:
+            (side,) = sides.values()
+            with torch.cuda.stream(side.stream):
+                finish()
+            return
+        self._steps.join()
+        finish()
 
     def keep(
         self,
@@ -223,6 +251,7 @@ class LayerChecks:
         tokens: int,
         hold: bool = False,
         finished: bool = False,
+        stored: float = 0,
     ) -> contextlib.AbstractContextManager[None]:
         """A step of the engine with one forward, in the place of ``session.step``, ``session.forward`` and
         :meth:`publish`: around the model.  Violations wait until somebody reads them.
@@ -234,18 +263,19 @@ class LayerChecks:
             finished: the model is a graph that was captured in :meth:`captured`, and launches ``finish`` of
                 :meth:`keep` itself, behind its last layer.  If it writes to nothing that is compared, what is checked
                 before the model runs beside it; the graph waits before it records.
+            stored: about how many tokens the batch has stored before; 0 if nobody knows.
 
         Raises:
             SessionStateError: a step is already running, or the session is closed.
         """
         self._settle()
         held = self.held if hold else None
-        return KeptStep(self._steps, kept, send, (requests, tokens), self._measure, held, finished)
+        return KeptStep(self._steps, kept, send, (requests, tokens), lambda: self._measure(stored), held, finished)
 
-    def _measure(self) -> Sample | None:
+    def _measure(self, stored: float) -> Sample | None:
         """A step begins: what measures it, if it is to be measured."""
         session, pace = self._session, self._session.pace
-        return pace.begin("step", *session.weight) if pace is not None and self._steps.ready else None
+        return pace.begin("step", *session.weight, stored) if pace is not None and self._steps.ready else None
 
     def _begin(self, running: Forward) -> None:
         """Count a forward, as a graph's first op does, for the number in reports.  Compare what it reads."""

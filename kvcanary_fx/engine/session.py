@@ -119,7 +119,9 @@ class EngineSession(CanarySession):
             KVCacheViolation: mode ``raise``, and a check failed.
         """
         inner = self._stepping.step(batch, self)
-        return inner if self.pace is None or not self._stepping.ready else self.pace.step(inner, *self.weight)
+        if self.pace is None or not self._stepping.ready:
+            return inner
+        return self.pace.step(inner, *self.weight, Inputs.stored(batch))
 
     @functools.cached_property
     def weight(self) -> tuple[torch.device, int]:

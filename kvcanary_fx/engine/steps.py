@@ -239,7 +239,7 @@ class Steps:
         send(self.begun)
         self._inputs.filled_by_graph(requests, tokens)
         self.running = kept.forward
-        if beside and kept.beside and self.beside_graph is not None:
+        if beside and kept.beside and self.beside_graph is not None and self.beside_graph.pays(self.begun):
             self.beside_graph.run(kept.before)
         else:
             kept.before()
@@ -251,7 +251,7 @@ class Steps:
         if kept.finish is not None and (kept.after is not None or not finished):
             kept.finish()
         if finished and self.beside_graph is not None:
-            self.beside_graph.replayed()
+            self.beside_graph.replayed(self.begun)
         self.running = None
         self.done += 1
         self._observers.after_forward(kept.forward.plans)

@@ -95,6 +95,7 @@ class _Trio:
     def __init__(self, key: Hashable):
         self.key, self.thread = key, threading.get_ident()
         self.samples: list[Sample] = []
+        self.stored = 0.0  # in its last call
         self.others = 0  # calls of something else in between
 
 
@@ -114,6 +115,7 @@ class Pace:
         self._trio: _Trio | None = None
         self._arriving: tuple[_Trio, int, int, float] | None = None  # with N, N of the probe, seconds guessed
         self._wait = 0  # calls until the next reading
+        self._every, self._stored = START, 0.0  # N that the devices have, and what is stored in the running call
         self._told: int | None = None  # N that was logged
         self._warned = False
         self._running: Sample | None = None
@@ -125,7 +127,7 @@ class Pace:
     @property
     def every(self) -> int:
         """N of the share 1/N."""
-        return self.controller.every
+        return self._every
 
     @property
     def within(self) -> float:
@@ -139,7 +141,7 @@ class Pace:
             self._trio = self._arriving = self._told = None
             self._wait, self._warned = 0, False
             self._tell_ranks(0)
-            self._write(self.every)
+            self._set()
 
     # ---- calls of graphs
 
@@ -168,9 +170,11 @@ class Pace:
     # ---- steps of an engine
 
     @contextlib.contextmanager
-    def step(self, inner: contextlib.AbstractContextManager[T], device: torch.device, ops: int) -> Iterator[T]:
-        """``inner``, a step of an engine, measured now and then."""
-        sample = self._running = self.begin("step", device, ops)
+    def step(
+        self, inner: contextlib.AbstractContextManager[T], device: torch.device, ops: int, stored: float = 0
+    ) -> Iterator[T]:
+        """``inner``, a step of an engine, measured now and then; arguments as of :meth:`begin`."""
+        sample = self._running = self.begin("step", device, ops, stored)
         try:
             with self.forward(inner) as value:
                 yield value
@@ -196,14 +200,17 @@ class Pace:
 
     # ---- measuring
 
-    def begin(self, key: Hashable, device: torch.device, ops: int) -> Sample | None:
+    def begin(self, key: Hashable, device: torch.device, ops: int, stored: float = 0) -> Sample | None:
         """A call begins; returns what measures it, if it is to be measured.
 
         Args:
             key: what is called; a reading is of calls of one key.
             ops: of ours, that each call runs on the device.
+            stored: about how many tokens it may compare; 0 if nobody knows.
         """
         with self._lock:
+            if stored and not capturing():
+                self._follow(stored)
             self._tour(key).note(self.every)
             self._wait -= 1
             trio = self._trio
@@ -227,17 +234,38 @@ class Pace:
 
     def _sample(self, trio: _Trio, device: torch.device, ops: int) -> Sample:
         last = trio.samples[-1] if trio.samples else None
+        trio.stored = self._stored
         if len(trio.samples) == 1:
-            self._write(self.controller.probed)
+            self._write(self._probed)
         elif len(trio.samples) == 2:
             self._write(self.every)
         sample = Sample(device, last)
         trio.samples.append(sample)
         if len(trio.samples) == 3:
             guessed = ops * SECONDS_PER_OP if device.type == "cuda" else 0.0
-            self._arriving = trio, self.every, self.controller.probed, guessed
+            self._arriving = trio, self.every, self._probed, guessed
             self._trio, self._wait = None, self.controller.period
         return sample
+
+    @property
+    def _probed(self) -> int:
+        """N of a call that compares more than those before it."""
+        return max(1, self.controller.probed * self.every // self.controller.every)
+
+    def _follow(self, stored: float) -> None:
+        """So many tokens are stored now: compare a share whose cost fits, which need not be the smallest that does."""
+        self._stored = stored
+        needed = self.controller.every_for(stored)
+        if needed <= self._every <= 4 * needed:
+            return
+        self._trio = None  # its calls would not be alike
+        self._every = min(needed if self._every < needed else 2 * needed, MOST)
+        self._write(self._every)
+
+    def _set(self) -> None:
+        """Another N is to be in use, as the controller says."""
+        self._every = self.controller.every_for(self._stored)
+        self._write(self._every)
 
     def _interrupt(self, trio: _Trio) -> None:
         """Something else is called before a reading is complete: it must not compare the larger share."""
@@ -272,10 +300,11 @@ class Pace:
             rest=sum(rest) / len(rest),
             guessed=guessed,
             between=probe.after(before),
+            stored=trio.stored,
         )
         if self.controller.take(reading):
             self._tell_ranks(self.controller.needed)
-            self._write(self.every)
+            self._set()
             self._tell()
 
     def _find_ranks(self) -> None:
@@ -284,7 +313,7 @@ class Pace:
             return
         self._asked, self._ranks = True, join(self._number)
         self._tell_ranks(0)
-        self._write(self.every)
+        self._set()
 
     def _tell_ranks(self, needed: int) -> None:
         """Tell the other ranks the N that this one needs, 0 if that is not known, and take in theirs."""
@@ -294,9 +323,9 @@ class Pace:
 
     def _agree(self, ranks: Ranks) -> None:
         """Another rank has said what it needs."""
-        before, self.controller.elsewhere = self.every, ranks.largest
-        if self.every != before:
-            self._write(self.every)
+        before, self.controller.elsewhere = self.controller.every, ranks.largest
+        if self.controller.every != before:
+            self._set()
             self._tell()
 
     def _write(self, every: int) -> None:

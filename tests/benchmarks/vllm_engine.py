@@ -36,6 +36,7 @@ class Engine:
     Attributes:
         facts: what vLLM chose.
         start: seconds until it was ready.
+        steps: the file of :mod:`vllm_steps`, if it was asked for.
     """
 
     def __init__(self, args: argparse.Namespace, shape: str, mode: str | None, gpu: str | None = None):
@@ -48,8 +49,13 @@ class Engine:
         command = [sys.executable, __file__, "--worker", str(answer), "--shape", shape]
         command += ["--input", str(args.input), "--output", str(args.output), "--blocks", str(args.blocks)]
         command += ["--share", str(args.share)] + ["--profile"] * args.profile
+        command += ["--kv-gib", str(args.kv_gib)] * bool(args.kv_gib)
         Path(args.logs).mkdir(parents=True, exist_ok=True)
         log = Path(args.logs) / f"{shape}-{mode or 'plain'}{gpu or ''}.log"
+        if args.steps:
+            self.steps = log.with_suffix(".steps")
+            self.steps.unlink(missing_ok=True)
+            command += ["--steps", str(self.steps)]
         self._began = time.perf_counter()
         with log.open("w") as out:
             self._process = subprocess.Popen(
@@ -158,6 +164,10 @@ def worker(args: argparse.Namespace) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
+    if args.steps:
+        import vllm_steps
+
+        vllm_steps.trace(args.steps)
     answers = os.fdopen(args.worker, "w")
 
     def answer(what: Any) -> None:
@@ -173,6 +183,7 @@ def worker(args: argparse.Namespace) -> None:
         gpu_memory_utilization=args.share,
         num_gpu_blocks_override=args.blocks,
         enable_prefix_caching=True,
+        **(dict(kv_cache_memory_bytes=int(args.kv_gib * 2**30)) if args.kv_gib else {}),
     )
     config = llm.llm_engine.vllm_config
     graphs = config.compilation_config.cudagraph_mode.name
@@ -244,6 +255,8 @@ def main() -> None:
     parser.add_argument("--logs", default=tempfile.gettempdir(), help="directory of the engines' logs")
     parser.add_argument("--profile", action="store_true", help="profile one guarded run instead of measuring")
     parser.add_argument("--write", action="store_true", help="write the table to BENCHMARKS.md")
+    parser.add_argument("--kv-gib", type=float, help="memory of each KV cache: vLLM does not look for what is free")
+    parser.add_argument("--steps", help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:

@@ -277,6 +277,7 @@ def test_the_graph_of_the_model_copies_the_counters_where_it_is_replayed(monkeyp
     """So that nothing of ours is launched behind it; else a step does."""
     from kvcanary_fx.adapters.vllm.v2 import guard as module
     from kvcanary_fx.adapters.vllm.v2.outputs import Flags
+    from kvcanary_fx.engine import layers
 
     copies = []
     monkeypatch.setattr(Flags, "copy", lambda self: copies.append(self))
@@ -286,6 +287,7 @@ def test_the_graph_of_the_model_copies_the_counters_where_it_is_replayed(monkeyp
     runner.step({"x": 1}, wrong=1)  # the table that it has: a graph is replayed
     assert len(copies) == 1
     monkeypatch.setattr(module, "capturing", lambda: True)
+    monkeypatch.setattr(layers, "capturing", lambda: True)
     with runner.guard.capturing(), runner.guard.dummy_forward(2, whole=True):
         runner._model(torch.zeros(2, dtype=torch.int64))
     assert len(copies) == 2

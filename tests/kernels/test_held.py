@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from gpu_on_cpu import use_gpu_kernels
 from kvcanary_fx import KVPool, install_canary
 from kvcanary_fx.engine.layers import LayerChecks
 from kvcanary_fx.kernels.content import triton_layer
-from kvcanary_fx.kernels.held import limit_on
+from kvcanary_fx.kernels.held import Held, limit_on
 from kvcanary_fx.kernels.layer_ops import record_layer
 from kvcanary_fx.kernels.ops import held_kernels_for
 
@@ -210,3 +211,71 @@ def test_a_forward_that_raises_records_nothing_later():
         raise KeyboardInterrupt
     scene.checks.held.flush()
     assert not scene.session.pool.digests.any()
+
+
+class Side:
+    """In the place of a stream beside the model's: notes what is launched in it, and what it keeps."""
+
+    def __init__(self):
+        self.inside, self.kept = False, []
+
+    @contextlib.contextmanager
+    def fork(self):
+        self.inside = True
+        yield
+        self.inside = False
+
+    def hold(self, *tensors):
+        self.kept += tensors
+
+
+def held_by(records, limit=1 << 20):
+    """What holds for two layers of one pool; ``records`` notes where each launch was, and of which layers."""
+    layers = [SimpleNamespace(space=SimpleNamespace(space_id=7)) for _ in range(2)]
+    side = Side()
+    held = Held({7: lambda plan, written: records.append((side.inside, len(written)))}, limit)
+    rows = [torch.zeros(4, 8) for _ in range(4)]
+
+    def layer(number):
+        held.take(layers[number], "plan", rows[2 * number], rows[2 * number + 1])
+
+    return held, side, layer, rows
+
+
+def test_what_is_held_is_recorded_beside_what_the_model_does_after_its_last_attention():
+    records = []
+    held, side, layer, rows = held_by(records)
+    held.begin(2, side)
+    layer(0)
+    assert records == []
+    layer(1)
+    assert records == [(True, 2)]
+    assert held.beside
+    assert [id(t) for t in side.kept] == [id(t) for t in rows], "their memory is not the model's until it has joined"
+    held.flush()
+    assert records == [(True, 2)], "nothing is left"
+    assert held.beside
+
+
+def test_a_layer_more_than_was_known_is_recorded_at_the_end():
+    records = []
+    held, side, layer, _ = held_by(records)
+    held.begin(1, side)
+    layer(0)
+    layer(1)
+    held.flush()
+    assert records == [(True, 1), (False, 1)]
+    assert not held.beside, "what comes last must come after both"
+    assert held.taken == 2
+
+
+def test_nothing_is_beside_a_forward_that_is_not_captured_as_a_whole():
+    records = []
+    held, side, layer, _ = held_by(records)
+    held.begin(2, side)
+    held.begin()  # that one is over
+    layer(0)
+    layer(1)
+    held.flush()
+    assert records == [(False, 2)]
+    assert side.kept == []

@@ -66,6 +66,61 @@ def test_devices_are_told_a_share_that_fits_into_the_budget(monkeypatch):
     assert graph.controls(torch.device("meta")).words.shape == (len(Word),), "a device that comes later is told as well"
 
 
+class Steps:
+    """Steps of an engine over a made-up clock: without a canary 5 ms, and comparing a token takes 80 ns."""
+
+    TOKEN = 80e-9
+
+    def __init__(self, monkeypatch, tell=True):
+        self.now, self.tell = 0.0, tell
+        monkeypatch.setattr(measuring.time, "perf_counter", lambda: self.now)
+        self.controls = Controls(8)
+        self.word = self.controls(CPU).words
+        self.pace = Pace(0.01, self.controls)
+
+    def run(self, calls: int, stored: int, step: float = 0.005) -> float:
+        """So many steps of batches with so many tokens stored; how much longer they took."""
+        begun = self.now
+        for _ in range(calls):
+            sample = self.pace.begin("step", CPU, 2, stored if self.tell else 0)
+            if sample is not None:
+                sample.model_runs()
+            self.now += step + stored * self.TOKEN / int(self.word[Word.EVERY])
+            if sample is not None:
+                sample.model_ran()
+                sample.end()
+        return (self.now - begun) / (calls * step) - 1
+
+
+def test_a_larger_batch_is_compared_within_the_budget_from_its_first_step_on(monkeypatch):
+    steps = Steps(monkeypatch)
+    steps.run(2000, stored=600)
+    assert steps.pace.every == FEWEST, "one request is compared for next to nothing"
+    assert steps.run(100, stored=64 * 600, step=0.0065) <= 1.25 * 0.01
+    assert steps.run(2000, stored=64 * 600, step=0.0065) <= 1.25 * 0.01
+    assert int(steps.word[Word.EVERY]) == steps.pace.every >= 32
+    steps.run(1, stored=600)
+    assert steps.pace.every <= 2 * FEWEST, "and a smaller one, when it comes, about as often as before"
+
+
+def test_an_engine_that_does_not_say_what_is_stored_is_within_its_budget_later(monkeypatch):
+    steps = Steps(monkeypatch, tell=False)
+    steps.run(2000, stored=600)
+    assert steps.run(100, stored=64 * 600, step=0.0065) > 0.1
+    steps.run(2000, stored=64 * 600, step=0.0065)
+    assert steps.run(2000, stored=64 * 600, step=0.0065) <= 1.25 * 0.01
+
+
+def test_batches_in_turn_do_not_have_the_devices_told_in_each_step(monkeypatch):
+    steps, told = Steps(monkeypatch), []
+    steps.run(2000, stored=20_000)
+    monkeypatch.setattr(steps.pace, "_write", told.append)
+    for _ in range(200):
+        steps.run(1, stored=20_000)
+        steps.run(1, stored=28_000)
+    assert len([n for n in told if n >= steps.pace.every]) <= 20
+
+
 def test_what_the_host_does_besides_is_taken_off(monkeypatch):
     graph = Graph(monkeypatch, ours=0.00004)
     assert graph.run(5000) <= 1.05 * 0.01

@@ -141,12 +141,13 @@ class GuardV2(Guard):
         if not self._capturing:
             yield
             return
-        layers = self._layers.captured(min(self._room[0], tokens), tokens, beside=whole, hold=self._forwards.holds)
+        layers = self._layers.captured(
+            min(self._room[0], tokens), tokens, beside=whole, hold=self._forwards.holds, finish=self._flags.copy
+        )
         with layers, ops.one_forward() as guarded:
             yield
         if capturing():
             self.layers_in_graphs[tokens] = len(guarded.in_graph) + len(guarded.outside)
-            self._flags.copy()
 
     def _idle(self) -> None:
         """The next replay is of no request of ours."""

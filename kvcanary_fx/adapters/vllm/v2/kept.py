@@ -52,6 +52,7 @@ class KeptSteps:
         self._kept = [self._keep(take_in, reads, finish, *size) for size in _sizes(runner)]
         self._landing.restart()
         self._known: tuple[Any, ...] = ()  # what the landing has of the requests
+        self._stored = 0  # about how many tokens they have in the cache
 
     def _keep(
         self, take_in: TakeIn, reads: Sequence[Reads], finish: Callable[[], None], requests: int, tokens: int
@@ -111,7 +112,8 @@ class KeptSteps:
         def send(step: int) -> None:
             self._landing.send(requests, tokens, step, pages)
 
-        return self._checks.kept(kept, send, requests, tokens, hold, finished)
+        stored, self._stored = self._stored, self._stored + tokens
+        return self._checks.kept(kept, send, requests, tokens, hold, finished, stored)
 
     def _tell_requests(self, batch: Any, namespaces: Mapping[str, int]) -> None:
         """Write what is said of each request, unless it is what the landing has."""
@@ -126,6 +128,7 @@ class KeptSteps:
         owners = self._session.ids.hashes(batch.req_ids)
         spaces = [namespaces.get(request, 0) for request in batch.req_ids]
         self._landing.requests(rows, owners, spaces, index, added)
+        self._stored = int(batch.num_computed_tokens_np.sum())
 
 
 def _inputs(runner: Any, groups: Sequence[Group], session: EngineSession, clock: torch.Tensor, rows: Rows) -> Inputs:

@@ -1,0 +1,138 @@
+"""What each step of vLLM's engine takes, guarded and not: on the host by part, and from one step's tokens to the next.
+
+    python tests/benchmarks/vllm_steps.py --shape 8b --requests 16 64 --rounds 6 [--kv-gib 8] [--logs DIRECTORY]
+
+Both engines run as :mod:`vllm_engine` starts them, in processes of their own, and take turns on one GPU.  A clock is
+read where the engine's loop calls the scheduler, the model runner and the sampler, and where a step's tokens are there.
+A decode step that waits for the GPU takes what it takes on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import vllm_engine
+
+#: Parts of a step, in the order of the engine's loop.
+PARTS = ("schedule", "execute", "sample", "wait", "update")
+
+
+def trace(path: str) -> None:
+    """From now on, also in processes that are forked, write a line for each step of an engine's loop to ``path``."""
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.executor.uniproc_executor import AsyncOutputFuture, UniProcExecutor
+
+    load_general_plugins()  # the clocks are around the canary's hooks
+    spans: list[tuple[str, float, float, Any]] = []
+
+    def clocked(owner: Any, method: str, part: str, about: Callable[[Any, Any], Any] = lambda args, made: None) -> None:
+        original = getattr(owner, method)
+
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            made = original(*args, **kwargs)
+            spans.append((part, began, time.perf_counter(), about(args, made)))
+            if part == "update" and not args[0].has_unfinished_requests():
+                write(path, spans)
+            return made
+
+        setattr(owner, method, run)
+
+    def batch(args: Any, made: Any) -> Any:
+        return made.total_num_scheduled_tokens, len(made.num_scheduled_tokens), len(made.scheduled_new_reqs)
+
+    clocked(Scheduler, "schedule", "schedule", batch)
+    clocked(UniProcExecutor, "execute_model", "execute")
+    clocked(UniProcExecutor, "sample_tokens", "sample")
+    clocked(AsyncOutputFuture, "result", "wait")
+    clocked(Scheduler, "update_from_output", "update")
+
+
+def write(path: str, spans: list[tuple[str, float, float, Any]]) -> None:
+    """Write the steps of a run that is over, and forget them."""
+    steps: list[dict[str, Any]] = []
+    told = dict.fromkeys(PARTS, 0)
+    for part, began, ended, about in spans:
+        if part == "schedule":
+            tokens, requests, new = about
+            steps.append(dict(tokens=tokens, requests=requests, new=new))
+        if told[part] < len(steps):
+            steps[told[part]][part] = [began, ended]
+            told[part] += 1
+    spans.clear()
+    if any(step["tokens"] and "update" in step for step in steps):  # else: what tells the workers who ended
+        with open(path, "a") as out:
+            out.write(json.dumps(steps) + "\n")
+
+
+def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds of a run, by part."""
+    steps = [step for step in steps if step["tokens"] and "update" in step]
+    prompts = [step for step in steps if step["tokens"] > step["requests"]]
+    most = max(step["requests"] for step in steps)
+    decodes = [step for step in steps if step["tokens"] == step["requests"] == most]
+    first, last = steps[0], steps[-1]
+    there = [step["update"][0] for step in decodes]
+    found = dict(
+        run=last["update"][1] - first["schedule"][0],
+        prompts=prompts[-1]["update"][0] - first["schedule"][0],
+        prompt_steps=len(prompts),
+        prompt_host=sum(step["execute"][1] - step["execute"][0] for step in prompts),
+        first_host=first["execute"][1] - first["execute"][0],
+        decode=statistics.median(b - a for a, b in itertools.pairwise(there)),
+    )
+    for part in PARTS:
+        seconds = [step[part][1] - step[part][0] for step in decodes if part in step]
+        found[f"decode_{part}"] = statistics.median(seconds) if seconds else 0.0  # nothing waits without asynchrony
+    return found
+
+
+def table(requests: int, name: str, runs: list[dict[str, Any]]) -> str:
+    """A line: medians of the runs, in milliseconds but for counts."""
+    cells = []
+    for key in runs[0]:
+        value = statistics.median(run[key] for run in runs)
+        cells.append(f"{key} {value:.0f}" if key == "prompt_steps" else f"{key} {1000 * value:.3f}")
+    return f"{requests} requests, {name}: " + ", ".join(cells)
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="8b", choices=list(vllm_engine.SHAPES))
+    parser.add_argument("--requests", nargs="+", type=int, default=[16, 64])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--input", type=int, default=512)
+    parser.add_argument("--output", type=int, default=128)
+    parser.add_argument("--blocks", type=int, default=4000)
+    parser.add_argument("--share", type=float, default=0.2)
+    parser.add_argument("--kv-gib", type=float, default=8, help="memory of each KV cache; nothing is profiled")
+    parser.add_argument("--logs", default=tempfile.gettempdir())
+    args = parser.parse_args()
+    args.profile, args.steps = False, True
+    engines = {name: vllm_engine.Engine(args, args.shape, mode) for name, mode in (("plain", None), ("guarded", "log"))}
+    for engine in engines.values():
+        engine.wait()
+    for requests in args.requests:
+        for number in range(args.rounds + 1):
+            for engine in list(engines.values())[:: -1 if number % 2 else 1]:
+                engine.ask("run", requests, number)
+        for name, engine in engines.items():
+            runs = [json.loads(line) for line in engine.steps.read_text().splitlines()][-args.rounds :]
+            print(table(requests, name, [summary(run) for run in runs]), flush=True)
+    for engine in engines.values():
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()
