@@ -28,6 +28,9 @@ T = TypeVar("T")
 #: First calls of a graph, which are not measured: it is warming up, or being captured.
 WARM_UP = 4
 
+#: More or less stored by such a fraction is as much.
+SLIGHTLY = 1 / 16
+
 #: Calls of other graphs after which a reading is abandoned.
 PATIENCE = 128
 
@@ -116,6 +119,7 @@ class Pace:
         self._arriving: tuple[_Trio, int, int, float] | None = None  # with N, N of the probe, seconds guessed
         self._wait = 0  # calls until the next reading
         self._every, self._stored = START, 0.0  # N that the devices have, and what is stored in the running call
+        self._looked_at = 0.0  # what was stored when N was last chosen for it
         self._told: int | None = None  # N that was logged
         self._warned = False
         self._running: Sample | None = None
@@ -209,8 +213,10 @@ class Pace:
             stored: about how many tokens it may compare; 0 if nobody knows.
         """
         with self._lock:
-            if stored and not capturing():
-                self._follow(stored)
+            if stored:
+                self._stored = stored
+                if abs(stored - self._looked_at) > SLIGHTLY * self._looked_at and not capturing():
+                    self._follow(stored)
             self._tour(key).note(self.every)
             self._wait -= 1
             trio = self._trio
@@ -254,7 +260,7 @@ class Pace:
 
     def _follow(self, stored: float) -> None:
         """So many tokens are stored now: compare a share whose cost fits, which need not be the smallest that does."""
-        self._stored = stored
+        self._looked_at = stored
         needed = self.controller.every_for(stored)
         if needed <= self._every <= 4 * needed:
             return
@@ -264,6 +270,7 @@ class Pace:
 
     def _set(self) -> None:
         """Another N is to be in use, as the controller says."""
+        self._looked_at = self._stored
         self._every = self.controller.every_for(self._stored)
         self._write(self._every)
 

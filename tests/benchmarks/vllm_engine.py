@@ -56,7 +56,8 @@ class Engine:
             self.steps = log.with_suffix(".steps")
             self.steps.unlink(missing_ok=True)
             command += ["--steps", str(self.steps)]
-        self._began = time.perf_counter()
+        self.facts: dict[str, Any] = {}
+        self._began = time.time()
         with log.open("w") as out:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=environment, pass_fds=[answer], text=True
@@ -67,8 +68,9 @@ class Engine:
 
     def wait(self) -> None:
         """Until it is ready."""
-        self.facts = self._read(self._log)
-        self.start = time.perf_counter() - self._began
+        if not self.facts:
+            self.facts, at = self._read(self._log)
+            self.start = at - self._began
 
     def ask(self, *words: object) -> Any:
         """Let it run something, and wait."""
@@ -95,18 +97,19 @@ Pair = tuple[Engine, Engine]
 
 
 def start(args: argparse.Namespace, shape: str) -> list[Pair]:
-    """The engines: on one GPU one after the other, since vLLM looks at the free memory; on two GPUs a pair on each."""
-    places = [(None, gpu) for gpu in args.gpus or [None]], [(args.mode, gpu) for gpu in args.gpus or [None]]
-    if args.gpus:
-        places[1].reverse()
-    found: list[list[Engine]] = []
-    for first, second in zip(*places, strict=True):
+    """The engines, begun: on one GPU one after the other, since vLLM looks at the free memory, unless it is told how
+    much to take; on two GPUs a pair on each."""
+    gpus = args.gpus or [None]
+    first = [(None, gpu) for gpu in gpus]
+    second = [(args.mode, gpu) for gpu in reversed(gpus)]
+    found = []
+    for places in zip(first, second, strict=True):
         engines = []
-        for at in (first, second):
+        for at in places:
             engines.append(Engine(args, shape, *at))
-            if not args.gpus:
+            if not args.gpus and not args.kv_gib:
                 engines[-1].wait()
-        for engine in engines if args.gpus else ():
+        for engine in engines if args.gpus and not args.kv_gib else ():
             engine.wait()
         found.append(engines)
     if not args.gpus:
@@ -115,10 +118,11 @@ def start(args: argparse.Namespace, shape: str) -> list[Pair]:
     return [(plain0, guarded0), (plain1, guarded1)]
 
 
-def measure(args: argparse.Namespace, shape: str) -> list[list[str]]:
+def measure(args: argparse.Namespace, shape: str, pairs: list[Pair]) -> list[list[str]]:
     """The rows of a shape."""
-    pairs = start(args, shape)
     for plain, guarded in pairs:
+        for engine in (plain, guarded):
+            engine.wait()
         starts = f"start {plain.start:.1f} s, guarded {guarded.start:.1f} s"
         print(f"{shape}: {starts}; {plain.facts} {guarded.facts}", flush=True)
     rows = []
@@ -187,7 +191,8 @@ def worker(args: argparse.Namespace) -> None:
     )
     config = llm.llm_engine.vllm_config
     graphs = config.compilation_config.cudagraph_mode.name
-    answer(dict(graphs=graphs, asynchronous=config.scheduler_config.async_scheduling, v2=config.use_v2_model_runner))
+    chose = dict(graphs=graphs, asynchronous=config.scheduler_config.async_scheduling, v2=config.use_v2_model_runner)
+    answer((chose, time.time()))
     sampling = SamplingParams(temperature=0, max_tokens=args.output, ignore_eos=True, detokenize=False)
 
     most = vocabulary(shape)
@@ -255,7 +260,8 @@ def main() -> None:
     parser.add_argument("--logs", default=tempfile.gettempdir(), help="directory of the engines' logs")
     parser.add_argument("--profile", action="store_true", help="profile one guarded run instead of measuring")
     parser.add_argument("--write", action="store_true", help="write the table to BENCHMARKS.md")
-    parser.add_argument("--kv-gib", type=float, help="memory of each KV cache: vLLM does not look for what is free")
+    what = "memory of each KV cache; vLLM does not look for what is free, and all engines start at once"
+    parser.add_argument("--kv-gib", type=float, help=what)
     parser.add_argument("--steps", help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -271,7 +277,11 @@ def main() -> None:
                 print(f"# {shape}, {requests} requests\n{engine.ask('profile', requests)}", flush=True)
             engine.close()
         return
-    rows = [row for shape in args.shape for row in measure(args, shape)]
+    if args.kv_gib:  # all at once
+        pairs = {shape: start(args, shape) for shape in args.shape}
+        rows = [row for shape in args.shape for row in measure(args, shape, pairs[shape])]
+    else:
+        rows = [row for shape in args.shape for row in measure(args, shape, start(args, shape))]
     print(report.table(HEADER, rows))
     if args.write:
         command = "python tests/benchmarks/vllm_engine.py " + " ".join(sys.argv[1:])

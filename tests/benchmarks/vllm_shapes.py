@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -63,5 +64,7 @@ def write_config(shape: str) -> str:
     """Write a shape's config.json; the folder it is in, which vLLM takes as a model."""
     directory = Path(tempfile.gettempdir()) / f"kvcanary-vllm-{shape}"
     directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(_LLAMA | SHAPES[shape]))
+    with tempfile.NamedTemporaryFile("w", dir=directory, delete=False) as out:
+        out.write(json.dumps(_LLAMA | SHAPES[shape]))
+    os.replace(out.name, directory / "config.json")  # engines that start at once read a whole one
     return str(directory)
