@@ -28,6 +28,7 @@ of that step divides M, so ``(slot + step) % N == 0`` as well.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 
 #: N before a price is known, and its bounds.  At 2 a larger share is left to measure the price with.
@@ -138,6 +139,9 @@ class Controller:
         self._known = 0.0, 0.0  # the shortest and the longest call of the last decision
         self._discarded = 0
         self._readings: list[Reading] = []
+        # powers of two of what was stored: in any step, and before a price was learned
+        self._met: set[int] = set()
+        self._learned: set[int] = set()
 
     @property
     def every(self) -> int:
@@ -155,6 +159,16 @@ class Controller:
         while every > FEWEST and every / 2 >= wanted * CAREFUL:
             every //= 2
         return every
+
+    def meet(self, stored: float) -> None:
+        """Steps have so many tokens stored from here on.
+
+        A price that was learned with less is scaled up, and the noise in it as well: it is learned anew, once for each
+        size.
+        """
+        self._met.add(_power_of(stored))
+        if self.stored and not self._met <= self._learned:
+            self.settled = False
 
     @property
     def period(self) -> int:
@@ -192,6 +206,7 @@ class Controller:
         guess = statistics.median(r.guessed / r.usual for r in seen)
         self.guessed = min(guess, GUESS_AT_MOST * self.budget)
         before = self._take_over(statistics.median(r.stored for r in seen), before)
+        self._learned |= self._met  # also where batches of two sizes took turns, and one of them was measured
         self._know_price(seen)
         assert self.price is not None
         room = max(self.budget - self.rest - self.guessed, self.budget * LEFT_FOR_BYTES)
@@ -223,6 +238,10 @@ class Controller:
         else:
             self.price = price if self.price is None else min(price, self.price)
             self.probed = max(1, self.probed // 2)
+
+
+def _power_of(stored: float) -> int:
+    return round(math.log2(max(stored, 1)))
 
 
 def share_for(price: float, room: float) -> int:

@@ -261,6 +261,8 @@ class Pace:
     def _follow(self, stored: float) -> None:
         """So many tokens are stored now: compare a share whose cost fits, which need not be the smallest that does."""
         self._looked_at = stored
+        self.controller.meet(stored)
+        self._wait = min(self._wait, self.controller.period)
         needed = self.controller.every_for(stored)
         if needed <= self._every <= 4 * needed:
             return

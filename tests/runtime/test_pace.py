@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -71,8 +72,9 @@ class Steps:
 
     TOKEN = 80e-9
 
-    def __init__(self, monkeypatch, tell=True):
-        self.now, self.tell = 0.0, tell
+    def __init__(self, monkeypatch, tell=True, noise=0.0):
+        self.now, self.tell, self.noise = 0.0, tell, noise
+        self.random = random.Random(0)
         monkeypatch.setattr(measuring.time, "perf_counter", lambda: self.now)
         self.controls = Controls(8)
         self.word = self.controls(CPU).words
@@ -85,7 +87,8 @@ class Steps:
             sample = self.pace.begin("step", CPU, 2, stored if self.tell else 0)
             if sample is not None:
                 sample.model_runs()
-            self.now += step + stored * self.TOKEN / int(self.word[Word.EVERY])
+            self.now += step * (1 + self.random.uniform(-self.noise, self.noise))
+            self.now += stored * self.TOKEN / int(self.word[Word.EVERY])
             if sample is not None:
                 sample.model_ran()
                 sample.end()
@@ -101,6 +104,20 @@ def test_a_larger_batch_is_compared_within_the_budget_from_its_first_step_on(mon
     assert int(steps.word[Word.EVERY]) == steps.pace.every >= 32
     steps.run(1, stored=600)
     assert steps.pace.every <= 2 * FEWEST, "and a smaller one, when it comes, about as often as before"
+
+
+def test_what_a_larger_batch_costs_is_soon_known_where_a_small_one_costs_less_than_can_be_seen(monkeypatch):
+    """A bound that noise gave for one request, times 64, would be a share that compares next to nothing."""
+    steps = Steps(monkeypatch, noise=0.02)
+    steps.run(2000, stored=600)
+    steps.run(150, stored=64 * 600, step=0.0065)
+    assert 32 <= steps.pace.every <= 256, "47 would be enough"
+    told = []
+    for _ in range(20):  # and once it is known, batches of both sizes are measured as seldom as others
+        steps.run(20, stored=600)
+        steps.run(20, stored=64 * 600, step=0.0065)
+        told.append(steps.pace.controller.settled)
+    assert all(told)
 
 
 def test_an_engine_that_does_not_say_what_is_stored_is_within_its_budget_later(monkeypatch):
