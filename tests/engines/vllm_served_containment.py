@@ -255,6 +255,16 @@ class Run:
         found = metrics(self.server)
         return {name.split('"')[1]: int(n) for name, n in found.items() if name.startswith("kvcanary_violations") and n}
 
+    def _counted(self, before: dict[str, int], wanted: str | None = None) -> dict[str, int]:
+        """The violations since then, by check; that one is waited for, as counts may be two seconds old."""
+        end = time.monotonic() + 5
+        while True:
+            found = {check: n - before.get(check, 0) for check, n in self._violations().items()}
+            found = {check: n for check, n in found.items() if n}
+            if wanted is None or wanted in found or time.monotonic() > end:
+                return found
+            time.sleep(0.1)
+
     def _short_of_best(self, given: list[int], tokens: list[int]) -> list[float]:
         """How far each token's log probability is below the best one's, behind what was before it."""
         if not tokens:
@@ -296,8 +306,9 @@ class Run:
         for stream in streams:
             stream.join()
         planted = self._call("planted_ruin") if check == "content" else {}
-        checks = {known: n - before.get(known, 0) for known, n in self._violations().items()}
-        checks = {known: n for known, n in checks.items() if n}
+        at_once = check in self._counted(before)
+        self._stream(f"settle-{name}", "D", 4).join()  # a step in which the workers hear what ended
+        checks = self._counted(before, check)
         contained = self._log_lines(wanted=True)
         wrong: list[str] = []
         if check == "content" and not planted:
@@ -312,7 +323,10 @@ class Run:
         if self.outcome == "log" and not any(table[known]["wrong"] for known in concerned):
             wrong.append("the damage changed no token")
         self._judge_later(name, wrong)
-        return dict(ok=not wrong, wrong_because=wrong, clients=table, checks=checks, log=contained[:3], planted=planted)
+        return dict(
+            ok=not wrong, wrong_because=wrong, clients=table, checks=checks, counted_at_once=at_once, log=contained[:3],
+            planted=planted,
+        )  # fmt: skip
 
     def _judge_log(self, contained: list[tuple[str, ...]], concerned: set[str], wrong: list[str]) -> None:
         if not contained:
