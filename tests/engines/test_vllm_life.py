@@ -127,10 +127,9 @@ def test_model_of_which_nothing_can_be_guarded_runs_in_mode_log_and_says_so(engi
     monkeypatch.setattr(pools, "_halves", lambda layer, size: "it is a riddle")
     rig = engine()
     assert rig.guard is None
-    # once each: behind another engine pytest hands the same record to two handlers
-    told = list(dict.fromkeys(r.message for r in caplog.records if "kvcanary.unguarded" in r.message))
-    assert "it is a riddle" in told[0]
-    assert told[1].startswith("kvcanary.unguarded nothing is guarded: no KV cache group of this model can be guarded")
+    riddle, nothing = [r.message for r in caplog.records if "kvcanary.unguarded" in r.message]
+    assert "it is a riddle" in riddle
+    assert nothing.startswith("kvcanary.unguarded nothing is guarded: no KV cache group of this model can be guarded")
     assert counts.guarded()["group0"] == "layer model.layers.0.self_attn.attn: it is a riddle"
     assert counts.guarded()["all"].startswith("EngineError: no KV cache group")
     rig.add("A", prompt(5, 50), length=3)

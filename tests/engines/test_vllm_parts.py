@@ -178,6 +178,32 @@ def test_wrapping_twice_wraps_once_and_a_missing_name_is_told():
         patching.wrap(Base, "walk", lambda original: None)
 
 
+@pytest.mark.parametrize("earlier", [False, True], ids=["the first", "one of several"])
+def test_subclass_that_comes_between_two_registrations_is_wrapped_once(earlier):
+    class Base:
+        def run(self):
+            return ["base"]
+
+    if earlier:
+
+        class Earlier(Base):
+            def run(self):
+                return ["earlier", *super().run()]
+
+    patching.wrap_in_all(Base, "run", lambda original, self: ["around", *original(self)])
+
+    class Later(Base):
+        def run(self):
+            return ["later", *super().run()]
+
+    for _ in range(2):
+        patching.wrap_in_all(Base, "run", lambda original, self: ["around", *original(self)])
+        assert Later().run() == ["around", "later", "base"]
+        assert Base().run() == ["around", "base"]
+        if earlier:
+            assert Earlier().run() == ["around", "earlier", "base"]
+
+
 @pytest.fixture
 def unknown_version(monkeypatch):
     """A module that stands for a vLLM, and a table that it differs from."""

@@ -58,3 +58,8 @@ def engine_arguments(name: str, directory: pathlib.Path, **changed: Any) -> dict
         # of itself vLLM takes the one for AMX where a CPU has that, which knows no float32
         given["attention_config"] = {"backend": "CPU_MLA"}
     return given | changed
+
+
+def client_name(request: str) -> str:
+    """What a server's client called a request (``X-Request-Id``), of vLLM's id: ``cmpl-NAME-0-b938fdf1``."""
+    return request.removeprefix("cmpl-").rpartition("-")[0].removesuffix("-0")

@@ -1,12 +1,14 @@
 """Random load on engines of random features, each guarded and not: no violation, the same tokens.
 
     python tests/engines/vllm_random_load.py --seconds 3600 --seed 1 [--requests 60] [--models llama moe window mla]
+    python tests/engines/vllm_random_load.py --seconds 240 --seed 1 --jobs 6 --tokens-may-differ  # one GPU
 
 Each seed draws a model, features of the engine (prefix caching, size of prompts' chunks, number of blocks, scheduling,
 drafts by prompt lookup), and requests: stems that they share, turns of a conversation, salts, priorities, ``n`` above
 one, sampled or greedy, log probabilities of the prompt, aborts, resets of the prefix cache.  A line for each engine,
-and a summary; the exit status is 1 if a seed failed.  A seed whose unguarded engine does not run (MLA in float32 on a
-CPU with AMX) is listed as ``unable``.  ``--once SEED`` is that engine in this process.
+and a summary; the exit status is 1 if a seed failed, or none could be judged.  A seed whose unguarded engine does not
+run, or gives no token (drafts may take a small batch until all requests are aborted), is listed as ``unable``.
+``--once SEED`` is that engine in this process, ``--jobs N`` runs N seeds at once.
 
 The settings of the guard are the environment's (``KVCANARY_BUDGET=none`` compares everything).  On a GPU the tokens
 depend on what else is in a batch, and a batch of asynchronous scheduling on time: ``--tokens-may-differ``.
@@ -15,6 +17,8 @@ depend on what else is in a batch, and a batch of asynchronous scheduling on tim
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import itertools
 import json
 import os
 import pathlib
@@ -22,6 +26,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from typing import Any
@@ -54,6 +59,7 @@ def features(rng: random.Random, models: list[str], on_gpu: bool) -> tuple[str, 
         sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= 4 * most]
         chosen |= dict(dtype="bfloat16", enforce_eager=rng.random() < 0.2, kv_cache_memory_bytes=1 << 30)
         chosen["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        chosen["gpu_memory_utilization"] = 0.05  # what must be free at the start, with others on the GPU
     return model, chosen
 
 
@@ -62,6 +68,7 @@ class Load:
 
     Attributes:
         tokens: what each sequence that ran to its end got, by request and number.
+        answered: the requests that got a token, also if they were aborted later.
         ended: how often each kind of thing happened.
     """
 
@@ -72,6 +79,7 @@ class Load:
         self._running: set[str] = set()
         self._number = 0
         self.tokens: dict[str, list[int]] = {}
+        self.answered: set[str] = set()
         self.ended = dict(requests=requests, steps=0, sequences=0, aborted=0, resets=0)
 
     def run(self) -> None:
@@ -96,6 +104,8 @@ class Load:
         for output in self._rig.engine.step():
             for sequence in output.outputs:
                 self.tokens[f"{output.request_id}.{sequence.index}"] = list(sequence.token_ids)
+                if sequence.token_ids:
+                    self.answered.add(output.request_id)
             if output.finished:
                 self._running.discard(output.request_id)
                 self._continue(output.outputs[0].token_ids)
@@ -153,18 +163,18 @@ class Load:
 def once(directory: pathlib.Path, seed: int, models: list[str], requests: int) -> dict[str, Any]:
     """The engine of a seed, in this process."""
     import torch
-    import vllm_v2_run
+    import vllm_filled  # noqa: F401  whose load format the engine is asked for
     from vllm_rig import Rig
 
     rng = random.Random(seed)
     model, chosen = features(rng, models, torch.cuda.is_available())
-    rig = Rig(MODELS[model], directory, **chosen)
-    vllm_v2_run.fill(rig.runner.model, seed=0)
+    rig = Rig(MODELS[model], directory, load_format="filled", **chosen)
     load = Load(rig, rng, requests, "speculative_config" in chosen)
     load.run()
     found: dict[str, Any] = dict(
-        model=model, chosen=chosen, preempted=rig.preempted, runner=type(rig.runner).__module__, **load.ended
-    )
+        model=model, chosen=chosen, preempted=rig.preempted, runner=type(rig.runner).__module__, **load.ended,
+        answered=len(load.answered),
+    )  # fmt: skip
     found["tokens"] = {name: zlib.crc32(str(tokens).encode()) for name, tokens in load.tokens.items()}
     if rig.guard is not None:
         rig.session.health.check()
@@ -175,12 +185,14 @@ def once(directory: pathlib.Path, seed: int, models: list[str], requests: int) -
     return found
 
 
-def _child(args: argparse.Namespace, seed: int, guarded: bool) -> dict[str, Any]:
+def _child(args: argparse.Namespace, seed: int, guarded: bool, cache: str | None) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if guarded or not k.startswith("KVCANARY_")}
     for name, value in tiny_vllm.ENVIRONMENT.items():
         environment.setdefault(name, value)
     if guarded:
         environment.setdefault("KVCANARY_MODE", "log")
+    if cache is not None:
+        environment["VLLM_CACHE_ROOT"] = cache
     command = [sys.executable, os.path.abspath(__file__), "--once", str(seed), "--requests", str(args.requests)]
     command += ["--models", *args.models]
     try:
@@ -194,20 +206,47 @@ def _child(args: argparse.Namespace, seed: int, guarded: bool) -> dict[str, Any]
     return found
 
 
-def _judge(args: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Both engines of a seed, and what is wrong with them."""
-    plain = _child(args, seed, False)
+def _judge(args: argparse.Namespace, seed: int, cache: str | None = None) -> dict[str, Any]:
+    """Both engines of a seed, and what is wrong with them.
+
+    Args:
+        cache: the folder for what vLLM compiles; None: its own.
+    """
+    plain = _child(args, seed, False, cache)
     if "failed" in plain:
         return dict(seed=seed, ok=None, unable=plain["failed"][-200:])
-    guarded = _child(args, seed, True)
+    guarded = _child(args, seed, True, cache)
     wrong = [f"guarded: {guarded['failed']}"] if "failed" in guarded else []
     if not wrong:
-        wrong += guarded["violations"] + guarded["uncovered"] + ["nothing checked"] * (not guarded["checked"])
+        wrong += guarded["violations"] + guarded["uncovered"]
+        if not (wrong or plain["answered"] or guarded["answered"]):
+            return dict(seed=seed, ok=None, unable="no request got a token, unguarded either", model=plain["model"])
+        wrong += ["nothing checked"] * (not guarded["checked"])
         other = [name for name, tokens in plain["tokens"].items() if guarded["tokens"].get(name) != tokens]
         if (other or len(plain["tokens"]) != len(guarded["tokens"])) and not args.tokens_may_differ:
             wrong.append(f"other tokens than unguarded: {other[:5]}")
     shown = {k: v for k, v in guarded.items() if k not in ("tokens", "violations", "uncovered", "failed")}
     return dict(seed=seed, ok=not wrong, wrong=wrong, **shown)
+
+
+def _seeds(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row of each seed, ``args.jobs`` at once, until the time is over; each is printed when it is known."""
+    began, seeds, lock, rows = time.monotonic(), itertools.count(args.seed), threading.Lock(), []
+
+    def work(folder: str | None) -> None:
+        while time.monotonic() < began + args.seconds:
+            with lock:
+                seed = next(seeds)
+            row = _judge(args, seed, folder)
+            with lock:
+                rows.append(row)
+                print(json.dumps(dict(at=round(time.monotonic() - began), **row)), flush=True)
+
+    with tempfile.TemporaryDirectory() as caches, concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        # engines that compile at once do it apart from each other
+        folders = [None] if args.jobs == 1 else [os.path.join(caches, str(job)) for job in range(args.jobs)]
+        list(pool.map(work, folders))
+    return sorted(rows, key=lambda row: row["seed"])
 
 
 def main() -> None:
@@ -218,6 +257,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=60, help="of each engine")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--limit", type=float, default=600, help="seconds for an engine")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at once")
     parser.add_argument("--tokens-may-differ", action="store_true", help="where vLLM is not deterministic")
     parser.add_argument("--once", type=int, help="one engine, in this process")
     args = parser.parse_args()
@@ -226,19 +266,13 @@ def main() -> None:
             found = once(pathlib.Path(directory), args.once, args.models, args.requests)
         print(MARK + json.dumps(found), flush=True)
         return
-    end, seed, rows = time.monotonic() + args.seconds, args.seed, []
-    while time.monotonic() < end:
-        rows.append(_judge(args, seed))
-        print(json.dumps(rows[-1]), flush=True)
-        seed += 1
+    rows = _seeds(args)
     failed = [row["seed"] for row in rows if row["ok"] is False]
     unable = [row["seed"] for row in rows if row["ok"] is None]
     total = {k: sum(row.get(k, 0) for row in rows) for k in ("requests", "sequences", "steps", "aborted", "preempted")}
-    print(
-        json.dumps(dict(engines=len(rows), seeds=f"{args.seed} to {seed - 1}", failed=failed, unable=unable, **total)),
-        flush=True,
-    )
-    sys.exit(1 if failed else 0)
+    seeds = f"{args.seed} to {args.seed + len(rows) - 1}"
+    print(json.dumps(dict(engines=len(rows), seeds=seeds, failed=failed, unable=unable, **total)), flush=True)
+    sys.exit(1 if failed or len(unable) == len(rows) else 0)
 
 
 if __name__ == "__main__":

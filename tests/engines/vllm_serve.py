@@ -38,10 +38,23 @@ def write_tokenizer(path: pathlib.Path) -> None:
 
 
 class Server:
-    """A server of the tiny model, on a free port."""
+    """A server of a tiny model, on a free port.
 
-    def __init__(self, directory: pathlib.Path, *arguments: str):
-        path = tiny_vllm.write_config(os.environ.get("TINY_MODEL", "llama"), directory)
+    Args:
+        arguments: of vLLM's server; they go before those that are given here.
+        log: the file that gets what it writes; None: standard error.
+        environment: variables besides those of this process.
+    """
+
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        *arguments: str,
+        model: str | None = None,
+        log: pathlib.Path | None = None,
+        environment: dict[str, str] | None = None,
+    ):
+        path = tiny_vllm.write_config(model or os.environ.get("TINY_MODEL", "llama"), directory)
         write_tokenizer(pathlib.Path(path))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -52,7 +65,10 @@ class Server:
         command += ["--load-format", "dummy", "--dtype", tiny_vllm.DTYPE, "--max-model-len", "256", "--seed", "0"]
         command += ["--block-size", "32", "--num-gpu-blocks-override", "256", "--served-model-name", "tiny"]
         command += ["--kv-cache-memory-bytes", str(1 << 30)]  # or vLLM wants 92 % of the machine's memory free
-        self.process = subprocess.Popen([*command, *arguments], stdout=sys.stderr, stderr=sys.stderr)
+        self._output = log.open("wb") if log is not None else None
+        written = self._output or sys.stderr
+        variables = {**os.environ, **(environment or {})}
+        self.process = subprocess.Popen([*command, *arguments], stdout=written, stderr=written, env=variables)
 
     def wait(self, seconds: float = 300) -> None:
         end = time.monotonic() + seconds
@@ -92,6 +108,8 @@ class Server:
             self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
+        if self._output is not None:
+            self._output.close()
 
 
 def load(server: Server, clients: int, seconds: float) -> dict[str, Any]:

@@ -12,6 +12,9 @@ from .hook_points import overrides
 
 _MARK = "_kvcanary_wraps"
 
+#: Of a base's method that subclasses override: the calls of it that run.
+_RUNNING = "_kvcanary_running"
+
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     """Replace ``owner.name`` by a function that calls ``around(original, *args, **kwargs)``.
@@ -48,16 +51,22 @@ def _missing(owner: Any, name: str) -> EngineError:
 def wrap_in_all(base: type, name: str, around: Callable[..., Any]) -> None:
     """:func:`wrap` a method in a class and in each subclass that overrides it.
 
-    If an override calls the base's method, ``around`` gets only the outermost call of an object.
+    If an override calls the base's method, ``around`` gets only the outermost call of an object, also where the
+    subclass came after an earlier call of this function.
 
     Raises:
         EngineError: the base has no such method.
     """
     overriding = list(overrides(base, name))
-    if not overriding:
-        wrap(base, name, around)
-        return
-    running: set[tuple[int, int]] = set()
+    known = vars(base).get(name)
+    running: set[tuple[int, int]] | None = getattr(known, _RUNNING, None)
+    if running is None:
+        if not overriding:
+            wrap(base, name, around)
+            return
+        running = set()
+        if hasattr(known, _MARK):  # when no subclass was there
+            setattr(base, name, getattr(known, _MARK))
 
     def outermost(original: Callable[..., Any], this: Any, *args: Any, **kwargs: Any) -> Any:
         call = threading.get_ident(), id(this)
@@ -70,5 +79,6 @@ def wrap_in_all(base: type, name: str, around: Callable[..., Any]) -> None:
             running.discard(call)
 
     wrap(base, name, outermost)
+    setattr(vars(base)[name], _RUNNING, running)
     for cls in overriding:
         wrap(cls, name, outermost)
