@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..kernels.staging import Staging, lasting
+
+if TYPE_CHECKING:
+    from ..kernels.handed import Handed, Places
 
 #: Sequences that hold nothing but whole numbers, if an array takes them.
 _PLAIN = (list, tuple, range)
@@ -35,7 +38,8 @@ class Gathered:
     """
 
     def __init__(self, device: torch.device):
-        self._staging = Staging(device)
+        self._staging, self._device = Staging(device), device
+        self._handed: Handed | None = None
         self._landing = lasting(0, dtype=torch.int64, device=device)
         self._words = array("q")
         self._places: list[tuple[torch.Tensor, int, int]] = []  # a buffer, its first entry and how many, for the words
@@ -81,14 +85,27 @@ class Gathered:
         parts = self._landing[: sum(sizes)].split(sizes)
         return Sent(self._landing, outs, [part.view(out.shape) for part, out in zip(parts, outs, strict=True)])
 
-    def holds(self, sent: Sent) -> bool:
-        """Whether the numbers of ``sent`` still arrive where it says."""
-        return sent.landing is self._landing
+    def places_again(self, places: Sequence[tuple[torch.Tensor, int, int]]) -> Sent | Places:
+        """The same of places that come in many steps: on a GPU numbers are read where they are, which is one launch."""
+        if not hands_over(self._device):
+            return self.places(places)
+        from ..kernels.handed import Handed, Places  # only where there is Triton
 
-    def send_to(self, sent: Sent, words: array[int]) -> None:
+        if self._handed is None:
+            self._handed = Handed(self._device)
+        return Places(self._handed, [out[start : start + entries] for out, start, entries in places])
+
+    def holds(self, sent: Sent | Places) -> bool:
+        """Whether the numbers of ``sent`` still arrive where it says."""
+        return not isinstance(sent, Sent) or sent.landing is self._landing
+
+    def send_to(self, sent: Sent | Places, words: array[int]) -> None:
         """Launch the copies, those of numbers to known places."""
-        self._staging.send(words, sent.landing)
-        torch._foreach_copy_(sent.outs, sent.parts)
+        if isinstance(sent, Sent):
+            self._staging.send(words, sent.landing)
+            torch._foreach_copy_(sent.outs, sent.parts)
+        else:
+            sent.fill(words)
         if self._copies:
             self._send_copies()
 
@@ -106,6 +123,11 @@ class Gathered:
         if self._landing.shape[0] < words:
             room = max(1024, 1 << (words - 1).bit_length())
             self._landing = lasting(room, dtype=torch.int64, device=self._landing.device)
+
+
+def hands_over(device: torch.device) -> bool:
+    """Whether kernels of a device read the host's memory."""
+    return device.type == "cuda"
 
 
 def plain_numbers(values: Any) -> array[int] | None:

@@ -14,6 +14,7 @@ import argparse
 import random
 import re
 import sys
+from array import array
 from typing import Any
 
 import random_plans
@@ -34,6 +35,7 @@ from triton.runtime.jit import JITFunction
 
 from kvcanary_fx.kernels.checks import Phase
 from kvcanary_fx.kernels.content import gpu
+from kvcanary_fx.kernels.handed import Handed, Places
 from kvcanary_fx.kernels.slots import gpu as gpu_requests
 
 #: Layers' kernels without a slot space: seeds that reach all of them, both digest sizes, and every unit of a row.
@@ -143,6 +145,11 @@ def spaces() -> None:
             check(space, plan)
 
 
+def inputs() -> None:
+    """What brings a step's inputs to the device."""
+    Places(Handed(torch.device("cpu")), [torch.zeros(3, dtype=torch.int64)]).fill(array("q", (1, 2, 3)))
+
+
 def adapters() -> None:
     """What an adapter has of its own."""
     random_inputs(random.Random(0)).launch(4, 8)
@@ -158,6 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     layers()
     engine()
     spaces()
+    inputs()
     adapters()
     for name, variants in sorted(seen.items()):
         print(f"{name}: {len(variants)} variants")
