@@ -9,7 +9,7 @@ import threading
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate, chain
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -26,6 +26,9 @@ from .gathered import numbers_of, plain_numbers
 from .pool_content import PoolContent
 from .request_ids import RequestId, RequestIds
 from .slot_histories import SlotHistories
+
+if TYPE_CHECKING:
+    from .kept_calls import KeptCalls
 
 #: Limits of the queue: calls, and the pages and slots that they name.  A larger call is sent by itself.
 CALLS, PAGES, SLOTS = 1024, 16384, 1 << 18
@@ -65,6 +68,7 @@ class SlotEvents:
         self.histories = SlotHistories(space, ids, stacks)
         self._kernels = life_kernels_for(space.block.device)  # None: each call is done as it comes
         self._apply: Any = None
+        self._kept: KeptCalls | None = None
         self._shown: dict[tuple[int, int, int], Events] = {}  # the views of so many calls and pages
         self._gone_shown: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._on_gpu = space.block.is_cuda
@@ -240,17 +244,34 @@ class SlotEvents:
             n = fits.index(False)
             calls, kinds, pages, owners, ends = calls[:n], kinds[:n], pages[:n], owners[:n], ends[: n + 1]
         words = array("q", list(chain.from_iterable(zip(kinds, ends, owners))))  # noqa: B905  there is one end more
+        named = array("q")
+        on_device = self._append_pages(named, pages)
+        del self._calls[: len(calls)]
+        released = _RELEASE in kinds or any(kind % STACK_UNIT == _RELEASE for kind in kinds if kind > STACK_UNIT)
+        if not on_device and self._kept_calls().apply(words, named, page_size, released):
+            return
         if len(calls) % 2:  # a kernel is compiled anew for pages that begin at another alignment
             words.append(0)
-        on_device = self._append_pages(words, pages)
-        del self._calls[: len(calls)]
-        self._staging.send(words, self._words)
+        self._staging.send(words + named, self._words)
         events = self._shown_events(len(calls), ends[-1], page_size)
         if on_device:
             parts = [events.entries[ends[at] : ends[at + 1]] for at in on_device]
             torch._foreach_copy_(parts, [pages[at] for at in on_device])
-        released = _RELEASE in kinds or any(kind % STACK_UNIT == _RELEASE for kind in kinds if kind > STACK_UNIT)
         self._apply_all(events, released)
+
+    def _kept_calls(self) -> KeptCalls:
+        """Those that name few pages; made when first needed, as it takes memory."""
+        if self._kept is None:
+            from .kept_calls import KeptCalls  # only where there is Triton
+
+            self._kept = KeptCalls(self._words.device, self._applier(), self._content)
+        return self._kept
+
+    def _applier(self) -> Any:
+        if self._apply is None:
+            assert self._kernels is not None
+            self._apply = self._kernels.Apply(self._space, self._content.digests)
+        return self._apply
 
     def _append_pages(self, words: array[int], pages: Sequence[_Pages]) -> list[int]:
         """Append the pages of calls; which of them are on the device.
@@ -290,11 +311,8 @@ class SlotEvents:
 
     def _apply_all(self, events: Events, released: bool) -> None:
         """Launch what the calls do; the bytes of slots that they free are compared."""
-        assert self._kernels is not None
         content, gone = self._content, self._room(events.slots) if released else None
-        if self._apply is None:
-            self._apply = self._kernels.Apply(self._space, content.digests)
-        self._apply(events, content.imported, gone)
+        self._applier()(events, content.imported, gone)
         if gone is not None:
             slots, owners = self._freed_in(events.slots)
             content.verify(slots, None, owners, Phase.LIFE)
