@@ -80,11 +80,11 @@ class Handed:
             event = torch.cuda.Event()
             event.record(self._last)
             self._full.append((self._memory, event))
-        if self._full and self._full[0][1].query() and self._full[0][0].shape[0] >= size:
-            self._memory = self._full.popleft()[0]
-            self._address = self._memory.data_ptr()
+        read = self._full.popleft()[0] if self._full and self._full[0][1].query() else None
+        if read is not None and read.shape[0] >= size:
+            self._memory, self._address = read, read.data_ptr()
         else:
-            self._memory = self._block(max(size, ROOM))
+            self._memory = self._block(max(ROOM, 1 << (size - 1).bit_length()))
 
     def _block(self, room: int) -> torch.Tensor:
         memory = lasting(room, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda")

@@ -12,6 +12,9 @@ from .compile_ahead import compiling_ahead
 #: often comes some more.
 ONE_BY_ONE = 8
 
+#: Where captures are made, for each device: torch's streams are few, and another thread may use a new one.
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
 
 def capture(device: torch.device, run: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
     """A graph of what ``run`` launches, whose kernels are compiled; None where there are no graphs.
@@ -21,10 +24,13 @@ def capture(device: torch.device, run: Callable[[], None]) -> torch.cuda.CUDAGra
     """
     if device.type != "cuda" or compiling_ahead():
         return None
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream(device)
+    stream = _STREAMS.get(device)
+    if stream is None:
+        stream = _STREAMS[device] = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.device(device), torch.cuda.stream(stream):
+    # what torch allocates with the first graph belongs to all: in inference mode no graph outside of it could write it
+    with torch.inference_mode(False), torch.cuda.device(device), torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             run()

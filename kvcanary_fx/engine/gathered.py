@@ -1,4 +1,4 @@
-"""Gathers a step's copies from host to device: one copy from pinned memory, one launch that scatters it."""
+"""Gathers a step's copies from host to device: one launch that reads pinned memory, and scatters it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Gathered:
         self._words = array("q")
         self._places: list[tuple[torch.Tensor, int, int]] = []  # a buffer, its first entry and how many, for the words
         self._known: list[tuple[int, int, int]] = []  # the places of ``_sent``
-        self._sent = Sent(self._landing, [], [])
+        self._sent: Sent | Places = Sent(self._landing, [], [])
         self._kept: list[torch.Tensor] = []  # the buffers of the views: as long as they live their ids are theirs
         self._copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
@@ -77,23 +77,22 @@ class Gathered:
             torch._foreach_copy_(outs, sources)
         self._copies.clear()
 
-    def places(self, places: Sequence[tuple[torch.Tensor, int, int]]) -> Sent:
-        """Places that numbers are going to be sent to again: an int64 buffer, its first entry, and how many."""
+    def places(self, places: Sequence[tuple[torch.Tensor, int, int]]) -> Sent | Places:
+        """Places that numbers are going to be sent to again: an int64 buffer, its first entry, and how many.
+
+        On a GPU numbers are read where they are, which is one launch, and nothing is allocated.
+        """
         outs = [out[start : start + entries] for out, start, entries in places]
+        if hands_over(self._device):
+            from ..kernels.handed import Handed, Places  # only where there is Triton
+
+            if self._handed is None:
+                self._handed = Handed(self._device)
+            return Places(self._handed, outs)
         sizes = [out.numel() for out in outs]
         self._make_room(sum(sizes))
         parts = self._landing[: sum(sizes)].split(sizes)
         return Sent(self._landing, outs, [part.view(out.shape) for part, out in zip(parts, outs, strict=True)])
-
-    def places_again(self, places: Sequence[tuple[torch.Tensor, int, int]]) -> Sent | Places:
-        """The same of places that come in many steps: on a GPU numbers are read where they are, which is one launch."""
-        if not hands_over(self._device):
-            return self.places(places)
-        from ..kernels.handed import Handed, Places  # only where there is Triton
-
-        if self._handed is None:
-            self._handed = Handed(self._device)
-        return Places(self._handed, [out[start : start + entries] for out, start, entries in places])
 
     def holds(self, sent: Sent | Places) -> bool:
         """Whether the numbers of ``sent`` still arrive where it says."""
@@ -101,11 +100,7 @@ class Gathered:
 
     def send_to(self, sent: Sent | Places, words: array[int]) -> None:
         """Launch the copies, those of numbers to known places."""
-        if isinstance(sent, Sent):
-            self._staging.send(words, sent.landing)
-            torch._foreach_copy_(sent.outs, sent.parts)
-        else:
-            sent.fill(words)
+        self._fill(sent, words)
         if self._copies:
             self._send_copies()
 
@@ -116,8 +111,14 @@ class Gathered:
         if known != self._known or not self.holds(self._sent):
             self._sent = self.places(places)
             self._known, self._kept = known, [out for out, _, _ in places]
-        self._staging.send(words, self._landing)
-        torch._foreach_copy_(self._sent.outs, self._sent.parts)
+        self._fill(self._sent, words)
+
+    def _fill(self, sent: Sent | Places, words: array[int]) -> None:
+        if isinstance(sent, Sent):
+            self._staging.send(words, sent.landing)
+            torch._foreach_copy_(sent.outs, sent.parts)
+        else:
+            sent.fill(words)
 
     def _make_room(self, words: int) -> None:
         if self._landing.shape[0] < words:

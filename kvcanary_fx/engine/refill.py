@@ -107,7 +107,7 @@ class Form:
             places.append((clock, 0, 1))
         real = sizes[Axis.BATCH], sizes[Axis.TOKENS]
         fixed = tuple(absent), tuple(host), tuple(device), tuple(computed)
-        return cls(real, *fixed, gathered.places_again(places), view)
+        return cls(real, *fixed, gathered.places(places), view)
 
     def fill(self, batch: Any, inputs: Any, gathered: Gathered, owns: Callable[[torch.Tensor], bool]) -> bool:
         """Fill the buffers from a batch; whether it had this form.  If it has not, nothing was written.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 #: Limits of the queue: calls, and the pages and slots that they name.  A larger call is sent by itself.
 CALLS, PAGES, SLOTS = 1024, 16384, 1 << 18
 
-_RELEASE = Event.RELEASE
+_ALLOCATE, _FORGET, _RELEASE = Event.ALLOCATE, Event.FORGET, Event.RELEASE
 
 #: Pages of a call: a few that the engine gave, or what they were made into, here or on the device.
 _Pages: TypeAlias = "list[int] | array[int] | torch.Tensor"
@@ -113,14 +113,15 @@ class SlotEvents:
                 whose = self._known_ids.get(owner) if owner is not None else 0
             except TypeError:  # no id, as hash() is going to say
                 whose = None
-            if (
-                whose is not None
-                and type(slots[0]) is int  # the others are looked at when the calls are sent
-                and len(calls) < CALLS
-                and (event not in RENEWING or self._may_renew(slots))
-            ):
-                calls.append((event + stack * STACK_UNIT if stack else event, slots[:], whose, page_size))
-                return n * page_size
+            # the other slots are looked at when the calls are sent
+            if whose is not None and type(slots[0]) is int and len(calls) < CALLS:
+                call = event + stack * STACK_UNIT if stack else event, slots[:], whose, page_size
+                if event is _ALLOCATE or event is _FORGET:  # those of RENEWING
+                    if self._add_renewing(call):
+                        return n * page_size
+                else:
+                    calls.append(call)
+                    return n * page_size
         return self._add_looking(event, slots, page_size, self._ids.hash(owner), stack)
 
     def _add_looking(self, event: Event, slots: Any, page_size: int, owner: int, stack: int) -> int:
@@ -166,10 +167,19 @@ class SlotEvents:
         self._taken += len(pages)
         return held.copy_(pages)
 
-    def _may_renew(self, slots: list[int]) -> bool:
-        """Whether the bytes of pages need not be compared before they get a new owner."""
+    def _add_renewing(self, call: _Call) -> bool:
+        """Note a call that gives pages a new owner, unless their bytes must be compared before."""
         with self._lock:
-            return not self._were_freed(slots)
+            calls, freed = self._calls, self._freed
+            if self._looked < len(calls) or freed is None or len(call[1]) > FEW:
+                if self._were_freed(call[1]):
+                    return False
+            elif freed and not freed.isdisjoint(call[1]):
+                return False
+            calls.append(call)
+            if self._looked == len(calls) - 1:  # nobody else has: this call released nothing
+                self._looked += 1
+            return True
 
     def _were_freed(self, pages: Sequence[int] | torch.Tensor) -> bool:
         """Whether some of the pages may have been released: their bytes are compared before they get a new owner."""
@@ -243,7 +253,9 @@ class SlotEvents:
             fits = [end <= room and size == page_size for end, size in zip(ends[1:], sizes, strict=True)]
             n = fits.index(False)
             calls, kinds, pages, owners, ends = calls[:n], kinds[:n], pages[:n], owners[:n], ends[: n + 1]
-        words = array("q", list(chain.from_iterable(zip(kinds, ends, owners))))  # noqa: B905  there is one end more
+        words = array("q", bytes(8 * len(EventRow) * len(calls)))
+        for column, numbers in ((EventRow.EVENT, kinds), (EventRow.BEGIN, ends[:-1]), (EventRow.OWNER, owners)):
+            words[column :: len(EventRow)] = array("q", numbers)
         named = array("q")
         on_device = self._append_pages(named, pages)
         del self._calls[: len(calls)]

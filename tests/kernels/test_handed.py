@@ -64,3 +64,21 @@ def test_memory_that_a_kernel_may_still_read_is_not_written(monkeypatch):
     for number, out in enumerate(outs):
         Places(handed, [out]).fill(array("q", [number] * 20))
     assert [int(out[-1]) for out in outs] == list(range(200))
+
+
+def test_memory_that_is_too_small_is_not_kept_for_ever(monkeypatch):
+    monkeypatch.setattr(module, "ROOM", 512)
+    handed = Handed(torch.device("cpu"))
+    handed._last = handed  # in the place of a stream
+
+    class Done:
+        def record(self, stream):
+            pass
+
+        def query(self):
+            return True
+
+    monkeypatch.setattr(torch.cuda, "Event", Done)
+    for words in [10] * 20 + [1000] * 20 + [10] * 20:
+        handed.put(array("q", range(words)))
+        assert len(handed._full) <= 2

@@ -85,8 +85,9 @@ def test_what_the_host_gives_in_a_step_is_one_copy(gathered, monkeypatch):
     if not gathered:
         pytest.skip("of a fill that gathers")
     sent = []
-    send = Staging.send
+    send, launch = Staging.send, Handed.launch
     monkeypatch.setattr(Staging, "send", lambda self, words, out: (sent.append(words.tolist()), send(self, words, out)))
+    monkeypatch.setattr(Handed, "launch", lambda self, *given: (sent.append(given), launch(self, *given)))
     inputs = StepInputs("cpu", max_requests=4, max_tokens=4)
     for name, axis in (("rows", "batch"), ("lens", "batch"), ("ids", "tokens")):
         inputs.register(name, axis, torch.int64, pad=-1)
