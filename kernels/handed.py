@@ -1,7 +1,7 @@
 """Numbers of the host that a kernel reads where they are, and brings to their places: no copy comes before it.
 
-A copy from pinned memory, the event that guards its memory, and the launch of torch that scatters it took about twice
-as long of the host as this one launch (H200).
+One launch is in the place of a copy from pinned memory, an event that guards this memory, and a launch of torch that
+scatters what was copied: a copy alone took 15 us of the host in a step of vLLM (H200).
 """
 
 from __future__ import annotations

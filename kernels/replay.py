@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
 
 import torch
 
 from .compile_ahead import compiling_ahead
 
-#: Runs one by one before a capture.  To capture takes as long as about ten of them, and a batch whose size came this
-#: often comes some more.
+#: Runs one by one before a capture: a size of a batch that comes a few times is not worth one.
 ONE_BY_ONE = 8
 
 #: Where captures are made, for each device: torch's streams are few, and another thread may use a new one.
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
+#: Held by the thread that captures.
+_CAPTURING = threading.Lock()
+
 
 def capture(device: torch.device, run: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
     """A graph of what ``run`` launches, whose kernels are compiled; None where there are no graphs.
 
-    The caller keeps the memory that it reads.  ``torch.cuda.graph`` collects garbage each time, which takes longer than
-    the capture.
+    The caller keeps the memory that it reads.  ``torch.cuda.graph`` collects garbage before each capture, which takes
+    longer than the capture.
     """
     if device.type != "cuda" or compiling_ahead():
         return None
+    with _CAPTURING, _no_garbage():
+        return _captured(device, run)
+
+
+def _captured(device: torch.device, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     stream = _STREAMS.get(device)
     if stream is None:
         stream = _STREAMS[device] = torch.cuda.Stream(device)
@@ -38,6 +48,18 @@ def capture(device: torch.device, run: Callable[[], None]) -> torch.cuda.CUDAGra
             graph.capture_end()
     torch.cuda.current_stream(device).wait_stream(stream)
     return graph
+
+
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """What is collected in a capture may be another graph, or memory of a device, which cannot be given back there."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Replayed:
