@@ -402,6 +402,27 @@ def test_on_a_gpu_reports_are_those_of_the_cpu_whatever_the_slots_are_given_in(s
 
 
 @pytest.mark.gpu
+def test_on_a_gpu_calls_that_became_a_replay_report_what_the_cpu_does():
+    def told(device: str) -> list[tuple]:
+        toy = prefilled(device=device)
+        for _ in range(3 * replay.ONE_BY_ONE):  # more than the ring has entries
+            toy.pool.allocate([12, 13], owner="C")
+            toy.pool.share([13], owner="B")
+            toy.pool.release([12, 13], owner="C")
+            toy.pool.release([13], owner="B")
+            toy.session.flush()
+        if device == "cuda":
+            ((_, replayed),) = [run for form, run in toy.pool._events._kept._runs.items() if form[2]]
+            assert isinstance(replayed._graph, torch.cuda.CUDAGraph)
+        life = faulty_life(toy)
+        toy.kv[0][0].view(torch.int32)[5, 0, 2] ^= 1 << 7
+        toy.pool.release([5], owner="B")  # which compares the bytes of what it frees
+        return life, [(v.slot, v.layer, v.half, v.phase) for v in toy.found() if v.check == "content"]
+
+    assert told("cuda") == told("cpu")
+
+
+@pytest.mark.gpu
 def test_slots_given_on_the_device_may_be_changed_by_the_engine_at_once():
     toy = Toy(device="cuda")
     slots = torch.tensor([3, 4], device="cuda")
