@@ -36,16 +36,18 @@ class KeptCalls:
         self._ring: EventRing | None = None
         self._runs: dict[tuple[object, ...], tuple[Callable[[], None], Replayed]] = {}
 
+    def takes(self, calls: int, pages: int, page_size: int) -> bool:
+        """Whether there is room for so many."""
+        return calls <= CALLS and pages <= ROOMS[-1] and _room(pages) * page_size <= SLOTS
+
     def apply(self, rows: array[int], pages: array[int], page_size: int, released: bool) -> bool:
-        """Launch what calls do, on the current stream; whether they can be done here.
+        """Launch what calls do, on the current stream; False: the device is too far behind, and nothing was launched.
 
         Args:
-            rows: :class:`.EventRow` after :class:`.EventRow`.
+            rows: :class:`.EventRow` after :class:`.EventRow`, as many as :meth:`takes`; ``pages`` as well.
             released: a call among them may free slots, whose bytes are compared.
         """
-        room = next((room for room in ROOMS if len(pages) <= room), 0)
-        if not room or len(rows) > 3 * CALLS or room * page_size > SLOTS:
-            return False
+        room = _room(len(pages))
         if self._ring is None:
             self._ring = EventRing(self._device)
         ahead = (
@@ -75,3 +77,8 @@ class KeptCalls:
                 content.verify(gone[0], ring.slots, gone[1], Phase.LIFE)
 
         return run
+
+
+def _room(pages: int) -> int:
+    """The room that so many pages take."""
+    return next(room for room in ROOMS if pages <= room)

@@ -256,15 +256,19 @@ class SlotEvents:
         words = array("q", bytes(8 * len(EventRow) * len(calls)))
         for column, numbers in ((EventRow.EVENT, kinds), (EventRow.BEGIN, ends[:-1]), (EventRow.OWNER, owners)):
             words[column :: len(EventRow)] = array("q", numbers)
-        named = array("q")
+        kept, odd = self._kept_calls(), len(calls) % 2
+        few = kept.takes(len(calls), ends[-1], page_size)
+        if odd and not few:  # a kernel is compiled anew for pages that begin at another alignment
+            words.append(0)
+        named = array("q") if few else words
         on_device = self._append_pages(named, pages)
         del self._calls[: len(calls)]
         released = _RELEASE in kinds or any(kind % STACK_UNIT == _RELEASE for kind in kinds if kind > STACK_UNIT)
-        if not on_device and self._kept_calls().apply(words, named, page_size, released):
-            return
-        if len(calls) % 2:  # a kernel is compiled anew for pages that begin at another alignment
-            words.append(0)
-        self._staging.send(words + named, self._words)
+        if few:
+            if not on_device and kept.apply(words, named, page_size, released):
+                return
+            words.extend(array("q", [0] * odd) + named)
+        self._staging.send(words, self._words)
         events = self._shown_events(len(calls), ends[-1], page_size)
         if on_device:
             parts = [events.entries[ends[at] : ends[at + 1]] for at in on_device]
