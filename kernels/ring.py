@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+from typing import Any
 
 import torch
 
@@ -46,6 +48,7 @@ class Word(enum.IntEnum):
     BOXED = 3  # whether the black box has a row
     FORWARD = 4  # int32 each: index of the engine's forward that began last, number of its step; -1 without an engine
     EVERY = 5  # N of the share 1/N of the slots whose bytes are due in a step, where a budget sets it
+    BELL = 6  # address of :attr:`Control.bell`, 0 without one
 
 
 #: A ``verify_every`` that stands for what :attr:`Word.EVERY` says when a kernel runs: captured graphs follow it.
@@ -68,14 +71,18 @@ class Control:
     ring: torch.Tensor  # int64 [capacity + 1, len(Ring)]; the last row takes what has no room
     stamps: torch.Tensor  # int64 [2, slots]: which write reached a slot last, and which slots were written twice
     blackbox: torch.Tensor | None = None  # pinned int64 [len(Ring) + 1]: survives a device-side assert
+    #: pinned int64 [2]: not 0 once a Triton kernel, or :func:`append`, wrote a row, until the host hushes it
+    bell: torch.Tensor | None = None
 
     @classmethod
     def allocate(cls, capacity: int, device: torch.device) -> Control:
-        box = None
+        box = bell = None
+        words = torch.zeros(len(Word), dtype=torch.int64, device=device)
         if device.type == "cuda":  # on the host, also where a user has made the GPU the default device
             box = torch.zeros(len(Ring) + 1, dtype=torch.int64, device="cpu", pin_memory=True)
             box[Ring.POSITION], box[Ring.FORWARD] = UNKNOWN, -1
-        words = torch.zeros(len(Word), dtype=torch.int64, device=device)
+            bell = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
+            words[Word.BELL] = bell.data_ptr()
         words[Word.FORWARD] = -1
         words[Word.EVERY] = 1
         return cls(
@@ -83,6 +90,7 @@ class Control:
             ring=torch.zeros(capacity + 1, len(Ring), dtype=torch.int64, device=device),
             stamps=torch.full((2, 0), -1, dtype=torch.int64, device=device),
             blackbox=box,
+            bell=bell,
         )
 
     @property
@@ -93,6 +101,21 @@ class Control:
     @property
     def capacity(self) -> int:
         return self.ring.shape[0] - 1
+
+    @functools.cached_property
+    def _heard(self) -> Any:
+        """The bell as the host reads it: an item of an array takes a tenth of a tensor's."""
+        return None if self.bell is None else self.bell.numpy()
+
+    def rang(self) -> bool:
+        """Whether a device has written rows since :meth:`hush`, as far as the host knows; asks the device nothing."""
+        heard = self._heard
+        return heard is not None and bool(heard[0] or heard[1])
+
+    def hush(self) -> None:
+        """The host is about to read the ring: later rows ring again."""
+        if self._heard is not None:
+            self._heard[:] = 0
 
     def every(self, verify_every: int) -> int | torch.Tensor:
         """``verify_every``, or int64 ``[]`` where the budget's word stands for it."""
@@ -156,3 +179,5 @@ def append(
     keep = mask & (number - control.words[Word.DRAINED] < control.capacity)
     control.ring[torch.where(keep, number % control.capacity, control.capacity)] = rows
     control.words[Word.HEAD] += mask.sum()
+    if control.bell is not None:  # a word of its own: what is not unread here must not silence a kernel
+        control.bell[1:].copy_(control.words[Word.HEAD, None] - control.words[Word.DRAINED], non_blocking=True)

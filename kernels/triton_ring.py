@@ -21,6 +21,7 @@ from .words import (
     RING_STEP,
     RING_STORED,
     RING_WHY,
+    WORD_BELL,
     WORD_DRAINED,
     WORD_FORWARD,
     WORD_HEAD,
@@ -33,7 +34,7 @@ def append(
     words_ptr, ring_ptr, capacity, mask, half, check, phase, lenient, slot, origin, stored, found, detail, request,
     position, why,
 ):  # fmt: skip
-    """Append a row for every lane of ``mask``; rows without room are counted and dropped.
+    """Append a row for every lane of ``mask``, and tell the host; rows without room are counted and dropped.
 
     ``stored`` has a value for each lane, the others that or one for all.
     """
@@ -55,3 +56,6 @@ def append(
     tl.store(at + RING_POSITION, zero + position, mask=keep)
     tl.store(at + RING_WHY, zero + why, mask=keep)
     tl.store(at + RING_FORWARD, tl.load(words_ptr + WORD_FORWARD) + zero, mask=keep)
+    # last, and not before the row has its number: the host may look for it as soon as it hears of it
+    bell = tl.load(words_ptr + WORD_BELL)
+    tl.store(bell.to(tl.pointer_type(tl.int64)) + zero, number + 1, mask=mask & (bell != 0))

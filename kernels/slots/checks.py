@@ -282,6 +282,12 @@ def _behind_window(
     return position <= newest[request] - max(space.window - 1, 1)
 
 
+def check_before(space: SlotSpace, plan: RequestPlan) -> None:
+    """:func:`walk` and :func:`check_writes`."""
+    walk(space, plan.reads or plan)
+    check_writes(space, plan)
+
+
 def store(space: SlotSpace, plan: RequestPlan) -> None:
     """After a forward: remember who is in the slots that it wrote."""
     if plan.slots.shape[0] == 0 or plan.rows.shape[0] == 0:

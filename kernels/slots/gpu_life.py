@@ -33,18 +33,27 @@ class Apply:
         self._space, self._digests = space, digests
         self._launches = BoundLaunches(life_kernel, space.block.device, CHANGING, warps=4)
 
-    def __call__(self, events: Events, imported: torch.Tensor | None = None, gone: torch.Tensor | None = None) -> None:
+    def __call__(
+        self,
+        events: Events,
+        imported: torch.Tensor | None = None,
+        gone: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+    ) -> None:
         """
         Args:
             imported: bool ``[slots + 1]`` or None, cleared as the digests are.
             gone: int64 ``[2, >= events.slots]`` or None.  Takes for each slot named the slot itself, if that release
                 made it free, or -1; and whose it was.
+            counts: int64 ``[2]`` on the device or None: how many of the rows and of the entries there are, the first
+                ones; else all.
         """
         n, page, rows = events.entries.shape[0], events.page_size, events.rows.shape[0]
         lanes = min(1 << (page - 1).bit_length(), BLOCK_SLOTS)
         block, scan = BLOCK_SLOTS // lanes, SCAN
         grid = -(-n // block), -(-page // lanes), 1
-        form = lanes, block, scan, imported.data_ptr() if imported is not None else None
+        clears = imported.data_ptr() if imported is not None else None
+        form = lanes, block, scan, clears, counts.data_ptr() if counts is not None else None
         at, entries = events.rows.data_ptr(), events.entries.data_ptr()
         freed, holders, told = entries, entries, 0
         if gone is not None:
@@ -72,8 +81,10 @@ class Apply:
                 capacity=control.capacity,
                 source=space.space_id,
                 checks=int(space.checks if space.owner_known else space.checks & ~Check.OWNER),
+                counts_ptr=counts if counts is not None else control.words,
                 KEPT=events_kept(space.past),
                 HAS_IMPORTED=imported is not None,
+                COUNTED=counts is not None,
                 BLOCK=block,
                 LANES=lanes,
                 SCAN=scan,

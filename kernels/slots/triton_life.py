@@ -77,13 +77,17 @@ def life_kernel(
     digests_ptr, planes, imported_ptr,  # int32 [planes, slots], uint8 [slots + 1]
     past_ptr,  # int32 [slots + 1, columns]
     words_ptr, ring_ptr, capacity, source, checks,
-    KEPT: tl.constexpr, HAS_IMPORTED: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, SCAN: tl.constexpr,
+    counts_ptr,  # int64 [2], where COUNTED: how many of the rows and of the entries there are
+    KEPT: tl.constexpr, HAS_IMPORTED: tl.constexpr, COUNTED: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     """What an allocator's calls do to slots, in the order of the calls.
 
     The program with the first entry of a page applies all calls to its slots, so that no program waits for another: it
     searches the later entries for the page.
     """
+    if COUNTED:
+        rows, n = tl.load(counts_ptr), tl.load(counts_ptr + 1)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     j = begin + tl.arange(0, BLOCK)
     number = tl.load(entries_ptr + j, mask=j < n, other=0)

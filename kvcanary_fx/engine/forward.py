@@ -141,8 +141,7 @@ def check_before(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPla
         kernels = request_kernels_for(pool.space.block.device)
         if plan.in_flight:
             _name_ahead(pool, plan)
-        kernels.walk(pool.space, plan.reads or plan)
-        kernels.check_writes(pool.space, plan)
+        kernels.check_before(pool.space, plan)
         pool.scales.check()
         if pool.declared.layout.once:
             # the graphs that read them may never write them, and then guard nothing

@@ -1,15 +1,18 @@
-"""Gathers a step's copies from host to device: one copy from pinned memory, one launch that scatters it."""
+"""Gathers a step's copies from host to device: one launch that reads pinned memory, and scatters it."""
 
 from __future__ import annotations
 
 import dataclasses
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..kernels.staging import Staging, lasting
+
+if TYPE_CHECKING:
+    from ..kernels.handed import Handed, Places
 
 #: Sequences that hold nothing but whole numbers, if an array takes them.
 _PLAIN = (list, tuple, range)
@@ -35,12 +38,13 @@ class Gathered:
     """
 
     def __init__(self, device: torch.device):
-        self._staging = Staging(device)
+        self._staging, self._device = Staging(device), device
+        self._handed: Handed | None = None
         self._landing = lasting(0, dtype=torch.int64, device=device)
         self._words = array("q")
         self._places: list[tuple[torch.Tensor, int, int]] = []  # a buffer, its first entry and how many, for the words
         self._known: list[tuple[int, int, int]] = []  # the places of ``_sent``
-        self._sent = Sent(self._landing, [], [])
+        self._sent: Sent | Places = Sent(self._landing, [], [])
         self._kept: list[torch.Tensor] = []  # the buffers of the views: as long as they live their ids are theirs
         self._copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
@@ -73,22 +77,30 @@ class Gathered:
             torch._foreach_copy_(outs, sources)
         self._copies.clear()
 
-    def places(self, places: Sequence[tuple[torch.Tensor, int, int]]) -> Sent:
-        """Places that numbers are going to be sent to again: an int64 buffer, its first entry, and how many."""
+    def places(self, places: Sequence[tuple[torch.Tensor, int, int]]) -> Sent | Places:
+        """Places that numbers are going to be sent to again: an int64 buffer, its first entry, and how many.
+
+        On a GPU numbers are read where they are, which is one launch, and nothing is allocated.
+        """
         outs = [out[start : start + entries] for out, start, entries in places]
+        if hands_over(self._device):
+            from ..kernels.handed import Handed, Places  # only where there is Triton
+
+            if self._handed is None:
+                self._handed = Handed(self._device)
+            return Places(self._handed, outs)
         sizes = [out.numel() for out in outs]
         self._make_room(sum(sizes))
         parts = self._landing[: sum(sizes)].split(sizes)
         return Sent(self._landing, outs, [part.view(out.shape) for part, out in zip(parts, outs, strict=True)])
 
-    def holds(self, sent: Sent) -> bool:
+    def holds(self, sent: Sent | Places) -> bool:
         """Whether the numbers of ``sent`` still arrive where it says."""
-        return sent.landing is self._landing
+        return not isinstance(sent, Sent) or sent.landing is self._landing
 
-    def send_to(self, sent: Sent, words: array[int]) -> None:
+    def send_to(self, sent: Sent | Places, words: array[int]) -> None:
         """Launch the copies, those of numbers to known places."""
-        self._staging.send(words, sent.landing)
-        torch._foreach_copy_(sent.outs, sent.parts)
+        self._fill(sent, words)
         if self._copies:
             self._send_copies()
 
@@ -99,13 +111,24 @@ class Gathered:
         if known != self._known or not self.holds(self._sent):
             self._sent = self.places(places)
             self._known, self._kept = known, [out for out, _, _ in places]
-        self._staging.send(words, self._landing)
-        torch._foreach_copy_(self._sent.outs, self._sent.parts)
+        self._fill(self._sent, words)
+
+    def _fill(self, sent: Sent | Places, words: array[int]) -> None:
+        if isinstance(sent, Sent):
+            self._staging.send(words, sent.landing)
+            torch._foreach_copy_(sent.outs, sent.parts)
+        else:
+            sent.fill(words)
 
     def _make_room(self, words: int) -> None:
         if self._landing.shape[0] < words:
             room = max(1024, 1 << (words - 1).bit_length())
             self._landing = lasting(room, dtype=torch.int64, device=self._landing.device)
+
+
+def hands_over(device: torch.device) -> bool:
+    """Whether kernels of a device read the host's memory."""
+    return device.type == "cuda"
 
 
 def plain_numbers(values: Any) -> array[int] | None:

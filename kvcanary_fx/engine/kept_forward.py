@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..config import CanaryConfig
-from ..kernels.compile_ahead import compile_ahead, compiling_ahead
+from ..kernels.compile_ahead import compile_ahead
+from ..kernels.replay import capture
 from .forward import Forward, check_after, check_before, check_reads, only_read, remember
 
 if TYPE_CHECKING:
@@ -162,21 +163,9 @@ class _Captured:
 
 
 def _captured(device: torch.device, run: Callable[[], None]) -> Callable[[], None]:
-    """A graph of what ``run`` launches.  ``torch.cuda.graph`` collects garbage each time, which takes longer than all
-    captures."""
-    if device.type != "cuda" or compiling_ahead():
-        return run
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            run()
-        finally:
-            graph.capture_end()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    return _Captured(graph, run)
+    """What ``run`` launches as a graph, or ``run`` itself where there are none."""
+    graph = capture(device, run)
+    return run if graph is None else _Captured(graph, run)
 
 
 def smallest(kept: Sequence[KeptForward], requests: int, tokens: int) -> KeptForward | None:

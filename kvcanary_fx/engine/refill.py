@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from .batch_arguments import fields_of
 from .gathered import Gathered, Sent, numbers_of
 from .step_slot import StepSlot
 from .step_view import Axis
+
+if TYPE_CHECKING:
+    from ..kernels.handed import Places
 
 #: What numbers are taken from without a conversion that could change them.
 _INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
@@ -56,7 +59,7 @@ class Form:
     host: tuple[tuple[str, int], ...]
     device: tuple[Device, ...]
     computed: tuple[tuple[StepSlot, int], ...]
-    sent: Sent
+    sent: Sent | Places
     view: tuple[Any, ...]
 
     @classmethod

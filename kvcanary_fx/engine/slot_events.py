@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate, chain
-from typing import Any, TypeAlias
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -27,10 +27,13 @@ from .pool_content import PoolContent
 from .request_ids import RequestId, RequestIds
 from .slot_histories import SlotHistories
 
+if TYPE_CHECKING:
+    from .kept_calls import KeptCalls
+
 #: Limits of the queue: calls, and the pages and slots that they name.  A larger call is sent by itself.
 CALLS, PAGES, SLOTS = 1024, 16384, 1 << 18
 
-_RELEASE = Event.RELEASE
+_ALLOCATE, _FORGET, _RELEASE = Event.ALLOCATE, Event.FORGET, Event.RELEASE
 
 #: Pages of a call: a few that the engine gave, or what they were made into, here or on the device.
 _Pages: TypeAlias = "list[int] | array[int] | torch.Tensor"
@@ -65,6 +68,7 @@ class SlotEvents:
         self.histories = SlotHistories(space, ids, stacks)
         self._kernels = life_kernels_for(space.block.device)  # None: each call is done as it comes
         self._apply: Any = None
+        self._kept: KeptCalls | None = None
         self._shown: dict[tuple[int, int, int], Events] = {}  # the views of so many calls and pages
         self._gone_shown: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._on_gpu = space.block.is_cuda
@@ -109,14 +113,15 @@ class SlotEvents:
                 whose = self._known_ids.get(owner) if owner is not None else 0
             except TypeError:  # no id, as hash() is going to say
                 whose = None
-            if (
-                whose is not None
-                and type(slots[0]) is int  # the others are looked at when the calls are sent
-                and len(calls) < CALLS
-                and (event not in RENEWING or self._may_renew(slots))
-            ):
-                calls.append((event + stack * STACK_UNIT if stack else event, slots[:], whose, page_size))
-                return n * page_size
+            # the other slots are looked at when the calls are sent
+            if whose is not None and type(slots[0]) is int and len(calls) < CALLS:
+                call = event + stack * STACK_UNIT if stack else event, slots[:], whose, page_size
+                if event is _ALLOCATE or event is _FORGET:  # those of RENEWING
+                    if self._add_renewing(call):
+                        return n * page_size
+                else:
+                    calls.append(call)
+                    return n * page_size
         return self._add_looking(event, slots, page_size, self._ids.hash(owner), stack)
 
     def _add_looking(self, event: Event, slots: Any, page_size: int, owner: int, stack: int) -> int:
@@ -162,10 +167,19 @@ class SlotEvents:
         self._taken += len(pages)
         return held.copy_(pages)
 
-    def _may_renew(self, slots: list[int]) -> bool:
-        """Whether the bytes of pages need not be compared before they get a new owner."""
+    def _add_renewing(self, call: _Call) -> bool:
+        """Note a call that gives pages a new owner, unless their bytes must be compared before."""
         with self._lock:
-            return not self._were_freed(slots)
+            calls, freed = self._calls, self._freed
+            if self._looked < len(calls) or freed is None or len(call[1]) > FEW:
+                if self._were_freed(call[1]):
+                    return False
+            elif freed and not freed.isdisjoint(call[1]):
+                return False
+            calls.append(call)
+            if self._looked == len(calls) - 1:  # nobody else has: this call released nothing
+                self._looked += 1
+            return True
 
     def _were_freed(self, pages: Sequence[int] | torch.Tensor) -> bool:
         """Whether some of the pages may have been released: their bytes are compared before they get a new owner."""
@@ -239,18 +253,41 @@ class SlotEvents:
             fits = [end <= room and size == page_size for end, size in zip(ends[1:], sizes, strict=True)]
             n = fits.index(False)
             calls, kinds, pages, owners, ends = calls[:n], kinds[:n], pages[:n], owners[:n], ends[: n + 1]
-        words = array("q", list(chain.from_iterable(zip(kinds, ends, owners))))  # noqa: B905  there is one end more
-        if len(calls) % 2:  # a kernel is compiled anew for pages that begin at another alignment
+        words = array("q", bytes(8 * len(EventRow) * len(calls)))
+        for column, numbers in ((EventRow.EVENT, kinds), (EventRow.BEGIN, ends[:-1]), (EventRow.OWNER, owners)):
+            words[column :: len(EventRow)] = array("q", numbers)
+        kept, odd = self._kept_calls(), len(calls) % 2
+        few = kept.takes(len(calls), ends[-1], page_size)
+        if odd and not few:  # a kernel is compiled anew for pages that begin at another alignment
             words.append(0)
-        on_device = self._append_pages(words, pages)
+        named = array("q") if few else words
+        on_device = self._append_pages(named, pages)
         del self._calls[: len(calls)]
+        released = _RELEASE in kinds or any(kind % STACK_UNIT == _RELEASE for kind in kinds if kind > STACK_UNIT)
+        if few:
+            if not on_device and kept.apply(words, named, page_size, released):
+                return
+            words.extend(array("q", [0] * odd) + named)
         self._staging.send(words, self._words)
         events = self._shown_events(len(calls), ends[-1], page_size)
         if on_device:
             parts = [events.entries[ends[at] : ends[at + 1]] for at in on_device]
             torch._foreach_copy_(parts, [pages[at] for at in on_device])
-        released = _RELEASE in kinds or any(kind % STACK_UNIT == _RELEASE for kind in kinds if kind > STACK_UNIT)
         self._apply_all(events, released)
+
+    def _kept_calls(self) -> KeptCalls:
+        """Those that name few pages; made when first needed, as it takes memory."""
+        if self._kept is None:
+            from .kept_calls import KeptCalls  # only where there is Triton
+
+            self._kept = KeptCalls(self._words.device, self._applier(), self._content)
+        return self._kept
+
+    def _applier(self) -> Any:
+        if self._apply is None:
+            assert self._kernels is not None
+            self._apply = self._kernels.Apply(self._space, self._content.digests)
+        return self._apply
 
     def _append_pages(self, words: array[int], pages: Sequence[_Pages]) -> list[int]:
         """Append the pages of calls; which of them are on the device.
@@ -290,11 +327,8 @@ class SlotEvents:
 
     def _apply_all(self, events: Events, released: bool) -> None:
         """Launch what the calls do; the bytes of slots that they free are compared."""
-        assert self._kernels is not None
         content, gone = self._content, self._room(events.slots) if released else None
-        if self._apply is None:
-            self._apply = self._kernels.Apply(self._space, content.digests)
-        self._apply(events, content.imported, gone)
+        self._applier()(events, content.imported, gone)
         if gone is not None:
             slots, owners = self._freed_in(events.slots)
             content.verify(slots, None, owners, Phase.LIFE)

@@ -59,27 +59,19 @@ class Words:
 
 
 class Poll:
-    """The rings' counters of all devices, for callers without a guarded graph."""
+    """Whether the devices' rings have rows to read, for callers without a guarded graph.
+
+    A GPU tells the host when it writes a row, in pinned memory.  To copy its counters in each step, which nearly always
+    say that there is none, and to record an event behind them took 27 us of the host's time (H200).
+    """
 
     def __init__(self, controls: Controls):
         self._controls = controls
-        self._copies: dict[torch.device, Words] = {}
 
     def news(self) -> bool:
-        """Whether any ring had unread rows when its counters were last copied; starts the next copies."""
-        found = False
-        for device, control in self._controls.by_device.items():
-            copy = self._copies.get(device)
-            if copy is None:
-                copy = self._copies[device] = Words([control.words])
-            elif not copy.arrived():
-                continue  # still on its way
-            elif device.type == "cuda":
-                found |= _unread(copy.read()[0])
-            copy.start()
-            if device.type != "cuda":
-                found |= _unread(copy.read()[0])
-        return found
+        """Whether any ring has unread rows, as far as the host knows; waits for no device."""
+        controls = self._controls.by_device.values()
+        return any(c.rang() if c.bell is not None else _unread(c.words.tolist()) for c in controls)
 
 
 def _unread(words: Sequence[int]) -> bool:

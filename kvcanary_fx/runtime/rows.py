@@ -17,6 +17,7 @@ _GONE = HalfInfo(-1, "?", "?", "a cache that is gone", None, 1)
 
 def take_rows(control: Control) -> tuple[list[list[int]], int]:
     """The rows in a ring and how many there were to be, marked as taken."""
+    control.hush()  # before the words are read: of a row that comes in between the host hears again
     words = control.words.tolist()
     head, drained = words[Word.HEAD], words[Word.DRAINED]
     if head == drained:

@@ -14,8 +14,10 @@ import argparse
 import random
 import re
 import sys
+from array import array
 from typing import Any
 
+import random_events
 import random_plans
 import test_held
 import test_opaque_attention
@@ -34,7 +36,9 @@ from triton.runtime.jit import JITFunction
 
 from kvcanary_fx.kernels.checks import Phase
 from kvcanary_fx.kernels.content import gpu
+from kvcanary_fx.kernels.handed import Handed, Places
 from kvcanary_fx.kernels.slots import gpu as gpu_requests
+from kvcanary_fx.kernels.slots import gpu_life
 
 #: Layers' kernels without a slot space: seeds that reach all of them, both digest sizes, and every unit of a row.
 SEEDS = (0, 1, 3, 4, 6, 9)
@@ -141,6 +145,14 @@ def spaces() -> None:
         plan = random_plans.random_plan(rng, space, unique=True)
         for check in (gpu_requests.store, gpu_requests.check_writes, gpu_requests.walk):
             check(space, plan)
+        calls = random_events.random_calls(rng, space.slots)  # as many as no replay has room for
+        digests = torch.ones(2, 1, space.slots, dtype=torch.int32)
+        gpu_life.Apply(space, digests)(random_events.as_events(calls, 1, "cpu"))
+
+
+def inputs() -> None:
+    """What brings a step's inputs to the device."""
+    Places(Handed(torch.device("cpu")), [torch.zeros(3, dtype=torch.int64)]).fill(array("q", (1, 2, 3)))
 
 
 def adapters() -> None:
@@ -158,6 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     layers()
     engine()
     spaces()
+    inputs()
     adapters()
     for name, variants in sorted(seen.items()):
         print(f"{name}: {len(variants)} variants")

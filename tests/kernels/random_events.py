@@ -54,6 +54,16 @@ def as_events(calls: list[Call], page_size: int, device: str) -> Events:
     return Events(rows.to(device), entries.to(device), page_size)
 
 
+def with_room(rng: random.Random, events: Events) -> tuple[Events, torch.Tensor]:
+    """The calls at the head of larger memory, where earlier ones have left theirs; and how many there are."""
+    counts = torch.tensor([events.rows.shape[0], events.entries.shape[0]], device=events.rows.device)
+    rows, entries = (
+        torch.cat((t, t.flip(0).repeat(*[rng.randint(1, 3), *[1] * (t.dim() - 1)])))
+        for t in (events.rows, events.entries)
+    )
+    return Events(rows, entries, events.page_size), counts
+
+
 def play_one_by_one(
     space: SlotSpace, calls: list[Call], size: int, digests: torch.Tensor, imported: torch.Tensor
 ) -> list[tuple[int, int]]:
@@ -89,19 +99,22 @@ def run_events(seed: int, device: str = "cpu", rounds: int = 4) -> int:
         imported = torch.ones(space.slots + 1, dtype=torch.bool)
         there = [digests.clone().to(device), imported.clone().to(device)]
         events = as_events(calls, size, device)
+        named, counts = events.slots, None
+        if rng.random() < 0.5:
+            events, counts = with_room(rng, events)
         places = torch.full((2, events.slots + 2), -7, device=device)
         with_imported = rng.random() < 0.5
         apply = gpu_life.Apply(other, there[0])
-        apply(events, there[1] if with_imported else None, places)
+        apply(events, there[1] if with_imported else None, places, counts)
         gone = play_one_by_one(space, calls, size, digests, imported)
         expected, got = state(space), state(other)
         for key, value in expected.items():
             assert got[key] == value, f"round {number}: {key} is {got[key]}, the reference has {value}"
         assert torch.equal(there[0].cpu(), digests)
         assert not with_imported or torch.equal(there[1].cpu(), imported)
-        slots, owners = places[:, : events.slots].tolist()
+        slots, owners = places[:, :named].tolist()
         assert sorted((s, o) for s, o in zip(slots, owners, strict=True) if s >= 0) == gone
-        assert places[:, events.slots :].eq(-7).all()
+        assert places[:, named:].eq(-7).all()
         for own in (space, other):
             own.control.words[Word.DRAINED] = own.control.words[Word.HEAD]
     return int(space.control.words[Word.HEAD])

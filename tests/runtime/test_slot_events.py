@@ -13,8 +13,11 @@ from toy import Toy
 
 import kvcanary_fx
 from kvcanary_fx import Batch, EngineError, KVPool
-from kvcanary_fx.engine import slot_events
+from kvcanary_fx.engine import kept_calls, slot_events
+from kvcanary_fx.engine.kept_calls import KeptCalls
+from kvcanary_fx.kernels import bound_launch, compile_ahead, replay
 from kvcanary_fx.kernels.slots import gpu_life
+from kvcanary_fx.kernels.staging import Staging
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
 
@@ -25,9 +28,9 @@ def launches(monkeypatch):
     taken = []
     apply = gpu_life.Apply.__call__
 
-    def counted(self, events, *args):
-        taken.append(events.rows.shape[0])
-        apply(self, events, *args)
+    def counted(self, events, imported, gone, counts=None):
+        taken.append(events.rows.shape[0] if counts is None else int(counts[0]))
+        apply(self, events, imported, gone, counts)
 
     monkeypatch.setattr(gpu_life.Apply, "__call__", counted)
     use_gpu_kernels(monkeypatch.setattr)
@@ -59,6 +62,80 @@ def faulty_life(toy: Toy) -> list[tuple]:
     return sorted((v.why, v.slot, v.request, v.position, v.token, v.phase, v.step) for v in toy.found())
 
 
+class Graph:
+    """In the place of a captured graph: does what was captured."""
+
+    def __init__(self, run):
+        self._run, self.replays = run, 0
+
+    def replay(self):
+        self.replays += 1
+        self._run()
+
+
+@interpreted
+def test_calls_become_a_replay_and_report_the_same(launches, monkeypatch):
+    graphs = []
+    monkeypatch.setattr(replay, "capture", lambda device, run: graphs.append(Graph(run)) or graphs[-1])
+    toy, other = prefilled(), prefilled()
+    for _ in range(replay.ONE_BY_ONE):
+        for each in (toy, other):
+            each.pool.allocate([12, 13], owner="C")
+            each.pool.share([13], owner="B")
+            each.pool.release([12, 13], owner="C")
+            each.pool.release([13], owner="B")
+            each.session.flush()
+    assert sum(graph.replays for graph in graphs) == 0
+    replays = len(graphs)
+    assert replays > 0
+    monkeypatch.setattr(KeptCalls, "apply", lambda *_: False)
+    expected = faulty_life(other)
+    monkeypatch.undo()
+    use_gpu_kernels(monkeypatch.setattr)
+    monkeypatch.setattr(replay, "capture", lambda device, run: graphs.append(Graph(run)) or graphs[-1])
+    assert faulty_life(toy) == expected
+    assert expected
+    assert sum(graph.replays for graph in graphs) > 0
+
+
+@interpreted
+@pytest.mark.parametrize("wrong", ["a page", "a call", "on the device"])
+def test_what_no_replay_has_room_for_is_sent_as_before(launches, monkeypatch, wrong):
+    toy = prefilled()
+    toy.session.flush()
+    monkeypatch.setattr(kept_calls, "ROOMS", (2,))
+    monkeypatch.setattr(kept_calls, "CALLS", 3)
+    sent, send = [], Staging.send
+    monkeypatch.setattr(Staging, "send", lambda self, words, out: (sent.append(len(words)), send(self, words, out)))
+    toy.pool.allocate([12, 13], owner="C")
+    toy.session.flush()
+    assert not sent
+    if wrong == "a page":
+        toy.pool.release([12, 13, 13], owner="C")
+    elif wrong == "a call":
+        for _ in range(4):
+            toy.pool.share([], owner="D")
+            toy.pool.reject([12])
+    else:
+        monkeypatch.setattr(slot_events, "pages_of", torch.tensor)
+        toy.pool.release([12], owner="C")
+    toy.session.flush()
+    assert len(sent) == 1
+
+
+@interpreted
+def test_what_is_compiled_ahead_takes_no_turn_of_the_ring(launches, monkeypatch):
+    toy = prefilled()
+    toy.session.flush()
+    ring = toy.pool._events._kept._ring
+    turn = ring._turn
+    monkeypatch.setattr(compile_ahead._COLLECTING, "now", True)
+    monkeypatch.setattr(bound_launch, "launch_or_compile", lambda *_, **__: None)
+    toy.pool.allocate([12], owner="C")
+    toy.session.flush()
+    assert ring._turn == turn == int(ring.turn[0])
+
+
 @interpreted
 def test_steps_of_one_shape_share_the_launches_and_not_the_reports(launches):
     toy = Toy(history=False)
@@ -72,7 +149,7 @@ def test_steps_of_one_shape_share_the_launches_and_not_the_reports(launches):
     step(6)
     (plan,) = toy.session.inputs.view().kept_plans.values()
     kept = dict(plan.launches)
-    assert sorted(kept) == ["check_writes", "store", "walk"]
+    assert sorted(kept) == ["before", "check_writes", "store", "walk"]
     step(7)
     assert not toy.found()
     toy.table[request.row, 1] = 9  # a free slot
@@ -123,7 +200,7 @@ def test_steps_that_complete_fewer_slots_than_tokens_share_the_launches_of_what_
     step(0, [0, 5])
     (plan,) = session.inputs.view().kept_plans.values()
     kept = dict(plan.launches)
-    assert set(kept) == {"walk", "check_writes", "store"}
+    assert set(kept) == {"walk", "check_writes", "store", "before"}
     step(2, [0, 6])
     step(4, [0, 7])
     assert plan.launches == kept
@@ -320,6 +397,27 @@ def test_on_a_gpu_reports_are_those_of_the_cpu_whatever_the_slots_are_given_in(s
             if device == "cuda":
                 setattr(toy.pool, name, lambda slots, owner=None, call=call: call(source(slots), owner))
         return faulty_life(toy)
+
+    assert told("cuda") == told("cpu")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_calls_that_became_a_replay_report_what_the_cpu_does():
+    def told(device: str) -> list[tuple]:
+        toy = prefilled(device=device)
+        for _ in range(3 * replay.ONE_BY_ONE):  # more than the ring has entries
+            toy.pool.allocate([12, 13], owner="C")
+            toy.pool.share([13], owner="B")
+            toy.pool.release([12, 13], owner="C")
+            toy.pool.release([13], owner="B")
+            toy.session.flush()
+        if device == "cuda":
+            ((_, replayed),) = [run for form, run in toy.pool._events._kept._runs.items() if form[2]]
+            assert isinstance(replayed._graph, torch.cuda.CUDAGraph)
+        life = faulty_life(toy)
+        toy.kv[0][0].view(torch.int32)[5, 0, 2] ^= 1 << 7
+        toy.pool.release([5], owner="B")  # which compares the bytes of what it frees
+        return life, [(v.slot, v.layer, v.half, v.phase) for v in toy.found() if v.check == "content"]
 
     assert told("cuda") == told("cpu")
 

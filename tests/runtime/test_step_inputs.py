@@ -12,23 +12,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcanary_fx.engine import gathered as module
 from kvcanary_fx.engine import step_inputs
 from kvcanary_fx.engine.step_inputs import StepInputs
 from kvcanary_fx.engine.step_view import Axis, StepView
 from kvcanary_fx.errors import StepInputError
+from kvcanary_fx.kernels.handed import Handed
 from kvcanary_fx.kernels.staging import CurrentStream, Staging
 
 POISON = -77
 
 
-@pytest.fixture(params=[False, True], ids=["one by one", "gathered"], autouse=True, scope="module")
+@pytest.fixture(params=["one by one", "gathered", "handed over"], autouse=True, scope="module")
 def gathered(request):
-    """Whether a fill's copies go to the device together, as they do on a GPU."""
-    before = StepInputs._gathers
-    if request.param:
+    """Whether a fill's copies go to the device together, and whether numbers that come again are read where they are,
+    both as on a GPU."""
+    before = StepInputs._gathers, module.hands_over
+    if request.param != "one by one":
         StepInputs._gathers = lambda self: not self._captured
-    yield request.param
-    StepInputs._gathers = before
+    if request.param == "handed over":
+        if torch.cuda.is_available():
+            pytest.skip("the interpreter stands in for a missing GPU")
+        module.hands_over = lambda device: True
+    yield request.param != "one by one"
+    StepInputs._gathers, module.hands_over = before
 
 
 def make(**settings):
@@ -78,8 +85,9 @@ def test_what_the_host_gives_in_a_step_is_one_copy(gathered, monkeypatch):
     if not gathered:
         pytest.skip("of a fill that gathers")
     sent = []
-    send = Staging.send
+    send, launch = Staging.send, Handed.launch
     monkeypatch.setattr(Staging, "send", lambda self, words, out: (sent.append(words.tolist()), send(self, words, out)))
+    monkeypatch.setattr(Handed, "launch", lambda self, *given: (sent.append(given), launch(self, *given)))
     inputs = StepInputs("cpu", max_requests=4, max_tokens=4)
     for name, axis in (("rows", "batch"), ("lens", "batch"), ("ids", "tokens")):
         inputs.register(name, axis, torch.int64, pad=-1)
@@ -163,6 +171,24 @@ def test_a_batch_like_the_one_before_is_one_look_at_each_field(gathered, monkeyp
     inputs.fill_from({"rows": [5, 6]})
     assert inputs.view().rows.tolist() == [5, 6]
     assert inputs.counts.tolist() == [2, 0, 7]
+
+
+def test_numbers_of_a_batch_alike_are_read_where_they_are_by_one_launch(monkeypatch):
+    if not module.hands_over(torch.device("cpu")):
+        pytest.skip("of a fill that hands them over")
+    inputs = StepInputs("cpu", max_requests=4, max_tokens=4)
+    inputs.register("rows", "batch", torch.int64)
+    inputs.clock = torch.zeros(1, dtype=torch.int64)
+    for step in range(3):
+        inputs.fill_from({"rows": [step, 1]})
+    launched, launch = [], Handed.launch
+    monkeypatch.setattr(Handed, "launch", lambda self, *given: (launched.append(given), launch(self, *given)))
+    monkeypatch.setattr(Staging, "send", None)
+    monkeypatch.setattr(torch, "_foreach_copy_", None)
+    inputs.step = 7
+    inputs.fill_from({"rows": [5, 6]})
+    assert len(launched) == 1
+    assert (inputs.view().rows.tolist(), inputs.counts.tolist(), inputs.clock.tolist()) == ([5, 6], [2, 0, 7], [7])
 
 
 def test_addresses_stay_from_step_to_step():

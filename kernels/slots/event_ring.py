@@ -1,0 +1,94 @@
+"""Allocator calls on their way to a device, at addresses that a captured graph can keep.
+
+The host writes them into pinned memory, a ring of entries, and a kernel brings the entry of its turn to the device:
+both sides count the turns.  An entry is int64::
+
+    calls, pages, slots that these are, 0
+    event, begin, owner                     of each call, as :class:`.events.EventRow` says
+    page                                    behind the room for all calls
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+
+import torch
+
+from ..bound_launch import BoundLaunch
+from ..staging import CurrentStream, lasting
+from .events import EventRow
+from .triton_event_ring import land_kernel
+
+#: Words before the calls; room for calls, and for pages.
+HEAD, CALLS, PAGES = 4, 256, 2048
+
+#: Entries of the ring: how far the host may be ahead of the device.
+AHEAD = 16
+
+#: Words of a program.
+BLOCK = 256
+
+#: Where the pages begin.
+FIRST_PAGE = HEAD + CALLS * len(EventRow)
+
+
+class EventRing:
+    """Each :meth:`offer` that succeeds is for the one :meth:`land` behind it.
+
+    Attributes:
+        ring: int64 ``[AHEAD, size]`` on the host.
+        turn: int64 ``[2]`` on the device: the entry of the next launch, and programs that have read it.
+        landed: int64 ``[size]`` on the device, the last entry.
+        counts: how many calls and pages it has; ``slots`` that these are.
+        rows: ``[CALLS, len(EventRow)]``, its calls; ``pages``, all room for them.
+    """
+
+    def __init__(self, device: torch.device):
+        size, on_gpu = FIRST_PAGE + PAGES, device.type == "cuda"
+        self.ring = lasting(AHEAD, size, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        self.turn = lasting(2, dtype=torch.int64, device=device).zero_()
+        self.landed = lasting(size, dtype=torch.int64, device=device)
+        self.counts, self.slots = self.landed[:2], self.landed[2:3]
+        self.rows = self.landed[HEAD:FIRST_PAGE].view(CALLS, len(EventRow))
+        self.pages = self.landed[FIRST_PAGE:]
+        self._entries = [entry.data_ptr() for entry in self.ring]
+        self._turn, self._current = 0, CurrentStream(device)
+        self._read = [torch.cuda.Event() for _ in "ab"] if on_gpu else []  # of each half of the ring
+        arguments = dict(ring_ptr=self.ring, size=size, turn_ptr=self.turn, out_ptr=self.landed)
+        constants = dict(AHEAD=AHEAD, HEAD=HEAD, FIRST_PAGE=FIRST_PAGE, COLUMNS=len(EventRow), BLOCK=BLOCK)
+        self._launch = BoundLaunch(land_kernel, device, arguments | constants, (), 4)
+
+    def offer(self, rows: array[int], pages: array[int], page_size: int) -> bool:
+        """Write the entry of the next launch, in the current stream; whether its memory was free: nothing waits.
+
+        Args:
+            rows: at most ``CALLS`` of them; ``pages``, at most ``PAGES``.
+        """
+        turn = self._turn
+        if self._read and turn % (AHEAD // 2) == 0:
+            half = turn // (AHEAD // 2)
+            self._read[1 - half].record(self._current())
+            if not self._read[half].query():
+                return False
+        entry, count = self._entries[turn], len(pages)
+        head = array("q", (len(rows) // len(EventRow), count, count * page_size, 0)) + rows
+        ctypes.memmove(entry, head.buffer_info()[0], 8 * len(head))
+        ctypes.memmove(entry + 8 * FIRST_PAGE, pages.buffer_info()[0], 8 * count)
+        self._turn = (turn + 1) % AHEAD
+        return True
+
+    def land(self, room: int) -> None:
+        """Launch what brings the entry to the device, in the current stream, if it has at most ``room`` pages."""
+        grid = -(-(FIRST_PAGE + room) // BLOCK), 1, 1
+        (self._launch if self._launch.ready else self._launch.first)(grid, (), None)
+
+
+def naive(ring: EventRing) -> None:
+    """What :meth:`EventRing.land` launches, in plain code: the reference."""
+    turn = int(ring.turn[0])
+    entry = ring.ring[turn].to(ring.landed.device)
+    calls, pages = entry[:2].tolist()
+    for begin, end in ((0, HEAD + calls * len(EventRow)), (FIRST_PAGE, FIRST_PAGE + pages)):
+        ring.landed[begin:end] = entry[begin:end]
+    ring.turn[0] = (turn + 1) % AHEAD

@@ -1,0 +1,84 @@
+"""Allocator calls as a replay: what a step's calls launch comes again, at addresses that stay."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import torch
+
+from ..kernels.checks import Phase
+from ..kernels.compile_ahead import compiling_ahead
+from ..kernels.replay import Replayed
+from ..kernels.slots.event_ring import CALLS, PAGES, EventRing
+from ..kernels.slots.events import Events
+from ..kernels.staging import lasting
+from .pool_content import PoolContent
+
+#: What :class:`.gpu_life.Apply` is called with.
+Apply = Callable[[Events, "torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"], None]
+
+#: Pages that a replay has room for; calls that name fewer take the first that is large enough.
+ROOMS = 64, 512, PAGES
+
+#: Slots, at most: to look at what they hold takes memory.
+SLOTS = 1 << 16
+
+
+class KeptCalls:
+    """Applies calls of one pool that name few pages.
+
+    In place of a copy, an event and two launches: a launch alone took as long of the host as a replay (H200).
+    """
+
+    def __init__(self, device: torch.device, apply: Apply, content: PoolContent):
+        self._device, self._apply, self._content = device, apply, content
+        self._ring: EventRing | None = None
+        self._runs: dict[tuple[object, ...], tuple[Callable[[], None], Replayed]] = {}
+
+    def takes(self, calls: int, pages: int, page_size: int) -> bool:
+        """Whether there is room for so many."""
+        return calls <= CALLS and pages <= ROOMS[-1] and _room(pages) * page_size <= SLOTS
+
+    def apply(self, rows: array[int], pages: array[int], page_size: int, released: bool) -> bool:
+        """Launch what calls do, on the current stream; False: the device is too far behind, and nothing was launched.
+
+        Args:
+            rows: :class:`.EventRow` after :class:`.EventRow`, as many as :meth:`takes`; ``pages`` as well.
+            released: a call among them may free slots, whose bytes are compared.
+        """
+        room = _room(len(pages))
+        if self._ring is None:
+            self._ring = EventRing(self._device)
+        ahead = (
+            compiling_ahead()
+        )  # then no launch takes an entry; what takes over where the ring is full is compiled, too
+        if not ahead and not self._ring.offer(rows, pages, page_size):
+            return False
+        imported = self._content.imported
+        form = room, page_size, released, None if imported is None else imported.data_ptr()
+        known = self._runs.get(form)
+        if known is None:
+            known = self._runs[form] = self._run(self._ring, room, page_size, released), Replayed(self._device)
+        run, replayed = known
+        replayed(run)
+        return not ahead
+
+    def _run(self, ring: EventRing, room: int, page_size: int, released: bool) -> Callable[[], None]:
+        """What launches all that calls do, for at most so many pages."""
+        content, imported, apply = self._content, self._content.imported, self._apply
+        events = Events(ring.rows, ring.pages[:room], page_size)
+        gone = lasting(2, events.slots, dtype=torch.int64, device=self._device) if released else None
+
+        def run() -> None:
+            ring.land(room)
+            apply(events, imported, gone, ring.counts)
+            if gone is not None:
+                content.verify(gone[0], ring.slots, gone[1], Phase.LIFE)
+
+        return run
+
+
+def _room(pages: int) -> int:
+    """The room that so many pages take."""
+    return next(room for room in ROOMS if pages <= room)

@@ -1,0 +1,91 @@
+"""The ring in which allocator calls travel, against its plain code."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+import torch
+
+from kvcanary_fx.kernels.slots.event_ring import AHEAD, CALLS, FIRST_PAGE, HEAD, PAGES, EventRing, naive
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def numbers(rng: random.Random, count: int) -> array:
+    return array("q", [rng.randrange(-(2**63), 2**63) for _ in range(count)])
+
+
+def test_the_kernel_lands_what_the_plain_code_does_round_after_round():
+    rng = random.Random(0)
+    ring, other = EventRing(DEVICE), EventRing(DEVICE)
+    ring.landed.fill_(-77)
+    other.landed.fill_(-77)
+    sizes = [(1, 1, 64), (CALLS, PAGES, PAGES), (2, 64, 64), (3, 65, 512)]
+    for number in range(AHEAD + 5):
+        calls, pages, room = sizes[number] if number < len(sizes) else (rng.randint(1, 9), rng.randint(1, 64), 64)
+        rows, named = numbers(rng, 3 * calls), numbers(rng, pages)
+        assert ring.offer(rows, named, 16)
+        ring.land(room)
+        assert other.offer(rows, named, 16)
+        naive(other)
+        assert torch.equal(ring.landed, other.landed)
+        assert torch.equal(ring.turn[:1], other.turn[:1])
+        assert int(ring.turn[1]) == 0
+        assert (ring.counts.tolist(), ring.slots.tolist()) == ([calls, pages], [16 * pages])
+        assert ring.rows[:calls].flatten().tolist() == rows.tolist()
+        assert ring.pages[:pages].tolist() == named.tolist()
+
+
+def test_addresses_are_those_that_the_kernels_are_compiled_for():
+    ring = EventRing(DEVICE)
+    assert {t.data_ptr() % 16 for t in (ring.counts, ring.slots, ring.rows, ring.pages)} == {0}
+    assert HEAD + ring.rows.numel() == FIRST_PAGE
+
+
+class Event:
+    """In the place of a GPU's: what is recorded is not done yet."""
+
+    def __init__(self):
+        self.done, self.records = True, 0
+
+    def record(self, stream):
+        self.done, self.records = False, self.records + 1
+
+    def query(self):
+        return self.done
+
+
+def test_memory_that_may_still_be_read_is_not_offered_and_the_turn_stays():
+    ring = EventRing(torch.device("cpu"))
+    ring._read, ring._current = [Event(), Event()], lambda: None
+    one = array("q", [1, 0, 0])
+    for _ in range(AHEAD):
+        assert ring.offer(one, array("q", [7]), 1)
+        ring._read[1].done = True  # the first half has been launched at most
+    for _ in range(2):
+        assert not ring.offer(one, array("q", [8]), 1)
+        assert ring._turn == 0
+        assert int(ring.ring[0, FIRST_PAGE]) == 7
+    ring._read[0].done = True
+    assert ring.offer(one, array("q", [9]), 1)
+    assert int(ring.ring[0, FIRST_PAGE]) == 9
+
+
+@pytest.mark.gpu
+def test_a_host_that_is_far_ahead_waits_for_nothing_and_overwrites_nothing():
+    ring = EventRing(DEVICE)
+    ring.offer(array("q", [1, 0, 0]), array("q", [0]), 1)
+    ring.land(64)
+    seen, pages = torch.zeros(3 * AHEAD, dtype=torch.int64, device="cuda"), list[int]()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    for number in range(3 * AHEAD):
+        if ring.offer(array("q", [1, 0, 0]), array("q", [number]), 1):
+            ring.land(64)
+            seen[len(pages)].copy_(ring.pages[0])
+            pages.append(number)
+    assert not torch.cuda.current_stream().query(), "the host waited"
+    assert seen[: len(pages)].tolist() == pages
+    assert AHEAD // 2 <= len(pages) < 3 * AHEAD

@@ -1,0 +1,84 @@
+"""Numbers that a kernel reads in the host's memory arrive as those that are copied."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+import torch
+
+from kvcanary_fx.kernels import handed as module
+from kvcanary_fx.kernels.handed import BLOCK, Handed, Places
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def reference(outs: list[torch.Tensor], words: array) -> None:
+    numbers = torch.tensor(list(words), device=DEVICE)
+    torch._foreach_copy_(outs, list(numbers.split([len(out) for out in outs])))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_numbers_arrive_where_copies_of_each_part_would(seed):
+    rng = random.Random(seed)
+    sizes = [rng.choice((1, 3, BLOCK, BLOCK + 1, 700)) for _ in range(rng.randint(1, 9))]
+    room = [torch.full((2, n + 4), -77, device=DEVICE) for n in sizes]  # parts begin at any alignment of their type
+    starts = [rng.randrange(4) for _ in sizes]
+    got, wanted = ([r[k, s : s + n] for r, s, n in zip(room, starts, sizes, strict=True)] for k in (0, 1))
+    places = Places(Handed(DEVICE), got)
+    for _ in range(3):
+        words = array("q", [rng.randrange(-(2**63), 2**63) for _ in range(sum(sizes))])
+        places.fill(words)
+        reference(wanted, words)
+        assert all(torch.equal(r[0], r[1]) for r in room)
+
+
+def test_memory_that_is_full_is_followed_by_other_memory(monkeypatch):
+    monkeypatch.setattr(module, "ROOM", 512)
+    out = torch.zeros(20, dtype=torch.int64, device=DEVICE)
+    handed = Handed(DEVICE)
+    places, seen = Places(handed, [out]), set()
+    for number in range(12):
+        places.fill(array("q", range(number, number + 20)))
+        seen.add(handed._address)
+        assert out.tolist() == list(range(number, number + 20))
+    assert len(seen) > 1 or DEVICE.type == "cpu"  # without a device to wait for the old one may be the new one
+    large = torch.zeros(100, dtype=torch.int64, device=DEVICE)
+    Places(handed, [large]).fill(array("q", range(100)))
+    assert large.tolist() == list(range(100))
+
+
+def test_each_launch_reads_at_an_address_that_the_kernel_was_compiled_for():
+    handed = Handed(DEVICE)
+    assert {handed.put(array("q", range(n))) % 16 for n in (1, 2, 3, 4, 5)} == {0}
+
+
+@pytest.mark.gpu
+def test_memory_that_a_kernel_may_still_read_is_not_written(monkeypatch):
+    monkeypatch.setattr(module, "ROOM", 512)
+    outs = [torch.zeros(20, dtype=torch.int64, device="cuda") for _ in range(200)]
+    handed = Handed(DEVICE)
+    Places(handed, [outs[0]]).fill(array("q", [0] * 20))  # compiled
+    torch.cuda._sleep(200_000_000)
+    for number, out in enumerate(outs):
+        Places(handed, [out]).fill(array("q", [number] * 20))
+    assert [int(out[-1]) for out in outs] == list(range(200))
+
+
+def test_memory_that_is_too_small_is_not_kept_for_ever(monkeypatch):
+    monkeypatch.setattr(module, "ROOM", 512)
+    handed = Handed(torch.device("cpu"))
+    handed._last = handed  # in the place of a stream
+
+    class Done:
+        def record(self, stream):
+            pass
+
+        def query(self):
+            return True
+
+    monkeypatch.setattr(torch.cuda, "Event", Done)
+    for words in [10] * 20 + [1000] * 20 + [10] * 20:
+        handed.put(array("q", range(words)))
+        assert len(handed._full) <= 2

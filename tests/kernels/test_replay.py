@@ -1,0 +1,109 @@
+"""Launches that come again are captured once, and replayed from then on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_on_cpu import use_gpu_kernels
+from toy import Toy
+
+from kvcanary_fx.kernels import replay
+from kvcanary_fx.kernels.compile_ahead import _COLLECTING
+from kvcanary_fx.kernels.replay import ONE_BY_ONE, Replayed
+from kvcanary_fx.kernels.slots import gpu
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
+
+
+class Graph:
+    """In the place of a captured graph: does what was captured."""
+
+    def __init__(self, run):
+        self._run, self.replays = run, 0
+
+    def replay(self):
+        self.replays += 1
+        self._run()
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    made = []
+
+    def capture(device, run):
+        made.append(Graph(run))
+        return made[-1]
+
+    monkeypatch.setattr(replay, "capture", capture)
+    return made
+
+
+def test_what_runs_often_is_captured_once(graphs):
+    replayed, ran = Replayed(torch.device("cpu")), []
+    for _ in range(ONE_BY_ONE - 1):
+        replayed(lambda: ran.append("run"))
+    assert not graphs
+    for _ in range(4):
+        replayed(lambda: ran.append("run"))
+    (graph,) = graphs
+    assert graph.replays == 3
+    assert len(ran) == ONE_BY_ONE + 3
+
+
+def test_what_is_compiled_ahead_was_not_run(graphs):
+    replayed = Replayed(torch.device("cpu"))
+    _COLLECTING.now = True
+    try:
+        for _ in range(2 * ONE_BY_ONE):
+            replayed(lambda: None)
+    finally:
+        _COLLECTING.now = False
+    assert not graphs
+
+
+def decode(toy: Toy, slot: int, **fields) -> None:
+    toy.take("A", [slot])
+    with toy.session.step(toy.plan({"A": [slot]}, **fields)), toy.session.forward():
+        toy.requests["A"].stored += 1
+
+
+@interpreted
+def test_the_checks_before_a_decode_step_become_one_replay_and_find_the_same(graphs, monkeypatch):
+    use_gpu_kernels(monkeypatch.setattr)
+    toy = Toy(history=False)
+    request = toy.add("A", list(range(1, 15)))
+    for slot in range(3, 3 + ONE_BY_ONE):
+        decode(toy, slot)
+    (plan,) = toy.session.inputs.view().kept_plans.values()
+    graph = plan.launches["before"]._graph
+    assert graph in graphs
+    launched = []
+    launch = gpu._launch
+    monkeypatch.setattr(gpu, "_launch", lambda *args: (launched.append(args[2]), launch(*args)))
+    decode(toy, 11)
+    assert (graph.replays, launched) == (1, ["walk", "check_writes", "store"])
+    assert not toy.found()
+    toy.table[request.row, 1] = 20  # a free slot
+    decode(toy, 12)
+    assert {(v.why, v.slot) for v in toy.found()} == {("READ_AFTER_FREE", 20)}
+    assert graph.replays == 2
+    decode(toy, 13, history=torch.tensor([list(range(1, 15))]), history_lens=[14])
+    assert graph.replays == 2, "the history is another tensor in each step"
+
+
+@pytest.mark.gpu
+def test_a_gpu_replays_the_checks_before_a_decode_step_and_finds_the_same():
+    toy = Toy(history=False, device="cuda")
+    request = toy.add("A", list(range(1, 15)))
+    for slot in range(3, 3 + ONE_BY_ONE + 1):
+        decode(toy, slot)
+    (plan,) = toy.session.inputs.view().kept_plans.values()
+    assert isinstance(plan.launches["before"]._graph, torch.cuda.CUDAGraph)
+    assert not toy.found()
+    toy.table[request.row, 1] = 20
+    decode(toy, 12)
+    assert {(v.why, v.slot) for v in toy.found()} == {("READ_AFTER_FREE", 20)}
+    with torch.cuda.stream(torch.cuda.Stream()):
+        toy.session.pool.release([5], owner="A")
+        decode(toy, 13)
+        assert ("READ_AFTER_FREE", 5) in {(v.why, v.slot) for v in toy.found()}
