@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,13 @@ from ..passes.state_inputs import is_canary
 from ..runtime.binding import Controls, GraphBinding
 from ..runtime.registry import PoolRegistry
 
+#: Whether several threads may parse source, as Triton does.  Seen on Python 3.11.7: "SystemError: AST constructor
+#: recursion depth mismatch", whichever thread it hits (CPython's gh-106905).
+PARSES_IN_THREADS = sys.version_info >= (3, 11, 9)
+
+#: Devices whose launch of ``begin`` was compiled.
+_BEGUN: set[torch.device] = set()
+
 #: Ops whose launches can be foreseen, and which of their arguments say so; site and write, the last two, always do.
 _FORESEEN = {
     "verify": slice(2, 4),
@@ -45,7 +53,7 @@ def rehearse(
     """Begin to compile what the first call of a graph launches; None if nothing is compiled for it before."""
     devices = [device for device in plan.devices if compiles_for(device)]
     caches = [example_inputs[site.argument] for site in plan.sites]
-    if not devices or not caches:
+    if not devices or not caches or not PARSES_IN_THREADS:
         return None
     if any(isinstance(cache, FakeTensor) for cache in caches) or any(site.output is not None for site in plan.sites):
         return None  # nobody has the memory that the first call will be given
@@ -76,7 +84,9 @@ class _Rehearsal:
         # shadows of its own: a session shall not know of caches before they are used
         binding = GraphBinding(self._plan, config, PoolRegistry(config.planes), Controls(config.ring_capacity))
         context = binding.bind(self._args, capturing=False, abort=None).context
-        kernels_for(device).begin(context.controls[device].words, context.gates[device])
+        if device not in _BEGUN:  # again, it would be launched: that launch is bound for all graphs
+            _BEGUN.add(device)
+            kernels_for(device).begin(context.controls[device].words, context.gates[device])
         made: set[Any] = set()
         for op in self._ops:
             sites = [context.sites[number] for number in op.sites]

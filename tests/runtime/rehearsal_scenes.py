@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import logging
 import sys
@@ -54,6 +55,10 @@ def compiled(monkeypatch, tmp_path):
     monkeypatch.setattr(CompiledKernel, "run", property(lambda self: None))
     monkeypatch.setattr(compile_ahead, "compiles_for", lambda device: True)
     monkeypatch.setattr(rehearsal, "compiles_for", lambda device: True)
+    monkeypatch.setattr(rehearsal, "_BEGUN", set())
+    if not rehearsal.PARSES_IN_THREADS:
+        monkeypatch.setattr(rehearsal, "PARSES_IN_THREADS", True)
+        monkeypatch.setattr(ast, "parse", one_at_a_time(ast.parse))
     use_gpu_kernels(monkeypatch.setattr)
     driver.set_active(NoDevice())
     run, found, compiling = JITFunction.run, [], triton.compiler.compile
@@ -77,6 +82,16 @@ def compiled(monkeypatch, tmp_path):
                 value.device_caches.clear()
     torch._dynamo.reset()
     return found
+
+
+def one_at_a_time(function):
+    lock = threading.RLock()
+
+    def locked(*args, **kwargs):
+        with lock:
+            return function(*args, **kwargs)
+
+    return locked
 
 
 def step(tokens: int = 1, **settings) -> toys.Rig:
@@ -161,6 +176,21 @@ def test_a_session_knows_nothing_of_caches_that_were_only_rehearsed(compiled, mo
     rig.step()
     assert known == [{}]
     assert rig.session.registry._storages
+
+
+def test_what_is_bound_for_all_graphs_is_not_launched_by_a_rehearsal(compiled, monkeypatch):
+    begun = []
+    monkeypatch.setattr(gpu, "begin", lambda words, gate: begun.append(threading.current_thread().name))
+    step()
+    torch._dynamo.reset()
+    step()
+    assert [name.rstrip("_0123456789") for name in begun] == ["kvcanary ahead", MAIN, MAIN]
+
+
+def test_where_threads_may_not_parse_nothing_is_rehearsed(compiled, monkeypatch):
+    monkeypatch.setattr(rehearsal, "PARSES_IN_THREADS", False)
+    step()
+    assert {thread for _, thread in compiled} == {MAIN}
 
 
 def test_without_a_gpu_nothing_is_rehearsed(compiled, monkeypatch):
