@@ -6,17 +6,23 @@ beside each other they take 7 s (1B, H200)::
 
     compile_ahead(warm_up, device)  # launches nothing
     warm_up()
+
+:class:`InBackground` does so while the caller is busy with something else.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+
+log = logging.getLogger("kvcanary")
 
 #: Threads, at most: a compilation is one program after the other.
 THREADS = 32
@@ -43,7 +49,9 @@ def launch_or_compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **set
     if _COLLECTING.now:
         kernel.warmup(*arguments, grid=grid, **settings)
         return None
-    return kernel[grid](*arguments, **settings)
+    launched = kernel[grid](*arguments, **settings)
+    # of a kernel that another thread compiles ahead Triton 3.7 returns what stands for it, though the launch waited
+    return launched.result() if hasattr(launched, "result") else launched
 
 
 def compiling_ahead() -> bool:
@@ -59,12 +67,10 @@ def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
     Args:
         run: what it calls of PyTorch is done; it must not capture a graph, nor wait for what a kernel would write.
     """
-    if device.type != "cuda" or _COLLECTING.now:
+    if _COLLECTING.now or not compiles_for(device):
         return
     import triton  # which only a GPU needs
 
-    if triton.knobs.runtime.interpret:
-        return
     threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="kvcanary compile")
     # an error is the launch's, later: Triton would not leave the mode
     with threads, triton.AsyncCompileMode(_Loading(threads, device), ignore_errors=True):
@@ -73,6 +79,53 @@ def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
             run()
         finally:
             _COLLECTING.now = False
+
+
+def compiles_for(device: torch.device) -> bool:
+    """Whether launches on a device compile: on a GPU, outside of Triton's interpreter."""
+    if device.type != "cuda":
+        return False
+    import triton
+
+    return not triton.knobs.runtime.interpret
+
+
+def name_of_triton() -> str:
+    """A hash of all of Triton, part of every name in its cache and in Inductor's: 0.3 s of reading, once a process."""
+    from triton.runtime.cache import triton_key
+
+    name: str = triton_key()
+    return name
+
+
+class InBackground:
+    """Compiles what functions would launch, one function after the other, while the caller does something else.
+
+    A kernel that cannot be compiled says so when it is launched, as it does without this.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvcanary ahead")
+        self._under_way: list[Future[None]] = []
+
+    def compile(self, run: Callable[[], object], device: torch.device) -> None:
+        """:func:`compile_ahead`, behind what is under way.
+
+        What ``run`` raises is logged: it prepares launches to come, and what keeps them from being made they raise.
+        """
+        self._under_way.append(self._thread.submit(_told_of_errors, run, device))
+
+    def wait(self) -> None:
+        """Until all is compiled; any thread may call it, again as well."""
+        futures.wait(self._under_way)
+        self._thread.shutdown(wait=False)
+
+
+def _told_of_errors(run: Callable[[], object], device: torch.device) -> None:
+    try:
+        compile_ahead(run, device)
+    except Exception:
+        log.warning("kvcanary.compile kernels are compiled when they are launched, not before", exc_info=True)
 
 
 class _Loading(Executor):

@@ -18,6 +18,7 @@ from ..passes.graph_plan import GraphPlan
 from ..passes.pipeline import passes, run_passes
 from ..runtime.session import CanarySession
 from . import coverage
+from .rehearsal import rehearse
 
 _SESSIONS: dict[tuple[object, ...], CanarySession] = {}
 _LOCK = threading.Lock()
@@ -162,6 +163,10 @@ def compile_graph(
     if not owner.calls_are_judged:
         coverage.watch_calls(owner)
     binding = owner.add_graph(plan)
+    if owner.hooks.pools_in is None:  # an engine compiles before its warm-up
+        ahead = rehearse(rewritten, example_inputs, plan, config)
+        if ahead is not None:
+            binding.before_first_call(ahead.wait)
     inputs = [*example_inputs, *binding.states]
     compiled = inner_compile(rewritten, inputs, config, mode, options, plan)
 

@@ -54,6 +54,11 @@ class GraphBinding:
         self._bound: dict[tuple[Any, ...], BoundCall] = {}
         self._steady: dict[int, SteadyCall] = {}  # by the number of the first cache that the call is given
         self._generation = registry.generation
+        self._before: Callable[[], object] | None = None
+
+    def before_first_call(self, wait: Callable[[], object]) -> None:
+        """Call ``wait`` before the graph is bound to the caches of a call for the first time."""
+        self._before = wait
 
     def begin(self) -> None:
         """A call begins, in any thread."""
@@ -108,6 +113,10 @@ class GraphBinding:
         One graph may serve several caches in turn, such as the layers of a model that compiles each layer
         by itself, so bindings are kept until a cache among them dies.
         """
+        wait = self._before
+        if wait is not None:
+            wait()
+            self._before = None
         if self._generation != self._registry.generation or len(self._bound) >= MAX_BINDINGS:
             self._drop()
         key = (capturing, *[_identity(args[i]) for i in self._arguments])

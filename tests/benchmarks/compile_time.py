@@ -5,7 +5,8 @@
 
 A run compiles one decode step and times the first call, until the device is done.  Cold runs start with an empty cache
 directory; warm runs are a second process with the same directory.  Guarded and unguarded runs take turns.
-``--profile`` writes where the time of a warm run goes, guarded and not, as text.
+``--profile`` writes where the time of a warm run goes, guarded and not, as text; ``--parts`` prints what the canary's
+kernels take of it, by variant and thread.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +31,82 @@ LAYERS = 8
 
 
 class KernelTimes:
-    """What it takes to have our Triton kernels compiled, or loaded from Triton's cache: their first launches.
+    """What our Triton kernels take of a first call, and in which thread.
 
     Attributes:
-        seconds: by the kernel's name, one for each variant of it.
+        parts: kernel, what is done with it, thread, seconds from the clock's start to the begin, and seconds.  A
+            ``compile`` is one variant, compiled or taken from Triton's cache; ``load`` makes its launcher and brings it
+            to the device; a ``first launch`` has both in it, unless another thread has done it; ``wait`` is for that.
     """
 
     def __init__(self) -> None:
+        import triton.compiler
+        from triton.compiler import CompiledKernel
         from triton.runtime.jit import JITFunction
 
-        self.seconds: list[tuple[str, float]] = []
-        run = JITFunction.run
+        from kvcanary_fx.kernels.compile_ahead import InBackground
 
-        def timed(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            before, started = self._variants(kernel), time.perf_counter()
-            launched = run(kernel, *args, **kwargs)
-            if kernel.fn.__module__.startswith("kvcanary_fx") and self._variants(kernel) > before:
-                self.seconds.append((kernel.fn.__name__, time.perf_counter() - started))
-            return launched
+        self.parts: list[tuple[str, str, str, float, float]] = []
+        self.started = time.perf_counter()
+        self._launched: set[str] = set()
+        run, compiling = JITFunction.run, triton.compiler.compile
+        load, wait = CompiledKernel._init_handles, InBackground.wait
 
-        JITFunction.run = timed
+        def timed_run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            first, before = self._is_first(kernel), self._variants(kernel)
+            with self._part(kernel.fn, "first launch", lambda: first or self._variants(kernel) > before):
+                return run(kernel, *args, **kwargs)
+
+        def timed_compile(source: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._part(getattr(source, "fn", None), "compile"):
+                return compiling(source, *args, **kwargs)
+
+        def timed_load(kernel: Any) -> None:
+            new = kernel.module is None
+            with self._part(getattr(kernel.src, "fn", None), "load", lambda: new):
+                load(kernel)
+
+        def timed_wait(ahead: Any) -> None:
+            with self._part(InBackground, "wait"):
+                wait(ahead)
+
+        JITFunction.run, triton.compiler.compile = timed_run, timed_compile
+        CompiledKernel._init_handles, InBackground.wait = timed_load, timed_wait
+
+    @contextlib.contextmanager
+    def _part(self, of: Any, what: str, counts: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began
+        function = getattr(of, "fn", of)
+        if getattr(function, "__module__", "").startswith("kvcanary_fx") and counts():
+            thread = threading.current_thread().name
+            self.parts.append((function.__name__, what, thread, began - self.started, seconds))
+
+    def _is_first(self, kernel: Any) -> bool:
+        """Whether this thread has not launched a kernel before, which another one may have compiled."""
+        key = f"{kernel.fn.__name__} {threading.current_thread().name}"
+        new = key not in self._launched
+        self._launched.add(key)
+        return new
 
     @staticmethod
     def _variants(kernel: Any) -> int:
         return sum(len(cache[0]) for cache in kernel.device_caches.values())
+
+
+def in_first_call(found: dict[str, Any]) -> float:
+    """Seconds that the first call itself spends on our kernels, the passes aside: launches, and waiting for them."""
+    return sum(p[4] for p in found["kernels"] if p[1] in ("first launch", "wait") and p[2] == "MainThread")
+
+
+def beside_it(found: dict[str, Any]) -> float:
+    """Seconds that other threads spend on them."""
+    return sum(p[4] for p in found["kernels"] if p[1] in ("compile", "load") and p[2] != "MainThread")
+
+
+def variants(found: dict[str, Any]) -> int:
+    return sum(p[1] == "compile" for p in found["kernels"])
 
 
 def measure(variant: str, device: str, profile: Path | None = None) -> dict[str, Any]:
@@ -75,6 +129,8 @@ def measure(variant: str, device: str, profile: Path | None = None) -> dict[str,
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     kernels = KernelTimes() if variant == "guarded" and device == "cuda" else None
     started = time.perf_counter()
+    if kernels is not None:
+        kernels.started = started
     with torch.no_grad(), profiled(profile):
         run(token, **{cache_name(model): cache})
         if device == "cuda":
@@ -89,7 +145,7 @@ def measure(variant: str, device: str, profile: Path | None = None) -> dict[str,
             counters["aot_autograd"]["autograd_cache_miss"],
         ),
     }
-    made = kernels.seconds if kernels is not None else []
+    made = kernels.parts if kernels is not None else []
     return {"seconds": seconds, "passes": passes, "recorded": ops, "hits": hits, "kernels": made}
 
 
@@ -123,7 +179,7 @@ def _row(kind: str, plain: list[dict[str, Any]], guarded: list[dict[str, Any]]) 
     passes = statistics.median(r["passes"] for r in guarded)
     (fx_hit, fx_miss), (aot_hit, aot_miss) = guarded[-1]["hits"]["fx"], guarded[-1]["hits"]["aot"]
     seconds = [r["seconds"] for r in guarded]
-    kernels = statistics.median(sum(s for _, s in r["kernels"]) for r in guarded)
+    kernels, ahead = (statistics.median(map(part, guarded)) for part in (in_first_call, beside_it))
     return [
         kind,
         f"{a:.2f} s",
@@ -131,6 +187,7 @@ def _row(kind: str, plain: list[dict[str, Any]], guarded: list[dict[str, Any]]) 
         f"{100 * (b / a - 1):+.1f} %",
         f"{passes * 1e3:.0f} ms",
         f"{kernels * 1e3:.0f} ms",
+        f"{ahead * 1e3:.0f} ms",
         f"FX {fx_hit} hit {fx_miss} miss, AOT {aot_hit} hit {aot_miss} miss",
     ]
 
@@ -143,8 +200,12 @@ def write_profiles(directory: Path, device: str) -> None:
             in_new_process(variant, device, cache)
             found = in_new_process(variant, device, cache, "--profile", str(path))
         print(f"{variant}: {found['seconds']:.2f} s under the profiler, {path}", flush=True)
-        for name, seconds in found["kernels"]:
-            print(f"  {name}: {seconds * 1e3:.0f} ms", flush=True)
+        print_parts(found)
+
+
+def print_parts(found: dict[str, Any]) -> None:
+    for name, what, thread, began, seconds in sorted(found["kernels"], key=lambda part: part[3]):
+        print(f"  {began:6.2f} s: {name}, {what}, {seconds * 1e3:.0f} ms, {thread}", flush=True)
 
 
 def main() -> None:
@@ -157,6 +218,7 @@ def main() -> None:
     parser.add_argument(
         "--profile", type=Path, metavar="DIRECTORY", help="two warm runs, where their time goes; no table"
     )
+    parser.add_argument("--parts", action="store_true", help="print what our kernels take, by variant and thread")
     parser.add_argument("--write", action="store_true", help="update the section in BENCHMARKS.md")
     parser.add_argument("--variant", choices=("plain", "guarded"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -175,15 +237,25 @@ def main() -> None:
                     runs.setdefault((variant, kind), []).append(found)
                     took = f"{found['seconds']:6.2f} s {found['hits']}"
                     print(f"run {number + 1}: {variant:8s} {kind:5s} {took}", flush=True)
-    header = ["caches", "unguarded", "guarded (spread)", "difference", "of it our passes", "of it our kernels"]
+                    if args.parts:
+                        print_parts(found)
+    header = [
+        "caches",
+        "unguarded",
+        "guarded (spread)",
+        "difference",
+        "of it our passes",
+        "our kernels",
+        "these beside it",
+    ]
     header.append("caches, guarded run")
     rows = [_row(kind, runs["plain", kind], runs["guarded", kind]) for kind in ("cold", "warm")]
     kernels = ""
     if args.device == "cuda":
-        count = len(runs["guarded", "cold"][0]["kernels"])
+        count = variants(runs["guarded", "cold"][0])
         kernels = (
             f" The guarded run compiles {count} variants of the canary's Triton kernels too, or takes them from "
-            "Triton's cache, one after the other in its first forward, however many layers there are."
+            "Triton's cache, however many layers there are: other threads do, while Inductor compiles."
         )
     text = (
         f"## Compile time\n\n{report.environment(args.device)}. First call of a compiled decode step of a tiny Llama "

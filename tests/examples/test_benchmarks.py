@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -158,23 +159,53 @@ def test_usual_forwards_of_a_gpu_and_what_only_adds():
     assert ("gqa decode 64 x 4096", "reduce-overhead", 1) in names("--configs", "off")
 
 
-def test_first_launches_of_our_kernels_are_what_compiling_takes(monkeypatch):
+def test_what_our_kernels_take_of_a_first_call_is_said_by_thread(monkeypatch):
+    import triton.compiler
+    from triton.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction
+
+    from kvcanary_fx.kernels.compile_ahead import InBackground
 
     def kernel(module: str) -> types.SimpleNamespace:
         function = types.SimpleNamespace(__module__=module, __name__=f"kernel of {module}")
         return types.SimpleNamespace(fn=function, device_caches={0: ({},)})
 
     def launch(kernel: types.SimpleNamespace, signature: str) -> str:
-        kernel.device_caches[0][0][signature] = "compiled"
+        if signature not in kernel.device_caches[0][0]:
+            kernel.device_caches[0][0][signature] = triton.compiler.compile(types.SimpleNamespace(fn=kernel))
         return "launched"
 
     monkeypatch.setattr(JITFunction, "run", launch)
+    monkeypatch.setattr(triton.compiler, "compile", lambda source: types.SimpleNamespace(src=source, module=None))
+    monkeypatch.setattr(CompiledKernel, "_init_handles", lambda loaded: vars(loaded).update(module=1))
+    monkeypatch.setattr(InBackground, "wait", lambda self: None)
     times = compile_time.KernelTimes()
     ours, other = kernel("kvcanary_fx.kernels.content.triton_layer"), kernel("inductor")
+
+    def ahead():
+        JITFunction.run(ours, "a")
+        for _ in range(2):
+            CompiledKernel._init_handles(ours.device_caches[0][0]["a"])
+
+    thread = threading.Thread(target=ahead, name="ahead")
+    thread.start()
+    thread.join()
+    InBackground.wait(None)
     made = [JITFunction.run(*what) for what in ((ours, "a"), (ours, "a"), (other, "a"), (ours, "b"))]
     assert made == ["launched"] * 4
-    assert [name for name, _ in times.seconds] == ["kernel of kvcanary_fx.kernels.content.triton_layer"] * 2
+    assert [(what, thread) for _, what, thread, _, _ in times.parts] == [
+        ("compile", "ahead"),
+        ("first launch", "ahead"),
+        ("load", "ahead"),
+        ("wait", "MainThread"),
+        ("first launch", "MainThread"),
+        ("compile", "MainThread"),
+        ("first launch", "MainThread"),
+    ]
+    found = {"kernels": times.parts}
+    assert compile_time.variants(found) == 2
+    assert compile_time.in_first_call(found) == sum(times.parts[i][4] for i in (3, 4, 6))
+    assert compile_time.beside_it(found) == sum(times.parts[i][4] for i in (0, 2))
 
 
 def test_plot_has_every_line_and_mark():

@@ -1,0 +1,88 @@
+"""A graph's first launches are compiled while the inner backend compiles the graph."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from toys import Rig
+
+from kvcanary_fx.compile.rehearsal import PARSES_IN_THREADS
+from kvcanary_fx.kernels.compile_ahead import InBackground, name_of_triton
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
+def test_first_launches_are_compiled_in_the_background():
+    """In a process of its own: here the interpreter has taken the compiler's place."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    scenes = str(Path(__file__).with_name("rehearsal_scenes.py"))
+    script = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--noconftest", scenes]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert done.stdout.startswith("....")
+
+
+def test_triton_has_one_name_for_itself_and_for_inductor():
+    """So that it is computed once."""
+    from torch._inductor.runtime.triton_compat import triton_key
+
+    name = name_of_triton()
+    assert triton_key() is name
+    assert triton.__version__ in name
+
+
+def test_waiting_for_nothing_ends_at_once():
+    ahead = InBackground()
+    ahead.wait()
+    ahead.wait()
+
+
+def test_a_process_ends_while_kernels_are_compiled_in_the_background():
+    """What compiles is waited for, a second or two; what has not begun does not run."""
+    code = (
+        "import threading, torch\n"
+        "from kvcanary_fx.kernels import compile_ahead\n"
+        "compile_ahead.compile_ahead = lambda run, device: run()\n"
+        "ahead = compile_ahead.InBackground()\n"
+        "ahead.compile(lambda: threading.Event().wait(0.5), torch.device('cuda'))\n"
+        "print('over')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not PARSES_IN_THREADS, reason="this Python's parser is not for threads")
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_first_call_on_a_gpu_compiles_nothing_in_its_own_thread(tmp_path, monkeypatch, inner, tokens):
+    from triton.runtime.jit import JITFunction
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kvcanary_fx") and ".triton_" in name:
+            for value in vars(module).values():
+                if isinstance(value, JITFunction):
+                    value.device_caches.clear()
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    compiling, found = triton.compiler.compile, []
+
+    def noted(source, *args, **settings):
+        function = getattr(getattr(source, "fn", None), "fn", None)
+        if getattr(function, "__module__", "").startswith("kvcanary_fx"):
+            found.append((function.__name__, threading.current_thread() is threading.main_thread()))
+        return compiling(source, *args, **settings)
+
+    monkeypatch.setattr(triton.compiler, "compile", noted)
+    rig = Rig.build(device="cuda", inner=inner, checks=("content", "operand", "bounds", "poison"))
+    for _ in range(3):
+        rig.step(tokens)
+    torch.cuda.synchronize()
+    assert rig.session.violations() == []
+    assert found
+    assert not [name for name, in_main in found if in_main]
