@@ -112,6 +112,18 @@ def test_under_a_budget_log_and_clients_learn_how_many_tokens_had_been_sent(rig,
     assert rig.reasons["D"] is None
 
 
+def test_the_rest_of_a_damaged_block_which_is_told_when_it_is_given_up_lets_nobody_begin_again(rig, clean, request):
+    """An eighth of its slots is compared in a step: the others are when the requests give it up to begin again."""
+    contain(rig, "recompute")
+    for space in [pool.space for pool in rig.session.pools.values()]:
+        request.addfinalizer(functools.partial(object.__setattr__, space, "verify_every", space.verify_every))
+        object.__setattr__(space, "verify_every", 8)
+    damage_a_block_that_three_share(rig)
+    assert {v.phase for v in rig.session.violations()} == {"pre", "life"}
+    assert rig.finished == dict.fromkeys("ABCD", "length")
+    assert rig.preempted == 3
+
+
 @pytest.mark.parametrize("outcome", ["log", "recompute"])
 def test_each_violation_is_one_line_of_the_log(rig, clean, caplog, outcome):
     contain(rig, outcome)

@@ -543,6 +543,15 @@ def test_requests_that_a_violation_concerns(violation, readers):
     assert (given.blocks() == set()) == (violation.slot < 0)
 
 
+def test_a_request_that_began_again_does_not_do_so_for_the_blocks_that_it_gave_up():
+    given = verdict.Verdict()
+    given.add(found("content", 2 * 16, "A", phase="life"), [16, 32])
+    assert given.readers(TABLES) == {"A": 1}, "it may have read them, in a window that it has left"
+    assert given.readers(TABLES, {"A"}) == {}
+    given.add(found("content", 2 * 16, "A"), [16, 32])
+    assert given.readers(TABLES, {"A"}) == {"A": 1, "B": 1}, "it reads damage again"
+
+
 def test_advice_is_about_vllm_and_not_about_calls_that_it_does_not_have():
     assert set(ADVICE) <= set(TEXTS)
     for name, text in TEXTS.items():

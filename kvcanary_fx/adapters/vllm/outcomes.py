@@ -39,6 +39,9 @@ _AGAIN: Counter[str] = Counter()
 #: What the clients of requests that began again are told when these end, by their ids.
 _LATE: dict[str, str] = {}
 
+#: How many tokens each request had when it began again last, by its id.
+_BEGAN_WITH: dict[str, int] = {}
+
 
 def hook() -> None:
     """Follow every scheduler of this process."""
@@ -62,33 +65,37 @@ def _update_from_output(
     original: Callable[..., Any], scheduler: Any, scheduled: Any, output: Any, *args: Any, **kwargs: Any
 ) -> Any:
     for request in scheduled.finished_req_ids if _AGAIN else ():
-        _AGAIN.pop(request, None)
-        _LATE.pop(request, None)
+        for known in (_AGAIN, _LATE, _BEGAN_WITH):
+            known.pop(request, None)
     verdict = getattr(output, ATTRIBUTE, None)
     if not isinstance(verdict, Verdict):
         outputs = original(scheduler, scheduled, output, *args, **kwargs)
         if _LATE:
             _tell_late(outputs)
         return outputs
-    ended = contain(scheduler, verdict, _AGAIN, _LATE)
+    ended = contain(scheduler, verdict, _AGAIN, _LATE, _BEGAN_WITH)
     outputs = original(scheduler, scheduled, output, *args, **kwargs)
     _tell_clients(outputs, ended, verdict)
     return outputs
 
 
-def contain(scheduler: Any, verdict: Verdict, again: Counter[str], late: dict[str, str]) -> list[Any]:
+def contain(
+    scheduler: Any, verdict: Verdict, again: Counter[str], late: dict[str, str], began_with: dict[str, int]
+) -> list[Any]:
     """Keep damage from requests: before the tokens of the step are processed.
 
     Args:
         again: how often each request has begun again; counted here.
         late: what the clients of requests that begin again are told when these end; added to here.
+        began_with: how many tokens each had when it began again last; added to here.
 
     Returns:
         The requests that ended.
     """
     manager = scheduler.kv_cache_manager
     tables = {request: manager.get_block_ids(request) for request in scheduler.requests}
-    readers = verdict.readers(tables)
+    now = {name: request.num_output_tokens for name, request in scheduler.requests.items()}
+    readers = verdict.readers(tables, {name for name, tokens in began_with.items() if now.get(name) == tokens})
     if manager.enable_caching:
         manager.evict_blocks(_evicted(verdict, readers, tables, manager.block_pool))
     preempted = []
@@ -96,6 +103,7 @@ def contain(scheduler: Any, verdict: Verdict, again: Counter[str], late: dict[st
         preempted = [r for r in reversed(scheduler.running) if r.request_id in readers and again[r.request_id] < TRIES]
     for request in preempted:  # in reverse: each goes to the front of the queue
         again[request.request_id] += 1
+        began_with[request.request_id] = request.num_output_tokens
         if verdict.late:
             late[request.request_id] = _reason(verdict, request)
         _preempt(scheduler, request)

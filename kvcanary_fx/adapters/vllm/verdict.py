@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Verdict:
     Attributes:
         id: of the incident, for the log and the client.
         requests: ids of the requests that violations name.
+        past: those that are named only for a block that they gave up.
         damaged: blocks whose bytes are wrong, by KV cache group: nobody may read them any more.
         doubtful: blocks that are wrong for the named request only, by KV cache group.
         everyone: a violation names neither a request nor a slot: all requests of the step may be concerned.
@@ -40,6 +42,7 @@ class Verdict:
 
     id: str = dataclasses.field(default_factory=new_id)
     requests: set[str] = dataclasses.field(default_factory=set)
+    past: set[str] = dataclasses.field(default_factory=set)
     damaged: dict[int, set[int]] = dataclasses.field(default_factory=dict)
     doubtful: dict[int, set[int]] = dataclasses.field(default_factory=dict)
     everyone: bool = False
@@ -55,7 +58,7 @@ class Verdict:
         """
         self.total += 1
         if violation.request is not None:
-            self.requests.add(str(violation.request))
+            (self.past if violation.phase == "life" else self.requests).add(str(violation.request))
         number = violation.pool.removeprefix("group").removeprefix("draft")
         if violation.slot < 0 or not number.isdigit():
             self.everyone |= violation.request is None
@@ -69,15 +72,19 @@ class Verdict:
         """All blocks that it names; an id belongs to one group at a time."""
         return {block for part in (self.damaged, self.doubtful) for some in part.values() for block in some}
 
-    def readers(self, tables: dict[str, tuple[list[int], ...]]) -> dict[str, int]:
+    def readers(
+        self, tables: dict[str, tuple[list[int], ...]], begun_again: Container[str] = frozenset()
+    ) -> dict[str, int]:
         """The requests that it concerns, each with its first block that must not be read again.
 
         Args:
             tables: the blocks of each request, by group.
+            begun_again: requests that began again and have no token since: what was wrong with blocks that they gave
+                up for it is past.
         """
         found: dict[str, int] = {}
         for request, groups in tables.items():
-            named = self.everyone or request in self.requests
+            named = self.everyone or request in self.requests or (request in self.past and request not in begun_again)
             places = [
                 place
                 for group, table in enumerate(groups)
