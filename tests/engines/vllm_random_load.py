@@ -201,9 +201,15 @@ def _child(args: argparse.Namespace, seed: int, guarded: bool, cache: str | None
         return dict(failed=f"not ready after {error.timeout} s")
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
-        return dict(failed=f"status {done.returncode}: {done.stderr[-1500:]}")
+        return dict(failed=f"status {done.returncode}: {done.stderr[-1500:]}", why=_reason(done.stderr))
     found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
     return found
+
+
+def _reason(log: str) -> str:
+    """The last error that a process told of, which need not be its last line: ranks warn when they end."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "nothing was said")[-300:]
 
 
 def _judge(args: argparse.Namespace, seed: int, cache: str | None = None) -> dict[str, Any]:
@@ -214,7 +220,7 @@ def _judge(args: argparse.Namespace, seed: int, cache: str | None = None) -> dic
     """
     plain = _child(args, seed, False, cache)
     if "failed" in plain:
-        return dict(seed=seed, ok=None, unable=plain["failed"][-200:])
+        return dict(seed=seed, ok=None, unable=plain.get("why", plain["failed"]))
     guarded = _child(args, seed, True, cache)
     wrong = [f"guarded: {guarded['failed']}"] if "failed" in guarded else []
     if not wrong:
