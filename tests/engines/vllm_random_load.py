@@ -209,7 +209,9 @@ def _child(args: argparse.Namespace, seed: int, guarded: bool, cache: str | None
 def _reason(log: str) -> str:
     """The last error that a process told of, which need not be its last line: ranks warn when they end."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "nothing was said")[-300:]
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "nothing was said")[
+        -300:
+    ]
 
 
 def _judge(args: argparse.Namespace, seed: int, cache: str | None = None) -> dict[str, Any]:

@@ -241,3 +241,57 @@ def test_k_and_v_live_until_the_model_waits_for_what_reads_them(beside, monkeypa
     Rig(layers=3).step([3])
     assert alive[:3] == [[True, True]] * 3
     assert alive[3:] == [[False, False]] * 2  # the forward's own
+
+
+class Clocked:
+    """In the place of an event: whether the device has come to it is said by the test."""
+
+    reached = True
+
+    def __init__(self, **_):
+        self.recorded = 0
+
+    def record(self, stream=None):
+        self.recorded += 1
+
+    def query(self):
+        return Clocked.reached
+
+
+@pytest.fixture
+def graph_beside(monkeypatch):
+    """Work beside a graph of a device that is made up."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "Event", Clocked)
+    monkeypatch.setattr(side_stream, "CurrentStream", lambda device: lambda: None)
+    return side_stream.BesideGraph(torch.device("cuda", 0))
+
+
+def steps(graph: side_stream.BesideGraph, numbers: range, waits: bool, others: tuple[int, ...] = ()) -> list[bool]:
+    """Steps of these numbers, whether each has its checks beside its graph; ``others`` are steps without a graph."""
+    Clocked.reached, found = waits, []
+    for number in numbers:
+        if number not in others:
+            found.append(graph.pays(number))
+            graph.replayed(number)
+    return found
+
+
+def test_checks_are_in_front_of_a_graph_while_the_device_waits_for_the_host(graph_beside):
+    assert all(steps(graph_beside, range(1, 200), waits=False))
+    assert all(steps(graph_beside, range(200, 224), waits=True)), "seen once: a step after a pause"
+    assert not any(steps(graph_beside, range(224, 300), waits=True))
+    again = steps(graph_beside, range(300, 340), waits=False)
+    assert again[-1]
+    assert all(again[again.index(True) :])
+
+
+def test_a_step_without_a_graph_in_between_says_nothing(graph_beside):
+    """The device was done with the graph's step long before the next, whoever waits for whom."""
+    prompts = tuple(range(0, 400, side_stream.LOOK))
+    assert all(steps(graph_beside, range(1, 400), waits=True, others=prompts))
+
+
+def test_looks_are_seldom(graph_beside):
+    steps(graph_beside, range(1, 1601), waits=False)
+    assert graph_beside._replayed.recorded <= 100
