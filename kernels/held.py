@@ -56,8 +56,8 @@ class Held:
         """A forward that is captured as a whole begins, or it is over.
 
         Args:
-            layers: once so many have written, all that is held is recorded, beside what is left of the model: behind
-                the last attention that is a projection and an MLP.
+            layers: once so many have written, all that is held is recorded beside the rest of the model, which is a
+                projection and an MLP behind the last attention.
             side: where; whoever captures joins it.  None: nothing is recorded beside the model.
         """
         self.taken, self.beside = 0, False

@@ -50,9 +50,8 @@ class KeptCalls:
         room = _room(len(pages))
         if self._ring is None:
             self._ring = EventRing(self._device)
-        ahead = (
-            compiling_ahead()
-        )  # then no launch takes an entry; what takes over where the ring is full is compiled, too
+        # while kernels are compiled ahead no launch takes an entry, and the caller compiles what it does instead, too
+        ahead = compiling_ahead()
         if not ahead and not self._ring.offer(rows, pages, page_size):
             return False
         imported = self._content.imported

@@ -160,7 +160,7 @@ class Controller:
             every //= 2
         return every
 
-    def meet(self, stored: float) -> None:
+    def note_stored(self, stored: float) -> None:
         """Steps have so many tokens stored from here on.
 
         A price that was learned with less is scaled up, and the noise in it as well: it is learned anew, once for each

@@ -119,7 +119,7 @@ class Pace:
         self._arriving: tuple[_Trio, int, int, float] | None = None  # with N, N of the probe, seconds guessed
         self._wait = 0  # calls until the next reading
         self._every, self._stored = START, 0.0  # N that the devices have, and what is stored in the running call
-        self._looked_at = 0.0  # what was stored when N was last chosen for it
+        self._chosen_for = 0.0  # what was stored when N was chosen last
         self._told: int | None = None  # N that was logged
         self._warned = False
         self._running: Sample | None = None
@@ -215,7 +215,7 @@ class Pace:
         with self._lock:
             if stored:
                 self._stored = stored
-                if abs(stored - self._looked_at) > SLIGHTLY * self._looked_at and not capturing():
+                if abs(stored - self._chosen_for) > SLIGHTLY * self._chosen_for and not capturing():
                     self._follow(stored)
             self._tour(key).note(self.every)
             self._wait -= 1
@@ -260,8 +260,8 @@ class Pace:
 
     def _follow(self, stored: float) -> None:
         """So many tokens are stored now: compare a share whose cost fits, which need not be the smallest that does."""
-        self._looked_at = stored
-        self.controller.meet(stored)
+        self._chosen_for = stored
+        self.controller.note_stored(stored)
         self._wait = min(self._wait, self.controller.period)
         needed = self.controller.every_for(stored)
         if needed <= self._every <= 4 * needed:
@@ -272,7 +272,7 @@ class Pace:
 
     def _set(self) -> None:
         """Another N is to be in use, as the controller says."""
-        self._looked_at = self._stored
+        self._chosen_for = self._stored
         self._every = self.controller.every_for(self._stored)
         self._write(self._every)
 

@@ -31,3 +31,14 @@ def use_gpu_kernels(replace: Callable[[Any, str, Any], None]) -> None:
         for finder, kernels in KERNELS:
             if name.startswith("kvcanary_fx") and hasattr(module, finder):
                 replace(module, finder, lambda device, kernels=kernels: kernels)
+
+
+class Graph:
+    """In the place of a captured graph: does what was captured."""
+
+    def __init__(self, run):
+        self._run, self.replays = run, 0
+
+    def replay(self):
+        self.replays += 1
+        self._run()

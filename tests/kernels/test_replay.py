@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_on_cpu import use_gpu_kernels
+from gpu_on_cpu import Graph, use_gpu_kernels
 from toy import Toy
 
 from kvcanary_fx.kernels import replay
@@ -13,17 +13,6 @@ from kvcanary_fx.kernels.replay import ONE_BY_ONE, Replayed
 from kvcanary_fx.kernels.slots import gpu
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
-
-
-class Graph:
-    """In the place of a captured graph: does what was captured."""
-
-    def __init__(self, run):
-        self._run, self.replays = run, 0
-
-    def replay(self):
-        self.replays += 1
-        self._run()
 
 
 @pytest.fixture

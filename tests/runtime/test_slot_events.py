@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from gpu_on_cpu import use_gpu_kernels
+from gpu_on_cpu import Graph, use_gpu_kernels
 from toy import Toy
 
 import kvcanary_fx
@@ -60,17 +60,6 @@ def faulty_life(toy: Toy) -> list[tuple]:
     pool.release([3], owner="A")
     pool.release([3], owner="A")
     return sorted((v.why, v.slot, v.request, v.position, v.token, v.phase, v.step) for v in toy.found())
-
-
-class Graph:
-    """In the place of a captured graph: does what was captured."""
-
-    def __init__(self, run):
-        self._run, self.replays = run, 0
-
-    def replay(self):
-        self.replays += 1
-        self._run()
 
 
 @interpreted
