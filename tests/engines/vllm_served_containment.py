@@ -224,20 +224,31 @@ class Run:
             v2 = ".worker.gpu." in facts["runner"] and facts["captured"] > 0 and "FULL" in facts["graphs"]
             found["ok"] &= v2 or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
         if self.late:
-            self._learn_within()
-            enough = round(1.5 * self.within * self.length / seconds) + 2 * GPU_SHARE
+            enough = self._learn_within(seconds / self.length)
             found |= dict(within=self.within, ok=found["ok"] and enough <= self.length)
         return found | dict(
             ready=round(ready, 1), guarded=at_health.get(GUARDED), worst=round(self.worst, 4),
             tokens_per_second=round(sum(map(len, self.clean.values())) / seconds), errors=_errors(streams), **facts,
         )  # fmt: skip
 
-    def _learn_within(self) -> None:
-        """The time that the server says, once it knows what comparing costs."""
-        if not self.on_gpu:  # a share that is fixed has no time
-            return
+    def _learn_within(self, step: float) -> int:
+        """The time that the server says, once it knows what comparing costs.
+
+        Its first bound is of few steps, and on a busy host a wide one: the server goes on until a request is long
+        enough to see what comes after it.
+
+        Args:
+            step: seconds for a token.
+
+        Returns:
+            the tokens that a request must have for that.
+        """
         end = time.monotonic() + 20
-        while not self.within and time.monotonic() < end:
+        while True:
+            enough = round(1.5 * self.within / step) + 2 * GPU_SHARE
+            known = self.within and enough <= self.length
+            if not self.on_gpu or known or time.monotonic() > end:  # on a CPU the share is fixed, and has no time
+                return enough
             for stream in [self._stream(f"load-{name}", name, 300) for name in "ABCD"]:
                 stream.join()
             self.within = metrics(self.server)[WITHIN]
