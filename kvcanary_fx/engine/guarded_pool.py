@@ -129,6 +129,24 @@ class EnginePool:
             slot_life.report_taken(self.space, rival.space, self.slot_tensor(slots, page_size), self._ids.hash(owner))
         self.live_slots += self._events.add(_ALLOCATE, slots, page_size, owner)
 
+    def allocate_each(self, given: Sequence[tuple[Slots, RequestId | None]], page_size: int = 1) -> None:
+        """As many calls of :meth:`allocate`, in order, for less of the host's time than one after the other.
+
+        Args:
+            given: the slots and the owner of each.
+
+        Raises:
+            EngineError: as :meth:`allocate` does; the calls before the wrong one are made.
+        """
+        for slots, owner in given[:1]:
+            self.allocate(slots, owner, page_size)
+        named = None if self.rivals else self._events.add_alike(_ALLOCATE, given[1:], page_size)
+        if named is not None:
+            self.live_slots += named
+            return
+        for slots, owner in given[1:]:
+            self.allocate(slots, owner, page_size)
+
     def release(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """One reference to each slot was dropped; a slot without references is free.
 

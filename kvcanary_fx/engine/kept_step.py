@@ -15,7 +15,11 @@ from .steps import Steps
 class KeptStep:
     """A step with one forward, whose checks were kept: around the model.
 
-    No generator and nothing nested: it is entered in each decode step, which is often waiting for the host.
+    No generator and nothing nested: it is entered in each decode step, which is often waiting for the host.  It may be
+    entered again, for a step of as many requests and tokens.
+
+    Attributes:
+        stored: about how many tokens the next step's batch has stored before; 0 if nobody knows.
     """
 
     def __init__(
@@ -24,34 +28,36 @@ class KeptStep:
         kept: KeptForward,
         send: Callable[[int], None],
         size: tuple[int, int],
-        measure: Callable[[], Sample | None],
+        measure: Callable[[float], Sample | None],
         held: Held | None = None,
         finished: bool = False,
+        stored: float = 0,
     ):
         """
         Args:
             send: gives the device what ``take_in`` needs, given the number of the step.
             size: requests and tokens of the batch.
-            measure: begins a measurement, if one is due.
+            measure: begins a measurement, if one is due for so many stored tokens.
             held: takes what the layers wrote until the model has run.
-            finished: as of :meth:`.LayerChecks.kept`.
+            finished, stored: as of :meth:`.LayerChecks.kept`.
         """
         self._steps, self._kept, self._send, self._size = steps, kept, send, size
         self._measure, self._held, self._finished = measure, held, finished
+        self.stored = stored
+        context = kept.context(size[1])
+        self._context = context if held is None else dataclasses.replace(context, held=held)
 
     def __enter__(self) -> None:
-        self._sample = self._measure()
+        sample = self._sample = self._measure(self.stored)
         try:
             # one after the other where it is measured what the checks take
-            beside = self._finished and self._sample is None
-            self._steps.begin_kept(self._kept, self._send, *self._size, beside)
+            self._steps.begin_kept(self._kept, self._send, *self._size, self._finished and sample is None)
         except BaseException:
             self._steps.leave_kept()
             raise
-        context = self._kept.context(self._size[1])
-        self._published = publish(context if self._held is None else dataclasses.replace(context, held=self._held))
-        if self._sample is not None:
-            self._sample.model_runs()
+        self._published = publish(self._context)
+        if sample is not None:
+            sample.model_runs()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         withdraw(self._published)

@@ -252,9 +252,12 @@ class LayerChecks:
         hold: bool = False,
         finished: bool = False,
         stored: float = 0,
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> KeptStep:
         """A step of the engine with one forward, in the place of ``session.step``, ``session.forward`` and
         :meth:`publish`: around the model.  Violations wait until somebody reads them.
+
+        What is returned may be entered again for the next step, if it differs in nothing that was given here but the
+        tokens stored, and no graph was captured in between.
 
         Args:
             send: gives the device what ``take_in`` needs, given the number of the step.
@@ -270,7 +273,7 @@ class LayerChecks:
         """
         self._settle()
         held = self.held if hold else None
-        return KeptStep(self._steps, kept, send, (requests, tokens), lambda: self._measure(stored), held, finished)
+        return KeptStep(self._steps, kept, send, (requests, tokens), self._measure, held, finished, stored)
 
     def _measure(self, stored: float) -> Sample | None:
         """A step begins: what measures it, if it is to be measured."""

@@ -124,6 +124,47 @@ class SlotEvents:
                     return n * page_size
         return self._add_looking(event, slots, page_size, self._ids.hash(owner), stack)
 
+    def add_alike(self, event: Event, given: Sequence[tuple[Any, RequestId | None]], page_size: int) -> int | None:
+        """Note calls of one kind behind another, in order, if there is nothing odd about any of them.
+
+        Sixty-four requests that fill a page in the same step took the host 1.4 ms, a call each (vLLM on an H100).
+
+        Args:
+            given: slots and owner of each, as :meth:`add` takes them.
+
+        Returns:
+            How many slots they name; None: none is noted, and each is for :meth:`add`.
+        """
+        calls = self._few_calls(event, given, page_size)
+        if calls is None or not self._append_all(event, calls):
+            return None
+        return page_size * sum(len(pages) for _, pages, _, _ in calls)
+
+    def _few_calls(
+        self, event: Event, given: Sequence[tuple[Any, RequestId | None]], page_size: int
+    ) -> list[_Call] | None:
+        """Calls that name few pages on the host, of ids that are known; None if others are among them."""
+        if self.histories.stacks is not None or page_size != self._page_size or not self._calls:
+            return None
+        known, calls = self._known_ids, []
+        for slots, owner in given:
+            whose = known.get(owner) if type(owner) is str else None
+            if whose is None or type(slots) is not list or not 0 < len(slots) <= FEW or type(slots[0]) is not int:
+                return None
+            calls.append((event, slots[:], whose, page_size))
+        return calls if len(self._calls) + len(calls) <= CALLS else None
+
+    def _append_all(self, event: Event, calls: list[_Call]) -> bool:
+        """Note them, unless the bytes of some pages must be compared before."""
+        with self._lock:
+            if event in RENEWING and any(self._were_freed(pages) for _, pages, _, _ in calls):
+                return False
+            alone = self._looked == len(self._calls)
+            self._calls += calls
+            if alone and event in RENEWING:  # they released nothing
+                self._looked += len(calls)
+        return True
+
     def _add_looking(self, event: Event, slots: Any, page_size: int, owner: int, stack: int) -> int:
         """Note a call that is the first one, or another than most; send it, if it cannot wait."""
         if page_size != 1 and (type(page_size) is not int or page_size < 1):

@@ -88,6 +88,7 @@ class StepInputs:
         self._owned: set[int] | None = None  # addresses of the buffers; None: not looked up yet
         self.step = 0
         self._by_graph = {Axis.BATCH: 0, Axis.TOKENS: 0}  # entries that are not padding, and that no fill wrote
+        self._filled_by: tuple[int, int] | None = None  # requests and tokens of the graph that filled them last
         self._written: tuple[int | None, ...] = (0, 0, 0)  # what ``counts`` holds, as far as known
         self._unknown = False  # a graph writes to ``counts`` at each replay
         self._device = self._counts.device  # "cuda" has become "cuda:0" here
@@ -287,11 +288,14 @@ class StepInputs:
 
     def filled_by_graph(self, requests: int, tokens: int) -> None:
         """Something on the device has written so much of each buffer, and ``counts``: the next fill pads it."""
+        if self._filled_by == (requests, tokens):
+            return
         for axis, count in ((Axis.BATCH, requests), (Axis.TOKENS, tokens)):
             self._sizes[axis] = "a graph", count
             self._by_graph[axis] = max(self._by_graph[axis], count)
         self._written = (None, None, None)
         self._form, self._again = None, False
+        self._filled_by = requests, tokens
 
     def view(self, padded_bs: int | None = None, padded_tokens: int | None = None) -> StepView:
         """This step's inputs with ``padded_bs`` requests and ``padded_tokens`` tokens; by default the real ones.
@@ -332,7 +336,7 @@ class StepInputs:
     def _forget(self) -> None:
         for slot in self._slots.values() if any(self._by_graph.values()) else ():
             slot.used = max(slot.used, self._by_graph[slot.axis])
-        self._by_graph = {Axis.BATCH: 0, Axis.TOKENS: 0}
+        self._by_graph, self._filled_by = {Axis.BATCH: 0, Axis.TOKENS: 0}, None
         self._batch = self._form = None
         self._again, self._sends = False, 0
         self._filled.clear()

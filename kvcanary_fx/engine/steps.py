@@ -108,7 +108,7 @@ class Steps:
         self.ready = self.closed = False
         self.running: Forward | None = None
         self._step: Mapping[str | None, StepView] | None = None
-        self._thread: threading.Thread | None = None  # the thread that is in a step
+        self._thread: int | None = None  # the thread that is in a step
 
     def mark_ready(self) -> None:
         """The warm-up ended: number the steps from here."""
@@ -138,9 +138,10 @@ class Steps:
     def _require_no_step(self) -> None:
         if self._thread is None:
             return
-        if self._thread is not threading.current_thread():
+        if self._thread != threading.get_ident():
+            other = next((t.name for t in threading.enumerate() if t.ident == self._thread), "that has ended")
             raise SessionStateError(
-                f"thread {threading.current_thread().name!r} entered step() while thread {self._thread.name!r} is in "
+                f"thread {threading.current_thread().name!r} entered step() while thread {other!r} is in "
                 "one. A session serves one thread at a time: give each engine a session of its own, or take turns"
             )
         raise SessionStateError("step() inside step(): one step at a time; the forwards of a draft go into forward(i)")
@@ -157,7 +158,7 @@ class Steps:
         """A step begins."""
         self.require_open()
         self._require_no_step()
-        self._thread = threading.current_thread()
+        self._thread = threading.get_ident()
         self.begun += 1
         try:
             self.flush()
@@ -192,7 +193,7 @@ class Steps:
 
         Launches only, and reads nothing back, unless mode ``raise`` looks at a CPU's rings.
         """
-        here = self._thread is threading.current_thread()
+        here = self._thread == threading.get_ident()
         if self.running is not None and here:
             self.running.require(index)
             return False
@@ -231,9 +232,10 @@ class Steps:
         Args:
             beside: the model is a graph that waits for them itself.
         """
-        self.require_open()
-        self._require_no_step()
-        self._thread = threading.current_thread()
+        if self.closed or self._thread is not None:
+            self.require_open()
+            self._require_no_step()
+        self._thread = threading.get_ident()
         self.begun += 1
         self.flush()
         send(self.begun)
@@ -261,7 +263,7 @@ class Steps:
         """The step is over, also if the model raised."""
         if self.beside_graph is not None:
             self.beside_graph.close()
-        if self._thread is threading.current_thread():
+        if self._thread == threading.get_ident():
             self.running = self._thread = None
 
     def padded(self, requests: int, tokens: int) -> Forward:

@@ -217,9 +217,11 @@ class Pace:
                 self._stored = stored
                 if abs(stored - self._chosen_for) > SLIGHTLY * self._chosen_for and not capturing():
                     self._follow(stored)
-            self._tour(key).note(self.every)
+            self._tour(key).note(self._every)
             self._wait -= 1
             trio = self._trio
+            if self._wait > 0 and trio is None and self._arriving is None and self._ranks is None:
+                return None  # most calls
             if self._ranks is not None and trio is None and not capturing() and self._ranks.changed():
                 self._agree(self._ranks)
             if (trio is None and self._arriving is None and self._wait > 0) or capturing():

@@ -459,11 +459,19 @@ def test_ledger_takes_an_id_that_ended_and_came_again():
 # ---- whose each page is
 
 
+class TakenOneByOne:
+    """What is told at once, as single calls."""
+
+    def allocate_each(self, given, page_size):
+        for slots, owner in given:
+            self.allocate(slots, page_size=page_size, owner=owner)
+
+
 def test_pages_that_the_prefix_cache_gives_up_in_a_step_are_released_at_once_before_any_is_handed_out():
     """A GPU is told of what was released before it is told who gets it: once a step, not once a request."""
     told = []
 
-    class Pool:
+    class Pool(TakenOneByOne):
         declared = SimpleNamespace(table_page_size=16)
 
         def __getattr__(self, name):
@@ -487,7 +495,7 @@ def test_calls_for_pages_have_the_stacks_of_the_scheduler_also_those_that_wait_f
 
     told = []
 
-    class Pool:
+    class Pool(TakenOneByOne):
         declared = SimpleNamespace(table_page_size=16)
 
         def __getattr__(self, name):

@@ -17,6 +17,7 @@ from kvcanary_fx.engine import kept_calls, slot_events
 from kvcanary_fx.engine.kept_calls import KeptCalls
 from kvcanary_fx.kernels import bound_launch, compile_ahead, replay
 from kvcanary_fx.kernels.slots import gpu_life
+from kvcanary_fx.kernels.slots.space import REFERENCE
 from kvcanary_fx.kernels.staging import Staging
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
@@ -268,6 +269,58 @@ def test_random_calls_leave_what_they_leave_told_one_by_one(launches, monkeypatc
     monkeypatch.undo()
     assert together == [random_life(seed) for seed in seeds]
     assert {check for found, *_ in together for check, *_ in found} >= {"content", "owner"}
+
+
+def slots_taken(seed: int, at_once: bool) -> tuple:
+    """Requests take slots, now and then what another has released; what is reported and known."""
+    rng, toy = random.Random(seed), prefilled()
+    toy.kv[0][0].view(torch.int32)[4, 0, 1] ^= 4  # found when the slot is released
+    for _ in range(4):
+        toy.pool.release([rng.randint(3, 8)], owner="A")
+        given = [
+            ([rng.randint(2, 10) for _ in range(rng.choice([0, 1, 1, 1, 2]))], rng.choice(["A", "B", "C", "new", None]))
+            for _ in range(rng.randint(0, 5))
+        ]
+        if at_once:
+            toy.pool.allocate_each(given)
+        else:
+            for slots, owner in given:
+                toy.pool.allocate(slots, owner)
+        toy.kv[0][0][[slot for slots, _ in given for slot in slots]] = rng.random()  # the new owners may write at once
+    found = sorted((v.check, v.why or "", v.slot, v.request or "", v.half) for v in toy.found())
+    return found, toy.pool.space.block[:-1].tolist(), toy.pool.digests.tolist(), toy.pool.live_slots
+
+
+@interpreted
+def test_slots_taken_at_once_leave_what_calls_one_by_one_leave(launches):
+    seeds = range(4)  # Dynamo compiles no ninth model of one class
+    together = [slots_taken(seed, at_once=True) for seed in seeds]
+    assert together == [slots_taken(seed, at_once=False) for seed in seeds]
+    assert {check for found, *_ in together for check, *_ in found} >= {"content", "owner"}
+
+
+@interpreted
+def test_slots_taken_at_once_wait_with_the_calls_before_them(launches):
+    toy = prefilled()
+    toy.session.ids.hash("B"), toy.session.ids.hash("C")
+    launches.clear()
+    toy.pool.allocate_each([([7], "B"), ([8], "C"), ([9, 10], "B")])
+    toy.pool.release([9], owner="B")
+    toy.pool.allocate_each([([11], "C"), ([12], "B")])
+    assert launches == []
+    toy.pool.allocate_each([([13], "C"), ([9], "C")])  # the bytes of what was released are compared before
+    assert launches == [7]
+    assert toy.found() == []
+    assert launches == [7, 1]
+
+
+@pytest.mark.parametrize("wrong", [[1.5], ["a"]])
+def test_a_wrong_slot_among_those_taken_at_once_is_refused_by_name_and_those_before_it_are_told(launches, wrong):
+    toy = prefilled()
+    with pytest.raises(EngineError, match="slots"):
+        toy.pool.allocate_each([([7], "B"), ([8], "C"), (wrong, "C")])
+    assert toy.pool.live_slots == 5
+    assert (toy.pool.space.flags[[7, 8]] // REFERENCE).tolist() == [1, 1]
 
 
 @interpreted

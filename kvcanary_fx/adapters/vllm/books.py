@@ -49,6 +49,11 @@ class Books:
         self._pending: list[_Taken] = []  # since the last forward
         self._shared_later: list[_Taken] = []
 
+    @property
+    def pending(self) -> bool:
+        """Whether requests have taken up blocks since the last forward."""
+        return bool(self._pending)
+
     def apply(self, events: Sequence[tuple[Any, ...]], stacks: Sequence[tuple[str, ...]] = ()) -> None:
         """Apply a scheduler's journal, in order.
 
@@ -74,14 +79,15 @@ class Books:
         with told(calls[0][1]):  # the GPU must get the releases before the new owners: once for all
             self._evict(list(itertools.chain.from_iterable(event[1] for event, _ in calls)))
         pools = self._known_pools()
-        for (_, ids, request, group), stack in calls:
-            self.group.update(dict.fromkeys(ids, group))
+        for (group, stack), run in itertools.groupby(calls, lambda call: (call[0][3], call[1])):
+            given = [(event[1], event[2]) for event, _ in run]
+            self.group.update(dict.fromkeys(itertools.chain.from_iterable(ids for ids, _ in given), group))
             known = pools.get(f"group{group}")
             if known is None:
                 continue
             pool, page_size = known
             with told(stack):
-                pool.allocate(ids, owner=request, page_size=page_size)
+                pool.allocate_each(given, page_size)
 
     def _evict(self, ids: Sequence[int]) -> None:
         """The prefix cache gives up those of the blocks that it holds."""
@@ -118,8 +124,9 @@ class Books:
 
     def after_forward(self) -> None:
         """A forward ended: share what it wrote for several requests."""
-        later, self._shared_later = self._shared_later, []
-        self._take_up(later)
+        if self._shared_later:
+            later, self._shared_later = self._shared_later, []
+            self._take_up(later)
 
     def _take_up(self, taken: Iterable[_Taken]) -> None:
         """Requests take up blocks, in order; neighbours that are alike are one call."""

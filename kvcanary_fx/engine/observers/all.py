@@ -46,9 +46,13 @@ class Observers:
         Raises:
             UnrecordedLayersError: mode ``raise``, and a layer's writes are not recorded.
         """
-        self.sweep.after_step()
-        self.health.after_step()
-        self.windows.after_step()
+        if self.sweep.every:
+            self.sweep.after_step()
+        schedule = self._session.schedule
+        if schedule.health or schedule.stats:
+            self.health.after_step()
+        if schedule.windows:
+            self.windows.after_step()
 
     def stats(self, base: Stats) -> EngineStats:
         """The counts of the session, out of those that every session has."""

@@ -51,10 +51,12 @@ class Drafting:
 
     Attributes:
         layers: how many layers of a draft are guarded.
+        expected: whether the runner has drafts to verify, or proposes some.
     """
 
     def __init__(self, runner: Any, groups: Sequence[Group]):
         self.layers = sum(len(group.drafted) for group in groups)
+        self.expected = bool(runner.num_speculative_steps) or getattr(runner, "speculator", None) is not None
         self._runner, self._groups = runner, groups
         self._verifies = False  # the running step has drafts
         self._verified: tuple[torch.Tensor, torch.Tensor] | None = None  # what became of them

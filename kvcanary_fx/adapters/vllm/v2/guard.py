@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -65,6 +66,7 @@ class GuardV2(Guard):
         self._room = runner.max_num_reqs, runner.max_num_tokens
         self._warm_up = WarmUp(runner, groups)
         self._open: _Open | None = None  # our step, while the model runs
+        self._opened: _Open | None = None  # the last one: it is used again
         self._tokens = self._replayed = 0  # of the running forward; the second, of the graph that is it
         self.drafting = Drafting(runner, groups)
         self._layers_of_ours = sum(len(group.layers) for group in groups) - self.drafting.layers
@@ -115,7 +117,7 @@ class GuardV2(Guard):
         assert isinstance(self.ledger, Rows)
         return self.ledger
 
-    @property
+    @functools.cached_property
     def _ends_engine(self) -> bool:
         return self.settings.on_violation == "raise"
 
@@ -125,6 +127,7 @@ class GuardV2(Guard):
     def capturing(self) -> Iterator[None]:
         """While vLLM captures its graphs: their layers record what the step that replays them writes."""
         self._idle()
+        self._forwards.captured()
         self._capturing = True
         try:
             yield
@@ -174,15 +177,18 @@ class GuardV2(Guard):
         if told is None:
             self._require_warm_up(scheduled)
             return
-        with self._counts.busy():  # another thread may be reading violations, and send what is queued for the device
-            self.books.apply(told.events, told.stacks)
-            self._forget_copies(scheduled)
-            self.compare_what_is_refilled(scheduled)
+        if told.events or scheduled.kv_cache_block_copies or scheduled.new_block_ids_to_zero:
+            with self._counts.busy():  # another thread may be reading violations, and send what is queued
+                self.books.apply(told.events, told.stacks)
+                self._forget_copies(scheduled)
+                self.compare_what_is_refilled(scheduled)
         for request in scheduled.finished_req_ids:  # whose ids may be given again
             self.namespaces.pop(request, None)
-        self.namespaces.update(told.namespaces)
+        if told.namespaces:
+            self.namespaces.update(told.namespaces)
         self.rows.take(scheduled)
-        self._forwards.images.take(scheduled)
+        if scheduled.scheduled_new_reqs or self._forwards.images.any:
+            self._forwards.images.take(scheduled)
         self.scheduled = scheduled
 
     def end_step(self) -> None:
@@ -224,25 +230,34 @@ class GuardV2(Guard):
             KVCacheViolation: the engine is to end, a check of an earlier step failed, and this rank's outputs are not
                 read.
         """
-        if self.scheduled is None or self._disabled:
+        scheduled = self.scheduled
+        if scheduled is None or self._disabled:
             return
         self._look_at_unread()
-        in_flight = self.ledger.in_flight(self.scheduled, self._page_sizes)
-        self.in_flight, self._requests = any(in_flight), batch.req_ids
         self._stale = True
         self._tokens = batch.num_tokens_after_padding
         self._replayed = self._tokens if metadata is not None else 0  # vLLM gives it where there is no context
-        opened = _Open(self)
+        finished = self._replayed in self.layers_in_graphs
+        opened = self._opened = self._opened or _Open(self)
+        opened.begin(from_python=not finished)
         try:
-            self.books.settle(in_flight)
-            new = self.scheduled.scheduled_new_reqs
-            finished = self._replayed in self.layers_in_graphs
+            new = scheduled.scheduled_new_reqs
+            self._settle(scheduled)
             opened.running = self._forwards.begin(batch, metadata, new, self.namespaces, self.in_flight, finished)
             self.drafting.begin(batch.num_draft_tokens)
         except BaseException:
             opened.end(*sys.exc_info())
             raise
         self._open = opened
+
+    def _settle(self, scheduled: Any) -> None:
+        """Report the blocks that requests have taken up."""
+        if not (scheduled.scheduled_new_reqs or scheduled.scheduled_cached_reqs.resumed_req_ids or self.books.pending):
+            self.in_flight = False  # nobody joins: most steps
+            return
+        in_flight = self.ledger.in_flight(scheduled, self._page_sizes)
+        self.in_flight = any(in_flight)
+        self.books.settle(in_flight)
 
     def _look_at_unread(self) -> None:
         """Read the violations of steps whose tokens nobody reads on this rank."""
@@ -326,20 +341,29 @@ class _Open:
 
     Attributes:
         running: the checks around the model, once they have begun.
-        guarded: the layers that were guarded so far.
+        guarded: the layers that were guarded so far, by ops that run from Python.
     """
 
     def __init__(self, guard: GuardV2):
         self._busy, self._books = guard._counts.busy(), guard.books
+        self._none = ops.Guarded()
+
+    def begin(self, from_python: bool) -> None:
+        """A forward begins.
+
+        Args:
+            from_python: ops of ours may run: it is no graph of all layers.
+        """
         self.running: contextlib.AbstractContextManager[Any] | None = None
         self._busy.acquire()
-        self.guarded, self._token = ops.begin_forward()
+        self.guarded, self._token = ops.begin_forward() if from_python else (self._none, None)
 
     def end(
         self, kind: type[BaseException] | None = None, error: BaseException | None = None, trace: Any = None
     ) -> None:
         """The model has run, or raised."""
-        ops.end_forward(self._token)
+        if self._token is not None:
+            ops.end_forward(self._token)
         try:
             if self.running is not None:
                 self.running.__exit__(kind, error, trace)

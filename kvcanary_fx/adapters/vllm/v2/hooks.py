@@ -93,17 +93,23 @@ def _execute_model(original: Callable[..., Any], runner: Any, scheduled: Any, *a
     dummy = kwargs.get("dummy_run", args[1] if len(args) > 1 else False)
     if found is None or dummy or found.scheduled is not None:
         return original(runner, scheduled, *args, **kwargs)
-    with found.step(scheduled):
+    found.begin_step(scheduled)
+    try:
         return original(runner, scheduled, *args, **kwargs)
+    finally:
+        found.end_step()
 
 
 def _sample_tokens(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     found = _of(runner)
-    token = _SAMPLING.set(found)
-    try:
+    if found is None or not found.drafting.expected:
         output = original(runner, *args, **kwargs)
-    finally:
-        _SAMPLING.reset(token)
+    else:
+        token = _SAMPLING.set(found)
+        try:
+            output = original(runner, *args, **kwargs)
+        finally:
+            _SAMPLING.reset(token)
     if found is not None and isinstance(output, AsyncOutput):
         setattr(output, ATTRIBUTE, (found, found.flags()))
     return output

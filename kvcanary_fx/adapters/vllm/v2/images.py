@@ -21,6 +21,11 @@ class Images:
         self._none = encoder_decoder
         self._of: dict[str, Sequence[Any]] = {}
 
+    @property
+    def any(self) -> bool:
+        """Whether a running request has any."""
+        return bool(self._of)
+
     def take(self, scheduled: Any) -> None:
         """Apply a ``SchedulerOutput``; a request that was preempted comes again as a new one."""
         if self._of:
@@ -36,7 +41,7 @@ class Images:
         Args:
             batch: vLLM's ``InputBatch``, prepared.
         """
-        return bool(self._of) and any(
+        return self.any and any(
             feature.mm_position.offset < first + added
             and first < feature.mm_position.offset + feature.mm_position.length
             for request, first, added in _spans(batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from ....engine.forward import Forward, check_reads
 from ....engine.kept_forward import KeptForward, Reads, smallest
+from ....engine.kept_step import KeptStep
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
 from ..pools import Group
@@ -53,6 +53,11 @@ class KeptSteps:
         self._landing.restart()
         self._known: tuple[Any, ...] = ()  # what the landing has of the requests
         self._stored = 0  # about how many tokens they have in the cache
+        self._fits: tuple[tuple[int, int], KeptForward | None] = (0, 0), None  # the last look for a size
+        self._size = 0, 0  # requests and tokens of the running step
+        self._pages: list[tuple[int, int, int]] = []  # that the tables lack
+        self._step: KeptStep | None = None  # the last one, for those like it
+        self._form: tuple[Any, ...] = ()  # what it depends on
 
     def _keep(
         self, take_in: TakeIn, reads: Sequence[Reads], finish: Callable[[], None], requests: int, tokens: int
@@ -61,11 +66,18 @@ class KeptSteps:
 
     def kept(self, batch: Any) -> KeptForward | None:
         """The checks that a batch fits into."""
-        return smallest(self._kept, batch.num_reqs, batch.num_tokens)
+        size = batch.num_reqs, batch.num_tokens
+        if size != self._fits[0]:
+            self._fits = size, smallest(self._kept, *size)
+        return self._fits[1]
 
     def overwritten(self) -> None:
         """Another step writes the step inputs."""
         self._known = ()
+
+    def captured(self) -> None:
+        """A graph was captured."""
+        self._step, self._form = None, ()
 
     def compared(self, group: Group, metadata: Any) -> bool:
         """Whether attention gets the table and lengths that are compared already.
@@ -93,7 +105,7 @@ class KeptSteps:
 
     def step(
         self, kept: KeptForward, batch: Any, namespaces: Mapping[str, int], hold: bool, finished: bool
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> KeptStep:
         """A step of the engine around the model.
 
         Args:
@@ -102,18 +114,22 @@ class KeptSteps:
             hold: as of :meth:`.LayerChecks.publish`.
             finished: as of :meth:`.LayerChecks.kept`.
         """
-        requests, tokens = batch.num_reqs, batch.num_tokens
         self._tell_requests(batch, namespaces)
-        pages = self._rows.new_pages()
+        self._pages = pages = self._rows.new_pages()
         if len(pages) > PAGES:
             self._rows.write(pages)
-            pages = []
+            self._pages = []
+        requests, tokens = size = batch.num_reqs, batch.num_tokens
+        step, form = self._step, (size, hold, finished)
+        if step is None or form != self._form:
+            step = self._step = self._checks.kept(kept, self._send, requests, tokens, hold, finished)
+            self._size, self._form = size, form
+        step.stored = self._stored
+        self._stored += tokens
+        return step
 
-        def send(step: int) -> None:
-            self._landing.send(requests, tokens, step, pages)
-
-        stored, self._stored = self._stored, self._stored + tokens
-        return self._checks.kept(kept, send, requests, tokens, hold, finished, stored)
+    def _send(self, step: int) -> None:
+        self._landing.send(*self._size, step, self._pages)
 
     def _tell_requests(self, batch: Any, namespaces: Mapping[str, int]) -> None:
         """Write what is said of each request, unless it is what the landing has."""
