@@ -220,10 +220,6 @@ class Inputs:
             views[field] = inputs.view(requests, tokens)
         return views
 
-    def filled_by_graph(self, requests: int, tokens: int) -> None:
-        """A CUDA graph has filled the engine's batch in, see :meth:`.StepInputs.filled_by_graph`."""
-        self.main.filled_by_graph(requests, tokens)
-
     def plans(self, views: Mapping[str | None, StepView]) -> dict[str, RequestPlan]:
         """The plan of each pool by name; pools without a batch are left out."""
         plans: dict[str, RequestPlan] = {}

@@ -146,7 +146,8 @@ class SlotEvents:
         """Calls that name few pages on the host, of ids that are known; None if others are among them."""
         if self.histories.stacks is not None or page_size != self._page_size or not self._calls:
             return None
-        known, calls = self._known_ids, []
+        known = self._known_ids
+        calls: list[_Call] = []
         for slots, owner in given:
             whose = known.get(owner) if type(owner) is str else None
             if whose is None or type(slots) is not list or not 0 < len(slots) <= FEW or type(slots[0]) is not int:

@@ -96,6 +96,7 @@ class Steps:
         self._pools, self._inputs, self._config, self._observers = pools, inputs, config, observers
         self._look, self._drain = look, drain
         self.pools_by_space = {p.space.space_id: p for p in pools.values()}
+        self._flushes = [pool.flush for pool in pools.values()]
         devices = dict.fromkeys(p.declared.device for p in pools.values())
         beside = [d for d in devices if side_stream.can_fork(d)] if config.placement == "side" else []
         self.sides = {d: side_stream.SideStream(d) for d in beside}
@@ -239,7 +240,7 @@ class Steps:
         self.begun += 1
         self.flush()
         send(self.begun)
-        self._inputs.filled_by_graph(requests, tokens)
+        self._inputs.main.filled_by_graph(requests, tokens)
         self.running = kept.forward
         if beside and kept.beside and self.beside_graph is not None and self.beside_graph.pays(self.begun):
             self.beside_graph.run(kept.before)
@@ -273,8 +274,8 @@ class Steps:
 
     def flush(self) -> None:
         """Send the allocators' calls so far to the devices."""
-        for pool in self._pools.values():
-            pool.flush()
+        for flush in self._flushes:
+            flush()
 
     def join(self, all: bool = False) -> None:
         """Let the model's streams wait for the work that a layer waits for; with ``all``, also for the forward's."""

@@ -233,6 +233,51 @@ def test_steps_of_a_runner_that_reorders_its_batch_are_silent(runner):
     assert runner.connector.calls == ["pre_forward", "finish_forward"] * 6
 
 
+def test_steps_that_differ_in_their_tokens_alone_go_on_as_the_last_did(runner, monkeypatch):
+    begun, begin = [], type(runner.guard._forwards).begin
+
+    def noted(self, batch, *args):
+        begun.append(batch.req_ids)
+        return begin(self, batch, *args)
+
+    monkeypatch.setattr(type(runner.guard._forwards), "begin", noted)
+
+    def replayed(tokens, **given):
+        first = (list(dict(given.get("new", ())).get(next(iter(tokens)), ())) or runner.pages[next(iter(tokens))])[0]
+        begun.clear()
+        flags = runner.step(tokens, wrong=first, **given)
+        return len(begun), runner.guard.read(flags)
+
+    runner.step({"x": 2, "y": 2}, new={"x": [1, 4], "y": [2]})
+    assert replayed({"x": 1, "y": 1}) == (1, None)
+    assert replayed({"x": 1, "y": 1}) == (0, None)
+    runner.step({"x": 1, "y": 1}, more={"y": [5]})  # no graph
+    assert replayed({"x": 1, "y": 1}) == (1, None)
+    assert replayed({"x": 1, "y": 1}) == (0, None)
+    assert replayed({"y": 1, "x": 1}) == (1, None)  # another order
+    assert replayed({"y": 1, "x": 1}, more={"x": [6], "y": [7]}) == (1, None)
+    assert replayed({"y": 1}) == (1, None)  # one alone
+    assert replayed({"y": 1}, finished=["x"]) == (1, None)  # its row may be another's
+    assert replayed({"y": 1}) == (0, None)
+    assert replayed({"y": 1, "z": 2}, new={"z": [1]}, more={"y": [8]}) == (1, None)
+    stats = runner.guard.session.stats()
+    assert (stats.violations, stats.engine_steps, runner.guard.session.uncovered) == (0, 12, [])
+    assert stats.recorded == 4 * (4 + 7 * 2 + 3 * 1 + 3)
+
+
+@pytest.mark.parametrize("layer", "ab")
+def test_a_flip_is_reported_in_a_step_that_goes_on_as_the_last_did(runner, layer):
+    runner.step({"x": 3}, new={"x": [1, 4]})
+    for _ in range(2):
+        assert runner.guard.read(runner.step({"x": 1}, wrong=1)) is None
+    runner.layers[layer][1].view(torch.int32)[1, 2, 1, 3] ^= 1 << 5
+    runner.guard.read(runner.step({"x": 1}, wrong=1))
+    (violation,) = runner.guard.session.violations()
+    assert (violation.check, violation.layer, violation.half, violation.slot, violation.step) == (
+        "content", layer, "V", 6, 4,
+    )  # fmt: skip
+
+
 def image(name, offset=1, length=2):
     return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
 

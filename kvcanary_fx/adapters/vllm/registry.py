@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .guard import Guard
 
-_BY_RUNNER: weakref.WeakKeyDictionary[Any, Guard] = weakref.WeakKeyDictionary()
+#: The attribute of a runner that has its guard: it is looked up twice in each step, and a dictionary with weak keys
+#: makes a reference each time.
+_OF_RUNNER = "_kvcanary_guard"
+
 _BY_DRAFTER: weakref.WeakKeyDictionary[Any, Guard] = weakref.WeakKeyDictionary()
 
 
 def add(runner: Any, guard: Guard) -> None:
     """A runner got its KV cache; its guard replaces the runner's previous one."""
-    _BY_RUNNER[runner] = guard
+    setattr(runner, _OF_RUNNER, guard)
     drafter = getattr(runner, "drafter", None)
     if drafter is not None:
         _BY_DRAFTER[drafter] = guard
@@ -22,7 +25,8 @@ def add(runner: Any, guard: Guard) -> None:
 
 def of_runner(runner: Any) -> Guard | None:
     """The guard of a runner, if it has one."""
-    return _BY_RUNNER.get(runner)
+    found: Guard | None = getattr(runner, _OF_RUNNER, None)
+    return found
 
 
 def of_drafter(drafter: Any) -> Guard | None:

@@ -11,6 +11,7 @@ from typing import Any
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from ....engine.kept_forward import KeptForward
+from ....engine.kept_step import KeptStep
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
 from ..batches import kernel_tables
@@ -101,6 +102,20 @@ class Forwards:
             running.__exit__(*sys.exc_info())
             raise
         return running
+
+    def again(self, batch: Any, graph: int, namespaces: Mapping[str, int]) -> KeptStep | None:
+        """Begin as :meth:`begin` does, if it would come to what it came to in the last step; None: nothing has begun.
+
+        Args:
+            graph: the tokens of the graph that is about to be replayed, which has its checks in it.
+        """
+        if graph not in self._alike or self.images.any:
+            return None
+        step = self._steps.again(batch, namespaces)
+        if step is not None:
+            self.kept = True
+            step.__enter__()
+        return step
 
     def _begin_anew(
         self,

@@ -241,23 +241,28 @@ class GuardV2(Guard):
         opened = self._opened = self._opened or _Open(self)
         opened.begin(from_python=not finished)
         try:
-            new = scheduled.scheduled_new_reqs
-            self._settle(scheduled)
-            opened.running = self._forwards.begin(batch, metadata, new, self.namespaces, self.in_flight, finished)
-            self.drafting.begin(batch.num_draft_tokens)
+            joined = self._settle(scheduled)
+            if not joined:
+                opened.running = self._forwards.again(batch, self._replayed, self.namespaces)
+            if opened.running is None:
+                new, in_flight = scheduled.scheduled_new_reqs, self.in_flight
+                opened.running = self._forwards.begin(batch, metadata, new, self.namespaces, in_flight, finished)
+            if self.drafting.expected:
+                self.drafting.begin(batch.num_draft_tokens)
         except BaseException:
             opened.end(*sys.exc_info())
             raise
         self._open = opened
 
-    def _settle(self, scheduled: Any) -> None:
-        """Report the blocks that requests have taken up."""
+    def _settle(self, scheduled: Any) -> bool:
+        """Report the blocks that requests have taken up; whether there may be any: not in most steps."""
         if not (scheduled.scheduled_new_reqs or scheduled.scheduled_cached_reqs.resumed_req_ids or self.books.pending):
-            self.in_flight = False  # nobody joins: most steps
-            return
+            self.in_flight = False
+            return False
         in_flight = self.ledger.in_flight(scheduled, self._page_sizes)
         self.in_flight = any(in_flight)
         self.books.settle(in_flight)
+        return True
 
     def _look_at_unread(self) -> None:
         """Read the violations of steps whose tokens nobody reads on this rank."""
@@ -347,6 +352,7 @@ class _Open:
     def __init__(self, guard: GuardV2):
         self._busy, self._books = guard._counts.busy(), guard.books
         self._none = ops.Guarded()
+        self._token: Any = None
 
     def begin(self, from_python: bool) -> None:
         """A forward begins.

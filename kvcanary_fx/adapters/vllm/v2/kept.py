@@ -128,15 +128,36 @@ class KeptSteps:
         self._stored += tokens
         return step
 
+    def again(self, batch: Any, namespaces: Mapping[str, int]) -> KeptStep | None:
+        """The last step, if this one differs from it in its tokens and their places alone; else None.
+
+        Most steps do: their requests have room in their last page.  The arguments are those of :meth:`step`; the model
+        is a graph that is ``finished``.
+        """
+        size = batch.num_reqs, batch.num_tokens
+        if self._step is None or self._rows.changed or self._form != (size, False, True):
+            return None
+        if self._said(batch, namespaces) != self._known:
+            return None
+        self._pages = []
+        self._step.stored = self._stored
+        self._stored += self._size[1]
+        return self._step
+
     def _send(self, step: int) -> None:
         self._landing.send(*self._size, step, self._pages)
 
+    def _said(self, batch: Any, namespaces: Mapping[str, int]) -> tuple[Any, ...]:
+        """What is said of the requests of a batch."""
+        index, added = batch.idx_mapping_np.tobytes(), batch.num_scheduled_tokens.tobytes()
+        return batch.req_ids, self._rows.moved, index, added, batch.num_draft_tokens > 0, namespaces
+
     def _tell_requests(self, batch: Any, namespaces: Mapping[str, int]) -> None:
         """Write what is said of each request, unless it is what the landing has."""
-        index, added, drafted = batch.idx_mapping_np, batch.num_scheduled_tokens, batch.num_draft_tokens > 0
-        said = batch.req_ids, self._rows.moved, index.tobytes(), added.tobytes(), drafted, namespaces
+        said = self._said(batch, namespaces)
         if said == self._known:
             return
+        index, added, drafted = batch.idx_mapping_np, batch.num_scheduled_tokens, batch.num_draft_tokens > 0
         rows = self._rows.rows_of(batch.req_ids)
         self._known = list(batch.req_ids), self._rows.moved, *said[2:5], dict(namespaces)  # vLLM writes to its own
         if self._adaptive and drafted:  # the device decides how many each gets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from itertools import compress
@@ -28,6 +29,7 @@ class Rows(Ledger):
         self._row_of: dict[str, int] = {}
         self._sent: dict[str, tuple[int, list[int]]] = {}  # version of its pages, and how many of each group
         self._changed: dict[str, None] = {}
+        self._widths = list(widths)
         self._staging = Staging(device)
         self._landing = lasting(0, dtype=torch.int32, device=device)
 
@@ -51,6 +53,11 @@ class Rows(Ledger):
         super()._replace(request, pages)
         self._changed[request] = None
 
+    @property
+    def changed(self) -> bool:
+        """Whether the tables on the device may lack pages."""
+        return bool(self._changed)
+
     def rows_of(self, requests: Sequence[str]) -> list[int]:
         """The row of each request."""
         for request in requests:
@@ -64,17 +71,23 @@ class Rows(Ledger):
         if not self._changed:
             return []
         found: list[tuple[int, int, int]] = []
-        for request in [request for request in self._changed if request in self._row_of]:
-            del self._changed[request]
-            pages, row = self._requests[request], self._row_of[request]
+        waiting: dict[str, None] = {}  # they have no row yet
+        for request in self._changed:
+            row = self._row_of.get(request)
+            if row is None:
+                waiting[request] = None
+                continue
+            pages = self._requests[request]
             version, shown = self._sent.get(request, (-1, []))
             if version != pages.version:
                 shown = [0] * len(self.tables)
+                self._sent[request] = pages.version, shown
             for group, known in enumerate(pages.groups):
-                first, place = shown[group], row * self.tables[group].shape[1]
-                found += [(group, place + first + i, page) for i, page in enumerate(known[first:])]
+                first = shown[group]
+                place = row * self._widths[group] + first
+                found += zip(itertools.repeat(group), itertools.count(place), known[first:])
                 shown[group] = len(known)
-            self._sent[request] = pages.version, shown
+        self._changed = waiting
         return found
 
     def write(self, pages: Sequence[tuple[int, int, int]]) -> None:

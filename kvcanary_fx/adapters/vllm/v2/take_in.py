@@ -10,6 +10,7 @@ host 15 us in each step, and the device a launch more.  An entry of the ring is 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -79,7 +80,7 @@ class Landing:
         host, count = self._host[turn], len(pages)
         host[:HEAD] = requests, tokens, step, count, self._fresh
         if count:
-            host[HEAD : HEAD + 3 * count].reshape(count, 3)[:] = pages
+            host[HEAD : HEAD + 3 * count] = list(itertools.chain.from_iterable(pages))
         if self._fresh:
             host[HEAD + 3 * PAGES :] = self._fields.reshape(-1)
             self._fresh = False
