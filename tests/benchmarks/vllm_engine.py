@@ -8,7 +8,8 @@ host, one took 1.6 % longer for the same step.
 
 Offline throughput: prompts of ``--input`` random token ids, ``--output`` tokens each, random weights (``dummy``), as
 many blocks in both engines.  Each engine is in processes of its own, as ``LLM(...)`` starts it; nothing is set but
-sizes.  The settings of the guard are the environment's (``KVCANARY_BUDGET``, ...), ``KVCANARY_MODE`` is ``--mode``.
+sizes, and all run on one hardware thread of each core (:mod:`cores`).  The settings of the guard are the environment's
+(``KVCANARY_BUDGET``, ...), ``KVCANARY_MODE`` is ``--mode``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cores
 import report
 from vllm_shapes import SHAPES, vocabulary, write_config
 
@@ -277,6 +279,7 @@ def main() -> None:
                 print(f"# {shape}, {requests} requests\n{engine.ask('profile', requests)}", flush=True)
             engine.close()
         return
+    print(cores.use_one_thread_of_each(), flush=True)
     if args.kv_gib:  # all at once
         pairs = {shape: start(args, shape) for shape in args.shape}
         rows = [row for shape in args.shape for row in measure(args, shape, pairs[shape])]

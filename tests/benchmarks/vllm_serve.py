@@ -11,7 +11,8 @@ no tokenizer, prompts of random token ids; each request gets all the tokens it a
 
 On a CPU: ``--shape tiny --rate 2 --blocks 128 -- --kv-cache-memory-bytes 268435456 --block-size 32``.
 
-Percentiles are over the requests of all rounds; the spread is that of the rounds' ratios, guarded to plain.
+Servers and clients run on one hardware thread of each core (:mod:`cores`).  Percentiles are over the requests of all
+rounds; the spread is that of the rounds' ratios, guarded to plain.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import cores
 import report
 import serve_load
 from serve_load import Load, Sample
@@ -292,6 +294,7 @@ def main() -> None:
     if args.at_once and not args.gpus:
         parser.error("--at-once wants --gpus: on one GPU each server would be measured with the other's load")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # or the servers would go on
+    print(cores.use_one_thread_of_each(), flush=True)
     with servers(args) as pairs:
         facts = [dict(server.facts(), name=server.name, start=server.start) for pair in pairs for server in pair]
         for (plain, guarded), chosen in zip(pairs, facts[::2], strict=True):

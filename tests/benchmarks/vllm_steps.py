@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import cores
 import vllm_engine
 
 #: Parts of a step, in the order of the engine's loop.
@@ -120,6 +121,7 @@ def main() -> None:
     parser.add_argument("--logs", default=tempfile.gettempdir())
     args = parser.parse_args()
     args.profile, args.steps = False, True
+    print(cores.use_one_thread_of_each(), flush=True)
     engines = {name: vllm_engine.Engine(args, args.shape, mode) for name, mode in (("plain", None), ("guarded", "log"))}
     for engine in engines.values():
         engine.wait()

@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import budget
 import compile_time
+import cores
 import decode_models
 import forward
 import forward_scene
@@ -36,6 +37,19 @@ def table(out: str) -> list[list[str]]:
     """The cells of the rows of the table, without its header."""
     lines = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line] for line in lines[2:]]
+
+
+@pytest.mark.parametrize(
+    ("siblings", "chosen"),
+    [(["0,2", "1,3", "0,2", "1,3"], {0, 1}), (["0-1", "0-1", "2-3", "2-3"], {0, 2}), (None, {0, 1, 2, 3})],
+    ids=["halves", "neighbours", "unknown"],
+)
+def test_engines_that_are_compared_get_one_hardware_thread_of_each_core(tmp_path, siblings, chosen):
+    for cpu, listed in enumerate(siblings or ()):
+        topology = tmp_path / f"cpu{cpu}/topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(listed + "\n")
+    assert cores.first_threads({0, 1, 2, 3}, tmp_path) == chosen
 
 
 def test_tiny_forwards_have_all_configurations_and_no_violations(tmp_path):
