@@ -120,7 +120,7 @@ def start(args: argparse.Namespace, shape: str) -> list[Pair]:
     return [(plain0, guarded0), (plain1, guarded1)]
 
 
-def measure(args: argparse.Namespace, shape: str, pairs: list[Pair]) -> list[list[str]]:
+def measure(args: argparse.Namespace, shape: str, pairs: list[Pair], rounds: int) -> list[list[str]]:
     """The rows of a shape."""
     for plain, guarded in pairs:
         for engine in (plain, guarded):
@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace, shape: str, pairs: list[Pair]) -> list[lis
         for engine in (engine for pair in pairs for engine in pair):
             engine.ask("run", requests, 0)
         seconds: tuple[list[float], list[float]] = ([], [])
-        for number in range(args.rounds):
+        for number in range(rounds):
             pair = pairs[number % len(pairs)]
             for engine in pair[:: -1 if number // len(pairs) % 2 else 1]:
                 seconds[engine is pair[1]].append(engine.ask("run", requests, number + 1))
@@ -252,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", default=["1b"], choices=list(SHAPES))
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 16, 64, 256])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", nargs="+", type=int, default=[5], help="of each shape, or one number for all")
     parser.add_argument("--input", type=int, default=512)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=12000, help="KV cache blocks of each engine")
@@ -280,11 +280,14 @@ def main() -> None:
             engine.close()
         return
     print(cores.use_one_thread_of_each(), flush=True)
-    if args.kv_gib:  # all at once
-        pairs = {shape: start(args, shape) for shape in args.shape}
-        rows = [row for shape in args.shape for row in measure(args, shape, pairs[shape])]
-    else:
-        rows = [row for shape in args.shape for row in measure(args, shape, start(args, shape))]
+    if len(args.rounds) not in (1, len(args.shape)):
+        parser.error(f"--rounds has {len(args.rounds)} numbers for {len(args.shape)} shapes: give one, or one for each")
+    rounds = args.rounds * len(args.shape) if len(args.rounds) == 1 else args.rounds
+    # all at once, where nobody looks at what is free
+    pairs = {shape: start(args, shape) for shape in args.shape} if args.kv_gib else {}
+    rows = []
+    for shape, number in zip(args.shape, rounds, strict=True):
+        rows += measure(args, shape, pairs.get(shape) or start(args, shape), number)
     print(report.table(HEADER, rows))
     if args.write:
         command = "python tests/benchmarks/vllm_engine.py " + " ".join(sys.argv[1:])
