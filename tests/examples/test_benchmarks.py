@@ -132,6 +132,22 @@ def test_shadow_of_small_pools_is_what_the_formula_says():
         assert measured == pytest.approx(expected, rel=0.01)
 
 
+def test_decode_steps_of_two_checkouts_take_turns_on_a_cpu():
+    small = ["--layers", "1", "2", "--context", "16", "--rounds", "2", "--steps", "3", "--inner", "eager"]
+    done = run("cpu_decode.py", *small, "--before", str(BENCHMARKS.parents[1]), "--repeats", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = table(done.stdout)
+    assert [row[0] for row in rows] == ["1", "1", "2", "2"]
+    assert all(float(cell.removesuffix(" us").replace(",", "")) > 0 for row in rows for cell in (row[2], row[3]))
+
+
+def test_a_decode_step_that_compares_less_than_is_stored_is_a_problem(monkeypatch):
+    monkeypatch.setenv("KVCANARY_VERIFY_FRACTION", "1/4")
+    done = run("cpu_decode.py", "--layers", "1", "--context", "16", "--rounds", "1", "--steps", "4", "--inner", "eager")
+    assert done.returncode == 1
+    assert f"fingerprints were checked, not {2 * (26 + 27 + 28 + 29)}" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
