@@ -77,7 +77,7 @@ def record_in(
     layer: str,
 ) -> None:
     """:func:`record_layer` for a caller that has the context."""
-    record, side = _record_of(context, layer), context.sides.get(device)
+    record = _record_of(context, layer)
     plan = context.requests.get(record.space.space_id) if record is not None and record.writes else None
     if record is None or plan is None or plan.real_slots is None:
         _count(context, record, device)
@@ -85,6 +85,7 @@ def record_in(
     if context.held is not None:
         context.held.take(record, plan, key, value)
         return
+    side = context.sides.get(device)
     if side is not None:
         side.start()
         if not context.joins:

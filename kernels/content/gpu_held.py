@@ -156,19 +156,25 @@ class _Captured:
 
 def _addresses(held: Sequence[layer.Written]) -> list[int] | None:
     """Where K and V of each layer are, 0 where there is none; None if they do not have one memory layout."""
-    first = held[0]
-    forms = [None if t is None else (t.dtype, t.shape, t.stride()) for t in (first.key, first.value)]
-    found = []
-    for _, key, value in held:
-        for tensor, form in zip((key, value), forms):  # noqa: B905  strict is not the step's time
-            if tensor is None:
-                if form is not None:
-                    return None
-                found.append(0)
-            elif form is not None and (tensor.dtype, tensor.shape, tensor.stride()) == form:
-                found.append(tensor.data_ptr())
-            else:
-                return None
+    keys = _alike([key for _, key, _ in held])
+    values = _alike([value for _, _, value in held])
+    if keys is None or values is None:
+        return None
+    found = [0] * (2 * len(held))
+    found[::2], found[1::2] = keys, values
+    return found
+
+
+def _alike(tensors: Sequence[torch.Tensor | None]) -> list[int] | None:
+    """Where tensors of one memory layout are, 0 each if there is none; None if they are not alike."""
+    first = tensors[0]
+    if first is None:
+        return None if any(tensor is not None for tensor in tensors) else [0] * len(tensors)
+    dtype, shape, stride, found = first.dtype, first.shape, first.stride(), []
+    for tensor in tensors:
+        if tensor is None or tensor.dtype != dtype or tensor.shape != shape or tensor.stride() != stride:
+            return None
+        found.append(tensor.data_ptr())
     return found
 
 

@@ -130,9 +130,10 @@ def servers(args: argparse.Namespace) -> Iterator[list[Pair]]:
     """The pairs that the rounds take turns on, ready.
 
     On two GPUs servers of both start at once, one on each; on one GPU one after the other, since vLLM looks at the free
-    memory while it starts.
+    memory while it starts.  All start at once if the arguments say how much each takes.
     """
     first, second = args.gpus or (None, None)
+    sized = any(argument.startswith("--kv-cache-memory") for argument in args.arguments)
     with contextlib.ExitStack() as closing:
 
         def started(*places: tuple[str | None, str | None]) -> list[Server]:
@@ -140,16 +141,19 @@ def servers(args: argparse.Namespace) -> Iterator[list[Pair]]:
             for mode, gpu in places:
                 found.append(Server(args, mode, gpu))
                 closing.callback(found[-1].close)
-                if not args.gpus:
+                if not args.gpus and not sized:
                     _wait(found, args.patience)
-            _wait(found, args.patience)
+            if not sized:
+                _wait(found, args.patience)
             return found
 
-        plain, guarded = started((None, first), (args.mode, second))
+        plain, guarded = all_servers = started((None, first), (args.mode, second))
         if not args.gpus:
+            _wait(all_servers, args.patience)
             yield [(plain, guarded)]
             return
-        other_plain, other_guarded = started((None, second), (args.mode, first))
+        other_plain, other_guarded = others = started((None, second), (args.mode, first))
+        _wait([*all_servers, *others], args.patience)
         across = (plain, guarded), (other_plain, other_guarded)
         yield list(across if args.at_once else ((plain, other_guarded), (other_plain, guarded)))
 
