@@ -102,41 +102,33 @@ def layers_are_apart(config: VllmConfig) -> bool:
 
 def verify(output: torch.Tensor, layer_name: LayerNameType) -> None:
     """The op before attention."""
-    context, layer = current_context(), _name_of(layer_name)
+    context = current_context()
+    layer = layer_name if type(layer_name) is str else layer_name.value
     if context is None or layer not in context.layers:
         return
     known = _GUARDED.get()
     if known is not None:
         known.in_graph.add(layer)
-    _verify(context, output.device, layer)
+    _verify(context, output, layer)
+
+
+def _verify(context: ForwardContext, output: torch.Tensor, layer: str) -> None:
+    if context.sides or not context.compared:
+        verify_in(context, output.device, layer)
 
 
 def record(
     output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, layer_name: LayerNameType
 ) -> None:
     """The op after attention."""
-    context, layer = current_context(), _name_of(layer_name)
+    context = current_context()
+    # vLLM's own function asks isinstance() of an opaque type, which took half of such an op
+    layer = layer_name if type(layer_name) is str else layer_name.value
     if context is not None and layer in context.layers:  # other groups of a model may not be guarded
-        _record(context, key, value, output.device, layer)
-
-
-def _name_of(layer_name: LayerNameType) -> str:
-    """As vLLM's own function says it, whose ``isinstance`` of an opaque type took half of such an op."""
-    return layer_name if type(layer_name) is str else layer_name.value
-
-
-def _verify(context: ForwardContext, device: torch.device, layer: str) -> None:
-    if context.sides or not context.compared:
-        verify_in(context, device, layer)
-
-
-def _record(
-    context: ForwardContext, key: torch.Tensor | None, value: torch.Tensor | None, device: torch.device, layer: str
-) -> None:
-    known = _GUARDED.get()
-    if known is not None and known.rows is not None:
-        key, value = (None if t is None else t[known.rows] for t in (key, value))
-    record_in(context, key, value, device, layer)
+        known = _GUARDED.get()
+        if known is not None and known.rows is not None:
+            key, value = (None if t is None else t[known.rows] for t in (key, value))
+        record_in(context, key, value, output.device, layer)
 
 
 def _nothing(*_: Any) -> None:
@@ -179,14 +171,14 @@ def _guarded(original: Callable[..., None]) -> Callable[..., None]:
         if known is None or context is None:
             original(query, key, value, output, layer_name, *args, **kwargs)
             return
-        layer = _name_of(layer_name)
-        here = layer not in known.in_graph and layer in context.layers
-        if here:
-            known.outside.add(layer)
-            _verify(context, output.device, layer)
+        layer = layer_name if type(layer_name) is str else layer_name.value
+        if layer in known.in_graph or layer not in context.layers:
+            original(query, key, value, output, layer_name, *args, **kwargs)
+            return
+        known.outside.add(layer)
+        _verify(context, output, layer)
         original(query, key, value, output, layer_name, *args, **kwargs)
-        if here:
-            _record(context, key, value, output.device, layer)
+        record(output, key, value, layer)
 
     return guarded
 
