@@ -41,7 +41,18 @@ class Engine:
         steps: the file of :mod:`vllm_steps`, if it was asked for.
     """
 
-    def __init__(self, args: argparse.Namespace, shape: str, mode: str | None, gpu: str | None = None):
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        shape: str,
+        mode: str | None,
+        gpu: str | None = None,
+        name: str | None = None,
+    ):
+        """
+        Args:
+            name: of its log; without one, what it is.
+        """
         environment = {k: v for k, v in os.environ.items() if mode is not None or not k.startswith("KVCANARY_")}
         if mode is not None:
             environment["KVCANARY_MODE"] = mode
@@ -53,7 +64,7 @@ class Engine:
         command += ["--share", str(args.share)] + ["--profile"] * args.profile
         command += ["--kv-gib", str(args.kv_gib)] * bool(args.kv_gib)
         Path(args.logs).mkdir(parents=True, exist_ok=True)
-        log = Path(args.logs) / f"{shape}-{mode or 'plain'}{gpu or ''}.log"
+        log = Path(args.logs) / f"{shape}-{name or mode or 'plain'}{gpu or ''}.log"
         if args.steps:
             self.steps = log.with_suffix(".steps")
             self.steps.unlink(missing_ok=True)

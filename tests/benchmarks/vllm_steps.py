@@ -5,14 +5,19 @@
 Both engines run as :mod:`vllm_engine` starts them, in processes of their own, and take turns on one GPU.  A clock is
 read where the engine's loop calls the scheduler, the model runner and the sampler, and where a step's tokens are there.
 A decode step that waits for the GPU takes what it takes on the device.
+
+With ``--parts`` a third engine has clocks around the canary's own parts, too (1 to 2 us each), nested ones among them:
+what they take of a decode step, of one in which requests get new pages, and of one with prompts.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import itertools
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -24,6 +29,31 @@ import vllm_engine
 
 #: Parts of a step, in the order of the engine's loop.
 PARTS = ("schedule", "execute", "sample", "wait", "update")
+
+
+#: Parts of the canary, as ``module:owner.method``, behind ``kvcanary_fx.``
+OURS = (
+    "adapters.vllm.v2.guard:GuardV2.begin_step",
+    "adapters.vllm.books:Books.apply",
+    "adapters.vllm.v2.rows:Rows.take",
+    "adapters.vllm.v2.guard:GuardV2.before_model",
+    "adapters.vllm.v2.kept:KeptSteps.step",
+    "adapters.vllm.v2.rows:Rows.new_pages",
+    "runtime.pace:Pace.begin",
+    "engine.steps:Steps.begin_kept",
+    "engine.steps:Steps.flush",
+    "adapters.vllm.v2.take_in:Landing.send",
+    "engine.kept_forward:_Captured.__call__",
+    "kernels.side_stream:BesideGraph.run",
+    "kernels.layer_ops:record_in",
+    "adapters.vllm.v2.guard:GuardV2.after_model",
+    "kernels.held:Held.flush",
+    "adapters.vllm.v2.guard:GuardV2.flags",
+    "adapters.vllm.v2.guard:GuardV2.read",
+)
+
+#: In the environment of the engine that has clocks around them.
+WITH_OURS = "KVCANARY_BENCHMARK_PARTS"
 
 
 def trace(path: str) -> None:
@@ -50,7 +80,16 @@ def trace(path: str) -> None:
         setattr(owner, method, run)
 
     def batch(args: Any, made: Any) -> Any:
-        return made.total_num_scheduled_tokens, len(made.num_scheduled_tokens), len(made.scheduled_new_reqs)
+        pages = any(made.scheduled_cached_reqs.new_block_ids)
+        return made.total_num_scheduled_tokens, len(made.num_scheduled_tokens), len(made.scheduled_new_reqs), pages
+
+    for part in OURS if os.environ.get(WITH_OURS) else ():
+        module, _, name = part.partition(":")
+        owner: Any = importlib.import_module(f"kvcanary_fx.{module}")
+        *of, method = name.split(".")
+        for each in of:
+            owner = getattr(owner, each)
+        clocked(owner, method, name)
 
     clocked(Scheduler, "schedule", "schedule", batch)
     clocked(UniProcExecutor, "execute_model", "execute")
@@ -65,9 +104,13 @@ def write(path: str, spans: list[tuple[str, float, float, Any]]) -> None:
     told = dict.fromkeys(PARTS, 0)
     for part, began, ended, about in spans:
         if part == "schedule":
-            tokens, requests, new = about
-            steps.append(dict(tokens=tokens, requests=requests, new=new))
-        if told[part] < len(steps):
+            tokens, requests, new, pages = about
+            steps.append(dict(tokens=tokens, requests=requests, new=new, pages=pages, ours={}))
+        if part not in told:  # the canary's
+            if steps:
+                taken = steps[-1]["ours"]
+                taken[part] = taken.get(part, 0.0) + ended - began
+        elif told[part] < len(steps):
             steps[told[part]][part] = [began, ended]
             told[part] += 1
     spans.clear()
@@ -98,6 +141,23 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def ours(runs: list[list[dict[str, Any]]]) -> list[str]:
+    """Lines: what the canary's parts took of steps of three kinds, medians in microseconds."""
+    steps = [step for run in runs for step in run if step["tokens"] and "update" in step]
+    most = max(step["requests"] for step in steps)
+    decodes = [step for step in steps if step["tokens"] == step["requests"] == most]
+    kinds = {
+        "decode": [step for step in decodes if not step["pages"]],
+        "new pages": [step for step in decodes if step["pages"]],
+        "prompts": [step for step in steps if step["tokens"] > step["requests"]],
+    }
+    lines = []
+    for part in dict.fromkeys(part for step in steps for part in step["ours"]):
+        taken = {kind: [1e6 * step["ours"].get(part, 0.0) for step in of] for kind, of in kinds.items() if of}
+        lines.append(f"  {part}: " + ", ".join(f"{kind} {statistics.median(us):.1f} us" for kind, us in taken.items()))
+    return lines
+
+
 def table(requests: int, name: str, runs: list[dict[str, Any]]) -> str:
     """A line: medians of the runs, in milliseconds but for counts."""
     cells = []
@@ -119,10 +179,14 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.2)
     parser.add_argument("--kv-gib", type=float, default=8, help="memory of each KV cache; nothing is profiled")
     parser.add_argument("--logs", default=tempfile.gettempdir())
+    parser.add_argument("--parts", action="store_true", help="also what the canary's own parts take")
     args = parser.parse_args()
     args.profile, args.steps = False, True
     print(cores.use_one_thread_of_each(), flush=True)
     engines = {name: vllm_engine.Engine(args, args.shape, mode) for name, mode in (("plain", None), ("guarded", "log"))}
+    if args.parts:
+        os.environ[WITH_OURS] = "1"
+        engines["parts"] = vllm_engine.Engine(args, args.shape, "log", name="parts")
     for engine in engines.values():
         engine.wait()
     for requests in args.requests:
@@ -132,6 +196,7 @@ def main() -> None:
         for name, engine in engines.items():
             runs = [json.loads(line) for line in engine.steps.read_text().splitlines()][-args.rounds :]
             print(table(requests, name, [summary(run) for run in runs]), flush=True)
+            print("\n".join(ours(runs)), flush=True)
     for engine in engines.values():
         engine.close()
 

@@ -5,6 +5,9 @@ With vLLM itself: ``vllm_v2_run.py``.
 
 from __future__ import annotations
 
+import importlib
+import operator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -452,6 +455,15 @@ def test_a_layer_that_no_check_saw_is_told(runner):
     del runner.layers["b"]
     runner.step({"x": 3}, new={"x": [1]})
     assert any("only 1 of 2 layers" in why for why in runner.guard.session.uncovered)
+
+
+def test_the_parts_that_the_steps_benchmark_times_are_there(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import vllm_steps
+
+    for part in vllm_steps.OURS:
+        module, _, name = part.partition(":")
+        assert callable(operator.attrgetter(name)(importlib.import_module(f"kvcanary_fx.{module}"))), part
 
 
 def test_our_ops_split_the_graph_wherever_it_comes_from(monkeypatch):
