@@ -5,6 +5,7 @@ With vLLM itself: ``vllm_v2_run.py``.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import operator
 from pathlib import Path
@@ -16,6 +17,16 @@ import pytest
 import torch
 
 PAGE, PAGES, HEADS, DIM = 4, 16, 2, 8
+
+
+@contextlib.contextmanager
+def step_of(guard, scheduled):
+    """What the hook around ``execute_model`` does."""
+    guard.begin_step(scheduled)
+    try:
+        yield
+    finally:
+        guard.end_step()
 
 
 class Connector:
@@ -130,7 +141,7 @@ class Runner:
             new_block_ids_to_zero=list(zeroed),
         )
         setattr(scheduled, ATTRIBUTE, Message(events, stacks=list(stacks)))
-        with self.guard.step(scheduled):
+        with step_of(self.guard, scheduled):
             for half in (half for halves in self.layers.values() for half in halves):
                 half[list(zeroed)] = 0
             batch, slots = self._prepare(tokens, wrong)
@@ -444,7 +455,7 @@ def test_what_the_scheduler_reports_is_queued_while_no_other_thread_reads_violat
 def test_dummy_forwards_look_at_nothing(runner):
     run(runner)
     runner.kv_connector.set_disabled(True)
-    with runner.guard.step(SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=set())):
+    with step_of(runner.guard, SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=set())):
         runner._model(torch.tensor([9]))
     runner.kv_connector.set_disabled(False)
     assert runner.guard.session.violations() == []

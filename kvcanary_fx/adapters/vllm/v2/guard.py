@@ -167,12 +167,8 @@ class GuardV2(Guard):
 
     # ---- steps
 
-    def step(self, scheduled: Any) -> contextlib.AbstractContextManager[None]:
-        """Around one step of the runner."""
-        return _Step(self, scheduled)
-
     def begin_step(self, scheduled: Any) -> None:
-        """The runner is about to prepare a batch."""
+        """The runner is about to prepare a batch; :meth:`end_step` comes behind, in the place of :meth:`step`."""
         told: Message | None = getattr(scheduled, ATTRIBUTE, None)
         if told is None:
             self._require_warm_up(scheduled)
@@ -326,19 +322,6 @@ class GuardV2(Guard):
         if self._ends_engine:
             self.session.check()
         return self.reactions.take_verdict()
-
-
-class _Step:
-    """Around a step of the runner: a generator would take longer than what it calls."""
-
-    def __init__(self, guard: GuardV2, scheduled: Any):
-        self._guard, self._scheduled = guard, scheduled
-
-    def __enter__(self) -> None:
-        self._guard.begin_step(self._scheduled)
-
-    def __exit__(self, *_: object) -> None:
-        self._guard.end_step()
 
 
 class _Open:
