@@ -173,7 +173,7 @@ class GuardV2(Guard):
         if told is None:
             self._require_warm_up(scheduled)
             return
-        if told.events or scheduled.kv_cache_block_copies or scheduled.new_block_ids_to_zero:
+        if told.events or scheduled.kv_cache_block_copies or getattr(scheduled, "new_block_ids_to_zero", None):
             with self._counts.busy():  # another thread may be reading violations, and send what is queued
                 self.books.apply(told.events, told.stacks)
                 self._forget_copies(scheduled)
