@@ -153,7 +153,19 @@ def test_versions_outside_of_the_tested_range_are_told(version, tested, caplog):
     assert [r.message for r in caplog.records] == [f"{said}so it proves itself"] * (not tested)
 
 
-def test_wrapping_twice_wraps_once_and_a_missing_name_is_told():
+def _wrap(base):
+    patching.wrap_in_all(base, "run", lambda original, self: ["around", *original(self)])
+
+
+def _replace(base):
+    patching.replace_in_all(base, "run", lambda original: lambda self: ["around", *original(self)])
+
+
+WAYS = pytest.mark.parametrize("way", [_wrap, _replace], ids=["wrapped", "replaced"])
+
+
+@WAYS
+def test_wrapping_twice_wraps_once_and_a_missing_name_is_told(way):
     class Base:
         def run(self):
             return ["base"]
@@ -170,7 +182,7 @@ def test_wrapping_twice_wraps_once_and_a_missing_name_is_told():
             return ["extended", *super().run()]
 
     for _ in range(2):
-        patching.wrap_in_all(Base, "run", lambda original, self: ["around", *original(self)])
+        way(Base)
     assert Base().run() == Inherits().run() == ["around", "base"]
     assert Derived().run() == ["around", "derived"]
     assert [Extends().run() for _ in range(2)] == [["around", "extended", "base"]] * 2
@@ -178,8 +190,22 @@ def test_wrapping_twice_wraps_once_and_a_missing_name_is_told():
         patching.wrap(Base, "walk", lambda original: None)
 
 
+@WAYS
+def test_a_method_that_no_subclass_overrides_is_wrapped_once_and_known_by_its_name(way):
+    class Base:
+        def run(self):
+            """What it does."""
+            return ["base"]
+
+    for _ in range(2):
+        way(Base)
+    assert Base().run() == ["around", "base"]
+    assert (Base.run.__name__, Base.run.__doc__) == ("run", "What it does.")
+
+
+@WAYS
 @pytest.mark.parametrize("earlier", [False, True], ids=["the first", "one of several"])
-def test_subclass_that_comes_between_two_registrations_is_wrapped_once(earlier):
+def test_subclass_that_comes_between_two_registrations_is_wrapped_once(earlier, way):
     class Base:
         def run(self):
             return ["base"]
@@ -190,14 +216,14 @@ def test_subclass_that_comes_between_two_registrations_is_wrapped_once(earlier):
             def run(self):
                 return ["earlier", *super().run()]
 
-    patching.wrap_in_all(Base, "run", lambda original, self: ["around", *original(self)])
+    way(Base)
 
     class Later(Base):
         def run(self):
             return ["later", *super().run()]
 
     for _ in range(2):
-        patching.wrap_in_all(Base, "run", lambda original, self: ["around", *original(self)])
+        way(Base)
         assert Later().run() == ["around", "later", "base"]
         assert Base().run() == ["around", "base"]
         if earlier:

@@ -452,6 +452,45 @@ def test_what_the_scheduler_reports_is_queued_while_no_other_thread_reads_violat
     assert seen == [("apply", True), ("settle", True), ("after_forward", True)]
 
 
+def test_hooks_begin_a_step_end_it_and_give_its_output_what_was_found(runner, monkeypatch):
+    from kvcanary_fx.adapters.vllm import registry
+    from kvcanary_fx.adapters.vllm.journal import ATTRIBUTE, Message
+    from kvcanary_fx.adapters.vllm.v2 import hooks
+
+    class Output:
+        def get_output(self):
+            return SimpleNamespace()
+
+    def raises(*_):
+        seen.append(runner.guard.scheduled)
+        raise ValueError("out of memory")
+
+    monkeypatch.setattr(hooks, "AsyncOutput", Output)
+    seen = []
+    execute = hooks._execute_model(lambda runner, scheduled, *_, **__: seen.append(runner.guard.scheduled))
+    sample, read = hooks._sample_tokens(lambda runner: Output()), hooks._get_output(Output.get_output)
+    cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[])
+    scheduled = SimpleNamespace(
+        finished_req_ids=set(), preempted_req_ids=None, scheduled_new_reqs=[], scheduled_cached_reqs=cached,
+        kv_cache_block_copies=None, num_scheduled_tokens={},
+    )  # fmt: skip
+    setattr(scheduled, ATTRIBUTE, Message())
+    execute(runner, scheduled)
+    assert seen.pop() is None, "nobody guards this runner yet"
+    registry.add(runner, runner.guard)
+    execute(runner, scheduled, None, True)
+    assert seen.pop() is None, "a dummy run is no step"
+    for run in (execute, hooks._execute_model(raises)):
+        with contextlib.suppress(ValueError):
+            run(runner, scheduled)
+        assert seen.pop() is scheduled
+        assert runner.guard.scheduled is None
+    output = sample(runner)
+    assert not hasattr(read(output), ATTRIBUTE)
+    runner.guard.reactions.verdict = "damaged"
+    assert getattr(read(output), ATTRIBUTE) == "damaged"
+
+
 def test_dummy_forwards_look_at_nothing(runner):
     run(runner)
     runner.kv_connector.set_disabled(True)

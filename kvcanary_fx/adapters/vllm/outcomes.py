@@ -24,7 +24,7 @@ from . import counts
 from .blocks import journal_of
 from .identity import namespace
 from .journal import ATTRIBUTE
-from .patching import wrap_in_all
+from .patching import replace_in_all
 from .verdict import Verdict
 
 log = logging.getLogger("kvcanary")
@@ -45,38 +45,42 @@ _BEGAN_WITH: dict[str, int] = {}
 
 def hook() -> None:
     """Follow every scheduler of this process."""
-    wrap_in_all(Scheduler, "schedule", _schedule)
-    wrap_in_all(Scheduler, "update_from_output", _update_from_output)
+    replace_in_all(Scheduler, "schedule", _schedule)
+    replace_in_all(Scheduler, "update_from_output", _update_from_output)
 
 
-def _schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    output = original(scheduler, *args, **kwargs)
-    journal = journal_of(scheduler.kv_cache_manager.block_pool)
-    if journal is not None:
-        for new in output.scheduled_new_reqs:
-            request = scheduler.requests[new.req_id]
-            if request.lora_request is not None or request.cache_salt:
-                journal.name(new.req_id, namespace(request.lora_request, request.cache_salt))
-        setattr(output, ATTRIBUTE, journal.take())
-    return output
+def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+    def schedule(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(scheduler, *args, **kwargs)
+        journal = journal_of(scheduler.kv_cache_manager.block_pool)
+        if journal is not None:
+            for new in output.scheduled_new_reqs:
+                request = scheduler.requests[new.req_id]
+                if request.lora_request is not None or request.cache_salt:
+                    journal.name(new.req_id, namespace(request.lora_request, request.cache_salt))
+            setattr(output, ATTRIBUTE, journal.take())
+        return output
+
+    return schedule
 
 
-def _update_from_output(
-    original: Callable[..., Any], scheduler: Any, scheduled: Any, output: Any, *args: Any, **kwargs: Any
-) -> Any:
-    for request in scheduled.finished_req_ids if _AGAIN else ():
-        for known in (_AGAIN, _LATE, _BEGAN_WITH):
-            known.pop(request, None)
-    verdict = getattr(output, ATTRIBUTE, None)
-    if not isinstance(verdict, Verdict):
+def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_from_output(scheduler: Any, scheduled: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+        for request in scheduled.finished_req_ids if _AGAIN else ():
+            for known in (_AGAIN, _LATE, _BEGAN_WITH):
+                known.pop(request, None)
+        verdict = getattr(output, ATTRIBUTE, None)
+        if verdict is None:
+            outputs = original(scheduler, scheduled, output, *args, **kwargs)
+            if _LATE:
+                _tell_late(outputs)
+            return outputs
+        ended = contain(scheduler, verdict, _AGAIN, _LATE, _BEGAN_WITH)
         outputs = original(scheduler, scheduled, output, *args, **kwargs)
-        if _LATE:
-            _tell_late(outputs)
+        _tell_clients(outputs, ended, verdict)
         return outputs
-    ended = contain(scheduler, verdict, _AGAIN, _LATE, _BEGAN_WITH)
-    outputs = original(scheduler, scheduled, output, *args, **kwargs)
-    _tell_clients(outputs, ended, verdict)
-    return outputs
+
+    return update_from_output
 
 
 def contain(

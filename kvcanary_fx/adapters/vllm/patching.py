@@ -27,18 +27,30 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     Raises:
         EngineError: there is no such name.
     """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        return wrapped
+
+    replace(owner, name, make)
+
+
+def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """:func:`wrap` for what is called in each step: ``owner.name`` becomes ``make(original)``, without a call between.
+
+    Raises:
+        EngineError: there is no such name.
+    """
     original = vars(owner).get(name)
     if original is None:
         raise _missing(owner, name)
     if hasattr(original, _MARK):
         return
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(wrapped, _MARK, original)
-    setattr(owner, name, wrapped)
+    made = functools.wraps(original)(make(original))
+    setattr(made, _MARK, original)
+    setattr(owner, name, made)
 
 
 def _missing(owner: Any, name: str) -> EngineError:
@@ -46,6 +58,25 @@ def _missing(owner: Any, name: str) -> EngineError:
         f"this vLLM has no {getattr(owner, '__name__', owner)}.{name}, which the canary hooks into: it is too far "
         "from the tested versions (docs/vllm.md). Unset KVCANARY_MODE to run it unguarded"
     )
+
+
+def replace_in_all(base: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """:func:`replace` as :func:`wrap_in_all` wraps: without a call between where no subclass overrides the method.
+
+    Raises:
+        EngineError: the base has no such method.
+    """
+    if not any(overrides(base, name)) and not hasattr(vars(base).get(name), _RUNNING):
+        replace(base, name, make)
+        return
+    made: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if original not in made:
+            made[original] = make(original)
+        return made[original](*args, **kwargs)
+
+    wrap_in_all(base, name, around)
 
 
 def wrap_in_all(base: type, name: str, around: Callable[..., Any]) -> None:

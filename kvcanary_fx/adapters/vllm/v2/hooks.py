@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import Target
 from ....errors import EngineError
 from .. import registry
 from ..journal import ATTRIBUTE
-from ..patching import wrap, wrap_in_all
+from ..patching import replace, replace_in_all, wrap, wrap_in_all
 from ..pools import groups_with_drafts
 from ..runner import guard
 from ..settings import VllmSettings
@@ -45,13 +45,13 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
 
     wrap_in_all(GPUModelRunner, "initialize_kv_cache", initialize_kv_cache)
     wrap_in_all(GPUModelRunner, "capture_model", _capture_model)
-    wrap_in_all(GPUModelRunner, "execute_model", _execute_model)
-    wrap_in_all(GPUModelRunner, "sample_tokens", _sample_tokens)
-    wrap_in_all(GPUModelRunner, "postprocess_sampled", _postprocess_sampled)
+    replace_in_all(GPUModelRunner, "execute_model", _execute_model)
+    replace_in_all(GPUModelRunner, "sample_tokens", _sample_tokens)
+    replace_in_all(GPUModelRunner, "postprocess_sampled", _postprocess_sampled)
     wrap(TargetDependentARSpeculator, "_prefill", _prefill)
     wrap(StandaloneARSpeculator, "_prefill", _prefill_of_a_model)
     wrap(cudagraph_utils, "set_forward_context", _set_forward_context)
-    wrap(AsyncOutput, "get_output", _get_output)
+    replace(AsyncOutput, "get_output", _get_output)
 
 
 def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict[str, str]) -> GuardV2:
@@ -88,47 +88,55 @@ def _capture_model(original: Callable[..., Any], runner: Any, *args: Any, **kwar
         _CAPTURING.reset(token)
 
 
-def _execute_model(original: Callable[..., Any], runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-    found = _of(runner)
-    dummy = kwargs.get("dummy_run", args[1] if len(args) > 1 else False)
-    if found is None or dummy or found.scheduled is not None:
-        return original(runner, scheduled, *args, **kwargs)
-    found.begin_step(scheduled)
-    try:
-        return original(runner, scheduled, *args, **kwargs)
-    finally:
-        found.end_step()
-
-
-def _sample_tokens(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    found = _of(runner)
-    if found is None or not found.drafting.expected:
-        output = original(runner, *args, **kwargs)
-    else:
-        token = _SAMPLING.set(found)
+def _execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    def execute_model(runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _of(runner)
+        dummy = kwargs.get("dummy_run", args[1] if len(args) > 1 else False)
+        if found is None or dummy or found.scheduled is not None:
+            return original(runner, scheduled, *args, **kwargs)
+        found.begin_step(scheduled)
         try:
-            output = original(runner, *args, **kwargs)
+            return original(runner, scheduled, *args, **kwargs)
         finally:
-            _SAMPLING.reset(token)
-    if found is not None and isinstance(output, AsyncOutput):
-        setattr(output, ATTRIBUTE, (found, found.flags()))
-    return output
+            found.end_step()
+
+    return execute_model
 
 
-def _postprocess_sampled(
-    original: Callable[..., Any],
-    runner: Any,
-    idx_mapping: Any,
-    sampled_tokens: Any,
-    num_sampled: Any,
-    num_rejected: Any,
-    query_start_loc: Any = None,
-    **kwargs: Any,
-) -> Any:
-    found = _SAMPLING.get()  # None where it is told of an earlier step, on another rank than the last
-    if found is not None and query_start_loc is not None:
-        found.drafting.verified(query_start_loc, num_rejected)
-    return original(runner, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc, **kwargs)
+def _sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    def sample_tokens(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _of(runner)
+        if found is None or not found.drafting.expected:
+            output = original(runner, *args, **kwargs)
+        else:
+            token = _SAMPLING.set(found)
+            try:
+                output = original(runner, *args, **kwargs)
+            finally:
+                _SAMPLING.reset(token)
+        if found is not None and isinstance(output, AsyncOutput):
+            setattr(output, ATTRIBUTE, (found, found.flags()))
+        return output
+
+    return sample_tokens
+
+
+def _postprocess_sampled(original: Callable[..., Any]) -> Callable[..., Any]:
+    def postprocess_sampled(
+        runner: Any,
+        idx_mapping: Any,
+        sampled_tokens: Any,
+        num_sampled: Any,
+        num_rejected: Any,
+        query_start_loc: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        found = _SAMPLING.get()  # None where it is told of an earlier step, on another rank than the last
+        if found is not None and query_start_loc is not None:
+            found.drafting.verified(query_start_loc, num_rejected)
+        return original(runner, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc, **kwargs)
+
+    return postprocess_sampled
 
 
 def _prefill(
@@ -160,14 +168,17 @@ def _prefill_of_a_model(
         return original(speculator, input_batch, *args, **kwargs)
 
 
-def _get_output(original: Callable[..., Any], output: Any) -> Any:
-    made, given = original(output), getattr(output, ATTRIBUTE, None)
-    if given is not None:
-        found, flags = given
-        verdict = found.read(flags)
-        if verdict is not None:
-            setattr(made, ATTRIBUTE, verdict)
-    return made
+def _get_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_output(output: Any) -> Any:
+        made, given = original(output), getattr(output, ATTRIBUTE, None)
+        if given is not None:
+            found, flags = given
+            verdict = found.read(flags)
+            if verdict is not None:
+                setattr(made, ATTRIBUTE, verdict)
+        return made
+
+    return get_output
 
 
 def _set_forward_context(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
