@@ -146,11 +146,11 @@ class SlotEvents:
         """Calls that name few pages on the host, of ids that are known; None if others are among them."""
         if self.histories.stacks is not None or page_size != self._page_size or not self._calls:
             return None
-        known = self._known_ids
+        known, most = self._known_ids, min(FEW, self._most)
         calls: list[_Call] = []
         for slots, owner in given:
             whose = known.get(owner) if type(owner) is str else None
-            if whose is None or type(slots) is not list or not 0 < len(slots) <= FEW or type(slots[0]) is not int:
+            if whose is None or type(slots) is not list or not 0 < len(slots) <= most or type(slots[0]) is not int:
                 return None
             calls.append((event, slots[:], whose, page_size))
         return calls if len(self._calls) + len(calls) <= CALLS else None

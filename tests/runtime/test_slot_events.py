@@ -314,6 +314,19 @@ def test_slots_taken_at_once_wait_with_the_calls_before_them(launches):
     assert launches == [7, 1]
 
 
+@interpreted
+def test_slots_taken_at_once_that_are_more_than_one_launch_has_room_for_are_told_by_themselves(launches, monkeypatch):
+    monkeypatch.setattr(slot_events, "SLOTS", 2)
+    toy = prefilled()
+    toy.session.ids.hash("B"), toy.session.ids.hash("C")
+    launches.clear()
+    toy.pool.allocate_each([([7], "B"), ([8, 9, 10], "C"), ([11], "B")])
+    toy.pool.flush()
+    assert launches == [1, 1]
+    assert (toy.pool.space.flags[[7, 8, 9, 10, 11]] // REFERENCE).tolist() == [1] * 5
+    assert toy.found() == []
+
+
 @pytest.mark.parametrize("wrong", [[1.5], ["a"]])
 def test_a_wrong_slot_among_those_taken_at_once_is_refused_by_name_and_those_before_it_are_told(launches, wrong):
     toy = prefilled()
