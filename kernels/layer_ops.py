@@ -77,7 +77,7 @@ def record_in(
     layer: str,
 ) -> None:
     """:func:`record_layer` for a caller that has the context."""
-    record = context.layers.get(layer) or _record_of(context, layer)
+    record = _record_of(context, layer)
     plan = context.requests.get(record.space.space_id) if record is not None and record.writes else None
     if record is None or plan is None or plan.real_slots is None:
         _count(context, record, device)

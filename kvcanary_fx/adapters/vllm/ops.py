@@ -102,8 +102,7 @@ def layers_are_apart(config: VllmConfig) -> bool:
 
 def verify(output: torch.Tensor, layer_name: LayerNameType) -> None:
     """The op before attention."""
-    context = current_context()
-    layer = layer_name if type(layer_name) is str else layer_name.value
+    context, layer = current_context(), _name_of(layer_name)
     if context is None or layer not in context.layers:
         return
     known = _GUARDED.get()
@@ -121,14 +120,17 @@ def record(
     output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, layer_name: LayerNameType
 ) -> None:
     """The op after attention."""
-    context = current_context()
-    # vLLM's own function asks isinstance() of an opaque type, which took half of such an op
-    layer = layer_name if type(layer_name) is str else layer_name.value
+    context, layer = current_context(), _name_of(layer_name)
     if context is not None and layer in context.layers:  # other groups of a model may not be guarded
         known = _GUARDED.get()
         if known is not None and known.rows is not None:
             key, value = (None if t is None else t[known.rows] for t in (key, value))
         record_in(context, key, value, output.device, layer)
+
+
+def _name_of(layer_name: LayerNameType) -> str:
+    """As vLLM's own function says it, whose ``isinstance`` of an opaque type took half of such an op."""
+    return layer_name if type(layer_name) is str else layer_name.value
 
 
 def _nothing(*_: Any) -> None:
@@ -171,7 +173,7 @@ def _guarded(original: Callable[..., None]) -> Callable[..., None]:
         if known is None or context is None:
             original(query, key, value, output, layer_name, *args, **kwargs)
             return
-        layer = layer_name if type(layer_name) is str else layer_name.value
+        layer = _name_of(layer_name)
         if layer in known.in_graph or layer not in context.layers:
             original(query, key, value, output, layer_name, *args, **kwargs)
             return

@@ -84,9 +84,9 @@ class Forwards:
             What ends the checks; it was entered.
         """
         # what a request takes up from the prefix cache; what it wrote itself is compared by the chain of tokens
-        prompts = joined and {new.req_id: new.prefill_token_ids or () for new in joined if new.num_computed_tokens}
+        prompts = {new.req_id: new.prefill_token_ids or () for new in joined if new.num_computed_tokens}
         hold = metadata is None and self.holds  # with metadata, a graph of all of the model is about to be replayed
-        images = self.images.any and self.images.within(batch)
+        images = self.images.within(batch)
         kept = None if prompts or in_flight or images else self._steps.kept(batch)
         self.kept = kept is not None
         running: contextlib.AbstractContextManager[Any]
@@ -95,7 +95,7 @@ class Forwards:
             running.__enter__()
         else:
             self._steps.overwritten()
-            running = self._begin_anew(batch, prompts or {}, namespaces, in_flight, images, hold)
+            running = self._begin_anew(batch, prompts, namespaces, in_flight, images, hold)
         try:
             self._look_at_tables(batch, metadata, kept, finished)
         except BaseException:
