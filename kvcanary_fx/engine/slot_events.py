@@ -127,7 +127,7 @@ class SlotEvents:
     def add_alike(self, event: Event, given: Sequence[tuple[Any, RequestId | None]], page_size: int) -> int | None:
         """Note calls of one kind behind another, in order, if there is nothing odd about any of them.
 
-        Sixty-four requests that fill a page in the same step took the host 1.4 ms, a call each (vLLM on an H100).
+        Where requests fill a page in the same step, :meth:`add` took the host 17 us for each (vLLM on an H100).
 
         Args:
             given: slots and owner of each, as :meth:`add` takes them.
