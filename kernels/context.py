@@ -21,6 +21,7 @@ from ..errors import MissingContextError
 if TYPE_CHECKING:
     from .buffers import IdentityBuffers, Site
     from .content.layer import LayerRecord
+    from .content.layer_tables import LayerTables
     from .held import Held
     from .ring import Control
     from .side_stream import SideStream
@@ -45,6 +46,7 @@ class ForwardContext:
             for those of the one before.
         sides: the stream on which the checks of layers run, by device; in the model's own stream where there is none.
         halves_beside: the graph lets its checks around writes run beside the model, where it is captured.
+        tables: what launches over all layers are told of them, by device; none where each layer has its own.
         compared: the bytes of all layers have been compared already, before the model.
         held: takes what the layers wrote, which is recorded when the model has run; None: each layer records.
     """
@@ -60,6 +62,7 @@ class ForwardContext:
     joins: bool = False
     sides: Mapping[torch.device, SideStream] = dataclasses.field(default_factory=dict)
     halves_beside: bool = False
+    tables: Mapping[torch.device, LayerTables] = dataclasses.field(default_factory=dict)
     compared: bool = False
     held: Held | None = None
 

@@ -17,6 +17,10 @@ All other memory is found through the ForwardContext.
 ``kvcanary::verify_halves(kv, value, index, extent, state, site, write)`` and
 ``kvcanary::record_halves(kv, value, index, extent, positions, state, site, write)``
     the same for K and V of a layer, where both are written at the same indices; ``write`` is never negative.
+``kvcanary::verify_layers(kv, index, extent, apart, state, site, write)`` and
+``kvcanary::record_layers(kv, value, index, extent, apart, positions, state, site, write)``
+    the same for K and V of all layers of a graph, in front of its first write and behind its last; with ``apart`` the
+    first axis of each index tensor is that of the layers.
 ``kvcanary::observe(kv, state, site)`` and ``kvcanary::record_changed(kv, state, site)``
     around a write that cannot be read in the graph: fingerprint what changed in between.  In an engine's pool, slots
     that this forward does not write must not change.
@@ -37,7 +41,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -78,6 +82,13 @@ SCHEMAS = {
     "record_halves": (
         "(Tensor[] kv, Tensor?[] value, Tensor[] index, SymInt[] extent, Tensor? positions, Tensor(a!) state, "
         "int[] site, int[] write) -> ()"
+    ),
+    "verify_layers": (
+        "(Tensor[] kv, Tensor[] index, SymInt[] extent, bool apart, Tensor(a!) state, int[] site, int[] write) -> ()"
+    ),
+    "record_layers": (
+        "(Tensor[] kv, Tensor?[] value, Tensor[] index, SymInt[] extent, bool apart, Tensor? positions, "
+        "Tensor(a!) state, int[] site, int[] write) -> ()"
     ),
     "observe": "(Tensor kv, Tensor(a!) state, int site) -> ()",
     "record_changed": "(Tensor kv, Tensor(a!) state, int site) -> ()",
@@ -174,6 +185,34 @@ def _verify_before_write(
         ops = 0
 
 
+def _verify_layers(
+    kv: list[torch.Tensor],
+    index: list[torch.Tensor],
+    extent: list[int],
+    apart: bool,
+    state: torch.Tensor,
+    sites: list[int],
+    writes: list[int],
+) -> None:
+    context, device = get_forward_context(), state.device
+    tables = context.tables.get(device)
+    if tables is not None and context.abort is None:
+        halves, plans = [context.sites[site] for site in sites], [context.plans[write] for write in writes]
+        if kernels_for(device).verify_layers(halves, kv, plans, index, extent, apart, tables):
+            return
+    for at in _layers(kv):
+        _verify_before_write(kv[at], _index_of(at, index, apart), extent, sites[at], writes[at])
+
+
+def _layers(kv: Sequence[torch.Tensor]) -> Iterator[slice]:
+    """The halves of each layer, K and V."""
+    return (slice(at, at + 2) for at in range(0, len(kv), 2))
+
+
+def _index_of(at: slice, index: list[torch.Tensor], apart: bool) -> list[torch.Tensor]:
+    return [tensor[at.start // 2] for tensor in index] if apart else index
+
+
 def _in_flight(context: ForwardContext, site: Site) -> bool:
     """Whether some request of the forward reads what another one writes in it."""
     plan = context.requests.get(site.space.space_id) if site.space is not None else None
@@ -214,6 +253,40 @@ def _record_halves(
     writes: list[int],
 ) -> None:
     _record_written(kv, values, index, extent, positions, sites, writes)
+
+
+def _record_layers(
+    kv: list[torch.Tensor],
+    values: list[torch.Tensor | None],
+    index: list[torch.Tensor],
+    extent: list[int],
+    apart: bool,
+    positions: torch.Tensor | None,
+    state: torch.Tensor,
+    sites: list[int],
+    writes: list[int],
+) -> None:
+    context, device = get_forward_context(), state.device
+    kernels, tables = kernels_for(device), context.tables.get(device)
+    if tables is not None and context.abort is None:
+        halves, plans = [context.sites[site] for site in sites], [context.plans[write] for write in writes]
+        positions = _on(device, positions)
+        if kernels.record_layers(halves, kv, values, plans, index, extent, apart, positions, tables):
+            return
+    for at in _layers(kv):
+        its = _index_of(at, index, apart)
+        _mark_again(kv[at][-1], its, extent, sites[at][-1], writes[at][-1])
+        _record_written(kv[at], values[at], its, extent, positions, sites[at], writes[at])
+
+
+def _mark_again(kv: torch.Tensor, index: list[torch.Tensor], extent: list[int], site: int, write: int) -> None:
+    """Mark where a layer wrote: the marks of one layer are those of the next, and all layers have written."""
+    context, kernels = get_forward_context(), kernels_for(kv.device)
+    here, plan = context.sites[site], context.plans[write]
+    resolved = kernels.resolve(plan, here.layout, index, extent, kv.device)
+    quiet = dataclasses.replace(here, checks=here.checks & ~Check.BOUNDS)
+    here.control.stamps.index_fill_(1, resolved.slots.clamp(min=0), 0)
+    kernels.check_plan(quiet, resolved.slots, resolved.raw, plan.write_id, Phase.PRE)
 
 
 def _record_written(
@@ -387,6 +460,8 @@ _BODIES: dict[str, Callable[..., None]] = {
     "record": _record,
     "verify_halves": _beside_the_model(_verify_halves),
     "record_halves": _beside_the_model(_record_halves),
+    "verify_layers": _beside_the_model(_verify_layers),
+    "record_layers": _beside_the_model(_record_layers),
     "observe": _observe,
     "record_changed": _record_changed,
     "watch": _watch,

@@ -157,6 +157,14 @@ class CanaryConfig:
         """The ``verify_every`` of tensors on this device: N of 1/N, or a marker that the budget's word holds it."""
         return self.verify_every if self.budget_on(device) is None else BY_BUDGET
 
+    def checks_at_once(self, device: torch.device) -> bool:
+        """Whether the layers of a graph may be checked before its first write, and recorded behind its last.
+
+        What one layer does to another is then found by the next step.  Where each step compares all bytes, each layer
+        is checked in front of its own write, so that it is found in the step it happens.
+        """
+        return self.verify_every_on(device) != 1
+
     def verifies_after(self, device: torch.device) -> bool:
         """Whether the bytes of a pool on this device are checked after a forward as well."""
         if self.verify_after == "auto":

@@ -39,9 +39,9 @@ def check_canary_rules(gm: fx.GraphModule, plan: GraphPlan, after: str) -> None:
         if (op == "begin") == (state in begun):
             raise BrokenGraphError(plan.name, after, f"{node.name} is out of order with its graph's begin")
         begun.add(state)
-        if op in ("record", "record_halves"):
+        if op in ("record", "record_halves", "record_layers"):
             recorded |= {(name, number) for name in ("site", "write") for number in _numbers(node, name)}
-        if op in ("verify", "verify_halves") and not _checked(node).isdisjoint(recorded):
+        if op in ("verify", "verify_halves", "verify_layers") and not _checked(node).isdisjoint(recorded):
             raise BrokenGraphError(plan.name, after, f"{node.name} checks a half after it was recorded")
 
 

@@ -139,6 +139,7 @@ class GraphPlan:
         ops: canary ops that each call of the graph runs, joins aside.
         joins: the graph ends with a join, see :mod:`.join_side_streams`.
         halves_beside: its checks may run beside the model, see :mod:`.halves_beside`.
+        layers_at_once: layers whose checks are those of one op, see :mod:`.layers_at_once`.
         unguarded: inputs that the graph writes or replaces and we do not guard, each with the reason.
         functional: caches that are rebuilt by ``cat`` instead of written in place.
         born: caches that the graph itself creates, so that they are no input of it.
@@ -157,6 +158,7 @@ class GraphPlan:
     ops: int = 0
     joins: bool = False
     halves_beside: bool = False
+    layers_at_once: int = 0
     unguarded: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     functional: list[str] = dataclasses.field(default_factory=list)
     born: list[str] = dataclasses.field(default_factory=list)

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import fx
 
 from .attention_ops import guard_attention_ops
@@ -28,6 +29,7 @@ from .halves import DeclaredAxes
 from .halves_beside import check_halves_beside
 from .insert_canaries import insert_canaries
 from .join_side_streams import join_side_streams
+from .layers_at_once import check_layers_at_once
 from .names import function_name
 from .only_read import Recorded
 from .rewrite_writes import rewrite_writes
@@ -42,6 +44,7 @@ def passes(
     rewrite: bool | Literal["parts"] = False,
     pools_in: Callable[[Any], int] | None = None,
     side: bool = False,
+    at_once: Callable[[torch.device], bool] | None = None,
     recorded: Recorded | None = None,
     declared_axes: DeclaredAxes | None = None,
 ) -> list[tuple[str, Pass]]:
@@ -54,6 +57,8 @@ def passes(
         pools_in: of an engine's session, which knows its pools: how many are in an input of a graph.  Opaque
             attention ops are guarded then, too.
         side: the checks of opaque attention may run on a stream beside the model's.
+        at_once: whether the checks of all layers on a device may be one before the first write and one behind the last;
+            None: never.
         recorded: guard also what a graph only reads; says of an input whether another graph records it.
         declared_axes: gives the slot axes of views of inputs that an engine declared.
     """
@@ -73,6 +78,8 @@ def passes(
         if side:
             ordered.append(("join_side_streams", join_side_streams))
     elif side:
+        if at_once is not None and rewrite is not True:
+            ordered.append(("check_layers_at_once", functools.partial(check_layers_at_once, wanted=at_once)))
         ordered.append(("check_halves_beside", check_halves_beside))
     if rewrite:
         ordered.append(("rewrite_writes", functools.partial(rewrite_writes, parts_only=rewrite == "parts")))

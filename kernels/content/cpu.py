@@ -190,6 +190,16 @@ def identify_write(*_: object) -> bool:
     return False
 
 
+def verify_layers(*_: object) -> bool:
+    """As :func:`verify_write`."""
+    return False
+
+
+def record_layers(*_: object) -> bool:
+    """As :func:`verify_write`."""
+    return False
+
+
 def _epoch(site: Site, write_id: int) -> torch.Tensor:
     return site.control.words[Word.STEP] * 65536 + write_id
 
@@ -320,7 +330,10 @@ def _shifted_slots(site: Site, first: torch.Tensor | None) -> torch.Tensor:
 
 
 def adopt(site: Site, view: torch.Tensor, first: torch.Tensor) -> None:
-    """Record, unverified, the unrecorded slots below the coming write: they were written outside."""
+    """Record, unverified, the unrecorded slots below the coming write: they were written outside.
+
+    Those of a row whose write leaves a gap behind the last one, and those whose turn it is.
+    """
     layout = site.layout
     if not layout.has_rows:
         return
@@ -330,6 +343,10 @@ def adopt(site: Site, view: torch.Tensor, first: torch.Tensor) -> None:
     slots = (empty & below).view(-1).nonzero().squeeze(1)
     if slots.numel() == 0:  # as in every step but the first
         return
+    every, now = int(site.control.every(site.verify_every)), bool(site.gate[Gate.LENIENT_NOW])
+    if every > 1 and not now:
+        gap = (first > site.half.rows[:, RowState.NEXT])[slots // layout.positions]
+        slots = slots[gap | ((slots + site.gate[Gate.STEP]) % every == 0)]
     _keep(site, slots, digest_slots(site, view, slots))
     site.counters[Count.ADOPTED] += slots.numel()
 

@@ -28,6 +28,8 @@ from .gpu_layer import verify_halves as verify_halves
 from .gpu_write import identify_write as identify_write
 from .gpu_write import record_write as record_write
 from .gpu_write import verify_write as verify_write
+from .gpu_write_layers import record_layers as record_layers
+from .gpu_write_layers import verify_layers as verify_layers
 from .launch_args import BLOCK_SLOTS, PLAN_TOKENS, plan_args, scan_args, site_args
 
 

@@ -52,7 +52,7 @@ class HeldRecords(layer.HeldRecords):
         self._alike = all(part.alike(parts[0]) for part in parts) and all(each == places[0] for each in places)
         self._halves, self._aligned = len(places[0]), all(half.view.data_ptr() % 16 == 0 for half in halves)
         device = self._device = halves[0].view.device
-        rows = [table_row(half.site, half.view) for half in halves]
+        rows = [table_row(half.site, half.view.data_ptr()) for half in halves]
         self._table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
         self._row_of = {id(record): at * self._halves for at, record in enumerate(self.records)}
         self._given = lasting(3 * len(halves), dtype=torch.int64, device=device)

@@ -38,14 +38,13 @@ def prepare(pool: PoolBytes) -> None:
         else:
             groups.append((geometry, [i]))
     for _, members in groups:
-        rows = [table_row(pool.sites[i], pool.views[i]) for i in members]
+        rows = [table_row(pool.sites[i], pool.views[i].data_ptr()) for i in members]
         device = pool.views[0].device
         pool.table.append((torch.tensor(rows, dtype=torch.int64, device="cpu").to(device), tuple(members)))
 
 
-def table_row(site: Site, view: torch.Tensor) -> list[int]:
+def table_row(site: Site, address: int) -> list[int]:
     """A half in the table of a launch, see :data:`.triton_pool.TABLE_COLUMNS`."""
-    address = geometry_of(view, site.layout.slot_axes).base.data_ptr()
     seeds = as_signed(site.seed1), as_signed(site.seed2)
     shadow = site.half.rows.data_ptr(), site.counters.data_ptr()
     return [address, site.half.digest.data_ptr(), *seeds, site.half_id, *shadow]

@@ -31,6 +31,8 @@ from .launch_args import BLOCK_SLOTS, digest_args, other_args, row_args, site_ar
 TOKENS = (16, 64, 256)
 MOST_TOKENS = TOKENS[-1]
 
+VERIFY_WARPS = 4
+
 #: Slots that a program scans for those that are due though it is not their turn, and slots times tokens that it
 #: compares at once.
 SCANNED, MOST_COMPARED = 1024, 4096
@@ -58,7 +60,7 @@ def verify_write(
     form = seen("verify", sites, tensors, extent)
     if again(sites[0], form, tensors):
         return True
-    tokens = _tokens(sites, plans, index, extent)
+    tokens = tokens_of(sites, plans, index, extent)
     if tokens is None:
         return False
     if tokens.n > MOST_TOKENS:
@@ -69,8 +71,10 @@ def verify_write(
     place = {id(part): i for i, part in enumerate(parts)}
     launches, ops = [], 1
     for a, b in in_launches(parts):
-        programs = _programs_of(a.site, tokens.n)
-        bound = _bound_verify(a, b, tokens, plans[0], write_ids[id(b.site)], ops, programs.scanners)
+        programs = programs_of(a.site, tokens.n)
+        arguments = verify_args(a, b, tokens, plans[0], write_ids[id(b.site)], ops, programs.scanners)
+        changing = ("base", "other_base", *tokens.found)
+        bound = BoundLaunch(triton_write.verify_write_kernel, a.site.gate.device, arguments, changing, VERIFY_WARPS)
         grid = (sum(programs), 1 if a is b else 2, 1)
         bases = [(part.geometry.base, place[id(part)]) for part in (a, b)]
         launches.append(first(bound, grid, [*bases, *indices_of(tokens, len(views))], tensors))
@@ -99,25 +103,25 @@ def record_write(
     form = seen("record", sites, tensors, extent)
     if again(sites[0], form, tensors):
         return True
-    tokens = _tokens(sites, plans, index, extent)
+    tokens = tokens_of(sites, plans, index, extent)
     if tokens is None:
         return False
     if tokens.n > MOST_TOKENS:
         gpu_prompt.record_write(sites, views, values, plans, tokens, extent, positions, form, tensors)
         return True
-    parts = []
-    for site, view, value, plan in zip(sites, views, values, plans, strict=True):
-        operand = None
-        if value is not None and site.checks & Check.OPERAND:
-            operand = geometry_of(plan.rows_of(site.layout, value, tokens.n, tokens.shape), (0,))
-        parts.append(Part(site, geometry_of(view, site.layout.slot_axes), operand))
+    parts = [
+        written_part(site, view, value, plan, tokens)
+        for site, view, value, plan in zip(sites, views, values, plans, strict=True)
+    ]
     layout, last = sites[0].layout, None
     if layout.has_rows:
         last = ends_of_rows(positions, layout.rows, tokens.n)
     place, values_at = {id(part): i for i, part in enumerate(parts)}, len(views) + len(index)
     launches, ops = [], 1
     for a, b in in_launches(parts):
-        bound = _bound_record(a, b, tokens, plans, last, ops)
+        arguments = record_args(a, b, tokens, last, ops)
+        changing = ("base", "other_base", "value_base", "other_value_base", "last_ptr", *tokens.found)
+        bound = BoundLaunch(triton_write.record_write_kernel, a.site.gate.device, arguments, changing, FEW.warps)
         grid = (strided_grid(tokens.n, FEW.slots, views[0].device), 1 if a is b else 2, 1)
         bases = [(part.geometry.base, place[id(part)]) for part in (a, b)]
         operands = [operand_of(part, place[id(part)], values_at) for part in (a, b)]
@@ -127,6 +131,16 @@ def record_write(
         ops = 0
     keep(sites[0], form, launches)
     return True
+
+
+def written_part(
+    site: Site, view: torch.Tensor, value: torch.Tensor | None, plan: WritePlan, tokens: TokenGrid
+) -> Part:
+    """A half that was written, and what it was given if that is compared."""
+    operand = None
+    if value is not None and site.checks & Check.OPERAND:
+        operand = geometry_of(plan.rows_of(site.layout, value, tokens.n, tokens.shape), (0,))
+    return Part(site, geometry_of(view, site.layout.slot_axes), operand)
 
 
 def identify_write(
@@ -152,7 +166,7 @@ def identify_write(
         return True
     if tokens.dim() != 2 or tokens.shape[1] != 1 or not site.layout.has_rows:
         return False
-    grid = _tokens([site], [plan], index, extent)
+    grid = tokens_of([site], [plan], index, extent)
     if grid is None or grid.n != tokens.numel() or grid.n > MOST_TOKENS:
         return False
     given = per_row(positions, grid.n, 1)
@@ -163,7 +177,7 @@ def identify_write(
     return True
 
 
-def _tokens(
+def tokens_of(
     sites: Sequence[Site], plans: Sequence[WritePlan], index: Sequence[torch.Tensor], extent: Sequence[int]
 ) -> TokenGrid | None:
     """How the kernels find the slots of a write; None if they do not take it."""
@@ -186,7 +200,7 @@ def _token_args(tokens: TokenGrid, unused: torch.Tensor) -> dict[str, Any]:
     )
 
 
-class _Programs(NamedTuple):
+class Programs(NamedTuple):
     """Programs of a check before a write, see :func:`.triton_write.verify_write_kernel`."""
 
     writers: int
@@ -194,13 +208,13 @@ class _Programs(NamedTuple):
     turns: int
 
 
-def _programs_of(site: Site, n: int) -> _Programs:
+def programs_of(site: Site, n: int) -> Programs:
     """Those for a half that ``n`` tokens are written to."""
     layout = site.layout
     rows, positions = (layout.rows, layout.positions) if layout.has_rows else (1, layout.slots)
     scanners = rows * triton.cdiv(positions, _slots_of_scanner(site, n))
     turns = -(-strided_grid(layout.slots, BLOCK_SLOTS, site.gate.device) // SHARED_BY)
-    return _Programs(triton.cdiv(n, BLOCK_SLOTS), scanners, turns)
+    return Programs(triton.cdiv(n, BLOCK_SLOTS), scanners, turns)
 
 
 def _slots_of_scanner(site: Site, n: int) -> int:
@@ -212,12 +226,13 @@ def _padded(n: int) -> int:
     return next(size for size in TOKENS if n <= size)
 
 
-def _bound_verify(
+def verify_args(
     a: Part, b: Part, tokens: TokenGrid, plan: WritePlan, write_id: int, ops: int, scanners: int
-) -> BoundLaunch:
+) -> dict[str, Any]:
+    """The arguments of the check before a write, all but addresses of tensors of the call."""
     site, other = a.site, b.site
     control, kept = site.control, site.half.baseline is not None
-    arguments = dict(
+    return dict(
         gate_ptr=site.gate,
         ops=ops,
         counters_ptr=site.counters,
@@ -248,26 +263,21 @@ def _bound_verify(
         **site_args(site),
         **other_args(other),
     )
-    changing = ("base", "other_base", *tokens.found)
-    return BoundLaunch(triton_write.verify_write_kernel, site.gate.device, arguments, changing, warps=4)
 
 
-def _bound_record(
-    a: Part, b: Part, tokens: TokenGrid, plans: Sequence[WritePlan], last: torch.Tensor | None, ops: int
-) -> BoundLaunch:
+def record_args(a: Part, b: Part, tokens: TokenGrid, last: torch.Tensor | None, ops: int) -> dict[str, Any]:
+    """The arguments of the record behind a write, all but addresses of tensors of the call."""
     site, operand = a.site, a.operand or a.geometry
     mask, bits = poison_mask(site.layout.dtype) if site.checks & Check.POISON else (0, 1)
-    arguments = dict(
+    return dict(
         last_stride=last.stride(0) if last is not None else 0,
         gate_ptr=site.gate,
         ops=ops,
         counters_ptr=site.counters,
-        stamp_ptr=site.control.stamps,
-        stamp_count=site.control.stamps.shape[1],
-        write_id=plans[-1].write_id,  # its stamps are the last ones
         slot_stride0=a.geometry.slot_strides[0],
         slot_stride1=a.geometry.slot_strides[1],
         token_stride=operand.slot_strides[1],
+        other_token_stride=(b.operand or b.geometry).slot_strides[1],  # K is often a tensor, V a part of one
         HAS_LAST=last is not None,
         OPERAND=a.operand is not None,
         UNIT=a.geometry.unit,
@@ -282,8 +292,6 @@ def _bound_record(
         **site_args(site),
         **other_args(b.site),
     )
-    changing = ("base", "other_base", "value_base", "other_value_base", "last_ptr", *tokens.found)
-    return BoundLaunch(triton_write.record_write_kernel, site.gate.device, arguments, changing, FEW.warps)
 
 
 def _bound_identify(

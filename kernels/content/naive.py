@@ -180,10 +180,13 @@ def _is_shifted(site: Site, slot: int, first: torch.Tensor | None) -> bool:
 def adopt(site: Site, view: torch.Tensor, first: torch.Tensor) -> None:
     if not site.layout.has_rows:
         return
+    every, step = int(site.control.every(site.verify_every)), int(site.gate[Gate.STEP])
     for slot in range(site.layout.slots):
         row, position = divmod(slot, site.layout.positions)
         below = int(first[row]) != NOT_WRITTEN and position < int(first[row])
-        if below and int(site.half.digest[0, slot]) == 0:
+        gap = int(first[row]) > int(site.half.rows[row, RowState.NEXT])
+        wanted = gap or bool(site.gate[Gate.LENIENT_NOW]) or (slot + step) % every == 0
+        if below and wanted and int(site.half.digest[0, slot]) == 0:
             _adopt_slot(site, slot, digest_of(site, row_bytes(site, view, slot)))
 
 

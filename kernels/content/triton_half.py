@@ -221,28 +221,33 @@ def slots_due(
 ):  # fmt: skip
     """Of slots with these digests: which are compared, which are adopted, and which are in rows that were shifted.
 
+    An unrecorded slot below a write is adopted if the write leaves a gap behind the last one, so that the others of its
+    row need not be looked at in each step; or in its turn, if it was forgotten by itself.
+
     Arguments as for :func:`scan_slots`.
     """
     inside = slot < slots_total
     now = tl.load(gate_ptr + GATE_LENIENT_NOW) != 0
     shifted = inside & (slot < 0)
-    below = shifted
+    below, gap = shifted, shifted
     checked = inside
     if HAS_FIRST:
         after = tl.load(rows_ptr + slot // positions * ROW_COLUMNS + ROW_NEXT, mask=inside, other=0)
         coming = inside & (first != NOT_WRITTEN)
         shifted = coming & (first != after)
         below = coming & (slot % positions < first)
+        gap = coming & (first > after)
         if OWN_ROWS:
             checked = coming
     share = tl.load(words_ptr + WORD_EVERY) if BY_BUDGET else every
     turn = (slot + tl.load(gate_ptr + GATE_STEP)) % share == 0
+    adopted = below & (stored == 0) & (gap | turn | now)
     if COMING:  # slots that the coming write replaces are always due
         turn = turn | stamped
     due = checked & (stored != 0) & (now | turn | ((now | LENIENT) & shifted))
     if not CONTENT:
         due = due & (slot < 0)
-    return due, below & (stored == 0), shifted
+    return due, adopted, shifted
 
 
 @triton.jit

@@ -54,15 +54,19 @@ def digest_and_compare(
 
 @triton.jit
 def record_slots(
-    i, slot, live, kept, base, value_base, stamp_ptr, stamp_count, write_id, block_ptr, coef_ptr, digest_ptr,
+    i, slot, live, kept, twice, base, value_base, stamp_ptr, stamp_count, write_id, block_ptr, coef_ptr, digest_ptr,
     words_ptr, ring_ptr, capacity, rows_ptr, slots_total, seed1, seed2, words_in_row, half, positions,
     slot_stride0, slot_stride1, token_stride, units, n1, n2, n3, d0, d1, d2, d3,
     v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, OPERAND: tl.constexpr, HAS_SPACE: tl.constexpr,
     UNIT: tl.constexpr, OPERAND_UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr,
     POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    STAMPED: tl.constexpr,
 ):  # fmt: skip
-    """Fingerprint the slots [BLOCK] of the tokens ``i``, and keep the digests of those that are ``kept``."""
+    """Fingerprint the slots [BLOCK] of the tokens ``i``, and keep the digests of those that are ``kept``.
+
+    Which of them several tokens go to, ``twice`` says, or with STAMPED the stamps.
+    """
     at = tl.maximum(slot, 0)
     if TWO_AXES:
         start = (at // positions) * slot_stride0 + (at % positions) * slot_stride1
@@ -87,8 +91,9 @@ def record_slots(
         )  # fmt: skip
     if OPERAND:
         if tl.max(bad.to(tl.int32), axis=0) != 0:
-            epoch = tl.load(words_ptr + WORD_STEP) * 65536 + write_id
-            twice = tl.load(stamp_ptr + stamp_count + at, mask=bad, other=0) == epoch
+            if STAMPED:
+                epoch = tl.load(words_ptr + WORD_STEP) * 65536 + write_id
+                twice = tl.load(stamp_ptr + stamp_count + at, mask=bad, other=0) == epoch
             bad = bad & (twice == 0)
             if HAS_SPACE:  # a store kernel may leave reserved slots alone
                 flags = tl.load(block_ptr + at * SPACE_COLUMNS + COLUMN_FLAGS, mask=bad, other=0)
@@ -139,12 +144,12 @@ def record_half(
             kept = live & (number >= 0) & (number < 4294967296)
         recorded += tl.sum(live.to(tl.int64), axis=0)
         record_slots(
-            i, slot, live, kept, base, value_base, stamp_ptr, stamp_count, write_id, block_ptr, coef_ptr, digest_ptr,
-            words_ptr, ring_ptr, capacity, rows_ptr, slots_total, seed1, seed2, words_in_row, half, positions,
-            slot_stride0, slot_stride1, token_stride, units, n1, n2, n3, d0, d1, d2, d3,
+            i, slot, live, kept, live, base, value_base, stamp_ptr, stamp_count, write_id, block_ptr, coef_ptr,
+            digest_ptr, words_ptr, ring_ptr, capacity, rows_ptr, slots_total, seed1, seed2, words_in_row, half,
+            positions, slot_stride0, slot_stride1, token_stride, units, n1, n2, n3, d0, d1, d2, d3,
             v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
             HAS_ROWS, TWO_AXES, OPERAND, HAS_SPACE, UNIT, OPERAND_UNIT, ELEMENT, PLANES, POISON_MASK, POISON_BITS,
-            BLOCK, BLOCK_WORDS,
+            BLOCK, BLOCK_WORDS, True,
         )  # fmt: skip
     if recorded > 0:
         tl.atomic_add(counters_ptr + COUNT_RECORDED, recorded, sem="relaxed")

@@ -148,7 +148,8 @@ def compile_graph(
         raise CaptureError("this graph is not compiled yet")
     side, recorded = config.placement == "side", owner.registry.records
     declared = owner.registry.declared_axes
-    ordered = passes("chain" in config.checks, config.rewrite, owner.hooks.pools_in, side, recorded, declared)
+    chain, pools_in = "chain" in config.checks, owner.hooks.pools_in
+    ordered = passes(chain, config.rewrite, pools_in, side, config.checks_at_once, recorded, declared)
     try:
         rewritten, plan = run_passes(gm, example_inputs, ordered, config.dump)
     except Exception as e:

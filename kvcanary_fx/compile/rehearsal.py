@@ -43,6 +43,8 @@ _FORESEEN = {
     "verify_halves": slice(2, 4),
     "record": slice(1, 5),
     "record_halves": slice(1, 5),
+    "verify_layers": slice(1, 4),
+    "record_layers": slice(1, 6),
     "identify": slice(0, 4),
 }
 
@@ -100,7 +102,11 @@ class _Rehearsal:
     def _make(self, op: _Op, sites: Sequence[Site], given: list[Any], context: ForwardContext) -> None:
         kernels, plans = kernels_for(sites[0].gate.device), [context.plans[write] for write in op.writes]
         views = [self._plan.sites[number].view(self._args) for number in op.sites]
-        if op.name.startswith("verify"):
+        if op.name.endswith("layers"):
+            tables = context.tables[sites[0].gate.device]
+            launches = kernels.verify_layers if op.name.startswith("verify") else kernels.record_layers
+            launches(sites, views, *([given.pop(0)] if op.name.startswith("record") else []), plans, *given, tables)
+        elif op.name.startswith("verify"):
             kernels.verify_write(sites, views, plans, *given)
         elif op.name.startswith("record"):
             values, *rest = given

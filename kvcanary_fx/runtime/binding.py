@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ..config import CanaryConfig
-from ..kernels import side_stream
 from ..kernels.buffers import Count, Gate, HalfBuffers, IdentityBuffers, Part, Site
 from ..kernels.checks import Check, bits_of
 from ..kernels.content.digest import coefficients
@@ -24,6 +23,7 @@ from ..kernels.ring import Control, Word
 from ..passes.graph_plan import GraphPlan, SitePlan
 from .bound_call import BoundCall as BoundCall
 from .companions import ONE_LAYER, Call
+from .graph_memory import GraphMemory
 from .pool_half import PoolHalf
 from .reading import Seen, seen_halves
 from .registry import Line, PoolRegistry, Storage
@@ -39,10 +39,8 @@ class GraphBinding:
 
     def __init__(self, plan: GraphPlan, config: CanaryConfig, registry: PoolRegistry, controls: Controls):
         self.plan, self._config, self._registry, self._controls = plan, config, registry, controls
-        with torch.inference_mode(False):
-            self.states = [torch.zeros(1, dtype=torch.int32, device=d) for d in plan.devices]
-            self.gates = {d: torch.zeros(len(Gate), dtype=torch.int64, device=d) for d in plan.devices}
-        self._sides = {d: side_stream.SideStream(d) for d in plan.devices} if plan.halves_beside else {}
+        self._memory = GraphMemory(plan)
+        self.states, self.gates = self._memory.states, self._memory.gates
         self.counters: list[torch.Tensor] = []
         self._traffic, self._entries = threading.Lock(), [0, 0]  # calls begun, calls ended
         self.forgiven = 0  # ops that failed calls did not run
@@ -183,6 +181,7 @@ class GraphBinding:
                 storages.setdefault(id(storage), (storage, site.argument, site.pool))
                 written |= {id(storage)} if site.kind != "read" else set()
         identities = self._group(halves)
+        self._memory.make_room()
         context = ForwardContext(
             sites=tuple(self._site(i, half, capturing, seen.get(i, [])) for i, half in enumerate(halves)),
             plans=tuple(self.plan.writes),
@@ -191,8 +190,9 @@ class GraphBinding:
             gates=self.gates,
             abort=abort,
             joins=self.plan.joins,
-            sides=self._sides,
+            sides=self._memory.sides,
             halves_beside=self.plan.halves_beside,
+            tables=self._memory.tables,
         )
         coming_back = [site for site in self.plan.sites if site.output is not None]
         returned = None if line is None else ReturnedCaches(coming_back, line, self._registry, args)

@@ -37,6 +37,8 @@ def _arguments(scene) -> dict[str, tuple]:
         "record": (scene.view, value, [slot], [], None, state, 0, 0),
         "verify_halves": ([scene.view], [value], [slot], [], state, [0], [0]),
         "record_halves": ([scene.view], [value], [slot], [], None, state, [0], [0]),
+        "verify_layers": ([scene.view] * 2, [slot], [], False, state, [0, 0], [0, 0]),
+        "record_layers": ([scene.view] * 2, [value] * 2, [slot], [], False, None, state, [0, 0], [0, 0]),
         "observe": (scene.view, state, 0),
         "watch": (scene.view, state, 0),
         "record_changed": (scene.view, state, 0),

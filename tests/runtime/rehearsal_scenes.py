@@ -27,6 +27,9 @@ from kvcanary_fx.kernels import compile_ahead
 from kvcanary_fx.kernels.content import gpu
 
 STEP = ["begin_kernel", "identify_write_kernel", "record_write_kernel", "verify_write_kernel"]
+AT_ONCE = [
+    "begin_kernel", "identify_write_kernel", "record_layers_kernel", "verify_layers_kernel", "verify_turns_kernel",
+]  # fmt: skip
 WITHOUT_CHAIN = ("content", "operand", "bounds", "poison")  # of a prompt, chain computes with what kernels left
 MAIN = threading.main_thread().name
 
@@ -103,9 +106,11 @@ def step(tokens: int = 1, **settings) -> toys.Rig:
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-def test_a_first_call_compiles_nothing_itself(compiled, inner):
-    step(inner=inner, layers=3)
-    assert sorted(name for name, _ in compiled) == STEP  # each once, for all layers
+@pytest.mark.parametrize("budget", [None, "1%"])
+def test_a_first_call_compiles_nothing_itself(compiled, inner, budget):
+    step(inner=inner, layers=3, budget=budget)
+    expected = STEP if budget is None else AT_ONCE
+    assert sorted(name for name, _ in compiled) == expected  # each once, for all layers
     assert {thread.rstrip("_0123456789") for _, thread in compiled} == {"kvcanary compile"}
 
 

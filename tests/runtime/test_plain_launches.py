@@ -9,7 +9,7 @@ from gpu_on_cpu import use_gpu_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Rig
 
-from kvcanary_fx.kernels.content import triton_half, triton_layer, triton_write
+from kvcanary_fx.kernels.content import triton_half, triton_layer, triton_write, triton_write_layers
 from kvcanary_fx.kernels.writes import triton_resolve
 
 LAYERS = 3
@@ -59,20 +59,28 @@ class AroundOurs(TorchDispatchMode):
 def launches(monkeypatch):
     counted = Counter()
     use_gpu_kernels(monkeypatch.setattr)
-    for module in (triton_half, triton_layer, triton_write, triton_resolve):
+    for module in (triton_half, triton_layer, triton_write, triton_write_layers, triton_resolve):
         for name, kernel in list(vars(module).items()):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Launched(kernel, counted))
     return counted
 
 
-def test_a_decode_step_of_plain_tensors_launches_twice_a_layer_and_runs_no_small_ops(launches):
-    rig = Rig.build(LAYERS, mode="log", budget="1%")
+@pytest.mark.parametrize(
+    ("settings", "checks"),
+    [
+        ({"budget": "1%"}, {"verify_layers_kernel": 1, "verify_turns_kernel": 1, "record_layers_kernel": 1}),
+        ({}, {"verify_write_kernel": LAYERS, "record_write_kernel": LAYERS}),
+    ],
+    ids=["under a budget", "everything compared"],
+)
+def test_a_decode_step_of_plain_tensors_launches_a_fixed_few_and_runs_no_small_ops(launches, settings, checks):
+    """Twice a layer where all bytes are compared: then each layer is checked in front of its own write."""
+    rig = Rig.build(LAYERS, mode="log", **settings)
     for _ in range(2):
         launches.clear()
         rig.step()
-        once = {"begin_kernel": 1, "identify_write_kernel": 1}
-        assert launches == {**once, "verify_write_kernel": LAYERS, "record_write_kernel": LAYERS}
+        assert launches == {"begin_kernel": 1, "identify_write_kernel": 1, **checks}
     ops = Counter()
     with AroundOurs(ops):
         rig.step()

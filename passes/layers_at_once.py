@@ -1,0 +1,289 @@
+"""One check in front of a graph's first write and one behind its last, in the place of two in each layer.
+
+A check costs what it disturbs: beside attention, and as one of a hundred launches of a captured decode step, more than
+what it looks at.  Before::
+
+    verify_halves([k0, v0], [key0, value0], [slots0], [], state, [0, 1], [0, 1])
+    index_copy_(k0, key0)
+    ...
+    record_halves([k0, v0], [key0, value0], [slots0], [], None, state, [0, 1], [0, 1])
+    ...
+    verify_halves([k1, v1], [key1, value1], [slots1], [], state, [2, 3], [2, 3])
+    ...
+
+After, beside the model where a CUDA graph is captured (:mod:`.halves_beside`)::
+
+    slots = stack([slots0, slots1])
+    verify_layers([k0, v0, k1, v1], [slots], [], True, state, [0, 1, 2, 3], [0, 1, 2, 3])
+    ...
+    join([k0, v0, k1, v1, slots, key0, value0], state)
+    index_copy_(k0, key0)
+    ...
+    join([key1, value1], state)
+    index_copy_(k1, key1)
+    ...
+    record_layers([k0, v0, k1, v1], [key0, value0, key1, value1], [slots], [], True, None, state, ...)
+    ...
+    join([k0, ..., value1, slots], state)
+
+The model waits in front of its first write: what a write replaces is compared before.  The other joins are there for
+what is about to be written, so that Inductor stores it once, in front of the write.  It is held until it was compared,
+so a graph for a prompt keeps a check in each layer.
+
+A layer's slots are computed from what the layer has, such as a count of its own tokens in transformers' static caches.
+Stacked, Inductor computes them in one kernel, and the model's own write does so by itself, as without a check.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..kernels import side_stream
+from .dynamo_contract import fake_values
+from .early_values import PURE, writes_in_place
+from .graph_plan import GraphPlan
+from .join_side_streams import cuts
+from .names import function_name
+from .state_inputs import is_canary
+from .states import ancestors
+
+_BEGIN = torch.ops.kvcanary.begin.default
+_VERIFY = torch.ops.kvcanary.verify_halves.default
+_RECORD = torch.ops.kvcanary.record_halves.default
+_IDENTIFY = torch.ops.kvcanary.identify.default
+_JOIN = torch.ops.kvcanary.join.default
+
+#: Bytes that are held until they were compared, of all layers: 256 tokens of an 8B model.
+HELD = 32 << 20
+
+
+def check_layers_at_once(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    plan: GraphPlan,
+    wanted: Callable[[torch.device], bool] = lambda _: True,
+) -> fx.GraphModule:
+    """Join the checks of all layers, in place; nothing if one of them has to be where it is.
+
+    Args:
+        wanted: whether the checks on a device may be moved.
+    """
+    if plan.joins or len(plan.devices) != 1 or not wanted(plan.devices[0]):
+        return gm
+    layers = _layers(gm.graph)
+    if layers is None or not _are_alike(layers) or _held(layers) > HELD:
+        return gm
+    moved = _slots_before(gm.graph, layers)
+    if moved is None or not _stays_written(gm.graph, layers):
+        return gm
+    _join(gm, layers, moved)
+    plan.joins, plan.halves_beside = True, side_stream.can_fork(plan.devices[0])
+    plan.layers_at_once = len(layers)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """The checks around the writes of a layer, K and V."""
+
+    verify: fx.Node
+    record: fx.Node
+
+    @property
+    def caches(self) -> list[fx.Node]:
+        return list(self.verify.args[0])  # type: ignore[arg-type]
+
+    @property
+    def values(self) -> list[Any]:
+        return list(self.record.args[1])  # type: ignore[arg-type]
+
+    @property
+    def index(self) -> list[fx.Node]:
+        return list(self.record.args[2])  # type: ignore[arg-type]
+
+
+def _layers(graph: fx.Graph) -> list[_Layer] | None:
+    """The layers in order; None if the graph has checks of other kinds, or fewer than two layers."""
+    verifies: dict[tuple[int, ...], fx.Node] = {}
+    layers = []
+    for node in graph.nodes:
+        if cuts(node):
+            return None
+        if node.target is _VERIFY:
+            verifies[tuple(node.args[-2])] = node
+        elif node.target is _RECORD:
+            verify = verifies.pop(tuple(node.args[-2]), None)
+            if verify is None or len(node.args[0]) != 2:
+                return None
+            layers.append(_Layer(verify, node))
+        elif is_canary(node) and node.target not in (_BEGIN, _IDENTIFY):
+            return None
+    return layers if len(layers) > 1 and not verifies else None
+
+
+def _are_alike(layers: Sequence[_Layer]) -> bool:
+    """Whether one op can name the writes of all layers."""
+    first = layers[0]
+    extent, positions = first.record.args[3], first.record.args[4]
+    forms = [_form(node) for node in first.index]
+    for layer in layers:
+        one, other = layer.verify.args, layer.record.args
+        if any(cache.op != "placeholder" for cache in layer.caches):
+            return False
+        if list(one[2]) != layer.index or one[3] != extent or other[3] != extent or other[4] is not positions:  # type: ignore[arg-type]
+            return False
+        if None in forms or [_form(node) for node in layer.index] != forms:
+            return False
+        if not all(isinstance(value, fx.Node) for value in layer.values):
+            return False
+    return True
+
+
+def _form(node: fx.Node) -> tuple[Any, ...] | None:
+    """The shape and dtype of a tensor; None if a size is not known."""
+    (value,) = fake_values([node])
+    if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
+        return None
+    return tuple(value.shape), value.dtype, value.device
+
+
+def _held(layers: Sequence[_Layer]) -> float:
+    """Bytes that all layers write; infinite if that is not known."""
+    total = 0
+    for value in fake_values([value for layer in layers for value in layer.values]):
+        if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
+            return math.inf
+        total += math.prod(value.shape) * value.element_size()
+    return total
+
+
+def _slots_before(graph: fx.Graph, layers: Sequence[_Layer]) -> list[fx.Node] | None:
+    """What the slots of all layers are computed with, in order; None if that cannot be done before the first write."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    start = order[_begin(graph)]
+    late = {part for layer in layers for node in layer.index for part in ancestors(node) if order[part] > start}
+    computed = sorted(late, key=order.__getitem__)
+    if any(function_name(node).strip("_") not in PURE or _written_by(node) != [] for node in computed):
+        return None
+    changed: set[int] = set()  # storages that the graph writes behind the start
+    waiting = iter(computed)
+    node = next(waiting, None)
+    for candidate in list(graph.nodes)[start:]:
+        if node is None:
+            break
+        if candidate is node:
+            if not changed.isdisjoint(_storages(node.all_input_nodes)):
+                return None
+            node = next(waiting, None)
+            continue
+        written = _written_by(candidate)
+        if written is None:
+            return None
+        changed |= _storages(written)
+    return computed
+
+
+def _begin(graph: fx.Graph) -> fx.Node:
+    """The first op of ours, which is in front of all of the model's."""
+    begin: fx.Node = next(node for node in graph.nodes if node.target is _BEGIN)
+    return begin
+
+
+def _stays_written(graph: fx.Graph, layers: Sequence[_Layer]) -> bool:
+    """Whether what a layer wrote, and what says where, is the same behind the last layer's write."""
+    nodes = list(graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    last = place[layers[-1].record]
+    for layer in layers:
+        kept = _storages([*layer.caches, *layer.values, *layer.record.all_input_nodes])
+        for node in nodes[place[layer.record] + 1 : last]:
+            written = _written_by(node)
+            if written is None or not kept.isdisjoint(_storages(written)):
+                return False
+    return True
+
+
+def _written_by(node: fx.Node) -> list[fx.Node] | None:
+    """The nodes whose tensors a node writes to; None if that is not known."""
+    if is_canary(node) or node.op in ("placeholder", "get_attr", "output"):
+        return []
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        written = []
+        for i, argument in enumerate(target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+                written += [n for n in (given if isinstance(given, (list, tuple)) else [given]) if n is not None]
+        return written if all(isinstance(n, fx.Node) for n in written) else None  # type: ignore[return-value]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+        return None if any(overload._schema.is_mutable for overload in overloads) else []
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return None
+    if node.op not in ("call_function", "call_method") or "out" in node.kwargs or node.kwargs.get("inplace"):
+        return None
+    if writes_in_place(node):
+        given = node.args[0] if node.args else None
+        return [given] if isinstance(given, fx.Node) else None
+    return []
+
+
+def _storages(nodes: Iterable[fx.Node]) -> set[int]:
+    """The memory that tensors lie in, of Dynamo's example values."""
+    values = [value for value in fake_values(list(nodes)) if isinstance(value, torch.Tensor)]
+    return {value.untyped_storage()._cdata for value in values}
+
+
+def _join(gm: fx.GraphModule, layers: Sequence[_Layer], moved: Sequence[fx.Node]) -> None:
+    graph, first, last = gm.graph, layers[0], layers[-1]
+    state = first.record.args[5]
+    begin = _begin(graph)
+    for node in reversed(moved):
+        begin.append(node)
+    caches = [cache for layer in layers for cache in layer.caches]
+    values = [value for layer in layers for value in layer.values]
+    sites, writes = ([n for layer in layers for n in layer.record.args[at]] for at in (-2, -1))  # type: ignore[union-attr]
+    apart = any(layer.index != first.index for layer in layers)
+    after = _last_of([begin, *(node for layer in layers for node in layer.index)], graph)
+    with graph.inserting_after(after):
+        index = first.index
+        if apart:
+            index = [
+                graph.call_function(torch.stack, ([layer.index[k] for layer in layers],))
+                for k in range(len(first.index))
+            ]
+    extent, positions = first.record.args[3:5]
+    with graph.inserting_after(_last_of([after, *index], graph)):
+        graph.call_function(
+            torch.ops.kvcanary.verify_layers.default, (caches, index, extent, apart, state, sites, writes)
+        )
+    with graph.inserting_after(last.record):
+        given = (caches, values, index, extent, apart, positions, state, sites, writes)
+        graph.call_function(torch.ops.kvcanary.record_layers.default, given)
+    for layer in layers:
+        held = _once([*([*caches, *index] if layer is first else []), *layer.values])
+        with graph.inserting_before(layer.verify):
+            graph.call_function(_JOIN, (held, state))
+        graph.erase_node(layer.verify)
+        graph.erase_node(layer.record)
+    ends = [positions] if isinstance(positions, fx.Node) else []
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(_JOIN, (_once([*caches, *values, *index, *ends]), state))
+
+
+def _last_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> fx.Node:
+    """The one that comes last; a placeholder counts as in front of all."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return max(nodes, key=order.__getitem__)
+
+
+def _once(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    return list(dict.fromkeys(nodes))
