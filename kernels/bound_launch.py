@@ -35,7 +35,7 @@ class BoundLaunch:
             changing: those that each launch passes, in this order.  Triton compiles for their first values: a number
                 that it may specialise on, or an address with another alignment, needs a separate launch.
         """
-        names = _parameters(kernel.fn)
+        names = parameters_of(kernel.fn)
         self._kernel, self._warps = kernel, warps
         self._at = [names.index(name) for name in changing]
         self._given = [arguments.get(name) for name in names]
@@ -155,5 +155,6 @@ def _watched() -> bool:
 
 
 @functools.cache
-def _parameters(function: Callable[..., Any]) -> list[str]:
+def parameters_of(function: Callable[..., Any]) -> list[str]:
+    """The names of a kernel's parameters, in order."""
     return list(inspect.signature(function).parameters)

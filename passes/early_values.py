@@ -18,10 +18,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 
+import torch
 from torch import fx
 
 from .accesses import Accesses
 from .names import function_name
+from .state_inputs import is_canary
 from .states import ancestors
 
 #: Ops that slots are computed with: deterministic, and without writes.
@@ -82,3 +84,28 @@ def writes_in_place(node: fx.Node) -> bool:
     """Whether a node says by its name that it writes to its first argument."""
     name = function_name(node)
     return node.target is operator.setitem or (name.endswith("_") and not name.startswith("__"))
+
+
+def written_by(node: fx.Node) -> list[fx.Node] | None:
+    """The nodes whose tensors a node writes to; None if that is not known."""
+    if is_canary(node) or node.op in ("placeholder", "get_attr", "output"):
+        return []
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        written = []
+        for i, argument in enumerate(target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+                written += [n for n in (given if isinstance(given, (list, tuple)) else [given]) if n is not None]
+        return written if all(isinstance(n, fx.Node) for n in written) else None  # type: ignore[return-value]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+        return None if any(overload._schema.is_mutable for overload in overloads) else []
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return None
+    if node.op not in ("call_function", "call_method") or "out" in node.kwargs or node.kwargs.get("inplace"):
+        return None
+    if writes_in_place(node):
+        given = node.args[0] if node.args else None
+        return [given] if isinstance(given, fx.Node) else None
+    return []

@@ -26,7 +26,7 @@ from torch import fx
 
 from ..kernels import side_stream
 from .dynamo_contract import fake_values
-from .early_values import PURE, writes_in_place
+from .early_values import PURE, written_by
 from .graph_plan import GraphPlan
 from .join_side_streams import cuts
 from .names import function_name
@@ -111,13 +111,8 @@ def _between(first: fx.Node, end: fx.Node) -> Iterator[fx.Node]:
 
 
 def _may_write(node: fx.Node) -> bool:
-    """Whether a node writes to a tensor, or could: what runs other code may."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return bool(node.target._schema.is_mutable)
-    other_code = isinstance(node.target, torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator)
-    if other_code or node.op not in ("call_function", "call_method", "get_attr"):
-        return True
-    return writes_in_place(node) or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+    """Whether a node writes to a tensor of the model, or could: what runs other code may."""
+    return written_by(node) != []
 
 
 def _read_by(node: fx.Node) -> list[fx.Node]:

@@ -46,7 +46,7 @@ from torch import fx
 
 from ..kernels import side_stream
 from .dynamo_contract import fake_values
-from .early_values import PURE, writes_in_place
+from .early_values import PURE, written_by
 from .graph_plan import GraphPlan
 from .join_side_streams import cuts
 from .names import function_name
@@ -171,7 +171,7 @@ def _slots_before(graph: fx.Graph, layers: Sequence[_Layer]) -> list[fx.Node] | 
     start = order[_begin(graph)]
     late = {part for layer in layers for node in layer.index for part in ancestors(node) if order[part] > start}
     computed = sorted(late, key=order.__getitem__)
-    if any(function_name(node).strip("_") not in PURE or _written_by(node) != [] for node in computed):
+    if any(function_name(node).strip("_") not in PURE or written_by(node) != [] for node in computed):
         return None
     changed: set[int] = set()  # storages that the graph writes behind the start
     waiting = iter(computed)
@@ -184,7 +184,7 @@ def _slots_before(graph: fx.Graph, layers: Sequence[_Layer]) -> list[fx.Node] | 
                 return None
             node = next(waiting, None)
             continue
-        written = _written_by(candidate)
+        written = written_by(candidate)
         if written is None:
             return None
         changed |= _storages(written)
@@ -199,41 +199,16 @@ def _begin(graph: fx.Graph) -> fx.Node:
 
 def _stays_written(graph: fx.Graph, layers: Sequence[_Layer]) -> bool:
     """Whether what a layer wrote, and what says where, is the same behind the last layer's write."""
-    nodes = list(graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
-    last = place[layers[-1].record]
-    for layer in layers:
-        kept = _storages([*layer.caches, *layer.values, *layer.record.all_input_nodes])
-        for node in nodes[place[layer.record] + 1 : last]:
-            written = _written_by(node)
-            if written is None or not kept.isdisjoint(_storages(written)):
-                return False
+    waiting = {layer.record: _storages(layer.record.all_input_nodes) for layer in layers}
+    kept: set[int] = set()  # storages that layers have written, or are told by
+    for node in graph.nodes:
+        kept |= waiting.pop(node, set())
+        if not waiting:
+            return True
+        written = written_by(node) if kept else []
+        if written is None or not kept.isdisjoint(_storages(written)):
+            return False
     return True
-
-
-def _written_by(node: fx.Node) -> list[fx.Node] | None:
-    """The nodes whose tensors a node writes to; None if that is not known."""
-    if is_canary(node) or node.op in ("placeholder", "get_attr", "output"):
-        return []
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        written = []
-        for i, argument in enumerate(target._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-                written += [n for n in (given if isinstance(given, (list, tuple)) else [given]) if n is not None]
-        return written if all(isinstance(n, fx.Node) for n in written) else None  # type: ignore[return-value]
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        overloads = [getattr(target, name) for name in target.overloads()]
-        return None if any(overload._schema.is_mutable for overload in overloads) else []
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return None
-    if node.op not in ("call_function", "call_method") or "out" in node.kwargs or node.kwargs.get("inplace"):
-        return None
-    if writes_in_place(node):
-        given = node.args[0] if node.args else None
-        return [given] if isinstance(given, fx.Node) else None
-    return []
 
 
 def _storages(nodes: Iterable[fx.Node]) -> set[int]:
@@ -256,10 +231,7 @@ def _join(gm: fx.GraphModule, layers: Sequence[_Layer], moved: Sequence[fx.Node]
     with graph.inserting_after(after):
         index = first.index
         if apart:
-            index = [
-                graph.call_function(torch.stack, ([layer.index[k] for layer in layers],))
-                for k in range(len(first.index))
-            ]
+            index = [_stacked(graph, [layer.index[k] for layer in layers]) for k in range(len(first.index))]
     extent, positions = first.record.args[3:5]
     with graph.inserting_after(_last_of([after, *index], graph)):
         graph.call_function(
@@ -269,21 +241,23 @@ def _join(gm: fx.GraphModule, layers: Sequence[_Layer], moved: Sequence[fx.Node]
         given = (caches, values, index, extent, apart, positions, state, sites, writes)
         graph.call_function(torch.ops.kvcanary.record_layers.default, given)
     for layer in layers:
-        held = _once([*([*caches, *index] if layer is first else []), *layer.values])
+        held = list(dict.fromkeys([*([*caches, *index] if layer is first else []), *layer.values]))
         with graph.inserting_before(layer.verify):
             graph.call_function(_JOIN, (held, state))
         graph.erase_node(layer.verify)
         graph.erase_node(layer.record)
     ends = [positions] if isinstance(positions, fx.Node) else []
     with graph.inserting_before(graph.output_node()):
-        graph.call_function(_JOIN, (_once([*caches, *values, *index, *ends]), state))
+        graph.call_function(_JOIN, (list(dict.fromkeys([*caches, *values, *index, *ends])), state))
+
+
+def _stacked(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
+    stacked = graph.call_function(torch.stack, (list(nodes),))
+    stacked.meta["example_value"] = torch.stack(fake_values(nodes))  # the rehearsal of the launches wants its form
+    return stacked
 
 
 def _last_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> fx.Node:
     """The one that comes last; a placeholder counts as in front of all."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     return max(nodes, key=order.__getitem__)
-
-
-def _once(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    return list(dict.fromkeys(nodes))

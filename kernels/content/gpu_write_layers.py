@@ -1,4 +1,4 @@
-"""The checks around the writes of all layers of a graph, on a GPU: a launch before the first and one behind the last.
+"""The checks around the writes of all layers of a graph, on a GPU: two launches before the first, one behind the last.
 
 For few tokens, as in a decode step.  A launch of :mod:`.gpu_write` in each layer takes its latency there, or disturbs
 what the model computes beside it: 7 % of a decode of 16 requests of 4,096 tokens, 32 layers (H200).
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import triton
 
-from ..bound_launch import BoundLaunch
+from ..bound_launch import BoundLaunch, parameters_of
 from ..buffers import Site
 from ..slots.positions import ends_of_rows
 from ..writes.geometry import geometry_of
@@ -45,19 +45,6 @@ HALVES = 2
 #: slots of 2,048 bytes in heads of 256 (2.2 ms, the others 2.4 to 5.7; H200).
 TURNS = Tile(4, 256, 1)
 
-#: Arguments of the check before a write that the launch for the turns does without.
-_NOT_OF_TURNS = frozenset(
-    {
-        "ops", "stamp_ptr", "stamp_count", "write_id", "box_ptr", "scanners", "KEEPS", "CHECK", "BOUNDS", "HAS_BOX",
-        "WIDE",
-    }
-)  # fmt: skip
-
-#: Of the arguments for a half, those that the table has.
-_IN_TABLE = frozenset(
-    {"counters_ptr", "baseline_ptr", "digest_ptr", "rows_ptr", "seed1", "seed2", "half", "token_stride"}
-)
-
 
 def verify_layers(
     sites: Sequence[Site],
@@ -74,19 +61,14 @@ def verify_layers(
         sites, views, plans: the halves of the layers, two of each.
         index: of each layer's write; if they are ``apart``, with a first axis of layers.
     """
-    tensors = (*views, *index)
-    form = (apart, *seen("verify layers", sites, tensors, extent))
-    kept = _kept(sites[0], form)
-    if kept is None:
+    write_id, index_at = plans[-1].write_id, len(views)
+
+    def made() -> list[_Launches] | None:
         groups = _groups(sites, views, None, plans, index, extent, apart)
-        if groups is None:
-            return False
-        launches, ops = [], len(views) // HALVES
-        for group in groups:
-            launches.append(_before(group, plans[-1].write_id, ops, len(views)))
-            ops = 0
-        kept = _keep(sites[0], form, launches)
-    return _launch(kept, BEFORE, tensors, tables)
+        return [_before(group, write_id, ops, index_at) for group, ops in _counted(groups)] if groups else None
+
+    tensors = (*views, *index)
+    return _run(sites[0], (apart, *seen("verify layers", sites, tensors, extent)), BEFORE, tensors, made, tables)
 
 
 def record_layers(
@@ -107,18 +89,65 @@ def record_layers(
         positions: of all layers.
     """
     tensors = (*views, *index, *values, positions)
-    form = (apart, *seen("record layers", sites, tensors, extent))
-    kept = _kept(sites[0], form)
-    if kept is None:
+    index_at, values_at = len(views), len(views) + len(index)
+
+    def made() -> list[_Launches] | None:
         groups = _groups(sites, views, values, plans, index, extent, apart)
         if groups is None:
+            return None
+        return [_behind(group, ops, tensors, index_at, values_at) for group, ops in _counted(groups)]
+
+    return _run(sites[0], (apart, *seen("record layers", sites, tensors, extent)), BEHIND, tensors, made, tables)
+
+
+def _counted(groups: Sequence[_Group]) -> Iterator[tuple[_Group, int]]:
+    """Each with the ops that its launch counts: the first one those of all layers."""
+    ops = sum(len(group.parts) for group in groups) // HALVES
+    return zip(groups, [ops] + [0] * (len(groups) - 1), strict=True)
+
+
+def _run(
+    site: Site,
+    form: tuple[Any, ...],
+    which: int,
+    tensors: Sequence[torch.Tensor | None],
+    made: Callable[[], list[_Launches] | None],
+    tables: LayerTables,
+) -> bool:
+    """Make the launches, those of an earlier call of this form if there was one; whether there are such, and room for
+    what they are told.
+
+    Args:
+        site: which keeps them.
+        which: see :meth:`.LayerTables.place`.
+    """
+    kept: _Kept | None = site.launches.get(form)
+    if kept is None or kept.stamps is not site.control.stamps:
+        launches = made()
+        if launches is None:
             return False
-        launches, ops = [], len(views) // HALVES
-        for group in groups:
-            launches.append(_behind(group, ops, tensors, len(views), len(views) + len(index)))
-            ops = 0
-        kept = _keep(sites[0], form, launches)
-    return _launch(kept, BEHIND, tensors, tables)
+        if len(site.launches) >= MOST_FORMS:
+            site.launches.clear()
+        kept = site.launches[form] = _Kept(launches, site.control.stamps)
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    told = array("q")
+    for launch in kept.launches:
+        told += launch.told(addresses)
+    table, at = tables.place(which, told), 0
+    if table is None:
+        return False
+    for launch in kept.launches:
+        launch.run(table[at:], tensors, addresses)
+        at += len(launch.views) * WORDS_OF_HALF
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """The launches for one form of a call's tensors, and the stamps that they were bound to."""
+
+    launches: Sequence[_Launches]
+    stamps: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,8 +268,7 @@ def _before(group: _Group, write_id: int, ops: int, index_at: int) -> _Launches:
     site, words = first.site, first.site.layout.words
     programs = programs_of(site, group.tokens.n)
     arguments = verify_args(first, first, group.tokens, group.plan, write_id, ops, programs.scanners)
-    in_turn = {k: v for k, v in arguments.items() if k not in _NOT_OF_TURNS}
-    in_turn |= dict(BLOCK=TURNS.slots, BLOCK_WORDS=min(TURNS.words, triton.next_power_of_2(words)))
+    in_turn = arguments | dict(BLOCK=TURNS.slots, BLOCK_WORDS=min(TURNS.words, triton.next_power_of_2(words)))
     turns = -(-strided_grid(site.layout.slots * rows, TURNS.slots, site.gate.device) // rows)
     made = [
         (kernels.verify_layers_kernel, arguments, programs.writers + programs.scanners, VERIFY_WARPS),
@@ -286,7 +314,7 @@ def _bound(
 ) -> _Launches:
     """
     Args:
-        launches: kernel, arguments, programs for each half, and warps.
+        launches: kernel, arguments, some of which it may not take, programs for each half, and warps.
     """
     device, found = group.parts[0].site.gate.device, group.tokens.found
     of_layers: dict[str, Any] = {"ALIGNED": all(part.geometry.base.data_ptr() % 16 == 0 for part in group.parts)}
@@ -295,7 +323,7 @@ def _bound(
         of_layers[f"{name}_layer"] = 0 if place is None else group.steps[place[1]]
     bound = []
     for kernel, arguments, programs, warps in launches:
-        given = {k: v for k, v in arguments.items() if k not in _IN_TABLE and k not in found and k[:6] != "other_"}
+        given = {k: v for k, v in arguments.items() if k in parameters_of(kernel.fn) and k not in sources}
         launch = BoundLaunch(kernel, device, given | of_layers, ("table_ptr", *sources), warps)
         bound.append((launch, (programs, len(group.parts), 1)))
     words = array("q")
@@ -304,38 +332,3 @@ def _bound(
     for part, number in zip(group.parts, group.numbers, strict=True):
         words.extend((0, (part.operand or part.geometry).slot_strides[1], number // HALVES))
     return _Launches(bound, words, group.numbers, operands, list(sources.values()))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-    """The launches for one form of a call's tensors, and the stamps that they were bound to."""
-
-    launches: Sequence[_Launches]
-    stamps: torch.Tensor
-
-
-def _kept(site: Site, form: tuple[Any, ...]) -> _Kept | None:
-    kept: _Kept | None = site.launches.get(form)
-    return kept if kept is not None and kept.stamps is site.control.stamps else None
-
-
-def _keep(site: Site, form: tuple[Any, ...], launches: Sequence[_Launches]) -> _Kept:
-    if len(site.launches) >= MOST_FORMS:
-        site.launches.clear()
-    kept = site.launches[form] = _Kept(launches, site.control.stamps)
-    return kept
-
-
-def _launch(kept: _Kept, which: int, tensors: Sequence[torch.Tensor | None], tables: LayerTables) -> bool:
-    """Make the launches; False if there is no room for what they are told."""
-    addresses = [0 if t is None else t.data_ptr() for t in tensors]
-    told = array("q")
-    for launch in kept.launches:
-        told += launch.told(addresses)
-    table, at = tables.place(which, told), 0
-    if table is None:
-        return False
-    for launch in kept.launches:
-        launch.run(table[at:], tensors, addresses)
-        at += len(launch.views) * WORDS_OF_HALF
-    return True

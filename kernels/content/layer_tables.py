@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 
 import torch
 
 from ..side_stream import capturing
-from ..staging import Staging, lasting
+from ..staging import CurrentStream, Staging, lasting
 
 #: Words about one half: a row of the table of halves, and what the launch is given of it.
 WORDS_OF_HALF = 10
@@ -22,27 +23,33 @@ CAPTURES = 8
 class LayerTables:
     """The words for the launches of one graph, on one device.
 
-    In a CUDA graph they are copied from pinned memory, by the graph itself, so that memory stays as it is.  It is made
-    between calls: within one, memory may be taken from the pool of the graph that is captured.
+    In a CUDA graph they are copied from pinned memory, by the graph itself, so that memory stays as it is.  All memory
+    is taken between calls: within one it may come from the pool of the graph that is captured.  Each thread has its
+    own: threads may run a graph over different caches at a time.
     """
 
     def __init__(self, device: torch.device, halves: int):
         self._device, self._most = device, halves * WORDS_OF_HALF
-        self._plain = [lasting(self._most, dtype=torch.int64, device=device) for _ in (BEFORE, BEHIND)]
-        self._there: list[array[int] | None] = [None, None]
-        self._staging = Staging(device)
+        self._lock = threading.Lock()
+        self._called: dict[int, tuple[_Sent, _Sent]] = {}  # by the thread's ident
         self._captured: list[tuple[torch.Tensor, torch.Tensor]] = []  # pinned memory, and the device's
         self._used = 0  # words of the last of these
         self.make_room()
 
     def make_room(self) -> None:
-        """Have memory for the captures to come.  Not while a CUDA graph is captured."""
-        if self._device.type != "cuda" or (self._captured and self._room() >= 2 * self._most):
+        """Have memory for the calls of this thread, and for captures.  Not while a CUDA graph is captured."""
+        me = threading.get_ident()
+        if me not in self._called:
+            self._called[me] = _Sent(self._device, self._most), _Sent(self._device, self._most)
+        if self._device.type != "cuda":
             return
-        words = 2 * CAPTURES * self._most
-        pinned = lasting(words, dtype=torch.int64, device="cpu", pin_memory=True)
-        self._captured.append((pinned, lasting(words, dtype=torch.int64, device=self._device)))
-        self._used = 0
+        with self._lock:
+            if self._captured and self._room() >= 2 * self._most:
+                return
+            words = 2 * CAPTURES * self._most
+            pinned = lasting(words, dtype=torch.int64, device="cpu", pin_memory=True)
+            self._captured.append((pinned, lasting(words, dtype=torch.int64, device=self._device)))
+            self._used = 0
 
     def _room(self) -> int:
         return self._captured[-1][0].shape[0] - self._used
@@ -54,21 +61,41 @@ class LayerTables:
             launch: :data:`BEFORE` or :data:`BEHIND`.
 
         Returns:
-            int64 ``[>= n]``; None if there is no room for another capture.
+            int64 ``[>= n]``; None if there is no room for another capture, or none was made in this thread.
         """
         if capturing(self._device):
             return self._in_graph(words)
-        here = self._plain[launch]
-        if self._there[launch] != words:  # else those of the call before
-            self._staging.send(words, here)
-            self._there[launch] = words
-        return here
+        mine = self._called.get(threading.get_ident())
+        return None if mine is None else mine[launch].send(words)
 
     def _in_graph(self, words: array[int]) -> torch.Tensor | None:
-        if not self._captured or self._room() < len(words):
-            return None
-        pinned, there = (memory[self._used : self._used + len(words)] for memory in self._captured[-1])
-        self._used += len(words)
+        with self._lock:
+            if not self._captured or self._room() < len(words):
+                return None
+            pinned, there = (memory[self._used : self._used + len(words)] for memory in self._captured[-1])
+            self._used += len(words)
         pinned.copy_(torch.frombuffer(words, dtype=torch.int64))
         there.copy_(pinned, non_blocking=True)
         return there
+
+
+class _Sent:
+    """Words that are sent if they are not those of the call before, usually the same."""
+
+    def __init__(self, device: torch.device, most: int):
+        self._there = lasting(most, dtype=torch.int64, device=device)
+        self._words: array[int] | None = None
+        self._staging = Staging(device)
+        self._current = CurrentStream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None  # where they were sent, and read
+
+    def send(self, words: array[int]) -> torch.Tensor:
+        stream = self._current() if self._current is not None else None
+        if stream is not None and stream is not self._stream:
+            if self._stream is not None:
+                stream.wait_stream(self._stream)
+            self._stream = stream
+        if self._words != words:
+            self._staging.send(words, self._there)
+            self._words = words
+        return self._there

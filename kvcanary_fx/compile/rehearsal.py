@@ -102,10 +102,12 @@ class _Rehearsal:
     def _make(self, op: _Op, sites: Sequence[Site], given: list[Any], context: ForwardContext) -> None:
         kernels, plans = kernels_for(sites[0].gate.device), [context.plans[write] for write in op.writes]
         views = [self._plan.sites[number].view(self._args) for number in op.sites]
-        if op.name.endswith("layers"):
-            tables = context.tables[sites[0].gate.device]
-            launches = kernels.verify_layers if op.name.startswith("verify") else kernels.record_layers
-            launches(sites, views, *([given.pop(0)] if op.name.startswith("record") else []), plans, *given, tables)
+        tables = context.tables.get(sites[0].gate.device)
+        if op.name == "verify_layers":
+            kernels.verify_layers(sites, views, plans, *given, tables)
+        elif op.name == "record_layers":
+            values, *rest = given
+            kernels.record_layers(sites, views, values, plans, *rest, tables)
         elif op.name.startswith("verify"):
             kernels.verify_write(sites, views, plans, *given)
         elif op.name.startswith("record"):

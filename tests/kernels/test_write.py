@@ -88,23 +88,31 @@ def random_write(rng: random.Random, scene: Scene, halves: int) -> Write:
 class Noted:
     """Kernels, and whether they took a write in one launch."""
 
-    def __init__(self, kernels: ModuleType):
-        self._kernels, self.taken = kernels, list[bool]()
+    def __init__(
+        self, kernels: ModuleType, names: tuple[str, ...] = ("verify_write", "record_write", "identify_write")
+    ):
+        self._kernels, self._names, self.taken = kernels, names, list[bool]()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernels, name)
+        function = getattr(self._kernels, name)
+        if name not in self._names:
+            return function
 
-    def verify_write(self, *given: Any) -> bool:
-        self.taken.append(self._kernels.verify_write(*given))
-        return self.taken[-1]
+        def noted(*given: Any) -> bool:
+            self.taken.append(function(*given))
+            return self.taken[-1]
 
-    def record_write(self, *given: Any) -> bool:
-        self.taken.append(self._kernels.record_write(*given))
-        return self.taken[-1]
+        return noted
 
-    def identify_write(self, *given: Any) -> bool:
-        self.taken.append(self._kernels.identify_write(*given))
-        return self.taken[-1]
+
+def write_rows(scene: Scene, write: Write, index: list[torch.Tensor], value: torch.Tensor, wrong: bool) -> None:
+    """What the model writes to one half, or zeros."""
+    layout = scene.site.layout
+    resolved = write.plan.resolve(layout, index, write.extent, value.device)
+    rows = write.plan.rows(layout, value, resolved)
+    for slot, row in zip(resolved.slots.tolist(), rows, strict=True):
+        if slot >= 0:
+            row_of(layout, scene.view, slot).copy_(torch.zeros_like(row) if wrong else row)
 
 
 class Layer:
@@ -162,18 +170,10 @@ class Layer:
             if write.tokens is not None:
                 ops._identify(write.tokens.to(device), positions, index, write.extent, site.gate, 0, 0)
             for scene, value in zip(self.scenes, values, strict=True):
-                self._write(scene, write, index, value, stray.random() < 0.2)
+                write_rows(scene, write, index, value, stray.random() < 0.2)
             given = [None if stray.random() < 0.1 else v for v in values]
             ops._record_written(views, given, index, write.extent, positions, numbers, numbers)
         return kernels.taken
-
-    def _write(self, scene: Scene, write: Write, index: list[torch.Tensor], value: torch.Tensor, wrong: bool) -> None:
-        layout = scene.site.layout
-        resolved = write.plan.resolve(layout, index, write.extent, value.device)
-        rows = write.plan.rows(layout, value, resolved)
-        for slot, row in zip(resolved.slots.tolist(), rows, strict=True):
-            if slot >= 0:
-                row_of(layout, scene.view, slot).copy_(torch.zeros_like(row) if wrong else row)
 
     def states(self) -> list[dict[str, object]]:
         return [scene.state() for scene in self.scenes]

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from types import ModuleType
-from typing import Any
+import threading
+from array import array
 
 import pytest
 import torch
 from scenes import fill, random_scene, row_of
-from test_write import DEVICE, SEEDS, Layer, Write, random_write
+from test_write import DEVICE, SEEDS, Layer, Noted, Write, random_write, write_rows
 
 from kvcanary_fx.kernels import ops
 from kvcanary_fx.kernels.buffers import Count, Gate
 from kvcanary_fx.kernels.content import cpu, gpu, gpu_write_layers
-from kvcanary_fx.kernels.content.layer_tables import LayerTables
+from kvcanary_fx.kernels.content.layer_tables import BEFORE, WORDS_OF_HALF, LayerTables
+from kvcanary_fx.kernels.content.triton_pool import TABLE_COLUMNS
+from kvcanary_fx.kernels.content.triton_write_layers import GIVEN_COLUMNS
 from kvcanary_fx.kernels.context import ForwardContext, forward_context
 from kvcanary_fx.kernels.ring import Word
 
@@ -99,7 +101,7 @@ def run(model: Model, step: Step, stray: random.Random, at_once: bool) -> None:
             if not at_once:
                 ops._verify_before_write(views[halves], its, write.extent, numbers[halves], numbers[halves])
             for i in numbers[halves]:
-                _write(model.scenes[i], write, its, values[i], wrong[i])
+                write_rows(model.scenes[i], write, its, values[i], wrong[i])
             if not at_once:
                 pair = views[halves], given[halves], its, write.extent, positions, numbers[halves], numbers[halves]
                 ops._record_written(*pair)
@@ -117,38 +119,12 @@ def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     )
 
 
-def _write(scene: Any, write: Write, index: list[torch.Tensor], value: torch.Tensor, wrong: bool) -> None:
-    layout = scene.site.layout
-    resolved = write.plan.resolve(layout, index, write.extent, value.device)
-    for slot, row in zip(resolved.slots.tolist(), write.plan.rows(layout, value, resolved), strict=True):
-        if slot >= 0:
-            row_of(layout, scene.view, slot).copy_(torch.zeros_like(row) if wrong else row)
-
-
 #: What layers leave to each other within a step only.
 PASSING = {"reached", "stamped"}
 
 
 def states(model: Model) -> list[dict[str, object]]:
     return [{k: v for k, v in scene.state().items() if k not in PASSING} for scene in model.scenes]
-
-
-class Noted:
-    """Kernels, and whether one launch took all layers."""
-
-    def __init__(self, kernels: ModuleType):
-        self._kernels, self.taken = kernels, list[bool]()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernels, name)
-
-    def verify_layers(self, *given: Any) -> bool:
-        self.taken.append(self._kernels.verify_layers(*given))
-        return self.taken[-1]
-
-    def record_layers(self, *given: Any) -> bool:
-        self.taken.append(self._kernels.record_layers(*given))
-        return self.taken[-1]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +135,7 @@ class Noted:
 def test_all_layers_at_once_leave_what_one_after_the_other_leave(kernels, at_once, most, monkeypatch):
     device = DEVICE if kernels is gpu else torch.device("cpu")
     monkeypatch.setattr(gpu_write_layers, "MOST_TOKENS", most)
-    noted = Noted(kernels)
+    noted = Noted(kernels, ("verify_layers", "record_layers"))
     for seed in range(2 * SEEDS):
         if random_scene(seed).site.space is not None:
             continue
@@ -186,3 +162,24 @@ def test_counts_are_those_of_each_layer():
     assert model.scenes[0].site.gate[Gate.OPS] == 1 + 2 * LAYERS
     counted = [scene.site.counters[[Count.VERIFY_RUNS, Count.RECORD_RUNS]].tolist() for scene in model.scenes]
     assert counted == [[1, 1]] * (2 * LAYERS)
+
+
+def test_a_thread_is_told_of_its_own_caches():
+    """Two may run a graph at a time, each over caches of its own."""
+    tables, seen = LayerTables(DEVICE, 2), {}
+    mine = tables.place(BEFORE, array("q", [1] * 20))
+
+    def other():
+        seen["without room"] = tables.place(BEFORE, array("q", [2] * 20))
+        tables.make_room()
+        seen["with room"] = tables.place(BEFORE, array("q", [2] * 20))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert seen["without room"] is None
+    assert (mine[:20].tolist(), seen["with room"][:20].tolist()) == ([1] * 20, [2] * 20)
+
+
+def test_words_of_a_half_are_the_columns_of_the_kernels():
+    assert WORDS_OF_HALF == TABLE_COLUMNS + GIVEN_COLUMNS
