@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .content.layer import LayerRecord
     from .content.layer_tables import LayerTables
     from .held import Held
+    from .layers_together import LayersTogether
     from .ring import Control
     from .side_stream import SideStream
     from .slots.space import RequestPlan
@@ -49,6 +50,7 @@ class ForwardContext:
         tables: what launches over all layers are told of them, by device; none where each layer has its own.
         compared: the bytes of all layers have been compared already, before the model.
         held: takes what the layers wrote, which is recorded when the model has run; None: each layer records.
+        together: the checks of all layers of a graph whose ops are for all; None elsewhere.
     """
 
     sites: tuple[Site, ...]
@@ -65,6 +67,7 @@ class ForwardContext:
     tables: Mapping[torch.device, LayerTables] = dataclasses.field(default_factory=dict)
     compared: bool = False
     held: Held | None = None
+    together: LayersTogether | None = None
 
 
 _CONTEXT: contextvars.ContextVar[ForwardContext | None] = contextvars.ContextVar("kvcanary_forward", default=None)

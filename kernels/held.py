@@ -52,6 +52,11 @@ class Held:
         self._known: dict[tuple[torch.Size | None, ...], int] = {}  # the same, by the shapes of K and V
         self.begin()
 
+    def take_as(self, shaped: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+        """From now on K and V are given as :attr:`.HeldRecords.shaped` takes them."""
+        for together in self._together.values():
+            together.shaped = shaped
+
     def begin(self, layers: int = 0, side: SideStream | None = None) -> None:
         """A forward that is captured as a whole begins, or it is over.
 

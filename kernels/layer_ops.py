@@ -9,6 +9,10 @@
     makes attention wait for both, which on a GPU run on a :class:`~.side_stream.SideStream`, if the context has one.
     ``held`` is what they read; it may be freed afterwards.  ``inputs`` are attention's arguments.
 
+``kvcanary::verify_layers_at(output!, state!, layers)``
+``kvcanary::record_layers_at(output!, keys, values, state!, layers)``
+    in the place of both, the checks of all layers of a graph: ``output`` is the first layer's, and the last one's.
+
 ``output`` is neither read nor written.  The ops are declared to mutate it, as attention does: that keeps them in order.
 A layer's name is a string, or an object of an opaque type that the graph takes as an input; each
 opaque type gets ops of its own, because a schema names the type.
@@ -93,6 +97,22 @@ def record_in(
     record.record(plan, key, value, side.stream if side is not None else None)
 
 
+def _verify_layers_at(output: torch.Tensor, state: torch.Tensor, layers: list[str]) -> None:
+    context = get_forward_context()
+    if context.together is not None:  # else no engine has declared pools
+        context.together.verify(context.requests, context.sides.get(state.device))
+
+
+def _record_layers_at(
+    output: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], state: torch.Tensor, layers: list[str]
+) -> None:
+    context = get_forward_context()
+    if context.together is None:
+        count_op(context.gates[state.device], 2 * len(layers))
+    else:
+        context.together.record(context.requests, keys, values, context.sides.get(state.device))
+
+
 def _count(context: ForwardContext, record: LayerRecord | None, device: torch.device) -> None:
     """The forward has no plan: only count that the ops ran."""
     side = context.sides.get(device)
@@ -150,3 +170,9 @@ def _register(name: str, schema: str, body: Callable[..., None]) -> None:
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _define("", "str", str)
 _register("join_at", "(Tensor(a!) output, Tensor[] held, Tensor[] inputs, Tensor(b!) state) -> ()", _join_at)
+_register("verify_layers_at", "(Tensor(a!) output, Tensor(b!) state, str[] layers) -> ()", _verify_layers_at)
+_register(
+    "record_layers_at",
+    "(Tensor(a!) output, Tensor[] keys, Tensor[] values, Tensor(b!) state, str[] layers) -> ()",
+    _record_layers_at,
+)

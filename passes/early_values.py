@@ -91,6 +91,8 @@ def written_by(node: fx.Node) -> list[fx.Node] | None:
     if is_canary(node) or node.op in ("placeholder", "get_attr", "output"):
         return []
     target = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
+        target = getattr(target, target.overloads()[0])
     if isinstance(target, torch._ops.OpOverload):
         written = []
         for i, argument in enumerate(target._schema.arguments):

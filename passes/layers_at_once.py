@@ -37,7 +37,6 @@ Stacked, Inductor computes them in one kernel, and the model's own write does so
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -48,6 +47,7 @@ from ..kernels import side_stream
 from .dynamo_contract import fake_values
 from .early_values import PURE, written_by
 from .graph_plan import GraphPlan
+from .held_values import can_hold, stay_written, storages
 from .join_side_streams import cuts
 from .names import function_name
 from .state_inputs import is_canary
@@ -58,9 +58,6 @@ _VERIFY = torch.ops.kvcanary.verify_halves.default
 _RECORD = torch.ops.kvcanary.record_halves.default
 _IDENTIFY = torch.ops.kvcanary.identify.default
 _JOIN = torch.ops.kvcanary.join.default
-
-#: Bytes that are held until they were compared, of all layers: 256 tokens of an 8B model.
-HELD = 32 << 20
 
 
 def check_layers_at_once(
@@ -77,10 +74,10 @@ def check_layers_at_once(
     if plan.joins or len(plan.devices) != 1 or not wanted(plan.devices[0]):
         return gm
     layers = _layers(gm.graph)
-    if layers is None or not _are_alike(layers) or _held(layers) > HELD:
+    if layers is None or not _are_alike(layers) or not can_hold(v for layer in layers for v in layer.values):
         return gm
     moved = _slots_before(gm.graph, layers)
-    if moved is None or not _stays_written(gm.graph, layers):
+    if moved is None or not stay_written(gm.graph, {layer.record: layer.record.all_input_nodes for layer in layers}):
         return gm
     _join(gm, layers, moved)
     plan.joins, plan.halves_beside = True, side_stream.can_fork(plan.devices[0])
@@ -155,16 +152,6 @@ def _form(node: fx.Node) -> tuple[Any, ...] | None:
     return tuple(value.shape), value.dtype, value.device
 
 
-def _held(layers: Sequence[_Layer]) -> float:
-    """Bytes that all layers write; infinite if that is not known."""
-    total = 0
-    for value in fake_values([value for layer in layers for value in layer.values]):
-        if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
-            return math.inf
-        total += math.prod(value.shape) * value.element_size()
-    return total
-
-
 def _slots_before(graph: fx.Graph, layers: Sequence[_Layer]) -> list[fx.Node] | None:
     """What the slots of all layers are computed with, in order; None if that cannot be done before the first write."""
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -180,14 +167,14 @@ def _slots_before(graph: fx.Graph, layers: Sequence[_Layer]) -> list[fx.Node] | 
         if node is None:
             break
         if candidate is node:
-            if not changed.isdisjoint(_storages(node.all_input_nodes)):
+            if not changed.isdisjoint(storages(node.all_input_nodes)):
                 return None
             node = next(waiting, None)
             continue
         written = written_by(candidate)
         if written is None:
             return None
-        changed |= _storages(written)
+        changed |= storages(written)
     return computed
 
 
@@ -195,26 +182,6 @@ def _begin(graph: fx.Graph) -> fx.Node:
     """The first op of ours, which is in front of all of the model's."""
     begin: fx.Node = next(node for node in graph.nodes if node.target is _BEGIN)
     return begin
-
-
-def _stays_written(graph: fx.Graph, layers: Sequence[_Layer]) -> bool:
-    """Whether what a layer wrote, and what says where, is the same behind the last layer's write."""
-    waiting = {layer.record: _storages(layer.record.all_input_nodes) for layer in layers}
-    kept: set[int] = set()  # storages that layers have written, or are told by
-    for node in graph.nodes:
-        kept |= waiting.pop(node, set())
-        if not waiting:
-            return True
-        written = written_by(node) if kept else []
-        if written is None or not kept.isdisjoint(_storages(written)):
-            return False
-    return True
-
-
-def _storages(nodes: Iterable[fx.Node]) -> set[int]:
-    """The memory that tensors lie in, of Dynamo's example values."""
-    values = [value for value in fake_values(list(nodes)) if isinstance(value, torch.Tensor)]
-    return {value.untyped_storage()._cdata for value in values}
 
 
 def _join(gm: fx.GraphModule, layers: Sequence[_Layer], moved: Sequence[fx.Node]) -> None:

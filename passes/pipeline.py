@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from .attention_at_once import check_attention_at_once
 from .attention_ops import guard_attention_ops
 from .dynamo_contract import clone_graph_module, graph_name
 from .functional_cache import find_functional_caches
@@ -76,6 +77,8 @@ def passes(
     if pools_in is not None:
         ordered.append(("guard_attention_ops", guard_attention_ops))
         if side:
+            if at_once is not None:
+                ordered.append(("check_attention_at_once", functools.partial(check_attention_at_once, wanted=at_once)))
             ordered.append(("join_side_streams", join_side_streams))
     elif side:
         if at_once is not None and rewrite is not True:

@@ -88,12 +88,14 @@ def jobs(marked: bool) -> list[Job]:
 def benchmarks() -> list[Job]:
     """They update BENCHMARKS.md."""
     generate = [sys.executable, "tests/benchmarks/generate.py"]
+    batches = [sys.executable, "tests/benchmarks/generate_batch.py"]
     return [
         Job("benchmark kernels", [sys.executable, "tests/benchmarks/kernels.py", "--write"]),
         Job("benchmark growth", [sys.executable, "tests/benchmarks/growth.py", "--write"]),
         Job("benchmark engine step", [sys.executable, "tests/benchmarks/engine_step.py", "--write"]),
         Job("benchmark forward", [sys.executable, "tests/benchmarks/forward.py", "--write"]),
         Job("benchmark generate", [*generate, "--shape", "1b", "--mode", "log", "raise", "--write"]),
+        Job("benchmark generate_batch", [*batches, "--shape", "1b", "--requests", "8", "32", "--write"]),
         Job("benchmark budget", [sys.executable, "tests/benchmarks/budget.py", "--length", "4096", "--write"]),
         Job("benchmark layers", [sys.executable, "tests/benchmarks/layers.py", "--write"]),
         Job("benchmark compile time", [sys.executable, "tests/benchmarks/compile_time.py", "--write"]),

@@ -20,6 +20,7 @@ from . import triton_layer as records
 from .gpu_layer import MOST_FORMS, Part, operand_parts, record_args, record_tile
 from .gpu_pool import table_row
 from .launch_args import strided_grid
+from .layer_tables import BEHIND, LayerTables
 
 #: Words on the device for what calls in CUDA graphs are given: 700 calls of a model of 64 layers.
 CAPTURED = 1 << 18
@@ -44,8 +45,8 @@ class _Form(NamedTuple):
 class HeldRecords(layer.HeldRecords):
     """One launch, where all layers and their operands have the same memory layout."""
 
-    def __init__(self, records: Sequence[layer.LayerRecord]):
-        super().__init__(records)
+    def __init__(self, records: Sequence[layer.LayerRecord], tables: LayerTables | None = None):
+        super().__init__(records, tables)
         halves = [half for record in self.records for half in record.written]
         parts = [Part(half.site, geometry_of(half.view, half.site.layout.slot_axes)) for half in halves]
         places = [[half.place for half in record.written] for record in self.records]
@@ -55,9 +56,8 @@ class HeldRecords(layer.HeldRecords):
         rows = [table_row(half.site, half.view.data_ptr()) for half in halves]
         self._table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
         self._row_of = {id(record): at * self._halves for at, record in enumerate(self.records)}
-        self._given = lasting(3 * len(halves), dtype=torch.int64, device=device)
-        self._captured = _Captured(device)
-        self._staging, self._control = Staging(device), halves[0].site.control
+        self._told: _Told | _ByGraph = _Told(device, 3 * len(halves)) if tables is None else _ByGraph(tables)
+        self._control = halves[0].site.control
         self._stamps = self._control.stamps
         self._forms: dict[tuple[Any, ...], _Form | None] = {}
         # what the last call was given, but for the addresses
@@ -69,30 +69,29 @@ class HeldRecords(layer.HeldRecords):
         slots = plan.real_slots
         assert slots is not None
         n, addresses = slots.shape[0], _addresses(held) if self._alike else None
-        in_graph = capturing(self._device)
-        if n == 0 or addresses is None or (in_graph and not self._captured.room_for(3 * len(held) * self._halves)):
+        if n == 0 or addresses is None:
             super().__call__(plan, held)
             return
         aligned = not functools.reduce(operator.or_, addresses) & 15
-        key = (_layout_of(held[0], n), record_tile(n), plan.taken is None, slots.data_ptr() & 15, aligned)
+        one = self.whole(held[0])
+        key = (_layout_of(one, n), record_tile(n), plan.taken is None, slots.data_ptr() & 15, aligned)
         if self._stamps is not self._control.stamps or len(self._forms) >= MOST_FORMS:
             self._forms, self._stamps = {}, self._control.stamps
         if key not in self._forms:
-            self._forms[key] = self._bind(plan, held[0], n, aligned)
+            self._forms[key] = self._bind(plan, one, n, aligned)
         form = self._forms[key]
         if form is None:
             super().__call__(plan, held)
             return
         words, ops = self._words(form, held, addresses)
-        given = self._given
-        if in_graph:
-            given = self._captured.keep(words)
-        else:
-            self._staging.send(words, given)
+        given = self._told.place(words)
+        if given is None:
+            super().__call__(plan, held)
+            return
         self._launch(form, slots, given, len(held) * self._halves, ops)
 
     def settle(self) -> None:
-        self._captured.send()
+        self._told.settle()
 
     def _words(self, form: _Form, held: Sequence[layer.Written], addresses: Sequence[int]) -> tuple[array[int], int]:
         """What the kernel is given of each half, and how many ops that is."""
@@ -138,29 +137,46 @@ class HeldRecords(layer.HeldRecords):
         return _Form(launch, tuple(places), tuple(steps))
 
 
-class _Captured:
-    """What calls in CUDA graphs are given, at addresses that never change.
+class _ByGraph:
+    """Where a launch finds what it is told, in the tables of its graph, which copies it itself if it is captured."""
 
-    A graph cannot copy it from the host, whose side would have to stay as it is.  Until it was sent, the words are 0: a
-    replay whose plan has no token reads nothing by them.
+    def __init__(self, tables: LayerTables):
+        self._tables = tables
+
+    def place(self, words: array[int]) -> torch.Tensor | None:
+        return self._tables.place(BEHIND, words)
+
+    def settle(self) -> None:
+        """Nothing is left to send."""
+
+
+class _Told:
+    """The same without a graph of ours.  What calls in CUDA graphs are told is at addresses that never change.
+
+    Such a graph cannot copy it from the host, whose side would have to stay as it is.  Until it was sent, the words are
+    0: a replay whose plan has no token reads nothing by them.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, most: int):
+        self._device, self._staging = device, Staging(device)
+        self._given = lasting(most, dtype=torch.int64, device=device)
         self._words = lasting(CAPTURED, dtype=torch.int64, device=device).zero_()
         self._host, self._sent = array("q"), 0
 
-    def room_for(self, words: int) -> bool:
-        return len(self._host) + words <= self._words.shape[0]
-
-    def keep(self, words: array[int]) -> torch.Tensor:
-        """Where they will be, aligned as the whole is."""
+    def place(self, words: array[int]) -> torch.Tensor | None:
+        """Where they are, or will be, aligned as the whole is; None if there is no room for another capture."""
+        if not capturing(self._device):
+            self._staging.send(words, self._given)
+            return self._given
         start, end = len(self._host), len(self._host) + len(words)
+        if end > self._words.shape[0]:
+            return None
         self._host += words
         if end % 2:
             self._host.append(0)
         return self._words[start:end]
 
-    def send(self) -> None:
+    def settle(self) -> None:
         """Copy what was not yet, in the current stream."""
         start, end = self._sent, len(self._host)
         if start < end:

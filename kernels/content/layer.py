@@ -8,7 +8,7 @@ launches.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from ..buffers import Site
 from ..checks import Check
 from ..slots.space import RequestPlan
 from .cpu import record_halves, verify_halves
+from .layer_tables import LayerTables
 
 #: Number of the write in the stamps of slots written twice; the writes that a graph shows count from 0.
 WRITE = 65535
@@ -46,6 +47,7 @@ class LayerRecord:
         verifies: whether :meth:`verify` has anything to compare.  If not, it is not called, and :meth:`record` counts
             for both: on an H200, kernels that only counted were 209 us of a decode step of 4.9 ms, beside it.
         writes: whether the layer writes any of its tensors; one that reads what another layer writes does not.
+        ops: how many ops of the layer :meth:`record` counts for.
     """
 
     def __init__(self, halves: Sequence[LayerHalf]):
@@ -100,14 +102,28 @@ class HeldRecords:
 
     Where the host launches each of a model's kernels, a step waits for each launch of ours: with one in each of 32
     layers such a step took 20.6 ms in the place of 14.5 (8B, a prompt of 512 tokens among decodes, H200).
+
+    Attributes:
+        shaped: a view of K or V as they are given here, as :meth:`LayerRecord.record` takes it; None: they are such.
+            For layers of one memory layout it is made once: two views of each took 3 us of the host.
     """
 
-    def __init__(self, records: Sequence[LayerRecord]):
+    def __init__(self, records: Sequence[LayerRecord], tables: LayerTables | None = None):
         """
         Args:
             records: of one pool and one graph, which write.
+            tables: of the graph, whose memory then has what a launch is told; None: it is sent, and after a capture
+                by :meth:`settle`.
         """
         self.records = tuple(records)
+        self.shaped: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def whole(self, given: Written) -> Written:
+        """A layer, with K and V as :meth:`LayerRecord.record` takes them."""
+        if self.shaped is None:
+            return given
+        key, value = (None if t is None else self.shaped(t) for t in (given.key, given.value))
+        return Written(given.record, key, value)
 
     def __call__(self, plan: RequestPlan, held: Sequence[Written]) -> None:
         """Record some of them.
@@ -116,7 +132,7 @@ class HeldRecords:
             plan: with its ``real_slots``.
             held: at least one.
         """
-        for each in held:
+        for each in map(self.whole, held):
             each.record.record(plan, each.key, each.value)
 
     def settle(self) -> None:

@@ -73,7 +73,7 @@ class LayerTables:
             if not self._captured or self._room() < len(words):
                 return None
             pinned, there = (memory[self._used : self._used + len(words)] for memory in self._captured[-1])
-            self._used += len(words)
+            self._used += len(words) + len(words) % 2  # as aligned as the whole: kernels are compiled for that
         pinned.copy_(torch.frombuffer(words, dtype=torch.int64))
         there.copy_(pinned, non_blocking=True)
         return there

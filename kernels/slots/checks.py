@@ -219,7 +219,8 @@ def _check_token(
         return
     place = position + space.token_offset
     valid = place < plan.history_lens.to(torch.int64)[requests].clamp(max=plan.history.shape[1])
-    expected = plan.history[requests, place.clamp(max=plan.history.shape[1] - 1)].to(torch.int64)
+    of = plan.rows.to(torch.int64).clamp(0, plan.history.shape[0] - 1)[requests] if plan.history_by_row else requests
+    expected = plan.history[of, place.clamp(max=plan.history.shape[1] - 1)].to(torch.int64)
     findings.add(Why.WRONG_TOKEN, valid & (token != expected), expected, token)
 
 
@@ -340,6 +341,45 @@ def taken_of(plan: RequestPlan, received: torch.Tensor) -> torch.Tensor:
     if plan.taken is None or received.shape[0] != plan.taken.shape[0]:
         return received
     return received[plan.taken]
+
+
+def slots_of_memory(index: torch.Tensor, unit: int, stride: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The slots of rows of an engine's memory, int64; -1 for a row that holds none.
+
+    Args:
+        index: integer ``[n]``, rows of memory, of which each page has ``stride``, the first ``unit`` of them its slots.
+        out: int64 ``[n]``, where they go; None: new memory.
+    """
+    page = index.div(stride, rounding_mode="floor")
+    offset = index - page * stride
+    slots = torch.where((index >= 0) & (offset < unit), page * unit + offset, -1).to(torch.int64)
+    return slots if out is None else out.copy_(slots)
+
+
+def check_indices(
+    space: SlotSpace, plan: RequestPlan, index: torch.Tensor, longest: int, unit: int, stride: int
+) -> None:
+    """Before attention: are the rows of memory that it gathers those of the request table?
+
+    Args:
+        index: integer ``[n]``, as :func:`slots_of_memory` takes it: those of all positions of a request, request by
+            request, with those of the tokens that this forward adds.  More of them are padding.
+        longest: no request has more positions.
+    """
+    if plan.rows.shape[0] == 0 or not plan.table.numel():
+        return
+    total = plan.prefix_lens.to(torch.int64) + plan.extend_lens
+    first = (total.cumsum(0) - total).unsqueeze(1)
+    position = torch.arange(longest, device=index.device).unsqueeze(0)
+    live = (real_requests(plan) & _row_exists(plan)).unsqueeze(1) & (position < total.unsqueeze(1))
+    known = torch.nn.functional.pad(index.to(torch.int64), (0, 1), value=-1)
+    got = slots_of_memory(known[(first + position).clamp(max=index.shape[0])], unit, stride)
+    requests = torch.arange(plan.rows.shape[0], device=index.device).unsqueeze(1)
+    slot = table_slots(plan, requests, position)
+    findings = Findings(live, space.checks)
+    findings.add(Why.READ_DIFFERS, got != slot, slot, got)
+    request = plan.owners.unsqueeze(1)
+    findings.report(space.control, space.space_id, Phase.PRE, slot, position.expand(live.shape), request, detail=-1)
 
 
 def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, half_id: int) -> None:

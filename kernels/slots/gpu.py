@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 import triton
 
-from ..bound_launch import BoundLaunch
+from ..bound_launch import BoundLaunch, BoundLaunches
 from ..checks import Check
 from ..compile_ahead import launch_or_compile
 from ..replay import Replayed
@@ -39,7 +39,7 @@ BLOCK_SUMS = 256
 PROGRAMS = 8192
 
 #: The arguments that say where the history is.
-_HISTORY = ("history_ptr", "history_stride", "history_step", "history_width")
+_HISTORY = ("history_ptr", "history_stride", "history_step", "history_width", "history_rows")
 
 
 #: A kernel, its grid and its arguments.
@@ -72,7 +72,7 @@ def _launch(
         if history is None or not of_history:
             (launch if launch.ready else launch.first)(grid, (), None)
             continue
-        where = *history.stride(), history.shape[1]
+        where = *history.stride(), history.shape[1], history.shape[0]
         if launch.ready:
             launch(grid, (history.data_ptr(), *where), None)
         else:
@@ -137,9 +137,11 @@ def _history_args(space: SlotSpace, plan: RequestPlan) -> dict[str, Any]:
         history_stride=history.stride(0),
         history_step=history.stride(1),
         history_width=history.shape[1],
+        history_rows=history.shape[0],
         history_lens_ptr=lens.contiguous(),
         offset=space.token_offset,
         HAS_HISTORY=known,
+        BY_ROW=known and plan.history_by_row,
     )
 
 
@@ -325,7 +327,7 @@ def _store_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
 def check_before(space: SlotSpace, plan: RequestPlan) -> None:
     """:func:`walk` and :func:`check_writes`; of a plan that comes again, one replay."""
     device, kept = space.block.device, plan.launches
-    changing = plan.known_history is not None or plan.parents is not None
+    changing = (plan.known_history is not None and not plan.history_by_row) or plan.parents is not None
     if kept is None or changing or capturing(device if device.type == "cuda" else None):
         _one_by_one(space, plan)
         return
@@ -427,3 +429,51 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
     if kept is not None:
         kept[form] = launch
     launch.first(grid, (pages, lengths), None)
+
+
+def slots_of_memory(index: torch.Tensor, unit: int, stride: int, out: torch.Tensor) -> torch.Tensor:
+    """See :func:`.checks.slots_of_memory`."""
+    n = index.shape[0]
+    if n:
+        _memory_launches(index.device)(
+            (unit, stride),
+            (triton.cdiv(n, BLOCK_TOKENS), 1, 1),
+            (index, out, n),
+            lambda: dict(unit=unit, stride=stride, BLOCK=BLOCK_TOKENS),
+        )
+    return out
+
+
+@functools.cache
+def _memory_launches(device: torch.device) -> BoundLaunches:
+    return BoundLaunches(triton_reads.memory_kernel, device, ("index_ptr", "out_ptr", "n"), warps=4)
+
+
+def check_indices(
+    space: SlotSpace, plan: RequestPlan, index: torch.Tensor, longest: int, unit: int, stride: int
+) -> None:
+    """Before attention: are the rows of memory that it gathers those of the request table?  See :mod:`.checks`."""
+    bs = plan.rows.shape[0]
+    if bs == 0 or not plan.table.numel() or longest <= 0:
+        return
+    grid, device = (*_over_positions(longest, bs), 1), space.block.device
+    kept = None if capturing(device if device.type == "cuda" else None) else plan.launches
+    at, n = index.data_ptr(), index.shape[0]
+    form = "indices", index.dtype, at & 15, unit, stride
+    launch = kept.get(form) if kept is not None else None
+    if launch is not None and launch.ready:
+        launch(grid, (at, n), None)
+        return
+    arguments = dict(
+        extend_ptr=plan.extend_lens.contiguous(),
+        unit=unit,
+        stride=stride,
+        BLOCK=BLOCK_POSITIONS,
+        **_request_args(plan),
+        **_table_args(plan),
+        **_ring_args(space, space.space_id),
+    )
+    launch = BoundLaunch(triton_reads.indices_kernel, device, arguments, ("index_ptr", "index_count"), warps=4)
+    if kept is not None:
+        kept[form] = launch
+    launch.first(grid, (index, n), None)

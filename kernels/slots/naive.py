@@ -162,7 +162,8 @@ def _check_token(entry: Entry, space: SlotSpace, plan: RequestPlan, request: int
         return
     place = position + space.token_offset
     if place < min(int(plan.history_lens[request]), plan.history.shape[1]):
-        expected = int(plan.history[request, place])
+        of = min(max(int(plan.rows[request]), 0), plan.history.shape[0] - 1) if plan.history_by_row else request
+        expected = int(plan.history[of, place])
         if token != expected:
             entry.add(Why.WRONG_TOKEN, expected, token)
 
@@ -200,6 +201,25 @@ def _position(plan: RequestPlan, i: int, request: int, place: int) -> int:
     while (place := _parent(plan, first + place, place)) >= 0:
         position += 1
     return position
+
+
+def check_indices(
+    space: SlotSpace, plan: RequestPlan, index: torch.Tensor, longest: int, unit: int, stride: int
+) -> None:
+    first = 0
+    for request in range(plan.rows.shape[0]):
+        total, owner = int(plan.prefix_lens[request]) + int(plan.extend_lens[request]), int(plan.owners[request])
+        if request in _requests(plan) and _row_exists(plan, request) and plan.table.numel():
+            for position in range(min(total, longest)):
+                at = first + position
+                row, slot = int(index[at]) if at < index.shape[0] else -1, _table_slot(plan, request, position)
+                page, offset = divmod(row, stride)
+                got = page * unit + offset if row >= 0 and offset < unit else -1
+                if got != slot:
+                    entry = Entry(space)
+                    entry.add(Why.READ_DIFFERS, slot, got)
+                    entry.report(Phase.PRE, slot, position, owner, -1)
+        first += total
 
 
 def check_writes(space: SlotSpace, plan: RequestPlan) -> None:

@@ -228,6 +228,7 @@ class RequestPlan:
         slot_map: integer ``[n]`` or None, from the slots in ``table`` to this pool's, -1 or 0 where there is none.
         history: integer ``[bs, length]`` or None, the requests' own token ids.
         history_lens: integer ``[bs]``, how many of them are valid.
+        history_by_row: the history's rows are those of ``table``, ``[requests, length]``.
         parents: integer ``[n]`` or None: of a tree of drafted tokens, the number of the token that each follows among
             those that its request adds, always an earlier one; -1 for what follows the prefix.  None: each follows the
             one before it.
@@ -262,6 +263,7 @@ class RequestPlan:
     slot_map: torch.Tensor | None = None
     history: torch.Tensor | None = None
     history_lens: torch.Tensor | None = None
+    history_by_row: bool = False
     parents: torch.Tensor | None = None
     ends: torch.Tensor | None = None
     real_slots: torch.Tensor | None = None

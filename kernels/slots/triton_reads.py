@@ -139,12 +139,12 @@ def walk_kernel(
     slots, counts_ptr, row_ptr, padding, prefix_ptr, owner_ptr, spaces_ptr,  # integer [bs] each
     ends_ptr, bs, steps, n,  # int64 [bs]
     table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
-    history_ptr, history_stride, history_step, history_width, history_lens_ptr,
+    history_ptr, history_stride, history_step, history_width, history_rows, history_lens_ptr,
     stop, window, offset, every,
     words_ptr, ring_ptr, capacity, source, checks,
     PAGE: tl.constexpr, HAS_SPACES: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
-    HAS_HISTORY: tl.constexpr, HAS_PADDING: tl.constexpr, BY_BUDGET: tl.constexpr, BLOCK: tl.constexpr,
-    KEPT: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, BY_ROW: tl.constexpr, HAS_PADDING: tl.constexpr, BY_BUDGET: tl.constexpr,
+    BLOCK: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Before a forward: is every slot that attention will read the one it should be?
 
@@ -180,8 +180,8 @@ def walk_kernel(
         zero = tl.zeros_like(position)
         if HAS_HISTORY:
             valid, given = expected_token(
-                history_ptr, history_stride, history_step, history_width, history_lens_ptr, request + zero, position,
-                offset, live,
+                history_ptr, history_stride, history_step, history_width, history_rows, history_lens_ptr, row_ptr,
+                request + zero, position, offset, live, BY_ROW,
             )  # fmt: skip
         outside = (slot < 0) | (slot >= slots)
         at = tl.where(outside, slots, slot)
@@ -345,6 +345,62 @@ def reads_kernel(
                 pages_ptr + request * pages_stride + position // SIZE * pages_step, mask=live, other=0
             ).to(tl.int64)  # fmt: skip
             got = page * SIZE + position % SIZE
+            slot = table_slot(
+                table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, live,
+                PAGE, HAS_MAP, RING,
+            )  # fmt: skip
+            bits, why, stored, found = zero, zero, zero, zero
+            bits, why, stored, found = note(
+                bits, why, stored, found, live, got != slot, slot, got, checks, REASON_READ_DIFFERS
+            )
+            tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, owner, -1, PHASE_PRE)
+
+
+@triton.jit
+def slot_of_memory(index, unit, stride):
+    """The slot of a row of an engine's memory, see :func:`.checks.slots_of_memory`."""
+    page = index // stride
+    offset = index - page * stride
+    return tl.where((index >= 0) & (offset < unit), page * unit + offset, -1)
+
+
+@triton.jit(do_not_specialize=PER_STEP)
+def memory_kernel(index_ptr, out_ptr, n, unit, stride, BLOCK: tl.constexpr):
+    """Slots of rows of an engine's memory: int64 ``[n]`` each."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(index_ptr + i, mask=i < n, other=0).to(tl.int64)
+    tl.store(out_ptr + i, slot_of_memory(index, unit, stride), mask=i < n)
+
+
+@triton.jit(do_not_specialize=PER_STEP)
+def indices_kernel(
+    counts_ptr, row_ptr, padding, prefix_ptr, extend_ptr, owner_ptr,
+    table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
+    index_ptr, index_count, unit, stride,  # integer [index_count]
+    words_ptr, ring_ptr, capacity, source, checks,
+    PAGE: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Before attention: are the rows of memory that it gathers those of the request table?"""
+    request = tl.program_id(1).to(tl.int64)
+    row = tl.load(row_ptr + request).to(tl.int64)
+    if (request < tl.load(counts_ptr)) & (row >= 0) & (row < table_rows) & (row != padding):
+        owner = tl.load(owner_ptr + request)
+        total = tl.load(prefix_ptr + request).to(tl.int64) + tl.load(extend_ptr + request).to(tl.int64)
+        lanes = tl.arange(0, BLOCK).to(tl.int64)
+        zero = tl.zeros_like(lanes)
+        before = zero
+        for start in range(0, request, BLOCK):
+            earlier = start + lanes < request
+            before += tl.load(prefix_ptr + start + lanes, mask=earlier, other=0).to(tl.int64)
+            before += tl.load(extend_ptr + start + lanes, mask=earlier, other=0).to(tl.int64)
+        first = tl.sum(before, axis=0)
+        for begin in range(tl.program_id(0).to(tl.int64) * BLOCK, total, tl.num_programs(0).to(tl.int64) * BLOCK):
+            position = begin + lanes
+            live = position < total
+            index = tl.load(
+                index_ptr + first + position, mask=live & (first + position < index_count), other=-1
+            ).to(tl.int64)  # fmt: skip
+            got = slot_of_memory(index, unit, stride)
             slot = table_slot(
                 table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, live,
                 PAGE, HAS_MAP, RING,

@@ -26,10 +26,11 @@ from ..words import (
 #: Arguments that differ between steps, pools and sessions: Triton would compile a kernel anew for each value of 1 and
 #: for each multiple of 16.
 PER_STEP = [
-    "bs", "n", "steps", "stop", "slots", "map_size", "history_width", "history_stride", "history_step", "table_rows",
+    "bs", "n", "steps", "stop", "slots", "map_size", "history_width", "history_stride", "history_step", "history_rows",
+    "table_rows",
     "row_stride", "page_stride", "columns", "received_count", "room", "pages_stride", "pages_step", "window", "offset",
     "capacity", "source", "checks", "width", "every", "once",
-    "padding", "mark",
+    "padding", "mark", "index_count", "unit", "stride",
 ]  # fmt: skip
 
 
@@ -99,13 +100,19 @@ def tell(
 
 @triton.jit
 def expected_token(
-    history_ptr, history_stride, history_step, history_width, history_lens_ptr, request, position, offset, mask
-):
+    history_ptr, history_stride, history_step, history_width, history_rows, history_lens_ptr, row_ptr, request,
+    position, offset, mask,
+    BY_ROW: tl.constexpr,
+):  # fmt: skip
     """``(whether the request's history has the position, its token there)``."""
     place = position + offset
     length = tl.load(history_lens_ptr + request, mask=mask, other=0).to(tl.int64)
     valid = mask & (place < tl.minimum(length, history_width))
-    at = history_ptr + request * history_stride + tl.minimum(place, history_width - 1) * history_step
+    of = request
+    if BY_ROW:
+        row = tl.load(row_ptr + request, mask=mask, other=0).to(tl.int64)
+        of = tl.minimum(tl.maximum(row, 0), history_rows - 1)
+    at = history_ptr + of * history_stride + tl.minimum(place, history_width - 1) * history_step
     return valid, tl.load(at, mask=valid, other=0).to(tl.int64)
 
 

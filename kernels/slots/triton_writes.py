@@ -83,10 +83,11 @@ def writes_kernel(
     counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, extend_ptr, owner_ptr,
     token_ptr, slot_ptr, position_ptr, real_ptr, n,  # integer [n] each
     table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
-    history_ptr, history_stride, history_step, history_width, history_lens_ptr, offset, window, once,
+    history_ptr, history_stride, history_step, history_width, history_rows, history_lens_ptr, offset, window, once,
     words_ptr, ring_ptr, capacity, source, checks,
     PAGE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
-    HAS_HISTORY: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, BY_ROW: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_PADDING: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Before a forward, after the walk: may its tokens go where they are planned to go?"""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -165,8 +166,9 @@ def writes_kernel(
         )
     if HAS_HISTORY:
         valid, expected = expected_token(
-            history_ptr, history_stride, history_step, history_width, history_lens_ptr, request, position, offset, there
-        )
+            history_ptr, history_stride, history_step, history_width, history_rows, history_lens_ptr, row_ptr, request,
+            position, offset, there, BY_ROW,
+        )  # fmt: skip
         bits, why, stored, found = note(
             bits, why, stored, found, there, valid & (token != expected), expected, token,
             checks, REASON_WRONG_TOKEN,

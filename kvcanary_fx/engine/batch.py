@@ -21,6 +21,9 @@ from .request_ids import RequestId, RequestIds
 from .step_inputs import StepInputs
 from .step_view import StepView
 
+#: Plans of one memory that are kept: of each pool one, and one for each of the last histories by row.
+HISTORIES = 64
+
 
 @dataclasses.dataclass
 class Batch:
@@ -37,6 +40,8 @@ class Batch:
         namespaces: integer ``[bs]`` or None; 0 is the default namespace.
         history: integer ``[bs, length]`` or None, the requests' own token ids, for the token check.
         history_lens: integer ``[bs]``, how many of them are valid.
+        history_by_row: the rows of ``history`` are those of the request table, ``[requests, length]``.  Where it is one
+            tensor of the device in all steps, nothing is copied.
         in_flight: the prefix of some request has slots that another one writes in this forward, as in engines that list
             a page in their prefix cache before it is computed.  Each layer must write all of its tokens
             before attention reads any.
@@ -60,6 +65,7 @@ class Batch:
     namespaces: Any = None
     history: Any = None
     history_lens: Any = None
+    history_by_row: bool = False
     parents: Any = None
     real_counts: torch.Tensor | None = None
     in_flight: bool = False
@@ -127,6 +133,7 @@ def plan_of(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> Req
         slot_map=pool.slot_map,
         history=_history(view),
         history_lens=view.history_lens,
+        history_by_row=_by_row(view),
         parents=view.parents,
         ends=view.request_ends,
         real_slots=getattr(view, _real_slots(place)),
@@ -161,8 +168,8 @@ class Inputs:
             for field, group in self._groups.items()
         }
         self.main = made.pop(None)
-        # of each group of pools, with the memory that they are of
-        self._last_plans: dict[tuple[str | None, bool], tuple[dict[Any, Any], dict[str, RequestPlan]]] = {}
+        # of each group of pools, with the memory that they are of, and the history
+        self._last_plans: dict[tuple[str | None, bool], tuple[dict[Any, Any], Any, dict[str, RequestPlan]]] = {}
         self.own: dict[str, StepInputs] = {field: inputs for field, inputs in made.items() if field is not None}
 
     #: About how many tokens a batch has stored before.
@@ -231,17 +238,23 @@ class Inputs:
     def _plans_of(self, field: str | None, pools: Sequence[KVPool], view: StepView) -> dict[str, RequestPlan]:
         """The plan of each pool by name; all at once, if they are those of the last view of the same memory."""
         in_flight, kept = bool(view.of_batch("in_flight")), view.kept_plans
-        memory, known = self._last_plans.get((field, in_flight), (None, {}))
-        if kept is not None and kept is memory and view.of_batch("history") is None:
+        history = view.of_batch("history")
+        memory, its_history, known = self._last_plans.get((field, in_flight), (None, None, {}))
+        if kept is not None and kept is memory and history is its_history:
             return known
         inputs = self.main if field is None else self.own[field]
         plans = {pool.name: _kept_plan(pool, place, view, inputs) for place, pool in enumerate(pools)}
-        if kept is not None and all(
-            kept.get((pool.name, in_flight)) is plans[pool.name]
-            and plans[pool.name].slots is getattr(view, pool.slots_from)  # else the layout computes them each time
-            for pool in pools
+        fixed = _fixed_history(view)
+        if (
+            kept is not None
+            and (history is None or fixed is history)
+            and all(
+                kept.get((pool.name, in_flight, _number_of(fixed))) is plans[pool.name]
+                and plans[pool.name].slots is getattr(view, pool.slots_from)  # else the layout computes them each time
+                for pool in pools
+            )
         ):
-            self._last_plans[field, in_flight] = kept, plans
+            self._last_plans[field, in_flight] = kept, history, plans
         return plans
 
 
@@ -254,9 +267,12 @@ def _kept_plan(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> 
     kept = view.kept_plans
     if kept is None or pool.slot_map is not None or view.extend_lens is None:
         return _there(pool, plan_of(pool, place, view, inputs))
-    form = pool.name, bool(getattr(view, "in_flight", False))
+    fixed = _fixed_history(view)
+    form = pool.name, bool(getattr(view, "in_flight", False)), _number_of(fixed)
     known: RequestPlan | None = kept.get(form)
     if known is not None and known.slots is getattr(view, pool.slots_from):
+        if fixed is not None:
+            return known
         history = _history(view)
         return known if history is None else dataclasses.replace(known, history=history).with_launches_of(known)
     plan = plan_of(pool, place, view, inputs)
@@ -264,7 +280,10 @@ def _kept_plan(pool: KVPool, place: int, view: StepView, inputs: StepInputs) -> 
         return _there(pool, plan)
     if known is not None:
         return plan.with_launches_of(known)
-    kept[form] = bare = plan if plan.history is None else dataclasses.replace(plan, history=None)
+    if len(kept) >= HISTORIES:
+        kept.clear()
+    bare = plan if plan.history is fixed else dataclasses.replace(plan, history=None)
+    kept[form] = bare
     bare.keep_launches()
     return plan.with_launches_of(bare)
 
@@ -311,6 +330,23 @@ def _moved(values: Any, device: torch.device) -> torch.Tensor:
     return given.to(device)
 
 
+def _fixed_history(view: StepView) -> torch.Tensor | None:
+    """The history, if it is a tensor of the device that the next steps may have, too: then plans keep it."""
+    history, lens = view.of_batch("history"), view.history_lens
+    if not _by_row(view) or not isinstance(history, torch.Tensor) or lens is None or not view.num_requests:
+        return None
+    return history if history.device == lens.device and history.dim() == 2 else None
+
+
+def _number_of(history: torch.Tensor | None) -> int:
+    """A number of its own, as long as a plan keeps it."""
+    return 0 if history is None else id(history)
+
+
+def _by_row(view: StepView) -> bool:
+    return bool(view.of_batch("history_by_row"))
+
+
 def _history(view: StepView) -> torch.Tensor | None:
     """The requests' own token ids, ``[bs, length]``: the batch's tensor as it is, since its length varies."""
     history = getattr(view, "history", None)
@@ -323,6 +359,6 @@ def _history(view: StepView) -> torch.Tensor | None:
             f"history must be [bs, length], rows padded to one length, history_lens valid ones ({e})"
         ) from e
     integer_tensor(given, "the tokens of history")
-    if given.dim() != 2 or given.shape[0] != view.history_lens.shape[0]:
+    if given.dim() != 2 or (given.shape[0] != view.history_lens.shape[0] and not _by_row(view)):
         raise EngineError(f"history is {list(given.shape)}; it must be [bs, length] for {view.num_requests} requests")
     return given

@@ -29,6 +29,7 @@ _LISTED = (
 )
 
 _WHOLE = frozenset((int,))
+_FLAGS = frozenset((bool, type(None)))
 
 
 def require_batch(batch: Any, slots_from: Sequence[str]) -> None:
@@ -52,9 +53,10 @@ def require_batch(batch: Any, slots_from: Sequence[str]) -> None:
     elif given is not None:
         require_ids(given)
     _require_counts(get("real_counts", None))
-    in_flight = get("in_flight", None)
-    if in_flight is not None and not isinstance(in_flight, bool):
-        raise StepInputError(f"in_flight is {in_flight!r}", "Give True or False, known to the host")
+    for name in ("in_flight", "history_by_row"):
+        value = get(name, None)
+        if value is not None and not isinstance(value, bool):
+            raise StepInputError(f"{name} is {value!r}", "Give True or False, known to the host")
 
 
 def is_plainly_right(batch: Any) -> bool:
@@ -64,7 +66,8 @@ def is_plainly_right(batch: Any) -> bool:
     """
     get = fields_of(batch)
     ids, in_flight, tokens = get("request_ids", None), get("in_flight", None), get("input_ids", None)
-    if not (type(ids) is list or ids is None) or not (in_flight is None or type(in_flight) is bool):
+    by_row = get("history_by_row", None)
+    if not (type(ids) is list or ids is None) or not _FLAGS.issuperset((type(in_flight), type(by_row))):
         return False
     prefix, added = _lengths(get("prefix_lens", None)), _lengths(get("extend_lens", None))
     if prefix is None or added is None:

@@ -244,6 +244,29 @@ def check_reads(
     request_kernels_for(pool.space.block.device).check_reads(pool.space, plan, pages, lengths, size)
 
 
+def check_indices(
+    pool: EnginePool, running: Forward, index: torch.Tensor, longest: int, unit: int, stride: int
+) -> None:
+    """Compare the rows of memory that are gathered for attention with the request table of a pool.
+
+    Raises:
+        EngineError: an index that is no list of integers, or a pool of rings or states.
+    """
+    declared = pool.declared
+    if declared.layout.unlike_page_tables is not None:
+        raise EngineError(f"pool {pool.name!r} {declared.layout.unlike_page_tables}")
+    plan = running.plans.get(pool.space.space_id)
+    if plan is None:
+        return
+    integer_tensor(index, "the index of check_indices")
+    if index.dim() != 1 or not 0 < unit <= stride:
+        raise EngineError(
+            f"check_indices got an index {list(index.shape)}, unit={unit} and stride={stride}: the index is [n], and a "
+            "page has at least one slot, and no more of them than rows of memory"
+        )
+    request_kernels_for(pool.space.block.device).check_indices(pool.space, plan, index, longest, unit, stride)
+
+
 def _name_ahead(pool: EnginePool, plan: RequestPlan) -> None:
     """Store who will be in the slots that this forward writes, before the walk; their bytes are not known yet.
 

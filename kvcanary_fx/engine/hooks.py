@@ -18,6 +18,7 @@ from ..runtime.groups import Group, groups_of
 from ..runtime.hooks import Hooks
 from ..runtime.registry import PoolRegistry
 from .blame import Blame
+from .graph_layers import GraphLayers
 from .guarded_pool import Pools
 from .observers.all import Observers
 from .request_ids import RequestIds
@@ -36,7 +37,7 @@ class EngineHooks(Hooks):
     def __init__(self, steps: Steps, pools: Pools, registry: PoolRegistry, ids: RequestIds, observers: Observers):
         self._steps, self._pools, self._observers = steps, pools, observers
         self._blame = Blame({p.space.space_id: p for p in pools.values()}, registry, ids)
-        self._registry, self._ids = registry, ids
+        self._registry, self._ids, self._graph_layers = registry, ids, GraphLayers(pools)
         self.pools_in = self._count
 
     def _count(self, tensor: Any) -> int:
@@ -48,17 +49,20 @@ class EngineHooks(Hooks):
         Raises:
             SessionStateError: no forward is running, and the session is ready or a CUDA graph is being captured.
         """
-        running = self._steps.running
+        running, context = self._steps.running, call.context
+        # made in the first call, which is in no capture
+        together = self._graph_layers.together(context, call.together) if call.together else None
         if running is None:
             self._require_forward(call)
-            return call.context
-        if not call.context.joins:  # its checks run in the model's stream
+            return context
+        if not context.joins:  # its checks run in the model's stream
             self._steps.join()
         return dataclasses.replace(
-            call.context,
+            context,
             requests=running.plans,
-            layers=self._pools.layer_records(call.context.gates),
-            sides=self._steps.sides if call.context.joins else {},
+            layers=self._pools.layer_records(context.gates),
+            sides=self._steps.sides if context.joins else {},
+            together=together,
         )
 
     def _require_forward(self, call: BoundCall) -> None:

@@ -286,7 +286,7 @@ class LayerChecks:
             kernels_for(device).begin(self._session.controls(device).words, gate)
         self._steps.check_layers(running)
 
-    def _context(self, running: Forward | None) -> ForwardContext:
+    def _context(self, running: Forward | None, held: Held | None = None) -> ForwardContext:
         whole = running is not None and running.captured
         return ForwardContext(
             sites=(),
@@ -298,6 +298,7 @@ class LayerChecks:
             layers=self._layers,
             sides=self._steps.sides if whole else {},
             compared=True,
+            held=held,
         )
 
 
@@ -317,7 +318,32 @@ class EagerLayers(LayerChecks):
         super().__init__(session)
         self._begun: Forward | None = None
         self._outside = self._here = self._context(None)
-        self._received: dict[int, Any] = {}  # of the running forward, by the number of the slot space
+        self._received: dict[Any, Any] = {}  # of the running forward, where its plans do not keep it
+        self._holding = False
+
+    @contextlib.contextmanager
+    def holding(self, shaped: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Iterator[None]:
+        """Around the model, within ``session.forward(...)``: record all layers in one launch when it has run.
+
+        Where :meth:`publish` may hold what they wrote.
+
+        Args:
+            shaped: makes a view of K or V as :meth:`record` takes it, of what it is given instead.
+        """
+        self._holding = True
+        self.held.take_as(shaped)
+        try:
+            yield
+        except BaseException:
+            self.held.drop()
+            raise
+        finally:
+            self._holding = False
+        self.held.flush()
+
+    def begin(self) -> None:
+        """The model is about to run: :meth:`verify` of its first layer."""
+        self._running()
 
     def verify(self, layer: str) -> None:
         """Call it before a layer's attention.  The first call of a forward compares the bytes that it reads, in all
@@ -345,10 +371,15 @@ class EagerLayers(LayerChecks):
         Raises:
             UnknownLayerError: no pool has a layer of this name.
         """
-        device, context = self._device_of(layer), self._running()
-        if slots is not None:
-            self._check_received(context, self._layers[layer], slots)
-        record_in(context, key, value, device, layer)
+        record, context = self._layers.get(layer), self._running()
+        if slots is not None and record is not None:
+            self._check_received(context, record, slots)
+        if context.held is None or record is None or not record.writes:
+            record_in(context, key, value, self._device_of(layer), layer)
+            return
+        plan = context.requests.get(record.space.space_id)
+        if plan is not None and plan.real_slots is not None:
+            context.held.take(record, plan, key, value)
 
     def _running(self) -> ForwardContext:
         """The context of the forward that is running, which begins with its first layer."""
@@ -356,7 +387,7 @@ class EagerLayers(LayerChecks):
         if running is None:
             return self._outside
         if running is not self._begun:
-            self._begun, self._here = running, self._context(running)
+            self._begun, self._here = running, self._context(running, self.held if self._holding else None)
             self._received = {}
             self._begin(running)
         return self._here
@@ -367,10 +398,11 @@ class EagerLayers(LayerChecks):
         plan = context.requests.get(number)
         if plan is None:
             return
-        check = self._received.get(number)
+        kept = plan.launches if plan.launches is not None else self._received  # a plan that comes again binds it once
+        check = kept.get(("received", number))
         if check is None:
             kernels = request_kernels_for(record.gate.device)
-            check = self._received[number] = kernels.ReceivedCheck(record.space, plan)
+            check = kept["received", number] = kernels.ReceivedCheck(record.space, plan)
         given, side = slots.reshape(-1).contiguous(), context.sides.get(record.gate.device)
         if side is not None:
             side.start()

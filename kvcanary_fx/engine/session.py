@@ -16,7 +16,7 @@ from ..errors import EngineError, SessionStateError
 from ..kernels.side_stream import capturing
 from ..runtime.session import CanarySession
 from .batch import Inputs
-from .forward import Schedule, check_reads
+from .forward import Schedule, check_indices, check_reads
 from .guarded_pool import EnginePool, Pools, find_rivals
 from .hooks import EngineHooks
 from .kv_pool import KVPool, Slots
@@ -182,6 +182,29 @@ class EngineSession(CanarySession):
         self._stepping.join()
         self.given.called("check_reads")
         check_reads(self.pool if pool is None else self.pools[pool], running, pages, lengths, page_size)
+
+    def check_indices(
+        self, index: torch.Tensor, longest: int, pool: str | None = None, unit: int = 1, stride: int = 1
+    ) -> None:
+        """Compare the rows of memory that are gathered for attention with the request table.
+
+        Args:
+            index: integer ``[n]`` on the pool's device: the rows of all positions of each request, request by request,
+                with those of the tokens that this forward adds.
+            longest: positions of the longest request.
+            unit, stride: slots of a page, and rows of memory from page to page: the first ``unit`` of them are its
+                slots.  1 where the index names slots.
+
+        Raises:
+            SessionStateError: no forward is running.
+            EngineError: the index is not as described, or a pool of rings or states.
+        """
+        running = self._stepping.running
+        if running is None:
+            raise SessionStateError("check_indices() outside forward(): it compares with the plan of the running one")
+        self._stepping.join()
+        self.given.called("check_reads")
+        check_indices(self.pool if pool is None else self.pools[pool], running, index, longest, unit, stride)
 
     @property
     def flag(self) -> torch.Tensor:

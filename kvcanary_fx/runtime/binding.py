@@ -201,6 +201,7 @@ class GraphBinding:
             halves=tuple(halves),
             storages=tuple(storages.values()),
             opaque=bool(self.plan.attention),
+            together=tuple(a.layer for a in self.plan.attention if a.layer) if self.plan.layers_at_once else (),
             returned=returned,
             written=frozenset(written),
             seen=tuple(other for some in seen.values() for other, *_ in some),

@@ -22,6 +22,7 @@ class BoundCall:
     halves: tuple[PoolHalf, ...]
     storages: tuple[tuple[Storage, int, str], ...]  # each with the argument it came from and a pool's name
     opaque: bool  # the graph has attention that finds an engine's pools by itself
+    together: tuple[str, ...] = ()  # the layers of such attention, if their checks are those of one op
     returned: ReturnedCaches | None = None
     written: frozenset[int] = frozenset()  # ids of the storages that the graph writes
     seen: tuple[PoolHalf, ...] = ()  # of other graphs, checked in what this one reads

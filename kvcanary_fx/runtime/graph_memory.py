@@ -12,6 +12,9 @@ from ..kernels.buffers import Gate
 from ..kernels.content.layer_tables import LayerTables
 from ..passes.graph_plan import GraphPlan
 
+#: Tensors of a layer whose attention is opaque, at most, as far as the tables have room for them.
+HALVES = 4
+
 
 class GraphMemory:
     """The memory of one graph.
@@ -30,7 +33,8 @@ class GraphMemory:
         self.sides = {d: side_stream.SideStream(d) for d in plan.devices} if plan.halves_beside else {}
         self.tables: dict[torch.device, LayerTables] = {}
         if plan.layers_at_once:
-            self.tables = {d: LayerTables(d, len(plan.sites)) for d in plan.devices}
+            halves = max(len(plan.sites), HALVES * plan.layers_at_once)
+            self.tables = {d: LayerTables(d, halves) for d in plan.devices}
 
     def make_room(self) -> None:
         """Between two calls: have memory for the captures to come."""

@@ -39,7 +39,7 @@ class Sample:
     """One measured call: how long it took, and how much of that the host spent on our work."""
 
     def __init__(self, device: torch.device, last: Sample | None):
-        HOST_TIME.measured, HOST_TIME.seconds = False, 0.0
+        HOST_TIME.measured, HOST_TIME.seconds, HOST_TIME.waited = False, 0.0, 0.0
         self.began = time.perf_counter()
         self.ended = False
         self.ours = 0.0  # seconds
@@ -57,7 +57,7 @@ class Sample:
     def model_runs(self) -> None:
         """The work that follows is not ours, except our ops where the host launches them."""
         if self._since is not None:
-            self.ours += time.perf_counter() - self._since
+            self.ours += max(0.0, time.perf_counter() - self._since - HOST_TIME.waited)
             self._since = None
         HOST_TIME.measured, HOST_TIME.seconds = True, 0.0
 
@@ -66,7 +66,7 @@ class Sample:
         self.ours += HOST_TIME.seconds
         HOST_TIME.measured, HOST_TIME.seconds = False, 0.0
         if self._since is None:
-            self._since = time.perf_counter()
+            self._since, HOST_TIME.waited = time.perf_counter(), 0.0
 
     def end(self) -> None:
         """The call has been launched."""

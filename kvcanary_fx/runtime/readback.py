@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.buffers import Gate
+from ..kernels.host_time import waiting
 from ..kernels.ring import Word
 from ..kernels.staging import CurrentStream
 from .binding import Controls, GraphBinding
@@ -119,8 +120,9 @@ class Readback:
 
     def wait(self) -> None:
         """Wait until the words can be read."""
-        for words in self._words:
-            words.wait()
+        with waiting():
+            for words in self._words:
+                words.wait()
 
     def take(self) -> bool:
         """Read the words; whether a ring has unread rows."""

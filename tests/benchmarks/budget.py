@@ -48,6 +48,9 @@ HEADER = [
 #: What is made room for: steps take turns with others, and no two graphs run alike.
 ALLOWED = 1.25
 
+#: Steps that the host is ahead of the device at most, while prices are learned: an engine reads each step's tokens.
+AHEAD = 4
+
 #: Steps of one configuration before it is the other's turn: readings are of neighbours.
 STEPS = 16
 
@@ -136,7 +139,7 @@ class Guarded:
         while time.perf_counter() - begun < seconds:
             self.run()
             steps += 1
-            if steps % 64 == 0:
+            if steps % AHEAD == 0:
                 self._wait()
             if pace.controller.settled:
                 for _ in range(steps):

@@ -6,8 +6,9 @@ Both engines run as :mod:`vllm_engine` starts them, in processes of their own, a
 read where the engine's loop calls the scheduler, the model runner and the sampler, and where a step's tokens are there.
 A decode step that waits for the GPU takes what it takes on the device.
 
-With ``--parts`` a third engine has clocks around the canary's own parts, too (1 to 2 us each), nested ones among them:
-what they take of a decode step, of one in which requests get new pages, and of one with prompts.
+With ``--parts`` there are clocks around parts of vLLM's runner and the canary's own, too (1 to 2 us each), nested
+ones among them: what they take of a decode step, of one in which requests get new pages, and of one with prompts.
+Prompts of more tokens than vLLM's largest graph has (``--requests 1 --input 600``) run layer by layer from Python.
 """
 
 from __future__ import annotations
@@ -45,15 +46,27 @@ OURS = (
     "adapters.vllm.v2.take_in:Landing.send",
     "engine.kept_forward:_Captured.__call__",
     "kernels.side_stream:BesideGraph.run",
-    "kernels.layer_ops:record_in",
+    "adapters.vllm.ops:verify",
+    "adapters.vllm.ops:record",
+    "adapters.vllm.ops:record_in",
     "adapters.vllm.v2.guard:GuardV2.after_model",
     "kernels.held:Held.flush",
     "adapters.vllm.v2.guard:GuardV2.flags",
     "adapters.vllm.v2.guard:GuardV2.read",
 )
 
-#: In the environment of the engine that has clocks around them.
-WITH_OURS = "KVCANARY_BENCHMARK_PARTS"
+#: Parts of vLLM that have clocks beside those.
+THEIRS = (
+    "v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs",
+    "v1.worker.gpu.model_runner:GPUModelRunner.sample",
+    "v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager.run_fullgraph",
+    "compilation.piecewise_backend:PiecewiseBackend.__call__",
+    "v1.attention.backends.flash_attn:FlashAttentionImpl.forward",
+    "v1.attention.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update",
+)
+
+#: In the environment of engines that have clocks around them.
+WITH_PARTS = "VLLM_STEPS_PARTS"  # the canary refuses names of its own that it does not know
 
 
 def trace(path: str) -> None:
@@ -83,9 +96,10 @@ def trace(path: str) -> None:
         pages = any(made.scheduled_cached_reqs.new_block_ids)
         return made.total_num_scheduled_tokens, len(made.num_scheduled_tokens), len(made.scheduled_new_reqs), pages
 
-    for part in OURS if os.environ.get(WITH_OURS) else ():
+    parts = [f"kvcanary_fx.{part}" for part in OURS] + [f"vllm.{part}" for part in THEIRS]
+    for part in parts if os.environ.get(WITH_PARTS) else ():
         module, _, name = part.partition(":")
-        owner: Any = importlib.import_module(f"kvcanary_fx.{module}")
+        owner: Any = importlib.import_module(module)
         *of, method = name.split(".")
         for each in of:
             owner = getattr(owner, each)
@@ -105,10 +119,10 @@ def write(path: str, spans: list[tuple[str, float, float, Any]]) -> None:
     for part, began, ended, about in spans:
         if part == "schedule":
             tokens, requests, new, pages = about
-            steps.append(dict(tokens=tokens, requests=requests, new=new, pages=pages, ours={}))
-        if part not in told:  # the canary's
+            steps.append(dict(tokens=tokens, requests=requests, new=new, pages=pages, parts={}))
+        if part not in told:
             if steps:
-                taken = steps[-1]["ours"]
+                taken = steps[-1]["parts"]
                 taken[part] = taken.get(part, 0.0) + ended - began
         elif told[part] < len(steps):
             steps[told[part]][part] = [began, ended]
@@ -141,8 +155,8 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def ours(runs: list[list[dict[str, Any]]]) -> list[str]:
-    """Lines: what the canary's parts took of steps of three kinds, medians in microseconds."""
+def parts_of(runs: list[list[dict[str, Any]]]) -> list[str]:
+    """Lines: what the parts took of steps of three kinds, medians in microseconds."""
     steps = [step for run in runs for step in run if step["tokens"] and "update" in step]
     most = max(step["requests"] for step in steps)
     decodes = [step for step in steps if step["tokens"] == step["requests"] == most]
@@ -152,8 +166,8 @@ def ours(runs: list[list[dict[str, Any]]]) -> list[str]:
         "prompts": [step for step in steps if step["tokens"] > step["requests"]],
     }
     lines = []
-    for part in dict.fromkeys(part for step in steps for part in step["ours"]):
-        taken = {kind: [1e6 * step["ours"].get(part, 0.0) for step in of] for kind, of in kinds.items() if of}
+    for part in dict.fromkeys(part for step in steps for part in step["parts"]):
+        taken = {kind: [1e6 * step["parts"].get(part, 0.0) for step in of] for kind, of in kinds.items() if of}
         lines.append(f"  {part}: " + ", ".join(f"{kind} {statistics.median(us):.1f} us" for kind, us in taken.items()))
     return lines
 
@@ -179,14 +193,13 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.2)
     parser.add_argument("--kv-gib", type=float, default=8, help="memory of each KV cache; nothing is profiled")
     parser.add_argument("--logs", default=tempfile.gettempdir())
-    parser.add_argument("--parts", action="store_true", help="also what the canary's own parts take")
+    parser.add_argument("--parts", action="store_true", help="also what parts of the runner and the canary take")
     args = parser.parse_args()
     args.profile, args.steps = False, True
     print(cores.use_one_thread_of_each(), flush=True)
-    engines = {name: vllm_engine.Engine(args, args.shape, mode) for name, mode in (("plain", None), ("guarded", "log"))}
     if args.parts:
-        os.environ[WITH_OURS] = "1"
-        engines["parts"] = vllm_engine.Engine(args, args.shape, "log", name="parts")
+        os.environ[WITH_PARTS] = "1"
+    engines = {name: vllm_engine.Engine(args, args.shape, mode) for name, mode in (("plain", None), ("guarded", "log"))}
     for engine in engines.values():
         engine.wait()
     for requests in args.requests:
@@ -196,7 +209,7 @@ def main() -> None:
         for name, engine in engines.items():
             runs = [json.loads(line) for line in engine.steps.read_text().splitlines()][-args.rounds :]
             print(table(requests, name, [summary(run) for run in runs]), flush=True)
-            print("\n".join(ours(runs)), flush=True)
+            print("\n".join(parts_of(runs)), flush=True)
     for engine in engines.values():
         engine.close()
 

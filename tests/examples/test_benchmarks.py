@@ -111,6 +111,22 @@ def test_a_cache_with_nothing_set_up_is_checked_in_each_forward():
     assert [row[6:] for row in rows[1:]] == [["512", "8", "0"]] * 3 + [["16", "8", "0"]]
 
 
+@pytest.mark.parametrize("device", ["cpu", "none"])
+def test_batches_of_hugging_face_take_turns_and_have_parts(device):
+    pytest.importorskip("transformers", minversion="5.17")
+    small = ["--requests", "2", "--context", "24", "--new-tokens", "16", "--page", "8", "--batch-tokens", "64"]
+    done = run("generate_batch.py", "--shape", "tiny", "--device", device, *small, "--rounds", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = table(done.stdout)
+    if device == "cpu":
+        assert [row[1] for row in rows] == ["off", "log"]
+        assert rows[1][6:] == ["100 %", "0"]
+        assert "graphs off, async off" in done.stdout
+        return
+    assert [row[0] for row in rows] == ["tiny 2 x 24", "tiny 2 x 24, 10th percentile"]
+    assert all(float(cell) > 0 for row in rows for cell in row[1:])
+
+
 def test_changed_bytes_of_a_plain_cache_are_a_problem():
     case = forward_scene.Case(decode_models.TINY_GQA, 2, 64, 1)
     model = decode_models.Model(case.shape, "cpu")

@@ -124,9 +124,12 @@ def engine() -> None:
     toy = Toy(budget="1%")
     toy.add("A", [5, 6, 7, 8])
     toy.run({"A": [3, 4]})
-    batch = toy.plan({"A": [5]})
+    own = torch.zeros(5, 8, dtype=torch.int32)
+    batch = toy.plan({"A": [5]}, history=own, history_by_row=True)
     with toy.session.step(batch), toy.session.forward():
         toy.session.check_reads(torch.tensor([[3, 4]]), torch.tensor([2]))
+        toy.session.check_indices(torch.tensor([3, 4]), 2)
+    gpu_requests.slots_of_memory(torch.tensor([3, 4]), 2, 4, torch.zeros(2, dtype=torch.int64))
     for bits in (32, 64):
         pool = Toy(digest_bits=bits, verify_after=True).pool
         pool.content.verify(torch.tensor([3, 4]), None, torch.tensor([1, 1]), Phase.LIFE)

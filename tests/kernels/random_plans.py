@@ -44,10 +44,13 @@ from kvcanary_fx.kernels.slots.space import Column, Flag, RequestPlan, SlotSpace
 ALL = bits_of(tuple(CHECKS))
 
 
+_CHECKS = ("walk", "check_writes", "check_received", "check_reads", "check_indices")
+
+
 def _together(checks: ModuleType) -> Any:
     """An implementation under one name, as the reference is."""
     return SimpleNamespace(
-        **{n: getattr(checks, n) for n in ("walk", "check_writes", "check_received", "check_reads", "store")},
+        **{n: getattr(checks, n) for n in (*_CHECKS, "store")},
         **{n: getattr(slot_life, n) for n in ("allocate", "release", "share", "hand_over", "name", "reject", "forget")},
     )
 
@@ -71,6 +74,7 @@ class Form:
     positions: bool
     namespaces: bool
     history: bool
+    by_row: bool
     slot_map: bool
     padding_row: bool
     ring: bool  # where the space has a window that a row has room for
@@ -84,6 +88,7 @@ class Form:
             positions=rng.random() < 0.8,
             namespaces=rng.random() < 0.5,
             history=rng.random() < 0.4,
+            by_row=rng.random() < 0.4,
             slot_map=rng.random() < 0.2,
             padding_row=rng.random() < 0.4,
             ring=rng.random() < 0.5,
@@ -150,7 +155,10 @@ def random_plan(rng: random.Random, space: SlotSpace, unique: bool, form: Form |
         page_size=size,
         ring=ring,
         slot_map=integers(space.slots, -1, space.slots - 1) if form.slot_map else None,
-        history=integers((requests + padding) * 8, 0, 3).view(-1, 8) if form.history else None,
+        history=integers((table_rows if form.by_row else requests + padding) * 8, 0, 3).view(-1, 8)
+        if form.history
+        else None,
+        history_by_row=form.by_row,
         history_lens=integers(requests + padding, 0, 9),
         parents=random_trees(rng, extend, padding) if rng.random() < 0.25 else None,
         padding_row=rng.choice([0, 1]) if form.padding_row else None,
@@ -163,6 +171,26 @@ def random_trees(rng: random.Random, extend: list[int], padding: int) -> torch.T
     places = [k for e in extend for k in range(e)]
     parents = [rng.randint(-1, k - 1) if rng.random() < 0.95 else rng.choice([-9, k, 99]) for k in places]
     return torch.tensor(parents + [0] * padding, dtype=torch.int64)
+
+
+def random_indices(rng: random.Random, plan: RequestPlan) -> tuple[torch.Tensor, int, int, int]:
+    """What attention may gather: mostly the rows of memory of the request table's own slots."""
+    lengths = (plan.prefix_lens + plan.extend_lens).tolist()
+    unit, layers = rng.choice([1, plan.page_size, 4]), rng.randint(1, 3)
+    if plan.table.numel() and lengths:
+        slots = [
+            request_checks.table_slots(plan, torch.tensor([[request]]), torch.arange(length).unsqueeze(0)).flatten()
+            for request, length in enumerate(lengths)
+        ]
+        page, offset = (f(torch.cat(slots), unit) for f in (torch.floor_divide, torch.remainder))
+        index = page * unit * layers + offset
+    else:
+        index = torch.zeros(sum(lengths), dtype=torch.int64)
+    if index.numel() and rng.random() < 0.3:
+        index[rng.randrange(index.shape[0])] += rng.choice([1, unit, -1])
+    if rng.random() < 0.2:
+        index = index[: rng.randint(0, index.shape[0])]
+    return index, max(lengths, default=0), unit, unit * layers
 
 
 def random_pages(rng: random.Random, plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -216,9 +244,9 @@ def play(
                 own.block[:, Column.CHAIN :].copy_(space.block[:, Column.CHAIN :])
         writes = plan if rng.random() < 0.5 else random_plan(rng, space, unique=False, form=drawn)
         received = (writes.slots + (rng.random() < 0.2))[: rng.choice([None, -1])]
-        reads = random_pages(rng, plan)
+        reads, gathered = random_pages(rng, plan), random_indices(rng, plan)
         times = rng.choice([1, 1, 1, 2])
-        done = [_forward(impl, own, (plan, writes), received, reads, number, times) for impl, own in impls]
+        done = [_forward(impl, own, (plan, writes), received, reads, gathered, number, times) for impl, own in impls]
         for before, after, (impl, own) in zip(lived[1:], done[1:], impls[1:], strict=True):
             fetch(before, after)
             compare(lived[0], before, number)
@@ -236,6 +264,7 @@ def _forward(
     plans: tuple[RequestPlan, RequestPlan],
     received: torch.Tensor,
     reads: tuple[torch.Tensor, torch.Tensor, int],
+    gathered: tuple[torch.Tensor, int, int, int],
     number: int,
     times: int,
 ) -> Snapshot:
@@ -256,6 +285,7 @@ def _forward(
         impl.check_received(own, there, received.to(device), 9)
         if not here.ring:
             impl.check_reads(own, here, *(t.to(device) for t in reads[:2]), reads[2])
+            impl.check_indices(own, here, gathered[0].to(device), *gathered[1:])
         impl.store(own, here)
     own.control.words[Word.STEP] += 1
     own.control.words[Word.FORWARD] = number % 3 - 1

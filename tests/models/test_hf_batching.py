@@ -427,6 +427,25 @@ def test_write_indices_that_change_on_their_way_to_the_layers(monkeypatch):
 
 
 @in_allocators
+def test_write_indices_that_change_between_layers(monkeypatch):
+    """In the place where all layers read them: the last one tells."""
+    original = cache_allocators.FullAttentionCacheAllocator.update
+    calls = [0]
+
+    def update(self, key_states, value_states, layer_idx, read_index, write_index):
+        calls[0] += 1
+        if calls[0] == 14:
+            write_index[1] = write_index[0]
+        return original(self, key_states, value_states, layer_idx, read_index, write_index)
+
+    monkeypatch.setattr(cache_allocators.FullAttentionCacheAllocator, "update", update)
+    found = bug(monkeypatch)
+    told = {(v.check, v.why, v.layer) for v in found if v.check == "index"}
+    assert told == {("index", "NOT_THE_PLANNED_SLOT", NAME.format(1))}
+    assert {v.layer for v in found if v.check == "operand"} == {NAME.format(1)}  # and its bytes are not where they go
+
+
+@in_allocators
 def test_a_write_that_lands_elsewhere(monkeypatch):
     """The indices are right, and the layer's code shifts them."""
     original = cache_allocators.FullAttentionCacheAllocator.update

@@ -22,7 +22,7 @@ for _name, _tags in (("cuts", (torch.Tag.cudagraph_unsafe,)), ("plain", ())):
     _LIBRARY.impl(_name, lambda x: x.clone(), "CompositeExplicitAutograd")
 
 
-def guarded(model: Any) -> tuple[torch.fx.GraphModule, GraphPlan]:
+def guarded(model: Any, dynamic: bool = False) -> tuple[torch.fx.GraphModule, GraphPlan]:
     """The rewritten graph, its state passed off as a GPU's: what a machine without one can see of it."""
     made = []
 
@@ -31,7 +31,7 @@ def guarded(model: Any) -> tuple[torch.fx.GraphModule, GraphPlan]:
         return lambda *args: (args[0],)
 
     with torch.no_grad():
-        torch.compile(model, backend=backend, fullgraph=True)(torch.randn(2, 8))
+        torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)(torch.randn(2, 8))
     (gm, plan) = made[0]
     plan.devices[:] = [torch.device("cuda")]
     return gm, plan

@@ -10,7 +10,7 @@ import torch
 from test_halves_beside import caches, canary_lines, counted, counted_together, guarded, two_layers
 
 from kvcanary_fx.adapters.huggingface.caches import cache_name
-from kvcanary_fx.passes import layers_at_once
+from kvcanary_fx.passes import held_values
 from kvcanary_fx.passes.halves_beside import check_halves_beside
 from kvcanary_fx.passes.layers_at_once import check_layers_at_once
 from kvcanary_fx.proof import tiny
@@ -163,7 +163,7 @@ def test_a_graph_whose_checks_have_to_be_where_they_are_stays_as_it_is(model: An
 
 def test_what_would_be_held_too_long_is_recorded_in_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt's K and V of all layers are gigabytes."""
-    monkeypatch.setattr(layers_at_once, "HELD", 4 * INPUTS[0].numel() * INPUTS[0].element_size() - 1)
+    monkeypatch.setattr(held_values, "HELD", 4 * INPUTS[0].numel() * INPUTS[0].element_size() - 1)
     gm, plan = guarded(two_layers, *INPUTS)
     check_layers_at_once(gm, [], plan)
     assert not plan.layers_at_once

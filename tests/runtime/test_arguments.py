@@ -323,6 +323,7 @@ BATCH = {
     "namespaces": [0, [0], [0.5, 1]],
     "history": [5, [1, 2], [[1, 2], [3]], torch.zeros(2, 4), torch.zeros(1, 4, dtype=torch.int64), "ab"],
     "history_lens": [4, [4], [0.5, 1]],
+    "history_by_row": [1, "yes", torch.tensor(True)],
     "in_flight": [1, "yes", torch.tensor(True)],
     "real_counts": [2, [2, 3], torch.tensor([2, 3], dtype=torch.int32), torch.tensor([2])],
 }

@@ -934,6 +934,50 @@ def test_page_table_of_the_kernel_has_pages_of_the_size_of_the_pools_table():
     assert told(toy) == [("index", "READ_DIFFERS", 12, "A")]
 
 
+def test_rows_of_memory_that_are_gathered_are_compared_with_the_request_table():
+    """Two requests, one after the other; in memory a page of 4 slots is followed by 4 rows that are others' slots."""
+    toy = Toy()
+    toy.add("A", [5, 6, 7, 8])
+    toy.add("B", [5, 9])
+    toy.run({"A": [3, 4, 5]})
+    toy.take("A", [6])
+    toy.take("B", [9])
+
+    def told_by(index, longest=4, **memory):
+        with toy.session.step(toy.plan({"A": [6], "B": [9]})), toy.session.forward():
+            toy.session.check_indices(torch.tensor(index), longest, **memory)
+        fresh = toy.found()[len(seen) :]
+        seen.extend(fresh)
+        return [(v.check, v.why, v.slot, v.request, v.position) for v in fresh]
+
+    seen: list = []
+    assert told_by([3, 4, 5, 6, 9, 77]) == []  # more is padding
+    assert told_by([3, 8, 9, 10, 17], unit=4, stride=8) == []
+    assert told_by([3, 4, 4, 6, 9]) == [("index", "READ_DIFFERS", 5, "A", 2)]
+    assert told_by([3, 12, 9, 10, 17], unit=4, stride=8) == [("index", "READ_DIFFERS", 4, "A", 1)]  # no slot
+    assert told_by([3, 4, 5, 6]) == [("index", "READ_DIFFERS", 9, "B", 0)]  # of B none is gathered
+    with pytest.raises(EngineError, match=r"the index is \[n\]"):
+        told_by([[3, 4]])
+    with pytest.raises(EngineError, match="unit=4 and stride=3"):
+        told_by([3], unit=4, stride=3)
+    with pytest.raises(SessionStateError, match=r"outside forward\(\)"):
+        toy.session.check_indices(torch.tensor([3]), 1)
+
+
+def test_a_history_by_row_is_read_in_the_requests_rows():
+    """One tensor in all steps; a token that becomes another in it is told, and the next step is as the one before."""
+    toy = Toy()
+    history = torch.tensor([[0] * 4, [5, 6, 7, 8], [5, 9, 1, 1]], dtype=torch.int32)
+    for name, tokens in (("A", [5, 6, 7, 8]), ("B", [5, 9, 1, 1])):
+        toy.add(name, tokens)
+    for slots in ((3, 9), (4, 10), (5, 11)):
+        toy.run({"B": [slots[1]], "A": [slots[0]]}, history=history, history_by_row=True)
+    assert toy.found() == []
+    history[2, 1] = 8
+    toy.run({"B": [12], "A": [6]}, history=history, history_by_row=True)
+    assert [(v.check, v.request, v.position) for v in toy.found()] == [("token", "B", 1)]
+
+
 def test_several_pools_must_be_named():
     toy = Toy()
     with pytest.raises(EngineError, match="share a name"):

@@ -28,7 +28,7 @@ def split_at_attention(gm, example_inputs):
 class Rig:
     """A session over the opaque model, and one request, A; with ``shared``, the layers have one K and one V."""
 
-    def __init__(self, inner="eager", hoisted=False, layers=LAYERS, shared=False, ready=True, **settings):
+    def __init__(self, inner="eager", hoisted=False, layers=LAYERS, shared=False, ready=True, dynamic=True, **settings):
         self.kv = [tuple(torch.zeros(SLOTS, HEADS, DIM) for _ in range(2)) for _ in range(layers)]
         if shared:
             self.kv = self.kv[:1] * layers
@@ -42,7 +42,7 @@ class Rig:
         if ready:
             self.session.mark_ready()
         self.plain = Model(layers, hoisted)
-        self.model = torch.compile(self.plain, backend=self.session.backend, dynamic=True)
+        self.model = torch.compile(self.plain, backend=self.session.backend, dynamic=dynamic)
         self.stored = 0
 
     def step(self, slots, padding=0):

@@ -11,7 +11,7 @@ import torch
 from test_engine_session import flip, prefilled
 from toys import Rig
 
-from kvcanary_fx.kernels.host_time import HOST_TIME, timed
+from kvcanary_fx.kernels.host_time import HOST_TIME, timed, waiting
 from kvcanary_fx.kernels.ring import Word
 from kvcanary_fx.runtime import pace as measuring
 from kvcanary_fx.runtime.binding import Controls
@@ -142,6 +142,24 @@ def test_what_the_host_does_besides_is_taken_off(monkeypatch):
     graph = Graph(monkeypatch, ours=0.00004)
     assert graph.run(5000) <= 1.05 * 0.01
     assert graph.every == 512
+
+
+def test_waiting_for_the_device_is_no_work_of_ours(monkeypatch):
+    """Mode raise waits for each step: that was nearly all of it, and next to nothing was compared."""
+    graph = Graph(monkeypatch)
+
+    def run_and_wait(binding, compiled, args):
+        compiled(*args)
+        graph.now += 0.00004
+        with waiting():
+            graph.now += 0.004
+
+    call = graph.pace.calls(run_and_wait)
+    for _ in range(5000):
+        call(graph.binding, graph._model, ())
+    assert graph.pace.controller.rest == pytest.approx(0.00004 / 0.009, rel=0.05)
+    assert graph.every <= 512
+    assert not graph.pace.controller.over
 
 
 def test_ops_that_the_host_launches_are_work_of_ours(monkeypatch):

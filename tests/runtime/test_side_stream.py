@@ -101,6 +101,40 @@ def test_each_layer_forks_twice_and_the_graph_and_the_forward_join(beside):
     assert pools.happened == ["join"]  # the graph checks its layers one by one
 
 
+def test_layers_that_are_checked_at_once_fork_twice_whatever_their_number(beside):
+    rig = Rig(layers=4, verify_fraction="1/2", dynamic=False)
+    rig.step([3, 4, 5])
+    stream, pools = AtOnce.made
+    check = record = "fork"
+    assert stream.happened == [check, record, "join", "join"]
+    assert pools.happened == ["join"]
+    rig.kv[2][1].view(torch.int32)[4, 1, 2] ^= 1 << 9
+    METADATA.redirect = {"layers.1": torch.tensor([9])}
+    for slot in 6, 7:
+        rig.step([slot])
+        METADATA.redirect = {}
+    assert sorted(told(rig)) == [
+        ("content", "layers.2", "V", 4, "A"),
+        ("operand", "layers.1", "K", 6, "A"),
+        ("operand", "layers.1", "V", 6, "A"),
+    ]
+    assert rig.session.stats().recorded == 5 * 2 * 4
+    rig.session.health.check()
+    assert rig.session.uncovered == []
+
+
+@pytest.mark.slow
+def test_inductor_leaves_the_end_of_the_model_between_the_record_of_all_layers_and_the_wait(beside, monkeypatch):
+    monkeypatch.setattr(test_opaque_attention, "Model", WithMlp)
+    rig = Rig("inductor", layers=2, verify_fraction="1/2", dynamic=False)
+    _, (code,) = run_and_get_code(rig.step, [3, 4, 5])
+    called = re.findall(r"torch\.ops\.\w+\.(\w+)\.default\(|extern_kernels\.(addmm|mm)\(", code)
+    order = [canary or "product" for canary, product in called]
+    layer = ["product", "attention", "product", "product"]
+    ours = ["begin", "product", "verify_layers_at", *layer[1:], *layer[:2], "record_layers_at", *layer[2:], "join"]
+    assert order == ours
+
+
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_checks_around_writes_run_beside_a_model_that_is_captured(beside, inner, monkeypatch):
     rig = PlainRig.build(3, mode="log", inner=inner)

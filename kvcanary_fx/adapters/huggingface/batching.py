@@ -7,20 +7,25 @@ not the rest of the model is compiled.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch._dynamo import OptimizedModule
 
 from ...config import CanaryConfig
 from ...engine.layers import EagerLayers
 from ...engine.session import EngineSession
 from ...errors import CanaryError, UnguardedForwardError
 from ...install import install_canary
-from ..hooks import hook
+from ..hooks import Parameter, hook
 from . import paged_cache
+from .groups import Group
+from .rows import RequestRows
 
 log = logging.getLogger("kvcanary")
 
@@ -96,13 +101,22 @@ class GuardedProcessor:
         assert session is not None  # with mode="off" none of this is set up
         self.session: EngineSession = session
         self._layers = EagerLayers(session)
-        self._of_layer = {number: group for group in self._groups for number in group.layers}
+        self._rows = RequestRows(self._groups, requests)
+        self._layer = {number: _Layer.of(group, number) for group in self._groups for number in group.layers}
+        self._holds = _runs_from_python(model, processor.cb_config)
         life = paged_cache.watch_blocks(cache, [(group, session.pools[group.name]) for group in self._groups])
         life.watch_offloading(processor.offloading_manager)
         self._warming_up = False
+        self._planned: dict[int, int] = {}  # where the indices are that the running batch writes by, by group
         hook(processor, "warmup", self._warmup)
         hook(processor, "_generation_step", self._step)
-        self._update_arguments = inspect.signature(cache.update)
+        at = {name: Parameter(cache.update, name) for name in inspect.signature(cache.update).parameters}
+        self._key, self._value, self._number = at["key_states"], at["value_states"], at["layer_idx"]
+        self._indices = at.get("write_index") or at["kwargs"]  # from 5.18 on among the others of attention
+        self._of_kwargs = "write_index" not in at
+        plain = getattr(cache.update, "_torchdynamo_orig_callable", None)
+        if plain is not None:  # what is around it keeps it out of graphs
+            cache.update = types.MethodType(plain, cache)
         hook(cache, "update", self._update)
         cache.update = torch.compiler.disable(cache.update)
         session.mark_ready()
@@ -117,34 +131,41 @@ class GuardedProcessor:
     def _step(self, original: Callable[..., Any], model: Any) -> None:
         """One batch: check what it is about to read and write, then run the model."""
         self._before(self.processor)
-        with self.session.step(self._batch()), self.session.forward():
+        layers = self._layers
+        with self._in_its_stream(), self.session.step(self._batch()), self.session.forward():
             self._check_reads()
-            original(model)
+            with layers.holding(_by_token) if self._holds else contextlib.nullcontext():
+                layers.begin()
+                original(model)
+
+    def _in_its_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """Where the model runs: what is checked around it comes before and after it."""
+        stream = self.processor.inputs_and_outputs.compute_stream
+        if stream is None or stream.device.type != "cuda":
+            return contextlib.nullcontext()
+        stream.wait_stream(torch.cuda.current_stream(stream.device))  # which prepared the batch
+        return torch.cuda.stream(stream)  # type: ignore[no-any-return,no-untyped-call]
 
     def _batch(self) -> dict[str, Any]:
         """The prepared batch in the session's form; fills the request tables."""
         io = self.processor.inputs_and_outputs
         states = [future.state for future in io.requests_in_batch]
         added = [future.query_length for future in io.requests_in_batch]
-        names = [state.request_id for state in states]
-        history = [state.initial_tokens + state.generated_tokens for state in states]
-        lengths = [len(tokens) for tokens in history]
-        padded = torch.zeros(len(states), max(lengths), dtype=torch.int64)
-        for i, tokens in enumerate(history):
-            padded[i, : len(tokens)] = torch.tensor(tokens)
+        rows, lengths = self._rows.fill(states)
         total = sum(added)
         for group in self._groups:
-            group.fill_table(names)
+            self._planned[group.index] = io.write_index_storage[group.index].data_ptr()
         return {
             "input_ids": io.input_ids[:total],
             "positions": io.position_ids[:total],
-            "request_rows": range(len(states)),
-            "request_ids": names,
+            "request_rows": rows,
+            "request_ids": [state.request_id for state in states],
             # preparing the batch has advanced each request
             "prefix_lens": [s.position_offset - n for s, n in zip(states, added, strict=True)],
             "extend_lens": added,
-            "history": padded,
+            "history": self._rows.history,
             "history_lens": lengths,
+            "history_by_row": True,
         } | {g.field: g.slots_of(io.write_index_storage[g.index, :total]) for g in self._groups}
 
     def _check_reads(self) -> None:
@@ -152,16 +173,11 @@ class GuardedProcessor:
         io = self.processor.inputs_and_outputs
         if io.max_kv_read == 0:
             return
+        longest = max(future.state.position_offset for future in io.requests_in_batch)
         for group in self._groups:
-            if group.window is not None:
-                continue
-            lengths = [future.state.position_offset for future in io.requests_in_batch]
-            index = io.read_index_storage[group.index, : io.true_read_sizes[group.index]]
-            pages = torch.nn.utils.rnn.pad_sequence(
-                list(group.slots_of(index).split(lengths)), batch_first=True, padding_value=-1
-            )
-            read = torch.tensor(lengths, device=pages.device)
-            self.session.check_reads(pages, read, pool=group.name, page_size=1)
+            if group.window is None:
+                index = io.read_index_storage[group.index, : io.true_read_sizes[group.index]]
+                self.session.check_indices(index, longest, group.name, group.page, group.stride)
 
     def _update(
         self,
@@ -175,18 +191,56 @@ class GuardedProcessor:
                 why = "transformers ran a batch that it had not prepared before: please report it, with its version"
                 self.session.report_lost(UnguardedForwardError(type(self._model).__name__, self._names(), why))
             return original(*args, **kwargs)  # type: ignore[no-any-return]
-        given = self._update_arguments.bind(*args, **kwargs).arguments
-        number = given["layer_idx"]
-        group = self._of_layer[number]
-        layer, written = group.layers[number], given.get("kwargs", given)["write_index"][group.index]
-        self._layers.verify(layer)
+        layer, layers = self._layer[self._number.of(args, kwargs)], self._layers
+        written = self._indices.of(args, kwargs)
+        if self._of_kwargs:
+            written = written["write_index"]
+        index = written[layer.group.index]
         attended: tuple[torch.Tensor, torch.Tensor] = original(*args, **kwargs)
-        key, value = (given[states].squeeze(0).transpose(0, 1) for states in ("key_states", "value_states"))
-        self._layers.record(layer, key, value, group.slots_of(written))
+        # all layers of a group get one tensor, which the others only could change in place
+        known = not layer.outermost and index.data_ptr() == self._planned[layer.group.index]
+        key, value = self._key.of(args, kwargs), self._value.of(args, kwargs)
+        if not self._holds:
+            key, value = _by_token(key), _by_token(value)
+        received = None if known else layer.group.slots_of(index)
+        layers.record(layer.name, key, value, received)
         return attended
 
     def _names(self) -> list[str]:
         return [name for group in self._groups for name in group.layers.values()]
+
+
+def _by_token(given: torch.Tensor) -> torch.Tensor:
+    """K or V, ``[1, heads, tokens, head_dim]``, token by token."""
+    return given.permute(2, 0, 1, 3)
+
+
+class _Layer(NamedTuple):
+    """A layer of the model.
+
+    Attributes:
+        outermost: the first or last one of its group.
+    """
+
+    name: str
+    group: Group
+    outermost: bool
+
+    @classmethod
+    def of(cls, group: Group, number: int) -> _Layer:
+        return cls(group.layers[number], group, number in (min(group.layers), max(group.layers)))
+
+
+def _runs_from_python(model: Any, config: Any) -> bool:
+    """Whether nothing of the model is compiled: else K and V may be memory of a graph, which its next replay writes."""
+    if config.varlen_compile_config is not None:
+        return False
+    return not any(
+        isinstance(module, OptimizedModule)
+        or (module is not model and module._compiled_call_impl is not None)
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
 
 
 def attention_names(model: Any) -> dict[int, str]:

@@ -7,13 +7,12 @@ later requests.  Free are the blocks on the cache's free list.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ...engine.guarded_pool import EnginePool
 from ...engine.transfer import ShadowSlice
-from ..hooks import hook
+from ..hooks import Parameter, hook
 from .groups import Group
 
 
@@ -59,11 +58,14 @@ class BlockLife:
 
     def _on_behalf(self, parameter: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """A wrapper for a method with a parameter that names the request."""
-        signature = inspect.signature(method)
+        request = Parameter(method, parameter)
 
-        def wrapper(original: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._acting_for(signature.bind(*args, **kwargs).arguments[parameter]):
+        def wrapper(original: Any, *args: Any, **kwargs: Any) -> Any:  # no generator: each request of a step comes here
+            before, self._request = self._request, request.of(args, kwargs)
+            try:
                 return original(*args, **kwargs)
+            finally:
+                self._request = before
 
         return wrapper
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from ...engine.kv_pool import KVPool
+from ...kernels.ops import request_kernels_for
+from ...kernels.staging import lasting
 
 
 class Group:
@@ -27,8 +29,8 @@ class Group:
 
     Attributes:
         index: the allocator's index in the cache.
-        table: int32 ``[requests, width]``, the blocks of each request of the running batch; slots, if a sliding
-            group's window is not a whole number of pages.
+        table: int32 ``[requests, width]``, the blocks of each request; slots, if a sliding group's window is not a
+            whole number of pages.  ``rows``: the same, with a column more where their number is odd.
         window: tokens that attention sees, None for all.
         layers: names of the layers, by their number in the model.
     """
@@ -44,7 +46,9 @@ class Group:
         self.layers = {number: layer_name(number) for number in allocator.layer_indices}
         room = allocator.num_blocks * self.page if self.window is None else self.window
         device = allocator.cache_tensor.device
-        self.table = torch.full((requests, room // self.entry), -1, dtype=torch.int32, device=device)
+        width = room // self.entry
+        self.rows = lasting(requests, width + width % 2, dtype=torch.int32, device=device).fill_(-1)
+        self.table = self.rows[:, :width]
 
     def pool(self) -> KVPool:
         """The tensors of all layers, as views of the cache."""
@@ -86,27 +90,23 @@ class Group:
         """The batch's field that holds this group's planned slots."""
         return f"{self.name}_slots"
 
-    def slots_of(self, index: torch.Tensor) -> torch.Tensor:
-        """Slots of transformers' cache indices, int64; -1 for a row that is not in the first layer's page."""
-        block, offset = index.div(self.stride, rounding_mode="floor"), index % self.stride
-        return torch.where(offset < self.page, block * self.page + offset, -1)
+    def slots_of(self, index: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Slots of transformers' cache indices, int64; -1 for a row that is not in the first layer's page.
+
+        Args:
+            out: int64, at least as many, where they go; None: new memory.
+        """
+        room = torch.empty_like(index) if out is None else out[: index.shape[0]]
+        slots: torch.Tensor = request_kernels_for(index.device).slots_of_memory(index, self.page, self.stride, room)
+        return slots
 
     def slots_in(self, blocks: Iterable[int]) -> torch.Tensor:
         """All slots of blocks, int64 ``[blocks * page]`` on the host."""
         first = torch.tensor(list(blocks), dtype=torch.int64).reshape(-1, 1) * self.page
         return (first + torch.arange(self.page)).flatten()
 
-    def fill_table(self, request_ids: Sequence[str]) -> None:
-        """Copy the requests' block tables, one row each in this order."""
-        rows = [self._row(self.allocator.block_table.get(name, [])) for name in request_ids]
-        width = min(max(map(len, rows), default=0), self.table.shape[1])
-        filled = torch.full((len(rows), width), -1, dtype=torch.int32)
-        for i, row in enumerate(rows):
-            filled[i, : len(row)] = torch.tensor(row[:width], dtype=torch.int32)
-        self.table[: len(rows), :width] = filled.to(self.table.device)
-        self.table[: len(rows), width:] = -1
-
-    def _row(self, blocks: Sequence[int]) -> Sequence[int]:
+    def entries(self, blocks: Sequence[int]) -> list[int]:
+        """A row of the table for a request with these blocks."""
         if self.entry == self.page:
-            return blocks
+            return list(blocks[: self.table.shape[1]])
         return self.slots_in(blocks).tolist()[: self.window]

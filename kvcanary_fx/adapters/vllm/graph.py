@@ -7,9 +7,16 @@
     vllm.unified_attention_with_output(query, key, value, output, layer, ..., dep)
     kvcanary_vllm.record(output, key, value, layer)                                  # new
 
+Where vLLM splits its graphs at attention, as by default on a GPU, one op has all three in it::
+
+    dep = vllm.unified_kv_cache_update(key, value, layer)
+    kvcanary_vllm.unified_attention_with_output(query, key, value, output, layer, ..., dep)
+
+There no pass of vLLM looks for attention ops; where it does not split, its fusions do.
+
 This happens when Dynamo hands over the whole graph, before vLLM splits it at attention: every compilation mode gets its
 backend from one place, and a later pass sees no attention op in the default, piecewise mode.  Our ops join the
-splitting ops, so that they share the piece of their attention op and the pieces between stay as alike as they were:
+splitting ops, so that they take the piece of their attention op and the pieces between stay as alike as they were:
 vLLM compiles equal pieces once.
 """
 
@@ -75,9 +82,9 @@ def insert_guards(gm: fx.GraphModule, config: CompilationConfig) -> fx.GraphModu
     if not found or any(op_name(n) in ops.OPS for n in gm.graph.nodes):
         return gm
     split_at_ours(config)
-    clone = clone_graph_module(gm)
+    clone, guard = clone_graph_module(gm), _replace if ops.splits_at_attention(config) else _guard
     for node in [n for n in clone.graph.nodes if op_name(n) in ops.ATTENTION]:
-        _guard(clone, node)
+        guard(clone, node)
     clone.graph.lint()
     clone.recompile()
     log.info("kvcanary.vllm guarded %d attention ops of a compiled graph", len(found))
@@ -91,7 +98,15 @@ def split_at_ours(config: CompilationConfig) -> None:
         splits.extend(op for op in ops.OPS if op not in splits)
 
 
+def _replace(gm: fx.GraphModule, node: fx.Node) -> None:
+    """Let the op that has the checks in it run in the place of attention."""
+    name = ops.WITH_CHECKS[op_name(node)].split("::")[1]
+    op = getattr(getattr(torch.ops, ops.NAMESPACE), name)
+    node.target = op.default if isinstance(node.target, torch._ops.OpOverload) else op
+
+
 def _guard(gm: fx.GraphModule, node: fx.Node) -> None:
+    """Put the ops of the checks around attention."""
     key, value = ops.ATTENTION[op_name(node)]
     given = named_arguments(node)
     output, layer = given["output"], given["layer_name"]
