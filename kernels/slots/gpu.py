@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -405,30 +405,54 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
     bs, room = plan.rows.shape[0], pages.shape[1] * size
     if bs == 0 or not plan.table.numel():
         return
-    grid, lengths, device = (*_over_positions(room, bs), 1), lengths.contiguous(), space.block.device
+    lengths = lengths.contiguous()
+    where = pages.data_ptr() & 15, lengths.data_ptr() & 15
+    form = "reads", pages.dtype, pages.stride(), lengths.dtype, *where, room, size
+    changing = {"pages_ptr": pages, "lengths_ptr": lengths}
+
+    def others() -> dict[str, Any]:
+        window = space.window if space.window is not None else ENDLESS
+        stride, step = pages.stride()
+        return dict(pages_stride=stride, pages_step=step, room=room, window=window, SIZE=size)
+
+    _compare_with_table(space, plan, triton_reads.reads_kernel, room, form, changing, others)
+
+
+def _compare_with_table(
+    space: SlotSpace,
+    plan: RequestPlan,
+    kernel: Any,
+    positions: int,
+    form: tuple[Any, ...],
+    changing: Mapping[str, torch.Tensor | int],
+    others: Callable[[], dict[str, Any]],
+) -> None:
+    """Launch what compares something given for attention with the request table; kept with the plan, if it comes again.
+
+    Args:
+        positions: of each request, at most.
+        form: what the launch is bound for: ``others``, and the types and alignments of ``changing``.
+        others: makes the kernel's own arguments that do not change.
+    """
+    device = space.block.device
+    grid = (*_over_positions(positions, plan.rows.shape[0]), 1)
     kept = None if capturing(device if device.type == "cuda" else None) else plan.launches
-    at = pages.data_ptr(), lengths.data_ptr()
-    form = "reads", pages.dtype, pages.stride(), at[0] & 15, lengths.dtype, at[1] & 15, room, size
     launch = kept.get(form) if kept is not None else None
     if launch is not None and launch.ready:
-        launch(grid, at, None)
+        launch(grid, [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in changing.values()], None)
         return
     arguments = dict(
         extend_ptr=plan.extend_lens.contiguous(),
-        pages_stride=pages.stride(0),
-        pages_step=pages.stride(1),
-        room=room,
-        window=space.window if space.window is not None else ENDLESS,
-        SIZE=size,
         BLOCK=BLOCK_POSITIONS,
+        **others(),
         **_request_args(plan),
         **_table_args(plan),
         **_ring_args(space, space.space_id),
     )
-    launch = BoundLaunch(triton_reads.reads_kernel, device, arguments, ("pages_ptr", "lengths_ptr"), warps=4)
+    launch = BoundLaunch(kernel, device, arguments, tuple(changing), warps=4)
     if kept is not None:
         kept[form] = launch
-    launch.first(grid, (pages, lengths), None)
+    launch.first(grid, tuple(changing.values()), None)
 
 
 def slots_of_memory(index: torch.Tensor, unit: int, stride: int, out: torch.Tensor) -> torch.Tensor:
@@ -453,27 +477,9 @@ def check_indices(
     space: SlotSpace, plan: RequestPlan, index: torch.Tensor, longest: int, unit: int, stride: int
 ) -> None:
     """Before attention: are the rows of memory that it gathers those of the request table?  See :mod:`.checks`."""
-    bs = plan.rows.shape[0]
-    if bs == 0 or not plan.table.numel() or longest <= 0:
+    if plan.rows.shape[0] == 0 or not plan.table.numel() or longest == 0:
         return
-    grid, device = (*_over_positions(longest, bs), 1), space.block.device
-    kept = None if capturing(device if device.type == "cuda" else None) else plan.launches
-    at, n = index.data_ptr(), index.shape[0]
-    form = "indices", index.dtype, at & 15, unit, stride
-    launch = kept.get(form) if kept is not None else None
-    if launch is not None and launch.ready:
-        launch(grid, (at, n), None)
-        return
-    arguments = dict(
-        extend_ptr=plan.extend_lens.contiguous(),
-        unit=unit,
-        stride=stride,
-        BLOCK=BLOCK_POSITIONS,
-        **_request_args(plan),
-        **_table_args(plan),
-        **_ring_args(space, space.space_id),
-    )
-    launch = BoundLaunch(triton_reads.indices_kernel, device, arguments, ("index_ptr", "index_count"), warps=4)
-    if kept is not None:
-        kept[form] = launch
-    launch.first(grid, (index, n), None)
+    form = "indices", index.dtype, index.data_ptr() & 15, unit, stride
+    changing: dict[str, torch.Tensor | int] = {"index_ptr": index, "index_count": index.shape[0]}
+    kernel = triton_reads.indices_kernel
+    _compare_with_table(space, plan, kernel, longest, form, changing, lambda: dict(unit=unit, stride=stride))

@@ -307,6 +307,25 @@ def walk_kernel(
         tl.atomic_add(counters_ptr + SPACE_CHECKED, tl.sum(live.to(tl.int64), axis=0), sem="relaxed")
 
 
+@triton.jit
+def tell_other_slots(
+    got, live, position, row, owner,  # a block: slots that attention reads at positions of one request
+    table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
+    words_ptr, ring_ptr, capacity, source, checks,
+    PAGE: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Report those that are not the request table's."""
+    slot = table_slot(
+        table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, live,
+        PAGE, HAS_MAP, RING,
+    )  # fmt: skip
+    zero = tl.zeros_like(position)
+    bits, why, stored, found = note(
+        zero, zero, zero, zero, live, got != slot, slot, got, checks, REASON_READ_DIFFERS
+    )  # fmt: skip
+    tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, owner, -1, PHASE_PRE)
+
+
 @triton.jit(do_not_specialize=PER_STEP)
 def reads_kernel(
     counts_ptr, row_ptr, padding, prefix_ptr, extend_ptr, owner_ptr,
@@ -345,15 +364,11 @@ def reads_kernel(
                 pages_ptr + request * pages_stride + position // SIZE * pages_step, mask=live, other=0
             ).to(tl.int64)  # fmt: skip
             got = page * SIZE + position % SIZE
-            slot = table_slot(
-                table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, live,
-                PAGE, HAS_MAP, RING,
+            tell_other_slots(
+                got, live, position, row, owner,
+                table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
+                words_ptr, ring_ptr, capacity, source, checks, PAGE, HAS_MAP, RING,
             )  # fmt: skip
-            bits, why, stored, found = zero, zero, zero, zero
-            bits, why, stored, found = note(
-                bits, why, stored, found, live, got != slot, slot, got, checks, REASON_READ_DIFFERS
-            )
-            tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, owner, -1, PHASE_PRE)
 
 
 @triton.jit
@@ -401,12 +416,8 @@ def indices_kernel(
                 index_ptr + first + position, mask=live & (first + position < index_count), other=-1
             ).to(tl.int64)  # fmt: skip
             got = slot_of_memory(index, unit, stride)
-            slot = table_slot(
-                table_ptr, row, row_stride, page_stride, table_rows, columns, position, map_ptr, map_size, live,
-                PAGE, HAS_MAP, RING,
+            tell_other_slots(
+                got, live, position, row, owner,
+                table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
+                words_ptr, ring_ptr, capacity, source, checks, PAGE, HAS_MAP, RING,
             )  # fmt: skip
-            bits, why, stored, found = zero, zero, zero, zero
-            bits, why, stored, found = note(
-                bits, why, stored, found, live, got != slot, slot, got, checks, REASON_READ_DIFFERS
-            )
-            tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, slot, position, owner, -1, PHASE_PRE)

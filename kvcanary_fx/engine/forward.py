@@ -221,10 +221,7 @@ def check_reads(
     Raises:
         EngineError: fewer rows than the forward has requests, or a pool of rings or states.
     """
-    declared = pool.declared
-    if declared.layout.unlike_page_tables is not None:
-        raise EngineError(f"pool {pool.name!r} {declared.layout.unlike_page_tables}")
-    plan = running.plans.get(pool.space.space_id)
+    plan = _plan_like_page_tables(pool, running)
     if plan is None:
         return
     integer_tensor(pages, "the pages of check_reads")
@@ -239,7 +236,7 @@ def check_reads(
             f"check_reads got pages {list(pages.shape)} and lengths {list(lengths.shape)} for a forward of "
             f"{plan.rows.shape[0]} requests: pages are [bs, columns], lengths [bs]"
         )
-    size = declared.table_page_size if page_size is None else page_size
+    size = pool.declared.table_page_size if page_size is None else page_size
     require_whole("the page_size of check_reads", size, 1, "slots")
     request_kernels_for(pool.space.block.device).check_reads(pool.space, plan, pages, lengths, size)
 
@@ -250,21 +247,34 @@ def check_indices(
     """Compare the rows of memory that are gathered for attention with the request table of a pool.
 
     Raises:
-        EngineError: an index that is no list of integers, or a pool of rings or states.
+        EngineError: an index that is no list of integers, numbers that are not whole or too small, or a pool of rings
+            or states.
     """
-    declared = pool.declared
-    if declared.layout.unlike_page_tables is not None:
-        raise EngineError(f"pool {pool.name!r} {declared.layout.unlike_page_tables}")
-    plan = running.plans.get(pool.space.space_id)
+    plan = _plan_like_page_tables(pool, running)
     if plan is None:
         return
     integer_tensor(index, "the index of check_indices")
-    if index.dim() != 1 or not 0 < unit <= stride:
+    require_whole("the longest of check_indices", longest, 0, "positions")
+    require_whole("the unit of check_indices", unit, 1, "slots")
+    require_whole("the stride of check_indices", stride, 1, "rows of memory")
+    if index.dim() != 1 or unit > stride:
         raise EngineError(
             f"check_indices got an index {list(index.shape)}, unit={unit} and stride={stride}: the index is [n], and a "
-            "page has at least one slot, and no more of them than rows of memory"
+            "page has no more slots than rows of memory"
         )
     request_kernels_for(pool.space.block.device).check_indices(pool.space, plan, index, longest, unit, stride)
+
+
+def _plan_like_page_tables(pool: EnginePool, running: Forward) -> RequestPlan | None:
+    """What a forward reads in a pool, whose request table a page table can be compared with; None: nothing.
+
+    Raises:
+        EngineError: a pool of rings or states.
+    """
+    unlike = pool.declared.layout.unlike_page_tables
+    if unlike is not None:
+        raise EngineError(f"pool {pool.name!r} {unlike}")
+    return running.plans.get(pool.space.space_id)
 
 
 def _name_ahead(pool: EnginePool, plan: RequestPlan) -> None:

@@ -26,7 +26,6 @@ import pstats
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,17 +185,12 @@ class Row:
             self.case.name,
             self.configuration,
             f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})",
-            "" if mine else f"{self.fewer(self.runner.seconds, self.off.seconds):+.1f} %",
+            "" if mine else f"{report.more_tokens(self.runner.seconds, self.off.seconds):+.1f} %",
             f"{statistics.median(steps):,.0f} us ({min(steps):,.0f} to {max(steps):,.0f})",
-            "" if mine else f"{self.fewer(self.runner.decode, self.off.decode):+.1f} %",
+            "" if mine else f"{report.more_tokens(self.runner.decode, self.off.decode):+.1f} %",
             "" if mine else f"{100 * same:.0f} %",
             "" if session is None else f"{len(session.violations()) + len(session.uncovered)}",
         ]
-
-    @staticmethod
-    def fewer(mine: Sequence[float], off: Sequence[float]) -> float:
-        """Tokens a second more, in per cent: the median of the rounds' own ratios."""
-        return 100 * (statistics.median(o / m for m, o in zip(mine, off, strict=True)) - 1)
 
     def problems(self) -> list[str]:
         """What makes the row worthless."""
@@ -301,14 +295,8 @@ def main() -> int:
                 if args.device == "cuda":
                     torch.cuda.empty_cache()
         del model
-    if rows:
-        out = text(rows, args)
-        print("\n" + out)
-        if args.write:
-            report.write_section(f"generate {args.device}", out)
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    return 1 if problems else 0
+    section = f"generate {args.device}" if args.write else None
+    return report.conclude(text(rows, args) if rows else "", section, problems)
 
 
 if __name__ == "__main__":

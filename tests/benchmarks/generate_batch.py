@@ -217,17 +217,12 @@ class Row:
             self.case.name,
             self.configuration,
             f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})",
-            "" if mine else f"{self.more(self.runner.seconds, self.off.seconds):+.1f} %",
+            "" if mine else f"{report.more_tokens(self.runner.seconds, self.off.seconds):+.1f} %",
             f"{1e6 * statistics.median(steps):,.0f} us",
             "" if mine else f"{100 * longer:+.1f} %",
             "" if mine else f"{100 * self.same():.0f} %",
             "" if session is None else f"{len(session.violations()) + len(session.uncovered)}",
         ]
-
-    @staticmethod
-    def more(mine: Sequence[float], off: Sequence[float]) -> float:
-        """Tokens a second more, in per cent: the median of the rounds' own ratios."""
-        return 100 * (statistics.median(o / m for m, o in zip(mine, off, strict=True)) - 1)
 
     def same(self) -> float:
         """The share of equal tokens."""
@@ -253,7 +248,7 @@ class Row:
         return found
 
 
-HEADER = ["generate_batch", "canary", "tokens/s (spread)", "more", "a decode step", "more", "same tokens", "reports"]
+HEADER = ["generate_batch", "canary", "tokens/s (spread)", "more", "a decode step", "longer", "same tokens", "reports"]
 
 
 def measure(case: Case, model: Any, args: argparse.Namespace) -> tuple[list[list[str]], list[str]]:
@@ -440,14 +435,8 @@ def main() -> int:
                 if args.device == "cuda":
                     torch.cuda.empty_cache()
         del model
-    if rows:
-        out = text(rows, args)
-        print("\n" + out)
-        if args.write:
-            report.write_section(f"generate batch {'none' if args.own else args.device}", out)
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    return 1 if problems else 0
+    section = f"generate batch {'none' if args.own else args.device}"
+    return report.conclude(text(rows, args) if rows else "", section if args.write else None, problems)
 
 
 if __name__ == "__main__":

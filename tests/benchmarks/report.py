@@ -5,6 +5,9 @@ from __future__ import annotations
 import datetime
 import platform
 import re
+import statistics
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -39,3 +42,24 @@ def write_section(key: str, text: str) -> None:
     else:
         new = old.rstrip() + "\n\n" + section + "\n"
     FILE.write_text(new)
+
+
+def more_tokens(mine: Sequence[float], off: Sequence[float]) -> float:
+    """Tokens a second more, in per cent, by the seconds of each round: the median of the rounds' own ratios."""
+    return 100 * (statistics.median(o / m for m, o in zip(mine, off, strict=True)) - 1)
+
+
+def conclude(text: str, section: str | None, problems: Sequence[str]) -> int:
+    """Print what was measured, and what makes it worthless; the exit status.
+
+    Args:
+        text: empty if nothing was measured.
+        section: of BENCHMARKS.md, to be written; None: none.
+    """
+    if text:
+        print("\n" + text)
+        if section is not None:
+            write_section(section, text)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0

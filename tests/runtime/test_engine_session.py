@@ -960,6 +960,9 @@ def test_rows_of_memory_that_are_gathered_are_compared_with_the_request_table():
         told_by([[3, 4]])
     with pytest.raises(EngineError, match="unit=4 and stride=3"):
         told_by([3], unit=4, stride=3)
+    for wrong in {"longest": -1}, {"longest": 2.5}, {"unit": 0}, {"stride": "8"}:
+        with pytest.raises(EngineError, match=f"the {next(iter(wrong))} of check_indices"):
+            told_by([3], **wrong)
     with pytest.raises(SessionStateError, match=r"outside forward\(\)"):
         toy.session.check_indices(torch.tensor([3]), 1)
 

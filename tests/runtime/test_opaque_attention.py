@@ -45,6 +45,22 @@ class Rig:
         self.model = torch.compile(self.plain, backend=self.session.backend, dynamic=dynamic)
         self.stored = 0
 
+    def share_a_prefix(self, in_flight):
+        """B computes three tokens, and C reads them in the same forward; what is told of slots never written."""
+        text, slots = [5, 6, 7, 8], [3, 4, 5, 6]
+        self.step([8])
+        self.session.pool.allocate([3, 4, 5])
+        self.session.pool.allocate([6], owner="C")
+        self.table[1:3, :4] = torch.tensor(slots, dtype=torch.int32)
+        METADATA.slots = METADATA.reads = torch.tensor(slots)
+        batch = Batch(
+            text, slots, [1, 2], [0, 3], [3, 1], request_ids=["B", "C"], history=[text] * 2, history_lens=[3, 4],
+            in_flight=in_flight,
+        )  # fmt: skip
+        with self.session.step(batch), self.session.forward(), torch.no_grad():
+            self.model(torch.randn(4, HEADS * DIM))
+        return {(v.why, v.slot) for v in self.session.violations()}
+
     def step(self, slots, padding=0):
         self.session.pool.allocate(slots, owner="A")
         start, end = self.stored, self.stored + len(slots)
@@ -125,19 +141,7 @@ def test_a_layer_that_reads_what_another_one_writes():
 
 @pytest.mark.parametrize(("in_flight", "told"), [(True, []), (False, [3, 4, 5])])
 def test_a_prefix_that_another_request_writes_in_the_same_forward(in_flight, told):
-    rig, text, slots = Rig(), [5, 6, 7, 8], [3, 4, 5, 6]
-    rig.step([8])
-    rig.session.pool.allocate([3, 4, 5])
-    rig.session.pool.allocate([6], owner="C")
-    rig.table[1:3, :4] = torch.tensor(slots, dtype=torch.int32)
-    METADATA.slots = METADATA.reads = torch.tensor(slots)
-    batch = Batch(
-        text, slots, [1, 2], [0, 3], [3, 1], request_ids=["B", "C"], history=[text] * 2, history_lens=[3, 4],
-        in_flight=in_flight,
-    )  # fmt: skip
-    with rig.session.step(batch), rig.session.forward(), torch.no_grad():
-        rig.model(torch.randn(4, HEADS * DIM))
-    assert {(v.why, v.slot) for v in rig.session.violations()} == {("NEVER_WRITTEN", slot) for slot in told}
+    assert Rig().share_a_prefix(in_flight) == {("NEVER_WRITTEN", slot) for slot in told}
 
 
 def test_a_warm_up_before_the_engine_is_ready_checks_nothing_and_counts_all():

@@ -11,7 +11,7 @@ backends they take no state: vLLM's graphs are called with the inputs that Dynam
 
 ``kvcanary_vllm::unified_attention_with_output(...)``, and the like for each attention op of vLLM
     attention with both around it, in its place where vLLM splits its graphs there: a step that runs layer by layer
-    from Python calls one op, as without the canary.  With three the host was 110 us longer in each layer (H100).
+    from Python calls one op, as without the canary.
 
 If attention runs outside such a graph (eager mode, a model that is not compiled, a step that skips the
 compiled graph), the implementation of vLLM's own op makes the two calls.  Both find what they need in the context that
