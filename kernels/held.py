@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping
 import torch
 
 from .content.layer import HeldRecords, LayerRecord, Written
+from .context import ForwardContext
+from .layer_ops import record_in
 from .side_stream import SideStream
 from .slots.space import RequestPlan
 
 #: Bytes of memory that are held at most, V with the product that it is a part of: 290 tokens of an 8B model, and on a
-#: large GPU a share of its memory.  A prompt of 512 tokens is then one launch, which takes the host 0.3 ms (H200).
-LIMIT, SHARE = 128 << 20, 300
+#: large GPU a share of its memory.  A prompt of 1,000 tokens is then one launch on 80 GiB, which takes the host 0.3 ms;
+#: with more tokens the host is ahead of the device, and several are hidden.
+LIMIT, SHARE = 128 << 20, 160
 
 
 def limit_on(device: torch.device) -> int:
@@ -31,7 +34,10 @@ class Held:
     Attributes:
         taken: layers that have written since :meth:`begin`.
         beside: the last launch since then was beside the model.
+        deferred: what was last made for a forward of this; :meth:`flush` takes it in first.
     """
+
+    deferred: Deferred | None = None
 
     def __init__(
         self,
@@ -96,12 +102,20 @@ class Held:
         shapes = tuple(None if t is None else t.shape for t in (key, value))
         known = self._known.get(shapes)
         if known is None:
-            known = sum(t.untyped_storage().nbytes() for t in (key, value) if t is not None)
+            storages = [t.untyped_storage() for t in (key, value) if t is not None]
+            known = sum({each.data_ptr(): each.nbytes() for each in storages}.values())  # K and V may be of one product
             self._known[shapes] = known
         return known
 
+    @property
+    def room(self) -> int:
+        """How many layers more can be taken before they are recorded, 1 at least; as many as ever, before the first."""
+        return max(1, (self._limit - self._bytes) // self._each) if self._each else 1
+
     def flush(self) -> None:
         """Record what is held, in the current stream, which may be captured."""
+        if self.deferred is not None:
+            self.deferred.take_in()
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
         if waiting:
             self._ready()
@@ -120,9 +134,45 @@ class Held:
 
     def drop(self) -> None:
         """The forward raised: nothing of it is recorded."""
-        self._waiting, self._bytes = {}, 0
+        self._waiting, self._bytes, self.deferred = {}, 0, None
 
     def settle(self) -> None:
         """Tell the device what was captured: before a replay whose plan has tokens."""
         for together in self._together.values():
             together.settle()
+
+
+class Deferred:
+    """Layers of a forward that have written, noted by the ops around attention and taken in together.
+
+    Between two layers of a model that runs from Python, each of our functions is code that the host does not have in
+    its caches: what takes 5 us in a loop took 55 there (8B, H100).  So an op appends to a list, and no more.
+
+    Attributes:
+        written: ``(layer, key, value)``, not yet taken in.
+        room: once so many are noted, :meth:`take_in` is due.
+        taken: names of the layers that were.
+    """
+
+    def __init__(self, context: ForwardContext):
+        """
+        Args:
+            context: of the forward, with what holds its layers.
+        """
+        assert context.held is not None
+        self._context, self._held = context, context.held
+        self.written: list[tuple[str, torch.Tensor | None, torch.Tensor | None]] = []
+        self.taken: set[str] = set()
+        self.room = self._held.room
+        self._held.deferred = self
+
+    def take_in(self) -> None:
+        """Do for each what :func:`~.layer_ops.record_in` does."""
+        written, self.written = self.written, []
+        context = self._context
+        for layer, key, value in written:
+            record = context.layers.get(layer)  # other groups of a model may not be guarded
+            if record is not None:
+                self.taken.add(layer)
+                record_in(context, key, value, record.gate.device, layer)
+        self.room = self._held.room

@@ -86,7 +86,7 @@ class LayerChecks:
 
         Args:
             hold: record all layers in one launch when the model has run.  Only where its layers run from Python, and
-                nothing overwrites their K and V: these are held until then, 128 MiB at most, or a 300th of a GPU's
+                nothing overwrites their K and V: these are held until then, 128 MiB at most, or a 160th of a GPU's
                 memory.  If pieces of the model are CUDA graphs, only where :meth:`captured` held them, too.
 
         Raises:

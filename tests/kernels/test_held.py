@@ -13,7 +13,8 @@ from gpu_on_cpu import use_gpu_kernels
 from kvcanary_fx import KVPool, install_canary
 from kvcanary_fx.engine.layers import LayerChecks
 from kvcanary_fx.kernels.content import triton_layer
-from kvcanary_fx.kernels.held import Held, limit_on
+from kvcanary_fx.kernels.context import current_context
+from kvcanary_fx.kernels.held import Deferred, Held, limit_on
 from kvcanary_fx.kernels.layer_ops import record_layer
 from kvcanary_fx.kernels.ops import held_kernels_for
 
@@ -26,9 +27,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 class Scene:
     """An engine of a random shape, whose steps are drawn anew for each seed."""
 
-    def __init__(self, seed: int, hold: bool):
+    def __init__(self, seed: int, hold: bool, defer: bool = False):
         rng = self._rng = random.Random(seed)
-        self._hold, self._layers = hold, rng.choice([1, 2, 5])
+        self._hold, self._defer, self._layers = hold, defer, rng.choice([1, 2, 5])
         self._heads, self._dim = rng.choice([1, 2]), rng.choice([4, 8, 24])
         dtype = self._dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
         self._slots, odd = 64, rng.random() < 0.3
@@ -67,6 +68,7 @@ class Scene:
             input_ids=range(tokens), slots=slots, request_rows=[0], prefix_lens=[3], extend_lens=[tokens],
             request_ids=["A"],
         )  # fmt: skip
+        deferred = None
         with self.session.step(batch), self.session.forward(), self.checks.publish(self._hold):
             for name, (k, v) in zip(self._names, self._kv, strict=True):
                 key, value = self._rows(tokens, False), self._rows(tokens, packed)
@@ -75,7 +77,14 @@ class Scene:
                     v[slots[-1]] = 1
                     k[slots[1], 0, 0] = float("nan")
                 given = {None: (key, value), "value": (key, None), "both": (None, None)}[lacking]
-                record_layer(*given, DEVICE, name)
+                if deferred is None:
+                    record_layer(*given, DEVICE, name)
+                    deferred = Deferred(current_context()) if self._defer else None
+                    continue
+                deferred.written += [(name, *given), ("a layer of no pool", *given)]
+                if len(deferred.written) >= deferred.room:
+                    deferred.take_in()
+        assert deferred is None or deferred.taken == set(self._names[1:])
         self._stored += tokens
 
     def state(self) -> list[torch.Tensor]:
@@ -94,8 +103,8 @@ def kernels(request, monkeypatch):
         use_gpu_kernels(monkeypatch.setattr)
 
 
-def both(seed):
-    scenes = [Scene(seed, hold) for hold in (False, True)]
+def in_all_ways(seed):
+    scenes = [Scene(seed, False), Scene(seed, True), Scene(seed, True, defer=True)]
     for scene in scenes:
         scene.run()
     return scenes
@@ -103,9 +112,10 @@ def both(seed):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_held_is_recorded_as_each_layer_would_be(kernels, seed):
-    each, together = both(seed)
-    assert all(torch.equal(a, b) for a, b in zip(each.state(), together.state(), strict=True))
-    assert each.told() == together.told()
+    each, *together = in_all_ways(seed)
+    for scene in together:
+        assert all(torch.equal(a, b) for a, b in zip(each.state(), scene.state(), strict=True))
+        assert each.told() == scene.told()
 
 
 def test_the_seeds_reach_violations_and_layers_that_do_not_go_into_one_launch(monkeypatch):
@@ -114,7 +124,7 @@ def test_the_seeds_reach_violations_and_layers_that_do_not_go_into_one_launch(mo
     for name in ("record_kernel", "record_pool_kernel"):
         kernel = getattr(triton_layer, name)
         monkeypatch.setattr(triton_layer, name, Watched(kernel, name, launched))
-    told = [both(seed)[1].told() for seed in range(8)]
+    told = [in_all_ways(seed)[1].told() for seed in range(8)]
     assert any(told)
     assert set(launched) == {"record_kernel", "record_pool_kernel"}
     assert {check for lines in told for line in lines for check in ("operand", "poison") if check in line} == {
@@ -144,19 +154,32 @@ def calls_of(monkeypatch):
 
 def test_no_more_than_the_limit_is_held(monkeypatch):
     counts = calls_of(monkeypatch)
-    each, scene = Scene(FIVE_LAYERS, False), Scene(FIVE_LAYERS, True)
-    scene.checks.held._limit = -1
-    for run in (each, scene):
+    each, held, noted = Scene(FIVE_LAYERS, False), Scene(FIVE_LAYERS, True), Scene(FIVE_LAYERS, True, defer=True)
+    held.checks.held._limit = noted.checks.held._limit = -1
+    for run in (each, held, noted):
         run.run()
     assert set(counts) == {1}
-    assert all(torch.equal(a, b) for a, b in zip(each.state(), scene.state(), strict=True))
+    for scene in (held, noted):
+        assert all(torch.equal(a, b) for a, b in zip(each.state(), scene.state(), strict=True))
+
+
+def test_a_product_that_k_and_v_are_parts_of_is_counted_once():
+    records, wide = [], torch.zeros(4, 24)
+    held = Held({7: lambda plan, written: records.append(len(written))}, limit=3 * wide.nbytes)
+    layers = [SimpleNamespace(space=SimpleNamespace(space_id=7)) for _ in range(5)]
+    rooms = []
+    for layer in layers:
+        held.take(layer, "plan", wide[:, 8:16], wide[:, 16:])
+        rooms.append(held.room)
+    assert records == [4]  # the one that was too much
+    assert rooms == [2, 1, 1, 3, 2]
 
 
 def test_a_large_gpu_holds_more(monkeypatch):
     cpu, gpu, has = torch.device("cpu"), torch.device("cuda", 0), []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=has[-1]))
     assert limit_on(cpu) == 128 << 20
-    for memory, limit in ((16 << 30, 128 << 20), (80 << 30, (80 << 30) // 300)):
+    for memory, limit in ((16 << 30, 128 << 20), (80 << 30, (80 << 30) // 160)):
         has.append(memory)
         assert limit_on(gpu) == limit
 
@@ -227,6 +250,7 @@ def test_a_forward_that_raises_records_nothing_later():
     step, forward, held = scene.session.step(batch), scene.session.forward(), scene.checks.publish(hold=True)
     with pytest.raises(KeyboardInterrupt), step, forward, held:
         record_layer(one, one, DEVICE, "layers.0")
+        Deferred(current_context()).written.append(("layers.0", one, one))
         raise KeyboardInterrupt
     scene.checks.held.flush()
     assert not scene.session.pool.digests.any()

@@ -222,7 +222,7 @@ class Guard:
         self.books.settle(in_flight)
         try:
             step, layers = session.step(batch), self._layers.publish(ops.runs_from_python(runner.vllm_config))
-            with self._counts.busy(), step, session.forward(), layers, ops.one_forward() as guarded:
+            with self._counts.busy(), step, session.forward(), layers, ops.one_forward(defers=True) as guarded:
                 self._check_tables(runner)
                 if self.drafts is not None:
                     self.drafts.expect(get_forward_context().slot_mapping, self.scheduled.total_num_scheduled_tokens)

@@ -37,6 +37,7 @@ from vllm.utils import torch_utils
 from vllm.utils.torch_utils import LayerNameType
 
 from ...kernels.context import ForwardContext, current_context
+from ...kernels.held import Deferred
 from ...kernels.layer_ops import record_in, verify_in
 
 NAMESPACE = "kvcanary_vllm"
@@ -60,29 +61,39 @@ class Guarded:
 
     Attributes:
         rows: int64 ``[n]``, the rows of keys and values of the planned tokens; None: the first ones, in order.
+        defers: what layers wrote need not be taken in before the model has run, if it is held until then.
+        deferred: where they note it, behind the first of them.
     """
 
     rows: torch.Tensor | None = None
     in_graph: set[str] = dataclasses.field(default_factory=set)
     outside: set[str] = dataclasses.field(default_factory=set)
+    defers: bool = False
+    deferred: Deferred | None = None
 
 
 _GUARDED: contextvars.ContextVar[Guarded | None] = contextvars.ContextVar("kvcanary_vllm_guarded", default=None)
 
 
 @contextlib.contextmanager
-def one_forward(rows: torch.Tensor | None = None) -> Iterator[Guarded]:
-    """Around the model: no layer has been guarded yet."""
-    guarded, token = begin_forward(rows)
+def one_forward(rows: torch.Tensor | None = None, defers: bool = False) -> Iterator[Guarded]:
+    """Around the model: no layer has been guarded yet.
+
+    Args:
+        rows, defers: as of :class:`Guarded`; with ``defers``, its layers are all known once what is held was recorded.
+    """
+    guarded, token = begin_forward(rows, defers)
     try:
         yield guarded
     finally:
         end_forward(token)
 
 
-def begin_forward(rows: torch.Tensor | None = None) -> tuple[Guarded, contextvars.Token[Guarded | None]]:
+def begin_forward(
+    rows: torch.Tensor | None = None, defers: bool = False
+) -> tuple[Guarded, contextvars.Token[Guarded | None]]:
     """:func:`one_forward` where a generator is too slow; the second is for :func:`end_forward`."""
-    guarded = Guarded(rows)
+    guarded = Guarded(rows, defers=defers)
     return guarded, _GUARDED.set(guarded)
 
 
@@ -198,7 +209,15 @@ def _guarded(original: Callable[..., None], in_graph: bool) -> Callable[..., Non
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        known, context, layer = _GUARDED.get(), current_context(), _name_of(layer_name)
+        known = _GUARDED.get()
+        if in_graph and known is not None and known.deferred is not None:
+            original(query, key, value, output, layer_name, *args, **kwargs)
+            deferred, layer = known.deferred, layer_name if type(layer_name) is str else layer_name.value
+            deferred.written.append((layer, key, value))
+            if len(deferred.written) == deferred.room:
+                deferred.take_in()
+            return
+        context, layer = current_context(), _name_of(layer_name)
         if context is None or layer not in context.layers or _is_checked_elsewhere(known, layer, in_graph):
             original(query, key, value, output, layer_name, *args, **kwargs)
             return
@@ -207,8 +226,16 @@ def _guarded(original: Callable[..., None], in_graph: bool) -> Callable[..., Non
         _verify(context, output, layer)
         original(query, key, value, output, layer_name, *args, **kwargs)
         record(output, key, value, layer)
+        if known is not None and known.defers and _may_be_deferred(context):
+            known.deferred = Deferred(context)
+            known.deferred.taken = known.in_graph
 
     return guarded
+
+
+def _may_be_deferred(context: ForwardContext) -> bool:
+    """Whether the ops of the other layers need nothing but to be noted."""
+    return context.held is not None and context.compared and not context.sides
 
 
 def _is_checked_elsewhere(known: Guarded | None, layer: str, in_graph: bool) -> bool:

@@ -345,7 +345,7 @@ class _Open:
         """
         self.running: contextlib.AbstractContextManager[Any] | None = None
         self._busy.acquire()
-        self.guarded, self._token = ops.begin_forward() if from_python else (self._none, None)
+        self.guarded, self._token = ops.begin_forward(defers=True) if from_python else (self._none, None)
 
     def end(
         self, kind: type[BaseException] | None = None, error: BaseException | None = None, trace: Any = None
