@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 import torch
 
 from .content.layer import HeldRecords, LayerRecord, Written
-from .context import ForwardContext
-from .layer_ops import record_in
 from .side_stream import SideStream
 from .slots.space import RequestPlan
 
@@ -34,10 +32,10 @@ class Held:
     Attributes:
         taken: layers that have written since :meth:`begin`.
         beside: the last launch since then was beside the model.
-        deferred: what was last made for a forward of this; :meth:`flush` takes it in first.
+        deferred: takes in what layers of the forward wrote that only noted it, before :meth:`flush` records anything.
     """
 
-    deferred: Deferred | None = None
+    deferred: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -115,7 +113,7 @@ class Held:
     def flush(self) -> None:
         """Record what is held, in the current stream, which may be captured."""
         if self.deferred is not None:
-            self.deferred.take_in()
+            self.deferred()
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
         if waiting:
             self._ready()
@@ -140,39 +138,3 @@ class Held:
         """Tell the device what was captured: before a replay whose plan has tokens."""
         for together in self._together.values():
             together.settle()
-
-
-class Deferred:
-    """Layers of a forward that have written, noted by the ops around attention and taken in together.
-
-    Between two layers of a model that runs from Python, each of our functions is code that the host does not have in
-    its caches: what takes 5 us in a loop took 55 there (8B, H100).  So an op appends to a list, and no more.
-
-    Attributes:
-        written: ``(layer, key, value)``, not yet taken in.
-        room: once so many are noted, :meth:`take_in` is due.
-        taken: names of the layers that were.
-    """
-
-    def __init__(self, context: ForwardContext):
-        """
-        Args:
-            context: of the forward, with what holds its layers.
-        """
-        assert context.held is not None
-        self._context, self._held = context, context.held
-        self.written: list[tuple[str, torch.Tensor | None, torch.Tensor | None]] = []
-        self.taken: set[str] = set()
-        self.room = self._held.room
-        self._held.deferred = self
-
-    def take_in(self) -> None:
-        """Do for each what :func:`~.layer_ops.record_in` does."""
-        written, self.written = self.written, []
-        context = self._context
-        for layer, key, value in written:
-            record = context.layers.get(layer)  # other groups of a model may not be guarded
-            if record is not None:
-                self.taken.add(layer)
-                record_in(context, key, value, record.gate.device, layer)
-        self.room = self._held.room

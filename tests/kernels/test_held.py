@@ -14,7 +14,8 @@ from kvcanary_fx import KVPool, install_canary
 from kvcanary_fx.engine.layers import LayerChecks
 from kvcanary_fx.kernels.content import triton_layer
 from kvcanary_fx.kernels.context import current_context
-from kvcanary_fx.kernels.held import Deferred, Held, limit_on
+from kvcanary_fx.kernels.deferred import Deferred
+from kvcanary_fx.kernels.held import Held, limit_on
 from kvcanary_fx.kernels.layer_ops import record_layer
 from kvcanary_fx.kernels.ops import held_kernels_for
 

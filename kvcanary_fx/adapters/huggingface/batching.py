@@ -22,6 +22,7 @@ from ...engine.layers import EagerLayers
 from ...engine.session import EngineSession
 from ...errors import CanaryError, UnguardedForwardError
 from ...install import install_canary
+from ...kernels.held import Held
 from ..hooks import Parameter, hook
 from . import paged_cache
 from .groups import Group
@@ -107,6 +108,7 @@ class GuardedProcessor:
         life = paged_cache.watch_blocks(cache, [(group, session.pools[group.name]) for group in self._groups])
         life.watch_offloading(processor.offloading_manager)
         self._warming_up = False
+        self._noted: _Noted | None = None  # what layers of the running batch wrote, where it is held
         self._planned: dict[int, int] = {}  # where the indices are that the running batch writes by, by group
         hook(processor, "warmup", self._warmup)
         hook(processor, "_generation_step", self._step)
@@ -134,9 +136,18 @@ class GuardedProcessor:
         layers = self._layers
         with self._in_its_stream(), self.session.step(self._batch()), self.session.forward():
             self._check_reads()
-            with layers.holding(_by_token) if self._holds else contextlib.nullcontext():
+            if not self._holds:
                 layers.begin()
                 original(model)
+                return
+            with layers.holding(_by_token):
+                layers.begin()
+                noted = self._noted = _Noted(self._record, layers.held)
+                try:
+                    original(model)
+                finally:
+                    self._noted = None
+                noted.take_in()
 
     def _in_its_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Where the model runs: what is checked around it comes before and after it."""
@@ -186,25 +197,39 @@ class GuardedProcessor:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's write and read, between the checks of its slots."""
+        noted = self._noted
+        if noted is not None:
+            attended: tuple[torch.Tensor, torch.Tensor] = original(*args, **kwargs)
+            noted.calls.append((args, kwargs))
+            if len(noted.calls) == noted.room:
+                noted.take_in()
+            return attended
         if not self._layers.running:
             if not self._warming_up:
                 why = "transformers ran a batch that it had not prepared before: please report it, with its version"
                 self.session.report_lost(UnguardedForwardError(type(self._model).__name__, self._names(), why))
             return original(*args, **kwargs)  # type: ignore[no-any-return]
+        attended = original(*args, **kwargs)
+        self._record(args, kwargs)
+        return attended
+
+    def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Behind a layer's write: note or check its slots.
+
+        Args:
+            args, kwargs: of the write.
+        """
         layer, layers = self._layer[self._number.of(args, kwargs)], self._layers
         written = self._indices.of(args, kwargs)
         if self._of_kwargs:
             written = written["write_index"]
         index = written[layer.group.index]
-        attended: tuple[torch.Tensor, torch.Tensor] = original(*args, **kwargs)
         # all layers of a group get one tensor, which the others only could change in place
         known = not layer.outermost and index.data_ptr() == self._planned[layer.group.index]
         key, value = self._key.of(args, kwargs), self._value.of(args, kwargs)
         if not self._holds:
             key, value = _by_token(key), _by_token(value)
-        received = None if known else layer.group.slots_of(index)
-        layers.record(layer.name, key, value, received)
-        return attended
+        layers.record(layer.name, key, value, None if known else layer.group.slots_of(index))
 
     def _names(self) -> list[str]:
         return [name for group in self._groups for name in group.layers.values()]
@@ -213,6 +238,30 @@ class GuardedProcessor:
 def _by_token(given: torch.Tensor) -> torch.Tensor:
     """K or V, ``[1, heads, tokens, head_dim]``, token by token."""
     return given.permute(2, 0, 1, 3)
+
+
+class _Noted:
+    """Calls of the cache's update in one batch, which are looked at together when the model has run.
+
+    Between two layers of a model that runs from Python each of our functions is code that the host does not have in
+    its caches: see :class:`~kvcanary_fx.kernels.deferred.Deferred`.
+
+    Attributes:
+        calls: arguments of those that are not yet looked at.
+        room: once there are so many, :meth:`take_in` is due.
+    """
+
+    def __init__(self, record: Callable[[tuple[Any, ...], dict[str, Any]], None], held: Held):
+        self._record, self._held = record, held
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.room = 1  # its K and V tell how many can be held
+
+    def take_in(self) -> None:
+        """Record what was noted."""
+        calls, self.calls = self.calls, []
+        for args, kwargs in calls:
+            self._record(args, kwargs)
+        self.room = self._held.room
 
 
 class _Layer(NamedTuple):

@@ -37,7 +37,7 @@ from vllm.utils import torch_utils
 from vllm.utils.torch_utils import LayerNameType
 
 from ...kernels.context import ForwardContext, current_context
-from ...kernels.held import Deferred
+from ...kernels.deferred import Deferred
 from ...kernels.layer_ops import record_in, verify_in
 
 NAMESPACE = "kvcanary_vllm"
