@@ -104,7 +104,12 @@ def _slot_args(pool: PoolBytes, members: tuple[int, ...]) -> dict[str, Any]:
 
 
 def verify_slots(
-    pool: PoolBytes, slots: torch.Tensor, count: torch.Tensor | None, owners: torch.Tensor | None, phase: Phase
+    pool: PoolBytes,
+    slots: torch.Tensor,
+    count: torch.Tensor | None,
+    owners: torch.Tensor | None,
+    phase: Phase,
+    positions: torch.Tensor | None = None,
 ) -> None:
     """Compare the bytes of slots with their digests.  See :func:`.pool.verify_slots`."""
     n, space = slots.shape[0], pool.space
@@ -113,13 +118,14 @@ def verify_slots(
     if not pool.table:
         prepare(pool)
     if not pool.slot_launches:
-        changing, device = ("slots_ptr", "n", "owners_ptr"), space.block.device
+        changing, device = ("slots_ptr", "n", "owners_ptr", "places_ptr"), space.block.device
         pool.slot_launches.extend(BoundLaunches(verify_slots_kernel, device, changing, warps=1) for _ in pool.table)
     whose = owners if owners is not None else space.counters
-    form = count.data_ptr() if count is not None else None, owners is not None, int(phase)
+    where = positions if positions is not None else space.counters
+    form = count.data_ptr() if count is not None else None, owners is not None, positions is not None, int(phase)
     slots = slots.contiguous()
-    words = slots.data_ptr(), n, whose.data_ptr()
-    known = form, slots.dtype, whose.dtype, words[0] & 15, words[2] & 15
+    words = slots.data_ptr(), n, whose.data_ptr(), where.data_ptr()
+    known = form, slots.dtype, whose.dtype, where.dtype, words[0] & 15, words[2] & 15, words[3] & 15
     for (table, members), launch in zip(pool.table, pool.slot_launches, strict=True):
         grid = -(-strided_grid(n * len(members), SLOTS, slots.device) // len(members)), len(members), 1
         if launch.again(known, grid, words):
@@ -132,9 +138,10 @@ def verify_slots(
                 wide_ptr=space.block.view(torch.int64),
                 HAS_COUNT=count is not None,
                 HAS_OWNERS=owners is not None,
+                HAS_PLACES=positions is not None,
                 ALIGNED=_aligned(pool, members),
                 PHASE=int(phase),
                 **_slot_args(pool, members),
             )
 
-        launch(form, grid, (slots, n, whose), others, known)
+        launch(form, grid, (slots, n, whose, where), others, known)

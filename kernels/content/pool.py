@@ -46,7 +46,12 @@ def verify_listed(pool: PoolBytes, in_flight: bool, stream: torch.cuda.Stream | 
 
 
 def verify_slots(
-    pool: PoolBytes, slots: torch.Tensor, count: torch.Tensor | None, owners: torch.Tensor | None, phase: Phase
+    pool: PoolBytes,
+    slots: torch.Tensor,
+    count: torch.Tensor | None,
+    owners: torch.Tensor | None,
+    phase: Phase,
+    positions: torch.Tensor | None = None,
 ) -> None:
     """Compare the bytes of slots with their digests, in all halves, and keep what was found, so that it is reported
     once.
@@ -58,6 +63,7 @@ def verify_slots(
         count: int32 ``[1]``, how many of them there are, the first ones; None for all.
         owners: int64 ``[n]``, the slots' owners for reports; None for the current ones.
         phase: for the report.
+        positions: as ``owners``, the positions in them.
     """
     slots = slots if count is None else slots[: int(count)]
     there = slots >= 0
@@ -66,6 +72,7 @@ def verify_slots(
         return
     space = pool.space
     owners = space.owners[slots] if owners is None else owners[there]
+    positions = space.positions[slots] if positions is None else positions[there]
     for site, view in zip(pool.sites, pool.views, strict=True):
         stored, found = site.half.digest[:, slots], digest_slots(site, view, slots)
         recorded = stored[0] != 0
@@ -74,5 +81,5 @@ def verify_slots(
             continue
         findings = Findings(recorded, space.checks)
         findings.add(Check.CONTENT, bad, packed(stored), packed(found))
-        findings.report(space.control, site.half_id, phase, slots, space.positions[slots], owners)
+        findings.report(space.control, site.half_id, phase, slots, positions, owners)
         site.half.digest[:, slots] = torch.where(recorded, found, stored)

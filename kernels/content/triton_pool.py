@@ -58,14 +58,14 @@ def half_at(table_ptr, row, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
 def verify_slots_kernel(
     table_ptr,  # int64 [halves, TABLE_COLUMNS]
     slots_ptr, count_ptr, n,  # integer [n], negative ones are skipped; int32 [1]
-    owners_ptr,  # int64 [n]
+    owners_ptr, places_ptr,  # int64 [n] each: whose the slots are, and the positions in them
     wide_ptr,  # int64 [slots_total + 1, 4], who is in the slots
     coef_ptr,  # int32 [2, words_in_row]
     words_ptr, ring_ptr, capacity,
     slots_total, words_in_row, positions, slot_stride0, slot_stride1,
     units, n1, n2, n3, d0, d1, d2, d3,
-    HAS_COUNT: tl.constexpr, HAS_OWNERS: tl.constexpr, TWO_AXES: tl.constexpr, UNIT: tl.constexpr,
-    PLANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, PHASE: tl.constexpr,
+    HAS_COUNT: tl.constexpr, HAS_OWNERS: tl.constexpr, HAS_PLACES: tl.constexpr, TWO_AXES: tl.constexpr,
+    UNIT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, PHASE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """A fixed number of programs for each half loops over the list, whatever its length."""
@@ -96,6 +96,8 @@ def verify_slots_kernel(
                 _token, where, _flags, _seen, _chain, owner = entry_of(wide_ptr, at, bad)
                 if HAS_OWNERS:
                     owner = tl.load(owners_ptr + i, mask=bad, other=0)
+                if HAS_PLACES:
+                    where = tl.load(places_ptr + i, mask=bad, other=0)
                 bits = tl.where(bad, CHECK_CONTENT, 0).to(tl.int64)
                 tell(
                     words_ptr, ring_ptr, capacity, half, bits, tl.zeros_like(bits), packed(stored1, stored2, PLANES),

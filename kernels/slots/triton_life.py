@@ -73,7 +73,8 @@ def call_of(rows_ptr, rows, steps, entry, mask):
 def life_kernel(
     block_ptr, wide_ptr, slots,  # int32 [slots + 1, 8], the same as int64
     rows_ptr, rows, steps, entries_ptr, n, page,  # int64 [rows, 3], halvings until one of them is left, int64 [n]
-    gone_ptr, holders_ptr, told,  # int64 [n * page] each, where told: slots that became free or -1, and whose they were
+    gone_ptr, holders_ptr, places_ptr, told,  # int64 [n * page] each, where told: of what became free the slot or -1,
+    # whose it was, and the position in it
     digests_ptr, planes, imported_ptr,  # int32 [planes, slots], uint8 [slots + 1]
     past_ptr,  # int32 [slots + 1, columns]
     words_ptr, ring_ptr, capacity, source, checks,
@@ -85,6 +86,9 @@ def life_kernel(
 
     The program with the first entry of a page applies all calls to its slots, so that no program waits for another: it
     searches the later entries for the page.
+
+    Where told, bytes of what became free are compared behind this, and :func:`renew_kernel` forgets those of what was
+    handed out.  What became free after it was handed out here has no bytes to compare.
     """
     if COUNTED:
         rows, n = tl.load(counts_ptr), tl.load(counts_ptr + 1)
@@ -172,10 +176,11 @@ def life_kernel(
 
                 left = tl.maximum(flags // REFERENCE - 1, 0) * REFERENCE
                 after = tl.where(left > 0, left + flags % REFERENCE, 0)
-                gone = release & (flags >= REFERENCE) & (after < REFERENCE)
+                gone = release & (flags >= REFERENCE) & (after < REFERENCE) & (blank == 0)
                 lane = entry[:, None] * page + offset[None, :]
                 tl.store(gone_ptr + lane, tl.where(gone, slot, -1), mask=now & (told != 0))
                 tl.store(holders_ptr + lane, holder0, mask=now & (told != 0))
+                tl.store(places_ptr + lane, position + zero, mask=now & (told != 0))
 
                 # after its owner's release, a shared slot has no particular owner
                 leaves = (shared & ((owner == 0) | (holder0 == owner))) | (left == 0)
@@ -211,8 +216,36 @@ def life_kernel(
         tl.store(wide_ptr + at * SPACE_WIDE + WIDE_OWNER, holder, mask=named)
         if KEPT > 0:
             tl.store(past + PAST_EVENTS, happened, mask=named)
-        if tl.max(tl.max(blank, axis=1), axis=0) != 0:  # their bytes belong to no request
+        if (told == 0) & (tl.max(tl.max(blank, axis=1), axis=0) != 0):  # their bytes belong to no request
             if HAS_IMPORTED:
                 tl.store(imported_ptr + at, blank - blank, mask=blank != 0)
             for plane in range(planes):
                 tl.store(digests_ptr + plane * slots.to(tl.int64) + at, blank - blank, mask=blank != 0)
+
+
+@triton.jit(do_not_specialize=["slots", "rows", "steps", "n", "page", "planes"])
+def renew_kernel(
+    slots,
+    rows_ptr, rows, steps, entries_ptr, n, page,  # as of life_kernel
+    digests_ptr, planes, imported_ptr,
+    counts_ptr,
+    HAS_IMPORTED: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The bytes of slots that were handed out, or are rewritten by somebody else, belong to no request."""
+    if COUNTED:
+        rows, n = tl.load(counts_ptr), tl.load(counts_ptr + 1)
+    j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = j < n
+    number = tl.load(entries_ptr + j, mask=live, other=0)
+    row = call_of(rows_ptr, rows, steps, j, live)
+    what = tl.load(rows_ptr + row * CALL_COLUMNS + CALL_EVENT, mask=live, other=EVENT_RELEASE) % CALL_KINDS
+    renews = live & ((what == EVENT_ALLOCATE) | (what == EVENT_FORGET))
+    if tl.max(renews.to(tl.int32), axis=0) != 0:
+        offset = tl.program_id(1).to(tl.int64) * LANES + tl.arange(0, LANES)
+        slot = number[:, None] * page + offset[None, :]
+        inside = renews[:, None] & (offset < page)[None, :] & (slot >= 0) & (slot < slots)
+        nothing = tl.zeros_like(slot).to(tl.int32)
+        if HAS_IMPORTED:
+            tl.store(imported_ptr + slot, nothing, mask=inside)
+        for plane in range(planes):
+            tl.store(digests_ptr + plane * slots.to(tl.int64) + slot, nothing, mask=inside)

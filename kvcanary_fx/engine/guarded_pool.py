@@ -129,23 +129,39 @@ class EnginePool:
             slot_life.report_taken(self.space, rival.space, self.slot_tensor(slots, page_size), self._ids.hash(owner))
         self.live_slots += self._events.add(_ALLOCATE, slots, page_size, owner)
 
-    def allocate_each(self, given: Sequence[tuple[Slots, RequestId | None]], page_size: int = 1) -> None:
+    def allocate_each(
+        self,
+        given: Sequence[tuple[Slots, RequestId | None]],
+        page_size: int = 1,
+        written_in_step: bool = False,
+    ) -> None:
         """As many calls of :meth:`allocate`, in order, for less of the host's time than one after the other.
 
         Args:
             given: the slots and the owner of each.
+            written_in_step: nobody writes to them before the next step or :meth:`flush`.  A GPU then is told at once of
+                slots that were released and are handed out again: the bytes of what was released need not be compared
+                before the new owner has them.
 
         Raises:
             EngineError: as :meth:`allocate` does; the calls before the wrong one are made.
         """
+        if written_in_step and self._allocated_alike(given, page_size, True):
+            return
         for slots, owner in given[:1]:
             self.allocate(slots, owner, page_size)
-        named = None if self.rivals else self._events.add_alike(_ALLOCATE, given[1:], page_size)
-        if named is not None:
-            self.live_slots += named
+        if self._allocated_alike(given[1:], page_size, False):
             return
         for slots, owner in given[1:]:
             self.allocate(slots, owner, page_size)
+
+    def _allocated_alike(
+        self, given: Sequence[tuple[Slots, RequestId | None]], page_size: int, written_in_step: bool
+    ) -> bool:
+        """Note calls at once, if nothing is odd about any of them; whether they were."""
+        named = None if self.rivals else self._events.add_alike(_ALLOCATE, given, page_size, written_in_step)
+        self.live_slots += named or 0
+        return named is not None
 
     def release(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """One reference to each slot was dropped; a slot without references is free.

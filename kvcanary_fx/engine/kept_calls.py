@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -15,8 +16,20 @@ from ..kernels.slots.events import Events
 from ..kernels.staging import lasting
 from .pool_content import PoolContent
 
-#: What :class:`.gpu_life.Apply` is called with.
-Apply = Callable[[Events, "torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"], None]
+
+class Apply(Protocol):
+    """:class:`.gpu_life.Apply`."""
+
+    def __call__(
+        self,
+        events: Events,
+        imported: torch.Tensor | None,
+        gone: torch.Tensor | None,
+        counts: torch.Tensor | None,
+    ) -> None: ...
+
+    def renew(self, events: Events, imported: torch.Tensor | None, counts: torch.Tensor | None) -> None: ...
+
 
 #: Pages that a replay has room for; calls that name fewer take the first that is large enough.
 ROOMS = 64, 512, PAGES
@@ -67,13 +80,14 @@ class KeptCalls:
         """What launches all that calls do, for at most so many pages."""
         content, imported, apply = self._content, self._content.imported, self._apply
         events = Events(ring.rows, ring.pages[:room], page_size)
-        gone = lasting(2, events.slots, dtype=torch.int64, device=self._device) if released else None
+        gone = lasting(3, events.slots, dtype=torch.int64, device=self._device) if released else None
 
         def run() -> None:
             ring.land(room)
             apply(events, imported, gone, ring.counts)
             if gone is not None:
-                content.verify(gone[0], ring.slots, gone[1], Phase.LIFE)
+                content.verify(gone[0], ring.slots, gone[1], Phase.LIFE, gone[2])
+                apply.renew(events, imported, ring.counts)
 
         return run
 

@@ -129,11 +129,16 @@ class PoolContent:
         )
 
     def verify(
-        self, slots: torch.Tensor, count: torch.Tensor | None, owners: torch.Tensor | None, phase: Phase
+        self,
+        slots: torch.Tensor,
+        count: torch.Tensor | None,
+        owners: torch.Tensor | None,
+        phase: Phase,
+        positions: torch.Tensor | None = None,
     ) -> None:
         """Compare the bytes of slots in all layers.  See :func:`.content.pool.verify_slots`."""
         if self._compared:
-            pool_kernels_for(slots.device).verify_slots(self.bytes, slots, count, owners, phase)
+            pool_kernels_for(slots.device).verify_slots(self.bytes, slots, count, owners, phase, positions)
 
     def verify_listed(self, in_flight: bool, stream: torch.cuda.Stream | None = None) -> None:
         """Compare the bytes of what a forward reads in all layers.  See :func:`.content.pool.verify_listed`."""

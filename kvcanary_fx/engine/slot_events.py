@@ -70,7 +70,7 @@ class SlotEvents:
         self._apply: Any = None
         self._kept: KeptCalls | None = None
         self._shown: dict[tuple[int, int, int], Events] = {}  # the views of so many calls and pages
-        self._gone_shown: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._gone_shown: dict[int, tuple[torch.Tensor, ...]] = {}
         self._on_gpu = space.block.is_cuda
         self._stream: torch.cuda.Stream | None = None  # in which a flush was last
         self._lock = threading.RLock()
@@ -79,7 +79,7 @@ class SlotEvents:
         room = 0 if self._kernels is None else ROWS + PAGES
         self._words = lasting(room, dtype=torch.int64, device=device)
         self._given = lasting(0, dtype=torch.int64, device=device)  # pages that were named on the device
-        self._gone = lasting(2, 0, dtype=torch.int64, device=device)
+        self._gone = lasting(3, 0, dtype=torch.int64, device=device)
         # Always this list: a call is appended without the lock, and a flush takes from its head what it has seen.
         self._calls: list[_Call] = []
         self._page_size, self._most = 1, 0  # of the last call that was looked at; most pages of another
@@ -124,41 +124,47 @@ class SlotEvents:
                     return n * page_size
         return self._add_looking(event, slots, page_size, self._ids.hash(owner), stack)
 
-    def add_alike(self, event: Event, given: Sequence[tuple[Any, RequestId | None]], page_size: int) -> int | None:
+    def add_alike(
+        self, event: Event, given: Sequence[tuple[Any, RequestId | None]], page_size: int, written_in_step: bool = False
+    ) -> int | None:
         """Note calls of one kind behind another, in order, if there is nothing odd about any of them.
 
         Where requests fill a page in the same step, :meth:`add` took the host 17 us for each (vLLM on an H100).
 
         Args:
             given: slots and owner of each, as :meth:`add` takes them.
+            written_in_step: as of :meth:`.EnginePool.allocate_each`.
 
         Returns:
             How many slots they name; None: none is noted, and each is for :meth:`add`.
         """
-        calls = self._few_calls(event, given, page_size)
-        if calls is None or not self._append_all(event, calls):
+        calls = self._few_calls(event, given, page_size, self._most if written_in_step else min(FEW, self._most))
+        if calls is None or not self._append_all(event, calls, written_in_step):
             return None
         return page_size * sum(len(pages) for _, pages, _, _ in calls)
 
     def _few_calls(
-        self, event: Event, given: Sequence[tuple[Any, RequestId | None]], page_size: int
+        self, event: Event, given: Sequence[tuple[Any, RequestId | None]], page_size: int, most: int
     ) -> list[_Call] | None:
-        """Calls that name few pages on the host, of ids that are known; None if others are among them."""
+        """Calls that name at most so many pages each, on the host; None if others are among them."""
         if self.histories.stacks is not None or page_size != self._page_size or not self._calls:
             return None
-        known, most = self._known_ids, min(FEW, self._most)
+        known = self._known_ids
         calls: list[_Call] = []
         for slots, owner in given:
-            whose = known.get(owner) if type(owner) is str else None
-            if whose is None or type(slots) is not list or not 0 < len(slots) <= most or type(slots[0]) is not int:
+            if type(owner) is not str or type(slots) is not list:
                 return None
-            calls.append((event, slots[:], whose, page_size))
+            if not 0 < len(slots) <= most or type(slots[0]) is not int:
+                return None
+            whose = known.get(owner)
+            calls.append((event, slots[:], self._ids.hash(owner) if whose is None else whose, page_size))
         return calls if len(self._calls) + len(calls) <= CALLS else None
 
-    def _append_all(self, event: Event, calls: list[_Call]) -> bool:
+    def _append_all(self, event: Event, calls: list[_Call], written_in_step: bool) -> bool:
         """Note them, unless the bytes of some pages must be compared before."""
+        renews = event in RENEWING and not written_in_step
         with self._lock:
-            if event in RENEWING and any(self._were_freed(pages) for _, pages, _, _ in calls):
+            if renews and any(self._were_freed(pages) for _, pages, _, _ in calls):
                 return False
             alone = self._looked == len(self._calls)
             self._calls += calls
@@ -372,24 +378,25 @@ class SlotEvents:
         content, gone = self._content, self._room(events.slots) if released else None
         self._applier()(events, content.imported, gone)
         if gone is not None:
-            slots, owners = self._freed_in(events.slots)
-            content.verify(slots, None, owners, Phase.LIFE)
+            slots, owners, positions = self._freed_in(events.slots)
+            content.verify(slots, None, owners, Phase.LIFE, positions)
+            self._applier().renew(events, content.imported)
 
     def _room(self, slots: int) -> torch.Tensor:
-        """int64 ``[2, >= slots]``."""
+        """int64 ``[3, >= slots]``."""
         if self._gone.shape[1] < slots:
             room = 1 << (slots - 1).bit_length()
-            self._gone = lasting(2, room, dtype=torch.int64, device=self._gone.device)
+            self._gone = lasting(3, room, dtype=torch.int64, device=self._gone.device)
             self._gone_shown.clear()
         return self._gone
 
-    def _freed_in(self, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of so many slots named, which were freed and whose they were, int64 ``[slots]`` each."""
+    def _freed_in(self, slots: int) -> tuple[torch.Tensor, ...]:
+        """Of so many slots named, which were freed, whose they were, and the positions, int64 ``[slots]`` each."""
         shown = self._gone_shown.get(slots)
         if shown is None:
             if len(self._gone_shown) >= SHOWN:
                 self._gone_shown.clear()
-            shown = self._gone_shown[slots] = self._gone[0, :slots], self._gone[1, :slots]
+            shown = self._gone_shown[slots] = tuple(row[:slots] for row in self._gone)
         return shown
 
 

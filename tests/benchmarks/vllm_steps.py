@@ -193,13 +193,16 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.2)
     parser.add_argument("--kv-gib", type=float, default=8, help="memory of each KV cache; nothing is profiled")
     parser.add_argument("--logs", default=tempfile.gettempdir())
+    parser.add_argument("--guarded-first", action="store_true", help="start the guarded engine before the other one")
     parser.add_argument("--parts", action="store_true", help="also what parts of the runner and the canary take")
     args = parser.parse_args()
     args.profile, args.steps = False, True
     print(cores.use_one_thread_of_each(), flush=True)
     if args.parts:
         os.environ[WITH_PARTS] = "1"
-    engines = {name: vllm_engine.Engine(args, args.shape, mode) for name, mode in (("plain", None), ("guarded", "log"))}
+    kinds = [("plain", None), ("guarded", "log")]
+    order = kinds[::-1] if args.guarded_first else kinds
+    engines = {name: vllm_engine.Engine(args, args.shape, mode) for name, mode in order}
     for engine in engines.values():
         engine.wait()
     for requests in args.requests:

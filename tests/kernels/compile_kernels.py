@@ -132,7 +132,8 @@ def engine() -> None:
     gpu_requests.slots_of_memory(torch.tensor([3, 4]), 2, 4, torch.zeros(2, dtype=torch.int64))
     for bits in (32, 64):
         pool = Toy(digest_bits=bits, verify_after=True).pool
-        pool.content.verify(torch.tensor([3, 4]), None, torch.tensor([1, 1]), Phase.LIFE)
+        whose = torch.tensor([1, 1])
+        pool.content.verify(torch.tensor([3, 4]), None, whose, Phase.LIFE, whose)
         pool.content.verify(pool.space.listed, pool.space.listed_count, None, Phase.POST)
         pool.content.verify_listed(in_flight=False)
     for seed in range(4):
@@ -150,7 +151,10 @@ def spaces() -> None:
             check(space, plan)
         calls = random_events.random_calls(rng, space.slots)  # as many as no replay has room for
         digests = torch.ones(2, 1, space.slots, dtype=torch.int32)
-        gpu_life.Apply(space, digests)(random_events.as_events(calls, 1, "cpu"))
+        apply, events = gpu_life.Apply(space, digests), random_events.as_events(calls, 1, "cpu")
+        apply(events)
+        apply(events, gone=torch.zeros(3, events.slots, dtype=torch.int64))
+        apply.renew(events)
 
 
 def inputs() -> None:

@@ -66,20 +66,23 @@ def with_room(rng: random.Random, events: Events) -> tuple[Events, torch.Tensor]
 
 def play_one_by_one(
     space: SlotSpace, calls: list[Call], size: int, digests: torch.Tensor, imported: torch.Tensor
-) -> list[tuple[int, int]]:
-    """The reference; the slots that became free, in any order, with whose they were."""
-    gone = []
+) -> list[tuple[int, int, int]]:
+    """The reference; the slots that became free, with whose they were and the positions in them, in any order; not
+    those whose bytes had been forgotten before."""
+    gone, renewed = [], set()
     for call in calls:
         slots = torch.tensor([page * size + k for page in call.pages for k in range(size)])
         inside = slots[(slots >= 0) & (slots < space.slots)]
-        flags, owners = space.flags.clone(), space.owners.clone()
+        flags, owners, positions = space.flags.clone(), space.owners.clone(), space.positions.clone()
         owner = () if call.event in (Event.REJECT, Event.FORGET) else (call.owner,)
         getattr(naive_life, call.event.name.lower())(space, slots, *owner, stack=call.stack)
         if call.event in RENEWING:
             digests[:, :, inside], imported[inside] = 0, False
+            renewed.update(inside.tolist())
         if call.event is Event.RELEASE:
             freed = (flags[inside] >= REFERENCE) & (space.flags[inside] < REFERENCE)
-            gone += [(slot, int(owners[slot])) for slot in inside[freed].unique().tolist()]
+            found = [slot for slot in inside[freed].unique().tolist() if slot not in renewed]
+            gone += [(slot, int(owners[slot]), int(positions[slot])) for slot in found]
     return sorted(gone)
 
 
@@ -102,19 +105,25 @@ def run_events(seed: int, device: str = "cpu", rounds: int = 4) -> int:
         named, counts = events.slots, None
         if rng.random() < 0.5:
             events, counts = with_room(rng, events)
-        places = torch.full((2, events.slots + 2), -7, device=device)
+        places = torch.full((3, events.slots + 2), -7, device=device)
+        places = places if rng.random() < 0.7 else None
         with_imported = rng.random() < 0.5
         apply = gpu_life.Apply(other, there[0])
         apply(events, there[1] if with_imported else None, places, counts)
+        if places is not None:
+            assert there[0].all(), "not before their bytes were compared"
+            assert there[1].all()
+            apply.renew(events, there[1] if with_imported else None, counts)
         gone = play_one_by_one(space, calls, size, digests, imported)
         expected, got = state(space), state(other)
         for key, value in expected.items():
             assert got[key] == value, f"round {number}: {key} is {got[key]}, the reference has {value}"
         assert torch.equal(there[0].cpu(), digests)
         assert not with_imported or torch.equal(there[1].cpu(), imported)
-        slots, owners = places[:, :named].tolist()
-        assert sorted((s, o) for s, o in zip(slots, owners, strict=True) if s >= 0) == gone
-        assert places[:, named:].eq(-7).all()
+        if places is not None:
+            told = places[:, :named].T.tolist()
+            assert sorted(tuple(each) for each in told if each[0] >= 0) == gone
+            assert places[:, named:].eq(-7).all()
         for own in (space, other):
             own.control.words[Word.DRAINED] = own.control.words[Word.HEAD]
     return int(space.control.words[Word.HEAD])

@@ -77,8 +77,9 @@ def test_both_find_the_same_and_keep_the_same(kind, bits, listed, device):
         given = torch.tensor(slots, dtype=torch.int32 if listed else torch.int64, device=where)
         count = torch.tensor([len(slots) - 5], dtype=torch.int32, device=where) if listed else None
         owners = None if listed else torch.arange(len(slots), device=where)
+        positions = None if listed else torch.arange(len(slots), device=where) + 1000
         for _ in range(2):  # what was told is not told again
-            verify(pool.content.bytes, given, count, owners, Phase.POST if listed else Phase.LIFE)
+            verify(pool.content.bytes, given, count, owners, Phase.POST if listed else Phase.LIFE, positions)
     assert rows(other) == rows(one) != []
     assert torch.equal(other.digests.cpu(), one.digests)
     assert {row[Ring.HALF] for row in rows(one)} <= {half.id for half in one.halves}

@@ -271,7 +271,7 @@ def test_random_calls_leave_what_they_leave_told_one_by_one(launches, monkeypatc
     assert {check for found, *_ in together for check, *_ in found} >= {"content", "owner"}
 
 
-def slots_taken(seed: int, at_once: bool) -> tuple:
+def slots_taken(seed: int, how: str) -> tuple:
     """Requests take slots, now and then what another has released; what is reported and known."""
     rng, toy = random.Random(seed), prefilled()
     toy.kv[0][0].view(torch.int32)[4, 0, 1] ^= 4  # found when the slot is released
@@ -281,22 +281,47 @@ def slots_taken(seed: int, at_once: bool) -> tuple:
             ([rng.randint(2, 10) for _ in range(rng.choice([0, 1, 1, 1, 2]))], rng.choice(["A", "B", "C", "new", None]))
             for _ in range(rng.randint(0, 5))
         ]
-        if at_once:
-            toy.pool.allocate_each(given)
-        else:
+        if how == "one by one":
             for slots, owner in given:
                 toy.pool.allocate(slots, owner)
+        else:
+            toy.pool.allocate_each(given, written_in_step=how == "written in the step")
+        if how == "written in the step":
+            toy.session.flush()
         toy.kv[0][0][[slot for slots, _ in given for slot in slots]] = rng.random()  # the new owners may write at once
-    found = sorted((v.check, v.why or "", v.slot, v.request or "", v.half) for v in toy.found())
+    found = sorted((v.check, v.why or "", v.slot, v.request or "", v.half, v.position) for v in toy.found())
     return found, toy.pool.space.block[:-1].tolist(), toy.pool.digests.tolist(), toy.pool.live_slots
 
 
 @interpreted
-def test_slots_taken_at_once_leave_what_calls_one_by_one_leave(launches):
+@pytest.mark.parametrize("how", ["at once", "written in the step"])
+def test_slots_taken_at_once_leave_what_calls_one_by_one_leave(launches, how):
     seeds = range(4)  # Dynamo compiles no ninth model of one class
-    together = [slots_taken(seed, at_once=True) for seed in seeds]
-    assert together == [slots_taken(seed, at_once=False) for seed in seeds]
+    together = [slots_taken(seed, how) for seed in seeds]
+    assert together == [slots_taken(seed, "one by one") for seed in seeds]
     assert {check for found, *_ in together for check, *_ in found} >= {"content", "owner"}
+
+
+@interpreted
+@pytest.mark.parametrize("replayed", [True, False], ids=["a replay", "launches"])
+def test_what_is_released_and_handed_out_again_in_one_launch_is_compared_before_its_bytes_are_forgotten(
+    launches, monkeypatch, replayed
+):
+    if not replayed:
+        monkeypatch.setattr(KeptCalls, "takes", lambda *_: False)
+    toy = prefilled()
+    launches.clear()
+    toy.kv[0][0].view(torch.int32)[4, 0, 1] ^= 4
+    toy.pool.release([3, 4, 5], owner="A")
+    toy.pool.allocate_each([([4], "B"), ([5], "C")], written_in_step=True)
+    assert launches == []
+    toy.session.flush()
+    assert launches == [3]
+    toy.kv[0][0][4:6] = 1.0  # the new owners write
+    toy.pool.release([4], owner="B")
+    toy.pool.release([5], owner="C")
+    (found,) = toy.found()
+    assert (found.check, found.slot, found.request, found.position) == ("content", 4, "A", 1)
 
 
 @interpreted

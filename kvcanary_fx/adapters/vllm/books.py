@@ -76,7 +76,7 @@ class Books:
         Each request makes one for every block that it fills, so nothing here is called for each of them but what the
         session has to know.
         """
-        with told(calls[0][1]):  # the GPU must get the releases before the new owners: once for all
+        with told(calls[0][1]):  # the releases come before the new owners: once for all
             self._evict(list(itertools.chain.from_iterable(event[1] for event, _ in calls)))
         pools = self._known_pools()
         for (group, stack), run in itertools.groupby(calls, lambda call: (call[0][3], call[1])):
@@ -87,7 +87,7 @@ class Books:
                 continue
             pool, page_size = known
             with told(stack):
-                pool.allocate_each(given, page_size)
+                pool.allocate_each(given, page_size, written_in_step=True)
 
     def _evict(self, ids: Sequence[int]) -> None:
         """The prefix cache gives up those of the blocks that it holds."""
