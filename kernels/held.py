@@ -107,8 +107,13 @@ class Held:
 
     @property
     def room(self) -> int:
-        """How many layers more can be taken before they are recorded, 1 at least; as many as ever, before the first."""
-        return max(1, (self._limit - self._bytes) // self._each) if self._each else 1
+        """How many layers more can be taken before they are recorded; 1 at least.
+
+        Never more: if pieces of the model are CUDA graphs, K and V are overwritten where they were recorded when these
+        were captured.  Layers of several pools may differ, so there the largest that was ever seen counts.
+        """
+        each = self._each if len(self._together) == 1 else max(self._known.values(), default=0)
+        return max(1, (self._limit - self._bytes) // each) if each else 1
 
     def flush(self) -> None:
         """Record what is held, in the current stream, which may be captured."""

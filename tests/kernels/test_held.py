@@ -176,6 +176,51 @@ def test_a_product_that_k_and_v_are_parts_of_is_counted_once():
     assert rooms == [2, 1, 1, 3, 2]
 
 
+class Layers:
+    """Layers whose K have so many bytes, a pool for each size.
+
+    Attributes:
+        recorded: behind which layer each call recorded, and how many.
+    """
+
+    def __init__(self, sizes, limit):
+        self._sizes, self._now = sizes, 0
+        self.recorded = []
+        self.held = Held(dict.fromkeys(sizes, self._record), limit)
+
+    def _record(self, plan, written):
+        self.recorded.append((self._now, len(written)))
+
+    def run(self, notes):
+        """A forward; what it recorded."""
+        self.recorded.clear()
+        plans = {n: SimpleNamespace(real_slots=torch.zeros(1)) for n in self._sizes}
+        records = [SimpleNamespace(space=SimpleNamespace(space_id=n), writes=True, gate=None) for n in self._sizes]
+        named = {str(at): record for at, record in enumerate(records)}
+        deferred = None
+        for at, (record, n) in enumerate(zip(records, self._sizes, strict=True)):
+            self._now = at
+            key = torch.zeros(n, dtype=torch.uint8)
+            if deferred is None:
+                self.held.take(record, plans[n], key, None)
+                deferred = Deferred(SimpleNamespace(held=self.held, requests=plans, layers=named)) if notes else None
+                continue
+            deferred.written.append((str(at), key, None))
+            if len(deferred.written) == deferred.room:
+                deferred.take_in()
+        self.held.flush()
+        return list(self.recorded)
+
+
+@pytest.mark.parametrize("sizes", [[24] * 9, [8, 24] * 5, [24, 8, 8, 24, 24, 8]], ids=["alike", "in turn", "mixed"])
+@pytest.mark.parametrize("limit", [-1, 70, 96, 200, 1000])
+def test_layers_that_are_noted_are_recorded_where_layers_that_are_taken_would_be(sizes, limit):
+    """Else the next piece of a graph that was captured could overwrite K and V that are still to be read."""
+    layers = Layers(sizes, limit)
+    captured = layers.run(notes=False)
+    assert layers.run(notes=True) == captured
+
+
 def test_a_large_gpu_holds_more(monkeypatch):
     cpu, gpu, has = torch.device("cpu"), torch.device("cuda", 0), []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=has[-1]))

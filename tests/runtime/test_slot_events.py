@@ -230,6 +230,7 @@ def test_the_calls_of_a_step_are_one_launch_and_two_where_one_request_gets_what_
     assert launches == [6, 1, 2]
 
 
+@interpreted
 def test_counting_sends_nothing(launches):
     """Seen in a server under load: a thread that counts sent the calls in a stream of its own.  Those that the engine
     sent meanwhile took their place, and blocks of the prefix cache were handed out before it gave them up."""
@@ -352,6 +353,7 @@ def test_slots_taken_at_once_that_are_more_than_one_launch_has_room_for_are_told
     assert toy.found() == []
 
 
+@interpreted
 @pytest.mark.parametrize("wrong", [[1.5], ["a"]])
 def test_a_wrong_slot_among_those_taken_at_once_is_refused_by_name_and_those_before_it_are_told(launches, wrong):
     toy = prefilled()
