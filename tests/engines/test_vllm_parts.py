@@ -488,7 +488,7 @@ def test_ledger_takes_an_id_that_ended_and_came_again():
 class TakenOneByOne:
     """What is told at once, as single calls."""
 
-    def allocate_each(self, given, page_size):
+    def allocate_each(self, given, page_size, written_in_step):
         for slots, owner in given:
             self.allocate(slots, page_size=page_size, owner=owner)
 
