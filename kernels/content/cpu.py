@@ -52,8 +52,8 @@ def digest_words(words: torch.Tensor, seeds: tuple[int, int], planes: int) -> to
 
 def _mixed_sum(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``sum(mixed(w_i, a_i, b_i))`` of each row, int32 ``[n]``; see :mod:`.digest`."""
-    u = (words ^ ((words >> 16) & 0xFFFF)) * a
-    return _weighted(u ^ ((u >> 15) & 0x1FFFF), b)
+    u = (words >> 16).bitwise_and_(0xFFFF).bitwise_xor_(words).mul_(a)
+    return _weighted((u >> 15).bitwise_and_(0x1FFFF).bitwise_xor_(u), b)
 
 
 def _weighted(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

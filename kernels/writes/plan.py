@@ -245,6 +245,12 @@ def first_positions(layout: SlotLayout, slots: torch.Tensor) -> torch.Tensor | N
     """int32 ``[rows]``: the lowest position written in each row, ``NOT_WRITTEN`` where none is."""
     if not layout.has_rows:
         return None
+    if slots.numel() == 1 and slots.device.type == "cpu":  # a token of one request, as most often
+        lowest = torch.full((layout.rows,), NOT_WRITTEN, dtype=torch.int32)
+        slot = int(slots)
+        if slot >= 0:
+            lowest[slot // layout.positions] = slot % layout.positions
+        return lowest
     first = torch.full((layout.rows + 1,), NOT_WRITTEN, dtype=torch.int64, device=slots.device)
     row = torch.where(slots >= 0, slots // layout.positions, layout.rows)
     first.scatter_reduce_(0, row, torch.where(slots >= 0, slots % layout.positions, NOT_WRITTEN), "amin")

@@ -353,6 +353,8 @@ class _Open:
         """The model has run, or raised."""
         if self._token is not None:
             ops.end_forward(self._token)
+        if kind is not None:
+            self.guarded = self._none  # K and V that were noted are not wanted any more
         try:
             if self.running is not None:
                 self.running.__exit__(kind, error, trace)
