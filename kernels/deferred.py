@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from .context import ForwardContext
@@ -12,32 +15,35 @@ class Deferred:
     """Layers of a forward that have written, noted by the ops around attention and taken in together.
 
     Between two layers of a model that runs from Python, each of our functions is code that the host does not have in
-    its caches: what takes 5 us in a loop took 55 there (8B, H100).  So an op appends to a list, and no more.
+    its caches: on a CPU core, what takes 5 us in a loop took 36 with other work in between that empties them.  So an op
+    appends to a list, and no more.
 
     Attributes:
-        written: ``(layer, key, value)``, not yet taken in.
+        written: ``(layer, key, value)``, not yet taken in; the layer as the op was given it.
         room: once so many are noted, :meth:`take_in` is due.
-        taken: names of the layers that were.
     """
 
-    def __init__(self, context: ForwardContext):
+    def __init__(self, context: ForwardContext, name_of: Callable[[Any], str], taken: set[str]):
         """
         Args:
             context: of the forward, with what holds its layers.
+            name_of: the name of what an op was given as its layer.
+            taken: gets the names of layers that were taken in.
         """
         assert context.held is not None
         self._context, self._held = context, context.held
-        self.written: list[tuple[str, torch.Tensor | None, torch.Tensor | None]] = []
-        self.taken: set[str] = set()
+        self._name_of, self._taken = name_of, taken
+        self.written: list[tuple[Any, torch.Tensor | None, torch.Tensor | None]] = []
         self.room = self._held.room
         self._held.deferred = self.take_in
 
     def take_in(self) -> None:
         """Do for each what :func:`.layer_ops.record_in` does."""
         written, self.written = self.written, []
-        context, held, taken = self._context, self._held, self.taken
+        context, held, taken, name_of = self._context, self._held, self._taken, self._name_of
         layers, plans = context.layers, context.requests
-        for layer, key, value in written:
+        for given, key, value in written:
+            layer = name_of(given)
             record = layers.get(layer)
             if record is None:  # other groups of a model may not be guarded
                 continue

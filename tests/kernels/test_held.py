@@ -69,7 +69,7 @@ class Scene:
             input_ids=range(tokens), slots=slots, request_rows=[0], prefix_lens=[3], extend_lens=[tokens],
             request_ids=["A"],
         )  # fmt: skip
-        deferred = None
+        deferred, taken = None, set()
         with self.session.step(batch), self.session.forward(), self.checks.publish(self._hold):
             for name, (k, v) in zip(self._names, self._kv, strict=True):
                 key, value = self._rows(tokens, False), self._rows(tokens, packed)
@@ -80,12 +80,12 @@ class Scene:
                 given = {None: (key, value), "value": (key, None), "both": (None, None)}[lacking]
                 if deferred is None:
                     record_layer(*given, DEVICE, name)
-                    deferred = Deferred(current_context()) if self._defer else None
+                    deferred = Deferred(current_context(), str, taken) if self._defer else None
                     continue
                 deferred.written += [(name, *given), ("a layer of no pool", *given)]
                 if len(deferred.written) >= deferred.room:
                     deferred.take_in()
-        assert deferred is None or deferred.taken == set(self._names[1:])
+        assert deferred is None or taken == set(self._names[1:])
         self._stored += tokens
 
     def state(self) -> list[torch.Tensor]:
@@ -203,7 +203,8 @@ class Layers:
             key = torch.zeros(n, dtype=torch.uint8)
             if deferred is None:
                 self.held.take(record, plans[n], key, None)
-                deferred = Deferred(SimpleNamespace(held=self.held, requests=plans, layers=named)) if notes else None
+                context = SimpleNamespace(held=self.held, requests=plans, layers=named)
+                deferred = Deferred(context, str, set()) if notes else None
                 continue
             deferred.written.append((str(at), key, None))
             if len(deferred.written) == deferred.room:
@@ -296,7 +297,7 @@ def test_a_forward_that_raises_records_nothing_later():
     step, forward, held = scene.session.step(batch), scene.session.forward(), scene.checks.publish(hold=True)
     with pytest.raises(KeyboardInterrupt), step, forward, held:
         record_layer(one, one, DEVICE, "layers.0")
-        Deferred(current_context()).written.append(("layers.0", one, one))
+        Deferred(current_context(), str, set()).written.append(("layers.0", one, one))
         raise KeyboardInterrupt
     scene.checks.held.flush()
     assert not scene.session.pool.digests.any()

@@ -212,8 +212,8 @@ def _guarded(original: Callable[..., None], in_graph: bool) -> Callable[..., Non
         known = _GUARDED.get()
         if in_graph and known is not None and known.deferred is not None:
             original(query, key, value, output, layer_name, *args, **kwargs)
-            deferred, layer = known.deferred, layer_name if type(layer_name) is str else layer_name.value
-            deferred.written.append((layer, key, value))
+            deferred = known.deferred
+            deferred.written.append((layer_name, key, value))
             if len(deferred.written) == deferred.room:
                 deferred.take_in()
             return
@@ -227,8 +227,7 @@ def _guarded(original: Callable[..., None], in_graph: bool) -> Callable[..., Non
         original(query, key, value, output, layer_name, *args, **kwargs)
         record(output, key, value, layer)
         if known is not None and known.defers and _may_be_deferred(context):
-            known.deferred = Deferred(context)
-            known.deferred.taken = known.in_graph
+            known.deferred = Deferred(context, _name_of, taken=known.in_graph)
 
     return guarded
 
