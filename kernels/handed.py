@@ -17,6 +17,7 @@ import torch
 from .bound_launch import BoundLaunch
 from .staging import CurrentStream, lasting
 from .triton_handed import scatter_kernel
+from .waiting import Put
 
 #: Bytes of a block of host memory: an event guards each, so it is the numbers of many steps.
 ROOM = 1 << 18
@@ -42,7 +43,10 @@ class Handed:
 
     def launch(self, grid: tuple[int, int, int], words: array[int]) -> None:
         """Bring numbers to the places that the table before them says."""
-        at = self.put(words)
+        self.launch_at(grid, self.put(words))
+
+    def launch_at(self, grid: tuple[int, int, int], at: int) -> None:
+        """The same of those that were put last."""
         if self._scatter.ready:
             self._scatter(grid, (at,), None)
         else:
@@ -111,3 +115,7 @@ class Places:
         """Launch what brings so many numbers as they hold there, in the current stream.  Not while a CUDA graph is
         captured: a replay would read what the memory holds then."""
         self._handed.launch(self._grid, self._table + words)
+
+    def put(self, words: array[int]) -> Put:
+        """The same for a later launch, which comes before anything else is handed over."""
+        return Put(self._handed, self._grid, self._handed.put(self._table + words))

@@ -3,7 +3,7 @@
 The host writes them into pinned memory, a ring of entries, and a kernel brings the entry of its turn to the device:
 both sides count the turns.  An entry is int64::
 
-    calls, pages, slots that these are, 0
+    calls, pages, slots that these are, address of numbers that travel along or 0
     event, begin, owner                     of each call, as :class:`.events.EventRow` says
     page                                    behind the room for all calls
 """
@@ -41,6 +41,7 @@ class EventRing:
         turn: int64 ``[2]`` on the device: the entry of the next launch, and programs that have read it.
         landed: int64 ``[size]`` on the device, the last entry.
         counts: how many calls and pages it has; ``slots`` that these are.
+        along: int64 ``[1]``, the address that came with it.
         rows: ``[CALLS, len(EventRow)]``, its calls; ``pages``, all room for them.
     """
 
@@ -50,6 +51,7 @@ class EventRing:
         self.turn = lasting(2, dtype=torch.int64, device=device).zero_()
         self.landed = lasting(size, dtype=torch.int64, device=device)
         self.counts, self.slots = self.landed[:2], self.landed[2:3]
+        self.along = self.landed[3:4]
         self.rows = self.landed[HEAD:FIRST_PAGE].view(CALLS, len(EventRow))
         self.pages = self.landed[FIRST_PAGE:]
         self._entries = [entry.data_ptr() for entry in self.ring]
@@ -59,11 +61,12 @@ class EventRing:
         constants = dict(AHEAD=AHEAD, HEAD=HEAD, FIRST_PAGE=FIRST_PAGE, COLUMNS=len(EventRow), BLOCK=BLOCK)
         self._launch = BoundLaunch(land_kernel, device, arguments | constants, (), 4)
 
-    def offer(self, rows: array[int], pages: array[int], page_size: int) -> bool:
+    def offer(self, rows: array[int], pages: array[int], page_size: int, along: int = 0) -> bool:
         """Write the entry of the next launch, in the current stream; whether its memory was free: nothing waits.
 
         Args:
             rows: at most ``CALLS`` of them; ``pages``, at most ``PAGES``.
+            along: an address that the device is told with them.
         """
         turn = self._turn
         if self._read and turn % (AHEAD // 2) == 0:
@@ -72,7 +75,7 @@ class EventRing:
             if not self._read[half].query():
                 return False
         entry, count = self._entries[turn], len(pages)
-        head = array("q", (len(rows) // len(EventRow), count, count * page_size, 0)) + rows
+        head = array("q", (len(rows) // len(EventRow), count, count * page_size, along)) + rows
         ctypes.memmove(entry, head.buffer_info()[0], 8 * len(head))
         ctypes.memmove(entry + 8 * FIRST_PAGE, pages.buffer_info()[0], 8 * count)
         self._turn = (turn + 1) % AHEAD

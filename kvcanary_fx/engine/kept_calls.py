@@ -8,12 +8,16 @@ from typing import Protocol
 
 import torch
 
+from ..kernels.bound_launch import BoundLaunch
 from ..kernels.checks import Phase
 from ..kernels.compile_ahead import compiling_ahead
+from ..kernels.handed import BLOCK
 from ..kernels.replay import Replayed
 from ..kernels.slots.event_ring import CALLS, PAGES, EventRing
 from ..kernels.slots.events import Events
 from ..kernels.staging import lasting
+from ..kernels.triton_handed import scatter_from_kernel
+from ..kernels.waiting import Waiting
 from .pool_content import PoolContent
 
 
@@ -37,6 +41,9 @@ ROOMS = 64, 512, PAGES
 #: Slots, at most: to look at what they hold takes memory.
 SLOTS = 1 << 16
 
+#: Numbers of a place, at most, that travel along: a graph is captured for each size of their launch.
+ALONG = 4 * BLOCK
+
 
 class KeptCalls:
     """Applies calls of one pool that name few pages.
@@ -44,8 +51,12 @@ class KeptCalls:
     In place of a copy, an event and two launches: a launch alone took as long of the host as a replay (H200).
     """
 
-    def __init__(self, device: torch.device, apply: Apply, content: PoolContent):
-        self._device, self._apply, self._content = device, apply, content
+    def __init__(self, device: torch.device, apply: Apply, content: PoolContent, waiting: Waiting | None = None):
+        """
+        Args:
+            waiting: numbers that are brought to their places by the same replay.
+        """
+        self._device, self._apply, self._content, self._waiting = device, apply, content, waiting
         self._ring: EventRing | None = None
         self._runs: dict[tuple[object, ...], tuple[Callable[[], None], Replayed]] = {}
 
@@ -64,23 +75,35 @@ class KeptCalls:
         if self._ring is None:
             self._ring = EventRing(self._device)
         # while kernels are compiled ahead no launch takes an entry, and the caller compiles what it does instead, too
-        ahead = compiling_ahead()
-        if not ahead and not self._ring.offer(rows, pages, page_size):
+        ahead, waiting = compiling_ahead(), self._waiting
+        put = None if ahead or waiting is None else waiting.held()
+        if put is not None and put.grid[1] * BLOCK > ALONG:
+            put = None
+        if not ahead and not self._ring.offer(rows, pages, page_size, 0 if put is None else put.at):
             return False
-        imported = self._content.imported
-        form = room, page_size, released, None if imported is None else imported.data_ptr()
+        imported, grid = self._content.imported, None if put is None else put.grid
+        form = room, page_size, released, None if imported is None else imported.data_ptr(), grid
         known = self._runs.get(form)
         if known is None:
-            known = self._runs[form] = self._run(self._ring, room, page_size, released), Replayed(self._device)
+            known = self._runs[form] = self._run(self._ring, room, page_size, released, grid), Replayed(self._device)
         run, replayed = known
         replayed(run)
+        if put is not None and waiting is not None:
+            waiting.sent()
         return not ahead
 
-    def _run(self, ring: EventRing, room: int, page_size: int, released: bool) -> Callable[[], None]:
-        """What launches all that calls do, for at most so many pages."""
+    def _run(
+        self, ring: EventRing, room: int, page_size: int, released: bool, grid: tuple[int, int, int] | None
+    ) -> Callable[[], None]:
+        """What launches all that calls do, for at most so many pages.
+
+        Args:
+            grid: of the launch for numbers that travel along, behind the calls: they say which step it is.
+        """
         content, imported, apply = self._content, self._content.imported, self._apply
         events = Events(ring.rows, ring.pages[:room], page_size)
         gone = lasting(3, events.slots, dtype=torch.int64, device=self._device) if released else None
+        scatter = BoundLaunch(scatter_from_kernel, self._device, dict(at_ptr=ring.along, BLOCK=BLOCK), (), 4)
 
         def run() -> None:
             ring.land(room)
@@ -88,6 +111,8 @@ class KeptCalls:
             if gone is not None:
                 content.verify(gone[0], ring.slots, gone[1], Phase.LIFE, gone[2])
                 apply.renew(events, imported, ring.counts)
+            if grid is not None:
+                (scatter if scatter.ready else scatter.first)(grid, (), None)
 
         return run
 

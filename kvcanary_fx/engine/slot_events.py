@@ -28,6 +28,7 @@ from .request_ids import RequestId, RequestIds
 from .slot_histories import SlotHistories
 
 if TYPE_CHECKING:
+    from ..kernels.waiting import Waiting
     from .kept_calls import KeptCalls
 
 #: Limits of the queue: calls, and the pages and slots that they name.  A larger call is sent by itself.
@@ -56,6 +57,7 @@ class SlotEvents:
 
     Attributes:
         histories: what slots went through.
+        waiting: numbers that travel with the calls, set before the first; None: nothing does.
     """
 
     def __init__(self, space: SlotSpace, content: PoolContent, ids: RequestIds, stacks: int = 0):
@@ -69,6 +71,7 @@ class SlotEvents:
         self._kernels = life_kernels_for(space.block.device)  # None: each call is done as it comes
         self._apply: Any = None
         self._kept: KeptCalls | None = None
+        self.waiting: Waiting | None = None
         self._shown: dict[tuple[int, int, int], Events] = {}  # the views of so many calls and pages
         self._gone_shown: dict[int, tuple[torch.Tensor, ...]] = {}
         self._on_gpu = space.block.is_cuda
@@ -149,16 +152,21 @@ class SlotEvents:
         """Calls that name at most so many pages each, on the host; None if others are among them."""
         if self.histories.stacks is not None or page_size != self._page_size or not self._calls:
             return None
+        if len(self._calls) + len(given) > CALLS:
+            return None
         known = self._known_ids
         calls: list[_Call] = []
         for slots, owner in given:
-            if type(owner) is not str or type(slots) is not list:
+            if type(slots) is not list or not 0 < len(slots) <= most or type(slots[0]) is not int:
                 return None
-            if not 0 < len(slots) <= most or type(slots[0]) is not int:
+            if owner is None:
+                whose = 0
+            elif type(owner) is str:
+                whose = known.get(owner) or self._ids.hash(owner)
+            else:
                 return None
-            whose = known.get(owner)
-            calls.append((event, slots[:], self._ids.hash(owner) if whose is None else whose, page_size))
-        return calls if len(self._calls) + len(calls) <= CALLS else None
+            calls.append((event, slots[:], whose, page_size))
+        return calls
 
     def _append_all(self, event: Event, calls: list[_Call], written_in_step: bool) -> bool:
         """Note them, unless the bytes of some pages must be compared before."""
@@ -328,7 +336,7 @@ class SlotEvents:
         if self._kept is None:
             from .kept_calls import KeptCalls  # only where there is Triton
 
-            self._kept = KeptCalls(self._words.device, self._applier(), self._content)
+            self._kept = KeptCalls(self._words.device, self._applier(), self._content, self.waiting)
         return self._kept
 
     def _applier(self) -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -27,6 +27,9 @@ from .gathered import Gathered, numbers_of, plain_numbers
 from .refill import Form
 from .step_slot import StepSlot, as_tensor, require_pad, shape_text
 from .step_view import Axis, StepView
+
+if TYPE_CHECKING:
+    from ..kernels.waiting import Waiting
 
 #: Sizes of a batch whose views are kept.
 SHOWN = 256
@@ -240,6 +243,10 @@ class StepInputs:
         finally:
             self._filling = False
             self._sources.clear()
+
+    def let_wait(self, waiting: Waiting) -> None:
+        """A fill at once leaves its numbers there."""
+        self._gathered.waiting = waiting
 
     @property
     def may_come_again(self) -> bool:

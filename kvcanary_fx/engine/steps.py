@@ -13,10 +13,12 @@ from ..config import CanaryConfig
 from ..errors import SessionStateError
 from ..kernels import side_stream
 from ..kernels.slots.space import RequestPlan
+from ..kernels.waiting import Waiting
 from ..runtime.binding import Controls
 from ..runtime.readback import Poll
 from .batch import Inputs
 from .forward import Clock, Forward, beside_capture, check_after, check_before, check_layers, remember
+from .gathered import hands_over
 from .guarded_pool import Pools
 from .kept_forward import KeptForward
 from .observers.all import Observers
@@ -105,11 +107,22 @@ class Steps:
         self._on_host = all(d.type != "cuda" for d in devices)
         self._clock, self._poll = Clock(controls), Poll(controls)
         inputs.main.clock, inputs.main.clock_word = self._clock.place(inputs.main.counts.device), self._clock.word
+        self._waiting = self._let_wait()
         self.begun = self.done = 0
         self.ready = self.closed = False
         self.running: Forward | None = None
         self._step: Mapping[str | None, StepView] | None = None
         self._thread: int | None = None  # the thread that is in a step
+
+    def _let_wait(self) -> Waiting | None:
+        """Let a step's numbers travel with the calls of its allocator; None where these are of several pools."""
+        inputs, pools = self._inputs.main, list(self._pools.values())
+        if len(pools) > 1 or not hands_over(inputs.counts.device):
+            return None
+        waiting = Waiting()
+        inputs.let_wait(waiting)
+        pools[0].let_wait(waiting)
+        return waiting
 
     def mark_ready(self) -> None:
         """The warm-up ended: number the steps from here."""
@@ -162,12 +175,13 @@ class Steps:
         self._thread = threading.get_ident()
         self.begun += 1
         try:
-            self.flush()
             if batch is None:
-                self._clock.begin_step(self.begun)
+                self._tell(self.begun, None)
                 self._step = _EMPTY
             else:
-                self._step = self._view_of(batch, self._clock.begin_step)
+                if self._waiting is None:
+                    self.flush()
+                self._step = self._view_of(batch, self._tell)
         except BaseException:
             self.leave()
             raise
@@ -277,6 +291,11 @@ class Steps:
         for flush in self._flushes:
             flush()
 
+    def _tell(self, step: int, told: torch.device | None) -> None:
+        """A step begins, of which the device ``told`` has its numbers, or gets them with the calls before it."""
+        self.flush()
+        self._clock.begin_step(step, told)
+
     def join(self, all: bool = False) -> None:
         """Let the model's streams wait for the work that a layer waits for; with ``all``, also for the forward's."""
         for side in (*self.sides.values(), *(self._pool_sides.values() if all else ())):
@@ -288,6 +307,8 @@ class Steps:
 
     def _view_of(self, batch: Any, begin: Begin | None = None) -> Mapping[str | None, StepView]:
         views = self._inputs.fill(batch, self.begun, begin)
+        if self._waiting is not None:
+            self._waiting.send()  # no call took them along
         self._observers.given.note(batch)
         return views
 

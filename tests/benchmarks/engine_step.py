@@ -1,11 +1,12 @@
 """What an engine's session takes of the host in a step, by part, and how often it launches something.
 
-    python tests/benchmarks/engine_step.py [--device cpu] [--source device] [--calls 64] [--write]
+    python tests/benchmarks/engine_step.py [--device cpu] [--source device] [--calls 64] [--at-once] [--write]
     PYTHONPATH=. python tests/benchmarks/engine_step.py --device none
 
 64 requests, one token each.  In each step the allocator moves 500 blocks of 16 slots in 64 calls: a quarter each is
 released by its request, released by the one that shared it, handed out, and shared.  No model runs, so that what is
-left is the session's own time.
+left is the session's own time.  With ``--at-once`` the calls of a kind are one: ``release_each``, ``allocate_each`` and
+``share_each``.
 
 * ``eager``: the session's forward runs in each step; a model's piecewise graphs would be replayed within.
 * ``captured``: the session's forward is part of a CUDA graph, which is replayed.
@@ -68,10 +69,11 @@ def _share(runs: list[float], percent: int) -> float:
 class Scene:
     """A session whose requests have their context in the pool already."""
 
-    def __init__(self, device: str, source: str, calls: int, layers: int, mode: str):
+    def __init__(self, device: str, source: str, calls: int, layers: int, mode: str, at_once: bool = False):
         own = (CONTEXT + PAGE) // PAGE  # blocks of a request
         moved = BLOCKS // 4
         blocks = 1 + REQUESTS * own + 2 * moved
+        self.at_once = at_once
         self.device, self.calls, self.page_size = device, calls, PAGE if source == "pages" else 1
         self.names = [f"request {number}" for number in range(REQUESTS)]
         kv = [tuple(torch.zeros(blocks, PAGE, 1, 8, device=device) for _ in range(2)) for _ in range(layers)]
@@ -114,14 +116,23 @@ class Scene:
     def events(self) -> None:
         """What the allocator does between two steps."""
         old, new = self.sets[1 - self.turn], self.sets[self.turn]
+        self.turn = 1 - self.turn
+        if self.at_once:
+            whose = list(zip(old, self.names))  # noqa: B905
+            self.pool.release_each([*whose, *((slots, None) for slots in old)], self.page_size)
+            self._hand_out(new)
+            return
         for name, slots in zip(self.names, old):  # noqa: B905  strict is not the session's time
             self.pool.release(slots, name, self.page_size)
         for slots in old:
             self.pool.release(slots, None, self.page_size)
         self._hand_out(new)
-        self.turn = 1 - self.turn
 
     def _hand_out(self, groups: list[object]) -> None:
+        if self.at_once:
+            self.pool.allocate_each(list(zip(groups, self.names)), self.page_size, written_in_step=True)  # noqa: B905
+            self.pool.share_each(list(zip(groups, self.names[1:])), self.page_size)  # noqa: B905
+            return
         for name, slots in zip(self.names, groups):  # noqa: B905
             self.pool.allocate(slots, name, self.page_size)
         for name, slots in zip(self.names[1:], groups):  # noqa: B905
@@ -217,6 +228,7 @@ def main() -> None:
         "--source", choices=("pages", "list", "host", "device"), help="what slots and batches are; default: all"
     )
     parser.add_argument("--calls", type=int, default=64, help="of the allocator in a step, a multiple of 4")
+    parser.add_argument("--at-once", action="store_true", help="calls of a kind as one")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--mode", default="log")
@@ -234,7 +246,7 @@ def main() -> None:
     layers, steps = args.layers or (32 if gpu else 2), args.steps or (2000 if stub else 200 if gpu else 5)
     rows = []
     for source in [args.source] if args.source else ["pages", "list", "host", *(["device"] if gpu else [])]:
-        scene = Scene(args.device, source, args.calls, layers, args.mode)
+        scene = Scene(args.device, source, args.calls, layers, args.mode, args.at_once)
         for name in ("eager", "captured") if gpu else ("eager",):
             run = scene.eager if name == "eager" else scene.capture()
             times = measure(scene, run, steps)

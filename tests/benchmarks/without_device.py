@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from kvcanary_fx.engine import gathered, step_inputs
+from kvcanary_fx.engine import gathered, step_inputs, steps
 from kvcanary_fx.kernels import bound_launch, replay
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
@@ -56,7 +56,7 @@ def pretend() -> Counter[str]:
 
     bound_launch.BoundLaunch.first = first
     bound_launch.BoundLaunch.__call__ = call
-    gathered.hands_over = lambda device: True
+    gathered.hands_over = steps.hands_over = lambda device: True
     replay.capture = lambda device, run: Graph(counts)
     step_inputs.StepInputs._gathers = lambda self: not self._captured
     return counts

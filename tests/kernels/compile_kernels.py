@@ -34,11 +34,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from kvcanary_fx.kernels.bound_launch import BoundLaunch
 from kvcanary_fx.kernels.checks import Phase
 from kvcanary_fx.kernels.content import gpu
-from kvcanary_fx.kernels.handed import Handed, Places
+from kvcanary_fx.kernels.handed import BLOCK, Handed, Places
 from kvcanary_fx.kernels.slots import gpu as gpu_requests
 from kvcanary_fx.kernels.slots import gpu_life
+from kvcanary_fx.kernels.triton_handed import scatter_from_kernel
 
 #: Layers' kernels without a slot space: seeds that reach all of them, both digest sizes, and every unit of a row.
 SEEDS = (0, 1, 3, 4, 6, 9)
@@ -160,6 +162,8 @@ def spaces() -> None:
 def inputs() -> None:
     """What brings a step's inputs to the device."""
     Places(Handed(torch.device("cpu")), [torch.zeros(3, dtype=torch.int64)]).fill(array("q", (1, 2, 3)))
+    at = torch.zeros(1, dtype=torch.int64)
+    BoundLaunch(scatter_from_kernel, at.device, dict(at_ptr=at, BLOCK=BLOCK), (), 4).first((1, 1, 1), (), None)
 
 
 def adapters() -> None:

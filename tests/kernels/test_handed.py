@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import threading
 from array import array
 
 import pytest
 import torch
 
 from kvcanary_fx.kernels import handed as module
+from kvcanary_fx.kernels.bound_launch import BoundLaunch
 from kvcanary_fx.kernels.handed import BLOCK, Handed, Places
+from kvcanary_fx.kernels.triton_handed import scatter_from_kernel
+from kvcanary_fx.kernels.waiting import Waiting
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -32,6 +36,38 @@ def test_numbers_arrive_where_copies_of_each_part_would(seed):
         places.fill(words)
         reference(wanted, words)
         assert all(torch.equal(r[0], r[1]) for r in room)
+
+
+def test_numbers_arrive_from_an_address_that_the_device_is_told():
+    outs = [torch.full((n + 2,), -77, dtype=torch.int64, device=DEVICE) for n in (1, BLOCK + 3, 7)]
+    places = Places(Handed(DEVICE), [out[1:-1] for out in outs])
+    at = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    launch = BoundLaunch(scatter_from_kernel, DEVICE, dict(at_ptr=at, BLOCK=BLOCK), (), 4)
+    for seed in range(3):
+        words = array("q", random.Random(seed).randbytes(8 * (BLOCK + 11)))
+        put = places.put(words)
+        at.fill_(put.at)
+        (launch if launch.ready else launch.first)(put.grid, (), None)
+        assert torch.cat([out[1:-1] for out in outs]).tolist() == list(words)
+        assert all(out[[0, -1]].tolist() == [-77, -77] for out in outs)
+
+
+def test_numbers_wait_for_a_launch_of_their_own_thread_and_are_sent_before_others_wait():
+    outs = [torch.zeros(3, dtype=torch.int64, device=DEVICE) for _ in range(2)]
+    handed, waiting, seen = Handed(DEVICE), Waiting(), []
+    first, second = Places(handed, [outs[0]]), Places(handed, [outs[1]])
+    waiting.add(first.put(array("q", (1, 2, 3))))
+    other = threading.Thread(target=lambda: (seen.append(waiting.held()), waiting.send()))
+    other.start()
+    other.join()
+    assert seen == [None]
+    assert outs[0].tolist() == [0, 0, 0]
+    waiting.add(second.put(array("q", (4, 5, 6))))
+    assert outs[0].tolist() == [1, 2, 3]
+    assert outs[1].tolist() == [0, 0, 0]
+    waiting.send()
+    assert outs[1].tolist() == [4, 5, 6]
+    assert waiting.held() is None
 
 
 def test_memory_that_is_full_is_followed_by_other_memory(monkeypatch):

@@ -13,12 +13,16 @@ from toy import Toy
 
 import kvcanary_fx
 from kvcanary_fx import Batch, EngineError, KVPool
-from kvcanary_fx.engine import kept_calls, slot_events
+from kvcanary_fx.engine import gathered, kept_calls, slot_events, steps
 from kvcanary_fx.engine.kept_calls import KeptCalls
+from kvcanary_fx.engine.step_inputs import StepInputs
+from kvcanary_fx.engine.steps import Steps
 from kvcanary_fx.kernels import bound_launch, compile_ahead, replay
+from kvcanary_fx.kernels.handed import Handed
 from kvcanary_fx.kernels.slots import gpu_life
 from kvcanary_fx.kernels.slots.space import REFERENCE
 from kvcanary_fx.kernels.staging import Staging
+from kvcanary_fx.kernels.waiting import Waiting
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
 
@@ -544,3 +548,96 @@ def test_calls_that_are_sent_in_another_stream_come_behind_those_before_them():
     toy.session.flush()
     assert toy.pool.space.flags[3].item() == 256
     assert toy.found() == []
+
+
+@pytest.fixture
+def handed_over(launches, monkeypatch):
+    """Sessions hand numbers over as on a GPU; how many launches there were for nothing but these."""
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter stands in for a missing GPU")
+    alone, launch = [], Handed.launch_at
+    monkeypatch.setattr(StepInputs, "_gathers", lambda self: not self._captured)
+    monkeypatch.setattr(gathered, "hands_over", lambda device: True)
+    monkeypatch.setattr(steps, "hands_over", lambda device: True)
+    monkeypatch.setattr(Handed, "launch_at", lambda self, *put: (alone.append(put), launch(self, *put)))
+    return alone
+
+
+def steps_alike(toy: Toy) -> tuple:
+    """Steps that differ in their numbers alone, each behind calls of the allocator, the last behind none."""
+    toy.add("B", list(range(20, 34)))
+    toy.kv[0][0].view(torch.int32)[5, 0, 1] ^= 4
+    for place, slot in enumerate(range(10, 18)):
+        if place == 6:
+            toy.pool.release([5], owner="A")
+        toy.run({"B": [slot]})  # allocates it
+    alike = dict(input_ids=[1], slots=[18], request_rows=[0], prefix_lens=[0], extend_lens=[1])
+    for _ in range(3):
+        with toy.session.step(alike):
+            pass
+    found = [(v.check, v.slot, v.request, v.step, v.forward) for v in toy.found()]
+    buffers = [toy.session.inputs.buffer(name) for name in ("input_ids", "prefix_lens", "owners", "positions")]
+    return found, [None if b is None else b.tolist() for b in buffers], toy.session.inputs.counts.tolist()
+
+
+@interpreted
+def test_the_numbers_of_a_step_travel_with_the_calls_before_it(handed_over, monkeypatch):
+    taken_along, sent = [], Waiting.sent
+    monkeypatch.setattr(Waiting, "sent", lambda self: (taken_along.append(1), sent(self)))
+    toy = prefilled(history=False)
+    handed_over.clear()
+    got = steps_alike(toy)
+    assert len(taken_along) >= 5  # steps whose batch is like the one before, and calls
+    launched = len(handed_over)
+    monkeypatch.setattr(Steps, "_let_wait", lambda self: None)
+    toy = prefilled(history=False)
+    handed_over.clear()
+    assert got == steps_alike(toy)
+    assert len(handed_over) == launched + len(taken_along)
+    assert got[0]
+
+
+@interpreted
+def test_numbers_of_a_step_that_no_replay_takes_along_are_sent(handed_over, monkeypatch):
+    toy = prefilled(history=False)
+    got = steps_alike(toy)
+    monkeypatch.setattr(kept_calls, "ALONG", 0)
+    assert got == steps_alike(prefilled(history=False))
+    monkeypatch.setattr(KeptCalls, "apply", lambda *_: False)
+    assert got == steps_alike(prefilled(history=False))
+
+
+def calls_of_a_kind(how: str, seed: int) -> tuple:
+    """Slots that are shared, handed over and released, right and wrong; what is reported and known."""
+    rng, toy = random.Random(seed), prefilled()
+    toy.pool.allocate(range(6, 12), owner="B")
+    for _ in range(6):
+        name = rng.choice(["release", "share", "hand_over"])
+        given = [
+            ([rng.randint(2, 12) for _ in range(rng.choice([0, 1, 1, 2]))], rng.choice(["A", "B", "C", "new", None, 7]))
+            for _ in range(rng.randint(0, 5))
+        ]
+        if how == "at once":
+            getattr(toy.pool, f"{name}_each")(given)
+        else:
+            for slots, owner in given:
+                getattr(toy.pool, name)(slots, owner)
+    found = sorted((v.check, v.why or "", v.slot, str(v.request), v.half, v.position) for v in toy.found())
+    return found, toy.pool.space.block[:-1].tolist(), toy.pool.live_slots
+
+
+@interpreted
+def test_calls_of_a_kind_at_once_leave_what_they_leave_one_by_one(launches):
+    seeds = range(4)
+    together = [calls_of_a_kind("at once", seed) for seed in seeds]
+    assert together == [calls_of_a_kind("one by one", seed) for seed in seeds]
+    assert any(found for found, *_ in together)
+
+
+@interpreted
+def test_a_wrong_slot_among_those_released_at_once_is_refused_by_name_and_those_before_it_are_told(launches):
+    toy = prefilled()
+    with pytest.raises(EngineError, match="slots"):
+        toy.pool.release_each([([3], "A"), ([4], "A"), (["a"], "A"), ([5], "A")])
+    assert (toy.pool.space.flags[[3, 4, 5]] // REFERENCE).tolist() == [0, 0, 1]
+    assert toy.pool.live_slots == 1

@@ -1,0 +1,54 @@
+"""Numbers of the host that travel with the next launch of something else: one of their own takes the host's time."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .handed import Handed
+
+
+class Put(NamedTuple):
+    """Numbers that lie in memory, and wait for the launch that brings them to their places.
+
+    Attributes:
+        handed: whose memory it is.
+        grid: of that launch.
+        at: their address.
+    """
+
+    handed: Handed
+    grid: tuple[int, int, int]
+    at: int
+
+
+class Waiting:
+    """What waits for a launch, if there is one.
+
+    It is one thread's: another one, which may launch in another stream, finds nothing.
+    """
+
+    def __init__(self) -> None:
+        self._put: Put | None = None
+        self._thread = 0
+
+    def add(self, put: Put) -> None:
+        """Let them wait; those that wait already are sent."""
+        self.send()
+        self._put, self._thread = put, threading.get_ident()
+
+    def held(self) -> Put | None:
+        """What waits."""
+        return self._put if self._put is not None and self._thread == threading.get_ident() else None
+
+    def sent(self) -> None:
+        """What waited was launched."""
+        self._put = None
+
+    def send(self) -> None:
+        """Launch what still waits, in the current stream."""
+        put = self.held()
+        if put is not None:
+            self._put = None
+            put.handed.launch_at(put.grid, put.at)
