@@ -118,4 +118,4 @@ class Places:
 
     def put(self, words: array[int]) -> Put:
         """The same for a later launch, which comes before anything else is handed over."""
-        return Put(self._handed, self._grid, self._handed.put(self._table + words))
+        return Put(self._handed.launch_at, self._grid, self._handed.put(self._table + words))

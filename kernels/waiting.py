@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from .handed import Handed
+from collections.abc import Callable
+from typing import NamedTuple
 
 
 class Put(NamedTuple):
     """Numbers that lie in memory, and wait for the launch that brings them to their places.
 
     Attributes:
-        handed: whose memory it is.
+        launch: launches it, in the current stream; with ``grid`` and ``at``.
         grid: of that launch.
         at: their address.
     """
 
-    handed: Handed
+    launch: Callable[[tuple[int, int, int], int], None]
     grid: tuple[int, int, int]
     at: int
 
@@ -51,4 +49,4 @@ class Waiting:
         put = self.held()
         if put is not None:
             self._put = None
-            put.handed.launch_at(put.grid, put.at)
+            put.launch(put.grid, put.at)

@@ -24,7 +24,6 @@ from .transfer import ShadowSlice
 
 if TYPE_CHECKING:
     from ..config import CanaryConfig
-    from ..kernels.waiting import Waiting
 
 _ALLOCATE, _RELEASE, _SHARE, _HAND_OVER = Event.ALLOCATE, Event.RELEASE, Event.SHARE, Event.HAND_OVER
 
@@ -114,9 +113,10 @@ class EnginePool:
         """
         self._events.flush()
 
-    def let_wait(self, waiting: Waiting) -> None:
-        """Numbers that wait there travel with the calls below."""
-        self._events.waiting = waiting
+    @property
+    def calls(self) -> SlotEvents:
+        """Those of the allocator that wait to be sent."""
+        return self._events
 
     def allocate(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """Slots were taken from the free list.

@@ -121,7 +121,7 @@ class Steps:
             return None
         waiting = Waiting()
         inputs.let_wait(waiting)
-        pools[0].let_wait(waiting)
+        pools[0].calls.waiting = waiting
         return waiting
 
     def mark_ready(self) -> None:
