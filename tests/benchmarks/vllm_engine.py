@@ -8,7 +8,7 @@ host, one took 1.6 % longer for the same step.
 
 Offline throughput: prompts of ``--input`` random token ids, ``--output`` tokens each, random weights (``dummy``), as
 many blocks in both engines.  Each engine is in processes of its own, as ``LLM(...)`` starts it; nothing is set but
-sizes, and all run on one hardware thread of each core (:mod:`cores`).  The settings of the guard are the environment's
+sizes, and both run on the same hardware threads (:mod:`cores`) once they have started.  The settings of the guard are the environment's
 (``KVCANARY_BUDGET``, ...), ``KVCANARY_MODE`` is ``--mode``.
 """
 
@@ -85,6 +85,11 @@ class Engine:
             self.facts, at = self._read(self._log)
             self.start = at - self._began
 
+    @property
+    def pid(self) -> int:
+        """The number of its process."""
+        return self._process.pid
+
     def ask(self, *words: object) -> Any:
         """Let it run something, and wait."""
         assert self._process.stdin is not None
@@ -136,6 +141,7 @@ def measure(args: argparse.Namespace, shape: str, pairs: list[Pair], rounds: int
     for plain, guarded in pairs:
         for engine in (plain, guarded):
             engine.wait()
+        cores.put_alike([plain.pid, guarded.pid])
         starts = f"start {plain.start:.1f} s, guarded {guarded.start:.1f} s"
         print(f"{shape}: {starts}; {plain.facts} {guarded.facts}", flush=True)
     rows = []

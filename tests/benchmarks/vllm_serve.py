@@ -11,7 +11,7 @@ no tokenizer, prompts of random token ids; each request gets all the tokens it a
 
 On a CPU: ``--shape tiny --rate 2 --blocks 128 -- --kv-cache-memory-bytes 268435456 --block-size 32``.
 
-Servers and clients run on one hardware thread of each core (:mod:`cores`).  Percentiles are over the requests of all
+The servers of one GPU run on the same hardware threads once they have started (:mod:`cores`).  Percentiles are over the requests of all
 rounds; the spread is that of the rounds' ratios, guarded to plain.
 """
 
@@ -74,6 +74,11 @@ class Server:
         self._began = time.monotonic()
         with self._log.open("w") as out:
             self._process = subprocess.Popen([*command, *args.arguments], stdout=out, stderr=out, env=environment)
+
+    @property
+    def pid(self) -> int:
+        """The number of its process."""
+        return self._process.pid
 
     def up(self) -> bool:
         """Whether it answers."""
@@ -150,10 +155,13 @@ def servers(args: argparse.Namespace) -> Iterator[list[Pair]]:
         plain, guarded = all_servers = started((None, first), (args.mode, second))
         if not args.gpus:
             _wait(all_servers, args.patience)
+            cores.put_alike([plain.pid, guarded.pid])
             yield [(plain, guarded)]
             return
         other_plain, other_guarded = others = started((None, second), (args.mode, first))
         _wait([*all_servers, *others], args.patience)
+        for part, one_gpu in enumerate(((plain, other_guarded), (other_plain, guarded))):
+            cores.put_alike([server.pid for server in one_gpu], part=part, parts=2)
         across = (plain, guarded), (other_plain, other_guarded)
         yield list(across if args.at_once else ((plain, other_guarded), (other_plain, guarded)))
 

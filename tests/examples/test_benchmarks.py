@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -50,6 +52,24 @@ def test_engines_that_are_compared_get_one_hardware_thread_of_each_core(tmp_path
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(listed + "\n")
     assert cores.first_threads({0, 1, 2, 3}, tmp_path) == chosen
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux")
+def test_engines_that_take_turns_run_on_the_same_hardware_threads():
+    child = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+    started = [subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    sleeping = [int(process.stdout.readline()) for process in started]
+    try:
+        first, second = cores.put_alike([process.pid for process in started], each=1)
+        assert first == second
+        assert len(first) == 2
+        for process, asleep in zip(started, sleeping, strict=True):
+            assert [os.sched_getaffinity(process.pid), os.sched_getaffinity(asleep)] == first
+    finally:
+        for number in sleeping:
+            os.kill(number, signal.SIGKILL)
+        for process in started:
+            process.wait()
 
 
 def test_tiny_forwards_have_all_configurations_and_no_violations(tmp_path):
