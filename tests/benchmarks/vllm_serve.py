@@ -11,8 +11,8 @@ no tokenizer, prompts of random token ids; each request gets all the tokens it a
 
 On a CPU: ``--shape tiny --rate 2 --blocks 128 -- --kv-cache-memory-bytes 268435456 --block-size 32``.
 
-The servers of one GPU run on the same hardware threads once they have started (:mod:`cores`).  Percentiles are over the requests of all
-rounds; the spread is that of the rounds' ratios, guarded to plain.
+The servers of one GPU run on the same hardware threads once they have started (:mod:`cores`).  Percentiles are over the
+requests of all rounds; the spread is that of the rounds' ratios, guarded to plain.
 """
 
 from __future__ import annotations

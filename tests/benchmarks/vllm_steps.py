@@ -4,8 +4,8 @@
 
 Both engines run as :mod:`vllm_engine` starts them, in processes of their own, and take turns on one GPU.  A clock is
 read where the engine's loop calls the scheduler, the model runner and the sampler, and where a step's tokens are there.
-A decode step that waits for the GPU takes what it takes on the device.  ``decode_quick`` is the tenth that is fastest: a
-step that waits for the host takes longer whenever something else on the machine does.
+A decode step that waits for the GPU takes what it takes on the device.  ``decode_quick`` is the tenth that is fastest:
+a step that waits for the host takes longer whenever something else on the machine does.
 
 With ``--parts`` there are clocks around parts of vLLM's runner and the canary's own, too (1 to 2 us each), nested
 ones among them: what they take of a decode step, of one in which requests get new pages, and of one with prompts.
@@ -183,6 +183,15 @@ def table(requests: int, name: str, runs: list[dict[str, Any]]) -> str:
     return f"{requests} requests, {name}: " + ", ".join(cells)
 
 
+def ratios(requests: int, plain: list[dict[str, Any]], guarded: list[dict[str, Any]]) -> str:
+    """A line: what was measured guarded, of what was in the same round unguarded, medians and the spread."""
+    cells = []
+    for key in ("run", "prompts", "decode", "decode_quick"):
+        of = [100 * g[key] / p[key] for p, g in zip(plain, guarded, strict=True)]
+        cells.append(f"{key} {statistics.median(of):.1f} % ({min(of):.1f} to {max(of):.1f})")
+    return f"{requests} requests, guarded of plain: " + ", ".join(cells)
+
+
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -212,10 +221,12 @@ def main() -> None:
         for number in range(args.rounds + 1):
             for engine in list(engines.values())[:: -1 if number % 2 else 1]:
                 engine.ask("run", requests, number)
+        found = {}
         for name, engine in engines.items():
             runs = [json.loads(line) for line in engine.steps.read_text().splitlines()][-args.rounds :]
-            print(table(requests, name, [summary(run) for run in runs]), flush=True)
-            print("\n".join(parts_of(runs)), flush=True)
+            found[name] = [summary(run) for run in runs]
+            print("\n".join([table(requests, name, found[name]), *parts_of(runs)]), flush=True)
+        print(ratios(requests, **found), flush=True)
     for engine in engines.values():
         engine.close()
 
