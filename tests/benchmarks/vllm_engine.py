@@ -8,8 +8,8 @@ host, one took 1.6 % longer for the same step.
 
 Offline throughput: prompts of ``--input`` random token ids, ``--output`` tokens each, random weights (``dummy``), as
 many blocks in both engines.  Each engine is in processes of its own, as ``LLM(...)`` starts it; nothing is set but
-sizes, and both run on the same hardware threads (:mod:`cores`) once they have started.  The settings of the guard are the
-environment's (``KVCANARY_BUDGET``, ...), ``KVCANARY_MODE`` is ``--mode``.
+sizes, and both run on the same hardware threads (:mod:`cores`) once they have started.  The settings of the guard are
+the environment's (``KVCANARY_BUDGET``, ...), ``KVCANARY_MODE`` is ``--mode``.
 """
 
 from __future__ import annotations
