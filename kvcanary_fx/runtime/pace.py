@@ -31,6 +31,9 @@ WARM_UP = 4
 #: More or less stored by such a fraction is as much.
 SLIGHTLY = 1 / 16
 
+#: A call that takes a device this many times as long as its launches take the host keeps the device busy.
+AHEAD = 1.25
+
 #: Calls of other graphs after which a reading is abandoned.
 PATIENCE = 128
 
@@ -40,10 +43,9 @@ class Sample:
 
     def __init__(self, device: torch.device, last: Sample | None):
         HOST_TIME.measured, HOST_TIME.seconds, HOST_TIME.waited = False, 0.0, 0.0
-        self.began = time.perf_counter()
         self.ended = False
         self.ours = 0.0  # seconds
-        self._since: float | None = self.began
+        self._later = 0.0  # of these, behind the model or in it
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -52,27 +54,38 @@ class Sample:
             self._events[0].record(self._stream)
         #: the device was idle, so our work on the host keeps it waiting
         self.waited_for = last is not None and last.arrived()
-        self._seconds = 0.0
+        self._seconds = self._launched = 0.0  # of the host; without what it waited
+        # the events are no work of a call that is not measured
+        self.began = time.perf_counter()
+        self._since: float | None = self.began
 
-    def model_runs(self) -> None:
-        """The work that follows is not ours, except our ops where the host launches them."""
+    def model_runs(self, behind: bool = False) -> None:
+        """The work that follows is not ours, except our ops where the host launches them.
+
+        Args:
+            behind: the model had been launched before our work.
+        """
         if self._since is not None:
-            self.ours += max(0.0, time.perf_counter() - self._since - HOST_TIME.waited)
+            seconds = max(0.0, time.perf_counter() - self._since - HOST_TIME.waited)
+            self.ours += seconds
+            self._later += seconds if behind else 0.0
             self._since = None
         HOST_TIME.measured, HOST_TIME.seconds = True, 0.0
 
     def model_ran(self) -> None:
         """The work that follows is ours again."""
         self.ours += HOST_TIME.seconds
+        self._later += HOST_TIME.seconds
         HOST_TIME.measured, HOST_TIME.seconds = False, 0.0
         if self._since is None:
             self._since, HOST_TIME.waited = time.perf_counter(), 0.0
 
     def end(self) -> None:
         """The call has been launched."""
-        self.model_runs()
+        self.model_runs(behind=True)
         HOST_TIME.measured = False
         self._seconds = time.perf_counter() - self.began
+        self._launched = self._seconds - HOST_TIME.waited
         if self._events is not None:
             self._events[1].record(self._stream)
         self.ended = True
@@ -86,6 +99,17 @@ class Sample:
     def arrived(self) -> bool:
         """Whether the device has finished the call."""
         return self.ended and (self._events is None or self._events[1].query())
+
+    def kept_waiting(self) -> float:
+        """Seconds of our work that the device waited for, once it has finished the call.
+
+        It waited for none if it was busy when the call began.  If it was busy long after all of the call had been
+        launched, it waited for what came before the model alone: as in `generate`, which waits for each token.
+        """
+        if not self.waited_for:
+            return 0.0
+        ahead = self._events is not None and self.seconds() > AHEAD * self._launched
+        return self.ours - self._later if ahead else self.ours
 
     def seconds(self) -> float:
         """How long the call took on its device, once it has finished."""
@@ -200,7 +224,7 @@ class Pace:
             sample.model_runs()
             yield value
             sample.model_ran()
-        sample.model_runs()
+        sample.model_runs(behind=True)
 
     # ---- measuring
 
@@ -301,7 +325,7 @@ class Pace:
                 self._arriving = None  # it ended in an exception
             return
         self._arriving = None
-        rest = [s.ours if s.waited_for else 0.0 for s in (probe, after)]
+        rest = [sample.kept_waiting() for sample in (probe, after)]
         reading = Reading(
             before.seconds(),
             probe.seconds(),

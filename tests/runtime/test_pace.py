@@ -16,7 +16,7 @@ from kvcanary_fx.kernels.ring import Word
 from kvcanary_fx.runtime import pace as measuring
 from kvcanary_fx.runtime.binding import Controls
 from kvcanary_fx.runtime.budget import FEWEST, MOST, START
-from kvcanary_fx.runtime.pace import Pace
+from kvcanary_fx.runtime.pace import Pace, Sample
 
 CPU = torch.device("cpu")
 
@@ -160,6 +160,62 @@ def test_waiting_for_the_device_is_no_work_of_ours(monkeypatch):
     assert graph.pace.controller.rest == pytest.approx(0.00004 / 0.009, rel=0.05)
     assert graph.every <= 512
     assert not graph.pace.controller.over
+
+
+def test_what_measuring_takes_is_no_work_of_ours(monkeypatch):
+    """An event takes a host some 10 us to make and to record, in front of a device that waits for it."""
+    graph, sample = Graph(monkeypatch), calls_of_an_idle_device(monkeypatch)
+    made = sample(graph, device=0.0052)
+    assert made.waited_for
+    assert made.ours == pytest.approx(0.00006)
+
+
+@pytest.mark.parametrize(
+    ("device", "waits", "ours"),
+    [(0.0052, 0.0, 0.00006), (0.02, 0.0, 0.00003), (0.02, 0.015, 0.00003)],
+    ids=["the host is late", "the device is", "it is waited for"],
+)
+def test_work_that_is_done_while_the_device_is_busy_keeps_it_from_nothing(monkeypatch, device, waits, ours):
+    """As in a `generate` on a GPU: the host waits for each token, and what comes behind the model costs nothing."""
+    graph, sample = Graph(monkeypatch), calls_of_an_idle_device(monkeypatch)
+    assert sample(graph, device, waits).kept_waiting() == pytest.approx(ours)
+
+
+def calls_of_an_idle_device(monkeypatch):
+    """Makes measured calls: 30 us before the model, 5 ms of launches with 10 us of our ops in them, 20 us behind it."""
+
+    def sample(graph: Graph, device: float, waits: float = 0.0) -> Sample:
+        class Event:
+            def __init__(self, enable_timing):
+                graph.now += 0.00001
+
+            def record(self, stream):
+                graph.now += 0.00001
+
+            def query(self):
+                graph.now += 0.00001
+                return True
+
+            def elapsed_time(self, other):
+                return 1000 * device
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        before = Sample(torch.device("cuda"), None)
+        before.end()
+        made = Sample(torch.device("cuda"), before)
+        graph.now += 0.00003
+        made.model_runs()
+        HOST_TIME.seconds = 0.00001
+        graph.now += 0.005
+        made.model_ran()
+        graph.now += 0.00002
+        with waiting():
+            graph.now += waits
+        made.end()
+        return made
+
+    return sample
 
 
 def test_ops_that_the_host_launches_are_work_of_ours(monkeypatch):
