@@ -70,7 +70,8 @@ class Server:
         command += ["--load-format", "dummy", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
         command += ["--max-model-len", str(min(8192, max(1024, args.input + args.output)))]
         command += ["--num-gpu-blocks-override", str(args.blocks)]
-        command += ["--gpu-memory-utilization", str(args.share)] * (not args.arguments)
+        if not any(argument.startswith("--gpu-memory-utilization") for argument in args.arguments):
+            command += ["--gpu-memory-utilization", str(args.share)]  # so much must be free, whatever the cache takes
         self._began = time.monotonic()
         with self._log.open("w") as out:
             self._process = subprocess.Popen([*command, *args.arguments], stdout=out, stderr=out, env=environment)
@@ -301,7 +302,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no round that would end later")
     parser.add_argument("--patience", type=float, default=240, help="seconds that a start may take")
     parser.add_argument("--json", type=Path, help="write facts, table and samples to this file")
-    parser.add_argument("arguments", nargs="*", help="of vLLM, after --, in place of --gpu-memory-utilization")
+    parser.add_argument("arguments", nargs="*", help="of vLLM, after --")
     args = parser.parse_args()
     if args.at_once and not args.gpus:
         parser.error("--at-once wants --gpus: on one GPU each server would be measured with the other's load")
