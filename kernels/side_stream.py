@@ -91,6 +91,9 @@ class BesideGraph:
 
     On the host this is 70 us of a step for streams and events (H200), where a replay in the model's stream is 20.
     While the device waits for the host anyway, the work is better in front of the graph: :meth:`pays`.
+
+    Attributes:
+        open: the work was launched, and its graph was not replayed yet.
     """
 
     def __init__(self, device: torch.device):
@@ -98,7 +101,7 @@ class BesideGraph:
         self._current = CurrentStream(device)
         self._here, self._there = torch.cuda.Event(), torch.cuda.Event(external=True)
         self._there.record(self._stream)  # torch leaves out a wait for an event that never was
-        self._open = False
+        self.open = False
         self._replayed, self._last = torch.cuda.Event(), -1  # in the step of this number
         self._waited = 0  # looks in a row at which the device had nothing to do
 
@@ -113,7 +116,7 @@ class BesideGraph:
         current = self._current()
         self._here.record(current)
         self._stream.wait_event(self._here)
-        self._open = True
+        self.open = True
         torch.cuda.set_stream(self._stream)  # torch.cuda.stream() takes the host five times as long
         try:
             launch()
@@ -127,16 +130,16 @@ class BesideGraph:
 
     def replayed(self, step: int) -> None:
         """The graph was replayed, in the step of this number."""
-        self._open = False
+        self.open = False
         if (step + 1) % LOOK == 0:
             self._replayed.record(self._current())
             self._last = step
 
     def close(self) -> None:
         """Wait unless the graph does: it was not replayed."""
-        if self._open:
+        if self.open:
             self.wait()
-            self._open = False
+            self.open = False
 
 
 def can_fork(device: torch.device) -> bool:

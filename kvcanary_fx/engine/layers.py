@@ -278,7 +278,9 @@ class LayerChecks:
     def _measure(self, stored: float) -> Sample | None:
         """A step begins: what measures it, if it is to be measured."""
         session, pace = self._session, self._session.pace
-        return pace.begin("step", *session.weight, stored) if pace is not None and self._steps.ready else None
+        if pace is None or not self._steps.ready or pace.passes(stored):
+            return None
+        return pace.begin("step", *session.weight, stored)
 
     def _begin(self, running: Forward) -> None:
         """Count a forward, as a graph's first op does, for the number in reports.  Compare what it reads."""

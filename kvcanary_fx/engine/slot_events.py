@@ -76,6 +76,7 @@ class SlotEvents:
         self._gone_shown: dict[int, tuple[torch.Tensor, ...]] = {}
         self._on_gpu = space.block.is_cuda
         self._stream: torch.cuda.Stream | None = None  # in which a flush was last
+        self._raw = 0  # its address
         self._lock = threading.RLock()
         device = space.block.device
         self._staging = Staging(device)
@@ -271,10 +272,13 @@ class SlotEvents:
             EngineError: calls are queued, and a CUDA graph is being captured; or a call has a number that no slot can
                 have, which is left out.
         """
-        if self._on_gpu:
+        last = self._stream
+        if last is not None and self._raw != torch._C._cuda_getCurrentRawStream(last.device_index):
             self._follow_the_last_flush()
         if not self._calls:
             return
+        if last is None and self._on_gpu:
+            self._follow_the_last_flush()
         if capturing(self._space.block.device if self._space.block.is_cuda else None):
             raise EngineError(
                 "a CUDA graph is being captured, and the device was not told yet what the allocator did before: call "
@@ -288,16 +292,14 @@ class SlotEvents:
     def _follow_the_last_flush(self) -> None:
         """Let the current stream wait for the one of the last flush: what comes before a call, and the memory in which
         calls travel, must be done with.  Violations may be read in a thread with a stream of its own."""
-        device, last = self._space.block.device, self._stream
-        if last is not None and last.cuda_stream == torch._C._cuda_getCurrentRawStream(last.device_index):
-            return
+        device = self._space.block.device
         if torch.cuda.is_current_stream_capturing():
             return  # nothing is sent
         with self._lock:
             current, last = torch.cuda.current_stream(device), self._stream
             if last is not None and last != current:
                 current.wait_stream(last)
-            self._stream = current
+            self._stream, self._raw = current, current.cuda_stream
 
     def _send(self) -> None:
         """Send the first calls, as many as fit into one launch."""

@@ -98,7 +98,7 @@ class Steps:
         self._pools, self._inputs, self._config, self._observers = pools, inputs, config, observers
         self._look, self._drain = look, drain
         self.pools_by_space = {p.space.space_id: p for p in pools.values()}
-        self._flushes = [pool.flush for pool in pools.values()]
+        self._flushes = [pool.calls.flush for pool in pools.values()]
         devices = dict.fromkeys(p.declared.device for p in pools.values())
         beside = [d for d in devices if side_stream.can_fork(d)] if config.placement == "side" else []
         self.sides = {d: side_stream.SideStream(d) for d in beside}
@@ -271,12 +271,11 @@ class Steps:
             self.beside_graph.replayed(self.begun)
         self.running = None
         self.done += 1
-        self._observers.after_forward(kept.forward.plans)
-        self._observers.after_step()
+        self._observers.after_kept(kept.forward.plans)
 
     def leave_kept(self) -> None:
         """The step is over, also if the model raised."""
-        if self.beside_graph is not None:
+        if self.beside_graph is not None and self.beside_graph.open:
             self.beside_graph.close()
         if self._thread == threading.get_ident():
             self.running = self._thread = None

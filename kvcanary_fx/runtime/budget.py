@@ -260,15 +260,15 @@ class Tour:
         self._runs: list[list[int]] = []  # N, and how many calls in a row had it
         self._done = False
 
-    def note(self, every: int) -> None:
-        """One more call, which compares a share of 1/``every``."""
-        self.calls += 1
-        if self._done:
+    def note(self, every: int, calls: int = 1) -> None:
+        """One more call, or several, which compare a share of 1/``every``."""
+        self.calls += calls
+        if self._done or not calls:
             return
         if self._runs and self._runs[-1][0] == every:
-            self._runs[-1][1] += 1
+            self._runs[-1][1] += calls
             return
-        self._runs.append([every, 1])
+        self._runs.append([every, calls])
         self._done = len(self._runs) % 64 == 0 and self.unseen() == 0
 
     def unseen(self) -> float:

@@ -139,6 +139,9 @@ class Pace:
         self._controls = controls
         self._lock = threading.Lock()
         self._tours: dict[Hashable, Tour] = {}
+        self._passing: Tour | None = None  # of the calls that :meth:`passes` lets through
+        self._may_pass = self._pass = 0  # so many of them, and how many of these are left
+        self._alike = 0.0, 0.0  # with as much stored
         self._trio: _Trio | None = None
         self._arriving: tuple[_Trio, int, int, float] | None = None  # with N, N of the probe, seconds guessed
         self._wait = 0  # calls until the next reading
@@ -165,6 +168,7 @@ class Pace:
     def restart(self, budget: float) -> None:
         """Keep to another budget, and measure the cost of comparing again."""
         with self._lock:
+            self._count_passed()
             self.controller = Controller(budget)
             self._trio = self._arriving = self._told = None
             self._wait, self._warned = 0, False
@@ -228,6 +232,28 @@ class Pace:
 
     # ---- measuring
 
+    def passes(self, stored: float) -> bool:
+        """Whether a call of the key of the last one begins that nothing is to be done for: it is counted.
+
+        Most calls are such.  There are no locks and no other objects in it: a decode step of a small model waits for
+        the host.  Not for keys of several threads.
+
+        Args:
+            stored: as of :meth:`begin`.
+        """
+        left, (least, most) = self._pass, self._alike
+        if not left or not least <= stored <= most:
+            return False
+        self._pass = left - 1
+        return True
+
+    def _count_passed(self) -> None:
+        """Count what :meth:`passes` let through; a later call is looked at."""
+        passed, self._may_pass, self._pass = max(0, self._may_pass - self._pass), 0, 0
+        if self._passing is not None:
+            self._passing.note(self._every, passed)
+        self._wait -= passed
+
     def begin(self, key: Hashable, device: torch.device, ops: int, stored: float = 0) -> Sample | None:
         """A call begins; returns what measures it, if it is to be measured.
 
@@ -237,14 +263,17 @@ class Pace:
             stored: about how many tokens it may compare; 0 if nobody knows.
         """
         with self._lock:
+            self._count_passed()
             if stored:
                 self._stored = stored
                 if abs(stored - self._chosen_for) > SLIGHTLY * self._chosen_for and not capturing():
                     self._follow(stored)
-            self._tour(key).note(self._every)
+            tour = self._tour(key)
+            tour.note(self._every)
             self._wait -= 1
             trio = self._trio
             if self._wait > 0 and trio is None and self._arriving is None and self._ranks is None:
+                self._let_pass(tour)
                 return None  # most calls
             if self._ranks is not None and trio is None and not capturing() and self._ranks.changed():
                 self._agree(self._ranks)
@@ -263,6 +292,13 @@ class Pace:
                 self._find_ranks()
                 trio = self._trio = _Trio(key)
             return self._sample(trio, device, ops)
+
+    def _let_pass(self, tour: Tour) -> None:
+        """Let the calls until the next reading through, if they are like this one."""
+        self._passing, self._may_pass = tour, self._wait - 1
+        self._pass = self._may_pass
+        near = SLIGHTLY * self._chosen_for
+        self._alike = self._chosen_for - near, self._chosen_for + near
 
     def _sample(self, trio: _Trio, device: torch.device, ops: int) -> Sample:
         last = trio.samples[-1] if trio.samples else None
@@ -380,6 +416,7 @@ class Pace:
     def new_sequence(self) -> None:
         """From here on other tokens are stored: :meth:`unseen` starts over."""
         with self._lock:
+            self._count_passed()
             self._tours.clear()
 
     def unseen(self) -> float:
@@ -389,6 +426,7 @@ class Pace:
     def _longest(self) -> Tour:
         """The most frequent call: the graph of a decode step."""
         with self._lock:
+            self._count_passed()
             return max(self._tours.values(), key=lambda tour: tour.calls, default=Tour())
 
     def promise(self) -> str:

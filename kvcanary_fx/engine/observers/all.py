@@ -40,6 +40,13 @@ class Observers:
         self.health.note(plans)
         self.windows.note(plans)
 
+    def after_kept(self, plans: Mapping[int, RequestPlan]) -> None:
+        """A step with one forward ended: :meth:`after_forward` and :meth:`after_step`, in most steps for less."""
+        self.health.last_plans = self.windows.last_plans = plans
+        schedule = self._session.schedule
+        if self.sweep.every or schedule.health or schedule.stats or schedule.windows:
+            self.after_step()
+
     def after_step(self) -> None:
         """A step ended: run what the schedule says.
 

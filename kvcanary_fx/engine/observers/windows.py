@@ -72,19 +72,23 @@ class WindowReport:
 
 
 class Windows:
-    """Makes the report: on demand, and as a log line every so many steps."""
+    """Makes the report: on demand, and as a log line every so many steps.
+
+    Attributes:
+        last_plans: what the last forward read and wrote, by the number of the slot space.
+    """
 
     def __init__(self, session: Observed):
         self._session = session
-        self._last: Mapping[int, RequestPlan] = {}
+        self.last_plans: Mapping[int, RequestPlan] = {}
 
     def reset(self) -> None:
         """Forget the last forward: it was warm-up."""
-        self._last = {}
+        self.last_plans = {}
 
     def note(self, plans: Mapping[int, RequestPlan]) -> None:
         """A forward ended; ``plans`` says what it read and wrote."""
-        self._last = plans
+        self.last_plans = plans
 
     def after_step(self) -> None:
         """Log the report if the schedule says so."""
@@ -102,10 +106,10 @@ class Windows:
 
     def _group(self, pool: EnginePool, base: EnginePool | None) -> GroupReport:
         verified = int(pool.space.counters[SpaceCount.CHECKED])
-        plan = self._last.get(pool.space.space_id)
+        plan = self.last_plans.get(pool.space.space_id)
         if plan is None or not plan.rows.shape[0] or not plan.table.numel():
             return GroupReport(pool.name, pool.declared.window, verified)
-        other = self._last.get(base.space.space_id) if base is not None and base is not pool else None
+        other = self.last_plans.get(base.space.space_id) if base is not None and base is not pool else None
         total = plan.prefix_lens.to(torch.int64) + plan.extend_lens
         total = torch.where(real_requests(plan), total, 0).clamp(max=plan.width)
         sums = torch.zeros(5, dtype=torch.int64, device=total.device)

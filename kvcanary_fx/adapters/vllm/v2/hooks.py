@@ -114,7 +114,7 @@ def _sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
                 output = original(runner, *args, **kwargs)
             finally:
                 _SAMPLING.reset(token)
-        if found is not None and isinstance(output, AsyncOutput):
+        if found is not None and (type(output) is AsyncOutput or isinstance(output, AsyncOutput)):
             setattr(output, ATTRIBUTE, (found, found.flags()))
         return output
 
@@ -196,5 +196,5 @@ def _both(context: Any, forward: Any) -> Iterator[None]:
 
 
 def _of(runner: Any) -> GuardV2 | None:
-    found = registry.of_runner(runner)
-    return found if isinstance(found, GuardV2) else None
+    found: GuardV2 | None = getattr(runner, registry.OF_RUNNER, None)  # of these runners it is one
+    return found

@@ -35,15 +35,19 @@ class Rows(Ledger):
 
     def take(self, scheduled: Any) -> None:
         """Apply a ``SchedulerOutput``; requests that were preempted give back their rows, too."""
-        for request in (*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())):
-            self._requests.pop(request, None)
-            self._sent.pop(request, None)
-            self._changed.pop(request, None)
-            row = self._row_of.pop(request, None)
-            if row is not None:
-                self._free.append(row)
-                self.moved += 1
+        if scheduled.finished_req_ids or scheduled.preempted_req_ids:
+            for request in (*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())):
+                self._forget(request)
         super().take(scheduled)
+
+    def _forget(self, request: str) -> None:
+        self._requests.pop(request, None)
+        self._sent.pop(request, None)
+        self._changed.pop(request, None)
+        row = self._row_of.pop(request, None)
+        if row is not None:
+            self._free.append(row)
+            self.moved += 1
 
     def _extend(self, request: str, pages: Sequence[Sequence[int]]) -> None:
         super()._extend(request, pages)
