@@ -72,8 +72,8 @@ class Steps:
 
     TOKEN = 80e-9
 
-    def __init__(self, monkeypatch, tell=True, noise=0.0):
-        self.now, self.tell, self.noise = 0.0, tell, noise
+    def __init__(self, monkeypatch, tell=True, noise=0.0, passes=True):
+        self.now, self.tell, self.noise, self.passes = 0.0, tell, noise, passes
         self.random = random.Random(0)
         monkeypatch.setattr(measuring.time, "perf_counter", lambda: self.now)
         self.controls = Controls(8)
@@ -84,7 +84,9 @@ class Steps:
         """So many steps of batches with so many tokens stored; how much longer they took."""
         begun = self.now
         for _ in range(calls):
-            sample = self.pace.begin("step", CPU, 2, stored if self.tell else 0)
+            told = stored if self.tell else 0
+            passes = self.passes and self.pace.passes(told)
+            sample = None if passes else self.pace.begin("step", CPU, 2, told)
             if sample is not None:
                 sample.model_runs()
             self.now += step * (1 + self.random.uniform(-self.noise, self.noise))
@@ -118,6 +120,28 @@ def test_what_a_larger_batch_costs_is_soon_known_where_a_small_one_costs_less_th
         steps.run(20, stored=64 * 600, step=0.0065)
         told.append(steps.pace.controller.settled)
     assert all(told)
+
+
+def test_steps_that_pass_are_counted_and_measured_as_others(monkeypatch):
+    seen, looked_at = {}, {}
+    for passes in (True, False):
+        steps, looks = Steps(monkeypatch, noise=0.02, passes=passes), []
+        begin = steps.pace.begin
+        monkeypatch.setattr(
+            steps.pace, "begin", lambda *given, begin=begin, looks=looks: looks.append(1) or begin(*given)
+        )
+        told = []
+        for calls, stored in ((900, 600), (60, 38_400), (1, 600), (500, 39_000), (300, 600), (700, 0), (200, 600)):
+            for _ in range(calls):
+                steps.run(1, stored, step=0.005)
+                told.append(int(steps.word[Word.EVERY]))
+            told.append((steps.pace.unseen(), steps.pace._longest().calls))
+        steps.pace.new_sequence()
+        steps.run(3, 600)
+        seen[passes], looked_at[passes] = [*told, steps.pace.unseen(), steps.pace._longest().calls], len(looks)
+    assert seen[True] == seen[False]
+    assert looked_at[False] == 2661 + 3
+    assert looked_at[True] < 1000
 
 
 def test_an_engine_that_does_not_say_what_is_stored_is_within_its_budget_later(monkeypatch):
