@@ -44,6 +44,10 @@ class Waiting:
         """What waited was launched."""
         self._put = None
 
+    def drop(self) -> None:
+        """What waits is not wanted any more."""
+        self._put = None
+
     def send(self) -> None:
         """Launch what still waits, in the current stream."""
         put = self.held()

@@ -278,7 +278,7 @@ class LayerChecks:
     def _measure(self, stored: float) -> Sample | None:
         """A step begins: what measures it, if it is to be measured."""
         session, pace = self._session, self._session.pace
-        if pace is None or not self._steps.ready or pace.passes(stored):
+        if pace is None or not self._steps.ready or pace.passes("step", stored):
             return None
         return pace.begin("step", *session.weight, stored)
 

@@ -198,6 +198,8 @@ class Steps:
     def leave(self) -> None:
         """The step is over, also if something in it raised."""
         self._step = self._thread = None
+        if self._waiting is not None:
+            self._waiting.drop()  # their places may be gone in the next step
 
     def forward(self, index: int, batch: Any) -> contextlib.AbstractContextManager[None]:
         """See :meth:`.EngineSession.forward`."""

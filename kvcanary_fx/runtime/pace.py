@@ -126,6 +126,41 @@ class _Trio:
         self.others = 0  # calls of something else in between
 
 
+class _Step(contextlib.AbstractContextManager[T]):
+    """A step of an engine.  No generator: most are not measured, and begin while the GPU waits for the host."""
+
+    def __init__(
+        self, pace: Pace, inner: contextlib.AbstractContextManager[T], device: torch.device, ops: int, stored: float
+    ):
+        self._pace, self._inner, self._given = pace, inner, (device, ops, stored)
+        self._sample: Sample | None = None
+
+    def __enter__(self) -> T:
+        pace, given = self._pace, self._given
+        if not pace.passes("step", given[2]):
+            sample = self._sample = pace.begin("step", *given)
+            if sample is not None:
+                pace.running(sample)
+                self._inner = pace.around(sample, self._inner)
+        try:
+            return self._inner.__enter__()
+        except BaseException:
+            pace.running(None)
+            raise
+
+    def __exit__(self, *error: Any) -> bool | None:
+        sample = self._sample
+        if sample is None:
+            return self._inner.__exit__(*error)
+        try:
+            done = self._inner.__exit__(*error)
+        finally:
+            self._pace.running(None)
+        if error[0] is None:
+            sample.end()
+        return done
+
+
 class Pace:
     """The share of the bytes that is compared in each step of a session, kept within a budget.
 
@@ -139,7 +174,9 @@ class Pace:
         self._controls = controls
         self._lock = threading.Lock()
         self._tours: dict[Hashable, Tour] = {}
-        self._passing: Tour | None = None  # of the calls that :meth:`passes` lets through
+        # what is called, by the calls that :meth:`passes` lets through
+        self._passing: Tour | None = None
+        self._passing_key: Hashable = None
         self._may_pass = self._pass = 0  # so many of them, and how many of these are left
         self._alike = 0.0, 0.0  # with as much stored
         self._trio: _Trio | None = None
@@ -201,28 +238,23 @@ class Pace:
 
     # ---- steps of an engine
 
-    @contextlib.contextmanager
     def step(
         self, inner: contextlib.AbstractContextManager[T], device: torch.device, ops: int, stored: float = 0
-    ) -> Iterator[T]:
+    ) -> contextlib.AbstractContextManager[T]:
         """``inner``, a step of an engine, measured now and then; arguments as of :meth:`begin`."""
-        sample = self._running = self.begin("step", device, ops, stored)
-        try:
-            with self.forward(inner) as value:
-                yield value
-        finally:
-            self._running = None
-        if sample is not None:
-            sample.end()
+        return _Step(self, inner, device, ops, stored)
+
+    def forward(self, inner: contextlib.AbstractContextManager[T]) -> contextlib.AbstractContextManager[T]:
+        """``inner``, whose start and end are our work, but not what happens inside."""
+        return inner if self._running is None else self.around(self._running, inner)
+
+    def running(self, sample: Sample | None) -> None:
+        """The step that runs is measured by this; None: it is not, or none runs."""
+        self._running = sample
 
     @contextlib.contextmanager
-    def forward(self, inner: contextlib.AbstractContextManager[T]) -> Iterator[T]:
-        """``inner``, whose start and end are our work, but not what happens inside."""
-        sample = self._running
-        if sample is None:
-            with inner as value:
-                yield value
-            return
+    def around(self, sample: Sample, inner: contextlib.AbstractContextManager[T]) -> Iterator[T]:
+        """The same, where it is measured."""
         sample.model_ran()
         with inner as value:
             sample.model_runs()
@@ -232,17 +264,17 @@ class Pace:
 
     # ---- measuring
 
-    def passes(self, stored: float) -> bool:
-        """Whether a call of the key of the last one begins that nothing is to be done for: it is counted.
+    def passes(self, key: Hashable, stored: float) -> bool:
+        """Whether a call begins that nothing is to be done for: it is counted.
 
-        Most calls are such.  There are no locks and no other objects in it: a decode step of a small model waits for
-        the host.  Not for keys of several threads.
+        Most calls are such.  There are no locks and few other objects in it: a decode step of a small model waits for
+        the host.  Not for what several threads call.
 
         Args:
-            stored: as of :meth:`begin`.
+            key, stored: as of :meth:`begin`.
         """
         left, (least, most) = self._pass, self._alike
-        if not left or not least <= stored <= most:
+        if not left or key != self._passing_key or not least <= stored <= most:
             return False
         self._pass = left - 1
         return True
@@ -273,7 +305,7 @@ class Pace:
             self._wait -= 1
             trio = self._trio
             if self._wait > 0 and trio is None and self._arriving is None and self._ranks is None:
-                self._let_pass(tour)
+                self._let_pass(key, tour)
                 return None  # most calls
             if self._ranks is not None and trio is None and not capturing() and self._ranks.changed():
                 self._agree(self._ranks)
@@ -293,9 +325,9 @@ class Pace:
                 trio = self._trio = _Trio(key)
             return self._sample(trio, device, ops)
 
-    def _let_pass(self, tour: Tour) -> None:
+    def _let_pass(self, key: Hashable, tour: Tour) -> None:
         """Let the calls until the next reading through, if they are like this one."""
-        self._passing, self._may_pass = tour, self._wait - 1
+        self._passing_key, self._passing, self._may_pass = key, tour, self._wait - 1
         self._pass = self._may_pass
         near = SLIGHTLY * self._chosen_for
         self._alike = self._chosen_for - near, self._chosen_for + near

@@ -22,6 +22,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import report
 import torch
@@ -69,7 +70,9 @@ def _share(runs: list[float], percent: int) -> float:
 class Scene:
     """A session whose requests have their context in the pool already."""
 
-    def __init__(self, device: str, source: str, calls: int, layers: int, mode: str, at_once: bool = False):
+    def __init__(
+        self, device: str, source: str, calls: int, layers: int, mode: str, at_once: bool = False, **settings: Any
+    ):
         own = (CONTEXT + PAGE) // PAGE  # blocks of a request
         moved = BLOCKS // 4
         blocks = 1 + REQUESTS * own + 2 * moved
@@ -85,6 +88,7 @@ class Scene:
             max_requests=REQUESTS,
             max_tokens=REQUESTS,
             health_every=0,
+            **settings,
         )
         assert session is not None
         self.session, self.pool = session, session.pool
@@ -246,7 +250,8 @@ def main() -> None:
     layers, steps = args.layers or (32 if gpu else 2), args.steps or (2000 if stub else 200 if gpu else 5)
     rows = []
     for source in [args.source] if args.source else ["pages", "list", "host", *(["device"] if gpu else [])]:
-        scene = Scene(args.device, source, args.calls, layers, args.mode, args.at_once)
+        default = dict(budget=0.01) if stub else {}  # what it is on a GPU
+        scene = Scene(args.device, source, args.calls, layers, args.mode, args.at_once, **default)
         for name in ("eager", "captured") if gpu else ("eager",):
             run = scene.eager if name == "eager" else scene.capture()
             times = measure(scene, run, steps)

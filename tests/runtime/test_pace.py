@@ -85,7 +85,7 @@ class Steps:
         begun = self.now
         for _ in range(calls):
             told = stored if self.tell else 0
-            passes = self.passes and self.pace.passes(told)
+            passes = self.passes and self.pace.passes("step", told)
             sample = None if passes else self.pace.begin("step", CPU, 2, told)
             if sample is not None:
                 sample.model_runs()
@@ -137,6 +137,7 @@ def test_steps_that_pass_are_counted_and_measured_as_others(monkeypatch):
                 told.append(int(steps.word[Word.EVERY]))
                 if number == 37:
                     told.append((steps.pace.unseen(), steps.pace._longest().calls))
+        assert not steps.pace.passes("another graph", 600)
         steps.pace.new_sequence()
         steps.run(3, 600)
         seen[passes], looked_at[passes] = [*told, steps.pace.unseen(), steps.pace._longest().calls], len(looks)

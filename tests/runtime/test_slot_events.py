@@ -607,6 +607,22 @@ def test_numbers_of_a_step_that_no_replay_takes_along_are_sent(handed_over, monk
     assert got == steps_alike(prefilled(history=False))
 
 
+@interpreted
+def test_numbers_of_a_step_that_cannot_begin_are_sent_to_no_place(handed_over):
+    toy = prefilled(history=False)
+    steps_alike(toy)
+    alike = dict(input_ids=[1], slots=[18], request_rows=[0], prefix_lens=[0], extend_lens=[1])
+    toy.pool.allocate([20], owner="B")
+    toy.pool.allocate([21, "a"], owner="B")  # found where it is sent, when the batch was looked at
+    handed_over.clear()
+    with pytest.raises(EngineError, match="slots"), toy.session.step(alike | dict(input_ids=[2])):
+        pass
+    assert int(toy.session.inputs.buffer("input_ids")[0]) == 1
+    with toy.session.step(alike | dict(input_ids=[3])):
+        assert int(toy.session.inputs.buffer("input_ids")[0]) == 3
+    assert handed_over == []
+
+
 def calls_of_a_kind(how: str, seed: int) -> tuple:
     """Slots that are shared, handed over and released, right and wrong; what is reported and known."""
     rng, toy = random.Random(seed), prefilled()
