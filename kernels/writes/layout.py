@@ -98,16 +98,31 @@ class SlotLayout:
         """``view`` permuted to ``[*slot axes, *row axes]``; no copy."""
         return view.permute(*self.slot_axes, *self.row_axes)
 
-    def gather(self, view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """The rows of ``slots`` (int64 ``[n]``), copied: ``[n, *row_shape]``."""
+    def gather(self, view: torch.Tensor, slots: torch.Tensor, ascending: bool = False) -> torch.Tensor:
+        """The rows of ``slots`` (int64 ``[n]``), copied: ``[n, *row_shape]``.
+
+        Args:
+            ascending: the slots are in order, and none is named twice.
+        """
         first = self.slots_first(view)
         if self.two_axes and (first.shape[0] == 1 or first.stride(0) == first.stride(1) * self.positions):
             first = first.flatten(0, 1)  # no copy
         elif self.two_axes:
             return first[slots // self.positions, slots % self.positions]
         if view.device.type == "cpu":  # indexing takes four times as long for rows of 4 KiB
-            return first.index_select(0, slots)
+            run = _run(first, slots) if ascending else None
+            return first.index_select(0, slots) if run is None else run.clone(memory_format=torch.contiguous_format)
         return first[slots]
+
+
+def _run(first: torch.Tensor, slots: torch.Tensor) -> torch.Tensor | None:
+    """The rows of slots that ascend, if these follow one another, as most do that are stored: a third of the time that
+    it takes to select them; else None."""
+    n = slots.numel()
+    if n < 2:
+        return None
+    begin = int(slots[0])
+    return first[begin : begin + n] if int(slots[-1]) == begin + n - 1 else None
 
 
 def poison_mask(dtype: torch.dtype) -> tuple[int, int]:

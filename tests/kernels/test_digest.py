@@ -11,6 +11,7 @@ from scenes import random_scene
 from kvcanary_fx.kernels.content import cpu, digest
 from kvcanary_fx.kernels.content import naive as reference
 from kvcanary_fx.kernels.slots.chain import MASK64, mix, mix_tensor
+from kvcanary_fx.kernels.writes.layout import SlotLayout
 
 rows = st.binary(min_size=1, max_size=70)
 words32 = st.integers(0, 2**32 - 1)
@@ -104,6 +105,29 @@ def test_cpu_digest_equals_the_definition(seed):
     assert got == [
         reference.digest_of(scene.site, reference.row_bytes(scene.site, scene.view, s)) for s in range(len(got))
     ]
+
+
+LAYOUTS = [
+    SlotLayout((12, 3), (0,), torch.float16),
+    SlotLayout((2, 3, 20, 5), (0, 2), torch.bfloat16),
+    SlotLayout((1, 3, 20, 4), (0, 2), torch.float32),
+    SlotLayout((4, 4, 2, 3), (0, 1), torch.float32, paged=True),
+]
+
+
+@given(st.sampled_from(LAYOUTS), st.sets(st.integers(0, 11), max_size=12), st.booleans(), st.integers(1, 200))
+@settings(deadline=None)
+def test_slots_in_order_have_the_digests_that_they_have_in_any(layout, chosen, run, chunk_words):
+    """Those that follow one another are copied, and others selected."""
+    view = torch.randn(layout.shape).to(layout.dtype)
+    if run and chosen:
+        chosen = range(min(chosen), max(chosen) + 1)
+    slots = torch.tensor(sorted(chosen), dtype=torch.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "CHUNK_WORDS", chunk_words)
+        found = cpu.digest_rows(layout, view, slots, (3, 4), 2, ascending=True)
+    one_by_one = [cpu.digest_rows(layout, view, slots[i : i + 1], (3, 4), 2) for i in range(len(slots))]
+    assert torch.equal(found, torch.cat(one_by_one, 1) if one_by_one else found[:, :0])
 
 
 @given(st.lists(st.tuples(st.integers(-1, 2**31 - 1), st.integers(-8, 2**31 - 1)), min_size=1, max_size=8))
