@@ -166,11 +166,12 @@ def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int
     epoch, reached = _epoch(site, write_id), slots[slots >= 0]
     site.control.stamps[0, reached] = epoch
     twice = _duplicates(reached)
-    site.control.stamps[1, twice] = epoch
+    if twice.numel():
+        site.control.stamps[1, twice] = epoch
     if not site.checks & Check.BOUNDS:
         return
-    outside = raw != slots
-    if bool(outside.any()):
+    if raw is not slots and not torch.equal(raw, slots):
+        outside = raw != slots
         report(site, phase, Check.BOUNDS, slots[outside], raw[outside], slots[outside])
     if twice.numel():
         offenders = twice[~takes_padding(site, twice)]
