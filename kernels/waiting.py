@@ -11,9 +11,9 @@ class Put(NamedTuple):
     """Numbers that lie in memory, and wait for the launch that brings them to their places.
 
     Attributes:
-        launch: launches it, in the current stream; with ``grid`` and ``at``.
-        grid: of that launch.
-        at: their address.
+        launch: makes that launch in the current stream, given its grid and their address.
+        grid: the grid of the launch.
+        at: the address of the numbers.
     """
 
     launch: Callable[[tuple[int, int, int], int], None]
@@ -41,7 +41,7 @@ class Waiting:
         return self._put if self._put is not None and self._thread == threading.get_ident() else None
 
     def sent(self) -> None:
-        """What waited was launched."""
+        """What waited was launched along with something else."""
         self._put = None
 
     def drop(self) -> None:

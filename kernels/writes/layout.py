@@ -116,8 +116,10 @@ class SlotLayout:
 
 
 def _run(first: torch.Tensor, slots: torch.Tensor) -> torch.Tensor | None:
-    """The rows of slots that ascend, if these follow one another, as most do that are stored: a third of the time that
-    it takes to select them; else None."""
+    """The rows of slots that ascend, if these follow one another, as most do that are stored; else None.
+
+    To copy 520 rows of 64 bytes took a CPU core a third as long as to select them, and of 2 KiB half as long.
+    """
     n = slots.numel()
     if n < 2:
         return None

@@ -14,6 +14,7 @@ from ..errors import EngineError
 from ..kernels.side_stream import capturing
 from ..kernels.slots import checks as request_checks
 from ..kernels.slots.space import RequestPlan
+from ..kernels.waiting import Waiting
 from .arguments import integer_tensor
 from .batch_arguments import is_plainly_right, require_batch, stored_in
 from .kv_pool import KVPool
@@ -176,18 +177,23 @@ class Inputs:
     stored = staticmethod(stored_in)
 
     def fill(
-        self, batch: Any, step: int, begin: Callable[[int, torch.device | None], None] | None = None
+        self,
+        batch: Any,
+        step: int,
+        begin: Callable[[int, torch.device | None], None] | None = None,
+        waiting: Waiting | None = None,
     ) -> dict[str | None, StepView]:
         """Take in a batch; the views of it, by the field that they come from.
 
         Args:
-            begin: tells the devices that the step begins, but for one that the inputs told.
+            begin: tells the devices that the step begins, but for one that the inputs told, or whose numbers wait.
+            waiting: where numbers may wait until ``begin`` sends them.
 
         Raises:
             StepInputError: a batch that does not fit.
             EngineError: no field for a pool that takes its batch from there.
         """
-        if not self._fill_again(self.main, batch, step):
+        if not self._fill_again(self.main, batch, step, waiting):
             if begin is not None:
                 begin(step, None)
             self._fill(None, self.main, batch)
@@ -202,9 +208,9 @@ class Inputs:
                 views[field] = inputs.view()
         return views
 
-    def _fill_again(self, inputs: StepInputs, batch: Any, step: int) -> bool:
+    def _fill_again(self, inputs: StepInputs, batch: Any, step: int, waiting: Waiting | None = None) -> bool:
         inputs.step = step
-        return inputs.may_come_again and is_plainly_right(batch) and inputs.fill_again(batch)
+        return inputs.may_come_again and is_plainly_right(batch) and inputs.fill_again(batch, waiting)
 
     def _fill(self, field: str | None, inputs: StepInputs, batch: Any) -> None:
         require_batch(batch, [pool.slots_from for pool in self._groups[field]])

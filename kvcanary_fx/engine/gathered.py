@@ -36,15 +36,11 @@ class Gathered:
     """Copies that are sent to a device together.
 
     Their destinations are usually those of the step before, so the views are kept.
-
-    Attributes:
-        waiting: where numbers that are sent again wait for the next launch of something else; None: they are launched.
     """
 
     def __init__(self, device: torch.device):
         self._staging, self._device = Staging(device), device
         self._handed: Handed | None = None
-        self.waiting: Waiting | None = None
         self._landing = lasting(0, dtype=torch.int64, device=device)
         self._words = array("q")
         self._places: list[tuple[torch.Tensor, int, int]] = []  # a buffer, its first entry and how many, for the words
@@ -103,12 +99,16 @@ class Gathered:
         """Whether the numbers of ``sent`` still arrive where it says."""
         return not isinstance(sent, Sent) or sent.landing is self._landing
 
-    def send_to(self, sent: Sent | Places, words: array[int]) -> None:
-        """Launch the copies, those of numbers to known places; these may be left to :attr:`waiting`."""
-        if self.waiting is None or isinstance(sent, Sent):
+    def send_to(self, sent: Sent | Places, words: array[int], waiting: Waiting | None = None) -> None:
+        """Launch the copies, those of numbers to known places.
+
+        Args:
+            waiting: numbers that a kernel reads where they are wait there instead; None: they are launched, too.
+        """
+        if waiting is None or isinstance(sent, Sent):
             self._fill(sent, words)
         else:
-            self.waiting.add(sent.put(words))
+            waiting.add(sent.put(words))
         if self._copies:
             self._send_copies()
 

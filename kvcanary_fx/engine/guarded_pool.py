@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -151,22 +151,8 @@ class EnginePool:
         Raises:
             EngineError: as :meth:`allocate` does; the calls before the wrong one are made.
         """
-        if written_in_step and self._allocated_alike(given, page_size, True):
-            return
-        for slots, owner in given[:1]:
-            self.allocate(slots, owner, page_size)
-        if self._allocated_alike(given[1:], page_size, False):
-            return
-        for slots, owner in given[1:]:
-            self.allocate(slots, owner, page_size)
-
-    def _allocated_alike(
-        self, given: Sequence[tuple[Slots, RequestId | None]], page_size: int, written_in_step: bool
-    ) -> bool:
-        """Note calls at once, if nothing is odd about any of them; whether they were."""
-        named = None if self.rivals else self._events.add_alike(_ALLOCATE, given, page_size, written_in_step)
-        self.live_slots += named or 0
-        return named is not None
+        if not (written_in_step and self._add_alike(_ALLOCATE, given, page_size, 1, written_in_step)):
+            self._add_each(self.allocate, _ALLOCATE, given, page_size, live=1)
 
     def release(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """One reference to each slot was dropped; a slot without references is free.
@@ -189,7 +175,7 @@ class EnginePool:
         Raises:
             EngineError: as :meth:`release` does; the calls before the wrong one are made.
         """
-        self._add_each(_RELEASE, given, page_size, live=-1)
+        self._add_each(self.release, _RELEASE, given, page_size, live=-1)
 
     def share(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """One reference to each slot was added: a shared slot may be read by several requests and written by none."""
@@ -197,27 +183,44 @@ class EnginePool:
 
     def share_each(self, given: Sequence[tuple[Slots, RequestId | None]], page_size: int = 1) -> None:
         """As many calls of :meth:`share`, for less of the host's time; arguments as of :meth:`release_each`."""
-        self._add_each(_SHARE, given, page_size, live=1)
+        self._add_each(self.share, _SHARE, given, page_size, live=1)
 
     def hand_over_each(self, given: Sequence[tuple[Slots, RequestId | None]], page_size: int = 1) -> None:
         """The same of :meth:`hand_over`."""
-        self._add_each(_HAND_OVER, given, page_size, live=0)
+        self._add_each(self.hand_over, _HAND_OVER, given, page_size, live=0)
 
     def _add_each(
-        self, event: Event, given: Sequence[tuple[Slots, RequestId | None]], page_size: int, live: int
+        self,
+        call: Callable[[Slots, RequestId | None, int], None],
+        event: Event,
+        given: Sequence[tuple[Slots, RequestId | None]],
+        page_size: int,
+        live: int,
     ) -> None:
-        """Note calls that give no slot to a new request, in order.
+        """Make calls of one kind in order: the first by itself, the others at once if nothing is odd about them.
 
         Args:
+            call: makes one.
             live: what each slot of theirs adds to :attr:`live_slots`.
         """
-        for some, each in ((given[:1], True), (given[1:], False)):
-            named = None if each else self._events.add_alike(event, some, page_size)
-            if named is not None:
-                self.live_slots += live * named
-                continue
-            for slots, owner in some:
-                self.live_slots += live * self._events.add(event, slots, page_size, owner)
+        for slots, owner in given[:1]:
+            call(slots, owner, page_size)
+        if not self._add_alike(event, given[1:], page_size, live):
+            for slots, owner in given[1:]:
+                call(slots, owner, page_size)
+
+    def _add_alike(
+        self,
+        event: Event,
+        given: Sequence[tuple[Slots, RequestId | None]],
+        page_size: int,
+        live: int,
+        written_in_step: bool = False,
+    ) -> bool:
+        """Note calls at once, if nothing is odd about any of them; whether they were."""
+        named = None if self.rivals else self._events.add_alike(event, given, page_size, written_in_step)
+        self.live_slots += live * (named or 0)
+        return named is not None
 
     def hand_over(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """The slots get another owner and keep their content, for example from a request to a prefix cache.

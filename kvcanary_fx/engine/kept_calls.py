@@ -103,7 +103,9 @@ class KeptCalls:
         content, imported, apply = self._content, self._content.imported, self._apply
         events = Events(ring.rows, ring.pages[:room], page_size)
         gone = lasting(3, events.slots, dtype=torch.int64, device=self._device) if released else None
-        scatter = BoundLaunch(scatter_from_kernel, self._device, dict(at_ptr=ring.along, BLOCK=BLOCK), (), 4)
+        scatter = None
+        if grid is not None:
+            scatter = BoundLaunch(scatter_from_kernel, self._device, dict(at_ptr=ring.along, BLOCK=BLOCK), (), 4)
 
         def run() -> None:
             ring.land(room)
@@ -111,7 +113,7 @@ class KeptCalls:
             if gone is not None:
                 content.verify(gone[0], ring.slots, gone[1], Phase.LIFE, gone[2])
                 apply.renew(events, imported, ring.counts)
-            if grid is not None:
+            if grid is not None and scatter is not None:
                 (scatter if scatter.ready else scatter.first)(grid, (), None)
 
         return run

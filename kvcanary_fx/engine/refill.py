@@ -19,6 +19,7 @@ from .step_view import Axis
 
 if TYPE_CHECKING:
     from ..kernels.handed import Places
+    from ..kernels.waiting import Waiting
 
 #: What numbers are taken from without a conversion that could change them.
 _INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
@@ -109,12 +110,20 @@ class Form:
         fixed = tuple(absent), tuple(host), tuple(device), tuple(computed)
         return cls(real, *fixed, gathered.places(places), view)
 
-    def fill(self, batch: Any, inputs: Any, gathered: Gathered, owns: Callable[[torch.Tensor], bool]) -> bool:
+    def fill(
+        self,
+        batch: Any,
+        inputs: Any,
+        gathered: Gathered,
+        owns: Callable[[torch.Tensor], bool],
+        waiting: Waiting | None = None,
+    ) -> bool:
         """Fill the buffers from a batch; whether it had this form.  If it has not, nothing was written.
 
         Args:
             inputs: the registry, for what is computed.
             owns: whether a tensor lies in the buffers.
+            waiting: as of :meth:`.Gathered.send_to`.
         """
         get = fields_of(batch)
         if get("real_counts", None) is not None or not gathered.holds(self.sent):
@@ -136,7 +145,7 @@ class Form:
             words.append(inputs.clock_word(inputs.step))
         for field, source in zip(self.device, sources, strict=True):
             gathered.tensor(field.out, source)
-        gathered.send_to(self.sent, words)
+        gathered.send_to(self.sent, words, waiting)
         return True
 
     def _take_all(self, words: array[int], batch: Any, inputs: Any, get: Callable[[str, None], Any]) -> bool:

@@ -244,22 +244,22 @@ class StepInputs:
             self._filling = False
             self._sources.clear()
 
-    def let_wait(self, waiting: Waiting) -> None:
-        """A fill at once leaves its numbers there."""
-        self._gathered.waiting = waiting
-
     @property
     def may_come_again(self) -> bool:
         """Whether a batch of the form of the last one is filled in at once."""
         return self._form is not None
 
-    def fill_again(self, batch: Any) -> bool:
-        """Fill from a batch of the form of the last one; whether it is: else nothing is filled."""
+    def fill_again(self, batch: Any, waiting: Waiting | None = None) -> bool:
+        """Fill from a batch of the form of the last one; whether it is: else nothing is filled.
+
+        Args:
+            waiting: where the host's numbers may wait for the next launch of something else; the caller sends them.
+        """
         form = self._form
         if form is None or capturing():
             return False
         try:
-            if not form.fill(batch, self, self._gathered, self._owns):
+            if not form.fill(batch, self, self._gathered, self._owns, waiting):
                 return False
         except BaseException:
             self._forget()

@@ -116,12 +116,10 @@ class Steps:
 
     def _let_wait(self) -> Waiting | None:
         """Let a step's numbers travel with the calls of its allocator; None where these are of several pools."""
-        inputs, pools = self._inputs.main, list(self._pools.values())
-        if len(pools) > 1 or not hands_over(inputs.counts.device):
+        pools = list(self._pools.values())
+        if len(pools) > 1 or not hands_over(pools[0].declared.device):
             return None
-        waiting = Waiting()
-        inputs.let_wait(waiting)
-        pools[0].calls.waiting = waiting
+        pools[0].calls.waiting = waiting = Waiting()
         return waiting
 
     def mark_ready(self) -> None:
@@ -180,7 +178,7 @@ class Steps:
                 self._step = _EMPTY
             else:
                 if self._waiting is None:
-                    self.flush()
+                    self.flush()  # the batch says which step it is, and the calls were made before it
                 self._step = self._view_of(batch, self._tell)
         except BaseException:
             self.leave()
@@ -273,7 +271,8 @@ class Steps:
             self.beside_graph.replayed(self.begun)
         self.running = None
         self.done += 1
-        self._observers.after_kept(kept.forward.plans)
+        self._observers.after_forward(kept.forward.plans)
+        self._observers.after_step()
 
     def leave_kept(self) -> None:
         """The step is over, also if the model raised."""
@@ -295,6 +294,8 @@ class Steps:
     def _tell(self, step: int, told: torch.device | None) -> None:
         """A step begins, of which the device ``told`` has its numbers, or gets them with the calls before it."""
         self.flush()
+        if self._waiting is not None:
+            self._waiting.send()  # no call took them along
         self._clock.begin_step(step, told)
 
     def join(self, all: bool = False) -> None:
@@ -307,9 +308,7 @@ class Steps:
         check_layers(self.pools_by_space, running, self._pool_sides, self.sides)
 
     def _view_of(self, batch: Any, begin: Begin | None = None) -> Mapping[str | None, StepView]:
-        views = self._inputs.fill(batch, self.begun, begin)
-        if self._waiting is not None:
-            self._waiting.send()  # no call took them along
+        views = self._inputs.fill(batch, self.begun, begin, None if begin is None else self._waiting)
         self._observers.given.note(batch)
         return views
 

@@ -140,12 +140,12 @@ class _Step(contextlib.AbstractContextManager[T]):
         if not pace.passes("step", given[2]):
             sample = self._sample = pace.begin("step", *given)
             if sample is not None:
-                pace.running(sample)
+                pace.measure_with(sample)
                 self._inner = pace.around(sample, self._inner)
         try:
             return self._inner.__enter__()
         except BaseException:
-            pace.running(None)
+            pace.measure_with(None)
             raise
 
     def __exit__(self, *error: Any) -> bool | None:
@@ -155,7 +155,7 @@ class _Step(contextlib.AbstractContextManager[T]):
         try:
             done = self._inner.__exit__(*error)
         finally:
-            self._pace.running(None)
+            self._pace.measure_with(None)
         if error[0] is None:
             sample.end()
         return done
@@ -248,13 +248,13 @@ class Pace:
         """``inner``, whose start and end are our work, but not what happens inside."""
         return inner if self._running is None else self.around(self._running, inner)
 
-    def running(self, sample: Sample | None) -> None:
-        """The step that runs is measured by this; None: it is not, or none runs."""
+    def measure_with(self, sample: Sample | None) -> None:
+        """Measure the forwards of the running step; None: it is not measured, or none runs."""
         self._running = sample
 
     @contextlib.contextmanager
     def around(self, sample: Sample, inner: contextlib.AbstractContextManager[T]) -> Iterator[T]:
-        """The same, where it is measured."""
+        """``inner`` in a measured step, as of :meth:`forward`."""
         sample.model_ran()
         with inner as value:
             sample.model_runs()

@@ -15,6 +15,7 @@ import kvcanary_fx
 from kvcanary_fx import Batch, EngineError, KVPool
 from kvcanary_fx.engine import gathered, kept_calls, slot_events, steps
 from kvcanary_fx.engine.kept_calls import KeptCalls
+from kvcanary_fx.engine.layers import LayerChecks
 from kvcanary_fx.engine.step_inputs import StepInputs
 from kvcanary_fx.engine.steps import Steps
 from kvcanary_fx.kernels import bound_launch, compile_ahead, replay
@@ -621,6 +622,20 @@ def test_numbers_of_a_step_that_cannot_begin_are_sent_to_no_place(handed_over):
     with toy.session.step(alike | dict(input_ids=[3])):
         assert int(toy.session.inputs.buffer("input_ids")[0]) == 3
     assert handed_over == []
+
+
+@interpreted
+def test_numbers_that_are_filled_in_outside_of_a_step_wait_for_nothing(handed_over):
+    """As for a graph that an engine replays by itself, and for a batch without requests."""
+    toy = prefilled(history=False)
+    inputs = toy.session.inputs
+    alike = dict(input_ids=[1], slots=[18], request_rows=[0], prefix_lens=[0], extend_lens=[1])
+    for token in range(20, 25):
+        inputs.fill_from(alike | dict(input_ids=[token]))
+        assert int(inputs.buffer("input_ids")[0]) == token
+    assert inputs.may_come_again
+    LayerChecks(toy.session).reserve(1, 1)
+    assert inputs.counts.tolist()[:2] == [0, 0]
 
 
 def calls_of_a_kind(how: str, seed: int) -> tuple:

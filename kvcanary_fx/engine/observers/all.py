@@ -37,15 +37,7 @@ class Observers:
 
     def after_forward(self, plans: Mapping[int, RequestPlan]) -> None:
         """A forward ended; ``plans`` says what it read and wrote, by the number of the slot space."""
-        self.health.note(plans)
-        self.windows.note(plans)
-
-    def after_kept(self, plans: Mapping[int, RequestPlan]) -> None:
-        """A step with one forward ended: :meth:`after_forward` and :meth:`after_step`, in most steps for less."""
         self.health.last_plans = self.windows.last_plans = plans
-        schedule = self._session.schedule
-        if self.sweep.every or schedule.health or schedule.stats or schedule.windows:
-            self.after_step()
 
     def after_step(self) -> None:
         """A step ended: run what the schedule says.

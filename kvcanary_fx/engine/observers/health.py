@@ -28,10 +28,6 @@ class Health:
         self._session = session
         self.last_plans: Mapping[int, RequestPlan] = {}
 
-    def note(self, plans: Mapping[int, RequestPlan]) -> None:
-        """A forward ended; ``plans`` says what it wrote."""
-        self.last_plans = plans
-
     def after_step(self) -> None:
         """Run if it is due; also logs the line with the counts.
 

@@ -86,10 +86,6 @@ class Windows:
         """Forget the last forward: it was warm-up."""
         self.last_plans = {}
 
-    def note(self, plans: Mapping[int, RequestPlan]) -> None:
-        """A forward ended; ``plans`` says what it read and wrote."""
-        self.last_plans = plans
-
     def after_step(self) -> None:
         """Log the report if the schedule says so."""
         every = self._session.schedule.windows

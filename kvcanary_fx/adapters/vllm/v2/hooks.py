@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
@@ -196,5 +196,4 @@ def _both(context: Any, forward: Any) -> Iterator[None]:
 
 
 def _of(runner: Any) -> GuardV2 | None:
-    found: GuardV2 | None = getattr(runner, registry.OF_RUNNER, None)  # of these runners it is one
-    return found
+    return cast("GuardV2 | None", registry.of_runner(runner))  # what guards these runners
