@@ -36,7 +36,8 @@ def digest_and_compare(
     """
     sum1 = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)
     sum2 = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)
-    hits = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)  # bit 0: poison; bit 1: unlike the operand
+    hits = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)
+    unlike = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)  # bits in which row and operand differ
     for w0 in range(0, words_in_row, BLOCK_WORDS):
         word = w0 + tl.arange(0, BLOCK_WORDS)
         w = load_words(base, start, live, word, units, n1, n2, n3, d0, d1, d2, d3, words_in_row, UNIT)
@@ -44,12 +45,12 @@ def digest_and_compare(
             value_base, value_start, live, word, v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3, words_in_row,
             OPERAND_UNIT,
         )  # fmt: skip
-        hits |= (w != v).to(tl.int32) << 1
+        unlike |= w ^ v
         sum1, sum2, hits = add_words(
             sum1, sum2, hits, w, word, coef_ptr, words_in_row, PLANES, POISON_MASK, POISON_BITS, ELEMENT
         )  # fmt: skip
     h1, h2, poisoned = digests_of_sums(sum1, sum2, hits, live, seed1, seed2, POISON_MASK)
-    return h1, h2, poisoned, live & (tl.max(hits >> 1, axis=1) != 0)
+    return h1, h2, poisoned, live & (tl.max((unlike != 0).to(tl.int32), axis=1) != 0)
 
 
 @triton.jit

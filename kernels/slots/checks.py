@@ -136,6 +136,9 @@ def _walk_columns(space: SlotSpace, plan: RequestPlan, start: int, stop: int) ->
         request=plan.owners.unsqueeze(1),
         detail=torch.where(outside, -1, space.tokens[at]),
     )
+    space.counters[SpaceCount.CHECKED] += live.sum()
+    if not space.checks & Check.CONTENT:
+        return at[:0].flatten()
     sound = live & ~outside & ((space.flags[at] & Flag.WRITTEN) != 0) & (space.flags[at] >= REFERENCE)
     turn = (at + plan.counts[2]) % space.control.every(space.verify_every) == 0
     due = sound & (turn | ((space.flags[at] & Flag.DUE) != 0))
@@ -143,7 +146,6 @@ def _walk_columns(space: SlotSpace, plan: RequestPlan, start: int, stop: int) ->
     space.flags[stamped] &= ~int(Flag.DUE)
     note_reads(space, torch.where(space.reads[stamped] == space.clock, space.nowhere, stamped))
     space.reads[stamped] = space.clock
-    space.counters[SpaceCount.CHECKED] += live.sum()
     return stamped
 
 

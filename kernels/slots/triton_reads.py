@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ..words import (
     CHECK_BOUNDS,
+    CHECK_CONTENT,
     COLUMN_FLAGS,
     COLUMN_READS,
     FLAG_DUE,
@@ -130,6 +131,34 @@ def chain_before(block_ptr, wide_ptr, slots, slot, mask, otherwise):
     return tl.where(is_named(block_ptr, slots, slot, mask), chain, otherwise)
 
 
+@triton.jit
+def list_due(
+    at, sound, turns, flags, seen, clock,  # a block: slots, which are sound, whose turn it is; the forward's number
+    block_ptr, listed_ptr, listed_count_ptr, past_ptr, words_ptr,
+    KEPT: tl.constexpr,
+):  # fmt: skip
+    """List the sound slots that are due for the layers' content checks: once, however many requests share them."""
+    idle = (flags & FLAG_DUE) != 0
+    due = sound & (turns | idle)
+    tl.atomic_and(
+        block_ptr + at * SPACE_COLUMNS + COLUMN_FLAGS,
+        tl.zeros_like(flags) + (-1 - FLAG_DUE),
+        mask=due & idle,
+        sem="relaxed",
+    )
+    due = due & (seen != clock)
+    read = tl.atomic_xchg(
+        block_ptr + at * SPACE_COLUMNS + COLUMN_READS, tl.zeros_like(flags) + clock, mask=due, sem="relaxed"
+    )
+    fresh = (due & (read != clock)).to(tl.int32)
+    count = tl.sum(fresh, axis=0)
+    if count > 0:
+        place = tl.atomic_add(listed_count_ptr, count, sem="relaxed") + tl.cumsum(fresh, axis=0) - 1
+        tl.store(listed_ptr + place, at.to(tl.int32), mask=fresh != 0)
+        if KEPT > 0:
+            note_read(past_ptr, words_ptr, at, fresh != 0, KEPT)
+
+
 @triton.jit(do_not_specialize=PER_STEP)
 def walk_kernel(
     block_ptr, wide_ptr, clock_ptr, counters_ptr,  # int32 [slots + 1, 8], the same as int64, int32 [1], int64
@@ -165,6 +194,7 @@ def walk_kernel(
     # the first block of this program that the window reaches, and where the request ends
     reached = start_at if RING else first // BLOCK * BLOCK
     end = tl.where(exists, tl.minimum(prefix, start_at + stop), 0)
+    checked = tl.full([], 0, tl.int64)
     for begin in range(reached + tl.program_id(0).to(tl.int64) * BLOCK, end, tl.num_programs(0).to(tl.int64) * BLOCK):
         position = begin + tl.arange(0, BLOCK)
         live = (position >= first) & (position < end)
@@ -284,27 +314,15 @@ def walk_kernel(
                 detail,
                 PHASE_PRE,
             )
-        # the slots found sound are listed once, however many requests share them, for the layers' content checks
-        idle = (flags & FLAG_DUE) != 0
-        due = live & (outside == 0) & written & (flags >= REFERENCE) & (((at.to(tl.int32) + turn) % share == 0) | idle)
-        tl.atomic_and(
-            block_ptr + at * SPACE_COLUMNS + COLUMN_FLAGS,
-            tl.zeros_like(flags) + (-1 - FLAG_DUE),
-            mask=due & idle,
-            sem="relaxed",
-        )
-        due = due & (seen != clock)
-        read = tl.atomic_xchg(
-            block_ptr + at * SPACE_COLUMNS + COLUMN_READS, tl.zeros_like(flags) + clock, mask=due, sem="relaxed"
-        )
-        fresh = (due & (read != clock)).to(tl.int32)
-        count = tl.sum(fresh, axis=0)
-        if count > 0:
-            place = tl.atomic_add(listed_count_ptr, count, sem="relaxed") + tl.cumsum(fresh, axis=0) - 1
-            tl.store(listed_ptr + place, at.to(tl.int32), mask=fresh != 0)
-            if KEPT > 0:
-                note_read(past_ptr, words_ptr, at, fresh != 0, KEPT)
-        tl.atomic_add(counters_ptr + SPACE_CHECKED, tl.sum(live.to(tl.int64), axis=0), sem="relaxed")
+        if (CHECK_CONTENT & checks) != 0:
+            turns = (at.to(tl.int32) + turn) % share == 0
+            sound = live & (outside == 0) & written & (flags >= REFERENCE)
+            list_due(
+                at, sound, turns, flags, seen, clock, block_ptr, listed_ptr, listed_count_ptr, past_ptr, words_ptr, KEPT
+            )
+        checked += tl.sum(live.to(tl.int64), axis=0)
+    if checked > 0:
+        tl.atomic_add(counters_ptr + SPACE_CHECKED, checked, sem="relaxed")
 
 
 @triton.jit
