@@ -46,7 +46,7 @@ from ..words import (
     ZERO_STANDS_FOR,
 )
 from .digest import as_int32
-from .triton_digest import digest_of_rows, first_poison
+from .triton_digest import NO_POISON, digest_of_rows, first_poison
 
 VERIFY, ADOPT, SNAPSHOT, CHANGED = 0, 1, 2, 3
 
@@ -106,20 +106,20 @@ def report_of(
 
 @triton.jit
 def report_poison(
-    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, poisoned, slot, base, start, words_in_row,
+    words_ptr, ring_ptr, capacity, rows_ptr, positions, half, suspect, slot, base, start, words_in_row,
     units, n1, n2, n3, d0, d1, d2, d3,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, POISON_MASK: tl.constexpr,
     POISON_BITS: tl.constexpr, ELEMENT: tl.constexpr, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Report the written slots with a NaN or an Inf, each with the first that it has."""
-    if tl.max(poisoned.to(tl.int32), axis=0) != 0:
+    """Report the written slots with a NaN or an Inf among those that are suspect, each with the first that it has."""
+    if tl.max(suspect.to(tl.int32), axis=0) != 0:
         poison = first_poison(
-            base, start, poisoned, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+            base, start, suspect, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
             UNIT, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
         )  # fmt: skip
         report(
-            words_ptr, ring_ptr, capacity, rows_ptr, positions, half, PHASE_POST, CHECK_POISON, 0, poisoned, slot,
-            tl.zeros_like(slot), poison & 0xFFFFFFFF, poison >> 32, HAS_ROWS,
+            words_ptr, ring_ptr, capacity, rows_ptr, positions, half, PHASE_POST, CHECK_POISON, 0,
+            suspect & (poison != NO_POISON), slot, tl.zeros_like(slot), poison & 0xFFFFFFFF, poison >> 32, HAS_ROWS,
         )  # fmt: skip
 
 
@@ -298,7 +298,7 @@ def scan_slots(
             start = row * slot_stride0 + position * slot_stride1
         else:
             start = slot * slot_stride1
-        h1, h2, poisoned = digest_of_rows(
+        h1, h2, suspect = digest_of_rows(
             base, start, work, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
             UNIT, PLANES, BLOCK, BLOCK_WORDS, POISON_MASK if MODE == _CHANGED else 0, POISON_BITS, ELEMENT,
         )  # fmt: skip
@@ -330,7 +330,7 @@ def scan_slots(
                 tl.store(digest_ptr + slots_total + slot, h2, mask=changed)
             tl.atomic_add(counters_ptr + COUNT_RECORDED, tl.sum(changed.to(tl.int64), axis=0), sem="relaxed")
             report_poison(
-                words_ptr, ring_ptr, capacity, rows_ptr, positions, half, poisoned & changed, slot, base, start,
+                words_ptr, ring_ptr, capacity, rows_ptr, positions, half, suspect & changed, slot, base, start,
                 words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
                 UNIT, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT, HAS_ROWS,
             )  # fmt: skip

@@ -17,7 +17,7 @@ from ..words import (
     SPACE_COLUMNS,
     WORD_STEP,
 )
-from .triton_digest import add_words, digest_of_rows, digests_of_sums, load_words
+from .triton_digest import add_words, digest_of_rows, digests_of_sums, gathered, load_words
 from .triton_half import PER_SITE, packed, report, report_poison
 from .triton_pool import half_at, units_at
 
@@ -29,15 +29,38 @@ def digest_and_compare(
     UNIT: tl.constexpr, OPERAND_UNIT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_WORDS: tl.constexpr, POISON_MASK: tl.constexpr, POISON_BITS: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
-    """:func:`digest_of_rows`, and which rows [BLOCK] differ from those of the operand.
+    """:func:`digest_of_rows`, and the rows [BLOCK] among which one differs from the operand's.
 
     Row and operand are read side by side.  Digested one after the other, a record of 64 slots waited for memory twice,
     and delayed the matrix product after it: 39 us of a decode step of 32 layers (H200).
     """
     sum1 = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)
     sum2 = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)
-    hits = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)
-    unlike = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)  # bits in which row and operand differ
+    hits = tl.zeros([BLOCK_WORDS], tl.uint32)
+    unlike = tl.zeros([BLOCK_WORDS], tl.uint32)
+    for w0 in range(0, words_in_row, BLOCK_WORDS):
+        word = w0 + tl.arange(0, BLOCK_WORDS)
+        w = load_words(base, start, live, word, units, n1, n2, n3, d0, d1, d2, d3, words_in_row, UNIT)
+        v = load_words(
+            value_base, value_start, live, word, v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3, words_in_row,
+            OPERAND_UNIT,
+        )  # fmt: skip
+        unlike = gathered(unlike, w ^ v)
+        sum1, sum2, hits = add_words(
+            sum1, sum2, hits, w, word, coef_ptr, words_in_row, PLANES, POISON_MASK, POISON_BITS, ELEMENT
+        )  # fmt: skip
+    h1, h2, suspect = digests_of_sums(sum1, sum2, hits, live, seed1, seed2, POISON_MASK)
+    return h1, h2, suspect, live & (tl.max(unlike, axis=0) != 0)
+
+
+@triton.jit
+def rows_unlike(
+    base, start, live, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+    value_base, value_start, v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
+    UNIT: tl.constexpr, OPERAND_UNIT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Which rows [BLOCK] differ from those of the operand.  Looked at where :func:`digest_and_compare` saw one."""
+    unlike = tl.zeros([BLOCK, BLOCK_WORDS], tl.int32)
     for w0 in range(0, words_in_row, BLOCK_WORDS):
         word = w0 + tl.arange(0, BLOCK_WORDS)
         w = load_words(base, start, live, word, units, n1, n2, n3, d0, d1, d2, d3, words_in_row, UNIT)
@@ -46,11 +69,7 @@ def digest_and_compare(
             OPERAND_UNIT,
         )  # fmt: skip
         unlike |= w ^ v
-        sum1, sum2, hits = add_words(
-            sum1, sum2, hits, w, word, coef_ptr, words_in_row, PLANES, POISON_MASK, POISON_BITS, ELEMENT
-        )  # fmt: skip
-    h1, h2, poisoned = digests_of_sums(sum1, sum2, hits, live, seed1, seed2, POISON_MASK)
-    return h1, h2, poisoned, live & (tl.max((unlike != 0).to(tl.int32), axis=1) != 0)
+    return live & (tl.max((unlike != 0).to(tl.int32), axis=1) != 0)
 
 
 @triton.jit
@@ -74,24 +93,29 @@ def record_slots(
     else:
         start = at * slot_stride1
     if OPERAND:
-        h1, h2, poisoned, bad = digest_and_compare(
+        h1, h2, suspect, bad = digest_and_compare(
             base, start, live, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
             value_base, i * token_stride, v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
             UNIT, OPERAND_UNIT, PLANES, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
         )  # fmt: skip
     else:
-        h1, h2, poisoned = digest_of_rows(
+        h1, h2, suspect = digest_of_rows(
             base, start, live, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
             UNIT, PLANES, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT,
         )  # fmt: skip
     if POISON_MASK != 0:
         report_poison(
-            words_ptr, ring_ptr, capacity, rows_ptr, positions, half, poisoned, slot, base, start, words_in_row,
+            words_ptr, ring_ptr, capacity, rows_ptr, positions, half, suspect, slot, base, start, words_in_row,
             units, n1, n2, n3, d0, d1, d2, d3,
             UNIT, BLOCK, BLOCK_WORDS, POISON_MASK, POISON_BITS, ELEMENT, HAS_ROWS,
         )  # fmt: skip
     if OPERAND:
         if tl.max(bad.to(tl.int32), axis=0) != 0:
+            bad = rows_unlike(
+                base, start, bad, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+                value_base, i * token_stride, v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3,
+                UNIT, OPERAND_UNIT, BLOCK, BLOCK_WORDS,
+            )  # fmt: skip
             if STAMPED:
                 epoch = tl.load(words_ptr + WORD_STEP) * 65536 + write_id
                 twice = tl.load(stamp_ptr + stamp_count + at, mask=bad, other=0) == epoch
