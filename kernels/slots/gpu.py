@@ -42,9 +42,12 @@ PROGRAMS = 8192
 _HISTORY = ("history_ptr", "history_stride", "history_step", "history_width", "history_rows")
 
 
-#: Warps of a program, and of one that walks: two positions for each of its threads.  Of ten tiles the fastest for
-#: 64 requests of 4,096 tokens (H200: 11.6 us; with four warps 14.3).
-WARPS, WALK_WARPS = 4, 2
+#: Warps of a program.
+WARPS = 4
+
+#: Positions and warps of a program that walks: of eleven pairs the fastest for 64 and 256 requests of 4,096 tokens
+#: (11.1 and 35 us; with 128 and four warps 14 and 53; H200).
+WALK_POSITIONS, WALK_WARPS = 64, 1
 
 
 class Launch(NamedTuple):
@@ -94,9 +97,9 @@ def _bound(made: Launch, device: torch.device, with_history: bool) -> tuple[Boun
     return BoundLaunch(made.kernel, device, fixed, changing, made.warps), (*made.grid, 1, 1)[:3], of_history
 
 
-def _over_positions(positions: int, bs: int) -> tuple[int, int]:
-    """The grid of a launch over so many positions of each request."""
-    return max(1, min(triton.cdiv(positions, BLOCK_POSITIONS), PROGRAMS // bs)), bs
+def _over_positions(positions: int, bs: int, block: int) -> tuple[int, int]:
+    """The grid of a launch over so many positions of each request, a block at a time."""
+    return max(1, min(triton.cdiv(positions, block), PROGRAMS // bs)), bs
 
 
 def _wide(space: SlotSpace) -> dict[str, Any]:
@@ -249,7 +252,7 @@ def _walk_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
         window=space.window if space.window is not None else ENDLESS,
         every=space.verify_every,
         BY_BUDGET=space.verify_every == BY_BUDGET,
-        BLOCK=BLOCK_POSITIONS,
+        BLOCK=WALK_POSITIONS,
         **request,
         **tokens,
         **_space_args(plan),
@@ -259,7 +262,7 @@ def _walk_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
         **_past_args(space),
         **ring,
     )
-    return [*launches, Launch(triton_reads.walk_kernel, _over_positions(stop, bs), read, WALK_WARPS)]
+    return [*launches, Launch(triton_reads.walk_kernel, _over_positions(stop, bs, WALK_POSITIONS), read, WALK_WARPS)]
 
 
 def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
@@ -440,7 +443,7 @@ def _compare_with_table(
         others: makes the kernel's own arguments that do not change.
     """
     device = space.block.device
-    grid = (*_over_positions(positions, plan.rows.shape[0]), 1)
+    grid = (*_over_positions(positions, plan.rows.shape[0], BLOCK_POSITIONS), 1)
     kept = None if capturing(device if device.type == "cuda" else None) else plan.launches
     launch = kept.get(form) if kept is not None else None
     if launch is not None and launch.ready:

@@ -58,8 +58,8 @@ def _together(checks: ModuleType) -> Any:
 #: The vectorised code, and the Triton kernels (interpreted where there is no GPU).
 IMPLEMENTATIONS = {"torch": _together(request_checks), "triton": _together(gpu_requests)}
 #: Sizes, for :func:`use_sizes`: those that engines get, and small ones.
-SIZES = ("BLOCK_POSITIONS", "BLOCK_TOKENS", "BLOCK_REQUESTS", "BLOCK_SUMS", "PROGRAMS")
-USUAL, SMALL = tuple(getattr(gpu_requests, name) for name in SIZES), (2, 2, 2, 2, 6)
+SIZES = ("BLOCK_POSITIONS", "WALK_POSITIONS", "BLOCK_TOKENS", "BLOCK_REQUESTS", "BLOCK_SUMS", "PROGRAMS")
+USUAL, SMALL = tuple(getattr(gpu_requests, name) for name in SIZES), (2, 2, 2, 2, 2, 6)
 OWNERS = (0, 11, 22, 33)
 #: Of one seed, in one space.
 PLANS = 10

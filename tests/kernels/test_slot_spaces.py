@@ -16,7 +16,8 @@ from kvcanary_fx.kernels.checks import Check
 from kvcanary_fx.kernels.ring import Control, Ring, Word
 from kvcanary_fx.kernels.slots import checks as request_checks
 from kvcanary_fx.kernels.slots import gpu as gpu_requests
-from kvcanary_fx.kernels.slots.space import RequestPlan, SlotSpace
+from kvcanary_fx.kernels.slots.past import read_back
+from kvcanary_fx.kernels.slots.space import RequestPlan, SlotSpace, SpaceCount
 
 SEEDS = int(os.environ.get("CANARY_TEST_SEEDS", "300"))
 BLOCKS = 5
@@ -79,7 +80,7 @@ def test_chain_of_a_long_prefill_is_the_sum_over_all_blocks(device, tokens):
     assert int(got.control.words[Word.HEAD]) == 0
 
 
-@pytest.mark.parametrize("at", [1, 64, 127, 128, 129])
+@pytest.mark.parametrize("at", [1, 63, 64, 65, 128, 129])
 def test_chain_of_a_prompt_that_breaks_is_reported_where_it_does(device, at):
     """Also at the first position of a block, where all that follows agrees with each other."""
     if device == "cpu" and torch.cuda.is_available():
@@ -92,8 +93,25 @@ def test_chain_of_a_prompt_that_breaks_is_reported_where_it_does(device, at):
     assert told == [[(Check.CHAIN, at)]] * 2
 
 
+@pytest.mark.parametrize("compared", [True, False])
+@pytest.mark.parametrize("kernels", [request_checks, gpu_requests], ids=["torch", "triton"])
+def test_slots_are_listed_and_noted_as_compared_only_if_their_bytes_are(device, kernels, compared):
+    if torch.cuda.is_available() and (kernels is request_checks or device == "cpu"):
+        pytest.skip("the interpreter stands in for a missing GPU, where the kernels list")
+    space = prefilled(9, [4, 3, 2], device, kernels, checks=ALL if compared else ALL & ~Check.CONTENT)
+    assert int(space.listed_count) == (9 if compared else 0)
+    noted = [past.reads for past in read_back(space.past[1:10].tolist())]
+    assert noted == [int(compared)] * 9
+    assert int(space.counters[SpaceCount.CHECKED]) == 9
+
+
 def prefilled(
-    tokens: int, lens: list[int], device: str, kernels: ModuleType, breaks_at: int | None = None
+    tokens: int,
+    lens: list[int],
+    device: str,
+    kernels: ModuleType,
+    breaks_at: int | None = None,
+    checks: Check = ALL,
 ) -> SlotSpace:
     """A space after a forward that wrote whole prompts, scattered, and one that read them.
 
@@ -105,7 +123,7 @@ def prefilled(
     slots = torch.randperm(tokens, generator=made).to(device) + 1
     ids = torch.randint(50_000, (tokens,), generator=made).to(device)
     control = Control.allocate(64, torch.device(device))
-    space = SlotSpace.allocate(tokens + 1, torch.device(device), control, 7, ALL, owner_known=False)
+    space = SlotSpace.allocate(tokens + 1, torch.device(device), control, 7, checks, owner_known=False, history=2)
     table = torch.nn.utils.rnn.pad_sequence(list(slots.split(lens)), batch_first=True)
 
     def plan(prefix: list[int], extend: list[int], n: int) -> RequestPlan:
