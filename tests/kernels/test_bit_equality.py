@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from scenes import ALL_CHECKS, play, random_scene, random_step, to_device
+from scenes import ALL_CHECKS, FLOAT_DTYPES, play, random_scene, random_step, to_device
 
 from kvcanary_fx.kernels import buffers, words
 from kvcanary_fx.kernels.buffers import Count, Gate, HalfBuffers
@@ -83,8 +83,10 @@ def test_words_of_the_kernels_are_those_of_the_table_and_the_buffers():
             getattr(words, name)
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 #: Each implementation with the device it runs on here; the interpreter runs the GPU kernels on the CPU.
-IMPLEMENTATIONS = [(cpu, "cpu"), (gpu, "cuda" if torch.cuda.is_available() else "cpu")]
+IMPLEMENTATIONS = [(cpu, "cpu"), (gpu, DEVICE)]
 
 
 def test_cpu_reads_rows_that_lie_apart_as_words():
@@ -303,6 +305,39 @@ def test_a_full_ring_keeps_the_count_and_as_many_rows_as_it_can(kernels, device)
     kept = scene.site.control.ring[:2, Ring.STORED].tolist()
     assert len(set(kept)) == 2
     assert set(kept) <= set(raw.tolist())
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
+def test_of_slots_recorded_together_those_are_reported_that_hold_a_nan_or_are_unlike_their_operand(
+    dtype, few, monkeypatch
+):
+    """A program looks at several slots at once, and at all elements of a word."""
+    if not few:
+        monkeypatch.setattr(gpu_halves, "FEW_SLOTS", 0)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    view = torch.ones(20, 2, 9, device=DEVICE).to(dtype)
+    layout = SlotLayout(tuple(view.shape), (0,), dtype)
+    control = buffers.Control.allocate(64, view.device)
+    control.stamps = torch.full((2, 20), -1, device=DEVICE)
+    gate, counters = (torch.zeros(len(kind), dtype=torch.int64, device=DEVICE) for kind in (Gate, Count))
+    checks = Check.OPERAND | Check.POISON
+    half = HalfBuffers.allocate(layout, 1, view.device)
+    site = buffers.Site(layout, half, control, gate, counters, 1, 3, 5, checks)
+    nan = torch.full((1,), torch.nan).to(dtype).view(bits).item()
+    view.view(bits)[7, 1, 6] = view.view(bits)[11, 0, 0] = nan
+    values = view.clone()
+    values[13, 1, 8] = -1
+    gpu.record(site, view, torch.arange(20, device=DEVICE), values, 0)
+    ring = control.ring[: int(control.words[Word.HEAD])].tolist()
+    assert {(row[Ring.CHECK], row[Ring.SLOT]) for row in ring} == {
+        (Check.POISON, 7),
+        (Check.POISON, 11),
+        (Check.OPERAND, 13),
+    }
+    assert len(ring) == 3
+    word = {row[Ring.SLOT]: row[Ring.DETAIL] for row in ring if row[Ring.CHECK] == Check.POISON}
+    assert word == {7: (15 * dtype.itemsize) // 4 + (dtype.itemsize == 8), 11: int(dtype.itemsize == 8)}
 
 
 def test_shadow_of_an_8b_gqa_slot_fits_the_budget():
