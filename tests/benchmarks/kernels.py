@@ -54,16 +54,20 @@ def microseconds(call: Callable[[], None], calls: int = CALLS, replays: int = RE
 
 
 class Scene:
-    """Requests with scattered slots, in a pool twice their size."""
+    """Requests with scattered slots, in a pool twice their size.
 
-    def __init__(self, requests: int, length: int, extend: int):
+    Args:
+        checks: of the slots; with content the walk lists those whose bytes are to be compared.
+    """
+
+    def __init__(self, requests: int, length: int, extend: int, checks: Check = CHECKS):
         self.requests, self.extend = requests, extend
         slots = 2 * requests * (length + extend)
         made = torch.Generator(DEVICE).manual_seed(0)
         owned = torch.randperm(slots, generator=made, device=DEVICE)[: requests * (length + extend)] + 1
         control = Control.allocate(4096, DEVICE)
         control.stamps = torch.full((2, slots + 1), -1, device=DEVICE)
-        self.space = SlotSpace.allocate(slots + 1, DEVICE, control, 1, CHECKS, owner_known=False)
+        self.space = SlotSpace.allocate(slots + 1, DEVICE, control, 1, checks, owner_known=False)
         self.table = owned.view(requests, length + extend).to(torch.int32)
         self.history = torch.randint(100_000, self.table.shape, generator=made, device=DEVICE)
         if length:
@@ -136,7 +140,7 @@ def content_rows(copied: float) -> list[list[str]]:
     """The content check of one layer's K, and its record, at 2,048 bytes a slot."""
     rows = []
     for requests, length, extend in ((1, 4096, 1), (64, 4096, 1), (256, 4096, 1), (64, 0, 4096)):
-        scene = Scene(requests, length, extend)
+        scene = Scene(requests, length, extend, CHECKS | CONTENT)
         view = torch.randn(scene.space.slots, 8, 128, device=DEVICE).bfloat16()
         layout = SlotLayout(tuple(view.shape), (0,), view.dtype)
         site, added = site_of(scene, view, layout), scene.now.slots
@@ -179,7 +183,7 @@ def row_rows() -> list[list[str]]:
     """The content check of 64 x 4,096 slots and the record of 64 with rows of other sizes."""
     rows = []
     for name, (row, dtype, offset) in ROWS.items():
-        scene = Scene(64, 4096, 1)
+        scene = Scene(64, 4096, 1, CHECKS | CONTENT)
         count = scene.space.slots * math.prod(row)
         store = torch.randint(0, 120, (count * dtype.itemsize + offset,), dtype=torch.uint8, device=DEVICE)
         flat = store[offset:] if dtype == torch.uint8 else store.view(dtype)[offset // dtype.itemsize :]
