@@ -144,7 +144,7 @@ def engine() -> None:
 
 def spaces() -> None:
     """What only large batches launch, and a plan that comes without memory."""
-    random_plans.use_sizes((16, 2, 16, 16, 64))
+    random_plans.use_sizes((16, 16, 2, 16, 16, 64))
     rng = random.Random(0)
     for _ in range(8):
         space = random_plans.random_space(rng)
