@@ -214,6 +214,18 @@ class CanaryConfig:
         return cls(**_from_env(os.environ if environ is None else environ))
 
 
+def given_in_environment(environ: Mapping[str, str] | None = None) -> list[str]:
+    """The ``KVCANARY_*`` variables of settings that are set, once all of them can be read.
+
+    Raises:
+        UnknownSettingError: a ``KVCANARY_`` variable names no setting.
+        InvalidSettingError: its value cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    CanaryConfig.from_env(environ)
+    return [variable for variable in _settings_in(environ) if environ[variable]]
+
+
 def asked_for(environ: Mapping[str, str] | None = None) -> bool:
     """Whether an engine that loads us as a plugin is to be guarded: ``KVCANARY_MODE`` is set, and is not ``off``.
 

@@ -15,7 +15,7 @@ import torch
 
 from ..adapters.huggingface.caches import cache_name
 from ..compile.backend import CanaryBackend
-from ..config import CanaryConfig
+from ..config import CanaryConfig, given_in_environment
 from ..errors import MissingExtraError
 from ..proof import tiny
 from ..reports.violation import KVCacheViolation
@@ -35,6 +35,9 @@ def run(args: argparse.Namespace) -> int:
         import transformers  # noqa: F401
     except ImportError as e:
         raise MissingExtraError("transformers", "demo", "the demo") from e
+    given = given_in_environment()
+    if given:
+        print(f"The demo compares everything and raises, whatever {', '.join(given)} says.")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     demo = _Demo(args.inner, args.device, args.layers)
     print(f"A Llama of {args.layers} layers with random weights, compiled with {args.inner} on {args.device}.")

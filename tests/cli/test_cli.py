@@ -108,10 +108,18 @@ def test_help_of_each_command(capsys):
         assert "usage: kvcanary" in capsys.readouterr().out
 
 
-def test_doctor_refuses_a_setting_that_cannot_be(monkeypatch, capsys):
-    monkeypatch.setenv("KVCANARY_MODE", "loud")
-    assert main(["doctor"]) == 2
-    assert "KVCANARY_MODE" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["demo", "doctor"])
+@pytest.mark.parametrize(("variable", "value"), [("KVCANARY_MODE", "loud"), ("KVCANARY_BUDGET", "lots")])
+def test_a_setting_that_cannot_be_is_refused(monkeypatch, capsys, command, variable, value):
+    monkeypatch.setenv(variable, value)
+    assert main([command]) == 2
+    assert variable in capsys.readouterr().err
+
+
+def test_demo_says_that_it_has_settings_of_its_own(monkeypatch, capsys):
+    monkeypatch.setenv("KVCANARY_BUDGET", "2%")
+    assert main(["demo", "--inner", "eager", "--layers", "1", "--device", "cpu"]) == 0
+    assert "whatever KVCANARY_BUDGET says" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["demo", "doctor"])
