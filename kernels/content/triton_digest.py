@@ -68,8 +68,8 @@ def _poison_in(w, word, MASK: tl.constexpr, BITS: tl.constexpr, ELEMENT: tl.cons
 def gathered(hits, bits):
     """``hits`` [W] and what words ``bits`` [B, W] have, whichever row they are of: not 0 if any had a bit.
 
-    In a tile's shape it would take as many registers as a sum of digests, and a record of 262,144 slots 323 us instead
-    of 275 (H200).
+    In a tile's shape it would take as many registers as a sum of digests: with one for poison and one for the operand a
+    record of 262,144 slots took 323 us instead of 275 (H200).
     """
     return tl.maximum(hits, tl.max(bits.to(tl.uint32, bitcast=True), axis=0))
 
