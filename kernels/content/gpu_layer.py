@@ -43,7 +43,7 @@ class Tile:
 
 
 #: For the slots that a forward writes, few of them and many: of 14 tiles the fastest for 64 slots of 2,048 bytes
-#: (2.6 us, the others up to 5) and for 262,144 (143 us, up to 214) on an H200.
+#: (2.6 us, the others up to 5), and of nine for 262,144 (143 us, the others up to 214), on an H200.
 FEW_SLOTS, FEW = 2048, Tile(1, 512, 4)
 MANY = Tile(8, 128, 1)
 

@@ -51,7 +51,7 @@ def _poison_in(w, word, MASK: tl.constexpr, BITS: tl.constexpr, ELEMENT: tl.cons
     """int32, not 0 for words that hold a NaN or an Inf: :func:`_poisoned` of all elements of a word at once.
 
     Where an exponent of ones, the bits of the mask, is just below the sign, adding the mask's lowest bit carries into
-    the sign.  Two comparisons for each word of bf16 took longer than the memory did.
+    the sign.  With two comparisons for each word of bf16 a record of 262,144 slots took 172 us instead of 159 (H200).
     """
     LOWEST: tl.constexpr = MASK & (-MASK)
     CARRIES: tl.constexpr = (ELEMENT <= 4) and (MASK == BITS) and (MASK + LOWEST == 2 ** (8 * ELEMENT - 1))
@@ -65,8 +65,8 @@ def _poison_in(w, word, MASK: tl.constexpr, BITS: tl.constexpr, ELEMENT: tl.cons
 
 
 @triton.jit
-def gathered(hits, bits):
-    """``hits`` [W] and what words ``bits`` [B, W] have, whichever row they are of: not 0 if any had a bit.
+def any_bits(hits, bits):
+    """uint32 [W], not 0 where ``hits`` [W] is not, or a row of ``bits`` [B, W] has a bit there.
 
     In a tile's shape it would take as many registers as a sum of digests: with one for poison and one for the operand a
     record of 262,144 slots took 323 us instead of 275 (H200).
@@ -112,7 +112,7 @@ def add_words(
     if PLANES == 2:
         sum2 += _mixed(w, d, c)
     if POISON_MASK != 0:
-        hits = gathered(hits, _poison_in(w, word, POISON_MASK, POISON_BITS, ELEMENT))  # what was not loaded is 0
+        hits = any_bits(hits, _poison_in(w, word, POISON_MASK, POISON_BITS, ELEMENT))  # what was not loaded is 0
     return sum1, sum2, hits
 
 

@@ -17,7 +17,7 @@ from ..words import (
     SPACE_COLUMNS,
     WORD_STEP,
 )
-from .triton_digest import add_words, digest_of_rows, digests_of_sums, gathered, load_words
+from .triton_digest import add_words, any_bits, digest_of_rows, digests_of_sums, load_words
 from .triton_half import PER_SITE, packed, report, report_poison
 from .triton_pool import half_at, units_at
 
@@ -45,7 +45,7 @@ def digest_and_compare(
             value_base, value_start, live, word, v_units, v_n1, v_n2, v_n3, v_d0, v_d1, v_d2, v_d3, words_in_row,
             OPERAND_UNIT,
         )  # fmt: skip
-        unlike = gathered(unlike, w ^ v)
+        unlike = any_bits(unlike, w ^ v)
         sum1, sum2, hits = add_words(
             sum1, sum2, hits, w, word, coef_ptr, words_in_row, PLANES, POISON_MASK, POISON_BITS, ELEMENT
         )  # fmt: skip

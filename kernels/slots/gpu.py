@@ -45,7 +45,7 @@ _HISTORY = ("history_ptr", "history_stride", "history_step", "history_width", "h
 #: Warps of a program.
 WARPS = 4
 
-#: Positions and warps of a program that walks: of eleven pairs the fastest for 64 and 256 requests of 4,096 tokens
+#: Positions and warps of a program that walks: of nine pairs the fastest for 64 and 256 requests of 4,096 tokens
 #: (11.1 and 35 us; with 128 and four warps 14 and 53; H200).
 WALK_POSITIONS, WALK_WARPS = 64, 1
 
