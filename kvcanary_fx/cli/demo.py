@@ -19,6 +19,7 @@ from ..config import CanaryConfig, given_in_environment
 from ..errors import MissingExtraError
 from ..proof import tiny
 from ..reports.violation import KVCacheViolation
+from .device import add_device
 from .inner import add_inner
 
 PROMPT, NEW = 6, 16
@@ -26,8 +27,14 @@ PROMPT, NEW = 6, 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_inner(parser, "graph")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the model (default: 4)")
+    add_device(parser)
+    parser.add_argument("--layers", type=_layers, default=4, help="layers of the model (default: 4)")
+
+
+def _layers(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give 1 or more; a bit of one of them is flipped")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

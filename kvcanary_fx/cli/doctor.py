@@ -15,6 +15,7 @@ from ..adapters.vllm.settings import left_out
 from ..config import CanaryConfig
 from ..engine.kv_pool import KVPool
 from ..proof.doctor import examine
+from .device import add_device
 from .inner import add_inner
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
@@ -22,7 +23,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, tor
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_inner(parser, "model")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device(parser)
     parser.add_argument("--layers", type=int, default=2, help="layers of the scratch pools (default: 2)")
 
 

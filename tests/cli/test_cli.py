@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvcanary_fx.__main__ import main
 
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -114,6 +116,21 @@ def test_a_setting_that_cannot_be_is_refused(monkeypatch, capsys, command, varia
     monkeypatch.setenv(variable, value)
     assert main([command]) == 2
     assert variable in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["demo", "doctor"])
+@pytest.mark.parametrize("device", ["nosuch", "meta", pytest.param("cuda", marks=NO_CUDA)])
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(command, device, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "--device", device])
+    assert "here there is cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layers", ["0", "two"])
+def test_demo_refuses_a_model_without_layers(layers, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", "--layers", layers])
+    assert "give 1 or more" in capsys.readouterr().err
 
 
 def test_demo_says_that_it_has_settings_of_its_own(monkeypatch, capsys):
