@@ -17,7 +17,7 @@ import torch
 
 from ..bound_launch import BoundLaunch
 from ..staging import CurrentStream, lasting
-from .events import EventRow
+from .events import COLUMNS
 from .triton_event_ring import land_kernel
 
 #: Words before the calls; room for calls, and for pages.
@@ -30,7 +30,7 @@ AHEAD = 16
 BLOCK = 256
 
 #: Where the pages begin.
-FIRST_PAGE = HEAD + CALLS * len(EventRow)
+FIRST_PAGE = HEAD + CALLS * COLUMNS
 
 
 class EventRing:
@@ -52,13 +52,13 @@ class EventRing:
         self.landed = lasting(size, dtype=torch.int64, device=device)
         self.counts, self.slots = self.landed[:2], self.landed[2:3]
         self.along = self.landed[3:4]
-        self.rows = self.landed[HEAD:FIRST_PAGE].view(CALLS, len(EventRow))
+        self.rows = self.landed[HEAD:FIRST_PAGE].view(CALLS, COLUMNS)
         self.pages = self.landed[FIRST_PAGE:]
         self._entries = [entry.data_ptr() for entry in self.ring]
         self._turn, self._current = 0, CurrentStream(device)
         self._read = [torch.cuda.Event() for _ in "ab"] if on_gpu else []  # of each half of the ring
         arguments = dict(ring_ptr=self.ring, size=size, turn_ptr=self.turn, out_ptr=self.landed)
-        constants = dict(AHEAD=AHEAD, HEAD=HEAD, FIRST_PAGE=FIRST_PAGE, COLUMNS=len(EventRow), BLOCK=BLOCK)
+        constants = dict(AHEAD=AHEAD, HEAD=HEAD, FIRST_PAGE=FIRST_PAGE, COLUMNS=COLUMNS, BLOCK=BLOCK)
         self._launch = BoundLaunch(land_kernel, device, arguments | constants, (), 4)
 
     def offer(self, rows: array[int], pages: array[int], page_size: int, along: int = 0) -> bool:
@@ -75,7 +75,7 @@ class EventRing:
             if not self._read[half].query():
                 return False
         entry, count = self._entries[turn], len(pages)
-        head = array("q", (len(rows) // len(EventRow), count, count * page_size, along)) + rows
+        head = array("q", (len(rows) // COLUMNS, count, count * page_size, along)) + rows
         ctypes.memmove(entry, head.buffer_info()[0], 8 * len(head))
         ctypes.memmove(entry + 8 * FIRST_PAGE, pages.buffer_info()[0], 8 * count)
         self._turn = (turn + 1) % AHEAD
@@ -92,6 +92,6 @@ def naive(ring: EventRing) -> None:
     turn = int(ring.turn[0])
     entry = ring.ring[turn].to(ring.landed.device)
     calls, pages = entry[:2].tolist()
-    for begin, end in ((0, HEAD + calls * len(EventRow)), (FIRST_PAGE, FIRST_PAGE + pages)):
+    for begin, end in ((0, HEAD + calls * COLUMNS), (FIRST_PAGE, FIRST_PAGE + pages)):
         ring.landed[begin:end] = entry[begin:end]
     ring.turn[0] = (turn + 1) % AHEAD

@@ -34,6 +34,10 @@ class EventRow(enum.IntEnum):
     OWNER = 2  # hash of the id named in the call, 0 if none
 
 
+#: How many these are.  An enum counts in Python, which takes the host longer than a look at the number.
+COLUMNS = len(EventRow)
+
+
 class Events(NamedTuple):
     """Calls of an allocator in the order in which they were made.
 

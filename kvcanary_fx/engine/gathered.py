@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import struct
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
 #: Sequences that hold nothing but whole numbers, if an array takes them.
 _PLAIN = (list, tuple, range)
+
+#: Lengths of lists whose formats are kept.
+FORMATS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +149,26 @@ def plain_numbers(values: Any) -> array[int] | None:
     if not isinstance(values, _PLAIN) or not values or isinstance(values[0], bool):
         return None
     try:
-        return array("q", values)
+        return packed(values)
     except (TypeError, OverflowError):
         return None  # nested, or no integers
+
+
+def packed(numbers: Sequence[int]) -> array[int]:
+    """Whole numbers as an array: ``array("q", numbers)``, which takes twice as long (Python 3.11 and 3.12).
+
+    Raises:
+        TypeError, OverflowError: there are others among them.
+    """
+    try:
+        return array("q", _format(len(numbers)).pack(*numbers))
+    except struct.error:
+        return array("q", numbers)  # says what is wrong
+
+
+@functools.lru_cache(FORMATS)
+def _format(n: int) -> struct.Struct:
+    return struct.Struct(f"{n}q")
 
 
 def numbers_of(tensor: torch.Tensor) -> array[int]:

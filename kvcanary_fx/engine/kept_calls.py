@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Protocol
 
@@ -121,4 +122,4 @@ class KeptCalls:
 
 def _room(pages: int) -> int:
     """The room that so many pages take."""
-    return next(room for room in ROOMS if pages <= room)
+    return ROOMS[bisect_left(ROOMS, pages)]

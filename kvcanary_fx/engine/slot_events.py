@@ -8,8 +8,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,12 +17,24 @@ from ..kernels.checks import Phase
 from ..kernels.ops import life_kernels_for
 from ..kernels.side_stream import capturing
 from ..kernels.slots import life as slot_life
-from ..kernels.slots.events import RENEWING, STACK_UNIT, Event, EventRow, Events
+from ..kernels.slots.events import COLUMNS, RENEWING, STACK_UNIT, Event, Events
 from ..kernels.slots.space import SlotSpace
 from ..kernels.staging import Staging, lasting
-from .arguments import integers, require_whole
-from .gathered import numbers_of, plain_numbers
+from .arguments import require_whole
 from .pool_content import PoolContent
+from .queued_calls import (
+    Call,
+    Each,
+    Pages,
+    each_of,
+    first_odd,
+    fitting,
+    names_many,
+    numbers_of_all,
+    pages_of,
+    rows_of,
+    several,
+)
 from .request_ids import RequestId, RequestIds
 from .slot_histories import SlotHistories
 
@@ -36,14 +47,8 @@ CALLS, PAGES, SLOTS = 1024, 16384, 1 << 18
 
 _ALLOCATE, _FORGET, _RELEASE = Event.ALLOCATE, Event.FORGET, Event.RELEASE
 
-#: Pages of a call: a few that the engine gave, or what they were made into, here or on the device.
-_Pages: TypeAlias = "list[int] | array[int] | torch.Tensor"
-
-#: An event with the number of its stack, pages, hash of the owner, slots of a page.
-_Call: TypeAlias = tuple[int, _Pages, int, int]
-
 #: Numbers of the rows of all calls.
-ROWS = CALLS * len(EventRow)
+ROWS = CALLS * COLUMNS
 
 #: Numbers of calls and pages whose views are kept.
 SHOWN = 256
@@ -85,12 +90,13 @@ class SlotEvents:
         self._given = lasting(0, dtype=torch.int64, device=device)  # pages that were named on the device
         self._gone = lasting(3, 0, dtype=torch.int64, device=device)
         # Always this list: a call is appended without the lock, and a flush takes from its head what it has seen.
-        self._calls: list[_Call] = []
+        self._calls: list[Call] = []
         self._page_size, self._most = 1, 0  # of the last call that was looked at; most pages of another
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         self._taken = 0  # pages in ``_given``
+        self._at_once = 0  # calls that were noted at once with others
         self._freed: set[int] | None = set()  # pages that the first calls released; None: not known here
         self._looked = 0  # how many calls these are
 
@@ -142,43 +148,25 @@ class SlotEvents:
         Returns:
             How many slots they name; None: none is noted, and each is for :meth:`add`.
         """
-        calls = self._few_calls(event, given, page_size, self._most if written_in_step else min(FEW, self._most))
-        if calls is None or not self._append_all(event, calls, written_in_step):
+        if self.histories.stacks is not None or page_size != self._page_size or len(given) > CALLS:
             return None
-        return page_size * sum(len(pages) for _, pages, _, _ in calls)
+        if not given or not 0 < len(self._calls) < CALLS:
+            return None if given else 0
+        few = several(given, self._most if written_in_step else min(FEW, self._most), self._ids)
+        if few is None or len(few[0]) > self._most or not self._append(event, *few, page_size, written_in_step):
+            return None
+        return page_size * len(few[0])
 
-    def _few_calls(
-        self, event: Event, given: Sequence[tuple[Any, RequestId | None]], page_size: int, most: int
-    ) -> list[_Call] | None:
-        """Calls that name at most so many pages each, on the host; None if others are among them."""
-        if self.histories.stacks is not None or page_size != self._page_size or not self._calls:
-            return None
-        if len(self._calls) + len(given) > CALLS:
-            return None
-        known = self._known_ids
-        calls: list[_Call] = []
-        for slots, owner in given:
-            if type(slots) is not list or not 0 < len(slots) <= most or type(slots[0]) is not int:
-                return None
-            if owner is None:
-                whose = 0
-            elif type(owner) is str:
-                whose = known.get(owner) or self._ids.hash(owner)
-            else:
-                return None
-            calls.append((event, slots[:], whose, page_size))
-        return calls
-
-    def _append_all(self, event: Event, calls: list[_Call], written_in_step: bool) -> bool:
-        """Note them, unless the bytes of some pages must be compared before."""
-        renews = event in RENEWING and not written_in_step
+    def _append(self, event: Event, pages: array[int], each: Each, page_size: int, written_in_step: bool) -> bool:
+        """Note calls at once, unless the bytes of some pages must be compared before."""
         with self._lock:
-            if renews and any(self._were_freed(pages) for _, pages, _, _ in calls):
+            if event in RENEWING and not written_in_step and self._were_freed(pages, len(pages)):
                 return False
             alone = self._looked == len(self._calls)
-            self._calls += calls
+            self._at_once += len(each.owners)
+            self._calls.append((event, pages, each, page_size))
             if alone and event in RENEWING:  # they released nothing
-                self._looked += len(calls)
+                self._looked += 1
         return True
 
     def _add_looking(self, event: Event, slots: Any, page_size: int, owner: int, stack: int) -> int:
@@ -224,7 +212,7 @@ class SlotEvents:
         self._taken += len(pages)
         return held.copy_(pages)
 
-    def _add_renewing(self, call: _Call) -> bool:
+    def _add_renewing(self, call: Call) -> bool:
         """Note a call that gives pages a new owner, unless their bytes must be compared before."""
         with self._lock:
             calls, freed = self._calls, self._freed
@@ -238,19 +226,23 @@ class SlotEvents:
                 self._looked += 1
             return True
 
-    def _were_freed(self, pages: Sequence[int] | torch.Tensor) -> bool:
-        """Whether some of the pages may have been released: their bytes are compared before they get a new owner."""
+    def _were_freed(self, pages: Sequence[int] | torch.Tensor, few: int = FEW) -> bool:
+        """Whether some of the pages may have been released: their bytes are compared before they get a new owner.
+
+        Args:
+            few: if there are more, it is not looked which.
+        """
         new = self._calls[self._looked :]
         self._looked += len(new)
         released = [held for kind, held, _, _ in new if kind % STACK_UNIT == _RELEASE]
         if released and self._freed is not None:
-            if torch.Tensor in map(type, released) or max(map(len, released)) > FEW:
+            if torch.Tensor in map(type, released) or (max(map(len, released)) > FEW and names_many(new, FEW)):
                 self._freed = None
             else:
                 self._freed.update(*released)
         if self._freed is not None and not self._freed:
             return False
-        if self._freed is None or isinstance(pages, torch.Tensor) or len(pages) > FEW:
+        if self._freed is None or isinstance(pages, torch.Tensor) or len(pages) > few:
             return True
         return not self._freed.isdisjoint(pages)
 
@@ -303,34 +295,27 @@ class SlotEvents:
 
     def _send(self) -> None:
         """Send the first calls, as many as fit into one launch."""
-        calls = self._calls[:CALLS]
-        kinds, pages, owners, sizes = zip(*calls, strict=True)
-        ends = list(accumulate(map(len, pages), initial=0))
-        page_size, room = sizes[0], min(PAGES, SLOTS // sizes[0])
-        if ends[-1] > room or sizes.count(page_size) < len(sizes):
-            fits = [end <= room and size == page_size for end, size in zip(ends[1:], sizes, strict=True)]
-            n = fits.index(False)
-            calls, kinds, pages, owners, ends = calls[:n], kinds[:n], pages[:n], owners[:n], ends[: n + 1]
-        words = array("q", bytes(8 * len(EventRow) * len(calls)))
-        for column, numbers in ((EventRow.EVENT, kinds), (EventRow.BEGIN, ends[:-1]), (EventRow.OWNER, owners)):
-            words[column :: len(EventRow)] = array("q", numbers)
-        kept, odd = self._kept_calls(), len(calls) % 2
-        few = kept.takes(len(calls), ends[-1], page_size)
-        if odd and not few:  # a kernel is compiled anew for pages that begin at another alignment
-            words.append(0)
-        named = array("q") if few else words
-        on_device = self._append_pages(named, pages)
-        del self._calls[: len(calls)]
+        kinds, pages, owners, sizes = zip(*self._calls[:CALLS], strict=True)
+        lengths, page_size = list(map(len, pages)), sizes[0]
+        n, room = len(sizes), min(PAGES, SLOTS // page_size)
+        if sum(lengths) > room or sizes.count(page_size) < n or n + self._at_once > CALLS:
+            n = fitting(lengths, owners, sizes, CALLS, room)
+            kinds, pages, owners, lengths = kinds[:n], pages[:n], owners[:n], lengths[:n]
+        named, on_device = self._numbers_of(pages)
+        del self._calls[:n]
         released = _RELEASE in kinds or any(kind % STACK_UNIT == _RELEASE for kind in kinds if kind > STACK_UNIT)
-        if few:
-            if not on_device and kept.apply(words, named, page_size, released):
-                return
-            words.extend(array("q", [0] * odd) + named)
-        self._staging.send(words, self._words)
-        events = self._shown_events(len(calls), ends[-1], page_size)
+        rows = rows_of(*(each_of(kinds, owners, lengths) if self._at_once else (kinds, owners, lengths)))
+        calls, kept = len(rows) // COLUMNS, self._kept_calls()
+        few = kept.takes(calls, len(named), page_size) and not on_device
+        if few and kept.apply(rows, named, page_size, released):
+            return
+        if calls % 2:  # a kernel is compiled anew for pages that begin at another alignment
+            rows.append(0)
+        self._staging.send(rows + named, self._words)
+        events = self._shown_events(calls, len(named), page_size)
         if on_device:
-            parts = [events.entries[ends[at] : ends[at + 1]] for at in on_device]
-            torch._foreach_copy_(parts, [pages[at] for at in on_device])
+            parts = [events.entries[begin : begin + len(held)] for begin, held in on_device]
+            torch._foreach_copy_(parts, [held for _, held in on_device])
         self._apply_all(events, released)
 
     def _kept_calls(self) -> KeptCalls:
@@ -347,29 +332,21 @@ class SlotEvents:
             self._apply = self._kernels.Apply(self._space, self._content.digests)
         return self._apply
 
-    def _append_pages(self, words: array[int], pages: Sequence[_Pages]) -> list[int]:
-        """Append the pages of calls; which of them are on the device.
+    def _numbers_of(self, pages: Sequence[Pages]) -> tuple[array[int], list[tuple[int, torch.Tensor]]]:
+        """See :func:`.numbers_of_all`.
 
         Raises:
             EngineError: a number of more than 64 bits; its call is left out.
         """
-        on_device = []
-        for at, held in enumerate(pages):
-            if type(held) is list:
-                try:
-                    words.fromlist(held)
-                except (TypeError, OverflowError) as e:
-                    del self._calls[at]
-                    raise EngineError(
-                        f"slots are integers, and were given as {held} ({e}). The allocator's call was left out: give "
-                        "whole numbers"
-                    ) from e
-            elif type(held) is array:
-                words.extend(held)
-            else:
-                words.frombytes(bytes(8 * len(held)))
-                on_device.append(at)
-        return on_device
+        try:
+            return numbers_of_all(pages)
+        except (TypeError, OverflowError) as e:
+            odd = first_odd(pages)
+            del self._calls[odd]
+            raise EngineError(
+                f"slots are integers, and were given as {pages[odd]} ({e}). The allocator's call was left out: give "
+                "whole numbers"
+            ) from e
 
     def _shown_events(self, calls: int, n: int, page_size: int) -> Events:
         """So many calls and pages, where they are on the device."""
@@ -378,8 +355,8 @@ class SlotEvents:
         if events is None:
             if len(self._shown) >= SHOWN:
                 self._shown.clear()
-            first = calls * len(EventRow) + calls % 2
-            rows, pages = self._words[: calls * len(EventRow)], self._words[first : first + n]
+            first = calls * COLUMNS + calls % 2
+            rows, pages = self._words[: calls * COLUMNS], self._words[first : first + n]
             events = self._shown[form] = Events(rows.view(calls, -1), pages, page_size)
         return events
 
@@ -408,33 +385,6 @@ class SlotEvents:
                 self._gone_shown.clear()
             shown = self._gone_shown[slots] = tuple(row[:slots] for row in self._gone)
         return shown
-
-
-def pages_of(slots: Any) -> array[int] | torch.Tensor:
-    """Whole numbers as they are queued: those of a device as integers ``[n]`` there, all others on the host.
-
-    Raises:
-        EngineError: they are no integers.
-    """
-    if (
-        type(slots) is torch.Tensor
-        and slots.dtype == torch.int64
-        and slots.dim() == 1
-        and slots.layout == torch.strided
-    ):
-        if slots.is_cuda:
-            return slots
-        if slots.is_cpu:
-            return numbers_of(slots)
-    plain = plain_numbers(slots)
-    if plain is not None:
-        return plain
-    if type(slots).__module__ == "numpy" and slots.dtype.kind == "i":
-        listed = array("q")
-        listed.frombytes(slots.astype("int64").tobytes())
-        return listed
-    given = integers(slots, "slots").reshape(-1)
-    return numbers_of(given) if given.device.type == "cpu" else given
 
 
 def slots_in(pages: torch.Tensor, page_size: int) -> torch.Tensor:

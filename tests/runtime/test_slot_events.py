@@ -665,6 +665,34 @@ def test_calls_of_a_kind_at_once_leave_what_they_leave_one_by_one(launches):
     assert any(found for found, *_ in together)
 
 
+def more_than_a_launch(how: str) -> tuple:
+    """The same of more calls, or more slots, than a launch has room for."""
+    toy = prefilled()
+    toy.pool.allocate(range(6, 12), owner="B")
+    for shift in range(3):
+        given = [([6 + (slot + shift) % 6, 11], "B" if slot % 2 else None) for slot in range(4)]
+        if how == "at once":
+            toy.pool.share_each(given)
+        else:
+            for slots, owner in given:
+                toy.pool.share(slots, owner)
+    toy.pool.release_each([([3], "A"), ([4], "B"), ([5], "A")])
+    found = sorted((v.check, v.why or "", v.slot, str(v.request)) for v in toy.found())
+    return found, toy.pool.space.block[:-1].tolist(), toy.pool.live_slots
+
+
+@interpreted
+@pytest.mark.parametrize(("limit", "most"), [("CALLS", 5), ("PAGES", 7)])
+def test_calls_at_once_that_one_launch_has_no_room_for_are_sent_in_several(launches, monkeypatch, limit, most):
+    alone = more_than_a_launch("one by one")
+    monkeypatch.setattr(slot_events, limit, most)
+    launches.clear()
+    assert more_than_a_launch("at once") == alone
+    assert alone[0]
+    assert len(launches) > 1
+    assert max(launches) <= 5
+
+
 @interpreted
 def test_a_wrong_slot_among_those_released_at_once_is_refused_by_name_and_those_before_it_are_told(launches):
     toy = prefilled()

@@ -1,0 +1,166 @@
+"""Allocator calls as they are queued, in the order in which they were made, and the numbers that a device gets of
+them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from ..kernels.slots.events import COLUMNS, STACK_UNIT, Event, EventRow
+from .arguments import integers
+from .gathered import numbers_of, packed, plain_numbers
+from .request_ids import RequestId, RequestIds
+
+#: Pages of a call: a few that the engine gave, or what they were made into, here or on the device.
+Pages: TypeAlias = "list[int] | array[int] | torch.Tensor"
+
+
+class Each(NamedTuple):
+    """Of calls that were noted at once: the hash of the owner, and how many pages it names, of each."""
+
+    owners: list[int]
+    lengths: list[int]
+
+
+#: An event with the number of its stack, pages, hash of the owner, slots of a page.  Several of one event that were
+#: noted at once are such a tuple, with the pages of all: of 64 calls the host unpacks and frees five of them.
+Call: TypeAlias = tuple[int, Pages, int | Each, int]
+
+
+def several(
+    given: Sequence[tuple[Any, RequestId | None]], most: int, ids: RequestIds
+) -> tuple[array[int], Each] | None:
+    """Calls to be noted at once, with the pages of all; None if not each names at most ``most`` pages on the host, and
+    an owner that is a string or nobody."""
+    known = ids.known
+    numbers: list[int] = []
+    owners: list[int] = []
+    lengths: list[int] = []
+    for slots, owner in given:
+        if type(slots) is not list or not 0 < (n := len(slots)) <= most or type(slots[0]) is not int:
+            return None
+        if type(owner) is str:
+            owners.append(known.get(owner) or ids.hash(owner))
+        elif owner is None:
+            owners.append(0)
+        else:
+            return None
+        lengths.append(n)
+        numbers += slots
+    try:
+        return packed(numbers), Each(owners, lengths)
+    except (TypeError, OverflowError):
+        return None  # the call that names others is left out when it is sent, and no other one
+
+
+def fitting(lengths: Sequence[int], owners: Sequence[int | Each], sizes: Sequence[int], most: int, room: int) -> int:
+    """How many of the first calls are for one launch: they have one page size, are at most ``most``, and name at most
+    ``room`` pages."""
+    calls = pages = 0
+    for n, (length, owner, size) in enumerate(zip(lengths, owners, sizes, strict=True)):
+        calls, pages = calls + (len(owner.owners) if isinstance(owner, Each) else 1), pages + length
+        if calls > most or pages > room or size != sizes[0]:
+            return n
+    return len(sizes)
+
+
+def names_many(calls: Sequence[Call], few: int) -> bool:
+    """Whether a release among them names more than ``few`` pages; of several at once each has few."""
+    return any(
+        kind % STACK_UNIT == Event.RELEASE and len(held) > few and not isinstance(whose, Each)
+        for kind, held, whose, _ in calls
+    )
+
+
+def each_of(
+    kinds: Sequence[int], owners: Sequence[int | Each], lengths: Sequence[int]
+) -> tuple[list[int], list[int], list[int]]:
+    """The same of each call, also of those that were noted at once."""
+    each_kind: list[int] = []
+    each_owner: list[int] = []
+    each_length: list[int] = []
+    for kind, owner, length in zip(kinds, owners, lengths, strict=True):
+        if isinstance(owner, Each):
+            each_kind += [kind] * len(owner.owners)
+            each_owner += owner.owners
+            each_length += owner.lengths
+        else:
+            each_kind.append(kind)
+            each_owner.append(owner)
+            each_length.append(length)
+    return each_kind, each_owner, each_length
+
+
+def rows_of(kinds: Sequence[int], owners: Sequence[int], lengths: Sequence[int]) -> array[int]:
+    """:class:`.EventRow` after :class:`.EventRow`."""
+    rows = [0] * (COLUMNS * len(kinds))
+    rows[EventRow.EVENT :: COLUMNS], rows[EventRow.OWNER :: COLUMNS] = kinds, owners
+    rows[EventRow.BEGIN :: COLUMNS] = accumulate(lengths[:-1], initial=0)
+    return packed(rows)
+
+
+def numbers_of_all(pages: Sequence[Pages]) -> tuple[array[int], list[tuple[int, torch.Tensor]]]:
+    """The pages of calls, one call's after the other's; and those of the device, each with the place that was left for
+    them.
+
+    Raises:
+        TypeError, OverflowError: a call names something else than whole numbers of 64 bits.
+    """
+    numbers = array("q")
+    listed: list[int] = []
+    on_device: list[tuple[int, torch.Tensor]] = []
+    for held in pages:
+        if type(held) is list:
+            listed += held
+            continue
+        if listed:
+            numbers.extend(packed(listed))
+            listed.clear()
+        if type(held) is array:
+            numbers.extend(held)
+        elif isinstance(held, torch.Tensor):
+            on_device.append((len(numbers), held))
+            numbers.frombytes(bytes(8 * len(held)))
+    numbers.extend(packed(listed))
+    return numbers, on_device
+
+
+def first_odd(pages: Sequence[Pages]) -> int:
+    """Which call is the first that names something else than whole numbers of 64 bits."""
+    for at, held in enumerate(pages):
+        try:
+            numbers_of_all([held])
+        except (TypeError, OverflowError):
+            return at
+    raise ValueError("all calls name whole numbers")
+
+
+def pages_of(slots: Any) -> array[int] | torch.Tensor:
+    """Whole numbers as they are queued: those of a device as integers ``[n]`` there, all others on the host.
+
+    Raises:
+        EngineError: they are no integers.
+    """
+    if (
+        type(slots) is torch.Tensor
+        and slots.dtype == torch.int64
+        and slots.dim() == 1
+        and slots.layout == torch.strided
+    ):
+        if slots.is_cuda:
+            return slots
+        if slots.is_cpu:
+            return numbers_of(slots)
+    plain = plain_numbers(slots)
+    if plain is not None:
+        return plain
+    if type(slots).__module__ == "numpy" and slots.dtype.kind == "i":
+        listed = array("q")
+        listed.frombytes(slots.astype("int64").tobytes())
+        return listed
+    given = integers(slots, "slots").reshape(-1)
+    return numbers_of(given) if given.device.type == "cpu" else given
