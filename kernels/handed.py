@@ -38,7 +38,7 @@ class Handed:
         self._current = CurrentStream(device)
         self._last: torch.cuda.Stream | None = None
         self._memory = self._block(ROOM)
-        self._used = 0
+        self._used, self._room = 0, ROOM
         self._scatter = BoundLaunch(scatter_kernel, device, {"BLOCK": BLOCK}, ("said_ptr",), 4)
 
     def launch(self, grid: tuple[int, int, int], words: array[int]) -> None:
@@ -58,9 +58,9 @@ class Handed:
         size = n * words.itemsize
         if self._device.type == "cuda":
             self._follow()
-        if used + size > self._memory.shape[0]:
+        if used + size > self._room:
             self._turn_over(size)
-            used = 0
+            used, self._room = 0, self._memory.shape[0]
         at = self._address + used
         ctypes.memmove(at, source, size)
         self._used = (used + size + 15) & ~15

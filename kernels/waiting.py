@@ -33,7 +33,8 @@ class Waiting:
 
     def add(self, put: Put) -> None:
         """Let them wait; those that wait already are sent."""
-        self.send()
+        if self._put is not None:
+            self.send()
         self._put, self._thread = put, threading.get_ident()
 
     def held(self) -> Put | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .batch_arguments import fields_of
-from .gathered import Gathered, Sent, numbers_of
+from .gathered import Gathered, Sent, numbers_of, packed
 from .step_slot import StepSlot
 from .step_view import Axis
 
@@ -51,7 +51,7 @@ class Form:
         absent: fields that it lacks.
         host, device: fields from the host, with their lengths, and from the device.
         computed: slots that are computed as numbers of the host, with their lengths.
-        sent: where the numbers go: those of ``host``, of ``computed``, the three counts, and the clock's.
+        sent: where the numbers go: those of ``host``, the three counts, the clock's, and those of ``computed``.
         view: the arguments of the view of it, after the batch.
     """
 
@@ -102,10 +102,9 @@ class Form:
             else:
                 return None
         by_name = {slot.name: slot for slot in slots}
-        buffers = [(by_name[name].buffer, n) for name, n in host] + [(slot.buffer, n) for slot, n in computed]
-        places = [(buffer, 0, n) for buffer, n in buffers if buffer is not None] + [(counts, 0, 3)]
-        if clock is not None:
-            places.append((clock, 0, 1))
+        told = [(by_name[name].buffer, n) for name, n in host] + [(counts, 3), (clock, 1)]
+        buffers = told + [(slot.buffer, n) for slot, n in computed]
+        places = [(buffer, 0, n) for buffer, n in buffers if buffer is not None]
         real = sizes[Axis.BATCH], sizes[Axis.TOKENS]
         fixed = tuple(absent), tuple(host), tuple(device), tuple(computed)
         return cls(real, *fixed, gathered.places(places), view)
@@ -131,36 +130,48 @@ class Form:
         for name in self.absent:
             if get(name, None) is not None:
                 return False
-        sources = [get(field.name, None) for field in self.device]
-        if not all(field.takes(source, owns) for field, source in zip(self.device, sources, strict=True)):
-            return False
-        words = array("q")
-        try:
-            if not self._take_all(words, batch, inputs, get):
+        given = [(field, get(field.name, None)) for field in self.device]
+        for field, source in given:
+            if not field.takes(source, owns):
                 return False
+        try:
+            words = self._numbers(batch, inputs, get)
         except (TypeError, OverflowError):  # the fill in full says what is wrong
             return False
-        words.extend((*self.sizes, inputs.step))
-        if inputs.clock is not None:
-            words.append(inputs.clock_word(inputs.step))
-        for field, source in zip(self.device, sources, strict=True):
+        if words is None:
+            return False
+        for field, source in given:
             gathered.tensor(field.out, source)
         gathered.send_to(self.sent, words, waiting)
         return True
 
-    def _take_all(self, words: array[int], batch: Any, inputs: Any, get: Callable[[str, None], Any]) -> bool:
-        """Append the numbers of the host; whether they have this form."""
+    def _numbers(self, batch: Any, inputs: Any, get: Callable[[str, None], Any]) -> array[int] | None:
+        """The numbers of the host; None if they have another form.
+
+        Raises:
+            TypeError, OverflowError: there is something else among them.
+        """
+        words = array("q")
+        listed: list[int] = []  # what comes behind ``words``: lists that follow each other become an array at once
         for name, n in self.host:
             source = get(name, None)
             if type(source) is list and len(source) == n and type(source[0]) is int:
-                words.fromlist(source)
-            elif not _take(words, source, n):
-                return False
+                listed += source
+                continue
+            words.extend(packed(listed))
+            listed.clear()
+            if not _take(words, source, n):
+                return None
+        listed += self.sizes
+        listed.append(inputs.step)
+        if inputs.clock is not None:
+            listed.append(inputs.clock_word(inputs.step))
+        words.extend(packed(listed))
         for slot, n in self.computed:
             assert slot.compute is not None
             if not _take(words, slot.compute(batch, inputs), n):
-                return False
-        return True
+                return None
+        return words
 
 
 def _take(words: array[int], source: Any, n: int) -> bool:
@@ -180,6 +191,6 @@ def _take(words: array[int], source: Any, n: int) -> bool:
     if type(source) in _LISTED:
         if len(source) != n or type(source[0]) is not int:
             return False
-        words.fromlist(list(source))
+        words.extend(packed(source))
         return True
     return False
