@@ -102,34 +102,41 @@ SCHEMAS = {
 }
 
 
+@functools.cache
+def _gpu_module(name: str) -> ModuleType:
+    """A module that needs Triton.  To ask for one that is imported already takes the host 1 us, for each op of a layer
+    and each check of a step."""
+    return importlib.import_module(name, __package__)
+
+
 def kernels_for(device: torch.device) -> ModuleType:
     """The implementation of the checks for a device; Triton is imported only when a GPU needs it."""
-    return importlib.import_module(".content.gpu", __package__) if device.type == "cuda" else cpu
+    return _gpu_module(".content.gpu") if device.type == "cuda" else cpu
 
 
 def request_kernels_for(device: torch.device) -> ModuleType:
     """The implementation of the identity checks for a device."""
-    return importlib.import_module(".slots.gpu", __package__) if device.type == "cuda" else request_checks
+    return _gpu_module(".slots.gpu") if device.type == "cuda" else request_checks
 
 
 def pool_kernels_for(device: torch.device) -> ModuleType:
     """The implementation of the checks that take all tensors of an engine's pool at once."""
-    return importlib.import_module(".content.gpu_pool", __package__) if device.type == "cuda" else pool_bytes
+    return _gpu_module(".content.gpu_pool") if device.type == "cuda" else pool_bytes
 
 
 def life_kernels_for(device: torch.device) -> ModuleType | None:
     """The kernels that apply many allocator calls at once; None where :mod:`.slots.life` applies each immediately."""
-    return importlib.import_module(".slots.gpu_life", __package__) if device.type == "cuda" else None
+    return _gpu_module(".slots.gpu_life") if device.type == "cuda" else None
 
 
 def layer_kernels_for(device: torch.device) -> ModuleType:
     """The implementation of a layer's record, with all halves of the layer at once."""
-    return importlib.import_module(".content.gpu_layer", __package__) if device.type == "cuda" else layer_records
+    return _gpu_module(".content.gpu_layer") if device.type == "cuda" else layer_records
 
 
 def held_kernels_for(device: torch.device) -> ModuleType:
     """The implementation of the record of several layers at once."""
-    return importlib.import_module(".content.gpu_held", __package__) if device.type == "cuda" else layer_records
+    return _gpu_module(".content.gpu_held") if device.type == "cuda" else layer_records
 
 
 def _begin(state: torch.Tensor) -> None:

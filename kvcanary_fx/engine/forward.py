@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -96,22 +96,22 @@ class Clock:
         Args:
             told: a device that has the word already.
         """
-        if not capturing():
-            self._fill(HALF_STEP, number, told)
+        untold = [device for device in self._controls.by_device if device != told]
+        if untold and not capturing():
+            self._fill(HALF_STEP, number, untold)
 
-    def begin_forward(self, index: int) -> None:
+    def begin_forward(self, index: int, captured: bool) -> None:
         """A forward begins.  Launches only if something changed; a captured forward writes its own index at each
         replay."""
-        self._captured = self._captured or capturing()
+        self._captured = self._captured or captured
         if index == self._last and not self._captured:
             return
         self._last = index
-        self._fill(HALF_FORWARD, index)
+        self._fill(HALF_FORWARD, index, self._controls.by_device)
 
-    def _fill(self, half: int, value: int, told: torch.device | None = None) -> None:
-        for device, control in self._controls.by_device.items():
-            if device == told:
-                continue
+    def _fill(self, half: int, value: int, devices: Iterable[torch.device]) -> None:
+        for device in devices:
+            control = self._controls.by_device[device]
             place = self._halves.get((device, half))
             if place is None:
                 place = self._halves[device, half] = control.words.view(torch.int32)[2 * Word.FORWARD + half]
@@ -119,29 +119,25 @@ class Clock:
 
 
 @contextlib.contextmanager
-def beside_capture(sides: Collection[SideStream]) -> Iterator[bool]:
+def on_sides(sides: Collection[SideStream]) -> Iterator[None]:
     """In a forward that is captured whole, run work on the side streams: its graphs wait for it.
 
     A graph that is replayed inside a forward was captured without that work, and starts in the model's stream's order.
-
-    Yields:
-        whether the work runs beside the model.
     """
-    beside = bool(sides) and capturing()
     with contextlib.ExitStack() as stack:
-        for side in sides if beside else ():
+        for side in sides:
             stack.enter_context(side.fork())
-        yield beside
+        yield
 
 
 def check_before(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPlan]) -> None:
     """Check what a forward is about to read and write in each pool, by the number of its slot space."""
     for number, plan in plans.items():
         pool = pools[number]
-        kernels = request_kernels_for(pool.space.block.device)
+        space = pool.space
         if plan.in_flight:
             _name_ahead(pool, plan)
-        kernels.check_before(pool.space, plan)
+        request_kernels_for(space.block.device).check_before(space, plan)
         pool.scales.check()
         if pool.declared.layout.once:
             # the graphs that read them may never write them, and then guard nothing

@@ -17,7 +17,7 @@ from ..kernels.waiting import Waiting
 from ..runtime.binding import Controls
 from ..runtime.readback import Poll
 from .batch import Inputs
-from .forward import Clock, Forward, beside_capture, check_after, check_before, check_layers, remember
+from .forward import Clock, Forward, check_after, check_before, check_layers, on_sides, remember
 from .gathered import hands_over
 from .guarded_pool import Pools
 from .kept_forward import KeptForward
@@ -218,7 +218,7 @@ class Steps:
         self.running = Forward(index, {} if view is _EMPTY else self._plans(view))
         try:
             self.flush()
-            self._clock.begin_forward(index)
+            self._clock.begin_forward(index, self.running.captured)
             self._before(self.running)
         except BaseException:
             self.running = None
@@ -318,10 +318,12 @@ class Steps:
         return {number: plans[pool.name] for number, pool in self.pools_by_space.items() if pool.name in plans}
 
     def _before(self, running: Forward) -> None:
-        with beside_capture(self.sides.values()) as beside:
-            check_before(self.pools_by_space, running.plans)
-            if beside:
+        if running.captured and self.sides:
+            with on_sides(self.sides.values()):
+                check_before(self.pools_by_space, running.plans)
                 remember(self.pools_by_space, running)
+        else:
+            check_before(self.pools_by_space, running.plans)
         if self._on_host:
             self._look()  # free on the CPU, and the write has not happened yet
 
