@@ -73,6 +73,8 @@ def is_plainly_right(batch: Any) -> bool:
     if prefix is None or added is None:
         return False
     try:
+        if type(added) is list and added.count(1) == len(added):  # as in most steps, and counted in no time
+            return min(prefix, default=0) >= 0 and len(added) <= len(tokens)
         return min(prefix, default=0) >= 0 and min(added, default=0) >= 0 and sum(added) <= len(tokens)
     except (TypeError, ValueError):
         return False

@@ -197,12 +197,15 @@ class EnginePool:
         page_size: int,
         live: int,
     ) -> None:
-        """Make calls of one kind in order: the first by itself, the others at once if nothing is odd about them.
+        """Make calls of one kind in order: at once if nothing is odd about them and others wait already, else the
+        first by itself and the others at once.
 
         Args:
             call: makes one.
             live: what each slot of theirs adds to :attr:`live_slots`.
         """
+        if event is not _ALLOCATE and self._add_alike(event, given, page_size, live):
+            return
         for slots, owner in given[:1]:
             call(slots, owner, page_size)
         if not self._add_alike(event, given[1:], page_size, live):
