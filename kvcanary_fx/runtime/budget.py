@@ -13,8 +13,9 @@ is chosen large enough to be seen (:data:`SEEN`), a few times in a hundred calls
 neighbours is added to the price.
 
 The other work (identity, fingerprints of writes) is the same at every share, so no difference shows it.  It is
-subtracted from the budget as far as it is known: the host's time while the device was waiting for it, and a typical
-time for each op of a graph (:data:`SECONDS_PER_OP`), at most :data:`GUESS_AT_MOST` of the budget.
+subtracted from the budget as far as it is known: the host's time while the device was waiting for it
+(:func:`usually`), and a typical time for each op of a graph (:data:`SECONDS_PER_OP`), at most :data:`GUESS_AT_MOST` of
+the budget.
 
 What a share costs grows with what is stored.  With a price learned from one request, 64 requests of the same context
 took 4.6 % longer for hundreds of steps (H200), since a step itself was only 1.4 times as long.  So a price is that of
@@ -30,6 +31,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections.abc import Sequence
 
 #: N before a price is known, and its bounds.  At 2 a larger share is left to measure the price with.
 START, FEWEST, MOST = 64, 2, 4096
@@ -66,6 +68,10 @@ GUESS_AT_MOST = 0.75
 #: eventually.
 LEFT_FOR_BYTES = 1 / 8
 
+#: Decisions in a row by which our other work takes more than the budget, before it is said.  The first one sees calls
+#: whose Python runs for the first times.
+CERTAIN = 3
+
 #: N is lowered only if the larger share fits with this much room to spare, so that N does not oscillate.
 SPARE = 1.25
 
@@ -77,7 +83,7 @@ class Reading:
     Attributes:
         before, probe, after: seconds that they took.
         every, probed: N of the outer ones, and of the second.
-        rest: seconds in one call that the device waited for our other work.
+        waits: seconds that the device waited for our other work, in each call that was looked at for it.
         guessed: seconds that our other work is estimated to cost in addition.
         between: seconds from one call to the next.
         stored: tokens that are stored, of which the calls compare a share; 0 if nobody knows.
@@ -88,7 +94,7 @@ class Reading:
     after: float
     every: int
     probed: int
-    rest: float = 0.0
+    waits: tuple[float, ...] = ()
     guessed: float = 0.0
     between: float = 0.0
     stored: float = 0.0
@@ -136,6 +142,7 @@ class Controller:
         self.settled = False
         self.rest = self.guessed = self.between = self.stored = 0.0
         self.price: float | None = None
+        self._exceeded = 0  # decisions in a row by which the rest takes more than the budget
         self._known = 0.0, 0.0  # the shortest and the longest call of the last decision
         self._discarded = 0
         self._readings: list[Reading] = []
@@ -177,8 +184,8 @@ class Controller:
 
     @property
     def over(self) -> bool:
-        """Our other work alone takes more than the budget."""
-        return self.rest > self.budget
+        """Our other work alone takes more than the budget, by several decisions in a row."""
+        return self._exceeded >= CERTAIN
 
     def take(self, reading: Reading) -> bool:
         """Learn from a reading; whether ``every`` may have changed."""
@@ -202,7 +209,8 @@ class Controller:
         seen, before = self._readings, self.needed
         self._known = min(r.usual for r in seen), max(r.usual for r in seen)
         self.between = statistics.median(r.between for r in seen)
-        self.rest = statistics.median(r.rest / r.usual for r in seen)
+        self.rest = usually([wait / r.usual for r in seen for wait in r.waits])
+        self._exceeded = self._exceeded + 1 if self.rest > self.budget else 0
         guess = statistics.median(r.guessed / r.usual for r in seen)
         self.guessed = min(guess, GUESS_AT_MOST * self.budget)
         before = self._take_over(statistics.median(r.stored for r in seen), before)
@@ -242,6 +250,16 @@ class Controller:
 
 def _power_of(stored: float) -> int:
     return round(math.log2(max(stored, 1)))
+
+
+def usually(waits: Sequence[float]) -> float:
+    """How long a call keeps the device waiting: how long where it does, times how often that is.
+
+    A host that reads tokens now and then is ahead of the device in the calls between, which then cost nothing.  A
+    median of all calls is what it takes in some of them, or nothing; a mean is that of one garbage collection.
+    """
+    some = [wait for wait in waits if wait > 0]
+    return statistics.median(some) * len(some) / len(waits) if some else 0.0
 
 
 def share_for(price: float, room: float) -> int:

@@ -393,14 +393,13 @@ class Pace:
                 self._arriving = None  # it ended in an exception
             return
         self._arriving = None
-        rest = [sample.kept_waiting() for sample in (probe, after)]
         reading = Reading(
             before.seconds(),
             probe.seconds(),
             after.seconds(),
             every,
             probed,
-            rest=sum(rest) / len(rest),
+            waits=(probe.kept_waiting(), after.kept_waiting()),
             guessed=guessed,
             between=probe.after(before),
             stored=trio.stored,

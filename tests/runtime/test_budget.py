@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcanary_fx.runtime.budget import FEWEST, LEFT_FOR_BYTES, MOST, START, Controller, Reading, Tour
+from kvcanary_fx.runtime.budget import FEWEST, LEFT_FOR_BYTES, MOST, READINGS, START, Controller, Reading, Tour
 
 SHARES = st.integers(0, 6).map(lambda k: 1 << k)
 
@@ -57,8 +57,8 @@ class Machine:
                 self.call(now.every)
             every, probed = now.every, now.probed
             before, probe, after = self.call(every), self.call(probed), self.call(every)
-            rest = self.rest * self.step
-            now.take(Reading(before, probe, after, every, probed, rest=rest, between=before))
+            waits = self.rest * self.step, self.rest * self.step
+            now.take(Reading(before, probe, after, every, probed, waits, between=before))
         return now
 
     @property
@@ -103,6 +103,31 @@ def test_a_rest_above_the_budget_is_told_and_bytes_are_still_compared():
     assert 0.7 / now.every <= 0.01 * LEFT_FOR_BYTES
 
 
+def test_work_that_the_device_waits_for_in_one_call_of_four_is_a_quarter_of_it():
+    now = Controller(0.01)
+    for number in range(4 * READINGS):
+        waits = (0.0001, 0.0) if number % 2 else (0.0, 0.0)
+        now.take(Reading(0.005, 0.005, 0.005, now.every, now.probed, waits))
+        assert not now.over
+    assert now.rest == pytest.approx(0.02 / 4, rel=0.25)
+
+
+def test_a_garbage_collection_in_one_call_is_not_taken_for_what_each_costs():
+    now = Controller(0.01)
+    for number in range(READINGS):
+        now.take(Reading(0.005, 0.005, 0.005, now.every, now.probed, (0.00002, 0.00002 if number else 0.05)))
+    assert now.rest == pytest.approx(0.00002 / 0.005)
+
+
+def test_a_rest_above_the_budget_is_told_once_several_decisions_in_a_row_say_so():
+    now, told = Controller(0.01), []
+    for over in [True, False, True, True, True, False]:
+        for _ in range(READINGS):
+            now.take(Reading(0.005, 0.005, 0.005, now.every, now.probed, (0.0002,) if over else (0.0,)))
+        told.append(now.over)
+    assert told == [False, False, False, False, True, False]
+
+
 @pytest.mark.parametrize("grown", [8, 1 / 8])
 def test_other_work_is_noticed_within_few_calls(grown):
     machine = Machine(0.01, 0.002, 0.4)
@@ -134,7 +159,7 @@ def test_the_share_does_not_go_to_and_fro():
 def test_n_stays_a_power_of_two_within_its_bounds(budget, times):
     now = Controller(budget)
     for before, probe, after in times:
-        now.take(Reading(before, probe, after, now.every, now.probed, rest=before / 3))
+        now.take(Reading(before, probe, after, now.every, now.probed, (before / 3, 0.0)))
         assert FEWEST <= now.every <= MOST
         assert now.every & (now.every - 1) == 0
         assert 1 <= now.probed < now.every
