@@ -204,6 +204,7 @@ class EnginePool:
             call: makes one.
             live: what each slot of theirs adds to :attr:`live_slots`.
         """
+        # a first allocation may send what waits, as its pages were freed before: the others can then wait together
         if event is not _ALLOCATE and self._add_alike(event, given, page_size, live):
             return
         for slots, owner in given[:1]:

@@ -19,23 +19,23 @@ from .request_ids import RequestId, RequestIds
 Pages: TypeAlias = "list[int] | array[int] | torch.Tensor"
 
 
-class Each(NamedTuple):
-    """Of calls that were noted at once: the hash of the owner, and how many pages it names, of each."""
+class AtOnce(NamedTuple):
+    """Calls of one event that were noted at once: the hash of the owner and the number of pages of each."""
 
     owners: list[int]
     lengths: list[int]
 
 
-#: An event with the number of its stack, pages, hash of the owner, slots of a page.  Several of one event that were
-#: noted at once are such a tuple, with the pages of all: of 64 calls the host unpacks and frees five of them.
-Call: TypeAlias = tuple[int, Pages, int | Each, int]
+#: An event with the number of its stack, pages, hash of the owner, slots of a page.  Calls that were noted at once are
+#: one such tuple, with the pages of all: a tuple for each took the host longer to make, read and free.
+Call: TypeAlias = tuple[int, Pages, int | AtOnce, int]
 
 
-def several(
+def noted_at_once(
     given: Sequence[tuple[Any, RequestId | None]], most: int, ids: RequestIds
-) -> tuple[array[int], Each] | None:
-    """Calls to be noted at once, with the pages of all; None if not each names at most ``most`` pages on the host, and
-    an owner that is a string or nobody."""
+) -> tuple[array[int], AtOnce] | None:
+    """The pages of all calls, and the calls; None if one of them has to be looked at by itself: it names more than
+    ``most`` pages, or pages that are not in a list, or an id that is no string."""
     known = ids.known
     numbers: list[int] = []
     owners: list[int] = []
@@ -52,17 +52,19 @@ def several(
         lengths.append(n)
         numbers += slots
     try:
-        return packed(numbers), Each(owners, lengths)
+        return packed(numbers), AtOnce(owners, lengths)
     except (TypeError, OverflowError):
         return None  # the call that names others is left out when it is sent, and no other one
 
 
-def fitting(lengths: Sequence[int], owners: Sequence[int | Each], sizes: Sequence[int], most: int, room: int) -> int:
-    """How many of the first calls are for one launch: they have one page size, are at most ``most``, and name at most
-    ``room`` pages."""
+def how_many_fit(
+    lengths: Sequence[int], owners: Sequence[int | AtOnce], sizes: Sequence[int], most: int, room: int
+) -> int:
+    """How many entries of the queue, from the first on, go into one launch: it takes at most ``most`` calls of one page
+    size, which name at most ``room`` pages."""
     calls = pages = 0
     for n, (length, owner, size) in enumerate(zip(lengths, owners, sizes, strict=True)):
-        calls, pages = calls + (len(owner.owners) if isinstance(owner, Each) else 1), pages + length
+        calls, pages = calls + (len(owner.owners) if isinstance(owner, AtOnce) else 1), pages + length
         if calls > most or pages > room or size != sizes[0]:
             return n
     return len(sizes)
@@ -71,20 +73,20 @@ def fitting(lengths: Sequence[int], owners: Sequence[int | Each], sizes: Sequenc
 def names_many(calls: Sequence[Call], few: int) -> bool:
     """Whether a release among them names more than ``few`` pages; of several at once each has few."""
     return any(
-        kind % STACK_UNIT == Event.RELEASE and len(held) > few and not isinstance(whose, Each)
+        kind % STACK_UNIT == Event.RELEASE and len(held) > few and not isinstance(whose, AtOnce)
         for kind, held, whose, _ in calls
     )
 
 
-def each_of(
-    kinds: Sequence[int], owners: Sequence[int | Each], lengths: Sequence[int]
+def call_by_call(
+    kinds: Sequence[int], owners: Sequence[int | AtOnce], lengths: Sequence[int]
 ) -> tuple[list[int], list[int], list[int]]:
-    """The same of each call, also of those that were noted at once."""
+    """Event, owner and number of pages of each call, where those that were noted at once are one entry."""
     each_kind: list[int] = []
     each_owner: list[int] = []
     each_length: list[int] = []
     for kind, owner, length in zip(kinds, owners, lengths, strict=True):
-        if isinstance(owner, Each):
+        if isinstance(owner, AtOnce):
             each_kind += [kind] * len(owner.owners)
             each_owner += owner.owners
             each_length += owner.lengths

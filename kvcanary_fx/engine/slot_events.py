@@ -23,17 +23,17 @@ from ..kernels.staging import Staging, lasting
 from .arguments import require_whole
 from .pool_content import PoolContent
 from .queued_calls import (
+    AtOnce,
     Call,
-    Each,
     Pages,
-    each_of,
+    call_by_call,
     first_odd,
-    fitting,
+    how_many_fit,
     names_many,
+    noted_at_once,
     numbers_of_all,
     pages_of,
     rows_of,
-    several,
 )
 from .request_ids import RequestId, RequestIds
 from .slot_histories import SlotHistories
@@ -152,12 +152,12 @@ class SlotEvents:
             return None
         if not given or not 0 < len(self._calls) < CALLS:
             return None if given else 0
-        few = several(given, self._most if written_in_step else min(FEW, self._most), self._ids)
+        few = noted_at_once(given, self._most if written_in_step else min(FEW, self._most), self._ids)
         if few is None or len(few[0]) > self._most or not self._append(event, *few, page_size, written_in_step):
             return None
         return page_size * len(few[0])
 
-    def _append(self, event: Event, pages: array[int], each: Each, page_size: int, written_in_step: bool) -> bool:
+    def _append(self, event: Event, pages: array[int], each: AtOnce, page_size: int, written_in_step: bool) -> bool:
         """Note calls at once, unless the bytes of some pages must be compared before."""
         with self._lock:
             if event in RENEWING and not written_in_step and self._were_freed(pages, len(pages)):
@@ -299,12 +299,12 @@ class SlotEvents:
         lengths, page_size = list(map(len, pages)), sizes[0]
         n, room = len(sizes), min(PAGES, SLOTS // page_size)
         if sum(lengths) > room or sizes.count(page_size) < n or n + self._at_once > CALLS:
-            n = fitting(lengths, owners, sizes, CALLS, room)
+            n = how_many_fit(lengths, owners, sizes, CALLS, room)
             kinds, pages, owners, lengths = kinds[:n], pages[:n], owners[:n], lengths[:n]
         named, on_device = self._numbers_of(pages)
         del self._calls[:n]
         released = _RELEASE in kinds or any(kind % STACK_UNIT == _RELEASE for kind in kinds if kind > STACK_UNIT)
-        rows = rows_of(*(each_of(kinds, owners, lengths) if self._at_once else (kinds, owners, lengths)))
+        rows = rows_of(*(call_by_call(kinds, owners, lengths) if self._at_once else (kinds, owners, lengths)))
         calls, kept = len(rows) // COLUMNS, self._kept_calls()
         few = kept.takes(calls, len(named), page_size) and not on_device
         if few and kept.apply(rows, named, page_size, released):

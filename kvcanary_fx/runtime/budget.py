@@ -253,10 +253,10 @@ def _power_of(stored: float) -> int:
 
 
 def usually(waits: Sequence[float]) -> float:
-    """How long a call keeps the device waiting: how long where it does, times how often that is.
+    """How long calls keep the device waiting: the median of those that do, times their share of all calls.
 
-    A host that reads tokens now and then is ahead of the device in the calls between, which then cost nothing.  A
-    median of all calls is what it takes in some of them, or nothing; a mean is that of one garbage collection.
+    A host that reads tokens now and then is ahead of the device in the calls between, which cost nothing.  The median
+    of all calls would leave out the smaller part of them, and a mean would follow one garbage collection.
     """
     some = [wait for wait in waits if wait > 0]
     return statistics.median(some) * len(some) / len(waits) if some else 0.0

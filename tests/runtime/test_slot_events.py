@@ -666,7 +666,7 @@ def test_calls_of_a_kind_at_once_leave_what_they_leave_one_by_one(launches):
 
 
 def more_than_a_launch(how: str) -> tuple:
-    """The same of more calls, or more slots, than a launch has room for."""
+    """Shares and releases of more calls, or more pages, than a launch has room for: what is found and left behind."""
     toy = prefilled()
     toy.pool.allocate(range(6, 12), owner="B")
     for shift in range(3):
