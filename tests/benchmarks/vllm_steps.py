@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cores
+import report
 import vllm_engine
 
 #: Parts of a step, in the order of the engine's loop.
@@ -187,8 +188,7 @@ def ratios(requests: int, plain: list[dict[str, Any]], guarded: list[dict[str, A
     """A line: what was measured guarded, of what was in the same round unguarded, medians and the spread."""
     cells = []
     for key in ("run", "prompts", "decode", "decode_quick"):
-        of = [100 * g[key] / p[key] for p, g in zip(plain, guarded, strict=True)]
-        cells.append(f"{key} {statistics.median(of):.1f} % ({min(of):.1f} to {max(of):.1f})")
+        cells.append(f"{key} {report.paired([g[key] / p[key] for p, g in zip(plain, guarded, strict=True)])}")
     return f"{requests} requests, guarded of plain: " + ", ".join(cells)
 
 
