@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from .staging import CurrentStream
-
 
 class SideStream:
     """One device's stream for checks, of one session.
@@ -79,67 +77,20 @@ class SideStream:
         self._forked -= {now} if now else {True, False}
 
 
-#: Steps between two looks at whether the device waits for the host, and looks in a row that must agree that it does.
-LOOK, AGREE = 16, 2
+class ForkInGraph:
+    """Work beside what is captured after it, in the same CUDA graph; whatever needs it joins it."""
 
-
-class BesideGraph:
-    """Work beside a CUDA graph that waits for it where it needs it, at each replay.
-
-    The graph waits for an event from outside of it, as it was last recorded before the replay
-    (``cudaEventWaitExternal``).
-
-    On the host this is 70 us of a step for streams and events (H200), where a replay in the model's stream is 20.
-    While the device waits for the host anyway, the work is better in front of the graph: :meth:`pays`.
-
-    Attributes:
-        open: the work was launched, and its graph was not replayed yet.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device, self._stream = device, torch.cuda.Stream(device)
-        self._current = CurrentStream(device)
-        self._here, self._there = torch.cuda.Event(), torch.cuda.Event(external=True)
-        self._there.record(self._stream)  # torch leaves out a wait for an event that never was
-        self.open = False
-        self._replayed, self._last = torch.cuda.Event(), -1  # in the step of this number
-        self._waited = 0  # looks in a row at which the device had nothing to do
-
-    def pays(self, step: int) -> bool:
-        """Whether the step of this number, which begins, gains by work beside its graph."""
-        if step == self._last + 1 and step % LOOK == 0:
-            self._waited = self._waited + 1 if self._replayed.query() else 0
-        return self._waited < AGREE
-
-    def run(self, launch: Callable[[], None]) -> None:
-        """Launch after all work queued on the model's stream so far; then replay the graph."""
-        current = self._current()
-        self._here.record(current)
-        self._stream.wait_event(self._here)
-        self.open = True
-        torch.cuda.set_stream(self._stream)  # torch.cuda.stream() takes the host five times as long
-        try:
+    def __init__(self, device: torch.device, launch: Callable[[], None]):
+        self._device, self._there = device, torch.cuda.Event()
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
             launch()
-        finally:
-            torch.cuda.set_stream(current)
-        self._there.record(self._stream)
+            self._there.record()
 
-    def wait(self) -> None:
-        """Let the current stream wait here for what was launched: in a capture, at each replay."""
+    def join(self) -> None:
+        """Let the current stream wait here for what was launched."""
         torch.cuda.current_stream(self._device).wait_event(self._there)
-
-    def replayed(self, step: int) -> None:
-        """The graph was replayed, in the step of this number."""
-        self.open = False
-        if (step + 1) % LOOK == 0:
-            self._replayed.record(self._current())
-            self._last = step
-
-    def close(self) -> None:
-        """Wait unless the graph does: it was not replayed."""
-        if self.open:
-            self.wait()
-            self.open = False
 
 
 def can_fork(device: torch.device) -> bool:

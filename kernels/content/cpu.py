@@ -139,8 +139,14 @@ def report(
     )
 
 
-def begin(control_words: torch.Tensor, gate: torch.Tensor) -> None:
-    """Start one call of a guarded graph."""
+def begin(control_words: torch.Tensor, gate: torch.Tensor, counts: torch.Tensor | None = None) -> None:
+    """Start one call of a guarded graph.
+
+    Args:
+        counts: of the plan, :attr:`.RequestPlan.counts`, where it may be that of no forward: nothing begins then.
+    """
+    if counts is not None and counts[0] < 0:
+        return
     control_words[Word.STEP] += 1
     gate[Gate.STEP] += 1
     gate[Gate.LENIENT_NOW] = gate[Gate.LENIENT_NEXT]

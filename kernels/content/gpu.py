@@ -33,17 +33,18 @@ from .gpu_write_layers import verify_layers as verify_layers
 from .launch_args import BLOCK_SLOTS, PLAN_TOKENS, plan_args, scan_args, site_args
 
 
-def begin(control_words: torch.Tensor, gate: torch.Tensor) -> None:
-    """Start one call of a guarded graph."""
-    launches, at = _begin_launches(tk.begin_kernel, gate.device), (control_words.data_ptr(), gate.data_ptr())
-    known = at[0] & 15, at[1] & 15
+def begin(control_words: torch.Tensor, gate: torch.Tensor, counts: torch.Tensor | None = None) -> None:
+    """Start one call of a guarded graph.  See :func:`.cpu.begin`."""
+    counted, tensors = counts is not None, (control_words, gate, control_words if counts is None else counts)
+    launches, at = _begin_launches(tk.begin_kernel, gate.device), tuple(t.data_ptr() for t in tensors)
+    known = counted, at[0] & 15, at[1] & 15, at[2] & 15
     if not launches.again(known, (1, 1, 1), at):
-        launches(None, (1, 1, 1), (control_words, gate), dict, known)
+        launches(counted, (1, 1, 1), tensors, lambda: dict(COUNTED=counted), known)
 
 
 @functools.cache
 def _begin_launches(kernel: Any, device: torch.device) -> BoundLaunches:
-    return BoundLaunches(kernel, device, ("words_ptr", "gate_ptr"), warps=4)
+    return BoundLaunches(kernel, device, ("words_ptr", "gate_ptr", "counts_ptr"), warps=4)
 
 
 def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int, phase: Phase) -> None:

@@ -71,7 +71,9 @@ def _report(
     )
 
 
-def begin(control_words: torch.Tensor, gate: torch.Tensor) -> None:
+def begin(control_words: torch.Tensor, gate: torch.Tensor, counts: torch.Tensor | None = None) -> None:
+    if counts is not None and counts[0] < 0:
+        return
     control_words[Word.STEP] += 1
     gate[Gate.STEP] += 1
     gate[Gate.LENIENT_NOW] = int(gate[Gate.LENIENT_NEXT])

@@ -127,7 +127,12 @@ def report_poison(
 def begin_kernel(
     words_ptr,  # int64 [len(Word)]
     gate_ptr,  # int64 [len(Gate)]
+    counts_ptr,  # int64 [3], where COUNTED: of a plan, which may be that of no forward
+    COUNTED: tl.constexpr,
 ):
+    if COUNTED:
+        if tl.load(counts_ptr) < 0:
+            return
     tl.store(words_ptr + WORD_STEP, tl.load(words_ptr + WORD_STEP) + 1)
     tl.store(gate_ptr + GATE_STEP, tl.load(gate_ptr + GATE_STEP) + 1)
     tl.store(gate_ptr + GATE_LENIENT_NOW, tl.load(gate_ptr + GATE_LENIENT_NEXT))

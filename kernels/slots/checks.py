@@ -71,8 +71,9 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
 
     Stamps the slots that passed and are due, for the layers' content checks.
     """
-    space.clock.add_(1)
-    space.counters[SpaceCount.FORWARDS] += 1
+    forward = (plan.counts[0] >= 0).to(torch.int32)
+    space.clock.add_(forward)
+    space.counters[SpaceCount.FORWARDS] += forward
     plan_writes(space, plan)
     stamped = []
     if plan.rows.shape[0] and plan.table.numel():
@@ -236,7 +237,9 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     position = planned_positions(plan, request, place)
     slot = plan.slots.to(torch.int64)
     outside = (slot < 0) | (slot >= space.slots)
-    plan.memory_for("real_slots", slot.shape[0]).copy_(torch.where(real & ~outside, slot, -1))
+    given = plan.memory_for("real_slots", slot.shape[0])
+    others = torch.where(plan.counts[0] >= 0, -1, given)  # if there is no forward, another one's are there
+    given.copy_(torch.where(real & ~outside, slot, others))
     at = torch.where(outside | ~there, space.nowhere, slot)
     flags, owner, mine = space.flags[at], space.owners[at], plan.owners[request]
     reserved = (flags & Flag.RESERVED) != 0

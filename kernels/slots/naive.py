@@ -52,6 +52,8 @@ def _namespace(plan: RequestPlan, request: int) -> int:
 
 
 def walk(space: SlotSpace, plan: RequestPlan) -> None:
+    if plan.counts[0] < 0:
+        return
     space.clock.add_(1)
     space.counters[SpaceCount.FORWARDS] += 1
     writers = _plan_writes(space, plan)

@@ -215,7 +215,9 @@ class RequestPlan:
     A batch may be padded: ``counts`` says how many requests and tokens are real.
 
     Attributes:
-        counts: int64 ``[3]``, real requests, real tokens, and the number of the engine's step.
+        counts: int64 ``[3]``, real requests, real tokens, and the number of the engine's step.  A negative number of
+            requests says that there is no forward: what is captured in a graph then leaves all as it is, but for the
+            list of slots to compare, which is empty.
         rows: integer ``[bs]``, each request's row in ``table``.
         prefix_lens: integer ``[bs]``, tokens that are in the pool already.
         extend_lens: integer ``[bs]``, tokens that this forward adds.

@@ -73,10 +73,11 @@ def open_kernel(
     """A forward begins: count it, note the slots that it writes, if they are few, and look at the rows of the request
     table that it names."""
     if tl.program_id(0) == 0:
+        tl.store(listed_count_ptr, tl.zeros([], tl.int32))
+    if (tl.program_id(0) == 0) & (tl.load(counts_ptr) >= 0):
         total = find_ends(counts_ptr, extend_ptr, ends_ptr, bs, BLOCK)
         clock = tl.load(clock_ptr) + 1
         tl.store(clock_ptr, clock)
-        tl.store(listed_count_ptr, tl.zeros([], tl.int32))
         tl.store(counters_ptr + SPACE_FORWARDS, tl.load(counters_ptr + SPACE_FORWARDS) + 1)
         if PLAN:
             i = tl.arange(0, TOKENS).to(tl.int64)

@@ -99,7 +99,8 @@ def writes_kernel(
     owner = tl.load(owner_ptr + request, mask=counted, other=0)
     token = tl.load(token_ptr + i, mask=counted, other=0).to(tl.int64)
     outside = (slot < 0) | (slot >= slots)
-    tl.store(real_ptr + i, tl.where(real & (outside == 0), slot, -1), mask=i < n)
+    forward = tl.load(counts_ptr) >= 0  # else another forward's are there
+    tl.store(real_ptr + i, tl.where(real & (outside == 0), slot, -1), mask=(i < n) & forward)
     at = tl.where(outside, slots, slot)
     _, _, flags, _, _, holder = entry_of(wide_ptr, at, counted)
     reserved = (flags & FLAG_RESERVED) != 0

@@ -44,10 +44,10 @@ from ..kernels.held import Held, limit_on
 from ..kernels.layer_ops import record_in, verify_in
 from ..kernels.ops import held_kernels_for, kernels_for, request_kernels_for
 from ..kernels.ring import Word
-from ..kernels.side_stream import SideStream, capturing
+from ..kernels.side_stream import ForkInGraph, SideStream, capturing
 from ..runtime.pace import Sample
 from .kept_forward import KeptForward, Reads, keep
-from .kept_step import KeptStep
+from .kept_step import GraphStep, KeptStep
 
 if TYPE_CHECKING:
     from .forward import Forward
@@ -70,11 +70,12 @@ class LayerChecks:
         session.eager_layers = tuple(self._layers)
         self._unsettled = False  # the device was not told what captured layers were given
         self._held_in: dict[tuple[int, int], int] = {}  # layers that wrote in a forward, by its requests and tokens
+        self._first: ForkInGraph | None = None  # the checks before the model, in the capture that runs
 
     @functools.cached_property
     def held(self) -> Held:
         """What the layers of a forward wrote, where it is recorded when the model has run."""
-        return Held(_together(self._layers.values()), min(map(limit_on, self.gates)), self._wait_in_graph)
+        return Held(_together(self._layers.values()), min(map(limit_on, self.gates)), self._wait_for_first)
 
     @property
     def running(self) -> bool:
@@ -114,10 +115,10 @@ class LayerChecks:
                 raise
             self.held.flush()
 
-    def _wait_in_graph(self) -> None:
-        """In a capture: let each replay wait here for the checks beside it, see :meth:`kept`."""
-        if self._steps.beside_graph is not None and capturing():
-            self._steps.beside_graph.wait()
+    def _wait_for_first(self) -> None:
+        """In a capture: what follows needs the checks before the model, see :meth:`captured`."""
+        if self._first is not None:
+            self._first.join()
 
     def _settle(self) -> None:
         """Tell the device what captured layers were given, before a graph of theirs is replayed."""
@@ -143,12 +144,14 @@ class LayerChecks:
         beside: bool = True,
         hold: bool = False,
         finish: Callable[[], None] | None = None,
+        first: KeptForward | None = None,
     ) -> Iterator[None]:
         """Around a model that is captured into a CUDA graph, if each replay is to be inside a forward of its own.
 
-        The graph has the checks of the layers only.  They look at the plan of the forward that replays it, whose
-        other checks run before and after the replay: their number does not depend on the number of layers, and a
-        graph that is captured for a padded batch serves every smaller one.  Call :meth:`reserve` first::
+        The graph has the checks of the layers only, unless there is a ``first``.  They look at the plan of the forward
+        that replays it, whose other checks run before and after the replay: their number does not depend on the number
+        of layers, and a graph that is captured for a padded batch serves every smaller one.  Call :meth:`reserve`
+        first::
 
             checks.reserve(requests, tokens)
             with torch.cuda.graph(graph), checks.captured(requests, tokens):
@@ -165,16 +168,22 @@ class LayerChecks:
                 Run the model once like this before it is captured, as for any graph: the first time makes tables, and
                 tells which attention is the last.  In a capture without them each layer records.
             finish: launches what comes last in the graph, behind the records.
+            first: of at least so many requests and tokens: its checks before the model are in the graph, beside the
+                model, if the forward writes to nothing that is compared.  The records come after them.  *Each* replay
+                then takes in a batch, see :meth:`keep`; it is one of :meth:`kept` with ``in_graph``, or its live
+                counts say that there is no forward.  Only for a model that is captured whole.
         """
         context = self._context(self._steps.padded(requests, tokens))
         hold = hold and ("held" in vars(self) or not capturing())
         sides = self._steps.sides if beside else {}
+        if first is not None and capturing():
+            self._first = self._fork(first)
         if hold:
             self._unsettled = True
             side = next(iter(sides.values())) if len(sides) == 1 and capturing() else None
             self.held.begin(self._held_in.get((requests, tokens), 0), side)
         else:
-            self._wait_in_graph()
+            self._wait_for_first()
         try:
             with self._published(dataclasses.replace(context, sides={} if hold else sides), hold):
                 yield
@@ -186,6 +195,18 @@ class LayerChecks:
             if hold:
                 self.held.begin()
             self._steps.join()  # the graph ends with the checks of its last layer
+            self._wait_for_first()  # which a model without layers of ours has not waited for
+            self._first = None
+
+    def _fork(self, first: KeptForward) -> ForkInGraph | None:
+        """Launch the checks before the model: beside it, if there is something to wait for."""
+        if first.inside is None:
+            raise SessionStateError("the checks before this model cannot be in its graph: captured(...) without first=")
+        device = next(iter(self.gates))
+        if first.beside and device in self._steps.sides:
+            return ForkInGraph(device, first.inside)
+        first.inside()
+        return None
 
     def _finish(self, finish: Callable[[], None], sides: Mapping[torch.device, SideStream]) -> None:
         """Launch what comes last in a graph: beside the model, if the records are there."""
@@ -204,6 +225,7 @@ class LayerChecks:
         take_in: Callable[[], None],
         reads: Sequence[Reads] = (),
         finish: Callable[[], None] | None = None,
+        live: torch.Tensor | None = None,
     ) -> KeptForward:
         """Capture what is checked around the model, for batches that are on the device.
 
@@ -216,6 +238,8 @@ class LayerChecks:
                 :meth:`clock`.
             reads: as :meth:`.EngineSession.check_reads` takes them.
             finish: launches what comes after the last check.
+            live: int64 ``[3]``, for :meth:`captured` with ``first``: ``take_in`` writes the counts there, too, or, for
+                a replay of the model's graph that is no forward, -1 requests there and nothing else.
 
         Raises:
             StepInputError: more than the session's ``max_requests`` or ``max_tokens``.
@@ -227,16 +251,12 @@ class LayerChecks:
             self._context(running),
             self._session.config,
             take_in,
-            begin=lambda: self._begin(running),
+            begin=functools.partial(self._begin, live=live),
             join=lambda: self._steps.join(all=True),
             reads=reads,
             finish=finish,
+            live=live,
         )
-
-    def wait_for_kept(self) -> None:
-        """Inside :meth:`kept`: let the current stream wait for what is checked before the model."""
-        if self._steps.beside_graph is not None:
-            self._steps.beside_graph.wait()
 
     def clock(self) -> torch.Tensor:
         """int64 ``[1]`` on the device of the pools: the number of the step that is running, times 2**32."""
@@ -250,9 +270,9 @@ class LayerChecks:
         requests: int,
         tokens: int,
         hold: bool = False,
-        finished: bool = False,
+        in_graph: bool = False,
         stored: float = 0,
-    ) -> KeptStep:
+    ) -> KeptStep | GraphStep:
         """A step of the engine with one forward, in the place of ``session.step``, ``session.forward`` and
         :meth:`publish`: around the model.  Violations wait until somebody reads them.
 
@@ -263,17 +283,18 @@ class LayerChecks:
             send: gives the device what ``take_in`` needs, given the number of the step.
             requests, tokens: how many it has.
             hold: as of :meth:`publish`.
-            finished: the model is a graph that was captured in :meth:`captured`, and launches ``finish`` of
-                :meth:`keep` itself, behind its last layer.  If it writes to nothing that is compared, what is checked
-                before the model runs beside it; the graph waits before it records.
+            in_graph: the model is a graph that was captured in :meth:`captured` with ``first`` and ``finish``: it
+                launches all checks itself.
             stored: about how many tokens the batch has stored before; 0 if nobody knows.
 
         Raises:
             SessionStateError: a step is already running, or the session is closed.
         """
         self._settle()
-        held = self.held if hold else None
-        return KeptStep(self._steps, kept, send, (requests, tokens), self._measure, held, finished, stored)
+        size = requests, tokens
+        if in_graph:
+            return GraphStep(self._steps, kept, send, size, self._measure, stored)
+        return KeptStep(self._steps, kept, send, size, self._measure, self.held if hold else None, stored)
 
     def _measure(self, stored: float) -> Sample | None:
         """A step begins: what measures it, if it is to be measured."""
@@ -282,10 +303,14 @@ class LayerChecks:
             return None
         return pace.begin("step", *session.weight, stored)
 
-    def _begin(self, running: Forward) -> None:
-        """Count a forward, as a graph's first op does, for the number in reports.  Compare what it reads."""
+    def _begin(self, running: Forward, live: torch.Tensor | None = None) -> None:
+        """Count a forward, as a graph's first op does, for the number in reports.  Compare what it reads.
+
+        Args:
+            live: its counts, where it may be none.
+        """
         for device, gate in self.gates.items():
-            kernels_for(device).begin(self._session.controls(device).words, gate)
+            kernels_for(device).begin(self._session.controls(device).words, gate, live)
         self._steps.check_layers(running)
 
     def _context(self, running: Forward | None, held: Held | None = None) -> ForwardContext:

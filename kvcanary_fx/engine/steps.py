@@ -76,7 +76,6 @@ class Steps:
         closed: no further step may begin.
         pools_by_space: the pools by the number of their slot space.
         sides: streams of the work that a layer waits for, if checks run beside the model.
-        beside_graph: where kept checks run beside a graph of the model; None: nowhere.
     """
 
     def __init__(
@@ -103,7 +102,6 @@ class Steps:
         beside = [d for d in devices if side_stream.can_fork(d)] if config.placement == "side" else []
         self.sides = {d: side_stream.SideStream(d) for d in beside}
         self._pool_sides = {d: side_stream.SideStream(d) for d in beside}  # for the forward's end
-        self.beside_graph = side_stream.BesideGraph(beside[0]) if [d.type for d in beside] == ["cuda"] else None
         self._on_host = all(d.type != "cuda" for d in devices)
         self._clock, self._poll = Clock(controls), Poll(controls)
         inputs.main.clock, inputs.main.clock_word = self._clock.place(inputs.main.counts.device), self._clock.word
@@ -239,13 +237,10 @@ class Steps:
         finally:
             self.running = None
 
-    def begin_kept(
-        self, kept: KeptForward, send: Callable[[int], None], requests: int, tokens: int, beside: bool
-    ) -> None:
-        """A step begins that has one forward, whose checks were kept.  See :meth:`.LayerChecks.kept`.
+    def begin_kept(self, kept: KeptForward, send: Callable[[int], None], requests: int, tokens: int) -> None:
+        """A step begins that has one forward, whose checks were kept; whoever calls it launches those before the model.
 
-        Args:
-            beside: the model is a graph that waits for them itself.
+        See :meth:`.LayerChecks.kept`.
         """
         if self.closed or self._thread is not None:
             self.require_open()
@@ -256,19 +251,9 @@ class Steps:
         send(self.begun)
         self._inputs.main.filled_by_graph(requests, tokens)
         self.running = kept.forward
-        if beside and kept.beside and self.beside_graph is not None and self.beside_graph.pays(self.begun):
-            self.beside_graph.run(kept.before)
-        else:
-            kept.before()
 
-    def end_kept(self, kept: KeptForward, finished: bool) -> None:
-        """The model has run, and its graph has launched what comes last, if ``finished``."""
-        if kept.after is not None:
-            kept.after()
-        if kept.finish is not None and (kept.after is not None or not finished):
-            kept.finish()
-        if finished and self.beside_graph is not None:
-            self.beside_graph.replayed(self.begun)
+    def end_kept(self, kept: KeptForward) -> None:
+        """The model has run, and all checks are launched."""
         self.running = None
         self.done += 1
         self._observers.after_forward(kept.forward.plans)
@@ -276,8 +261,6 @@ class Steps:
 
     def leave_kept(self) -> None:
         """The step is over, also if the model raised."""
-        if self.beside_graph is not None and self.beside_graph.open:
-            self.beside_graph.close()
         if self._thread == threading.get_ident():
             self.running = self._thread = None
 

@@ -47,7 +47,6 @@ OURS = (
     "engine.steps:Steps.flush",
     "adapters.vllm.v2.take_in:Landing.send",
     "engine.kept_forward:_Captured.__call__",
-    "kernels.side_stream:BesideGraph.run",
     "adapters.vllm.ops:verify",
     "adapters.vllm.ops:record",
     "adapters.vllm.ops:record_in",

@@ -147,7 +147,7 @@ class Runner:
             batch, slots = self._prepare(tokens, wrong)
             batch.num_draft_tokens = 0 if rejected is None else len(slots)
             self.kv_connector.pre_forward(scheduled, batch, self._metadata(batch) if wrong is not None else None)
-            self._model(slots)
+            self._replay(batch, slots) if wrong is not None else self._model(slots)
             self.kv_connector.finish_forward()
         gone = {request: (rejected or {}).get(request, 0) for request in tokens}
         self.guard.drafting.verified(self.input_buffers.query_start_loc, torch.tensor(list(gone.values())))
@@ -207,9 +207,36 @@ class Runner:
 
     def _metadata(self, batch):
         """What a graph that is replayed whole is given."""
-        self.guard.layers_in_graphs[batch.num_tokens_after_padding] = len(self.layers)
+        self._captured(batch.num_tokens_after_padding)
         table = self.block_tables.input_block_tables[0]
         return {"a": SimpleNamespace(block_table=table, seq_lens=batch.seq_lens)}
+
+    def _captured(self, tokens):
+        self.guard.layers_in_graphs[tokens] = len(self.layers)
+        if self.guard._forwards.first(tokens) is not None:
+            self.guard.checked_in_graphs.add(tokens)
+
+    def _replay(self, batch, slots):
+        """What is captured in such a graph: the checks before the model, if they can be, and the layers."""
+        from kvcanary_fx.kernels.context import forward_context
+
+        first = self.guard._forwards.first(batch.num_tokens_after_padding)
+        if first is None:
+            self._model(slots)
+            return
+        first.inside()
+        with forward_context(first.context(len(slots))):
+            self._model(slots)
+
+    def warm_up_replay(self, tokens):
+        """A graph is replayed for requests that are made up."""
+        batch, scheduled = SimpleNamespace(num_tokens_after_padding=tokens, num_tokens=tokens), object()
+        self._captured(tokens)
+        self.kv_connector.set_disabled(True)
+        self.kv_connector.pre_forward(scheduled, batch, {})
+        self._replay(batch, torch.zeros(0, dtype=torch.int64))
+        self.kv_connector.finish_forward()
+        self.kv_connector.set_disabled(False)
 
     def _model(self, slots, layers=None):
         from kvcanary_fx.adapters.vllm import ops
@@ -221,6 +248,10 @@ class Runner:
             output = torch.zeros(1)
             ops.verify(output, layer)
             ops.record(output, *written, layer)
+
+
+#: With these, graphs have the checks before the model in them.
+IN_GRAPHS = {"KVCANARY_VERIFY_AFTER": "0"}
 
 
 @pytest.fixture
@@ -247,7 +278,8 @@ def test_steps_of_a_runner_that_reorders_its_batch_are_silent(runner):
     assert runner.connector.calls == ["pre_forward", "finish_forward"] * 6
 
 
-def test_steps_that_differ_in_their_tokens_alone_go_on_as_the_last_did(runner, monkeypatch):
+def test_steps_that_differ_in_their_tokens_alone_go_on_as_the_last_did(monkeypatch):
+    runner = Runner(**IN_GRAPHS)
     begun, begin = [], type(runner.guard._forwards).begin
 
     def noted(self, batch, *args):
@@ -279,8 +311,52 @@ def test_steps_that_differ_in_their_tokens_alone_go_on_as_the_last_did(runner, m
     assert stats.recorded == 4 * (4 + 7 * 2 + 3 * 1 + 3)
 
 
+def test_replays_of_graphs_that_are_no_step_or_are_checked_before_leave_the_next_ones_right():
+    """A graph with checks in it takes in a batch in each replay: it is told of those that have none."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 5}, new={"x": [1, 2]})
+    steps = [
+        dict(tokens={"x": 1}, wrong=1),
+        dict(tokens={"x": 1}, wrong=1),
+        # the prefix of a new request is compared with its tokens: nothing of that is in a graph
+        dict(tokens={"y": 1, "x": 1}, new={"y": [1, 3, 5]}, found={"y": 4}, more={"x": [4]}, wrong=1,
+             events=[("touched", [1], "y"), ("taken", [3, 5], "y", 0), ("taken", [4], "x", 0)]),
+        dict(tokens={"y": 1, "x": 1}, wrong=1),
+        dict(tokens={"y": 1, "x": 1}),  # no graph
+        dict(tokens={"y": 1, "x": 1}, wrong=1),
+    ]  # fmt: skip
+    for number, step in enumerate(steps):
+        assert runner.guard.read(runner.step(**step)) is None, number
+        for tokens in range(1, 3):
+            runner.warm_up_replay(tokens)
+    stats = runner.guard.session.stats()
+    assert (stats.violations, stats.engine_steps, runner.guard.session.uncovered) == (0, 7, [])
+    assert stats.recorded == 4 * (5 + 2 + 4 * 2)
+    runner.layers["b"][0][1, 2] += 1  # position 2 of both
+    runner.guard.read(runner.step({"y": 1, "x": 1}, wrong=1))
+    assert {(v.check, v.slot, v.layer, v.half) for v in runner.guard.session.violations()} == {("content", 6, "b", "K")}
+
+
+def test_a_graph_whose_attention_gets_other_tables_is_checked_before_it():
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3}, new={"x": [1, 2]})
+    tables = runner.block_tables.input_block_tables[0].clone()
+    metadata = runner._metadata
+    runner._metadata = lambda batch: (
+        metadata(batch) | {"a": SimpleNamespace(block_table=tables, seq_lens=batch.seq_lens)}
+    )
+    tables[0, :2] = torch.tensor([1, 2])
+    for _ in range(2):
+        assert runner.guard.read(runner.step({"x": 1}, wrong=1)) is None
+    tables[0, 1] = 6
+    runner.guard.read(runner.step({"x": 1}, wrong=1))
+    assert [(v.check, v.position) for v in runner.guard.session.violations()] == [("index", 4), ("index", 5)]
+    assert runner.guard.session.stats().recorded == 4 * 6
+
+
 @pytest.mark.parametrize("layer", "ab")
-def test_a_flip_is_reported_in_a_step_that_goes_on_as_the_last_did(runner, layer):
+def test_a_flip_is_reported_in_a_step_that_goes_on_as_the_last_did(layer):
+    runner = Runner(**IN_GRAPHS)
     runner.step({"x": 3}, new={"x": [1, 4]})
     for _ in range(2):
         assert runner.guard.read(runner.step({"x": 1}, wrong=1)) is None

@@ -27,6 +27,7 @@ def random_inputs(rng, groups=(0, 2), positions=torch.int64):
     """Step inputs that hold what an earlier step left, and what a runner has prepared for this one."""
     inputs = Inputs(
         counts=poisoned(3),
+        live=poisoned(3),
         **{name: poisoned(ROOM) for name in ("rows", "owners", "namespaces", "prefix_lens", "extend_lens")},
         tokens=poisoned(2 * ROOM),
         positions=poisoned(2 * ROOM),
@@ -100,6 +101,25 @@ def test_the_ring_is_gone_through_more_than_once():
             send(rng, taking._landing, 1 + number, 2, 1)
         compare(taking)
         assert taking._inputs.counts[2] == number or number % 3 == 0
+
+
+def test_a_replay_that_is_no_forward_takes_its_turn_and_leaves_the_step_before_as_it_is():
+    """And what was said of the requests meanwhile comes with the next one."""
+    rng = random.Random(8)
+    taking = random_inputs(rng)
+    send(rng, taking._landing, 4, 5, 2)
+    compare(taking)
+    left = copy.deepcopy(taking._inputs)
+    taking._landing.requests(*([value] * 3 for value in range(5)))
+    taking._landing.nothing()
+    compare(taking)
+    assert taking._inputs.live.tolist() == [-1, 0, 0]
+    for name in ("counts", "clock", "rows", "owners", "prefix_lens", "tokens", "positions"):
+        assert torch.equal(getattr(taking._inputs, name), getattr(left, name)), name
+    taking._landing.send(3, 3, 6, [])
+    compare(taking)
+    assert taking._inputs.rows[:4].tolist() == [0, 0, 0, left.rows[3]]
+    assert taking._inputs.live.tolist() == taking._inputs.counts.tolist() == [3, 3, 6]
 
 
 def test_launches_of_a_warm_up_take_no_turn():

@@ -11,6 +11,7 @@ from kvcanary_fx import KVPool, install_canary
 from kvcanary_fx.engine.kept_forward import Reads
 from kvcanary_fx.engine.layers import LayerChecks
 from kvcanary_fx.errors import SessionStateError
+from kvcanary_fx.kernels.context import forward_context
 from kvcanary_fx.kernels.layer_ops import record_layer, verify_layer
 
 LAYERS, PAGES, SIZE, HEADS, DIM, ROOM = 2, 16, 4, 2, 8, 8
@@ -19,9 +20,10 @@ NAMES = [f"layers.{i}" for i in range(LAYERS)]
 
 
 class Engine:
-    """Requests of one row each; steps of few tokens have checks that are kept, if ``kept``."""
+    """Requests of one row each; steps of few tokens have checks that are kept, if ``kept``, or in the model's graph, of
+    which its code takes the place."""
 
-    def __init__(self, kept=True, **settings):
+    def __init__(self, kept=True, in_graph=False, **settings):
         shape = PAGES, SIZE, HEADS, DIM
         self.kv = [tuple(torch.zeros(shape, device=DEVICE) for _ in "kv") for _ in range(LAYERS)]
         self.table = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.int32, device=DEVICE)
@@ -38,9 +40,10 @@ class Engine:
             name: torch.zeros(ROOM, dtype=torch.int64, device=DEVICE)
             for name in ("request_rows", "prefix_lens", "extend_lens", "input_ids", "slots", "owners", "positions")
         }
-        self.counts, self.lengths = (torch.zeros(n, dtype=torch.int64, device=DEVICE) for n in (3, 2))
+        self.counts, self.live, self.lengths = (torch.zeros(n, dtype=torch.int64, device=DEVICE) for n in (3, 3, 2))
         reads = [Reads(self.session.pool, self.given, self.lengths, SIZE)]
-        self.kept = self.checks.keep(2, 4, self._take_in(), reads) if kept else None
+        self.kept = self.checks.keep(2, 4, self._take_in(), reads, live=self.live) if kept else None
+        self.in_graph = in_graph
         torch.full((ROOM,), -1, device=DEVICE)  # in memory that something gave back, if it did
         self.session.mark_ready()
         self.stored, self.slip, self.wrong = [0, 0], 0.0, 0
@@ -50,6 +53,9 @@ class Engine:
 
         def take_in():
             """What a graph of the engine does at each replay."""
+            self.live.copy_(self.counts)
+            if DEVICE == "cpu" and self.counts[0] < 0:
+                return
             for name, source in self.step_fields.items():
                 out = self.session.inputs.buffer(name)
                 out.copy_(source[order[: len(out)]])
@@ -90,9 +96,22 @@ class Engine:
         def send(step):
             self.counts.copy_(torch.tensor([requests, tokens, step]))
 
-        return self.checks.kept(self.kept, send, requests, tokens)
+        return self.checks.kept(self.kept, send, requests, tokens, in_graph=self.in_graph)
+
+    def replay_of_no_forward(self):
+        """Of a graph with checks in it, as a server's warm-up makes them."""
+        self.counts.fill_(-1)
+        self.kept.inside()
 
     def _model(self, slots, positions):
+        if self.in_graph:
+            self.kept.inside()
+            with forward_context(self.kept.context(len(slots))):  # which a graph has from its capture
+                self._run_layers(slots, positions)
+            return
+        self._run_layers(slots, positions)
+
+    def _run_layers(self, slots, positions):
         rows = (
             torch.zeros(len(slots), HEADS, DIM, device=DEVICE) + torch.tensor(positions, device=DEVICE)[:, None, None]
         )
@@ -182,15 +201,41 @@ def test_who_is_in_the_written_slots_is_known_before_the_model_has_run():
 
 
 @pytest.mark.parametrize("verify_after", [False, True])
-@pytest.mark.parametrize("finished", [False, True])
-def test_what_comes_last_is_launched_once(verify_after, finished):
-    """By the model's graph, unless something is checked behind that."""
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_what_comes_last_is_launched_once(verify_after, in_graph):
+    """By the model's graph, if it has the checks."""
     engine, launched = Engine(verify_after=verify_after), []
     kept = engine.checks.keep(2, 4, engine._take_in(), finish=lambda: launched.append("finish"))
     assert launched == []
-    with engine.checks.kept(kept, lambda step: None, 0, 0, finished=finished):
+    with engine.checks.kept(kept, lambda step: None, 0, 0, in_graph=in_graph):
         launched.append("model")
-    assert launched == (["model"] if finished and not verify_after else ["model", "finish"])
+    assert launched == (["model"] if in_graph else ["model", "finish"])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="test_checks_in_graph.py has graphs")
+def test_checks_in_the_graph_of_a_model_do_what_the_others_do():
+    inside, anew = Engine(in_graph=True, verify_after=False), Engine(kept=False, verify_after=False)
+    for counts in ([2, 2], [1, 1], [0, 2], [3, 1], [1, 0]):
+        for engine in (inside, anew):
+            engine.step(counts)
+        inside.replay_of_no_forward()
+    assert found(inside) == found(anew) == []
+    spaces = [engine.session.pool.space for engine in (inside, anew)]
+    for name in ("tokens", "positions", "chain", "owners", "flags"):
+        assert torch.equal(*(getattr(space, name)[: len(space.tokens) - 1] for space in spaces)), name
+    assert torch.equal(*(engine.session.pool.digests for engine in (inside, anew)))
+    assert inside.session.stats() == anew.session.stats()
+    for engine in (inside, anew):
+        engine.kv[1][0].view(-1, HEADS, DIM)[SIZE + 2] += 1  # position 2 of r0
+        engine.step([1, 1])
+    assert found(inside) == found(anew) == [("content", "layers.1", "K", "r0", 2)]
+
+
+def test_checks_behind_the_model_are_in_no_graph_of_it():
+    engine = Engine(verify_after=True)
+    assert engine.kept.inside is None
+    with pytest.raises(SessionStateError, match="without first="):
+        engine.checks._fork(engine.kept)
 
 
 def test_a_model_that_raises_leaves_a_session_that_goes_on():

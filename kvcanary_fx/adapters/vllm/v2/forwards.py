@@ -11,7 +11,7 @@ from typing import Any
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from ....engine.kept_forward import KeptForward
-from ....engine.kept_step import KeptStep
+from ....engine.kept_step import GraphStep
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
 from ..batches import kernel_tables
@@ -56,6 +56,14 @@ class Forwards:
         """A graph was captured."""
         self._steps.captured()
 
+    def first(self, tokens: int) -> KeptForward | None:
+        """The checks before the model that its graph for so many tokens has in it; None: it has none."""
+        return self._steps.first(tokens)
+
+    def nothing(self) -> None:
+        """Such a graph is about to be replayed, and nothing is to be checked before its model."""
+        self._steps.nothing()
+
     @functools.cached_property
     def holds(self) -> bool:
         """Whether K and V of the layers are held until the model has run, also where they were captured."""
@@ -68,7 +76,7 @@ class Forwards:
         joined: Sequence[Any],
         namespaces: Mapping[str, int],
         in_flight: bool,
-        finished: bool,
+        graph: int,
     ) -> contextlib.AbstractContextManager[Any]:
         """The model is about to run.
 
@@ -78,7 +86,8 @@ class Forwards:
             joined: the requests that are new in this step.
             namespaces: by the request's id, if not 0.
             in_flight: another request writes some request's prefix in this forward.
-            finished: it is a graph that launches ``finish`` itself.
+            graph: the tokens of the graph that is about to be replayed, if it has the checks before its model in it;
+                else 0.
 
         Returns:
             What ends the checks; it was entered.
@@ -89,25 +98,29 @@ class Forwards:
         images = self.images.within(batch)
         kept = None if prompts or in_flight or images else self._steps.kept(batch)
         self.kept = kept is not None
+        in_graph = bool(graph) and kept is not None and self._reads_its_tables(graph, metadata)
         running: contextlib.AbstractContextManager[Any]
         if kept is not None:
-            running = self._steps.step(kept, batch, namespaces, hold, finished)
+            running = self._steps.step(kept, batch, namespaces, hold, in_graph)
             running.__enter__()
         else:
             self._steps.overwritten()
             running = self._begin_anew(batch, prompts, namespaces, in_flight, images, hold)
         try:
-            self._look_at_tables(batch, metadata, kept, finished)
+            if not in_graph:
+                self._compare_tables(batch, metadata, kept)
+                if graph:
+                    self._steps.nothing()
         except BaseException:
             running.__exit__(*sys.exc_info())
             raise
         return running
 
-    def again(self, batch: Any, graph: int, namespaces: Mapping[str, int]) -> KeptStep | None:
+    def again(self, batch: Any, graph: int, namespaces: Mapping[str, int]) -> GraphStep | None:
         """Begin as :meth:`begin` does, if it would come to what it came to in the last step; None: nothing has begun.
 
         Args:
-            graph: the tokens of the graph that is about to be replayed, which has its checks in it.
+            graph: as of :meth:`begin`.
         """
         if graph not in self._alike or self.images.any:
             return None
@@ -141,33 +154,29 @@ class Forwards:
             opened.enter_context(self._checks.publish(hold))
             return opened.pop_all()
 
-    def _look_at_tables(self, batch: Any, metadata: Any, kept: KeptForward | None, finished: bool) -> None:
-        """Compare them; not again where a graph reads those that its checks have compared, as it always does."""
-        graph = batch.num_tokens_after_padding if finished and kept is not None else None
-        if graph in self._alike:
-            return
-        if self._compare_tables(batch, metadata, kept) and graph is not None:
-            self._alike.add(graph)
+    def _reads_its_tables(self, graph: int, metadata: Any) -> bool:
+        """Whether the attention of a graph gets the runner's own tables, which its checks compare; it always does, or
+        never."""
+        if graph not in self._alike and isinstance(metadata, dict):
+            layers = ((group, metadata[next(iter(group.layers))]) for group in self._groups)
+            if all(self._steps.compared(group, layer) for group, layer in layers):
+                self._alike.add(graph)
+        return graph in self._alike
 
-    def _compare_tables(self, batch: Any, metadata: Any, kept: KeptForward | None) -> bool:
+    def _compare_tables(self, batch: Any, metadata: Any, kept: KeptForward | None) -> None:
         """Compare the block tables that the attention kernels get with the scheduler's.
 
         Args:
             kept: has compared the runner's own.
-
-        Returns:
-            Whether attention gets these.
         """
         if metadata is None and is_forward_context_available():
             metadata = get_forward_context().attn_metadata
         if not isinstance(metadata, dict):
-            return False
-        alike = True
+            return
         for group in self._groups:
             layer = metadata[next(iter(group.layers))]
             if kept is not None and self._steps.compared(group, layer):
                 continue
-            alike = False
             given = kernel_tables(layer, batch.seq_lens, batch.num_reqs)
             if given is None:
                 continue
@@ -175,4 +184,3 @@ class Forwards:
                 self._steps.compare_table(kept, group, *given)
             else:
                 self._session.check_reads(*given, pool=group.name, page_size=group.kernel_page_size)
-        return alike

@@ -49,6 +49,7 @@ class GuardV2(Guard):
     Attributes:
         layers_in_graphs: of each graph of the target that was captured whole, by its tokens, how many layers record in
             it.
+        checked_in_graphs: those of them that have the checks before the model in them, too.
         drafting: what is checked of drafts.
     """
 
@@ -73,6 +74,7 @@ class GuardV2(Guard):
         self._stale = False  # the plan on the device is that of a step that has ended
         self._disabled = self._capturing = False
         self.layers_in_graphs: dict[int, int] = {}
+        self.checked_in_graphs: set[int] = set()
         super().__init__(runner, settings, self_test, groups, unguarded, drafts=[])
 
     def begin(self, allocations: bool) -> None:
@@ -144,13 +146,16 @@ class GuardV2(Guard):
         if not self._capturing:
             yield
             return
+        first = self._forwards.first(tokens) if whole and capturing() else None
         layers = self._layers.captured(
-            min(self._room[0], tokens), tokens, beside=whole, hold=self._forwards.holds, finish=self._flags.copy
+            min(self._room[0], tokens), tokens, whole, self._forwards.holds, finish=self._flags.copy, first=first
         )
         with layers, ops.one_forward() as guarded:
             yield
         if capturing():
             self.layers_in_graphs[tokens] = len(guarded.in_graph) + len(guarded.outside)
+            if first is not None:
+                self.checked_in_graphs.add(tokens)
 
     def _idle(self) -> None:
         """The next replay is of no request of ours."""
@@ -226,23 +231,24 @@ class GuardV2(Guard):
             KVCacheViolation: the engine is to end, a check of an earlier step failed, and this rank's outputs are not
                 read.
         """
-        scheduled = self.scheduled
+        scheduled, tokens = self.scheduled, batch.num_tokens_after_padding
+        replayed = tokens if metadata is not None else 0  # vLLM gives it where there is no context
+        graph = replayed if replayed in self.checked_in_graphs else 0
         if scheduled is None or self._disabled:
+            if graph:
+                self._forwards.nothing()
             return
         self._look_at_unread()
-        self._stale = True
-        self._tokens = batch.num_tokens_after_padding
-        self._replayed = self._tokens if metadata is not None else 0  # vLLM gives it where there is no context
-        finished = self._replayed in self.layers_in_graphs
+        self._stale, self._tokens, self._replayed = True, tokens, replayed
         opened = self._opened = self._opened or _Open(self)
-        opened.begin(from_python=not finished)
+        opened.begin(from_python=replayed not in self.layers_in_graphs)
         try:
             joined = self._settle(scheduled)
             if not joined:
-                opened.running = self._forwards.again(batch, self._replayed, self.namespaces)
+                opened.running = self._forwards.again(batch, graph, self.namespaces)
             if opened.running is None:
                 new, in_flight = scheduled.scheduled_new_reqs, self.in_flight
-                opened.running = self._forwards.begin(batch, metadata, new, self.namespaces, in_flight, finished)
+                opened.running = self._forwards.begin(batch, metadata, new, self.namespaces, in_flight, graph)
             if self.drafting.expected:
                 self.drafting.begin(batch.num_draft_tokens)
         except BaseException:

@@ -11,9 +11,10 @@ import torch
 
 from ....engine.forward import Forward, check_reads
 from ....engine.kept_forward import KeptForward, Reads, smallest
-from ....engine.kept_step import KeptStep
+from ....engine.kept_step import GraphStep, KeptStep
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
+from ....kernels.staging import lasting
 from ..pools import Group
 from .rows import Rows
 from .take_in import PAGES, Inputs, Landing, TakeIn
@@ -42,7 +43,8 @@ class KeptSteps:
         self._session, self._checks, self._rows = session, checks, rows
         self._adaptive = runner.adaptive_verification is not None
         self._landing = Landing(runner.max_num_reqs, runner.device)
-        take_in = TakeIn(self._landing, _inputs(runner, groups, session, checks.clock(), rows))
+        self._live = lasting(3, dtype=torch.int64, device=runner.device).zero_()
+        take_in = TakeIn(self._landing, _inputs(runner, groups, session, checks.clock(), self._live, rows))
         reads, self._tables = [], {}
         for group in groups:
             pages, lengths = runner.block_tables.input_block_tables[group.number], runner.input_buffers.seq_lens
@@ -56,13 +58,22 @@ class KeptSteps:
         self._fits: tuple[tuple[int, int], KeptForward | None] = (0, 0), None  # the last look for a size
         self._size = 0, 0  # requests and tokens of the running step
         self._pages: list[tuple[int, int, int]] = []  # that the tables lack
-        self._step: KeptStep | None = None  # the last one, for those like it
+        self._step: KeptStep | GraphStep | None = None  # the last one, for those like it
         self._form: tuple[Any, ...] = ()  # what it depends on
 
     def _keep(
         self, take_in: TakeIn, reads: Sequence[Reads], finish: Callable[[], None], requests: int, tokens: int
     ) -> KeptForward:
-        return self._checks.keep(requests, tokens, lambda: take_in(requests, tokens), reads, finish)
+        return self._checks.keep(requests, tokens, lambda: take_in(requests, tokens), reads, finish, self._live)
+
+    def first(self, tokens: int) -> KeptForward | None:
+        """The checks that are captured with a model for so many tokens; None: they cannot be in its graph."""
+        found = smallest(self._kept, min(self._landing.room, tokens), tokens)
+        return found if found is not None and found.inside is not None else None
+
+    def nothing(self) -> None:
+        """The graph that is about to be replayed has nothing to check before its model."""
+        self._landing.nothing()
 
     def kept(self, batch: Any) -> KeptForward | None:
         """The checks that a batch fits into."""
@@ -97,22 +108,21 @@ class KeptSteps:
             table: integer ``[requests, pages]``.
             lengths: integer ``[requests]``.
         """
-        self._checks.wait_for_kept()  # the plan is theirs
         pool = self._session.pools[group.name]
         plan = kept.forward.plans[pool.space.space_id]
         real = dataclasses.replace(plan, rows=plan.rows[: table.shape[0]])
         check_reads(pool, Forward(0, {pool.space.space_id: real}), table, lengths, group.kernel_page_size)
 
     def step(
-        self, kept: KeptForward, batch: Any, namespaces: Mapping[str, int], hold: bool, finished: bool
-    ) -> KeptStep:
+        self, kept: KeptForward, batch: Any, namespaces: Mapping[str, int], hold: bool, in_graph: bool
+    ) -> KeptStep | GraphStep:
         """A step of the engine around the model.
 
         Args:
             batch: vLLM's ``InputBatch``, prepared.
             namespaces: by the request's id, if not 0.
             hold: as of :meth:`.LayerChecks.publish`.
-            finished: as of :meth:`.LayerChecks.kept`.
+            in_graph: as of :meth:`.LayerChecks.kept`.
         """
         self._tell_requests(batch, namespaces)
         self._pages = pages = self._rows.new_pages()
@@ -120,29 +130,29 @@ class KeptSteps:
             self._rows.write(pages)
             self._pages = []
         requests, tokens = size = batch.num_reqs, batch.num_tokens
-        step, form = self._step, (size, hold, finished)
+        step, form = self._step, (size, hold, in_graph)
         if step is None or form != self._form:
-            step = self._step = self._checks.kept(kept, self._send, requests, tokens, hold, finished)
+            step = self._step = self._checks.kept(kept, self._send, requests, tokens, hold, in_graph)
             self._size, self._form = size, form
         step.stored = self._stored
         self._stored += tokens
         return step
 
-    def again(self, batch: Any, namespaces: Mapping[str, int]) -> KeptStep | None:
+    def again(self, batch: Any, namespaces: Mapping[str, int]) -> GraphStep | None:
         """The last step, if this one differs from it in its tokens and their places alone; else None.
 
         Most steps do: their requests have room in their last page.  The arguments are those of :meth:`step`; the model
-        is a graph that is ``finished``.
+        is a graph with all checks in it.
         """
-        size = batch.num_reqs, batch.num_tokens
-        if self._step is None or self._rows.changed or self._form != (size, False, True):
+        step = self._step
+        if not isinstance(step, GraphStep) or self._rows.changed or self._size != (batch.num_reqs, batch.num_tokens):
             return None
         if self._said(batch, namespaces) != self._known:
             return None
         self._pages = []
-        self._step.stored = self._stored
+        step.stored = self._stored
         self._stored += self._size[1]
-        return self._step
+        return step
 
     def _send(self, step: int) -> None:
         self._landing.send(*self._size, step, self._pages)
@@ -168,7 +178,9 @@ class KeptSteps:
         self._stored = int(batch.num_computed_tokens_np.sum())
 
 
-def _inputs(runner: Any, groups: Sequence[Group], session: EngineSession, clock: torch.Tensor, rows: Rows) -> Inputs:
+def _inputs(
+    runner: Any, groups: Sequence[Group], session: EngineSession, clock: torch.Tensor, live: torch.Tensor, rows: Rows
+) -> Inputs:
     def buffer(name: str) -> torch.Tensor:
         found = session.inputs.buffer(name)
         assert found is not None
@@ -176,6 +188,7 @@ def _inputs(runner: Any, groups: Sequence[Group], session: EngineSession, clock:
 
     return Inputs(
         counts=session.inputs.counts,
+        live=live,
         rows=buffer("request_rows"),
         owners=buffer("owners"),
         namespaces=buffer("namespaces"),

@@ -3,7 +3,7 @@
 What the host says lies in a ring of pinned memory, the :class:`Landing`, that the kernel reads: a copy would take the
 host 15 us in each step, and the device a launch more.  An entry of the ring is int64::
 
-    requests, tokens, number of the step, pages, whether the requests' fields are new
+    requests, tokens, number of the step, pages, whether the requests' fields are new; -1 requests: no forward
     group, place, page                    of each new page of a request table
     row, owner, namespace, index, added   a block of ``room`` entries each, by request
 """
@@ -70,11 +70,14 @@ class Landing:
             row[: len(given)] = given
         self._fresh = True
 
-    def send(self, requests: int, tokens: int, step: int, pages: Sequence[tuple[int, int, int]]) -> None:
+    def send(
+        self, requests: int, tokens: int, step: int, pages: Sequence[tuple[int, int, int]], told: bool = True
+    ) -> None:
         """Write the entry of the next launch, in the current stream.
 
         Args:
             pages: ``(group, place in its table, page)``, at most ``PAGES``.
+            told: with what :meth:`requests` said last, if no entry has it yet.
         """
         turn = self._turn
         if self._read and turn % (AHEAD // 2) == 0:
@@ -82,16 +85,21 @@ class Landing:
             self._read[1 - half].record(torch.cuda.current_stream(self._device))
             self._read[half].synchronize()  # half a round ago: it is long done
         self._turn = (turn + 1) % AHEAD
-        count = len(pages)
-        _pack_head(self._heads[turn], 0, requests, tokens, step, count, self._fresh)
-        if not count and not self._fresh:
+        count, fresh = len(pages), told and self._fresh
+        _pack_head(self._heads[turn], 0, requests, tokens, step, count, fresh)
+        if not count and not fresh:
             return
         host = self._host[turn]
         if count:
             host[HEAD : HEAD + 3 * count] = list(itertools.chain.from_iterable(pages))
-        if self._fresh:
+        if fresh:
             host[HEAD + 3 * PAGES :] = self._fields.reshape(-1)
             self._fresh = False
+
+    def nothing(self) -> None:
+        """The next launch, in the current stream, is in a replay of a model's graph that is no forward of the
+        session's, or one that was checked before it: see :attr:`.RequestPlan.counts`."""
+        self.send(-1, 0, 0, (), told=False)
 
 
 class Inputs(NamedTuple):
@@ -99,6 +107,7 @@ class Inputs(NamedTuple):
 
     Attributes:
         counts: int64 ``[3]``.
+        live: the same, for the checks in a graph of the model, whose replay may be no forward.
         rows, owners, namespaces, prefix_lens, extend_lens: int64 ``[bs]``.
         tokens, positions: int64 ``[n]``.
         slots: int64 ``[n]`` for each group.
@@ -112,6 +121,7 @@ class Inputs(NamedTuple):
     """
 
     counts: torch.Tensor
+    live: torch.Tensor
     rows: torch.Tensor
     owners: torch.Tensor
     namespaces: torch.Tensor
@@ -136,6 +146,9 @@ def naive(landing: Landing, inputs: Inputs) -> None:
     entry = landing.ring[turn].to(landing.fields.device)
     landing.turn[0] = (turn + 1) % AHEAD
     requests, tokens, step, pages, fresh = entry[:HEAD].tolist()
+    inputs.live.copy_(torch.tensor([requests, tokens, step], device="cpu"))
+    if requests < 0:
+        return
     kept, said = (
         words.view(FIELDS, landing.room)[:, :requests] for words in (landing.fields, entry[HEAD + 3 * PAGES :])
     )
@@ -189,6 +202,7 @@ class TakeIn:
                 landing.fields,
                 landing.room,
                 inputs.counts,
+                inputs.live,
                 inputs.clock,
                 inputs.rows,
                 inputs.owners,

@@ -19,7 +19,7 @@ def field_of(said_ptr, kept_ptr, fresh, live):
 def take_in_kernel(
     ring_ptr, size,  # int64 [AHEAD, size], in the host's memory; size = HEAD + 3 * PAGES + FIELDS * room
     turn_ptr, kept_ptr, room,  # int64 [2], int64 [FIELDS * room]
-    counts_ptr, clock_ptr,  # int64 [3], int64 [1]
+    counts_ptr, live_ptr, clock_ptr,  # int64 [3] each, int64 [1]
     row_ptr, owner_ptr, space_ptr, prefix_ptr, extend_ptr,  # int64 [bs] each
     stored_ptr, start_ptr,  # integer [states], integer [> bs]
     given_token_ptr, given_position_ptr,  # integer [>= n] each
@@ -35,10 +35,14 @@ def take_in_kernel(
     requests, tokens = tl.load(landing_ptr), tl.load(landing_ptr + 1)
     step, pages, fresh = tl.load(landing_ptr + 2), tl.load(landing_ptr + 3), tl.load(landing_ptr + 4) != 0
     if tl.program_id(0) == 0:
-        tl.store(counts_ptr, requests)
-        tl.store(counts_ptr + 1, tokens)
-        tl.store(counts_ptr + 2, step)
-        tl.store(clock_ptr, step << 32)  # the forward is the step's first
+        tl.store(live_ptr, requests)
+        tl.store(live_ptr + 1, tokens)
+        tl.store(live_ptr + 2, step)
+        if requests >= 0:
+            tl.store(counts_ptr, requests)
+            tl.store(counts_ptr + 1, tokens)
+            tl.store(counts_ptr + 2, step)
+            tl.store(clock_ptr, step << 32)  # the forward is the step's first
 
     live = i < requests
     said, kept = landing_ptr + HEAD + 3 * PAGES + i, kept_ptr + i
