@@ -19,6 +19,7 @@ class KeptStep:
     entered again, for a step of as many requests and tokens.
 
     Attributes:
+        in_graph: a graph of the model launches all checks.
         stored: about how many tokens the next step's batch has stored before; 0 if nobody knows.
     """
 
@@ -30,6 +31,7 @@ class KeptStep:
         size: tuple[int, int],
         measure: Callable[[float], Sample | None],
         held: Held | None = None,
+        in_graph: bool = False,
         stored: float = 0,
     ):
         """
@@ -38,11 +40,11 @@ class KeptStep:
             size: requests and tokens of the batch.
             measure: begins a measurement, if one is due for so many stored tokens.
             held: takes what the layers wrote until the model has run.
-            stored: as of :meth:`.LayerChecks.kept`.
+            in_graph, stored: as of :meth:`.LayerChecks.kept`.
         """
         self._steps, self._kept, self._send, self._size = steps, kept, send, size
         self._measure, self._held = measure, held
-        self.stored = stored
+        self.in_graph, self.stored = in_graph, stored
         context = kept.context(size[1])
         self._context = context if held is None else dataclasses.replace(context, held=held)
 
@@ -50,7 +52,8 @@ class KeptStep:
         sample = self._sample = self._measure(self.stored)
         try:
             self._steps.begin_kept(self._kept, self._send, *self._size)
-            self._kept.before()
+            if not self.in_graph:
+                self._kept.before()
         except BaseException:
             self._steps.leave_kept()
             raise
@@ -66,7 +69,8 @@ class KeptStep:
                     self._sample.model_ran()
                 if self._held is not None:
                     self._held.flush()
-                self._kept.behind()
+                if not self.in_graph:
+                    self._kept.behind()
                 self._steps.end_kept(self._kept)
                 if self._sample is not None:
                     self._sample.end()
@@ -74,40 +78,3 @@ class KeptStep:
                 self._held.drop()
         finally:
             self._steps.leave_kept()
-
-
-class GraphStep:
-    """The same around a replay of a graph that has all checks in it: nothing is launched, and nobody looks for a
-    forward's context."""
-
-    def __init__(
-        self,
-        steps: Steps,
-        kept: KeptForward,
-        send: Callable[[int], None],
-        size: tuple[int, int],
-        measure: Callable[[float], Sample | None],
-        stored: float = 0,
-    ):
-        """Arguments as of :class:`KeptStep`."""
-        self._steps, self._kept, self._send, self._size, self._measure = steps, kept, send, size, measure
-        self.stored = stored
-
-    def __enter__(self) -> None:
-        sample = self._sample = self._measure(self.stored)
-        try:
-            self._steps.begin_kept(self._kept, self._send, *self._size)
-        except BaseException:
-            self._steps.leave_kept()
-            raise
-        if sample is not None:
-            sample.model_runs()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            if self._sample is not None:
-                self._sample.model_ran()
-            self._steps.end_kept(self._kept)
-            if self._sample is not None:
-                self._sample.end()
-        self._steps.leave_kept()

@@ -47,7 +47,7 @@ from ..kernels.ring import Word
 from ..kernels.side_stream import ForkInGraph, SideStream, capturing
 from ..runtime.pace import Sample
 from .kept_forward import KeptForward, Reads, keep
-from .kept_step import GraphStep, KeptStep
+from .kept_step import KeptStep
 
 if TYPE_CHECKING:
     from .forward import Forward
@@ -272,7 +272,7 @@ class LayerChecks:
         hold: bool = False,
         in_graph: bool = False,
         stored: float = 0,
-    ) -> KeptStep | GraphStep:
+    ) -> KeptStep:
         """A step of the engine with one forward, in the place of ``session.step``, ``session.forward`` and
         :meth:`publish`: around the model.  Violations wait until somebody reads them.
 
@@ -291,10 +291,8 @@ class LayerChecks:
             SessionStateError: a step is already running, or the session is closed.
         """
         self._settle()
-        size = requests, tokens
-        if in_graph:
-            return GraphStep(self._steps, kept, send, size, self._measure, stored)
-        return KeptStep(self._steps, kept, send, size, self._measure, self.held if hold else None, stored)
+        held = self.held if hold else None
+        return KeptStep(self._steps, kept, send, (requests, tokens), self._measure, held, in_graph, stored)
 
     def _measure(self, stored: float) -> Sample | None:
         """A step begins: what measures it, if it is to be measured."""

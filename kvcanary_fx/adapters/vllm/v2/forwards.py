@@ -11,7 +11,7 @@ from typing import Any
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from ....engine.kept_forward import KeptForward
-from ....engine.kept_step import GraphStep
+from ....engine.kept_step import KeptStep
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
 from ..batches import kernel_tables
@@ -116,7 +116,7 @@ class Forwards:
             raise
         return running
 
-    def again(self, batch: Any, graph: int, namespaces: Mapping[str, int]) -> GraphStep | None:
+    def again(self, batch: Any, graph: int, namespaces: Mapping[str, int]) -> KeptStep | None:
         """Begin as :meth:`begin` does, if it would come to what it came to in the last step; None: nothing has begun.
 
         Args:

@@ -11,7 +11,7 @@ import torch
 
 from ....engine.forward import Forward, check_reads
 from ....engine.kept_forward import KeptForward, Reads, smallest
-from ....engine.kept_step import GraphStep, KeptStep
+from ....engine.kept_step import KeptStep
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
 from ....kernels.staging import lasting
@@ -58,7 +58,7 @@ class KeptSteps:
         self._fits: tuple[tuple[int, int], KeptForward | None] = (0, 0), None  # the last look for a size
         self._size = 0, 0  # requests and tokens of the running step
         self._pages: list[tuple[int, int, int]] = []  # that the tables lack
-        self._step: KeptStep | GraphStep | None = None  # the last one, for those like it
+        self._step: KeptStep | None = None  # the last one, for those like it
         self._form: tuple[Any, ...] = ()  # what it depends on
 
     def _keep(
@@ -115,7 +115,7 @@ class KeptSteps:
 
     def step(
         self, kept: KeptForward, batch: Any, namespaces: Mapping[str, int], hold: bool, in_graph: bool
-    ) -> KeptStep | GraphStep:
+    ) -> KeptStep:
         """A step of the engine around the model.
 
         Args:
@@ -138,14 +138,16 @@ class KeptSteps:
         self._stored += tokens
         return step
 
-    def again(self, batch: Any, namespaces: Mapping[str, int]) -> GraphStep | None:
+    def again(self, batch: Any, namespaces: Mapping[str, int]) -> KeptStep | None:
         """The last step, if this one differs from it in its tokens and their places alone; else None.
 
         Most steps do: their requests have room in their last page.  The arguments are those of :meth:`step`; the model
         is a graph with all checks in it.
         """
         step = self._step
-        if not isinstance(step, GraphStep) or self._rows.changed or self._size != (batch.num_reqs, batch.num_tokens):
+        if step is None or not step.in_graph or self._rows.changed:
+            return None
+        if self._size != (batch.num_reqs, batch.num_tokens):
             return None
         if self._said(batch, namespaces) != self._known:
             return None
