@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -293,6 +293,19 @@ class LayerChecks:
         self._settle()
         held = self.held if hold else None
         return KeptStep(self._steps, kept, send, (requests, tokens), self._measure, held, in_graph, stored)
+
+    def going_on(self) -> tuple[Callable[[], int], Callable[[Hashable, float], bool]] | None:
+        """For an engine whose steps with all checks in a graph wait for the host: what begins one like the last, and
+        says its number; and what says before that nothing is to be measured in it, given ``"step"`` and about how many
+        tokens are stored, as of :meth:`.Pace.passes`.  None: something else is to be done in such steps.
+
+        They make one step of :meth:`kept` with ``in_graph``, if its batch differs from the last one's in its tokens and
+        their places alone, nothing else of the session ran in between, and no op of ours runs from Python in it.
+        """
+        pace = self._session.pace
+        if not self._steps.may_go_on():
+            return None
+        return self._steps.go_on, (lambda key, stored: True) if pace is None else pace.passes
 
     def _measure(self, stored: float) -> Sample | None:
         """A step begins: what measures it, if it is to be measured."""

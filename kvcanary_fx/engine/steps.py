@@ -259,6 +259,21 @@ class Steps:
         self._observers.after_forward(kept.forward.plans)
         self._observers.after_step()
 
+    def may_go_on(self) -> bool:
+        """Whether :meth:`go_on` may take the place of a step that has all checks in the model's graph."""
+        return self.ready and self._observers.idle
+
+    def go_on(self) -> int:
+        """The last step again, in a replay of the same graph: it has begun, and it ends with the replay; its number."""
+        if self.closed or self._thread is not None:
+            self.require_open()
+            self._require_no_step()
+        for flush in self._flushes:
+            flush()
+        self.begun += 1
+        self.done += 1
+        return self.begun
+
     def leave_kept(self) -> None:
         """The step is over, also if the model raised."""
         if self._thread == threading.get_ident():

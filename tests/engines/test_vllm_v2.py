@@ -217,7 +217,7 @@ class Runner:
             self.guard.checked_in_graphs.add(tokens)
 
     def _replay(self, batch, slots):
-        """What is captured in such a graph: the checks before the model, if they can be, and the layers."""
+        """What is captured in such a graph: the checks before the model, if they can be, the layers, and the flags."""
         from kvcanary_fx.kernels.context import forward_context
 
         first = self.guard._forwards.first(batch.num_tokens_after_padding)
@@ -227,6 +227,7 @@ class Runner:
         first.inside()
         with forward_context(first.context(len(slots))):
             self._model(slots)
+        self.guard._flags.copy()
 
     def warm_up_replay(self, tokens):
         """A graph is replayed for requests that are made up."""
@@ -288,27 +289,71 @@ def test_steps_that_differ_in_their_tokens_alone_go_on_as_the_last_did(monkeypat
 
     monkeypatch.setattr(type(runner.guard._forwards), "begin", noted)
 
+    went_on, go_on = [], runner.guard._forwards.go_on
+    runner.guard._forwards.go_on = lambda batch: went_on.append(go_on(batch)) or went_on[-1]
+
     def replayed(tokens, **given):
+        """Whether the step began anew, or went on with the last one's, and its violations."""
         first = (list(dict(given.get("new", ())).get(next(iter(tokens)), ())) or runner.pages[next(iter(tokens))])[0]
         begun.clear()
+        went_on.clear()
         flags = runner.step(tokens, wrong=first, **given)
-        return len(begun), runner.guard.read(flags)
+        return len(begun), any(went_on), runner.guard.read(flags)
 
+    anew, again = (1, False, None), (0, True, None)
     runner.step({"x": 2, "y": 2}, new={"x": [1, 4], "y": [2]})
-    assert replayed({"x": 1, "y": 1}) == (1, None)
-    assert replayed({"x": 1, "y": 1}) == (0, None)
+    assert replayed({"x": 1, "y": 1}) == anew
+    assert replayed({"x": 1, "y": 1}) == again
     runner.step({"x": 1, "y": 1}, more={"y": [5]})  # no graph
-    assert replayed({"x": 1, "y": 1}) == (1, None)
-    assert replayed({"x": 1, "y": 1}) == (0, None)
-    assert replayed({"y": 1, "x": 1}) == (1, None)  # another order
-    assert replayed({"y": 1, "x": 1}, more={"x": [6], "y": [7]}) == (1, None)
-    assert replayed({"y": 1}) == (1, None)  # one alone
-    assert replayed({"y": 1}, finished=["x"]) == (1, None)  # its row may be another's
-    assert replayed({"y": 1}) == (0, None)
-    assert replayed({"y": 1, "z": 2}, new={"z": [1]}, more={"y": [8]}) == (1, None)
+    assert replayed({"x": 1, "y": 1}) == anew
+    assert replayed({"x": 1, "y": 1}) == again
+    assert replayed({"y": 1, "x": 1}) == anew  # another order
+    assert replayed({"y": 1, "x": 1}, more={"x": [6], "y": [7]}) == anew
+    assert replayed({"y": 1}) == anew  # one alone
+    assert replayed({"y": 1}, finished=["x"]) == anew  # its row may be another's
+    assert replayed({"y": 1}) == again
+    assert replayed({"y": 1, "z": 2}, new={"z": [1]}, more={"y": [8]}) == anew
     stats = runner.guard.session.stats()
     assert (stats.violations, stats.engine_steps, runner.guard.session.uncovered) == (0, 12, [])
     assert stats.recorded == 4 * (4 + 7 * 2 + 3 * 1 + 3)
+
+
+def test_steps_that_go_on_are_measured_when_that_is_due():
+    runner = Runner(KVCANARY_BUDGET="1%")
+    runner.step({"x": 3}, new={"x": list(range(1, 8))})
+    measured, measure = [], runner.guard._layers._measure
+    runner.guard._layers._measure = lambda stored: measured.append(stored) or measure(stored)
+    for _ in range(24):
+        assert runner.guard.read(runner.step({"x": 1}, wrong=1)) is None
+    assert measured == sorted(measured)
+    assert 1 < len(measured) <= 24
+    assert runner.guard.session.stats().engine_steps == 25
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_in_mode_raise_steps_in_graphs_are_looked_at_before_the_next(read):
+    from kvcanary_fx import KVCacheViolation
+
+    runner = Runner("raise", **IN_GRAPHS)
+    runner.step({"x": 3}, new={"x": [1, 4]})
+    for _ in range(2):
+        runner.guard.read(runner.step({"x": 1}, wrong=1))
+    runner.layers["a"][1][1, 2, 1, 3] += 1
+    flags = runner.step({"x": 1}, wrong=1)
+    with pytest.raises(KVCacheViolation, match="request x, position 2"):
+        runner.guard.read(flags) if read else runner.step({"x": 1}, wrong=1)
+
+
+def test_violations_of_steps_in_graphs_whose_tokens_nobody_reads_are_told():
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3}, new={"x": list(range(1, 8))})
+    for _ in range(2):
+        runner.guard.read(runner.step({"x": 1}, wrong=1))
+    runner.layers["a"][1][1, 2, 1, 3] += 1
+    for _ in range(20):
+        runner.step({"x": 1}, wrong=1)
+    (found,) = runner.guard.session.known_violations()
+    assert (found.check, found.position, found.step) == ("content", 2, 4)
 
 
 def test_replays_of_graphs_that_are_no_step_or_are_checked_before_leave_the_next_ones_right():
@@ -419,13 +464,13 @@ def test_the_graph_of_the_model_copies_the_counters_where_it_is_replayed(monkeyp
     runner = Runner(KVCANARY_BUDGET="1%")
     runner.step({"x": 1}, new={"x": [1]})
     assert len(copies) == 1
-    runner.step({"x": 1}, wrong=1)  # the table that it has: a graph is replayed
-    assert len(copies) == 1
+    runner.step({"x": 1}, wrong=1)  # the table that it has: a graph is replayed, with a copy in it
+    assert len(copies) == 2
     monkeypatch.setattr(module, "capturing", lambda: True)
     monkeypatch.setattr(layers, "capturing", lambda: True)
     with runner.guard.capturing(), runner.guard.dummy_forward(2, whole=True):
         runner._model(torch.zeros(2, dtype=torch.int64))
-    assert len(copies) == 2
+    assert len(copies) == 3
     assert runner.guard.layers_in_graphs[2] == len(runner.layers)
 
 

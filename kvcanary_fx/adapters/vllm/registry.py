@@ -9,15 +9,15 @@ if TYPE_CHECKING:
     from .guard import Guard
 
 #: The attribute of a runner that has its guard: it is looked up twice in each step, and a dictionary with weak keys
-#: makes a reference each time.
-_OF_RUNNER = "_kvcanary_guard"
+#: makes a reference each time.  Where the host is waited for, without a call of :func:`of_runner`.
+OF_RUNNER = "_kvcanary_guard"
 
 _BY_DRAFTER: weakref.WeakKeyDictionary[Any, Guard] = weakref.WeakKeyDictionary()
 
 
 def add(runner: Any, guard: Guard) -> None:
     """A runner got its KV cache; its guard replaces the runner's previous one."""
-    setattr(runner, _OF_RUNNER, guard)
+    setattr(runner, OF_RUNNER, guard)
     drafter = getattr(runner, "drafter", None)
     if drafter is not None:
         _BY_DRAFTER[drafter] = guard
@@ -25,7 +25,7 @@ def add(runner: Any, guard: Guard) -> None:
 
 def of_runner(runner: Any) -> Guard | None:
     """The guard of a runner, if it has one."""
-    found: Guard | None = getattr(runner, _OF_RUNNER, None)
+    found: Guard | None = getattr(runner, OF_RUNNER, None)
     return found
 
 

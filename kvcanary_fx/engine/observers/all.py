@@ -39,6 +39,12 @@ class Observers:
         """A forward ended; ``plans`` says what it read and wrote, by the number of the slot space."""
         self.health.last_plans = self.windows.last_plans = plans
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be done after any step."""
+        schedule = self._session.schedule
+        return not (self.sweep.every or schedule.health or schedule.stats or schedule.windows)
+
     def after_step(self) -> None:
         """A step ended: run what the schedule says.
 

@@ -29,6 +29,7 @@ class Forwards:
     Attributes:
         kept: those of the last batch were captured.
         images: of the requests.
+        go_on: see :meth:`.KeptSteps.go_on`; after :meth:`may_go_on`, and before anything else was checked.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Forwards:
         self._runner, self._groups, self._session = runner, groups, session
         self._checks, self._rows = checks, rows
         self._steps = KeptSteps(runner, groups, session, checks, rows, finish)
+        self.go_on = self._steps.go_on
         self.kept = False
         self._alike: set[int] = set()  # graphs, by their tokens, whose attention reads the runner's own tables
         self.images = Images(runner.is_encoder_decoder)
@@ -62,7 +64,12 @@ class Forwards:
 
     def nothing(self) -> None:
         """Such a graph is about to be replayed, and nothing is to be checked before its model."""
+        self._steps.interrupted()
         self._steps.nothing()
+
+    def interrupted(self) -> None:
+        """Something other than a step comes before the next one."""
+        self._steps.interrupted()
 
     @functools.cached_property
     def holds(self) -> bool:
@@ -103,6 +110,10 @@ class Forwards:
         if kept is not None:
             running = self._steps.step(kept, batch, namespaces, hold, in_graph)
             running.__enter__()
+            if in_graph and not self.images.any:
+                self._steps.may_go_on(batch)
+            else:
+                self._steps.interrupted()
         else:
             self._steps.overwritten()
             running = self._begin_anew(batch, prompts, namespaces, in_flight, images, hold)
@@ -128,6 +139,7 @@ class Forwards:
         if step is not None:
             self.kept = True
             step.__enter__()
+            self._steps.may_go_on(batch)
         return step
 
     def _begin_anew(

@@ -72,6 +72,7 @@ class GuardV2(Guard):
         self.drafting = Drafting(runner, groups)
         self._layers_of_ours = sum(len(group.layers) for group in groups) - self.drafting.layers
         self._stale = False  # the plan on the device is that of a step that has ended
+        self._alike = False  # the running step differs from the last one in its tokens alone, as far as is known yet
         self._disabled = self._capturing = False
         self.layers_in_graphs: dict[int, int] = {}
         self.checked_in_graphs: set[int] = set()
@@ -161,6 +162,7 @@ class GuardV2(Guard):
         """The next replay is of no request of ours."""
         if self._stale:
             self._stale = False
+            self._forwards.interrupted()
             with torch.inference_mode(False):
                 self._layers.reserve(*self._room)
 
@@ -178,6 +180,26 @@ class GuardV2(Guard):
         if told is None:
             self._require_warm_up(scheduled)
             return
+        cached = scheduled.scheduled_cached_reqs
+        self._alike = not (
+            self._ends_engine  # then violations are looked for before each forward
+            or told.events
+            or scheduled.scheduled_new_reqs
+            or scheduled.finished_req_ids
+            or scheduled.preempted_req_ids
+            or cached.resumed_req_ids
+            or any(cached.new_block_ids)
+            or told.namespaces
+            or scheduled.kv_cache_block_copies
+            or getattr(scheduled, "new_block_ids_to_zero", None)
+        )
+        if not self._alike:
+            self._take(scheduled, told)
+        self.scheduled = scheduled
+
+    def _take(self, scheduled: Any, told: Message) -> None:
+        """Something is new in a step: a request, its blocks, or what becomes of these."""
+        self._forwards.interrupted()
         if told.events or scheduled.kv_cache_block_copies or getattr(scheduled, "new_block_ids_to_zero", None):
             with self._counts.busy():  # another thread may be reading violations, and send what is queued
                 self.books.apply(told.events, told.stacks)
@@ -190,11 +212,10 @@ class GuardV2(Guard):
         self.rows.take(scheduled)
         if scheduled.scheduled_new_reqs or self._forwards.images.any:
             self._forwards.images.take(scheduled)
-        self.scheduled = scheduled
 
     def end_step(self) -> None:
         """The step is over, also if something in it raised."""
-        self.scheduled = None
+        self.scheduled, self._alike = None, False
         opened, self._open = self._open, None
         if opened is not None:  # the model raised
             opened.end(*sys.exc_info())
@@ -231,6 +252,8 @@ class GuardV2(Guard):
             KVCacheViolation: the engine is to end, a check of an earlier step failed, and this rank's outputs are not
                 read.
         """
+        if self._alike and metadata is not None and self._flags.read_lately and self._forwards.go_on(batch):
+            return
         scheduled, tokens = self.scheduled, batch.num_tokens_after_padding
         replayed = tokens if metadata is not None else 0  # vLLM gives it where there is no context
         graph = replayed if replayed in self.checked_in_graphs else 0
@@ -304,9 +327,10 @@ class GuardV2(Guard):
 
     def flags(self) -> Any:
         """What :meth:`read` takes, for the step whose tokens are on their way."""
-        uncovered = self.drafting.end()
-        if uncovered is not None:
-            self.session.lose_coverage(uncovered)
+        if self.drafting.expected:
+            uncovered = self.drafting.end()
+            if uncovered is not None:
+                self.session.lose_coverage(uncovered)
         # the layers of a draft record after the step's graph
         return self._flags.start(copied=self._forwards.kept and not self.drafting.layers)
 

@@ -90,7 +90,7 @@ def _capture_model(original: Callable[..., Any], runner: Any, *args: Any, **kwar
 
 def _execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def execute_model(runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        found = _of(runner)
+        found = getattr(runner, registry.OF_RUNNER, None)
         dummy = kwargs.get("dummy_run", args[1] if len(args) > 1 else False)
         if found is None or dummy or found.scheduled is not None:
             return original(runner, scheduled, *args, **kwargs)
@@ -105,7 +105,7 @@ def _execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     def sample_tokens(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        found = _of(runner)
+        found = getattr(runner, registry.OF_RUNNER, None)
         if found is None or not found.drafting.expected:
             output = original(runner, *args, **kwargs)
         else:

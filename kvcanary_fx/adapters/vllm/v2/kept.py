@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,6 +60,7 @@ class KeptSteps:
         self._pages: list[tuple[int, int, int]] = []  # that the tables lack
         self._step: KeptStep | None = None  # the last one, for those like it
         self._form: tuple[Any, ...] = ()  # what it depends on
+        self._goes_on: _GoesOn | None = None  # if the next one may be like it
 
     def _keep(
         self, take_in: TakeIn, reads: Sequence[Reads], finish: Callable[[], None], requests: int, tokens: int
@@ -84,11 +85,11 @@ class KeptSteps:
 
     def overwritten(self) -> None:
         """Another step writes the step inputs."""
-        self._known = ()
+        self._known, self._goes_on = (), None
 
     def captured(self) -> None:
         """A graph was captured."""
-        self._step, self._form = None, ()
+        self._step, self._form, self._goes_on = None, (), None
 
     def compared(self, group: Group, metadata: Any) -> bool:
         """Whether attention gets the table and lengths that are compared already.
@@ -156,6 +157,34 @@ class KeptSteps:
         self._stored += self._size[1]
         return step
 
+    def interrupted(self) -> None:
+        """Something other than a step comes before the next one."""
+        self._goes_on = None
+
+    def may_go_on(self, batch: Any) -> None:
+        """The step of a batch has begun, with all checks in the model's graph: let the next one :meth:`go_on`."""
+        self._goes_on = None
+        requests, tokens = self._size
+        going = self._checks.going_on() if requests == tokens else None  # no drafts, which the device may drop
+        if going is not None:
+            self._goes_on = _GoesOn(self._known[0], batch.num_tokens_after_padding, *going)
+
+    def go_on(self, batch: Any) -> bool:
+        """Begin the step of a batch whose requests got no page since the last one, if all else is as it was; it ends
+        with the replay.  False: nothing has begun.
+
+        What :meth:`again` and its step do, with fewer functions: what takes 6 us in a loop took 65 to 80 on a CPU core
+        whose caches other work had emptied.
+        """
+        last, (requests, tokens) = self._goes_on, self._size
+        if last is None or batch.num_tokens != tokens or batch.num_tokens_after_padding != last.graph:
+            return False
+        if batch.req_ids != last.requests or not last.passes("step", self._stored):
+            return False
+        self._landing.send(requests, tokens, last.begin(), ())
+        self._stored += tokens
+        return True
+
     def _send(self, step: int) -> None:
         self._landing.send(*self._size, step, self._pages)
 
@@ -178,6 +207,15 @@ class KeptSteps:
         spaces = [namespaces.get(request, 0) for request in batch.req_ids]
         self._landing.requests(rows, owners, spaces, index, added)
         self._stored = int(batch.num_computed_tokens_np.sum())
+
+
+class _GoesOn(NamedTuple):
+    """A step that may come again: its requests, its graph's tokens, and what :meth:`.LayerChecks.going_on` gave."""
+
+    requests: list[str]
+    graph: int
+    begin: Callable[[], int]
+    passes: Callable[[Hashable, float], bool]
 
 
 def _inputs(

@@ -15,17 +15,22 @@ UNREAD = 16
 
 
 class Flags:
-    """The violation counters of a session after each step, on their way to the host with the step's tokens."""
+    """The violation counters of a session after each step, on their way to the host with the step's tokens.
+
+    Attributes:
+        read_lately: somebody reads the tokens of steps: there is nothing for :meth:`unread` to find.
+    """
 
     def __init__(self, session: EngineSession):
         (control,) = session.controls.by_device.values()
         self._flag = control.flag
         pinned = dict(device="cpu", pin_memory=self._flag.is_cuda)
         self._latest = lasting(2, dtype=torch.int64, **pinned).zero_()
-        self._seen = self._latest.numpy()
+        self._seen: memoryview[int] = memoryview(self._latest.numpy()).cast("B").cast("q")  # type: ignore[arg-type]
         self._free: deque[Words] = deque()
         self._under_way: dict[int, Words] = {}  # by identity, the oldest first
         self._dropped = 0  # steps since the last one whose tokens were read
+        self.read_lately = True
 
     def copy(self) -> None:
         """Launch a copy of the counters to the host: the last launch of a step that :meth:`start` is told of.
@@ -41,6 +46,8 @@ class Flags:
             copied: :meth:`copy` was launched behind the step's checks.
         """
         self._dropped += 1
+        if self._dropped > UNREAD:
+            self.read_lately = False
         if copied:
             return None
         words = self._free.popleft() if self._free else Words([self._flag])
@@ -54,9 +61,9 @@ class Flags:
         Args:
             words: of that step; not to be used again.
         """
-        self._dropped = 0
+        self._dropped, self.read_lately = 0, True
         if words is None:
-            return bool(self._seen[0] != self._seen[1])
+            return self._seen[0] != self._seen[1]
         words.wait()
         if self._under_way.pop(id(words), None) is not None:
             self._free.append(words)
@@ -70,7 +77,7 @@ class Flags:
         """
         if not early and self._dropped <= UNREAD:
             return False
-        found = bool(self._seen[0] != self._seen[1])
+        found = self._seen[0] != self._seen[1]
         found |= any(_differ(words) for words in self._under_way.values() if words.arrived())
         while len(self._under_way) > UNREAD and next(iter(self._under_way.values())).arrived():
             self._free.append(self._under_way.pop(next(iter(self._under_way))))
