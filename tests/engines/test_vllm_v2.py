@@ -399,6 +399,23 @@ def test_a_graph_whose_attention_gets_other_tables_is_checked_before_it():
     assert runner.guard.session.stats().recorded == 4 * 6
 
 
+@pytest.mark.parametrize(
+    "what", [dict(more={"x": [6]}), dict(finished=["y"]), dict(zeroed=[7])], ids=lambda what: next(iter(what))
+)
+def test_a_step_that_the_scheduler_says_more_of_does_not_go_on(what):
+    """Also where nothing happened to blocks."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 2, "y": 2}, new={"x": [1, 4], "y": [2]})
+    for _ in range(2):
+        runner.step({"x": 1}, wrong=1)
+    went_on, go_on = [], runner.guard._forwards.go_on
+    runner.guard._forwards.go_on = lambda batch: went_on.append(go_on(batch)) or went_on[-1]
+    runner.step({"x": 1}, wrong=1)
+    assert went_on == [True]
+    runner.step({"x": 1}, wrong=1, events=[], **what)
+    assert went_on == [True]
+
+
 @pytest.mark.parametrize("layer", "ab")
 def test_a_flip_is_reported_in_a_step_that_goes_on_as_the_last_did(layer):
     runner = Runner(**IN_GRAPHS)
