@@ -330,6 +330,15 @@ def test_steps_that_go_on_are_measured_when_that_is_due():
     assert runner.guard.session.stats().engine_steps == 25
 
 
+def test_the_layers_of_a_draft_are_checked_also_behind_steps_without_drafts():
+    runner = Runner(drafts=1, **IN_GRAPHS)
+    runner.step({"x": 3}, new={"x": list(range(1, 8))})
+    for _ in range(4):
+        assert runner.guard.read(runner.step({"x": 1}, wrong=1)) is None
+    stats = runner.guard.session.stats()
+    assert (stats.recorded, runner.guard.session.uncovered) == ((4 + 2) * (3 + 4), [])
+
+
 @pytest.mark.parametrize("read", [True, False])
 def test_in_mode_raise_steps_in_graphs_are_looked_at_before_the_next(read):
     from kvcanary_fx import KVCacheViolation

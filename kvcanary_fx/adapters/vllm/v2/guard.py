@@ -183,6 +183,7 @@ class GuardV2(Guard):
         cached = scheduled.scheduled_cached_reqs
         self._alike = not (
             self._ends_engine  # then violations are looked for before each forward
+            or self.drafting.expected  # and here the draft's layers are told of each
             or told.events
             or scheduled.scheduled_new_reqs
             or scheduled.finished_req_ids
