@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import operator
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -423,6 +424,24 @@ def test_a_step_that_the_scheduler_says_more_of_does_not_go_on(what):
     assert went_on == [True]
     runner.step({"x": 1}, wrong=1, events=[], **what)
     assert went_on == [True]
+
+
+def test_a_step_waits_for_another_thread_that_reads_violations():
+    """Which may send what is queued: the step does not go on beside it."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3}, new={"x": [1, 4]})
+    for _ in range(2):
+        runner.step({"x": 1}, wrong=1)
+    reading, done = runner.guard._counts.busy(), []
+    reading.acquire()
+    step = threading.Thread(target=lambda: done.append(runner.step({"x": 1}, wrong=1)))
+    step.start()
+    step.join(0.3)
+    assert not done
+    reading.release()
+    step.join(10)
+    assert len(done) == 1
+    assert runner.guard.session.stats().engine_steps == 4
 
 
 @pytest.mark.parametrize("layer", "ab")

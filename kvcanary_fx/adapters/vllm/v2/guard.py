@@ -82,6 +82,7 @@ class GuardV2(Guard):
         """Make the session."""
         super().begin(allocations)
         self.reactions.logged = True
+        self._reading = self._counts.busy()  # held where violations are read, and in forwards that do more than go on
 
     def _install(self, allocations: bool) -> EngineSession:
         if not allocations:
@@ -253,7 +254,13 @@ class GuardV2(Guard):
             KVCacheViolation: the engine is to end, a check of an earlier step failed, and this rank's outputs are not
                 read.
         """
-        if self._alike and metadata is not None and self._flags.read_lately and self._forwards.go_on(batch):
+        if (
+            self._alike
+            and metadata is not None
+            and self._flags.read_lately
+            and not self._reading.locked()
+            and self._forwards.go_on(batch)
+        ):
             return
         scheduled, tokens = self.scheduled, batch.num_tokens_after_padding
         replayed = tokens if metadata is not None else 0  # vLLM gives it where there is no context
