@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import operator
+import random
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,6 +231,19 @@ class Runner:
             self._model(slots)
         self.guard._flags.copy()
 
+    def tell(self, *event):
+        """A message of the scheduler for which no model runs."""
+        from kvcanary_fx.adapters.vllm.journal import ATTRIBUTE, Message
+
+        cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[])
+        empty = dict.fromkeys(
+            ("finished_req_ids", "preempted_req_ids", "scheduled_new_reqs", "num_scheduled_tokens"), ()
+        )
+        scheduled = SimpleNamespace(**empty, scheduled_cached_reqs=cached, kv_cache_block_copies=None)
+        setattr(scheduled, ATTRIBUTE, Message([event]))
+        with step_of(self.guard, scheduled):
+            pass
+
     def warm_up_replay(self, tokens):
         """A graph is replayed for requests that are made up."""
         batch, scheduled = SimpleNamespace(num_tokens_after_padding=tokens, num_tokens=tokens), object()
@@ -409,6 +423,37 @@ def test_a_graph_whose_attention_gets_other_tables_is_checked_before_it():
     assert runner.guard.session.stats().recorded == 4 * 6
 
 
+def test_a_step_behind_one_of_other_requests_outside_of_a_graph_does_not_go_on():
+    """The device was told of those meanwhile."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 2, "y": 1, "z": 2}, new={"x": [1, 4], "y": [2, 5], "z": [3, 6]})
+    for _ in range(2):
+        assert runner.guard.read(runner.step({"x": 1, "y": 1}, wrong=1)) is None
+    assert runner.guard.read(runner.step({"x": 1, "z": 1})) is None
+    for _ in range(2):
+        assert runner.guard.read(runner.step({"x": 1, "y": 1}, wrong=1)) is None
+    assert runner.guard.session.stats().recorded == 4 * (5 + 5 * 2)
+
+
+def test_a_step_behind_a_warm_up_or_a_message_without_a_forward_does_not_go_on():
+    """Graphs replayed for nobody write the step's inputs, and blocks taken up are noted where a forward begins."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 5}, new={"x": [1, 2]})
+    runner.step({"x": 1}, more={"x": [3]}, wrong=1)
+    went_on, go_on = [], runner.guard._forwards.go_on
+    runner.guard._forwards.go_on = lambda batch: went_on.append(go_on(batch)) or went_on[-1]
+    for between in (
+        lambda: None,
+        lambda: runner.warm_up_replay(1),
+        lambda: None,
+        lambda: runner.tell("touched", [1], "y"),
+    ):
+        between()
+        assert runner.guard.read(runner.step({"x": 1}, wrong=1)) is None
+    assert [went for went in went_on if went] == [True, True]
+    assert not runner.guard.books.pending
+
+
 @pytest.mark.parametrize(
     "what", [dict(more={"x": [6]}), dict(finished=["y"]), dict(zeroed=[7])], ids=lambda what: next(iter(what))
 )
@@ -424,6 +469,88 @@ def test_a_step_that_the_scheduler_says_more_of_does_not_go_on(what):
     assert went_on == [True]
     runner.step({"x": 1}, wrong=1, events=[], **what)
     assert went_on == [True]
+
+
+class RandomLoad:
+    """Steps of an engine drawn at random: requests come and go, get pages, change their order, and are damaged."""
+
+    def __init__(self, seed):
+        self.rng, self.free, self.began = random.Random(seed), list(range(1, PAGES)), 0
+        self.pages, self.lengths = {}, {}
+        self.ended = []  # requests that the runner is to be told of
+
+    def step(self):
+        """What :meth:`Runner.step` is given."""
+        rng, new, more = self.rng, {}, {}
+        if len(self.lengths) > 1 and (rng.random() < 0.08 or not self.free):
+            self.ended.append(rng.choice(list(self.lengths)))
+            self.lengths.pop(self.ended[-1])
+        if rng.random() < 0.1:
+            rng.shuffle(order := list(self.lengths))
+            self.lengths = {request: self.lengths[request] for request in order}
+        tokens = {r: 1 for r, n in self.lengths.items() if n < 28 and rng.random() < 0.97}
+        rows = {int(request[1:]) % 4 for request in (*self.lengths, *self.ended)}  # as the runner gives them
+        if (not tokens or rng.random() < 0.12) and self.began % 4 not in rows and self.free:
+            name = f"r{self.began}"
+            self.began += 1
+            tokens[name] = rng.randint(1, 3)
+            self.pages[name], self.lengths[name] = [self.free.pop(0)], 0
+            new[name] = list(self.pages[name])
+        for request in list(tokens):
+            needed = self.lengths[request] + tokens[request] > PAGE * len(self.pages[request])
+            if request not in new and self.free and (needed or rng.random() < 0.03):
+                more[request] = [self.free.pop(0)]
+                self.pages[request] += more[request]
+            elif needed:
+                tokens.pop(request)
+        for request, count in tokens.items():
+            self.lengths[request] += count
+        finished = []
+        if tokens:  # else no step is made
+            finished, self.ended = self.ended, []
+            self.free += [page for request in finished for page in self.pages.pop(request)]
+        return dict(tokens=tokens, new=new, more=more, finished=finished)
+
+    def flip(self):
+        """A slot that holds a token of some request."""
+        request = self.rng.choice([r for r, n in self.lengths.items() if n])
+        place = self.rng.randrange(self.lengths[request])
+        return self.pages[request][place // PAGE], place % PAGE
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_steps_that_go_on_do_what_steps_begun_anew_do(seed):
+    runners, went_on = [Runner(**IN_GRAPHS), Runner(**IN_GRAPHS)], []
+    go_on = runners[0].guard._forwards.go_on
+    runners[0].guard._forwards.go_on = lambda batch: went_on.append(go_on(batch)) or went_on[-1]
+    runners[1].guard._forwards.go_on = lambda batch: False
+    load, found = RandomLoad(seed), [[], []]
+    for number in range(60):
+        step = load.step()
+        graph = load.rng.random() < 0.85 and len(step["tokens"]) > 0
+        warm_up = load.rng.choice([0] * 8 + [1, 2])
+        flipped = load.flip() if load.rng.random() < 0.06 and any(load.lengths.values()) else None
+        for runner, told in zip(runners, found, strict=True):
+            torch.manual_seed(number)
+            if step["tokens"]:
+                first = next(iter(step["tokens"]))
+                table = (*runner.pages.get(first, ()), *dict(step["new"]).get(first, ()))
+                runner.guard.read(runner.step(**step, wrong=table[0] if graph else None))
+            if warm_up:
+                runner.warm_up_replay(warm_up)
+            if flipped:
+                runner.layers["a"][0][flipped] += 1
+            told += [(v.check, v.why, v.slot, v.request, v.position, v.step) for v in runner.guard.session.violations()]
+    assert found[0] == found[1]
+    assert {check for check, *_ in found[0]} <= {"content"}
+    assert any(went_on)
+    sessions = [runner.guard.session for runner in runners]
+    spaces = [session.pools["group0"].space for session in sessions]
+    for name in ("tokens", "positions", "chain", "owners", "flags"):
+        assert torch.equal(*(getattr(space, name)[:-1] for space in spaces)), name
+    assert torch.equal(*(session.pools["group0"].digests for session in sessions))
+    assert sessions[0].stats() == sessions[1].stats()
+    assert sessions[0].uncovered == sessions[1].uncovered == []
 
 
 def test_a_step_waits_for_another_thread_that_reads_violations():

@@ -64,11 +64,10 @@ class Forwards:
 
     def nothing(self) -> None:
         """Such a graph is about to be replayed, and nothing is to be checked before its model."""
-        self._steps.interrupted()
         self._steps.nothing()
 
     def interrupted(self) -> None:
-        """Something other than a step comes before the next one."""
+        """The next step is none that goes on as the last one did."""
         self._steps.interrupted()
 
     @functools.cached_property
@@ -112,8 +111,6 @@ class Forwards:
             running.__enter__()
             if in_graph and not self.images.any:
                 self._steps.may_go_on(batch)
-            else:
-                self._steps.interrupted()
         else:
             self._steps.overwritten()
             running = self._begin_anew(batch, prompts, namespaces, in_flight, images, hold)

@@ -125,6 +125,7 @@ class KeptSteps:
             hold: as of :meth:`.LayerChecks.publish`.
             in_graph: as of :meth:`.LayerChecks.kept`.
         """
+        self._goes_on = None
         self._tell_requests(batch, namespaces)
         self._pages = pages = self._rows.new_pages()
         if len(pages) > PAGES:
@@ -158,12 +159,11 @@ class KeptSteps:
         return step
 
     def interrupted(self) -> None:
-        """Something other than a step comes before the next one."""
+        """The next step is none that goes on as the last one did."""
         self._goes_on = None
 
     def may_go_on(self, batch: Any) -> None:
         """The step of a batch has begun, with all checks in the model's graph: let the next one :meth:`go_on`."""
-        self._goes_on = None
         requests, tokens = self._size
         going = self._checks.going_on() if requests == tokens else None  # no drafts, which the device may drop
         if going is not None:
