@@ -172,6 +172,9 @@ class LayerChecks:
                 model, if the forward writes to nothing that is compared.  The records come after them.  *Each* replay
                 then takes in a batch, see :meth:`keep`; it is one of :meth:`kept` with ``in_graph``, or its live
                 counts say that there is no forward.  Only for a model that is captured whole.
+
+        Raises:
+            SessionStateError: the checks of ``first`` cannot be in a graph.
         """
         context = self._context(self._steps.padded(requests, tokens))
         hold = hold and ("held" in vars(self) or not capturing())
@@ -201,7 +204,10 @@ class LayerChecks:
     def _fork(self, first: KeptForward) -> ForkInGraph | None:
         """Launch the checks before the model: beside it, if there is something to wait for."""
         if first.inside is None:
-            raise SessionStateError("the checks before this model cannot be in its graph: captured(...) without first=")
+            raise SessionStateError(
+                "the checks before this model cannot be in its graph: keep(...) had no live=, or bytes are compared "
+                "after each forward (verify_after). Give live=, or call captured(...) without first="
+            )
         device = next(iter(self.gates))
         if first.beside and device in self._steps.sides:
             return ForkInGraph(device, first.inside)
