@@ -70,12 +70,12 @@ class LayerChecks:
         session.eager_layers = tuple(self._layers)
         self._unsettled = False  # the device was not told what captured layers were given
         self._held_in: dict[tuple[int, int], int] = {}  # layers that wrote in a forward, by its requests and tokens
-        self._first: ForkInGraph | None = None  # the checks before the model, in the capture that runs
+        self._before: ForkInGraph | None = None  # the checks before the model, in the capture that runs
 
     @functools.cached_property
     def held(self) -> Held:
         """What the layers of a forward wrote, where it is recorded when the model has run."""
-        return Held(_together(self._layers.values()), min(map(limit_on, self.gates)), self._wait_for_first)
+        return Held(_together(self._layers.values()), min(map(limit_on, self.gates)), self._wait_for_before)
 
     @property
     def running(self) -> bool:
@@ -115,10 +115,10 @@ class LayerChecks:
                 raise
             self.held.flush()
 
-    def _wait_for_first(self) -> None:
+    def _wait_for_before(self) -> None:
         """In a capture: what follows needs the checks before the model, see :meth:`captured`."""
-        if self._first is not None:
-            self._first.join()
+        if self._before is not None:
+            self._before.join()
 
     def _settle(self) -> None:
         """Tell the device what captured layers were given, before a graph of theirs is replayed."""
@@ -144,11 +144,11 @@ class LayerChecks:
         beside: bool = True,
         hold: bool = False,
         finish: Callable[[], None] | None = None,
-        first: KeptForward | None = None,
+        before: KeptForward | None = None,
     ) -> Iterator[None]:
         """Around a model that is captured into a CUDA graph, if each replay is to be inside a forward of its own.
 
-        The graph has the checks of the layers only, unless there is a ``first``.  They look at the plan of the forward
+        The graph has the checks of the layers only, unless ``before`` is given.  They look at the plan of the forward
         that replays it, whose other checks run before and after the replay: their number does not depend on the number
         of layers, and a graph that is captured for a padded batch serves every smaller one.  Call :meth:`reserve`
         first::
@@ -168,25 +168,25 @@ class LayerChecks:
                 Run the model once like this before it is captured, as for any graph: the first time makes tables, and
                 tells which attention is the last.  In a capture without them each layer records.
             finish: launches what comes last in the graph, behind the records.
-            first: of at least so many requests and tokens: its checks before the model are in the graph, beside the
+            before: of at least so many requests and tokens: its checks before the model are in the graph, beside the
                 model, if the forward writes to nothing that is compared.  The records come after them.  *Each* replay
                 then takes in a batch, see :meth:`keep`; it is one of :meth:`kept` with ``in_graph``, or its live
                 counts say that there is no forward.  Only for a model that is captured whole.
 
         Raises:
-            SessionStateError: the checks of ``first`` cannot be in a graph.
+            SessionStateError: the checks of ``before`` cannot be in a graph.
         """
         context = self._context(self._steps.padded(requests, tokens))
         hold = hold and ("held" in vars(self) or not capturing())
         sides = self._steps.sides if beside else {}
-        if first is not None and capturing():
-            self._first = self._fork(first)
+        if before is not None and capturing():
+            self._before = self._fork(before)
         if hold:
             self._unsettled = True
             side = next(iter(sides.values())) if len(sides) == 1 and capturing() else None
             self.held.begin(self._held_in.get((requests, tokens), 0), side)
         else:
-            self._wait_for_first()
+            self._wait_for_before()
         try:
             with self._published(dataclasses.replace(context, sides={} if hold else sides), hold):
                 yield
@@ -198,21 +198,29 @@ class LayerChecks:
             if hold:
                 self.held.begin()
             self._steps.join()  # the graph ends with the checks of its last layer
-            self._wait_for_first()  # which a model without layers of ours has not waited for
-            self._first = None
+            self._wait_for_before()  # which a model without layers of ours has not waited for
+            self._before = None
 
-    def _fork(self, first: KeptForward) -> ForkInGraph | None:
+    def _fork(self, before: KeptForward) -> ForkInGraph | None:
         """Launch the checks before the model: beside it, if there is something to wait for."""
-        if first.inside is None:
+        inside, device = self._require_inside(before), next(iter(self.gates))
+        if before.beside and device in self._steps.sides:
+            return ForkInGraph(device, inside)
+        inside()
+        return None
+
+    def _require_inside(self, kept: KeptForward) -> Callable[[], None]:
+        """What launches the checks before the model in a graph of it.
+
+        Raises:
+            SessionStateError: they cannot be in one.
+        """
+        if kept.inside is None:
             raise SessionStateError(
                 "the checks before this model cannot be in its graph: keep(...) had no live=, or bytes are compared "
-                "after each forward (verify_after). Give live=, or call captured(...) without first="
+                "after each forward (verify_after). Give live=, or do without captured(before=) and kept(in_graph=True)"
             )
-        device = next(iter(self.gates))
-        if first.beside and device in self._steps.sides:
-            return ForkInGraph(device, first.inside)
-        first.inside()
-        return None
+        return kept.inside
 
     def _finish(self, finish: Callable[[], None], sides: Mapping[torch.device, SideStream]) -> None:
         """Launch what comes last in a graph: beside the model, if the records are there."""
@@ -244,7 +252,7 @@ class LayerChecks:
                 :meth:`clock`.
             reads: as :meth:`.EngineSession.check_reads` takes them.
             finish: launches what comes after the last check.
-            live: int64 ``[3]``, for :meth:`captured` with ``first``: ``take_in`` writes the counts there, too, or, for
+            live: int64 ``[3]``, for :meth:`captured` with ``before``: ``take_in`` writes the counts there, too, or, for
                 a replay of the model's graph that is no forward, -1 requests there and nothing else.
 
         Raises:
@@ -289,13 +297,16 @@ class LayerChecks:
             send: gives the device what ``take_in`` needs, given the number of the step.
             requests, tokens: how many it has.
             hold: as of :meth:`publish`.
-            in_graph: the model is a graph that was captured in :meth:`captured` with ``first`` and ``finish``: it
+            in_graph: the model is a graph that was captured in :meth:`captured` with ``before`` and ``finish``: it
                 launches all checks itself.
             stored: about how many tokens the batch has stored before; 0 if nobody knows.
 
         Raises:
-            SessionStateError: a step is already running, or the session is closed.
+            SessionStateError: the checks cannot be in a graph of the model; or, when it is entered, a step is already
+                running, or the session is closed.
         """
+        if in_graph:
+            self._require_inside(kept)
         self._settle()
         held = self.held if hold else None
         return KeptStep(self._steps, kept, send, (requests, tokens), self._measure, held, in_graph, stored)

@@ -215,19 +215,19 @@ class Runner:
 
     def _captured(self, tokens):
         self.guard.layers_in_graphs[tokens] = len(self.layers)
-        if self.guard._forwards.first(tokens) is not None:
+        if self.guard._forwards.for_graph(tokens) is not None:
             self.guard.checked_in_graphs.add(tokens)
 
     def _replay(self, batch, slots):
         """What is captured in such a graph: the checks before the model, if they can be, the layers, and the flags."""
         from kvcanary_fx.kernels.context import forward_context
 
-        first = self.guard._forwards.first(batch.num_tokens_after_padding)
-        if first is None:
+        before = self.guard._forwards.for_graph(batch.num_tokens_after_padding)
+        if before is None:
             self._model(slots)
             return
-        first.inside()
-        with forward_context(first.context(len(slots))):
+        before.inside()
+        with forward_context(before.context(len(slots))):
             self._model(slots)
         self.guard._flags.copy()
 

@@ -111,7 +111,7 @@ def test_a_replay_that_is_no_forward_takes_its_turn_and_leaves_the_step_before_a
     compare(taking)
     left = copy.deepcopy(taking._inputs)
     taking._landing.requests(*([value] * 3 for value in range(5)))
-    taking._landing.nothing()
+    taking._landing.skip()
     compare(taking)
     assert taking._inputs.live.tolist() == [-1, 0, 0]
     for name in ("counts", "clock", "rows", "owners", "prefix_lens", "tokens", "positions"):

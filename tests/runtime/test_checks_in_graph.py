@@ -74,7 +74,7 @@ class Engine:
             self._model()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph), self.checks.captured(2, ROOM, hold=self.hold, first=self.kept):
+        with torch.cuda.graph(self.graph), self.checks.captured(2, ROOM, hold=self.hold, before=self.kept):
             self._model()
         self.without = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.without), self.checks.captured(2, ROOM, hold=self.hold):

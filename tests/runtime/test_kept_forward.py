@@ -205,8 +205,12 @@ def test_who_is_in_the_written_slots_is_known_before_the_model_has_run():
 def test_what_comes_last_is_launched_once(verify_after, in_graph):
     """By the model's graph, if it has the checks."""
     engine, launched = Engine(verify_after=verify_after), []
-    kept = engine.checks.keep(2, 4, engine._take_in(), finish=lambda: launched.append("finish"))
+    kept = engine.checks.keep(2, 4, engine._take_in(), finish=lambda: launched.append("finish"), live=engine.live)
     assert launched == []
+    if in_graph and verify_after:
+        with pytest.raises(SessionStateError, match="cannot be in its graph"):
+            engine.checks.kept(kept, lambda step: None, 0, 0, in_graph=True)
+        return
     with engine.checks.kept(kept, lambda step: None, 0, 0, in_graph=in_graph):
         launched.append("model")
     assert launched == (["model"] if in_graph else ["model", "finish"])
@@ -234,8 +238,16 @@ def test_checks_in_the_graph_of_a_model_do_what_the_others_do():
 def test_checks_behind_the_model_are_in_no_graph_of_it():
     engine = Engine(verify_after=True)
     assert engine.kept.inside is None
-    with pytest.raises(SessionStateError, match="without first="):
+    with pytest.raises(SessionStateError, match=r"do without captured\(before=\)"):
         engine.checks._fork(engine.kept)
+
+
+def test_a_step_whose_checks_no_graph_can_have_is_refused():
+    """It would run without them."""
+    engine = Engine(verify_after=False)
+    kept = engine.checks.keep(2, 4, engine._take_in())
+    with pytest.raises(SessionStateError, match="had no live="):
+        engine.checks.kept(kept, lambda step: None, 0, 0, in_graph=True)
 
 
 def test_a_model_that_raises_leaves_a_session_that_goes_on():

@@ -58,13 +58,13 @@ class Forwards:
         """A graph was captured."""
         self._steps.captured()
 
-    def first(self, tokens: int) -> KeptForward | None:
+    def for_graph(self, tokens: int) -> KeptForward | None:
         """The checks before the model that its graph for so many tokens has in it; None: it has none."""
-        return self._steps.first(tokens)
+        return self._steps.for_graph(tokens)
 
-    def nothing(self) -> None:
-        """Such a graph is about to be replayed, and nothing is to be checked before its model."""
-        self._steps.nothing()
+    def skip(self) -> None:
+        """The checks before the model in the graph that is about to be replayed are to do nothing."""
+        self._steps.skip()
 
     def interrupted(self) -> None:
         """The next step is none that goes on as the last one did."""
@@ -118,7 +118,7 @@ class Forwards:
             if not in_graph:
                 self._compare_tables(batch, metadata, kept)
                 if graph:
-                    self._steps.nothing()
+                    self._steps.skip()
         except BaseException:
             running.__exit__(*sys.exc_info())
             raise

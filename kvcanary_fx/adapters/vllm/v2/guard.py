@@ -148,15 +148,15 @@ class GuardV2(Guard):
         if not self._capturing:
             yield
             return
-        first = self._forwards.first(tokens) if whole and capturing() else None
+        before = self._forwards.for_graph(tokens) if whole and capturing() else None
         layers = self._layers.captured(
-            min(self._room[0], tokens), tokens, whole, self._forwards.holds, finish=self._flags.copy, first=first
+            min(self._room[0], tokens), tokens, whole, self._forwards.holds, finish=self._flags.copy, before=before
         )
         with layers, ops.one_forward() as guarded:
             yield
         if capturing():
             self.layers_in_graphs[tokens] = len(guarded.in_graph) + len(guarded.outside)
-            if first is not None:
+            if before is not None:
                 self.checked_in_graphs.add(tokens)
 
     def _idle(self) -> None:
@@ -267,7 +267,7 @@ class GuardV2(Guard):
         graph = replayed if replayed in self.checked_in_graphs else 0
         if scheduled is None or self._disabled:
             if graph:
-                self._forwards.nothing()
+                self._forwards.skip()
             return
         self._look_at_unread()
         self._stale, self._tokens, self._replayed = True, tokens, replayed

@@ -67,14 +67,14 @@ class KeptSteps:
     ) -> KeptForward:
         return self._checks.keep(requests, tokens, lambda: take_in(requests, tokens), reads, finish, self._live)
 
-    def first(self, tokens: int) -> KeptForward | None:
+    def for_graph(self, tokens: int) -> KeptForward | None:
         """The checks that are captured with a model for so many tokens; None: they cannot be in its graph."""
         found = smallest(self._kept, min(self._landing.room, tokens), tokens)
         return found if found is not None and found.inside is not None else None
 
-    def nothing(self) -> None:
-        """The graph that is about to be replayed has nothing to check before its model."""
-        self._landing.nothing()
+    def skip(self) -> None:
+        """The checks before the model in the graph that is about to be replayed are to do nothing."""
+        self._landing.skip()
 
     def kept(self, batch: Any) -> KeptForward | None:
         """The checks that a batch fits into."""

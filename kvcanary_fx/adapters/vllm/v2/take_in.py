@@ -96,7 +96,7 @@ class Landing:
             host[HEAD + 3 * PAGES :] = self._fields.reshape(-1)
             self._fresh = False
 
-    def nothing(self) -> None:
+    def skip(self) -> None:
         """The next launch, in the current stream, is in a replay of a model's graph that is no forward of the
         session's, or one that was checked before it: see :attr:`.RequestPlan.counts`."""
         self.send(-1, 0, 0, (), told=False)
