@@ -1,0 +1,329 @@
+"""Steps of Model Runner V2 in graphs that have all checks in them, with a runner that is made up.
+
+Which of them go on as the last one did, and what a replay that is no step leaves alone.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from v2_runner import PAGE, PAGES, Runner
+
+#: With these, graphs have the checks before the model in them.
+IN_GRAPHS = {"KVCANARY_VERIFY_AFTER": "0"}
+
+
+def test_steps_that_differ_in_their_tokens_alone_go_on_as_the_last_did(monkeypatch):
+    runner = Runner(**IN_GRAPHS)
+    begun, begin = [], type(runner.guard._forwards).begin
+
+    def noted(self, batch, *args):
+        begun.append(batch.req_ids)
+        return begin(self, batch, *args)
+
+    monkeypatch.setattr(type(runner.guard._forwards), "begin", noted)
+
+    went_on, go_on = [], runner.guard._forwards.go_on
+    runner.guard._forwards.go_on = lambda batch: went_on.append(go_on(batch)) or went_on[-1]
+
+    def replayed(tokens, **given):
+        """Whether the step began anew, or went on with the last one's, and its violations."""
+        first = (list(dict(given.get("new", ())).get(next(iter(tokens)), ())) or runner.pages[next(iter(tokens))])[0]
+        begun.clear()
+        went_on.clear()
+        flags = runner.step(tokens, wrong=first, **given)
+        return len(begun), any(went_on), runner.guard.read(flags)
+
+    anew, again = (1, False, None), (0, True, None)
+    runner.step({"x": 2, "y": 2}, new={"x": [1, 4], "y": [2]})
+    assert replayed({"x": 1, "y": 1}) == anew
+    assert replayed({"x": 1, "y": 1}) == again
+    runner.step({"x": 1, "y": 1}, more={"y": [5]})  # no graph
+    assert replayed({"x": 1, "y": 1}) == anew
+    assert replayed({"x": 1, "y": 1}) == again
+    assert replayed({"y": 1, "x": 1}) == anew  # another order
+    assert replayed({"y": 1, "x": 1}, more={"x": [6], "y": [7]}) == anew
+    assert replayed({"y": 1}) == anew  # one alone
+    assert replayed({"y": 1}, finished=["x"]) == anew  # its row may be another's
+    assert replayed({"y": 1}) == again
+    assert replayed({"y": 1, "z": 2}, new={"z": [1]}, more={"y": [8]}) == anew
+    stats = runner.guard.session.stats()
+    assert (stats.violations, stats.engine_steps, runner.guard.session.uncovered) == (0, 12, [])
+    assert stats.recorded == 4 * (4 + 7 * 2 + 3 * 1 + 3)
+
+
+def test_steps_that_go_on_are_measured_when_that_is_due():
+    runner = Runner(KVCANARY_BUDGET="1%")
+    runner.step({"x": 3}, new={"x": list(range(1, 8))})
+    measured, measure = [], runner.guard._layers._measure
+    runner.guard._layers._measure = lambda stored: measured.append(stored) or measure(stored)
+    for _ in range(24):
+        assert runner.guard.read(runner.step({"x": 1}, wrong=1)) is None
+    assert measured == sorted(measured)
+    assert 1 < len(measured) <= 24
+    assert runner.guard.session.stats().engine_steps == 25
+
+
+def test_the_layers_of_a_draft_are_checked_also_behind_steps_without_drafts():
+    runner = Runner(drafts=1, **IN_GRAPHS)
+    runner.step({"x": 3}, new={"x": list(range(1, 8))})
+    for _ in range(4):
+        assert runner.guard.read(runner.step({"x": 1}, wrong=1)) is None
+    stats = runner.guard.session.stats()
+    assert (stats.recorded, runner.guard.session.uncovered) == ((4 + 2) * (3 + 4), [])
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_in_mode_raise_steps_in_graphs_are_looked_at_before_the_next(read):
+    from kvcanary_fx import KVCacheViolation
+
+    runner = Runner("raise", **IN_GRAPHS)
+    runner.step({"x": 3}, new={"x": [1, 4]})
+    for _ in range(2):
+        runner.guard.read(runner.step({"x": 1}, wrong=1))
+    runner.layers["a"][1][1, 2, 1, 3] += 1
+    flags = runner.step({"x": 1}, wrong=1)
+    with pytest.raises(KVCacheViolation, match="request x, position 2"):
+        runner.guard.read(flags) if read else runner.step({"x": 1}, wrong=1)
+
+
+def test_violations_of_steps_in_graphs_whose_tokens_nobody_reads_are_told():
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3}, new={"x": list(range(1, 8))})
+    for _ in range(2):
+        runner.guard.read(runner.step({"x": 1}, wrong=1))
+    runner.layers["a"][1][1, 2, 1, 3] += 1
+    for _ in range(20):
+        runner.step({"x": 1}, wrong=1)
+    (found,) = runner.guard.session.known_violations()
+    assert (found.check, found.position, found.step) == ("content", 2, 4)
+
+
+def test_replays_of_graphs_that_are_no_step_or_are_checked_before_leave_the_next_ones_right():
+    """A graph with checks in it takes in a batch in each replay: it is told of those that have none."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 5}, new={"x": [1, 2]})
+    steps = [
+        dict(tokens={"x": 1}, wrong=1),
+        dict(tokens={"x": 1}, wrong=1),
+        # the prefix of a new request is compared with its tokens: nothing of that is in a graph
+        dict(tokens={"y": 1, "x": 1}, new={"y": [1, 3, 5]}, found={"y": 4}, more={"x": [4]}, wrong=1,
+             events=[("touched", [1], "y"), ("taken", [3, 5], "y", 0), ("taken", [4], "x", 0)]),
+        dict(tokens={"y": 1, "x": 1}, wrong=1),
+        dict(tokens={"y": 1, "x": 1}),  # no graph
+        dict(tokens={"y": 1, "x": 1}, wrong=1),
+    ]  # fmt: skip
+    for number, step in enumerate(steps):
+        assert runner.guard.read(runner.step(**step)) is None, number
+        for tokens in range(1, 3):
+            runner.warm_up_replay(tokens)
+    stats = runner.guard.session.stats()
+    assert (stats.violations, stats.engine_steps, runner.guard.session.uncovered) == (0, 7, [])
+    assert stats.recorded == 4 * (5 + 2 + 4 * 2)
+    runner.layers["b"][0][1, 2] += 1  # position 2 of both
+    runner.guard.read(runner.step({"y": 1, "x": 1}, wrong=1))
+    assert {(v.check, v.slot, v.layer, v.half) for v in runner.guard.session.violations()} == {("content", 6, "b", "K")}
+
+
+def test_a_graph_whose_attention_gets_other_tables_is_checked_before_it():
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3}, new={"x": [1, 2]})
+    tables = runner.block_tables.input_block_tables[0].clone()
+    metadata = runner._metadata
+    runner._metadata = lambda batch: (
+        metadata(batch) | {"a": SimpleNamespace(block_table=tables, seq_lens=batch.seq_lens)}
+    )
+    tables[0, :2] = torch.tensor([1, 2])
+    for _ in range(2):
+        assert runner.guard.read(runner.step({"x": 1}, wrong=1)) is None
+    tables[0, 1] = 6
+    runner.guard.read(runner.step({"x": 1}, wrong=1))
+    assert [(v.check, v.position) for v in runner.guard.session.violations()] == [("index", 4), ("index", 5)]
+    assert runner.guard.session.stats().recorded == 4 * 6
+
+
+def test_a_step_behind_one_of_other_requests_outside_of_a_graph_does_not_go_on():
+    """The device was told of those meanwhile."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 2, "y": 1, "z": 2}, new={"x": [1, 4], "y": [2, 5], "z": [3, 6]})
+    for _ in range(2):
+        assert runner.guard.read(runner.step({"x": 1, "y": 1}, wrong=1)) is None
+    assert runner.guard.read(runner.step({"x": 1, "z": 1})) is None
+    for _ in range(2):
+        assert runner.guard.read(runner.step({"x": 1, "y": 1}, wrong=1)) is None
+    assert runner.guard.session.stats().recorded == 4 * (5 + 5 * 2)
+
+
+def test_a_step_behind_a_warm_up_or_a_message_without_a_forward_does_not_go_on():
+    """Graphs replayed for nobody write the step's inputs, and blocks taken up are noted where a forward begins."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 5}, new={"x": [1, 2]})
+    runner.step({"x": 1}, more={"x": [3]}, wrong=1)
+    went_on, go_on = [], runner.guard._forwards.go_on
+    runner.guard._forwards.go_on = lambda batch: went_on.append(go_on(batch)) or went_on[-1]
+    for between in (
+        lambda: None,
+        lambda: runner.warm_up_replay(1),
+        lambda: None,
+        lambda: runner.tell("touched", [1], "y"),
+    ):
+        between()
+        assert runner.guard.read(runner.step({"x": 1}, wrong=1)) is None
+    assert [went for went in went_on if went] == [True, True]
+    assert not runner.guard.books.pending
+
+
+@pytest.mark.parametrize(
+    "what", [dict(more={"x": [6]}), dict(finished=["y"]), dict(zeroed=[7])], ids=lambda what: next(iter(what))
+)
+def test_a_step_that_the_scheduler_says_more_of_does_not_go_on(what):
+    """Also where nothing happened to blocks."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 2, "y": 2}, new={"x": [1, 4], "y": [2]})
+    for _ in range(2):
+        runner.step({"x": 1}, wrong=1)
+    went_on, go_on = [], runner.guard._forwards.go_on
+    runner.guard._forwards.go_on = lambda batch: went_on.append(go_on(batch)) or went_on[-1]
+    runner.step({"x": 1}, wrong=1)
+    assert went_on == [True]
+    runner.step({"x": 1}, wrong=1, events=[], **what)
+    assert went_on == [True]
+
+
+class RandomLoad:
+    """Steps of an engine drawn at random: requests come and go, get pages, change their order, and are damaged."""
+
+    def __init__(self, seed):
+        self.rng, self.free, self.began = random.Random(seed), list(range(1, PAGES)), 0
+        self.pages, self.lengths = {}, {}
+        self.ended = []  # requests that the runner is to be told of
+
+    def step(self):
+        """What :meth:`Runner.step` is given."""
+        rng, new, more = self.rng, {}, {}
+        if len(self.lengths) > 1 and (rng.random() < 0.08 or not self.free):
+            self.ended.append(rng.choice(list(self.lengths)))
+            self.lengths.pop(self.ended[-1])
+        if rng.random() < 0.1:
+            rng.shuffle(order := list(self.lengths))
+            self.lengths = {request: self.lengths[request] for request in order}
+        tokens = {r: 1 for r, n in self.lengths.items() if n < 28 and rng.random() < 0.97}
+        rows = {int(request[1:]) % 4 for request in (*self.lengths, *self.ended)}  # as the runner gives them
+        if (not tokens or rng.random() < 0.12) and self.began % 4 not in rows and self.free:
+            name = f"r{self.began}"
+            self.began += 1
+            tokens[name] = rng.randint(1, 3)
+            self.pages[name], self.lengths[name] = [self.free.pop(0)], 0
+            new[name] = list(self.pages[name])
+        for request in list(tokens):
+            needed = self.lengths[request] + tokens[request] > PAGE * len(self.pages[request])
+            if request not in new and self.free and (needed or rng.random() < 0.03):
+                more[request] = [self.free.pop(0)]
+                self.pages[request] += more[request]
+            elif needed:
+                tokens.pop(request)
+        for request, count in tokens.items():
+            self.lengths[request] += count
+        finished = []
+        if tokens:  # else no step is made
+            finished, self.ended = self.ended, []
+            self.free += [page for request in finished for page in self.pages.pop(request)]
+        return dict(tokens=tokens, new=new, more=more, finished=finished)
+
+    def flip(self):
+        """A slot that holds a token of some request."""
+        request = self.rng.choice([r for r, n in self.lengths.items() if n])
+        place = self.rng.randrange(self.lengths[request])
+        return self.pages[request][place // PAGE], place % PAGE
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_steps_that_go_on_do_what_steps_begun_anew_do(seed):
+    runners, went_on = [Runner(**IN_GRAPHS), Runner(**IN_GRAPHS)], []
+    go_on = runners[0].guard._forwards.go_on
+    runners[0].guard._forwards.go_on = lambda batch: went_on.append(go_on(batch)) or went_on[-1]
+    runners[1].guard._forwards.go_on = lambda batch: False
+    load, found = RandomLoad(seed), [[], []]
+    for number in range(60):
+        step = load.step()
+        graph = load.rng.random() < 0.85 and len(step["tokens"]) > 0
+        warm_up = load.rng.choice([0] * 8 + [1, 2])
+        flipped = load.flip() if load.rng.random() < 0.06 and any(load.lengths.values()) else None
+        for runner, told in zip(runners, found, strict=True):
+            torch.manual_seed(number)
+            if step["tokens"]:
+                first = next(iter(step["tokens"]))
+                table = (*runner.pages.get(first, ()), *dict(step["new"]).get(first, ()))
+                runner.guard.read(runner.step(**step, wrong=table[0] if graph else None))
+            if warm_up:
+                runner.warm_up_replay(warm_up)
+            if flipped:
+                runner.layers["a"][0][flipped] += 1
+            told += [(v.check, v.why, v.slot, v.request, v.position, v.step) for v in runner.guard.session.violations()]
+    assert found[0] == found[1]
+    assert {check for check, *_ in found[0]} <= {"content"}
+    assert any(went_on)
+    sessions = [runner.guard.session for runner in runners]
+    spaces = [session.pools["group0"].space for session in sessions]
+    for name in ("tokens", "positions", "chain", "owners", "flags"):
+        assert torch.equal(*(getattr(space, name)[:-1] for space in spaces)), name
+    assert torch.equal(*(session.pools["group0"].digests for session in sessions))
+    assert sessions[0].stats() == sessions[1].stats()
+    assert sessions[0].uncovered == sessions[1].uncovered == []
+
+
+def test_a_step_waits_for_another_thread_that_reads_violations():
+    """Which may send what is queued: the step does not go on beside it."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3}, new={"x": [1, 4]})
+    for _ in range(2):
+        runner.step({"x": 1}, wrong=1)
+    reading, done = runner.guard._counts.busy(), []
+    reading.acquire()
+    step = threading.Thread(target=lambda: done.append(runner.step({"x": 1}, wrong=1)))
+    step.start()
+    step.join(0.3)
+    assert not done
+    reading.release()
+    step.join(10)
+    assert len(done) == 1
+    assert runner.guard.session.stats().engine_steps == 4
+
+
+@pytest.mark.parametrize("layer", "ab")
+def test_a_flip_is_reported_in_a_step_that_goes_on_as_the_last_did(layer):
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3}, new={"x": [1, 4]})
+    for _ in range(2):
+        assert runner.guard.read(runner.step({"x": 1}, wrong=1)) is None
+    runner.layers[layer][1].view(torch.int32)[1, 2, 1, 3] ^= 1 << 5
+    runner.guard.read(runner.step({"x": 1}, wrong=1))
+    (violation,) = runner.guard.session.violations()
+    assert (violation.check, violation.layer, violation.half, violation.slot, violation.step) == (
+        "content", layer, "V", 6, 4,
+    )  # fmt: skip
+
+
+def test_the_graph_of_the_model_copies_the_counters_where_it_is_replayed(monkeypatch):
+    """So that nothing of ours is launched behind it; else a step does."""
+    from kvcanary_fx.adapters.vllm.v2 import guard as module
+    from kvcanary_fx.adapters.vllm.v2.outputs import Flags
+    from kvcanary_fx.engine import layers
+
+    copies = []
+    monkeypatch.setattr(Flags, "copy", lambda self: copies.append(self))
+    runner = Runner(KVCANARY_BUDGET="1%")
+    runner.step({"x": 1}, new={"x": [1]})
+    assert len(copies) == 1
+    runner.step({"x": 1}, wrong=1)  # the table that it has: a graph is replayed, with a copy in it
+    assert len(copies) == 2
+    monkeypatch.setattr(module, "capturing", lambda: True)
+    monkeypatch.setattr(layers, "capturing", lambda: True)
+    with runner.guard.capturing(), runner.guard.dummy_forward(2, whole=True):
+        runner._model(torch.zeros(2, dtype=torch.int64))
+    assert len(copies) == 3
+    assert runner.guard.layers_in_graphs[2] == len(runner.layers)

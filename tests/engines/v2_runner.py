@@ -1,0 +1,257 @@
+"""A runner that has the fields of vLLM's Model Runner V2 and no GPU, with its guard."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+PAGE, PAGES, HEADS, DIM = 4, 16, 2, 8
+
+
+@contextlib.contextmanager
+def step_of(guard, scheduled):
+    """What the hook around ``execute_model`` does."""
+    guard.begin_step(scheduled)
+    try:
+        yield
+    finally:
+        guard.end_step()
+
+
+class Connector:
+    """The runner's own: it notes what reaches it."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *args: self.calls.append(name)
+
+
+class Runner:
+    """Requests, tables and inputs as Model Runner V2 keeps them; :meth:`step` runs a model that only writes."""
+
+    def __init__(self, mode="log", drafts=0, **settings):
+        from vllm.config import CompilationMode
+
+        from kvcanary_fx.adapters.vllm.pools import Group
+        from kvcanary_fx.adapters.vllm.settings import from_env
+        from kvcanary_fx.adapters.vllm.v2.connector import Bracket
+        from kvcanary_fx.adapters.vllm.v2.guard import GuardV2
+
+        self.max_num_reqs, self.max_num_tokens, self.max_model_len = 4, 16, 32
+        self.is_encoder_decoder = False
+        self.num_speculative_steps, self.device, self.adaptive_verification = drafts, torch.device("cpu"), None
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        self.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: Scheduler),
+            compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
+        )
+        spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=PAGE), layer_names=[])
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[spec])
+        self.req_states = SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=torch.zeros(4, dtype=torch.int32)))
+        numbers = {"seq_lens": 4, "query_start_loc": 5, "input_ids": 16, "positions": 16}
+        buffers = {name: torch.zeros(size, dtype=torch.int32) for name, size in numbers.items()}
+        self.input_buffers = SimpleNamespace(**buffers)
+        table = torch.zeros(4, 9, dtype=torch.int32)
+        self.block_tables = SimpleNamespace(
+            input_block_tables=[table], slot_mappings=torch.full((1, 16), -1, dtype=torch.int64)
+        )
+        halves = [torch.zeros(PAGES, PAGE, HEADS, DIM) for _ in range(6)]
+        self.layers = {"a": (halves[0], halves[1]), "b": (halves[2], halves[3])}
+        self.draft = {"draft": (halves[4], halves[5])} if drafts else {}
+        group = Group(0, PAGE, PAGE, None, self.layers | self.draft, False, drafted=frozenset(self.draft))
+        environment = {"KVCANARY_MODE": mode, **settings}
+        self.settings, self.group = from_env(environment), group
+        self.guard = GuardV2(self, self.settings, False, [group])
+        self.connector = Connector()
+        self.kv_connector = Bracket(self.connector, self, self.guard)
+        self.row: dict[str, int] = {}
+        self.pages: dict[str, list[int]] = {}
+
+    def step(
+        self,
+        tokens: dict[str, int],
+        new=(),
+        more=(),
+        finished=(),
+        events=None,
+        wrong=None,
+        rejected=None,
+        stray=None,
+        stacks=(),
+        zeroed=(),
+        found=None,
+        images=None,
+    ) -> Any:
+        """One step: ``new`` and ``more`` give requests pages, ``tokens`` says how many each computes.
+
+        Args:
+            rejected: how many of a request's tokens the target rejects; None: no drafts are verified.
+            stray: a slot that is overwritten by a guess.
+            stacks: the scheduler's, of each event.
+            zeroed: pages that the runner clears before its batch is prepared.
+            found: how many tokens of a new request the prefix cache has.
+            images: the features of a new request.
+        """
+        from kvcanary_fx.adapters.vllm.journal import ATTRIBUTE, Message
+
+        new, more, found, images = dict(new), dict(more), found or {}, images or {}
+        if events is None:
+            events = [("taken", pages, request, 0) for request, pages in {**new, **more}.items()]
+            events += [("freed", [(page, False) for page in self.pages[r]], r) for r in finished]
+        for request, pages in new.items():
+            self.row[request], self.pages[request] = len(self.row) % 4, list(pages)
+            self.req_states.num_computed_tokens.gpu[self.row[request]] = found.get(request, 0)
+        for request, pages in more.items():
+            self.pages[request] += pages
+        scheduled = SimpleNamespace(
+            finished_req_ids=set(finished),
+            preempted_req_ids=None,
+            scheduled_new_reqs=[
+                SimpleNamespace(
+                    req_id=r,
+                    block_ids=[p],
+                    num_computed_tokens=found.get(r, 0),
+                    prefill_token_ids=list(range(3, 3 + found.get(r, 0) + tokens[r])),
+                    mm_features=images.get(r, []),
+                )
+                for r, p in new.items()
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[r for r in tokens if r not in new],
+                new_block_ids=[[more[r]] if r in more else None for r in tokens if r not in new],
+                resumed_req_ids=set(),
+                num_computed_tokens=[self._stored(r) for r in tokens if r not in new],
+            ),
+            num_scheduled_tokens=tokens,
+            kv_cache_block_copies=None,
+            new_block_ids_to_zero=list(zeroed),
+        )
+        setattr(scheduled, ATTRIBUTE, Message(events, stacks=list(stacks)))
+        with step_of(self.guard, scheduled):
+            for half in (half for halves in self.layers.values() for half in halves):
+                half[list(zeroed)] = 0
+            batch, slots = self._prepare(tokens, wrong)
+            batch.num_draft_tokens = 0 if rejected is None else len(slots)
+            self.kv_connector.pre_forward(scheduled, batch, self._metadata(batch) if wrong is not None else None)
+            self._replay(batch, slots) if wrong is not None else self._model(slots)
+            self.kv_connector.finish_forward()
+        gone = {request: (rejected or {}).get(request, 0) for request in tokens}
+        self.guard.drafting.verified(self.input_buffers.query_start_loc, torch.tensor(list(gone.values())))
+        for request, count in tokens.items():
+            self.req_states.num_computed_tokens.gpu[self.row[request]] += count - gone[request]
+        if self.draft:
+            self._propose(slots, tokens, stray)
+        return self.guard.flags()
+
+    def _propose(self, slots, tokens, stray):
+        from vllm.config import CUDAGraphMode
+
+        from kvcanary_fx.adapters.vllm.v2 import hooks
+
+        token = hooks._SAMPLING.set(self.guard)
+        hooks._prefill(lambda *_: self._model(slots, self.draft), None, 0, 0, None, None, None, CUDAGraphMode.NONE)
+        hooks._SAMPLING.reset(token)
+        for guess in range(1, self.num_speculative_steps):
+            places = [(self.pages[r], self._stored(r) + guess - 1) for r in tokens]
+            guessed = [pages[p // PAGE] * PAGE + p % PAGE for pages, p in places if p // PAGE < len(pages)]
+            self._model(torch.tensor(guessed if stray is None else [stray], dtype=torch.int64), self.draft)
+
+    def _stored(self, request):
+        return int(self.req_states.num_computed_tokens.gpu[self.row[request]])
+
+    def _prepare(self, tokens, wrong):
+        where = {r: range(self._stored(r), self._stored(r) + n) for r, n in tokens.items()}
+        slots = [self.pages[r][p // PAGE] * PAGE + p % PAGE for r, places in where.items() for p in places]
+        positions = torch.tensor([p for places in where.values() for p in places])
+        for number, request in enumerate(tokens):
+            self.block_tables.input_block_tables[0][number, : len(self.pages[request])] = torch.tensor(
+                self.pages[request]
+            )
+        if wrong is not None:
+            self.block_tables.input_block_tables[0][0, 0] = wrong
+        self.block_tables.slot_mappings[0, : len(slots)] = torch.tensor(slots)
+        buffers, ends = self.input_buffers, np.cumsum(list(tokens.values()))
+        buffers.query_start_loc[: len(tokens) + 1] = torch.tensor([0, *ends])
+        buffers.input_ids[: len(slots)], buffers.positions[: len(slots)] = positions + 3, positions
+        buffers.seq_lens[: len(tokens)] = torch.tensor([places.stop for places in where.values()])
+        index = [self.row[r] for r in tokens]
+        batch = SimpleNamespace(
+            req_ids=list(tokens),
+            num_reqs=len(tokens),
+            num_tokens=len(slots),
+            num_tokens_after_padding=len(slots),
+            num_draft_tokens=0,
+            num_scheduled_tokens=np.array(list(tokens.values())),
+            num_computed_tokens_np=np.array([places.start for places in where.values()]),
+            idx_mapping=torch.tensor(index),
+            idx_mapping_np=np.array(index),
+            input_ids=buffers.input_ids[: len(slots)],
+            positions=positions,
+            seq_lens=buffers.seq_lens[: len(tokens)],
+        )
+        return batch, torch.tensor(slots)
+
+    def _metadata(self, batch):
+        """What a graph that is replayed whole is given."""
+        self._captured(batch.num_tokens_after_padding)
+        table = self.block_tables.input_block_tables[0]
+        return {"a": SimpleNamespace(block_table=table, seq_lens=batch.seq_lens)}
+
+    def _captured(self, tokens):
+        self.guard.layers_in_graphs[tokens] = len(self.layers)
+        if self.guard._forwards.for_graph(tokens) is not None:
+            self.guard.checked_in_graphs.add(tokens)
+
+    def _replay(self, batch, slots):
+        """What is captured in such a graph: the checks before the model, if they can be, the layers, and the flags."""
+        from kvcanary_fx.kernels.context import forward_context
+
+        before = self.guard._forwards.for_graph(batch.num_tokens_after_padding)
+        if before is None:
+            self._model(slots)
+            return
+        before.inside()
+        with forward_context(before.context(len(slots))):
+            self._model(slots)
+        self.guard._flags.copy()
+
+    def tell(self, *event):
+        """A message of the scheduler for which no model runs."""
+        from kvcanary_fx.adapters.vllm.journal import ATTRIBUTE, Message
+
+        cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[])
+        empty = dict.fromkeys(
+            ("finished_req_ids", "preempted_req_ids", "scheduled_new_reqs", "num_scheduled_tokens"), ()
+        )
+        scheduled = SimpleNamespace(**empty, scheduled_cached_reqs=cached, kv_cache_block_copies=None)
+        setattr(scheduled, ATTRIBUTE, Message([event]))
+        with step_of(self.guard, scheduled):
+            pass
+
+    def warm_up_replay(self, tokens):
+        """A graph is replayed for requests that are made up."""
+        batch, scheduled = SimpleNamespace(num_tokens_after_padding=tokens, num_tokens=tokens), object()
+        self._captured(tokens)
+        self.kv_connector.set_disabled(True)
+        self.kv_connector.pre_forward(scheduled, batch, {})
+        self._replay(batch, torch.zeros(0, dtype=torch.int64))
+        self.kv_connector.finish_forward()
+        self.kv_connector.set_disabled(False)
+
+    def _model(self, slots, layers=None):
+        from kvcanary_fx.adapters.vllm import ops
+
+        for layer, halves in (self.layers if layers is None else layers).items():
+            written = [torch.randn(len(slots), HEADS, DIM) for _ in halves]
+            for half, rows in zip(halves, written, strict=True):
+                half.view(-1, HEADS, DIM)[slots] = rows
+            output = torch.zeros(1)
+            ops.verify(output, layer)
+            ops.record(output, *written, layer)
