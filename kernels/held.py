@@ -47,7 +47,7 @@ class Held:
         Args:
             together: what records the layers of a pool, by the number of its slot space.
             limit: bytes.
-            ready: lets the current stream wait for what the launches need.
+            ready: lets the current stream wait for what the launches need, if it has not.
         """
         self._together, self._ready = together, ready
         self._waiting: dict[int, tuple[RequestPlan, dict[int, Written]]] = {}  # by pool, and there by the record's id
@@ -61,16 +61,18 @@ class Held:
         for together in self._together.values():
             together.shaped = shaped
 
-    def begin(self, layers: int = 0, side: SideStream | None = None) -> None:
+    def begin(self, layers: int = 0, side: SideStream | None = None, meets_at: int = 0) -> None:
         """A forward that is captured as a whole begins, or it is over.
 
         Args:
             layers: once so many have written, all that is held is recorded beside the rest of the model, which is a
                 projection and an MLP behind the last attention.
             side: where; whoever captures joins it.  None: nothing is recorded beside the model.
+            meets_at: once so many have written, the model's stream waits for what the launches need; 0: only they do.
         """
         self.taken, self.beside = 0, False
         self._last, self._side = layers if side is not None else 0, side
+        self._meets_at = meets_at
 
     def take(
         self, record: LayerRecord, plan: RequestPlan, key: torch.Tensor | None, value: torch.Tensor | None
@@ -87,6 +89,8 @@ class Held:
         known[1][id(record)] = Written(record, key, value)
         self._bytes += self._each
         self.taken += 1
+        if self.taken == self._meets_at:
+            self._ready()
         if self.taken == self._last:
             self._flush_beside()
         elif self._bytes > self._limit:

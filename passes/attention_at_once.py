@@ -14,7 +14,9 @@ After, beside the model where it may run there::
     verify_layers_at(out0, state, ["layers.0", "layers.1"])
     attention(q0, k0, v0, out0, "layers.0")
     ...
+    join_at(out1, [], [q1, k1, v1], state)  # after an eighth of the layers
     attention(q1, k1, v1, out1, "layers.1")
+    ...
     record_layers_at(out1, [k0, k1], [v0, v1], state, ["layers.0", "layers.1"])
     ...
     join([k0, k1, v0, v1, out], state)
@@ -38,7 +40,7 @@ from ..kernels import layer_ops, side_stream
 from .dynamo_contract import fake_values
 from .graph_plan import GraphPlan
 from .held_values import can_hold, stay_written
-from .join_side_streams import cuts
+from .join_side_streams import cuts, inputs_of
 from .state_inputs import is_canary
 from .states import ancestors
 
@@ -148,6 +150,8 @@ def _join(gm: fx.GraphModule, layers: Sequence[_Layer], beside: bool) -> None:
     with graph.inserting_after(last.record):
         given = (last.output, keys, values, state, names)
         graph.call_function(torch.ops.kvcanary.record_layers_at.default, given)
+    if beside and side_stream.meets_at(len(layers)):
+        _wait_in_front_of(graph, layers[side_stream.meets_at(len(layers))], state)
     for layer in layers:
         graph.erase_node(layer.verify)
         graph.erase_node(layer.record)
@@ -155,6 +159,13 @@ def _join(gm: fx.GraphModule, layers: Sequence[_Layer], beside: bool) -> None:
         made = _made(graph)  # else Inductor moves the wait up to the record
         with graph.inserting_before(graph.output_node()):
             graph.call_function(torch.ops.kvcanary.join.default, (list(dict.fromkeys([*keys, *values, *made])), state))
+
+
+def _wait_in_front_of(graph: fx.Graph, layer: _Layer, state: Any) -> None:
+    """Let the model wait in front of a layer's attention for what began beside it."""
+    with graph.inserting_before(layer.verify):
+        given: tuple[Any, ...] = (layer.output, [], inputs_of(layer.verify.next, layer.output), state)
+        graph.call_function(torch.ops.kvcanary.join_at.default, given)
 
 
 def _made(graph: fx.Graph) -> list[fx.Node]:

@@ -57,7 +57,7 @@ def _place(gm: fx.GraphModule, check: fx.Node, record: fx.Node | None) -> None:
         return
     output, state = check.args[:2]
     with gm.graph.inserting_before(check):
-        given = (output, _operands(record), _inputs_of(check.next, output), state)
+        given = (output, _operands(record), inputs_of(check.next, output), state)
         gm.graph.call_function(torch.ops.kvcanary.join_at.default, given)
     if _may_go_ahead(check, record):
         record.append(check)
@@ -69,7 +69,7 @@ def _operands(record: fx.Node | None) -> list[fx.Node]:
     return [a for a in dict.fromkeys(record.args[1:3]) if isinstance(a, fx.Node)] if record is not None else []
 
 
-def _inputs_of(attention: fx.Node, output: Any) -> list[fx.Node]:
+def inputs_of(attention: fx.Node, output: Any) -> list[fx.Node]:
     """Attention's inputs: its tensor arguments, except its output."""
     values = zip(attention.all_input_nodes, fake_values(attention.all_input_nodes), strict=True)
     return [node for node, value in values if isinstance(value, torch.Tensor) and node is not output]

@@ -44,7 +44,7 @@ from ..kernels.held import Held, limit_on
 from ..kernels.layer_ops import record_in, verify_in
 from ..kernels.ops import held_kernels_for, kernels_for, request_kernels_for
 from ..kernels.ring import Word
-from ..kernels.side_stream import ForkInGraph, SideStream, capturing
+from ..kernels.side_stream import ForkInGraph, SideStream, capturing, meets_at
 from ..runtime.pace import Sample
 from .kept_forward import KeptForward, Reads, keep
 from .kept_step import KeptStep
@@ -71,6 +71,7 @@ class LayerChecks:
         self._unsettled = False  # the device was not told what captured layers were given
         self._held_in: dict[tuple[int, int], int] = {}  # layers that wrote in a forward, by its requests and tokens
         self._before: ForkInGraph | None = None  # the checks before the model, in the capture that runs
+        self._short = all(map(session.config.checks_at_once, devices))  # these are: not all bytes are compared
 
     @functools.cached_property
     def held(self) -> Held:
@@ -184,7 +185,8 @@ class LayerChecks:
         if hold:
             self._unsettled = True
             side = next(iter(sides.values())) if len(sides) == 1 and capturing() else None
-            self.held.begin(self._held_in.get((requests, tokens), 0), side)
+            layers = self._held_in.get((requests, tokens), 0)
+            self.held.begin(layers, side, meets_at(layers) if self._short else 0)
         else:
             self._wait_for_before()
         try:

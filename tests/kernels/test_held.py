@@ -319,11 +319,11 @@ class Side:
         self.kept += tensors
 
 
-def held_by(records, limit=1 << 20):
+def held_by(records, limit=1 << 20, ready=lambda: None):
     """What holds for two layers of one pool; ``records`` notes where each launch was, and of which layers."""
     layers = [SimpleNamespace(space=SimpleNamespace(space_id=7)) for _ in range(2)]
     side = Side()
-    held = Held({7: lambda plan, written: records.append((side.inside, len(written)))}, limit)
+    held = Held({7: lambda plan, written: records.append((side.inside, len(written)))}, limit, ready)
     rows = [torch.zeros(4, 8) for _ in range(4)]
 
     def layer(number):
@@ -369,3 +369,16 @@ def test_nothing_is_beside_a_forward_that_is_not_captured_as_a_whole():
     held.flush()
     assert records == [(False, 2)]
     assert side.kept == []
+
+
+def test_the_model_waits_early_for_what_its_records_need():
+    records, waited = [], []
+    held, side, layer, _ = held_by(records, ready=lambda: waited.append((side.inside, held.taken)))
+    held.begin(2, side, meets_at=1)
+    layer(0)
+    assert waited == [(False, 1)], "in the model's stream"
+    layer(1)
+    assert waited == [(False, 1), (True, 2)]
+    held.begin()
+    layer(0)
+    assert waited == [(False, 1), (True, 2)], "that forward is over"

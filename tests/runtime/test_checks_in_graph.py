@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -15,6 +17,9 @@ pytestmark = pytest.mark.gpu
 LAYERS, PAGES, SIZE, HEADS, DIM, ROOM = 3, 64, 4, 2, 8, 4
 NAMES = [f"layers.{i}" for i in range(LAYERS)]
 
+#: Layers of a model that waits for short checks after its second layer.
+MANY = 16
+
 #: Cycles of the device before the checks, so that the model would be over before they begin.
 LONG = 2_000_000
 
@@ -24,11 +29,12 @@ FIELDS = ("request_rows", "prefix_lens", "extend_lens", "input_ids", "slots", "o
 class Engine:
     """Two requests, a token each in a step; its inputs are on the device, and nothing waits for that."""
 
-    def __init__(self, hold, cycles=LONG, model=0, **settings):
-        self.kv = [tuple(torch.zeros(PAGES, SIZE, HEADS, DIM, device="cuda") for _ in "kv") for _ in range(LAYERS)]
+    def __init__(self, hold, cycles=LONG, model=0, layers=LAYERS, **settings):
+        self.kv = [tuple(torch.zeros(PAGES, SIZE, HEADS, DIM, device="cuda") for _ in "kv") for _ in range(layers)]
+        self.names = [f"layers.{i}" for i in range(layers)]
         self.table = torch.arange(1, 61, dtype=torch.int32, device="cuda").view(2, 30)
         pool = KVPool(
-            self.kv, self.table, layer_names=NAMES, paged=True, table_page_size=SIZE, reserved=tuple(range(SIZE)),
+            self.kv, self.table, layer_names=self.names, paged=True, table_page_size=SIZE, reserved=tuple(range(SIZE)),
             allocations=False,
         )  # fmt: skip
         settings = {"mode": "log", "budget": None, "health_every": 0} | settings
@@ -57,7 +63,7 @@ class Engine:
     def _model(self):
         slots, rows = self.given["slots"], torch.zeros(ROOM, HEADS, DIM, device="cuda")
         rows = rows + self.given["positions"][:, None, None]
-        for i, (name, halves) in enumerate(zip(NAMES, self.kv, strict=True)):
+        for i, (name, halves) in enumerate(zip(self.names, self.kv, strict=True)):
             for half, slip in zip(halves, (torch.zeros_like(self.slip), self.slip), strict=True):
                 half.view(-1, HEADS, DIM)[slots] = rows + i + slip
             verify_layer(rows.device, name)
@@ -74,6 +80,7 @@ class Engine:
             self._model()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
+        self.graph.enable_debug_mode()
         with torch.cuda.graph(self.graph), self.checks.captured(2, ROOM, hold=self.hold, before=self.kept):
             self._model()
         self.without = torch.cuda.CUDAGraph()
@@ -108,10 +115,14 @@ def found(engine):
     return [(v.check, v.layer, v.half, v.request, v.position, v.step) for v in engine.session.violations()]
 
 
-@pytest.mark.parametrize("hold", [True, False], ids=["held", "each"])
-def test_the_records_of_a_graph_wait_for_the_checks_beside_it(hold):
+@pytest.mark.parametrize(
+    ("hold", "settings"),
+    [(True, {}), (False, {}), (True, dict(layers=MANY, budget="1%"))],
+    ids=["held", "each", "joined early"],
+)
+def test_the_records_of_a_graph_wait_for_the_checks_beside_it(hold, settings):
     """The checks take longer than the model: records that did not wait would be of the step before."""
-    beside, inline = Engine(hold), Engine(hold, placement="inline")
+    beside, inline = Engine(hold, **settings), Engine(hold, placement="inline", **settings)
     for engine in (beside, inline):
         for number in range(40):
             engine.step(in_graph=number % 5 != 3)
@@ -122,7 +133,7 @@ def test_the_records_of_a_graph_wait_for_the_checks_beside_it(hold):
     for name in ("tokens", "positions", "chain", "owners", "flags"):
         assert torch.equal(*(getattr(space, name)[:-1] for space in spaces)), name
     assert torch.equal(*(engine.session.pool.digests for engine in (beside, inline)))
-    assert beside.session.stats().recorded == inline.session.stats().recorded == 40 * 2 * 2 * LAYERS
+    assert beside.session.stats().recorded == inline.session.stats().recorded == 40 * 2 * 2 * len(beside.names)
 
 
 def test_the_model_does_not_wait_for_the_checks():
@@ -168,3 +179,31 @@ def test_a_model_that_raises_before_its_replay_leaves_a_session_that_goes_on():
     for _ in range(3):
         engine.step()
     assert {check for check, *_ in found(engine)} == set()
+
+
+def longest_way_around(graph, path):
+    """Of the edges of a captured graph, the largest part of its longest way that one goes around."""
+    graph.debug_dump(str(path))
+    edges = [tuple(map(int, pair)) for pair in re.findall(r'_node_(\d+)"? *-> *"?\w*_node_(\d+)', path.read_text())]
+    after, before = {}, {}
+    for first, second in edges:
+        after.setdefault(first, []).append(second)
+        before.setdefault(second, []).append(first)
+    depth, ready = {node: 0 for node in after if node not in before}, [node for node in after if node not in before]
+    seen = dict.fromkeys(before, 0)
+    while ready:
+        node = ready.pop()
+        for other in after.get(node, ()):
+            depth[other] = max(depth.get(other, 0), depth[node] + 1)
+            seen[other] += 1
+            if seen[other] == len(before[other]):
+                ready.append(other)
+    assert len(depth) > 3 * MANY
+    return max(depth[second] - depth[first] for first, second in edges) / max(depth.values())
+
+
+@pytest.mark.parametrize(("budget", "early"), [("1%", True), (None, False)])
+def test_short_checks_are_no_branch_beside_all_of_the_model(budget, early, tmp_path):
+    """Each kernel takes longer as long as there is a branch; checks of all bytes take longer than an eighth of it."""
+    engine = Engine(hold=True, cycles=0, layers=MANY, budget=budget)
+    assert (longest_way_around(engine.graph, tmp_path / "graph.dot") < 0.5) == early

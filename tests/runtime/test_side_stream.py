@@ -123,6 +123,16 @@ def test_layers_that_are_checked_at_once_fork_twice_whatever_their_number(beside
     assert rig.session.uncovered == []
 
 
+def test_a_model_of_many_layers_waits_early_for_the_check_of_all(beside):
+    rig = Rig(layers=8, verify_fraction="1/2", dynamic=False)
+    rig.step([3, 4, 5])
+    stream, _ = AtOnce.made
+    check = record = "fork"
+    assert stream.happened == [check, "join", record, "join", "join"]
+    assert told(rig) == []
+    assert rig.session.stats().recorded == 3 * 2 * 8
+
+
 @pytest.mark.slow
 def test_inductor_leaves_the_end_of_the_model_between_the_record_of_all_layers_and_the_wait(beside, monkeypatch):
     monkeypatch.setattr(test_opaque_attention, "Model", WithMlp)
