@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import struct
 from array import array
 from collections import deque
 from typing import Any
@@ -11,6 +13,15 @@ import torch
 
 #: Lengths whose views are kept, for each buffer.
 SHOWN = 256
+
+#: Lengths of lists whose formats are kept.
+FORMATS = 256
+
+
+@functools.lru_cache(FORMATS)
+def packing(n: int) -> struct.Struct:
+    """Writes so many whole numbers as int64."""
+    return struct.Struct(f"{n}q")
 
 
 class CurrentStream:

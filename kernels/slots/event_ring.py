@@ -16,8 +16,8 @@ from array import array
 import torch
 
 from ..bound_launch import BoundLaunch
-from ..staging import CurrentStream, lasting
-from .events import COLUMNS
+from ..staging import CurrentStream, lasting, packing
+from .events import COLUMNS, Event
 from .triton_event_ring import land_kernel
 
 #: Words before the calls; room for calls, and for pages.
@@ -28,6 +28,8 @@ AHEAD = 16
 
 #: Words of a program.
 BLOCK = 256
+
+_ALLOCATE = int(Event.ALLOCATE)
 
 #: Where the pages begin.
 FIRST_PAGE = HEAD + CALLS * COLUMNS
@@ -55,6 +57,7 @@ class EventRing:
         self.rows = self.landed[HEAD:FIRST_PAGE].view(CALLS, COLUMNS)
         self.pages = self.landed[FIRST_PAGE:]
         self._entries = [entry.data_ptr() for entry in self.ring]
+        self._views = [memoryview(entry.numpy()).cast("B") for entry in self.ring]  # type: ignore[arg-type]
         self._turn, self._current = 0, CurrentStream(device)
         self._read = [torch.cuda.Event() for _ in "ab"] if on_gpu else []  # of each half of the ring
         arguments = dict(ring_ptr=self.ring, size=size, turn_ptr=self.turn, out_ptr=self.landed)
@@ -69,17 +72,40 @@ class EventRing:
             along: an address that the device is told with them.
         """
         turn = self._turn
-        if self._read and turn % (AHEAD // 2) == 0:
-            half = turn // (AHEAD // 2)
-            self._read[1 - half].record(self._current())
-            if not self._read[half].query():
-                return False
+        if turn % (AHEAD // 2) == 0 and not self._half_is_free(turn // (AHEAD // 2)):
+            return False
         entry, count = self._entries[turn], len(pages)
         head = array("q", (len(rows) // COLUMNS, count, count * page_size, along)) + rows
         ctypes.memmove(entry, head.buffer_info()[0], 8 * len(head))
         ctypes.memmove(entry + 8 * FIRST_PAGE, pages.buffer_info()[0], 8 * count)
         self._turn = (turn + 1) % AHEAD
         return True
+
+    def offer_allocations(self, pages: list[int], owners: list[int], lengths: list[int], page_size: int) -> bool:
+        """:meth:`offer` of a few allocations, with few functions.
+
+        Args:
+            pages: of all of them; ``owners`` and ``lengths``, the hash of the owner and the number of pages of each.
+        """
+        turn = self._turn
+        if turn % (AHEAD // 2) == 0 and not self._half_is_free(turn // (AHEAD // 2)):
+            return False
+        begin, count, view = 0, len(pages), self._views[turn]
+        words = [len(owners), count, count * page_size, 0]
+        for owner, n in zip(owners, lengths, strict=True):
+            words += (_ALLOCATE, begin, owner)
+            begin += n
+        packing(len(words)).pack_into(view, 0, *words)
+        packing(count).pack_into(view, 8 * FIRST_PAGE, *pages)
+        self._turn = (turn + 1) % AHEAD
+        return True
+
+    def _half_is_free(self, half: int) -> bool:
+        """Whether the device has read a half of the ring, which is written from here on."""
+        if not self._read:
+            return True
+        self._read[1 - half].record(self._current())
+        return bool(self._read[half].query())
 
     def land(self, room: int) -> None:
         """Launch what brings the entry to the device, in the current stream, if it has at most ``room`` pages."""

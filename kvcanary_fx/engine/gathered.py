@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import struct
 from array import array
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..kernels.staging import Staging, lasting
+from ..kernels.staging import Staging, lasting, packing
 
 if TYPE_CHECKING:
     from ..kernels.handed import Handed, Places
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
 
 #: Sequences that hold nothing but whole numbers, if an array takes them.
 _PLAIN = (list, tuple, range)
-
-#: Lengths of lists whose formats are kept.
-FORMATS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,14 +158,9 @@ def packed(numbers: Sequence[int]) -> array[int]:
         TypeError, OverflowError: there are others among them.
     """
     try:
-        return array("q", _format(len(numbers)).pack(*numbers))
+        return array("q", packing(len(numbers)).pack(*numbers))
     except struct.error:
         return array("q", numbers)  # says what is wrong
-
-
-@functools.lru_cache(FORMATS)
-def _format(n: int) -> struct.Struct:
-    return struct.Struct(f"{n}q")
 
 
 def numbers_of(tensor: torch.Tensor) -> array[int]:

@@ -154,6 +154,24 @@ class EnginePool:
         if not (written_in_step and self._add_alike(_ALLOCATE, given, page_size, 1, written_in_step)):
             self._add_each(self.allocate, _ALLOCATE, given, page_size, live=1)
 
+    def hand_out(self, pages: list[int], owners: list[RequestId], lengths: list[int], page_size: int) -> bool:
+        """:meth:`allocate_each` with ``written_in_step``, for a step that waits for the host: the device is told here
+        and now, with few functions, if nothing else waits to be sent.
+
+        Args:
+            pages: of all calls, one after the other.
+            owners, lengths: of each call, its owner, who is known already, and the number of its pages.
+
+        Returns:
+            False: nothing was done.
+        """
+        known = self._ids.known
+        hashes = [known.get(owner, 0) for owner in owners]
+        if self.rivals or 0 in hashes or not self._events.hand_out(pages, hashes, lengths, page_size):
+            return False
+        self.live_slots += len(pages) * page_size
+        return True
+
     def release(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """One reference to each slot was dropped; a slot without references is free.
 

@@ -46,7 +46,7 @@ def test_steps_that_differ_in_their_tokens_alone_go_on_as_the_last_did(monkeypat
     assert replayed({"x": 1, "y": 1}) == anew
     assert replayed({"x": 1, "y": 1}) == again
     assert replayed({"y": 1, "x": 1}) == anew  # another order
-    assert replayed({"y": 1, "x": 1}, more={"x": [6], "y": [7]}) == anew
+    assert replayed({"y": 1, "x": 1}, more={"x": [6], "y": [7]}) == again  # new pages
     assert replayed({"y": 1}) == anew  # one alone
     assert replayed({"y": 1}, finished=["x"]) == anew  # its row may be another's
     assert replayed({"y": 1}) == again
@@ -177,17 +177,68 @@ def test_a_step_behind_a_warm_up_or_a_message_without_a_forward_does_not_go_on()
     assert not runner.guard.books.pending
 
 
-@pytest.mark.parametrize(
-    "what", [dict(more={"x": [6]}), dict(finished=["y"]), dict(zeroed=[7])], ids=lambda what: next(iter(what))
-)
+def goes_on(runner):
+    """Whether each step that begins from here on goes on as the last one did."""
+    went_on, go_on = [], runner.guard._forwards.go_on
+    runner.guard._forwards.go_on = lambda batch: went_on.append(go_on(batch)) or went_on[-1]
+    return went_on
+
+
+def test_requests_that_fill_a_page_go_on_and_their_pages_are_theirs():
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3, "y": 2}, new={"x": [1], "y": [2]})
+    for _ in range(2):
+        runner.step({"x": 1, "y": 1}, more={"x": [4]} if _ else {}, wrong=1)
+    went_on = goes_on(runner)
+    runner.step({"x": 1, "y": 1}, more={"y": [5]}, wrong=1)
+    for _ in range(2):
+        assert runner.guard.read(runner.step({"x": 1, "y": 1}, wrong=1)) is None
+    assert went_on == [True] * 3
+    stats = runner.guard.session.stats()
+    assert (stats.violations, stats.recorded, runner.guard.session.uncovered) == (0, 4 * (5 + 5 * 2), [])
+    runner.layers["b"][1][5, 1] += 1  # position 5 of y, in the page that it got
+    runner.guard.read(runner.step({"x": 1, "y": 1}, more={"x": [6]}, wrong=1))
+    (found,) = runner.guard.session.violations()
+    assert (found.check, found.request, found.position, found.layer) == ("content", "y", 5, "b")
+    assert went_on == [True] * 4
+
+
+def test_a_step_that_goes_on_with_another_requests_page_tells_so():
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3, "y": 2}, new={"x": [1], "y": [2]})
+    for _ in range(2):
+        runner.step({"x": 1, "y": 1}, more={"x": [4]} if _ else {}, wrong=1)
+    went_on = goes_on(runner)
+    runner.guard.read(runner.step({"x": 1, "y": 1}, more={"y": [4]}, events=[], wrong=1))  # the page is x's
+    assert went_on == [True]
+    assert {(v.check, v.why) for v in runner.guard.session.violations()} >= {("owner", "OVERWRITE")}
+
+
+def test_a_block_that_the_prefix_cache_gives_up_is_no_page_to_go_on_with():
+    """Its bytes are compared first, and it is the cache's no more."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3, "y": 4}, new={"x": [1], "y": [2]})
+    runner.step({"x": 1}, finished=["y"], events=[("freed", [(2, True)], "y")], wrong=1)
+    assert runner.guard.books.idle == {2}
+    for _ in range(2):
+        runner.step({"x": 1}, more={} if _ else {"x": [4]}, wrong=1)
+    went_on = goes_on(runner)
+    for _ in range(2):
+        runner.step({"x": 1}, wrong=1)
+    runner.guard.read(runner.step({"x": 1}, more={"x": [2]}, wrong=1))
+    assert went_on == [True, True]
+    assert runner.guard.books.idle == set()
+    assert runner.guard.session.violations() == []
+
+
+@pytest.mark.parametrize("what", [dict(finished=["y"]), dict(zeroed=[7])], ids=lambda what: next(iter(what)))
 def test_a_step_that_the_scheduler_says_more_of_does_not_go_on(what):
     """Also where nothing happened to blocks."""
     runner = Runner(**IN_GRAPHS)
     runner.step({"x": 2, "y": 2}, new={"x": [1, 4], "y": [2]})
     for _ in range(2):
         runner.step({"x": 1}, wrong=1)
-    went_on, go_on = [], runner.guard._forwards.go_on
-    runner.guard._forwards.go_on = lambda batch: went_on.append(go_on(batch)) or went_on[-1]
+    went_on = goes_on(runner)
     runner.step({"x": 1}, wrong=1)
     assert went_on == [True]
     runner.step({"x": 1}, wrong=1, events=[], **what)

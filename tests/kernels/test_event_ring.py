@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from array import array
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from kvcanary_fx.kernels.slots.event_ring import AHEAD, CALLS, FIRST_PAGE, HEAD, PAGES, EventRing, naive
+from kvcanary_fx.kernels.slots.events import Event, EventRow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -38,13 +40,32 @@ def test_the_kernel_lands_what_the_plain_code_does_round_after_round():
         assert ring.pages[:pages].tolist() == named.tolist()
 
 
+def test_allocations_are_written_as_calls_are():
+    rng = random.Random(1)
+    ring, other = EventRing(torch.device("cpu")), EventRing(torch.device("cpu"))
+    for each in (ring, other):
+        each.ring.zero_()
+    for number in range(AHEAD + 3):
+        lengths = [rng.randint(1, 4) for _ in range(CALLS if number == 1 else rng.randint(1, 9))]
+        owners = numbers(rng, len(lengths)).tolist()
+        pages = numbers(rng, sum(lengths))
+        rows = array("q", [0] * (3 * len(lengths)))
+        rows[EventRow.EVENT :: 3] = array("q", [Event.ALLOCATE] * len(lengths))
+        rows[EventRow.OWNER :: 3] = array("q", owners)
+        rows[EventRow.BEGIN :: 3] = array("q", itertools.accumulate(lengths[:-1], initial=0))
+        assert ring.offer_allocations(pages.tolist(), owners, lengths, 16)
+        assert other.offer(rows, pages, 16)
+        assert torch.equal(ring.ring, other.ring)
+        assert ring._turn == other._turn
+
+
 def test_addresses_are_those_that_the_kernels_are_compiled_for():
     ring = EventRing(DEVICE)
     assert {t.data_ptr() % 16 for t in (ring.counts, ring.slots, ring.rows, ring.pages)} == {0}
     assert HEAD + ring.rows.numel() == FIRST_PAGE
 
 
-class Event:
+class Done:
     """In the place of a GPU's: what is recorded is not done yet."""
 
     def __init__(self):
@@ -59,7 +80,7 @@ class Event:
 
 def test_memory_that_may_still_be_read_is_not_offered_and_the_turn_stays():
     ring = EventRing(torch.device("cpu"))
-    ring._read, ring._current = [Event(), Event()], lambda: None
+    ring._read, ring._current = [Done(), Done()], lambda: None
     one = array("q", [1, 0, 0])
     for _ in range(AHEAD):
         assert ring.offer(one, array("q", [7]), 1)

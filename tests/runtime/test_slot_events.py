@@ -93,6 +93,56 @@ def test_calls_become_a_replay_and_report_the_same(launches, monkeypatch):
     assert sum(graph.replays for graph in graphs) > 0
 
 
+def handed_out(toy: Toy, other: Toy, steps: int) -> int:
+    """Requests of both get pages of two slots, some of which were never released; how often the first one's
+    :meth:`.EnginePool.hand_out` did it."""
+    done = 0
+    for number in range(steps):
+        pages, owners = [4 + 2 * (number % 2), 7], ["A", "C"]
+        if toy.pool.hand_out(pages, owners, [1, 1], 2):
+            done += 1
+        else:
+            toy.pool.allocate_each([([pages[0]], "A"), ([pages[1]], "C")], 2, written_in_step=True)
+        other.pool.allocate_each([([pages[0]], "A"), ([pages[1]], "C")], 2, written_in_step=True)
+        for each in (toy, other):
+            each.session.flush()
+            each.pool.release([pages[0] if number != steps - 3 else 9], owner="A", page_size=2)
+            each.pool.release([7], owner="C", page_size=2)
+            if number % 5 != 4:  # else it waits for the next allocation
+                each.session.flush()
+    for each in (toy, other):
+        each.session.flush()
+    return done
+
+
+@interpreted
+def test_pages_that_are_handed_out_at_once_are_those_of_calls_that_wait(launches, monkeypatch):
+    monkeypatch.setattr(replay, "capture", lambda device, run: Graph(run))
+    toy, other = prefilled(), prefilled()
+    done = handed_out(toy, other, steps=4 * replay.ONE_BY_ONE)
+    assert replay.ONE_BY_ONE < done < 4 * replay.ONE_BY_ONE - 4, "not before it is a replay, and not while calls wait"
+    assert toy.pool.live_slots == other.pool.live_slots
+    assert faulty_life(toy) == faulty_life(other) != []
+    for name in ("flags", "owners", "references"):
+        if hasattr(toy.pool.space, name):
+            assert torch.equal(*(getattr(each.pool.space, name) for each in (toy, other))), name
+
+
+@interpreted
+def test_pages_for_somebody_unknown_or_with_stacks_to_keep_are_not_handed_out_at_once(launches, monkeypatch):
+    monkeypatch.setattr(replay, "capture", lambda device, run: Graph(run))
+    toy, other = prefilled(), prefilled(stacks=4)
+    for each in (toy, other):
+        for _ in range(2 * replay.ONE_BY_ONE):
+            each.pool.allocate([12, 13], owner="A")
+            each.session.flush()
+            each.pool.release([12, 13], owner="A")
+            each.session.flush()
+    assert not toy.pool.hand_out([12], ["nobody"], [1], 1)
+    assert toy.pool.hand_out([12], ["A"], [1], 1)
+    assert not other.pool.hand_out([12], ["A"], [1], 1)
+
+
 @interpreted
 @pytest.mark.parametrize("wrong", ["a page", "a call", "on the device"])
 def test_what_no_replay_has_room_for_is_sent_as_before(launches, monkeypatch, wrong):
@@ -500,13 +550,21 @@ def test_on_a_gpu_calls_that_became_a_replay_report_what_the_cpu_does():
             toy.session.flush()
         if device == "cuda":
             ((_, replayed),) = [run for form, run in toy.pool._events._kept._runs.items() if form[2]]
-            assert isinstance(replayed._graph, torch.cuda.CUDAGraph)
+            assert isinstance(replayed.graph, torch.cuda.CUDAGraph)
         life = faulty_life(toy)
         toy.kv[0][0].view(torch.int32)[5, 0, 2] ^= 1 << 7
         toy.pool.release([5], owner="B")  # which compares the bytes of what it frees
         return life, [(v.slot, v.layer, v.half, v.phase) for v in toy.found() if v.check == "content"]
 
     assert told("cuda") == told("cpu")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_pages_that_are_handed_out_at_once_are_those_of_calls_that_wait():
+    toy, other = prefilled(device="cuda"), prefilled(device="cuda")
+    assert handed_out(toy, other, steps=4 * replay.ONE_BY_ONE) > replay.ONE_BY_ONE
+    assert faulty_life(toy) == faulty_life(other) != []
+    assert torch.equal(toy.pool.space.flags, other.pool.space.flags)
 
 
 @pytest.mark.gpu

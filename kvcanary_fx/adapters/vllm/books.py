@@ -89,6 +89,30 @@ class Books:
             with told(stack):
                 pool.allocate_each(given, page_size, written_in_step=True)
 
+    def hand_out(self, events: Sequence[tuple[Any, ...]]) -> bool:
+        """:meth:`apply`, where all that happened is that running requests got blocks: in a step that waits for the
+        host, with few functions and no queue.  False: nothing was done."""
+        first = events[0]
+        if first[0] != "taken":
+            return False
+        known = self._pools.get(f"group{first[3]}")
+        if known is None:
+            return False
+        (pool, page_size), group = known, first[3]
+        blocks: list[int] = []
+        owners: list[Any] = []
+        lengths: list[int] = []
+        for event in events:
+            if event[0] != "taken" or event[3] != group:
+                return False
+            blocks += event[1]
+            owners.append(event[2])
+            lengths.append(len(event[1]))
+        if not self.idle.isdisjoint(blocks) or not pool.hand_out(blocks, owners, lengths, page_size):
+            return False
+        self.group.update(dict.fromkeys(blocks, group))
+        return True
+
     def _evict(self, ids: Sequence[int]) -> None:
         """The prefix cache gives up those of the blocks that it holds."""
         if self.idle.isdisjoint(ids):

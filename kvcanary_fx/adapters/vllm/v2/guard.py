@@ -72,7 +72,7 @@ class GuardV2(Guard):
         self.drafting = Drafting(runner, groups)
         self._layers_of_ours = sum(len(group.layers) for group in groups) - self.drafting.layers
         self._stale = False  # the plan on the device is that of a step that has ended
-        self._alike = False  # the running step differs from the last one in its tokens alone, as far as is known yet
+        self._alike = False  # the running step differs from the last one in tokens and pages alone, as far as known yet
         self._disabled = self._capturing = False
         self.layers_in_graphs: dict[int, int] = {}
         self.checked_in_graphs: set[int] = set()
@@ -185,18 +185,19 @@ class GuardV2(Guard):
         self._alike = not (
             self._ends_engine  # then violations are looked for before each forward
             or self.drafting.expected  # and here the draft's layers are told of each
-            or told.events
             or scheduled.scheduled_new_reqs
             or scheduled.finished_req_ids
             or scheduled.preempted_req_ids
             or cached.resumed_req_ids
-            or any(cached.new_block_ids)
             or told.namespaces
             or scheduled.kv_cache_block_copies
             or getattr(scheduled, "new_block_ids_to_zero", None)
+            or (told.events and (told.stacks or not self.books.hand_out(told.events)))
         )
         if not self._alike:
             self._take(scheduled, told)
+        elif any(cached.new_block_ids):
+            self.rows.more(cached.req_ids, cached.new_block_ids)
         self.scheduled = scheduled
 
     def _take(self, scheduled: Any, told: Message) -> None:

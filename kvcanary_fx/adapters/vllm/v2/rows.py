@@ -29,6 +29,7 @@ class Rows(Ledger):
         self._row_of: dict[str, int] = {}
         self._sent: dict[str, tuple[int, list[int]]] = {}  # version of its pages, and how many of each group
         self._changed: dict[str, None] = {}
+        self._more: list[tuple[int, int, int]] = []  # of :meth:`more`: noted as sent
         self._widths = list(widths)
         self._staging = Staging(device)
         self._landing = lasting(0, dtype=torch.int32, device=device)
@@ -40,6 +41,32 @@ class Rows(Ledger):
                 self._forget(request)
         super().take(scheduled)
 
+    def more(self, requests: Sequence[str], pages: Sequence[Sequence[Sequence[int]] | None]) -> None:
+        """Requests that have rows got more pages, and nothing else happened; few functions, for a step that waits for
+        the host.
+
+        Args:
+            pages: of each request, by group; None: no more.
+        """
+        for request, new in zip(requests, pages, strict=True):
+            if new is None:
+                continue
+            known, row, sent = self._requests[request], self._row_of.get(request), self._sent.get(request)
+            if row is None or sent is None or sent[0] != known.version:
+                self._extend(request, new)
+                continue
+            shown = sent[1]
+            for group, more in enumerate(new):
+                has, place = known.groups[group], row * self._widths[group]
+                if shown[group] != len(has):  # some of them wait already
+                    has += more
+                    self._changed[request] = None
+                    continue
+                for page in more:
+                    self._more.append((group, place + len(has), page))
+                    has.append(page)
+                shown[group] = len(has)
+
     def _forget(self, request: str) -> None:
         self._requests.pop(request, None)
         self._sent.pop(request, None)
@@ -48,6 +75,8 @@ class Rows(Ledger):
         if row is not None:
             self._free.append(row)
             self.moved += 1
+            if self._more:  # one launch is to write each place once
+                self._more = [one for one in self._more if one[1] // self._widths[one[0]] != row]
 
     def _extend(self, request: str, pages: Sequence[Sequence[int]]) -> None:
         super()._extend(request, pages)
@@ -60,7 +89,7 @@ class Rows(Ledger):
     @property
     def changed(self) -> bool:
         """Whether the tables on the device may lack pages."""
-        return bool(self._changed)
+        return bool(self._changed or self._more)
 
     def rows_of(self, requests: Sequence[str]) -> list[int]:
         """The row of each request."""
@@ -72,9 +101,9 @@ class Rows(Ledger):
 
     def new_pages(self) -> list[tuple[int, int, int]]:
         """What the tables on the device lack, each once: ``(group, place in its table, page)``."""
+        found, self._more = self._more, []
         if not self._changed:
-            return []
-        found: list[tuple[int, int, int]] = []
+            return found
         waiting: dict[str, None] = {}  # they have no row yet
         for request in self._changed:
             row = self._row_of.get(request)

@@ -20,7 +20,7 @@ import torch
 
 from ....kernels.compile_ahead import launch_or_compile
 from ....kernels.ring import HALF_FORWARD, HALF_STEP
-from ....kernels.staging import lasting
+from ....kernels.staging import lasting, packing
 from ....kernels.writes.geometry import on_device
 
 #: Words of an entry before the pages; room for pages; fields of a request.
@@ -89,11 +89,10 @@ class Landing:
         _pack_head(self._heads[turn], 0, requests, tokens, step, count, fresh)
         if not count and not fresh:
             return
-        host = self._host[turn]
         if count:
-            host[HEAD : HEAD + 3 * count] = list(itertools.chain.from_iterable(pages))
+            packing(3 * count).pack_into(self._heads[turn], 8 * HEAD, *itertools.chain.from_iterable(pages))
         if fresh:
-            host[HEAD + 3 * PAGES :] = self._fields.reshape(-1)
+            self._host[turn][HEAD + 3 * PAGES :] = self._fields.reshape(-1)
             self._fresh = False
 
     def skip(self) -> None:
