@@ -109,9 +109,10 @@ class ForkInGraph:
 def meets_at(layers: int) -> int:
     """Behind how many layers of a captured model its stream is to wait for checks that began with it; 0: at its end.
 
-    An eighth of a model takes longer than checks that are to take a tenth of a step at most, so nothing waits.
+    A 16th of a model takes longer than checks that may take a hundredth of a step.  They are 45 us at least, longer
+    than a layer of a model that has few.
     """
-    return layers // 8
+    return -(-layers // 16) if layers >= 8 else 0
 
 
 def can_fork(device: torch.device) -> bool:

@@ -14,7 +14,7 @@ After, beside the model where it may run there::
     verify_layers_at(out0, state, ["layers.0", "layers.1"])
     attention(q0, k0, v0, out0, "layers.0")
     ...
-    join_at(out1, [], [q1, k1, v1], state)  # after an eighth of the layers
+    join_at(out1, [], [q1, k1, v1], state)  # after a 16th of the layers
     attention(q1, k1, v1, out1, "layers.1")
     ...
     record_layers_at(out1, [k0, k1], [v0, v1], state, ["layers.0", "layers.1"])

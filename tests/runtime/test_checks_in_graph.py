@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 LAYERS, PAGES, SIZE, HEADS, DIM, ROOM = 3, 64, 4, 2, 8, 4
 NAMES = [f"layers.{i}" for i in range(LAYERS)]
 
-#: Layers of a model that waits for short checks after its second layer.
+#: Layers of a model that waits for short checks after its first layer.
 MANY = 16
 
 #: Cycles of the device before the checks, so that the model would be over before they begin.
@@ -204,6 +204,6 @@ def longest_way_around(graph, path):
 
 @pytest.mark.parametrize(("budget", "early"), [("1%", True), (None, False)])
 def test_short_checks_are_no_branch_beside_all_of_the_model(budget, early, tmp_path):
-    """Each kernel takes longer as long as there is a branch; checks of all bytes take longer than an eighth of it."""
+    """Each kernel takes longer as long as there is a branch; checks of all bytes take longer than a layer."""
     engine = Engine(hold=True, cycles=0, layers=MANY, budget=budget)
     assert (longest_way_around(engine.graph, tmp_path / "graph.dot") < 0.5) == early
