@@ -31,6 +31,10 @@ class Message:
     stacks: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
 
 
+#: Of a step in which nothing happened, as in most; not to be written to.
+NOTHING = Message()
+
+
 class Journal:
     """Of one block pool."""
 
@@ -53,6 +57,9 @@ class Journal:
         self._message.namespaces[request] = namespace
 
     def take(self) -> Message:
-        """The recorded events; each is returned once."""
-        taken, self._message = self._message, Message()
+        """The recorded events, not to be written to; each is returned once."""
+        taken = self._message
+        if not (taken.events or taken.namespaces):
+            return NOTHING
+        self._message = Message()
         return taken

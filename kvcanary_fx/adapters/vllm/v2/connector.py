@@ -27,7 +27,8 @@ class Bracket:
 
     def finish_forward(self) -> None:
         """After the model."""
-        self._guard.after_model()
+        if self._guard.open is not None:
+            self._guard.after_model()
         self._inner.finish_forward()
 
     def set_disabled(self, disabled: bool) -> None:

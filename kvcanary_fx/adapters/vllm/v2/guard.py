@@ -51,6 +51,7 @@ class GuardV2(Guard):
             it.
         checked_in_graphs: those of them that have the checks before the model in them, too.
         drafting: what is checked of drafts.
+        open: our step, while the model runs; None in one that goes on as the last did, which ends with the replay.
     """
 
     counts_beside = True
@@ -66,7 +67,7 @@ class GuardV2(Guard):
         self._runner = runner
         self._room = runner.max_num_reqs, runner.max_num_tokens
         self._warm_up = WarmUp(runner, groups)
-        self._open: _Open | None = None  # our step, while the model runs
+        self.open: _Open | None = None
         self._opened: _Open | None = None  # the last one: it is used again
         self._tokens = self._replayed = 0  # of the running forward; the second, of the graph that is it
         self.drafting = Drafting(runner, groups)
@@ -107,19 +108,14 @@ class GuardV2(Guard):
 
     def _forwards_of(self, session: EngineSession, checks: LayerChecks) -> Forwards:
         checks.reserve(*self._room)
-        return Forwards(self._runner, self.groups, session, checks, self.rows, self._flags.copy)
+        return Forwards(self._runner, self.groups, session, checks, self._rows, self._flags.copy)
 
     def _make_layers(self, session: EngineSession) -> LayerChecks:
         return self._warm_up.layers
 
     def _make_ledger(self, runner: Any) -> Rows:
-        return Rows(runner.max_num_reqs, widths(runner, runner.num_speculative_steps), runner.device)
-
-    @property
-    def rows(self) -> Rows:
-        """The request tables."""
-        assert isinstance(self.ledger, Rows)
-        return self.ledger
+        self._rows = Rows(runner.max_num_reqs, widths(runner, runner.num_speculative_steps), runner.device)
+        return self._rows
 
     @functools.cached_property
     def _ends_engine(self) -> bool:
@@ -197,7 +193,7 @@ class GuardV2(Guard):
         if not self._alike:
             self._take(scheduled, told)
         elif any(cached.new_block_ids):
-            self.rows.more(cached.req_ids, cached.new_block_ids)
+            self._rows.more(cached.req_ids, cached.new_block_ids)
         self.scheduled = scheduled
 
     def _take(self, scheduled: Any, told: Message) -> None:
@@ -212,14 +208,14 @@ class GuardV2(Guard):
             self.namespaces.pop(request, None)
         if told.namespaces:
             self.namespaces.update(told.namespaces)
-        self.rows.take(scheduled)
+        self._rows.take(scheduled)
         if scheduled.scheduled_new_reqs or self._forwards.images.any:
             self._forwards.images.take(scheduled)
 
     def end_step(self) -> None:
         """The step is over, also if something in it raised."""
         self.scheduled, self._alike = None, False
-        opened, self._open = self._open, None
+        opened, self.open = self.open, None
         if opened is not None:  # the model raised
             opened.end(*sys.exc_info())
 
@@ -286,7 +282,7 @@ class GuardV2(Guard):
         except BaseException:
             opened.end(*sys.exc_info())
             raise
-        self._open = opened
+        self.open = opened
 
     def _settle(self, scheduled: Any) -> bool:
         """Report the blocks that requests have taken up; whether there may be any: not in most steps."""
@@ -309,7 +305,7 @@ class GuardV2(Guard):
 
     def after_model(self) -> None:
         """After the model."""
-        opened, self._open = self._open, None
+        opened, self.open = self.open, None
         if opened is None:
             return
         opened.end()
