@@ -172,14 +172,15 @@ class SlotEvents:
         """
         if self._kernels is None:
             return self._hand_out_on_the_host(pages, owners, lengths, page_size)
-        kept, last = self._kept, self._stream
-        if kept is None or self._calls or self.histories.stacks is not None:
-            return False
-        if self._on_gpu and (last is None or self._raw != torch._C._cuda_getCurrentRawStream(last.device_index)):
-            return False
-        if not self._lock.acquire(blocking=False):
-            return False  # another thread sends calls: violations are read
+        kept = self._kept
+        if kept is None or self.histories.stacks is not None or not self._lock.acquire(blocking=False):
+            return False  # with the lock another thread sends calls: violations are read
         try:
+            last = self._stream
+            if self._calls or (self._on_gpu and last is None):
+                return False
+            if last is not None and self._raw != torch._C._cuda_getCurrentRawStream(last.device_index):
+                return False
             return kept.hand_out(pages, owners, lengths, page_size)
         finally:
             self._lock.release()

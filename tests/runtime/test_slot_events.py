@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -126,6 +127,21 @@ def test_pages_that_are_handed_out_at_once_are_those_of_calls_that_wait(launches
     for name in ("flags", "owners", "references"):
         if hasattr(toy.pool.space, name):
             assert torch.equal(*(getattr(each.pool.space, name) for each in (toy, other))), name
+
+
+@interpreted
+def test_no_page_is_handed_out_at_once_while_another_thread_sends_calls(launches, monkeypatch):
+    monkeypatch.setattr(replay, "capture", lambda device, run: Graph(run))
+    toy, answers = prefilled(), []
+    for _ in range(2 * replay.ONE_BY_ONE):
+        toy.pool.allocate([12], owner="A")
+        toy.session.flush()
+    hand_out = threading.Thread(target=lambda: answers.append(toy.pool.hand_out([13], ["A"], [1], 1)))
+    with toy.pool.calls._lock:
+        hand_out.start()
+        hand_out.join(10)
+    assert answers == [False]
+    assert toy.pool.hand_out([13], ["A"], [1], 1)
 
 
 @interpreted
