@@ -60,15 +60,23 @@ class Launch(NamedTuple):
 
 
 def _launch(
-    space: SlotSpace, plan: RequestPlan, what: str, launches: Callable[[SlotSpace, RequestPlan], list[Launch]]
+    space: SlotSpace,
+    plan: RequestPlan,
+    what: str,
+    launches: Callable[[SlotSpace, RequestPlan], list[Launch]],
+    again: bool = False,
 ) -> None:
     """Launch what a plan says; bound, if the plan comes again, except for its history, which is another tensor in each
     step.
 
     In a graph's capture nothing is kept: what is allocated there is the graph's.
+
+    Args:
+        again: launch what is bound in a capture, too: of a replay that the plan has for itself, and that goes with it.
+            It has no memory of its own, which would be 2 MiB at least.
     """
     device, kept = space.block.device, plan.launches
-    if kept is None or capturing(device if device.type == "cuda" else None):
+    if kept is None or (not (again and what in kept) and capturing(device if device.type == "cuda" else None)):
         with on_device(space.block):
             for made in launches(space, plan):
                 launch_or_compile(made.kernel, made.grid, **made.arguments, num_warps=made.warps)
@@ -298,13 +306,17 @@ def _check_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
 
 
 def store(space: SlotSpace, plan: RequestPlan) -> None:
-    """After a forward: remember who is in the slots that it wrote."""
+    """After a forward: remember who is in the slots that it wrote; of a plan that comes again, a replay."""
     if plan.slots.shape[0] == 0 or plan.rows.shape[0] == 0:
         return
     if plan.parents is not None or plan.in_flight:  # the kernels take the chain before a request from its slot
         request_checks.store(space, plan)
         return
-    _launch(space, plan, "store", _store_launches)
+    _again(space, plan, "after", _store, functools.partial(_store, again=plan.known_history is None))
+
+
+def _store(space: SlotSpace, plan: RequestPlan, again: bool = False) -> None:
+    _launch(space, plan, "store", _store_launches, again)
 
 
 def _store_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
@@ -334,15 +346,30 @@ def _store_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
 
 def check_before(space: SlotSpace, plan: RequestPlan) -> None:
     """:func:`walk` and :func:`check_writes`; of a plan that comes again, one replay."""
+    _again(space, plan, "before", _one_by_one)
+
+
+def _again(
+    space: SlotSpace,
+    plan: RequestPlan,
+    what: str,
+    run: Callable[[SlotSpace, RequestPlan], None],
+    repeat: Callable[[SlotSpace, RequestPlan], None] | None = None,
+) -> None:
+    """``run``, or of a plan that comes again a replay.
+
+    Args:
+        repeat: what is captured for it in the place of ``run``.
+    """
     device, kept = space.block.device, plan.launches
     changing = (plan.known_history is not None and not plan.history_by_row) or plan.parents is not None
     if kept is None or changing or capturing(device if device.type == "cuda" else None):
-        _one_by_one(space, plan)
+        run(space, plan)
         return
-    replayed = kept.get("before")
+    replayed = kept.get(what)
     if replayed is None:
-        replayed = kept["before"] = Replayed(device)
-    replayed(functools.partial(_one_by_one, space, plan))
+        replayed = kept[what] = Replayed(device)
+    replayed(functools.partial(repeat or run, space, plan))
 
 
 def _one_by_one(space: SlotSpace, plan: RequestPlan) -> None:

@@ -57,37 +57,54 @@ def decode(toy: Toy, slot: int, **fields) -> None:
 
 
 @interpreted
-def test_the_checks_before_a_decode_step_become_one_replay_and_find_the_same(graphs, monkeypatch):
+def test_the_checks_around_a_decode_step_become_a_replay_each_and_find_the_same(graphs, monkeypatch):
     use_gpu_kernels(monkeypatch.setattr)
     toy = Toy(history=False)
     request = toy.add("A", list(range(1, 15)))
     for slot in range(3, 3 + ONE_BY_ONE):
         decode(toy, slot)
     (plan,) = toy.session.inputs.view().kept_plans.values()
-    graph = plan.launches["before"]._graph
-    assert graph in graphs
+    graph, after = (plan.launches[name].graph for name in ("before", "after"))
+    assert {graph, after} <= set(graphs)
     launched = []
     launch = gpu._launch
     monkeypatch.setattr(gpu, "_launch", lambda *args: (launched.append(args[2]), launch(*args)))
     decode(toy, 11)
-    assert (graph.replays, launched) == (1, ["walk", "check_writes", "store"])
+    assert (graph.replays, after.replays, launched) == (1, 1, ["walk", "check_writes", "store"])
     assert not toy.found()
     toy.table[request.row, 1] = 20  # a free slot
     decode(toy, 12)
     assert {(v.why, v.slot) for v in toy.found()} == {("READ_AFTER_FREE", 20)}
-    assert graph.replays == 2
+    assert (graph.replays, after.replays) == (2, 2)
     decode(toy, 13, history=torch.tensor([list(range(1, 15))]), history_lens=[14])
-    assert graph.replays == 2, "the history is another tensor in each step"
+    assert (graph.replays, after.replays) == (2, 2), "the history is another tensor in each step"
+
+
+@interpreted
+def test_only_the_capture_of_a_plans_own_replay_has_the_memory_of_its_launches(graphs, monkeypatch):
+    """A graph of the engine's may live longer than the plan; one of the plan's would take memory of its own."""
+    use_gpu_kernels(monkeypatch.setattr)
+    toy = Toy(history=False)
+    toy.add("A", list(range(1, 15)))
+    decode(toy, 3)
+    (plan,) = toy.session.inputs.view().kept_plans.values()
+    made, launches = [], gpu._store_launches
+    monkeypatch.setattr(gpu, "_store_launches", lambda *args: made.append(args) or launches(*args))
+    monkeypatch.setattr(gpu, "capturing", lambda device: True)
+    gpu.store(toy.session.pool.space, plan)
+    assert len(made) == 1
+    gpu._store(toy.session.pool.space, plan, again=True)
+    assert len(made) == 1
 
 
 @pytest.mark.gpu
-def test_a_gpu_replays_the_checks_before_a_decode_step_and_finds_the_same():
+def test_a_gpu_replays_the_checks_around_a_decode_step_and_finds_the_same():
     toy = Toy(history=False, device="cuda")
     request = toy.add("A", list(range(1, 15)))
     for slot in range(3, 3 + ONE_BY_ONE + 1):
         decode(toy, slot)
     (plan,) = toy.session.inputs.view().kept_plans.values()
-    assert isinstance(plan.launches["before"]._graph, torch.cuda.CUDAGraph)
+    assert all(isinstance(plan.launches[name].graph, torch.cuda.CUDAGraph) for name in ("before", "after"))
     assert not toy.found()
     toy.table[request.row, 1] = 20
     decode(toy, 12)
