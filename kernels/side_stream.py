@@ -13,10 +13,10 @@ eager forward as in a captured one:
   is captured whole.
 
 As long as a captured graph has two branches, each kernel in it takes longer: on an H200, of 144 in a row (2.3 ms), a
-branch of one small kernel that is joined at the end adds 17 to 23 us, eight that are joined after a 24th of the way 3 to
-5, and a branch beside the last ones 2 at most (``tests/benchmarks/graph_branches.py``).  So what runs at a forward's
-begin is joined early (:func:`meets_at`), and what is forked after that does not depend on it a second time, which would
-be a branch from the begin to there.
+branch of one small kernel that is joined at the end adds 17 to 23 us, eight that are joined after a 24th of the way 3
+to 5, and a branch beside the last ones 2 at most (``tests/benchmarks/graph_branches.py``).  So what runs at a forward's
+begin is joined early (:func:`meets_at`), and what is forked after that does not depend on it a second time, which
+would be a branch from the begin to there.
 """
 
 from __future__ import annotations
