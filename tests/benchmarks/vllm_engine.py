@@ -7,8 +7,11 @@ With ``--gpus 0 1`` there are both engines on each of the two, and the rounds ta
 host, one took 1.6 % longer for the same step.
 
 Offline throughput: prompts of ``--input`` random token ids, ``--output`` tokens each, random weights (``dummy``), as
-many blocks in both engines.  Each engine is in processes of its own, as ``LLM(...)`` starts it; nothing is set but
-sizes, and both run on the same hardware threads (:mod:`cores`) once they have started.  The settings of the guard are
+many blocks in both engines.  With ``--mixed`` prompts have half as many tokens at least: the requests of a batch then
+fill their pages in different steps, as those of users do, and not all of them in one step of 16.
+
+Each engine is in processes of its own, as ``LLM(...)`` starts it; nothing is set but sizes, and both run on the same
+hardware threads (:mod:`cores`) once they have started.  The settings of the guard are
 the environment's (``KVCANARY_BUDGET``, ...), ``KVCANARY_MODE`` is ``--mode``.
 
 Where steps wait for a host that is uneven, many rounds tell more than long ones: ``--seconds 60`` makes as many
@@ -65,7 +68,7 @@ class Engine:
         answers, answer = os.pipe()
         command = [sys.executable, __file__, "--worker", str(answer), "--shape", shape]
         command += ["--input", str(args.input), "--output", str(args.output), "--blocks", str(args.blocks)]
-        command += ["--share", str(args.share)] + ["--profile"] * args.profile
+        command += ["--share", str(args.share)] + ["--profile"] * args.profile + ["--mixed"] * args.mixed
         command += ["--kv-gib", str(args.kv_gib)] * bool(args.kv_gib)
         Path(args.logs).mkdir(parents=True, exist_ok=True)
         log = Path(args.logs) / f"{shape}-{name or mode or 'plain'}{gpu or ''}.log"
@@ -218,7 +221,8 @@ def worker(args: argparse.Namespace) -> None:
     def run(requests: int, seed: int) -> float:
         numbers = random.Random(seed)
         prompts = [
-            {"prompt_token_ids": [numbers.randrange(3, most) for _ in range(args.input)]} for _ in range(requests)
+            {"prompt_token_ids": [numbers.randrange(3, most) for _ in range(length)]}
+            for length in lengths(args.input, requests, numbers if args.mixed else None)
         ]
         began = time.perf_counter()
         llm.generate(prompts, sampling, use_tqdm=False)
@@ -232,6 +236,11 @@ def worker(args: argparse.Namespace) -> None:
             answer(profiled(functools.partial(run, int(words[0]), 77)))
         elif what == "stats":
             answer(stats())
+
+
+def lengths(most: int, requests: int, numbers: random.Random | None) -> list[int]:
+    """How many tokens each prompt has: as many, or half of them at least, drawn at random."""
+    return [most if numbers is None else numbers.randint(most // 2, most) for _ in range(requests)]
 
 
 def stats() -> Any:
@@ -272,6 +281,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0, help="of each row: more rounds, as long as this takes")
     parser.add_argument("--input", type=int, default=512)
     parser.add_argument("--output", type=int, default=128)
+    parser.add_argument("--mixed", action="store_true", help="prompts of half of these tokens to all")
     parser.add_argument("--blocks", type=int, default=12000, help="KV cache blocks of each engine")
     parser.add_argument("--share", type=float, default=0.45, help="of the GPU's memory, for each engine")
     parser.add_argument("--gpus", nargs=2, help="two GPUs, each with both engines; default: one")
