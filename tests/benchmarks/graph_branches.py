@@ -103,6 +103,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=24)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU, and it measures CUDA graphs")
+    if args.layers < 3:
+        parser.error(f"--layers {args.layers}: a branch beside the last layers needs 3")
     model = Model(args.layers)
     for _ in model.run():
         pass
