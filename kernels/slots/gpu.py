@@ -64,7 +64,7 @@ def _launch(
     plan: RequestPlan,
     what: str,
     launches: Callable[[SlotSpace, RequestPlan], list[Launch]],
-    again: bool = False,
+    own_replay: bool = False,
 ) -> None:
     """Launch what a plan says; bound, if the plan comes again, except for its history, which is another tensor in each
     step.
@@ -72,11 +72,11 @@ def _launch(
     In a graph's capture nothing is kept: what is allocated there is the graph's.
 
     Args:
-        again: launch what is bound in a capture, too: of a replay that the plan has for itself, and that goes with it.
-            It has no memory of its own, which would be 2 MiB at least.
+        own_replay: what is captured is the plan's own and goes with it: it gets the memory of the bound launches, since
+            memory of a graph's own is 2 MiB at least.
     """
     device, kept = space.block.device, plan.launches
-    if kept is None or (not (again and what in kept) and capturing(device if device.type == "cuda" else None)):
+    if kept is None or (not (own_replay and what in kept) and capturing(device if device.type == "cuda" else None)):
         with on_device(space.block):
             for made in launches(space, plan):
                 launch_or_compile(made.kernel, made.grid, **made.arguments, num_warps=made.warps)
@@ -312,11 +312,11 @@ def store(space: SlotSpace, plan: RequestPlan) -> None:
     if plan.parents is not None or plan.in_flight:  # the kernels take the chain before a request from its slot
         request_checks.store(space, plan)
         return
-    _again(space, plan, "after", _store, functools.partial(_store, again=plan.known_history is None))
+    _run_or_replay(space, plan, "after", _store, functools.partial(_store, own_replay=plan.known_history is None))
 
 
-def _store(space: SlotSpace, plan: RequestPlan, again: bool = False) -> None:
-    _launch(space, plan, "store", _store_launches, again)
+def _store(space: SlotSpace, plan: RequestPlan, own_replay: bool = False) -> None:
+    _launch(space, plan, "store", _store_launches, own_replay)
 
 
 def _store_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
@@ -346,20 +346,20 @@ def _store_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
 
 def check_before(space: SlotSpace, plan: RequestPlan) -> None:
     """:func:`walk` and :func:`check_writes`; of a plan that comes again, one replay."""
-    _again(space, plan, "before", _one_by_one)
+    _run_or_replay(space, plan, "before", _one_by_one)
 
 
-def _again(
+def _run_or_replay(
     space: SlotSpace,
     plan: RequestPlan,
     what: str,
     run: Callable[[SlotSpace, RequestPlan], None],
-    repeat: Callable[[SlotSpace, RequestPlan], None] | None = None,
+    captured: Callable[[SlotSpace, RequestPlan], None] | None = None,
 ) -> None:
     """``run``, or of a plan that comes again a replay.
 
     Args:
-        repeat: what is captured for it in the place of ``run``.
+        captured: what the replay is captured of; default: ``run``.
     """
     device, kept = space.block.device, plan.launches
     changing = (plan.known_history is not None and not plan.history_by_row) or plan.parents is not None
@@ -369,7 +369,7 @@ def _again(
     replayed = kept.get(what)
     if replayed is None:
         replayed = kept[what] = Replayed(device)
-    replayed(functools.partial(repeat or run, space, plan))
+    replayed(functools.partial(captured or run, space, plan))
 
 
 def _one_by_one(space: SlotSpace, plan: RequestPlan) -> None:

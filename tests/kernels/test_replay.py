@@ -93,7 +93,7 @@ def test_only_the_capture_of_a_plans_own_replay_has_the_memory_of_its_launches(g
     monkeypatch.setattr(gpu, "capturing", lambda device: True)
     gpu.store(toy.session.pool.space, plan)
     assert len(made) == 1
-    gpu._store(toy.session.pool.space, plan, again=True)
+    gpu._store(toy.session.pool.space, plan, own_replay=True)
     assert len(made) == 1
 
 
