@@ -218,20 +218,38 @@ def worker(args: argparse.Namespace) -> None:
 
     most = vocabulary(shape)
 
-    def run(requests: int, seed: int) -> float:
+    def prompts_of(requests: int, seed: int) -> list[Any]:
         numbers = random.Random(seed)
-        prompts = [
+        return [
             {"prompt_token_ids": [numbers.randrange(3, most) for _ in range(length)]}
             for length in lengths(args.input, requests, numbers if args.mixed else None)
         ]
+
+    def run(requests: int, seed: int) -> float:
+        prompts = prompts_of(requests, seed)
         began = time.perf_counter()
         llm.generate(prompts, sampling, use_tqdm=False)
+        return time.perf_counter() - began
+
+    def load(requests: int, seed: int, rate: float) -> float:
+        engine, prompts = llm.llm_engine, prompts_of(requests, seed)
+        began, sent = time.perf_counter(), 0
+        while sent < requests or engine.has_unfinished_requests():
+            while sent < requests and time.perf_counter() >= began + sent / rate:
+                engine.add_request(f"{seed}-{sent}", prompts[sent], sampling)
+                sent += 1
+            if engine.has_unfinished_requests():
+                engine.step()
+            else:
+                time.sleep(max(0.0, began + sent / rate - time.perf_counter()))
         return time.perf_counter() - began
 
     for line in sys.stdin:
         what, *words = line.split()
         if what == "run":
             answer(run(int(words[0]), int(words[1])))
+        elif what == "load":
+            answer(load(int(words[0]), int(words[1]), float(words[2])))
         elif what == "profile":
             answer(profiled(functools.partial(run, int(words[0]), 77)))
         elif what == "stats":

@@ -10,6 +10,10 @@ a step that waits for the host takes longer whenever something else on the machi
 With ``--parts`` there are clocks around parts of vLLM's runner and the canary's own, too (1 to 2 us each), nested
 ones among them: what they take of a decode step, of one in which requests get new pages, and of one with prompts.
 Prompts of more tokens than vLLM's largest graph has (``--requests 1 --input 600``) run layer by layer from Python.
+
+With ``--rate 12`` so many requests come each second, as a server's do, ``--requests`` of them a run, and the lines say
+what a step takes by its kind: with a prompt in it, the one behind, where requests get new pages, where one has come or
+gone, and any other one.
 """
 
 from __future__ import annotations
@@ -174,6 +178,51 @@ def parts_of(runs: list[list[dict[str, Any]]]) -> list[str]:
     return lines
 
 
+#: Seconds after which the engine had nothing to do between two steps.
+IDLE = 2e-3
+
+#: Kinds of steps under a load, in the order in which they are asked for.
+KINDS = ("prompt", "behind a prompt", "new pages", "other requests", "decode")
+
+
+def kind_of(before: dict[str, Any], step: dict[str, Any]) -> str:
+    """One of :data:`KINDS`."""
+    if step["tokens"] > step["requests"]:
+        return KINDS[0]
+    if before["tokens"] > before["requests"]:
+        return KINDS[1]
+    if step["pages"]:
+        return KINDS[2]
+    return KINDS[3] if step["requests"] != before["requests"] else KINDS[4]
+
+
+def by_kind(steps: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """Seconds from the tokens of the step before to those of each step, and of it the host's, by the step's kind."""
+    steps = [step for step in steps if step["tokens"] and "update" in step]
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    for before, step in itertools.pairwise(steps):
+        if step["schedule"][0] < before["update"][1] + IDLE:
+            took = step["update"][0] - before["update"][0], step["execute"][1] - step["execute"][0]
+            found[kind_of(before, step)].append(took)
+    return found
+
+
+def under_load(name: str, runs: list[list[dict[str, Any]]]) -> list[str]:
+    """Lines: the steps of each kind, medians and 99th percentiles."""
+    lines = []
+    found = [by_kind(steps) for steps in runs]
+    for kind in KINDS:
+        took, host = ([pair[i] for kinds in found for pair in kinds[kind]] for i in (0, 1))
+        if took:
+            mean, most = statistics.mean(took), sorted(took)[len(took) * 99 // 100]
+            shown = [1000 * each for each in (statistics.median(took), mean, most, statistics.median(host))]
+            lines.append(
+                f"{name}, {kind}: {len(took)} steps, median {shown[0]:.3f} ms, mean {shown[1]:.3f}, 99 % {shown[2]:.3f}, "
+                f"of it in execute_model {shown[3]:.3f}"
+            )
+    return lines
+
+
 def table(requests: int, name: str, runs: list[dict[str, Any]]) -> str:
     """A line: medians of the runs, in milliseconds but for counts."""
     cells = []
@@ -191,12 +240,34 @@ def ratios(requests: int, plain: list[dict[str, Any]], guarded: list[dict[str, A
     return f"{requests} requests, guarded of plain: " + ", ".join(cells)
 
 
+def measure(args: argparse.Namespace, engines: dict[str, vllm_engine.Engine], requests: int) -> list[str]:
+    """Let the engines take turns; the lines about them."""
+    runs: dict[str, list[list[dict[str, Any]]]] = {}
+    for number in range(args.rounds + 1):
+        for name, engine in list(engines.items())[:: -1 if number % 2 else 1]:
+            written = engine.steps.read_text().count("\n") if engine.steps.exists() else 0
+            engine.ask(*(("load", requests, number, args.rate) if args.rate else ("run", requests, number)))
+            if number:  # the first one warms up
+                lines = engine.steps.read_text().splitlines()[written:]
+                runs.setdefault(name, []).append([step for line in lines for step in json.loads(line)])
+    lines = []
+    if args.rate:
+        for name in engines:
+            lines += [*under_load(name, runs[name]), *(parts_of(runs[name]) if args.parts else ())]
+        return lines
+    found = {name: [summary(run) for run in runs[name]] for name in engines}
+    for name in engines:
+        lines += [table(requests, name, found[name]), *parts_of(runs[name])]
+    return [*lines, ratios(requests, **found)]
+
+
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8b", choices=list(vllm_engine.SHAPES))
     parser.add_argument("--requests", nargs="+", type=int, default=[16, 64])
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rate", type=float, default=0, help="requests a second; 0: all of a run at once")
     parser.add_argument("--input", type=int, default=512)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=4000)
@@ -217,15 +288,7 @@ def main() -> None:
         engine.wait()
     cores.put_alike([engine.pid for engine in engines.values()])
     for requests in args.requests:
-        for number in range(args.rounds + 1):
-            for engine in list(engines.values())[:: -1 if number % 2 else 1]:
-                engine.ask("run", requests, number)
-        found = {}
-        for name, engine in engines.items():
-            runs = [json.loads(line) for line in engine.steps.read_text().splitlines()][-args.rounds :]
-            found[name] = [summary(run) for run in runs]
-            print("\n".join([table(requests, name, found[name]), *parts_of(runs)]), flush=True)
-        print(ratios(requests, **found), flush=True)
+        print("\n".join(measure(args, engines, requests)), flush=True)
     for engine in engines.values():
         engine.close()
 
