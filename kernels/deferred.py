@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
+from .content.layer import LayerRecord
 from .context import ForwardContext
+from .held import Named
 from .layer_ops import record_in
+
+#: A layer as an op was given it, K and V.
+_Noted: TypeAlias = "tuple[Any, torch.Tensor | None, torch.Tensor | None]"
 
 
 class Deferred:
@@ -33,24 +38,52 @@ class Deferred:
         assert context.held is not None
         self._context, self._held = context, context.held
         self._name_of, self._taken = name_of, taken
-        self.written: list[tuple[Any, torch.Tensor | None, torch.Tensor | None]] = []
+        self.written: list[_Noted] = []
         self.room = self._held.room
         self._held.deferred = self.take_in
 
     def take_in(self) -> None:
         """Do for each what :func:`.layer_ops.record_in` does."""
         written, self.written = self.written, []
-        context, held, taken, name_of = self._context, self._held, self._taken, self._name_of
+        names = [self._name_of(given) for given, _, _ in written]
+        if not self._take_all(names, written):
+            self._take_each(names, written)
+        self.room = self._held.room
+
+    def _take_all(self, names: list[str], written: Sequence[_Noted]) -> bool:
+        """Where the layers are those of a forward before, with few functions; False: nothing was done."""
+        held, layers = self._held, self._context.layers
+        known = held.named
+        if known is None or known.names != names or known.layers is not layers:
+            known = held.named = _named(names, layers)
+        if known.records is None:
+            return False
+        plan = self._context.requests.get(known.records[0].space.space_id)
+        if plan is None or plan.real_slots is None:
+            return False
+        keys, values = [key for _, key, _ in written], [value for _, _, value in written]
+        if not held.take_all(known.records, plan, keys, values):
+            return False
+        self._taken.update(names)
+        return True
+
+    def _take_each(self, names: Sequence[str], written: Sequence[_Noted]) -> None:
+        context, held = self._context, self._held
         layers, plans = context.layers, context.requests
-        for given, key, value in written:
-            layer = name_of(given)
+        for layer, (_, key, value) in zip(names, written, strict=True):
             record = layers.get(layer)
             if record is None:  # other groups of a model may not be guarded
                 continue
-            taken.add(layer)
+            self._taken.add(layer)
             plan = plans.get(record.space.space_id) if record.writes else None
             if plan is None or plan.real_slots is None:
                 record_in(context, key, value, record.gate.device, layer)
             else:
                 held.take(record, plan, key, value)
-        self.room = held.room
+
+
+def _named(names: list[str], layers: Mapping[str, LayerRecord]) -> Named:
+    records = [layers.get(name) for name in names]
+    found = [record for record in records if record is not None and record.writes]
+    alike = len(found) == len(records) and len({record.space.space_id for record in found}) == 1
+    return Named(names, layers, found if alike else None)

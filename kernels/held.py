@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +24,19 @@ def limit_on(device: torch.device) -> int:
     return max(LIMIT, torch.cuda.get_device_properties(device).total_memory // SHARE)
 
 
+class Named(NamedTuple):
+    """Layers by their names.
+
+    Attributes:
+        layers: in which they were looked up.
+        records: in order; None: some are not guarded, do not write, or are of another pool than the first.
+    """
+
+    names: list[str]
+    layers: Mapping[str, LayerRecord]
+    records: list[LayerRecord] | None
+
+
 class Held:
     """For forwards whose layers run from Python, and whose K and V nothing overwrites before the model has run.
 
@@ -33,9 +47,11 @@ class Held:
         taken: layers that have written since :meth:`begin`.
         beside: the last launch since then was beside the model.
         deferred: takes in what layers of the forward wrote that only noted it, before :meth:`flush` records anything.
+        named: the layers that noted it last, for those that come again.
     """
 
     deferred: Callable[[], None] | None = None
+    named: Named | None = None
 
     def __init__(
         self,
@@ -95,6 +111,28 @@ class Held:
             self._flush_beside()
         elif self._bytes > self._limit:
             self.flush()
+
+    def take_all(
+        self,
+        records: Sequence[LayerRecord],
+        plan: RequestPlan,
+        keys: Sequence[torch.Tensor | None],
+        values: Sequence[torch.Tensor | None],
+    ) -> bool:
+        """:meth:`take` for each of some layers of one pool, where nothing has to happen between them: in a forward that
+        is not captured, whose K and V may all be held.  False: nothing was done."""
+        number = records[0].space.space_id
+        waiting = self._waiting or {number: (plan, {})}
+        of_plan, held = waiting.get(number, (None, {}))
+        bytes_of_one = self._bytes_of(keys[0], values[0])
+        size = self._bytes + bytes_of_one * len(records)
+        if of_plan is not plan or len(waiting) > 1 or self._side is not None or size > self._limit:
+            return False
+        make = tuple.__new__  # a third of what the name takes
+        held.update((id(each[0]), make(Written, each)) for each in zip(records, keys, values, strict=True))
+        self._waiting, self._each, self._bytes = waiting, bytes_of_one, size
+        self.taken += len(records)
+        return True
 
     def _bytes_of(self, key: torch.Tensor | None, value: torch.Tensor | None) -> int:
         """Bytes that a layer's K and V keep from being freed.

@@ -43,11 +43,11 @@ class TestSplitGraph(TestCase):
             """\
 submod_0
 submod_1 splits:
-  vllm::unified_kv_cache_update
+  kvcanary_vllm::unified_kv_cache_update
   kvcanary_vllm::unified_attention_with_output
 submod_2
 submod_3 splits:
-  vllm::unified_kv_cache_update
+  kvcanary_vllm::unified_kv_cache_update
   kvcanary_vllm::unified_attention_with_output
 submod_4""",
         )

@@ -7,9 +7,10 @@
     vllm.unified_attention_with_output(query, key, value, output, layer, ..., dep)
     kvcanary_vllm.record(output, key, value, layer)                                  # new
 
-Where vLLM splits its graphs at attention, as by default on a GPU, one op has all three in it::
+Where vLLM splits its graphs at attention, as by default on a GPU, one op has all three in it, and both ops there are
+called without the dispatcher (:mod:`.direct`)::
 
-    dep = vllm.unified_kv_cache_update(key, value, layer)
+    dep = kvcanary_vllm.unified_kv_cache_update(key, value, layer)
     kvcanary_vllm.unified_attention_with_output(query, key, value, output, layer, ..., dep)
 
 There no pass of vLLM looks for attention ops; where it does not split, its fusions do.
@@ -82,9 +83,13 @@ def insert_guards(gm: fx.GraphModule, config: CompilationConfig) -> fx.GraphModu
     if not found or any(op_name(n) in ops.OPS for n in gm.graph.nodes):
         return gm
     split_at_ours(config)
-    clone, guard = clone_graph_module(gm), _replace if ops.splits_at_attention(config) else _guard
-    for node in [n for n in clone.graph.nodes if op_name(n) in ops.ATTENTION]:
-        guard(clone, node)
+    clone = clone_graph_module(gm)
+    if ops.splits_at_attention(config):
+        for node in clone.graph.nodes:
+            _replace(node, config.splitting_ops or ())
+    else:
+        for node in [n for n in clone.graph.nodes if op_name(n) in ops.ATTENTION]:
+            _guard(clone, node)
     clone.graph.lint()
     clone.recompile()
     log.info("kvcanary.vllm guarded %d attention ops of a compiled graph", len(found))
@@ -98,11 +103,13 @@ def split_at_ours(config: CompilationConfig) -> None:
         splits.extend(op for op in ops.OPS if op not in splits)
 
 
-def _replace(gm: fx.GraphModule, node: fx.Node) -> None:
-    """Let the op that has the checks in it run in the place of attention."""
-    name = ops.WITH_CHECKS[op_name(node)].split("::")[1]
-    op = getattr(getattr(torch.ops, ops.NAMESPACE), name)
-    node.target = op.default if isinstance(node.target, torch._ops.OpOverload) else op
+def _replace(node: fx.Node, splits: Sequence[str]) -> None:
+    """Let the op that has the checks in it run in the place of attention, and ours in that of the write before it."""
+    name = op_name(node)
+    ours = ops.WITH_CHECKS.get(name) or (ops.UPDATES.get(name) if name in splits else None)
+    if ours is not None:
+        op = getattr(getattr(torch.ops, ops.NAMESPACE), ours.split("::")[1])
+        node.target = op.default if isinstance(node.target, torch._ops.OpOverload) else op
 
 
 def _guard(gm: fx.GraphModule, node: fx.Node) -> None:

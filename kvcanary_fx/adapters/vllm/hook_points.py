@@ -272,6 +272,23 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
     ),
     *_part(
         NEEDS[3],
+        "vllm.model_executor.layers.attention.",
+        ("attention:unified_kv_cache_update", "key, value, layer_name", "runs where the graph has ours in its place"),
+        ("attention:unified_kv_cache_update_fake", "key, value, layer_name", "what it gives while vLLM compiles"),
+        (
+            "mla_attention:unified_mla_kv_cache_update",
+            "kv_c_normed, k_pe, layer_name, kv_cache_dtype, k_scale",
+            "the same for MLA",
+        ),
+        (
+            "mla_attention:unified_mla_kv_cache_update_fake",
+            "kv_c_normed, k_pe, layer_name, kv_cache_dtype, k_scale",
+            "the same for MLA",
+        ),
+        called=True,
+    ),
+    *_part(
+        NEEDS[3],
         "vllm.utils.torch_utils:",
         (
             "direct_register_custom_op",

@@ -13,6 +13,9 @@ backends they take no state: vLLM's graphs are called with the inputs that Dynam
     attention with both around it, in its place where vLLM splits its graphs there: a step that runs layer by layer
     from Python calls one op, as without the canary.
 
+``kvcanary_vllm::unified_kv_cache_update(...)``, and the like for MLA
+    vLLM's write of K and V, in its place before such an op: both are called directly, see :mod:`.direct`.
+
 If attention runs outside such a graph (eager mode, a model that is not compiled, a step that skips the
 compiled graph), the implementation of vLLM's own op makes the two calls.  Both find what they need in the context that
 :class:`~kvcanary_fx.engine.layers.LayerChecks` publishes, and do nothing without one: in a warm-up, or an
@@ -39,6 +42,7 @@ from vllm.utils.torch_utils import LayerNameType
 from ...kernels.context import ForwardContext, current_context
 from ...kernels.deferred import Deferred
 from ...kernels.layer_ops import record_in, verify_in
+from .direct import call_directly
 
 NAMESPACE = "kvcanary_vllm"
 CHECKS = (f"{NAMESPACE}::verify", f"{NAMESPACE}::record")
@@ -52,7 +56,16 @@ ATTENTION = {
 #: For each of them, the op that has its checks within.
 WITH_CHECKS = {op: op.replace("vllm::", f"{NAMESPACE}::") for op in ATTENTION}
 
-OPS = (*CHECKS, *WITH_CHECKS.values())
+#: The module of each of vLLM's ops that write K and V before attention, with its implementation.
+_UPDATES_OF = {
+    "vllm::unified_kv_cache_update": attention,
+    "vllm::unified_mla_kv_cache_update": mla_attention,
+}
+
+#: For each of those, ours, which does the same.
+UPDATES = {op: op.replace("vllm::", f"{NAMESPACE}::") for op in _UPDATES_OF}
+
+OPS = (*CHECKS, *WITH_CHECKS.values(), *UPDATES.values())
 
 
 @dataclasses.dataclass
@@ -176,14 +189,21 @@ def register() -> None:
             target_lib=_LIBRARY,
             tags=(torch.Tag.flexible_layout,),
         )
+    for op, module in _UPDATES_OF.items():
+        name = op.split("::")[1]
+        body, fake = getattr(module, name), getattr(module, f"{name}_fake")
+        torch_utils.direct_register_custom_op(name, body, fake_impl=fake, target_lib=_LIBRARY)
+        call_directly(NAMESPACE, name, body)
     for name, original in _ATTENTION_BODIES.items():
+        checked = _guarded(original, in_graph=True)
         torch_utils.direct_register_custom_op(
             name,
-            _guarded(original, in_graph=True),
+            checked,
             mutates_args=_written(getattr(torch.ops.vllm, name).default),
             fake_impl=_nothing,
             target_lib=_LIBRARY,
         )
+        call_directly(NAMESPACE, name, checked)
         _OVERRIDES.impl(name, _guarded(original, in_graph=False), current_platform.dispatch_key, allow_override=True)
 
 

@@ -1,0 +1,48 @@
+"""Ops that run their implementation without torch's dispatcher, where it would do nothing else.
+
+vLLM calls attention and the write of K and V, between its compiled pieces, through the dispatcher, which turns each
+argument into a value of its own and back: on a CPU core whose caches other work had emptied, 4 to 6 us of each call,
+and more of one that gets an opaque layer name.  A step with a prompt calls both once a layer from Python, while the GPU
+waits.  What is won here is about what the canary takes in such a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class DirectOp(torch._ops.OpOverloadPacket[..., Any]):
+    """An op whose calls with plain tensors go to a function.
+
+    Its overloads, and calls with tensors of other types or in a dispatch mode, as while vLLM compiles, go the usual
+    way.  Nothing is differentiated, and the op has one implementation: that function.
+
+    Attributes:
+        body: the function.
+    """
+
+    body: Callable[..., Any]
+
+    def __call__(self, /, first: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(first) is torch.Tensor and not torch._C._len_torch_dispatch_stack():
+            return self.body(first, *args, **kwargs)
+        return super().__call__(first, *args, **kwargs)
+
+
+def call_directly(namespace: str, name: str, body: Callable[..., Any]) -> None:
+    """From now on ``torch.ops.<namespace>.<name>`` is a :class:`DirectOp`.
+
+    Call it before anybody has that op: code that was generated finds it by its name, as vLLM's does.
+
+    Args:
+        body: takes what the op takes, by the names of its schema.
+    """
+    ops = getattr(torch.ops, namespace)
+    found = getattr(ops, name)
+    direct = DirectOp.__new__(DirectOp)
+    direct.__dict__.update(found.__dict__)
+    direct.__dict__["body"] = body
+    setattr(ops, name, direct)
