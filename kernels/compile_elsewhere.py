@@ -50,8 +50,8 @@ class Variant(NamedTuple):
 
 
 def variant_of(compiling: Callable[..., Any]) -> Variant | None:
-    """What a function compiles that Triton gives to the executor of its ``AsyncCompileMode``; None if Triton's cache has
-    it already.
+    """What a function compiles that Triton gives to the executor of its ``AsyncCompileMode``; None if it is in Triton's
+    cache.
 
     Raises:
         KeyError, AttributeError, TypeError, ImportError: another Triton.  None of this is a public interface: the

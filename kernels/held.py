@@ -126,7 +126,7 @@ class Held:
         of_plan, held = waiting.get(number, (None, {}))
         bytes_of_one = self._bytes_of(keys[0], values[0])
         size = self._bytes + bytes_of_one * len(records)
-        if of_plan is not plan or len(waiting) > 1 or self._side is not None or size > self._limit:
+        if of_plan is not plan or len(waiting) > 1 or self._side is not None or self._meets_at or size > self._limit:
             return False
         make = tuple.__new__  # a third of what the name takes
         held.update((id(each[0]), make(Written, each)) for each in zip(records, keys, values, strict=True))

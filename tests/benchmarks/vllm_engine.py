@@ -215,45 +215,56 @@ def worker(args: argparse.Namespace) -> None:
     chose = dict(graphs=graphs, asynchronous=config.scheduler_config.async_scheduling, v2=config.use_v2_model_runner)
     answer((chose, time.time()))
     sampling = SamplingParams(temperature=0, max_tokens=args.output, ignore_eos=True, detokenize=False)
+    runs = Runs(args, llm, sampling, vocabulary(shape))
+    for line in sys.stdin:
+        what, *words = line.split()
+        if what == "run":
+            answer(runs.run(int(words[0]), int(words[1])))
+        elif what == "load":
+            answer(runs.load(int(words[0]), int(words[1]), float(words[2])))
+        elif what == "profile":
+            answer(profiled(functools.partial(runs.run, int(words[0]), 77)))
+        elif what == "stats":
+            answer(stats())
 
-    most = vocabulary(shape)
 
-    def prompts_of(requests: int, seed: int) -> list[Any]:
+class Runs:
+    """What an engine is given to do."""
+
+    def __init__(self, args: argparse.Namespace, llm: Any, sampling: Any, most: int):
+        """
+        Args:
+            most: token ids are smaller.
+        """
+        self._args, self._llm, self._sampling, self._most = args, llm, sampling, most
+
+    def _prompts(self, requests: int, seed: int) -> list[Any]:
         numbers = random.Random(seed)
         return [
-            {"prompt_token_ids": [numbers.randrange(3, most) for _ in range(length)]}
-            for length in lengths(args.input, requests, numbers if args.mixed else None)
+            {"prompt_token_ids": [numbers.randrange(3, self._most) for _ in range(length)]}
+            for length in lengths(self._args.input, requests, numbers if self._args.mixed else None)
         ]
 
-    def run(requests: int, seed: int) -> float:
-        prompts = prompts_of(requests, seed)
+    def run(self, requests: int, seed: int) -> float:
+        """All at once; the seconds they take."""
+        prompts = self._prompts(requests, seed)
         began = time.perf_counter()
-        llm.generate(prompts, sampling, use_tqdm=False)
+        self._llm.generate(prompts, self._sampling, use_tqdm=False)
         return time.perf_counter() - began
 
-    def load(requests: int, seed: int, rate: float) -> float:
-        engine, prompts = llm.llm_engine, prompts_of(requests, seed)
+    def load(self, requests: int, seed: int, rate: float) -> float:
+        """So many a second, as a server's clients send them; the seconds until the last one has ended."""
+        engine, prompts = self._llm.llm_engine, self._prompts(requests, seed)
         began, sent = time.perf_counter(), 0
         while sent < requests or engine.has_unfinished_requests():
             while sent < requests and time.perf_counter() >= began + sent / rate:
-                engine.add_request(f"{seed}-{sent}", prompts[sent], sampling)
+                engine.add_request(f"{seed}-{sent}", prompts[sent], self._sampling)
                 sent += 1
             if engine.has_unfinished_requests():
                 engine.step()
             else:
                 time.sleep(max(0.0, began + sent / rate - time.perf_counter()))
         return time.perf_counter() - began
-
-    for line in sys.stdin:
-        what, *words = line.split()
-        if what == "run":
-            answer(run(int(words[0]), int(words[1])))
-        elif what == "load":
-            answer(load(int(words[0]), int(words[1]), float(words[2])))
-        elif what == "profile":
-            answer(profiled(functools.partial(run, int(words[0]), 77)))
-        elif what == "stats":
-            answer(stats())
 
 
 def lengths(most: int, requests: int, numbers: random.Random | None) -> list[int]:

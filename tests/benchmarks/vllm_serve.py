@@ -13,6 +13,9 @@ On a CPU: ``--shape tiny --rate 2 --blocks 128 -- --kv-cache-memory-bytes 268435
 
 The servers of one GPU run on the same hardware threads once they have started (:mod:`cores`).  Percentiles are over the
 requests of all rounds; the spread is that of the rounds' ratios, guarded to plain.
+
+Two processes of the same server differ: on an H200 a step with a prompt took one of them 21.0 ms of its host, another
+one 22.1.  With ``--starts 2`` all are started again after half of the rounds, with warm caches, in the other order.
 """
 
 from __future__ import annotations
@@ -132,7 +135,7 @@ Pair = tuple[Server, Server]
 
 
 @contextlib.contextmanager
-def servers(args: argparse.Namespace) -> Iterator[list[Pair]]:
+def servers(args: argparse.Namespace, guarded_first: bool = False) -> Iterator[list[Pair]]:
     """The pairs that the rounds take turns on, ready.
 
     On two GPUs servers of both start at once, one on each; on one GPU one after the other, since vLLM looks at the free
@@ -144,14 +147,14 @@ def servers(args: argparse.Namespace) -> Iterator[list[Pair]]:
 
         def started(*places: tuple[str | None, str | None]) -> list[Server]:
             found = []
-            for mode, gpu in places:
+            for mode, gpu in places[:: -1 if guarded_first else 1]:
                 found.append(Server(args, mode, gpu))
                 closing.callback(found[-1].close)
                 if not args.gpus and not sized:
                     _wait(found, args.patience)
             if not sized:
                 _wait(found, args.patience)
-            return found
+            return found[:: -1 if guarded_first else 1]
 
         plain, guarded = all_servers = started((None, first), (args.mode, second))
         if not args.gpus:
@@ -187,19 +190,26 @@ Rounds = list[list[Sample]]
 _BEGAN = time.monotonic()
 
 
-def measure(args: argparse.Namespace, pairs: Sequence[Pair]) -> tuple[Rounds, Rounds]:
-    """The samples of each round, of unguarded and guarded servers."""
-    samples: tuple[Rounds, Rounds] = ([], [])
+def measure(
+    args: argparse.Namespace, pairs: Sequence[Pair], numbers: Sequence[int], samples: tuple[Rounds, Rounds]
+) -> None:
+    """Add the samples of each round, of unguarded and guarded servers.
+
+    Args:
+        numbers: of the rounds.
+    """
     took = 0.0  # the last round
+    before = range(numbers[0] - len(pairs), numbers[0])
     with concurrent.futures.ProcessPoolExecutor(2) as clients:
-        for number in range(1 - len(pairs), args.rounds + 1):
-            if time.monotonic() + took > _BEGAN + args.seconds and number > 1:
+        for number in (*before, *numbers):
+            if time.monotonic() + took > _BEGAN + args.seconds and number > numbers[0]:
                 print(f"  no time for more than {number - 1} rounds", flush=True)
                 break
             began = time.monotonic()
             plain, guarded = pair = pairs[number % len(pairs)]
             order = pair[:: -1 if number // len(pairs) % 2 else 1]
-            requests = args.requests if number > 0 else min(args.requests, 100)  # before: what is made at first use
+            # before: what is made at first use
+            requests = min(args.requests, 100) if number in before else args.requests
             loads = {server: _load(args, server, number, requests) for server in order}
             try:
                 if args.at_once:
@@ -211,16 +221,15 @@ def measure(args: argparse.Namespace, pairs: Sequence[Pair]) -> tuple[Rounds, Ro
                 tails = (f"{server.name}:\n{server.tail()}" for server in (plain, guarded))
                 sys.exit("\n".join((str(e), *tails)))
             took = time.monotonic() - began
-            if number > 0:
+            if number not in before:
                 samples[0].append(found[plain])
                 samples[1].append(found[guarded])
                 rows = compare([found[plain]], [found[guarded]], args.output)
                 print(f"  round {number}: {'; '.join(', '.join(row[:4]) for row in rows)}", flush=True)
-    return samples
 
 
 def _load(args: argparse.Namespace, server: Server, number: int, requests: int) -> Load:
-    name = f"round {max(number, 0)} of {args.rounds}, {server.name}"
+    name = f"round {number} of {args.rounds}, {server.name}"
     return Load(
         url=server.url,
         model=args.shape,
@@ -289,6 +298,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="1b", choices=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--starts", type=int, default=1, help="of each server; the rounds are shared among them")
     parser.add_argument("--requests", type=int, default=400, help="of a round, for each server")
     parser.add_argument("--rate", type=float, default=25, help="requests a second; inf: all at once")
     parser.add_argument("--input", type=int, default=512)
@@ -306,16 +316,24 @@ def main() -> None:
     args = parser.parse_args()
     if args.at_once and not args.gpus:
         parser.error("--at-once wants --gpus: on one GPU each server would be measured with the other's load")
+    if not 1 <= args.starts <= args.rounds:
+        parser.error(f"--starts {args.starts}: from 1 to --rounds {args.rounds}, since each start gets a round")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # or the servers would go on
     print(cores.use_one_thread_of_each(), flush=True)
-    with servers(args) as pairs:
-        facts = [dict(server.facts(), name=server.name, start=server.start) for pair in pairs for server in pair]
-        for (plain, guarded), chosen in zip(pairs, facts[::2], strict=True):
-            print(f"start {plain.start:.1f} s, guarded {guarded.start:.1f} s; {chosen}", flush=True)
-        samples = measure(args, pairs)
-        time.sleep(2.5)  # metrics are at most two seconds old
-        canaries = [guarded.canary() for _, guarded in pairs]
-        wrong = unlike(pairs, canaries)
+    samples: tuple[Rounds, Rounds] = ([], [])
+    facts: list[dict[str, Any]] = []
+    canaries: list[dict[str, float]] = []
+    wrong: list[str] = []
+    for start in range(args.starts):
+        numbers = range(start * args.rounds // args.starts + 1, (start + 1) * args.rounds // args.starts + 1)
+        with servers(args, guarded_first=start % 2 == 1) as pairs:
+            for pair in pairs:
+                facts += (chosen := [dict(s.facts(), name=s.name, start=s.start) for s in pair])
+                print(f"start {pair[0].start:.1f} s, guarded {pair[1].start:.1f} s; {chosen[0]}", flush=True)
+            measure(args, pairs, numbers, samples)
+            time.sleep(2.5)  # metrics are at most two seconds old
+            canaries += (found := [guarded.canary() for _, guarded in pairs])
+            wrong += unlike(pairs, found)
     rows = compare(*samples, args.output)
     rounds = f"{len(samples[0])} rounds of {args.requests} requests"
     print(f"{args.shape}, {rounds}, {args.rate:g} a second, {args.input} tokens")

@@ -217,8 +217,8 @@ def under_load(name: str, runs: list[list[dict[str, Any]]]) -> list[str]:
             mean, most = statistics.mean(took), sorted(took)[len(took) * 99 // 100]
             shown = [1000 * each for each in (statistics.median(took), mean, most, statistics.median(host))]
             lines.append(
-                f"{name}, {kind}: {len(took)} steps, median {shown[0]:.3f} ms, mean {shown[1]:.3f}, 99 % {shown[2]:.3f}, "
-                f"of it in execute_model {shown[3]:.3f}"
+                f"{name}, {kind}: {len(took)} steps, median {shown[0]:.3f} ms, mean {shown[1]:.3f}, "
+                f"99 % {shown[2]:.3f}, of it in execute_model {shown[3]:.3f}"
             )
     return lines
 

@@ -149,7 +149,7 @@ def test_a_process_of_inductor_compiles_what_the_cache_lacks(compiler, compiled_
 
 
 def test_a_kernel_that_another_process_cannot_compile_is_compiled_here(compiler, compiled_here, processes, monkeypatch):
-    loaded, compiled = compiler
+    _, compiled = compiler
     monkeypatch.setattr(compile_ahead_module, "workers", lambda: processes)
     in_order(lambda: launch_or_compile(JITFunction(fill), (1,), torch.zeros(4), 4, BLOCK=8))  # no name leads to it
     assert (compiled, len(compiled_here)) == (["fill"], 1)
@@ -174,7 +174,7 @@ def test_the_processes_are_those_of_inductor(monkeypatch):
     assert workers() is None
 
 
-def test_where_inductor_has_none_there_are_processes_of_ours_until_they_are_stopped(compiler, compiled_here, monkeypatch):
+def test_where_inductor_has_none_ours_compile_until_they_are_stopped(compiler, compiled_here, monkeypatch):
     from torch._inductor import async_compile
 
     monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 1)

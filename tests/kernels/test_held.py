@@ -28,9 +28,14 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 class Scene:
     """An engine of a random shape, whose steps are drawn anew for each seed."""
 
-    def __init__(self, seed: int, hold: bool, defer: bool = False):
+    def __init__(self, seed: int, hold: bool, defer: bool = False, strangers: bool = False):
+        """
+        Args:
+            defer: layers behind the first note what they wrote.
+            strangers: so do layers of no pool.
+        """
         rng = self._rng = random.Random(seed)
-        self._hold, self._defer, self._layers = hold, defer, rng.choice([1, 2, 5])
+        self._hold, self._defer, self._strangers, self._layers = hold, defer, strangers, rng.choice([1, 2, 5])
         self._heads, self._dim = rng.choice([1, 2]), rng.choice([4, 8, 24])
         dtype = self._dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
         self._slots, odd = 64, rng.random() < 0.3
@@ -82,7 +87,7 @@ class Scene:
                     record_layer(*given, DEVICE, name)
                     deferred = Deferred(current_context(), str, taken) if self._defer else None
                     continue
-                deferred.written += [(name, *given), ("a layer of no pool", *given)]
+                deferred.written += [(name, *given), *([("a layer of no pool", *given)] * self._strangers)]
                 if len(deferred.written) >= deferred.room:
                     deferred.take_in()
         assert deferred is None or taken == set(self._names[1:])
@@ -105,7 +110,8 @@ def kernels(request, monkeypatch):
 
 
 def in_all_ways(seed):
-    scenes = [Scene(seed, False), Scene(seed, True), Scene(seed, True, defer=True)]
+    scenes = [Scene(seed, False), Scene(seed, True)]
+    scenes += [Scene(seed, True, defer=True, strangers=strangers) for strangers in (False, True)]
     for scene in scenes:
         scene.run()
     return scenes
@@ -117,6 +123,22 @@ def test_what_is_held_is_recorded_as_each_layer_would_be(kernels, seed):
     for scene in together:
         assert all(torch.equal(a, b) for a, b in zip(each.state(), scene.state(), strict=True))
         assert each.told() == scene.told()
+
+
+def test_layers_that_come_again_are_taken_in_at_once_and_others_one_by_one(monkeypatch):
+    at_once, take_all = [], Held.take_all
+
+    def noted(held, records, *given):
+        at_once.append((len(records), take_all(held, records, *given)))
+        return at_once[-1][1]
+
+    monkeypatch.setattr(Held, "take_all", noted)
+    Scene(FIVE_LAYERS, True, defer=True).run()
+    steps = len(at_once)
+    assert (4, True) in at_once
+    assert all(done for _, done in at_once)
+    Scene(FIVE_LAYERS, True, defer=True, strangers=True).run()
+    assert len(at_once) == steps
 
 
 def test_the_seeds_reach_violations_and_layers_that_do_not_go_into_one_launch(monkeypatch):
