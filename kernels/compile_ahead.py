@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 
-from .compile_elsewhere import compiled_elsewhere, workers
-
 log = logging.getLogger("kvcanary")
 
 #: Threads, at most: a compilation is one program after the other.
@@ -131,18 +129,13 @@ def _told_of_errors(run: Callable[[], object], device: torch.device) -> None:
 
 
 class _Loading(Executor):
-    """Loads each kernel in the thread that compiled it: Triton 3.6 compiles a launcher in C for it first, in 0.26 s.
-
-    Where Inductor has processes, they compile it first, and the thread finds it in Triton's cache.
-    """
+    """Loads each kernel in the thread that compiled it: Triton 3.6 compiles a launcher in C for it first, in 0.26 s."""
 
     def __init__(self, threads: Executor, device: torch.device):
-        self._threads, self._device, self._workers = threads, device, workers()
+        self._threads, self._device = threads, device
 
     def submit(self, compiling: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         def loaded() -> Any:
-            if self._workers is not None:
-                compiled_elsewhere(compiling, self._workers)
             kernel = compiling(*args, **kwargs)
             with torch.cuda.device(self._device):
                 _ = kernel.run

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
 import threading
-from concurrent.futures import ProcessPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from compile_ahead_kernels import triple_kernel
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-import kvcanary_fx.kernels.compile_ahead as compile_ahead_module
 from kvcanary_fx.kernels.bound_launch import BoundLaunch
 from kvcanary_fx.kernels.compile_ahead import compile_ahead, launch_or_compile
-from kvcanary_fx.kernels.compile_elsewhere import start_workers, stop_workers, workers
 
 CPU = torch.device("cpu")
 
@@ -114,80 +107,3 @@ def test_launches_of_other_threads_go_on(compiler, monkeypatch):
 
     compile_ahead(elsewhere, torch.device("cuda"))
     assert launched == [(3,)]
-
-
-@pytest.fixture(scope="module")
-def processes():
-    """In the place of Inductor's, which start only where there are cores for them."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield pool
-
-
-@pytest.fixture
-def compiled_here(monkeypatch):
-    """How often this process makes a kernel's first representation."""
-    made, make_ir = [], ASTSource.make_ir
-    monkeypatch.setattr(ASTSource, "make_ir", lambda self, *a, **k: made.append(self.fn) or make_ir(self, *a, **k))
-    return made
-
-
-def in_order(launch):
-    compile_ahead(launch, torch.device("cuda"))
-
-
-def test_a_process_of_inductor_compiles_what_the_cache_lacks(compiler, compiled_here, processes, monkeypatch):
-    jobs, out = [], torch.zeros(4)
-    pool = SimpleNamespace(submit=lambda *job: jobs.append(job) or processes.submit(*job))
-    monkeypatch.setattr(compile_ahead_module, "workers", lambda: pool)
-    in_order(lambda: launch_or_compile(triple_kernel, (1,), out, 4, BLOCK=8))
-    assert (len(jobs), compiled_here) == (1, [])
-    triple_kernel.device_caches.clear()  # as in a process that has not compiled it, with a cache that has it
-    in_order(lambda: launch_or_compile(triple_kernel, (1,), out, 4, BLOCK=8))
-    assert (len(jobs), compiled_here) == (1, [])
-    in_order(lambda: launch_or_compile(triple_kernel, (1,), out, 4, BLOCK=16, num_warps=8))
-    assert (len(jobs), compiled_here) == (2, [])
-
-
-def test_a_kernel_that_another_process_cannot_compile_is_compiled_here(compiler, compiled_here, processes, monkeypatch):
-    _, compiled = compiler
-    monkeypatch.setattr(compile_ahead_module, "workers", lambda: processes)
-    in_order(lambda: launch_or_compile(JITFunction(fill), (1,), torch.zeros(4), 4, BLOCK=8))  # no name leads to it
-    assert (compiled, len(compiled_here)) == (["fill"], 1)
-
-
-def test_without_processes_a_kernel_is_compiled_here(compiler, compiled_here, monkeypatch):
-    monkeypatch.setattr(compile_ahead_module, "workers", lambda: None)
-    triple_kernel.device_caches.clear()
-    in_order(lambda: launch_or_compile(triple_kernel, (1,), torch.zeros(4), 4, BLOCK=8))
-    assert len(compiled_here) == 1
-
-
-def test_the_processes_are_those_of_inductor(monkeypatch):
-    from torch._inductor import async_compile
-
-    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 1)
-    assert workers() is None
-    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 2)
-    monkeypatch.setattr(async_compile.AsyncCompile, "process_pool", lambda: "its pool")
-    assert workers() == "its pool"
-    monkeypatch.setenv("TORCH_WARM_POOL", "0")
-    assert workers() is None
-
-
-def test_where_inductor_has_none_ours_compile_until_they_are_stopped(compiler, compiled_here, monkeypatch):
-    from torch._inductor import async_compile
-
-    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 1)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
-    start_workers(2)
-    assert workers() is None  # nobody has a core for them
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
-    start_workers(2)
-    started = workers()
-    start_workers(2)
-    assert workers() is started is not None
-    in_order(lambda: launch_or_compile(triple_kernel, (1,), torch.zeros(4), 4, BLOCK=32))
-    assert compiled_here == []
-    stop_workers()
-    assert workers() is None
-    stop_workers()

@@ -31,7 +31,6 @@ import torch
 from torch import fx
 from vllm.config import CompilationConfig, VllmConfig
 
-from ...kernels.compile_elsewhere import start_workers
 from ...passes.dynamo_contract import clone_graph_module
 from ...passes.write_ops import named_arguments, op_name
 from . import ops
@@ -46,8 +45,6 @@ def hook() -> None:
     def init_backend(
         original: Callable[..., Any], config: CompilationConfig, vllm_config: VllmConfig, *args: Any, **kwargs: Any
     ) -> Any:
-        if vllm_config.device_config.device_type == "cuda":
-            start_workers()  # our kernels are compiled when these graphs are
         inner = original(config, vllm_config, *args, **kwargs)
         if inner == "inductor":
             return GuardedInductor(config)

@@ -10,7 +10,6 @@ import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from ...errors import CanaryError, EngineError
-from ...kernels.compile_elsewhere import stop_workers
 from . import counts, cuda_graphs, proof, registry
 from .guard import Guard
 from .journal import ATTRIBUTE
@@ -52,8 +51,6 @@ def guard(runner: Any, settings: VllmSettings, self_test: bool, make: Make | Non
         why = " ".join(str(e).split())
         log.warning("kvcanary.unguarded nothing is guarded: %s", why, exc_info=not isinstance(e, CanaryError))
         counts.write_unguarded({"all": f"{type(e).__name__}: {why}", **unguarded})
-    finally:
-        stop_workers()
 
 
 def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict[str, str]) -> Guard:
