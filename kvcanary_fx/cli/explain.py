@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.no_graph and plan.guarded:
             print("\n" + gm.print_readable(print_output=False) + "\n")
     guarded = sum(len(plan.sites) for plan, _ in graphs)
-    print(f"{len(graphs)} graphs, {guarded} halves guarded")
+    print(f"{len(graphs)} graph{'s' * (len(graphs) != 1)}, {guarded} halves guarded")
     return 0 if guarded else 1
 
 

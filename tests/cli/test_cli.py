@@ -34,7 +34,7 @@ def test_explain_prints_writes_and_the_rewritten_graph(capsys):
     out = capsys.readouterr().out
     assert "guarded  layers.2.V" in out
     assert "torch.ops.kvcanary.verify" in out
-    assert "1 graphs, 6 halves guarded" in out
+    assert "1 graph, 6 halves guarded" in out
 
 
 def test_explain_without_the_graph_and_with_rewritten_writes(capsys):

@@ -4,10 +4,11 @@
     python tests/engines/vllm_random_load.py --seconds 240 --seed 1 --jobs 6 --tokens-may-differ  # one GPU
 
 Each seed draws a model, features of the engine (prefix caching, size of prompts' chunks, number of blocks, scheduling,
-drafts by prompt lookup), and requests: stems that they share, turns of a conversation, salts, priorities, ``n`` above
-one, sampled or greedy, log probabilities of the prompt, aborts, resets of the prefix cache.  A line for each engine,
-and a summary; the exit status is 1 if a seed failed, or none could be judged.  A seed whose unguarded engine does not
-run, or gives no token (drafts may take a small batch until all requests are aborted), is listed as ``unable``.
+drafts by prompt lookup, on a CPU whether it is compiled in pieces), and requests: stems that they share, turns of a
+conversation, salts, priorities, ``n`` above one, sampled or greedy, log probabilities of the prompt, aborts, resets of
+the prefix cache.  A line for each engine, and a summary; the exit status is 1 if a seed failed, or none could be
+judged.  A seed whose unguarded engine does not run, or gives no token (drafts may take a small batch until all requests
+are aborted), is listed as ``unable``.
 ``--once SEED`` is that engine in this process, ``--jobs N`` runs N seeds at once.
 
 The settings of the guard are the environment's (``KVCANARY_BUDGET=none`` compares everything).  On a GPU the tokens
@@ -31,9 +32,13 @@ import time
 import zlib
 from typing import Any
 
+import forced_compile
 import tiny_configs
 import tiny_vllm
 from vllm_runs import MARK
+
+#: As on a GPU by default: compiled in pieces, between which attention runs from Python.
+COMPILED: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"mode": 3}}
 
 MODELS = {"llama": "llama", "moe": "mixtral", "window": "gemma3", "mla": "deepseek_v3"}
 
@@ -60,6 +65,8 @@ def features(rng: random.Random, models: list[str], on_gpu: bool) -> tuple[str, 
         chosen |= dict(dtype="bfloat16", enforce_eager=rng.random() < 0.2, kv_cache_memory_bytes=1 << 30)
         chosen["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         chosen["gpu_memory_utilization"] = 0.05  # what must be free at the start, with others on the GPU
+    elif rng.random() < 0.3:
+        chosen |= COMPILED
     return model, chosen
 
 
@@ -168,6 +175,8 @@ def once(directory: pathlib.Path, seed: int, models: list[str], requests: int) -
 
     rng = random.Random(seed)
     model, chosen = features(rng, models, torch.cuda.is_available())
+    if COMPILED.items() <= chosen.items():
+        forced_compile.allow_vllm_compile()
     rig = Rig(MODELS[model], directory, load_format="filled", **chosen)
     load = Load(rig, rng, requests, "speculative_config" in chosen)
     load.run()
