@@ -227,8 +227,9 @@ class EnginePool:
             return
         for slots, owner in given[:1]:
             call(slots, owner, page_size)
-        if not self._add_alike(event, given[1:], page_size, live):
-            for slots, owner in given[1:]:
+        rest = given[1:]
+        if rest and not self._add_alike(event, rest, page_size, live):
+            for slots, owner in rest:
                 call(slots, owner, page_size)
 
     def _add_alike(

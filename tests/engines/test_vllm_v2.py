@@ -176,7 +176,17 @@ def test_what_the_scheduler_reports_is_queued_while_no_other_thread_reads_violat
 
         monkeypatch.setattr(runner.guard.books, name, noted)
     runner.step({"x": 3}, new={"x": [1]})
+    assert seen == [("apply", True), ("after_forward", True)]
+    seen.clear()
+    runner.step({"x": 1}, events=[("touched", [1], "y")])  # a page that is taken up
     assert seen == [("apply", True), ("settle", True), ("after_forward", True)]
+
+
+def test_a_request_may_take_up_a_page_that_the_same_forward_writes(runner):
+    events = [("taken", [1, 2], "x", 0), ("touched", [1], "y"), ("taken", [3], "y", 0)]
+    runner.guard.read(runner.step({"x": 6, "y": 2}, new={"x": [1, 2], "y": [1, 3]}, found={"y": 4}, events=events))
+    runner.guard.read(runner.step({"x": 1, "y": 1}))
+    assert runner.guard.session.violations() == []
 
 
 def test_hooks_begin_a_step_end_it_and_give_its_output_what_was_found(runner, monkeypatch):

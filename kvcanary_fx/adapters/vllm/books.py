@@ -8,6 +8,7 @@ to another.  So a block that is freed while a request still reads it is found in
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,33 +61,40 @@ class Books:
         Args:
             stacks: the scheduler's of each event; none: they are not kept.
         """
-        pairs = zip(events, stacks or itertools.repeat(()), strict=False)
-        for name, run in itertools.groupby(pairs, lambda pair: pair[0][0]):
-            calls = list(run)
-            if name == "taken":
-                self._taken(calls)
-                continue
-            for (_, *arguments), stack in calls:
-                with told(stack):
-                    getattr(self, name)(*arguments)
+        if not stacks:
+            self._apply(events)
+            return
+        for stack, run in itertools.groupby(zip(events, stacks, strict=True), lambda pair: pair[1]):
+            with told(stack):
+                self._apply([event for event, _ in run])
 
-    def _taken(self, calls: Sequence[tuple[tuple[Any, ...], tuple[str, ...]]]) -> None:
-        """Blocks were handed out, by calls in a row: ``("taken", ids, request, KV cache group)``, each with its stack.
+    def _apply(self, events: Sequence[tuple[Any, ...]]) -> None:
+        taken: list[tuple[Any, ...]] = []
+        for event in events:
+            if event[0] == "taken":
+                taken.append(event)
+                continue
+            if taken:
+                self._taken(taken)
+                taken = []
+            getattr(self, event[0])(*event[1:])
+        if taken:
+            self._taken(taken)
+
+    def _taken(self, calls: Sequence[tuple[Any, ...]]) -> None:
+        """Blocks were handed out, by calls in a row: ``("taken", ids, request, KV cache group)``.
 
         Each request makes one for every block that it fills, so nothing here is called for each of them but what the
         session has to know.
         """
-        with told(calls[0][1]):  # the releases come before the new owners: once for all
-            self._evict(list(itertools.chain.from_iterable(event[1] for event, _ in calls)))
+        self._evict([block for call in calls for block in call[1]])  # the releases come before the new owners
         pools = self._known_pools()
-        for (group, stack), run in itertools.groupby(calls, lambda call: (call[0][3], call[1])):
-            given = [(event[1], event[2]) for event, _ in run]
-            self.group.update(dict.fromkeys(itertools.chain.from_iterable(ids for ids, _ in given), group))
+        for group, run in itertools.groupby(calls, operator.itemgetter(3)):
+            given = [(call[1], call[2]) for call in run]
+            self.group.update(dict.fromkeys([block for ids, _ in given for block in ids], group))
             known = pools.get(f"group{group}")
-            if known is None:
-                continue
-            pool, page_size = known
-            with told(stack):
+            if known is not None:
+                pool, page_size = known
                 pool.allocate_each(given, page_size, written_in_step=True)
 
     def hand_out(self, events: Sequence[tuple[Any, ...]]) -> bool:

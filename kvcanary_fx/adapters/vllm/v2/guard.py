@@ -286,9 +286,9 @@ class GuardV2(Guard):
 
     def _settle(self, scheduled: Any) -> bool:
         """Report the blocks that requests have taken up; whether there may be any: not in most steps."""
-        if not (scheduled.scheduled_new_reqs or scheduled.scheduled_cached_reqs.resumed_req_ids or self.books.pending):
+        if not self.books.pending:  # nor can a request read what another one writes in this forward
             self.in_flight = False
-            return False
+            return bool(scheduled.scheduled_new_reqs or scheduled.scheduled_cached_reqs.resumed_req_ids)
         in_flight = self.ledger.in_flight(scheduled, self._page_sizes)
         self.in_flight = any(in_flight)
         self.books.settle(in_flight)
