@@ -379,3 +379,17 @@ def test_the_graph_of_the_model_copies_the_counters_where_it_is_replayed(monkeyp
         runner._model(torch.zeros(2, dtype=torch.int64))
     assert len(copies) == 3
     assert runner.guard.layers_in_graphs[2] == len(runner.layers)
+
+
+def test_a_replay_outside_of_a_step_does_not_go_on_with_the_last_one():
+    """Of dummy requests, say, behind a step that differed from the one before in its tokens alone."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 2}, new={"x": [1, 2, 3]})
+    for _ in range(4):
+        runner.guard.read(runner.step({"x": 1}, wrong=1))
+    steps = runner.guard.session.stats().engine_steps
+    batch, _ = runner._prepare({"x": 1}, 1)
+    runner.kv_connector.pre_forward(None, batch, runner._metadata(batch))
+    runner._replay(batch, torch.zeros(0, dtype=torch.int64))
+    runner.kv_connector.finish_forward()
+    assert runner.guard.session.stats().engine_steps == steps == 5

@@ -73,7 +73,8 @@ class GuardV2(Guard):
         self.drafting = Drafting(runner, groups)
         self._layers_of_ours = sum(len(group.layers) for group in groups) - self.drafting.layers
         self._stale = False  # the plan on the device is that of a step that has ended
-        self._alike = False  # the running step differs from the last one in tokens and pages alone, as far as known yet
+        # the running step, if there is one, differs from the last one in tokens and pages alone, as far as known yet
+        self._alike = False
         self._disabled = self._capturing = False
         self.layers_in_graphs: dict[int, int] = {}
         self.checked_in_graphs: set[int] = set()
@@ -213,8 +214,8 @@ class GuardV2(Guard):
             self._forwards.images.take(scheduled)
 
     def end_step(self) -> None:
-        """The step is over, also if something in it raised."""
-        self.scheduled, self._alike = None, False
+        """The step is over, also if something in it raised.  Where nothing is open, ``scheduled = None`` is all."""
+        self.scheduled = None
         opened, self.open = self.open, None
         if opened is not None:  # the model raised
             opened.end(*sys.exc_info())
@@ -253,6 +254,7 @@ class GuardV2(Guard):
         """
         if (
             self._alike
+            and self.scheduled is not None
             and metadata is not None
             and self._flags.read_lately
             and not self._reading.locked()

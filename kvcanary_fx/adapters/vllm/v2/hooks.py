@@ -98,7 +98,10 @@ def _execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(runner, scheduled, *args, **kwargs)
         finally:
-            found.end_step()
+            if found.open is None:  # as in a step like the last one
+                found.scheduled = None
+            else:
+                found.end_step()
 
     return execute_model
 

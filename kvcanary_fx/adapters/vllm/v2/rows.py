@@ -20,11 +20,12 @@ class Rows(Ledger):
 
     Attributes:
         moved: how often a request got a row or gave it back.
+        changed: the tables on the device may lack pages.
     """
 
     def __init__(self, max_requests: int, widths: Sequence[int], device: torch.device):
         super().__init__(max_requests, widths, device)
-        self.moved = 0
+        self.moved, self.changed = 0, False
         self._free = list(range(max_requests))[::-1]
         self._row_of: dict[str, int] = {}
         self._sent: dict[str, tuple[int, list[int]]] = {}  # version of its pages, and how many of each group
@@ -60,12 +61,17 @@ class Rows(Ledger):
                 has, place = known.groups[group], row * self._widths[group]
                 if shown[group] != len(has):  # some of them wait already
                     has += more
-                    self._changed[request] = None
+                    self._note(request)
                     continue
                 for page in more:
                     self._more.append((group, place + len(has), page))
                     has.append(page)
                 shown[group] = len(has)
+                self.changed = True
+
+    def _note(self, request: str) -> None:
+        self._changed[request] = None
+        self.changed = True
 
     def _forget(self, request: str) -> None:
         self._requests.pop(request, None)
@@ -80,16 +86,11 @@ class Rows(Ledger):
 
     def _extend(self, request: str, pages: Sequence[Sequence[int]]) -> None:
         super()._extend(request, pages)
-        self._changed[request] = None
+        self._note(request)
 
     def _replace(self, request: str, pages: Sequence[Sequence[int]]) -> None:
         super()._replace(request, pages)
-        self._changed[request] = None
-
-    @property
-    def changed(self) -> bool:
-        """Whether the tables on the device may lack pages."""
-        return bool(self._changed or self._more)
+        self._note(request)
 
     def rows_of(self, requests: Sequence[str]) -> list[int]:
         """The row of each request."""
@@ -103,6 +104,7 @@ class Rows(Ledger):
         """What the tables on the device lack, each once: ``(group, place in its table, page)``."""
         found, self._more = self._more, []
         if not self._changed:
+            self.changed = False
             return found
         waiting: dict[str, None] = {}  # they have no row yet
         for request in self._changed:
@@ -120,7 +122,7 @@ class Rows(Ledger):
                 place = row * self._widths[group] + first
                 found += zip(itertools.repeat(group), itertools.count(place), known[first:])
                 shown[group] = len(known)
-        self._changed = waiting
+        self._changed, self.changed = waiting, bool(waiting)
         return found
 
     def write(self, pages: Sequence[tuple[int, int, int]]) -> None:
