@@ -189,6 +189,21 @@ def test_a_request_may_take_up_a_page_that_the_same_forward_writes(runner):
     assert runner.guard.session.violations() == []
 
 
+def test_a_connector_that_does_nothing_is_not_called(runner, monkeypatch):
+    from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR, KVConnector
+
+    from kvcanary_fx.adapters.vllm.v2.connector import Bracket
+
+    bracket = runner.kv_connector = Bracket(NO_OP_KV_CONNECTOR, runner, runner.guard)
+    for name in ("pre_forward", "finish_forward"):
+        monkeypatch.setattr(KVConnector, name, lambda *_: pytest.fail("called"))
+    flags = run(runner)
+    assert runner.guard.read(flags) is None
+    assert runner.guard.session.stats().engine_steps == 6
+    assert bracket.post_forward(set()) is None
+    assert bracket.no_forward(None) is NO_OP_KV_CONNECTOR.no_forward(None)
+
+
 def test_hooks_begin_a_step_end_it_and_give_its_output_what_was_found(runner, monkeypatch):
     from kvcanary_fx.adapters.vllm import registry
     from kvcanary_fx.adapters.vllm.journal import ATTRIBUTE, Message

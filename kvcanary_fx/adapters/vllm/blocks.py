@@ -19,8 +19,8 @@ from .journal import Journal
 from .patching import wrap, wrap_in_all
 from .settings import from_env
 
-#: Of a block pool: its journal.
-_JOURNAL = "_kvcanary_journal"
+#: Of a block pool: its journal, see :func:`journal_of`.
+JOURNAL = "_kvcanary_journal"
 
 #: Methods of a KV cache group's manager, and of the manager of all, that lead to the block pool; their first argument
 #: is a request, or its id.
@@ -41,7 +41,7 @@ _DEPTH = 16
 
 def journal_of(pool: Any) -> Journal | None:
     """The journal of a block pool; None for one that was made without the hooks, or that has blocks in host memory."""
-    return getattr(pool, _JOURNAL, None)
+    return getattr(pool, JOURNAL, None)
 
 
 def hook() -> None:
@@ -56,7 +56,7 @@ def hook() -> None:
 def _made(original: Callable[..., None], pool: Any, *args: Any, **kwargs: Any) -> None:
     original(pool, *args, **kwargs)
     if type(pool) is BlockPool:  # other classes keep blocks in host memory
-        setattr(pool, _JOURNAL, Journal(from_env().config.stacks))
+        setattr(pool, JOURNAL, Journal(from_env().config.stacks))
 
 
 def _get_new_blocks(original: Callable[..., Any], pool: Any, num_blocks: int) -> Any:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1.worker.gpu.kv_connector import KVConnector
+
 from .guard import GuardV2
 
 
 class Bracket:
     """The runner's own connector, with the guard's calls after its first and before its last.
 
-    No connector of ours is configured: one would change the cache manager, or the graphs.
+    No connector of ours is configured: one would change the cache manager, or the graphs.  Each function that is called
+    in a step is one more that the host does not have in its caches, 3 us of a step of 1.5 ms (1B, H200): a connector
+    that does nothing is not called, and what we add nothing to is the runner's own.
 
     Args:
         inner: what the runner had; usually one that does nothing.
@@ -18,10 +22,13 @@ class Bracket:
 
     def __init__(self, inner: Any, runner: Any, guard: GuardV2):
         self._inner, self._runner, self._guard = inner, runner, guard
+        self._idle = type(inner) is KVConnector
+        self.post_forward = inner.post_forward
 
     def pre_forward(self, scheduler_output: Any, input_batch: Any = None, attn_metadata: Any = None) -> None:
         """Before the model."""
-        self._inner.pre_forward(scheduler_output, input_batch, attn_metadata)
+        if not self._idle:
+            self._inner.pre_forward(scheduler_output, input_batch, attn_metadata)
         if input_batch is not None:
             self._guard.before_model(self._runner, input_batch, attn_metadata)
 
@@ -29,7 +36,8 @@ class Bracket:
         """After the model."""
         if self._guard.open is not None:
             self._guard.after_model()
-        self._inner.finish_forward()
+        if not self._idle:
+            self._inner.finish_forward()
 
     def set_disabled(self, disabled: bool) -> None:
         """Around dummy forwards."""
