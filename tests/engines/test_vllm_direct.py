@@ -70,10 +70,13 @@ def test_tensors_without_memory_run_nothing(op):
     assert calls == []
 
 
-def test_the_overload_goes_through_the_dispatcher(op):
+def test_the_overload_and_named_arguments_go_through_the_dispatcher(op):
     add, _ = op
     with torch.profiler.profile() as profile:
         add.default(torch.ones(2), torch.zeros(2))
+    assert "kvcanary_test_direct::add" in {event.key for event in profile.key_averages()}
+    with torch.profiler.profile() as profile:
+        assert float(add(x=torch.ones(2), out=torch.zeros(2), times=2)) == 4
     assert "kvcanary_test_direct::add" in {event.key for event in profile.key_averages()}
 
 

@@ -17,8 +17,8 @@ import torch
 class DirectOp(torch._ops.OpOverloadPacket[..., Any]):
     """An op whose calls with plain tensors go to a function.
 
-    Its overloads, and calls with tensors of other types or in a dispatch mode, as while vLLM compiles, go the usual
-    way.  Nothing is differentiated, and the op has one implementation: that function.
+    Its overloads, and calls whose first argument is something else, or has a name, or in a dispatch mode, as while vLLM
+    compiles, go the usual way.  Nothing is differentiated, and the op has one implementation: that function.
 
     Attributes:
         body: the function.
@@ -26,10 +26,10 @@ class DirectOp(torch._ops.OpOverloadPacket[..., Any]):
 
     body: Callable[..., Any]
 
-    def __call__(self, /, first: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(first) is torch.Tensor and not torch._C._len_torch_dispatch_stack():
-            return self.body(first, *args, **kwargs)
-        return super().__call__(first, *args, **kwargs)
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if args and type(args[0]) is torch.Tensor and not torch._C._len_torch_dispatch_stack():
+            return self.body(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
 
 
 def call_directly(namespace: str, name: str, body: Callable[..., Any]) -> None:
