@@ -65,7 +65,7 @@ def features(rng: random.Random, models: list[str], on_gpu: bool) -> tuple[str, 
         chosen |= dict(dtype="bfloat16", enforce_eager=rng.random() < 0.2, kv_cache_memory_bytes=1 << 30)
         chosen["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         chosen["gpu_memory_utilization"] = 0.05  # what must be free at the start, with others on the GPU
-    elif rng.random() < 0.3:
+    elif rng.random() < 0.3 and model != "mla":  # two unguarded runs of it differ when it is compiled (vLLM 0.32.0)
         chosen |= COMPILED
     return model, chosen
 
