@@ -9,7 +9,7 @@ import torch
 
 from .content.layer import LayerRecord
 from .context import ForwardContext
-from .held import Named
+from .held import NamedLayers
 from .layer_ops import record_in
 
 #: A layer as an op was given it, K and V.
@@ -82,8 +82,8 @@ class Deferred:
                 held.take(record, plan, key, value)
 
 
-def _named(names: list[str], layers: Mapping[str, LayerRecord]) -> Named:
+def _named(names: list[str], layers: Mapping[str, LayerRecord]) -> NamedLayers:
     records = [layers.get(name) for name in names]
     found = [record for record in records if record is not None and record.writes]
     alike = len(found) == len(records) and len({record.space.space_id for record in found}) == 1
-    return Named(names, layers, found if alike else None)
+    return NamedLayers(names, layers, found if alike else None)

@@ -24,7 +24,7 @@ def limit_on(device: torch.device) -> int:
     return max(LIMIT, torch.cuda.get_device_properties(device).total_memory // SHARE)
 
 
-class Named(NamedTuple):
+class NamedLayers(NamedTuple):
     """Layers by their names.
 
     Attributes:
@@ -51,7 +51,7 @@ class Held:
     """
 
     deferred: Callable[[], None] | None = None
-    named: Named | None = None
+    named: NamedLayers | None = None
 
     def __init__(
         self,

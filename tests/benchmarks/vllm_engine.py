@@ -239,7 +239,7 @@ class Runs:
         self._args, self._llm, self._sampling, self._most = args, llm, sampling, most
 
     def _prompts(self, requests: int, seed: int) -> list[Any]:
-        numbers = random.Random(seed)
+        numbers = random.Random(f"{requests} requests, {seed}")  # of their own: or the prefix cache would have them
         return [
             {"prompt_token_ids": [numbers.randrange(3, self._most) for _ in range(length)]}
             for length in lengths(self._args.input, requests, numbers if self._args.mixed else None)

@@ -202,15 +202,16 @@ def measure(
     before = range(numbers[0] - len(pairs), numbers[0])
     with concurrent.futures.ProcessPoolExecutor(2) as clients:
         for number in (*before, *numbers):
-            if time.monotonic() + took > _BEGAN + args.seconds and number > numbers[0]:
-                print(f"  no time for more than {number - 1} rounds", flush=True)
+            if samples[0] and time.monotonic() + took > _BEGAN + args.seconds:
+                print(f"  no time for more than {len(samples[0])} rounds", flush=True)
                 break
             began = time.monotonic()
             plain, guarded = pair = pairs[number % len(pairs)]
             order = pair[:: -1 if number // len(pairs) % 2 else 1]
             # before: what is made at first use
             requests = min(args.requests, 100) if number in before else args.requests
-            loads = {server: _load(args, server, number, requests) for server in order}
+            what = "before the rounds" if number in before else f"round {number} of {args.rounds}"
+            loads = {server: _load(args, server, number, requests, what) for server in order}
             try:
                 if args.at_once:
                     running = {server: clients.submit(serve_load.run, load) for server, load in loads.items()}
@@ -228,8 +229,7 @@ def measure(
                 print(f"  round {number}: {'; '.join(', '.join(row[:4]) for row in rows)}", flush=True)
 
 
-def _load(args: argparse.Namespace, server: Server, number: int, requests: int) -> Load:
-    name = f"round {number} of {args.rounds}, {server.name}"
+def _load(args: argparse.Namespace, server: Server, number: int, requests: int, what: str) -> Load:
     return Load(
         url=server.url,
         model=args.shape,
@@ -239,7 +239,7 @@ def _load(args: argparse.Namespace, server: Server, number: int, requests: int) 
         output=args.output,
         vocabulary=vocabulary(args.shape),
         seed=number,
-        name=name,
+        name=f"{what}, {server.name}",
     )
 
 
@@ -325,6 +325,9 @@ def main() -> None:
     canaries: list[dict[str, float]] = []
     wrong: list[str] = []
     for start in range(args.starts):
+        if time.monotonic() > _BEGAN + args.seconds and start:
+            print(f"  no time for more than {start} starts", flush=True)
+            break
         numbers = range(start * args.rounds // args.starts + 1, (start + 1) * args.rounds // args.starts + 1)
         with servers(args, guarded_first=start % 2 == 1) as pairs:
             for pair in pairs:

@@ -287,7 +287,7 @@ class GuardV2(Guard):
         self.open = opened
 
     def _settle(self, scheduled: Any) -> bool:
-        """Report the blocks that requests have taken up; whether there may be any: not in most steps."""
+        """Report the blocks that requests have taken up; whether any did, or began in this step: not in most steps."""
         if not self.books.pending:  # nor can a request read what another one writes in this forward
             self.in_flight = False
             return bool(scheduled.scheduled_new_reqs or scheduled.scheduled_cached_reqs.resumed_req_ids)
