@@ -79,6 +79,7 @@ class Runner:
         tokens: new tokens of each request of the last run.
         seconds: of each run, the whole call.
         steps: seconds from the begin of a decode step of all requests to that of the next one.
+        rest: seconds of each run that are in none of these: its prompts, and what comes before and behind them.
         settings: what transformers chose, and what it ran with.
     """
 
@@ -88,6 +89,7 @@ class Runner:
         self.tokens: list[list[int]] = []
         self.seconds: list[float] = []
         self.steps: list[float] = []
+        self.rest: list[float] = []
         self._guarded, self._last = settings is not None, 0.0
         RUNNERS[id(model)] = self
         if settings is not None:
@@ -105,6 +107,7 @@ class Runner:
         generation = GenerationConfig(max_new_tokens=case.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
         sizes = {page_setting(): case.page, "num_blocks": case.blocks, "max_batch_tokens": case.batch_tokens}
         self._last = 0.0
+        steps = len(self.steps)
         self._wait()
         started = time.perf_counter()
         results = self.model.generate_batch(
@@ -115,6 +118,7 @@ class Runner:
         )
         self._wait()
         self.seconds.append(time.perf_counter() - started)
+        self.rest.append(self.seconds[-1] - sum(self.steps[steps:]))
         self.tokens = [result.generated_tokens for result in results.values()]
 
     def begins(self, processor: Any) -> None:
@@ -220,6 +224,7 @@ class Row:
             "" if mine else f"{report.more_tokens(self.runner.seconds, self.off.seconds):+.1f} %",
             f"{1e6 * statistics.median(steps):,.0f} us",
             "" if mine else f"{100 * longer:+.1f} %",
+            f"{1e3 * statistics.median(self.runner.rest):,.0f} ms",
             "" if mine else f"{100 * self.same():.0f} %",
             "" if session is None else f"{len(session.violations()) + len(session.uncovered)}",
         ]
@@ -248,7 +253,17 @@ class Row:
         return found
 
 
-HEADER = ["generate_batch", "canary", "tokens/s (spread)", "more", "a decode step", "longer", "same tokens", "reports"]
+HEADER = [
+    "generate_batch",
+    "canary",
+    "tokens/s (spread)",
+    "more",
+    "a decode step",
+    "longer",
+    "the rest of a call",
+    "same tokens",
+    "reports",
+]
 
 
 def measure(case: Case, model: Any, args: argparse.Namespace) -> tuple[list[list[str]], list[str]]:
@@ -264,8 +279,8 @@ def measure(case: Case, model: Any, args: argparse.Namespace) -> tuple[list[list
                 runner.run(turn)
             took = time.perf_counter() - started
             print(f"{case.name} {name}: warm after {took:.0f} s; {' -> '.join(runner.settings)}", flush=True)
-            runner.seconds.clear()
-            runner.steps.clear()
+            for taken in (runner.seconds, runner.steps, runner.rest):
+                taken.clear()
         for turn in range(args.rounds):
             order = list(runners.values())
             for runner in order if turn % 2 == 0 else reversed(order):
