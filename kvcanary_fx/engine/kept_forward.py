@@ -29,6 +29,7 @@ import torch
 from ..config import CanaryConfig
 from ..kernels.compile_ahead import compile_ahead
 from ..kernels.replay import capture
+from ..kernels.side_stream import can_fork
 from .forward import Forward, check_after, check_before, check_reads, only_read, remember
 
 if TYPE_CHECKING:
@@ -121,10 +122,12 @@ def keep(
     (device,) = {pool.declared.device for pool in pools.values()}
     ((requests, tokens),) = {(plan.rows.shape[0], plan.slots.shape[0]) for plan in forward.plans.values()}
 
+    side = device if can_fork(device) and config.placement == "side" else None
+
     def check(running: Forward) -> None:
         take_in()
         check_before(pools, running.plans)
-        with _beside(device, lambda: begin(running)):
+        with _beside(side, lambda: begin(running)):
             for pool, pages, lengths, size in reads:
                 check_reads(pool, running, pages[:requests], lengths[:requests], size)
             remember(pools, dataclasses.replace(running))  # which notes that it has
@@ -168,9 +171,13 @@ def _counted(forward: Forward, counts: torch.Tensor) -> Forward:
 
 
 @contextlib.contextmanager
-def _beside(device: torch.device, run: Callable[[], None]) -> Iterator[None]:
-    """What the block launches runs beside what ``run`` launches, when the block is over: neither needs the other."""
-    if device.type != "cuda":
+def _beside(device: torch.device | None, run: Callable[[], None]) -> Iterator[None]:
+    """What the block launches runs beside what ``run`` launches, when the block is over: neither needs the other.
+
+    Args:
+        device: None: one after the other.
+    """
+    if device is None:
         yield
         run()
         return

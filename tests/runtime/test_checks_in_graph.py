@@ -208,3 +208,12 @@ def test_short_checks_are_no_branch_beside_all_of_the_model(budget, early):
     """Each kernel takes longer as long as there is a branch; checks of all bytes take longer than a layer."""
     engine = Engine(hold=True, cycles=0, layers=MANY, budget=budget)
     assert (longest_way_around(engine.graph) < 0.5) == early
+
+
+@pytest.mark.parametrize("budget", ["1%", None])
+def test_inline_a_graph_has_no_branch(budget):
+    """Each graph with one has streams of its own, and in a process with many streams each kernel takes longer."""
+    engine = Engine(hold=True, cycles=0, layers=MANY, budget=budget, placement="inline")
+    firsts, seconds = zip(*edges_of(engine.graph), strict=True)
+    assert len(set(firsts)) == len(firsts)
+    assert len(set(seconds)) == len(seconds)

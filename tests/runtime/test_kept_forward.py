@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvcanary_fx import KVPool, install_canary
+from kvcanary_fx.engine import kept_forward
 from kvcanary_fx.engine.kept_forward import Reads
 from kvcanary_fx.engine.layers import LayerChecks
 from kvcanary_fx.errors import SessionStateError
@@ -258,3 +259,16 @@ def test_a_model_that_raises_leaves_a_session_that_goes_on():
     engine.step([1, 1])
     with engine.session.step(), pytest.raises(SessionStateError, match=r"step\(\) inside step\(\)"):
         engine.step([1, 1])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="says what would be forked where there are no streams")
+def test_inline_nothing_is_forked(monkeypatch):
+    """A graph with a branch has streams of its own, and in a process with many streams each kernel takes longer."""
+    monkeypatch.setattr(kept_forward, "can_fork", lambda device: True)
+    streams = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams.append(device))
+    Engine(placement="inline")
+    assert streams == []
+    with pytest.raises(RuntimeError, match="Stream"):
+        Engine(placement="side")
+    assert streams == [torch.device("cpu")]
