@@ -4,7 +4,10 @@
     python tests/benchmarks/vllm_engine.py --shape 1b --requests 64 --profile   # launches and host time of a step
 
 With ``--gpus 0 1`` there are both engines on each of the two, and the rounds take turns on them: of two H200 of one
-host, one took 1.6 % longer for the same step.
+host, one took 1.6 % longer for the same step.  With ``--alone 2`` each engine has the GPU for itself, as a user's has:
+they are started one after the other, twice in all, and the rounds of one start are compared with those of the other
+engine's.  Each kernel takes longer once those of its process have run in many streams (``streams.py``); what one takes
+is printed.
 
 Offline throughput: prompts of ``--input`` random token ids, ``--output`` tokens each, random weights (``dummy``), as
 many blocks in both engines.  With ``--mixed`` prompts have half as many tokens at least: the requests of a batch then
@@ -173,6 +176,27 @@ def measure(args: argparse.Namespace, shape: str, pairs: list[Pair], rounds: int
     return rows
 
 
+def measure_alone(args: argparse.Namespace, shape: str, rounds: int) -> list[list[str]]:
+    """The same of engines that are started one after the other."""
+    taken: dict[int, tuple[list[float], list[float]]] = {requests: ([], []) for requests in args.requests}
+    for number in range(args.alone):
+        for mode in (None, args.mode)[:: -1 if number % 2 else 1]:
+            engine = Engine(args, shape, mode)
+            engine.wait()
+            cores.put_alike([engine.pid])
+            name = "plain" if mode is None else "guarded"
+            print(f"{shape}, {name}: start {engine.start:.1f} s; {engine.facts}", flush=True)
+            for requests in args.requests:
+                engine.ask("run", requests, 0)
+                turns = range(number * rounds + 1, (number + 1) * rounds + 1)
+                taken[requests][mode is not None].extend(engine.ask("run", requests, turn) for turn in turns)
+            print(f"  a kernel takes {engine.ask('kernel'):,.0f} ns there", flush=True)
+            if mode is not None:
+                print("guarded:", engine.ask("stats"), flush=True)
+            engine.close()
+    return [row(shape, requests, args.output, *taken[requests]) for requests in args.requests]
+
+
 def row(shape: str, requests: int, output: int, plain: list[float], guarded: list[float]) -> list[str]:
     """Throughput of both, and the ratio in each round."""
     ratios = [p / g for p, g in zip(plain, guarded, strict=True)]
@@ -209,6 +233,7 @@ def worker(args: argparse.Namespace) -> None:
         answers.flush()
 
     (shape,) = args.shape
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # of a function, for "kernel"
     llm = LLM(
         model=write_config(shape),
         skip_tokenizer_init=True,
@@ -235,6 +260,8 @@ def worker(args: argparse.Namespace) -> None:
             answer(profiled(functools.partial(runs.run, int(words[0]), 77)))
         elif what == "stats":
             answer(stats())
+        elif what == "kernel":
+            answer(max(llm.collective_rpc(kernel_nanoseconds)))
 
 
 class Runs:
@@ -281,6 +308,14 @@ def lengths(most: int, requests: int, numbers: random.Random | None) -> list[int
     return [most if numbers is None else numbers.randint(most // 2, most) for _ in range(requests)]
 
 
+def kernel_nanoseconds(worker: Any) -> float:
+    """What a small kernel takes in a worker of vLLM; 0 on a CPU."""
+    import streams
+    import torch
+
+    return streams.nanoseconds_of_a_kernel() if torch.cuda.is_available() else 0.0
+
+
 def stats() -> Any:
     """What the guard's counts say; its file, since the engine is another process."""
     from kvcanary_fx.adapters.vllm import counts
@@ -323,6 +358,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=12000, help="KV cache blocks of each engine")
     parser.add_argument("--share", type=float, default=0.45, help="of the GPU's memory, for each engine")
     parser.add_argument("--gpus", nargs=2, help="two GPUs, each with both engines; default: one")
+    what = "start each engine so often, one after the other; each has the GPU for itself"
+    parser.add_argument("--alone", type=int, metavar="STARTS", help=what)
     parser.add_argument("--mode", default="log", choices=["log", "raise"])
     parser.add_argument("--logs", default=tempfile.gettempdir(), help="directory of the engines' logs")
     parser.add_argument("--profile", action="store_true", help="profile one guarded run instead of measuring")
@@ -348,11 +385,18 @@ def main() -> None:
     if len(args.rounds) not in (1, len(args.shape)):
         parser.error(f"--rounds has {len(args.rounds)} numbers for {len(args.shape)} shapes: give one, or one for each")
     rounds = args.rounds * len(args.shape) if len(args.rounds) == 1 else args.rounds
+    if args.alone and (args.gpus or args.seconds):
+        parser.error(
+            "--alone makes as many rounds of both engines as --rounds says, on one GPU: leave out --gpus and --seconds"
+        )
     # all at once, where nobody looks at what is free
-    pairs = {shape: start(args, shape) for shape in args.shape} if args.kv_gib else {}
+    pairs = {shape: start(args, shape) for shape in args.shape} if args.kv_gib and not args.alone else {}
     rows = []
     for shape, number in zip(args.shape, rounds, strict=True):
-        rows += measure(args, shape, pairs.get(shape) or start(args, shape), number)
+        if args.alone:
+            rows += measure_alone(args, shape, number)
+        else:
+            rows += measure(args, shape, pairs.get(shape) or start(args, shape), number)
     print(report.table(HEADER, rows))
     if args.write:
         command = "python tests/benchmarks/vllm_engine.py " + " ".join(sys.argv[1:])
