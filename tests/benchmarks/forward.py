@@ -13,7 +13,9 @@ sessions are compared with what that means: a row is only good if the checks had
 
 Decodes are captured several times: the same kernels over other addresses.  In some graphs one matrix product takes 5 %
 longer than in others, with the canary and without, which is more than all checks take; so graphs are compared at their
-fastest, and the slowest is shown beside.
+fastest, and the slowest is shown beside.  Once a process has used many streams, each of its kernels takes longer
+(`streams.py`), and graphs with checks beside the model have some: so a GPU's first forward is also timed without the
+canary before anything else runs, as `off, before the others`.
 The sizes need about 90 GiB of GPU memory; `--only` leaves out the largest, and picks those that are not usual.
 """
 
@@ -143,9 +145,18 @@ def rows_of(runners: dict[str, AnyRunner], mode: str, placement: str | None, tak
         yield row
 
 
-def measure(turn: Turn, model: Model, args: argparse.Namespace) -> list[Row]:
-    """All configurations of one forward."""
+#: The configuration "off", timed when nothing guarded has run in the process.
+BEFORE = "off, before the others"
+
+
+def measure(turn: Turn, model: Model, args: argparse.Namespace, first: bool) -> list[Row]:
+    """All configurations of one forward.
+
+    Args:
+        first: the process has run none before, on a device where that tells.
+    """
     device, case, mode, runners = torch.device(args.device), turn.case, turn.mode, {}
+    before: dict[str, Times] | None = None
     scene = Scene(case, device) if mode != "zero-configuration" else None
     for name in turn.configurations:
         skipped = counters["inductor"]["cudagraph_skips"]
@@ -160,8 +171,11 @@ def measure(turn: Turn, model: Model, args: argparse.Namespace) -> list[Row]:
             runner.problems.append("Inductor ran it without CUDA graphs")
         runners[name] = runner
         print(f"{case.name}, {mode}: {name} built in {runner.seconds:.1f} s{held(device)}", flush=True)
+        if name == "off" and len(runners) == 1 and first:
+            before = take_turns({BEFORE: runner}, device, args.rounds, args.seconds)
     taken = take_turns(runners, device, args.rounds, args.seconds)
-    return list(rows_of(runners, mode, args.placement, taken))
+    rows = list(rows_of(runners, mode, args.placement, taken))
+    return rows if before is None else [*rows_of({BEFORE: runners["off"]}, mode, args.placement, before), *rows]
 
 
 def held(device: torch.device) -> str:
@@ -240,7 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
         model = Model(shape, device)
         for turn in group:
             try:
-                rows = measure(turn, model, args)
+                rows = measure(turn, model, args, first=turn is args.turns[0] and device.type == "cuda")
             except torch.OutOfMemoryError as e:
                 left_out.append(
                     f"{turn.case.name}, {turn.mode}: the memory does not hold all configurations at once: {e}"
