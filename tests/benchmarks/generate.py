@@ -120,6 +120,11 @@ class Runner:
         self._prefilled = time.perf_counter()
         return result
 
+    def clear(self) -> None:
+        """Forget the runs so far."""
+        self.seconds.clear()
+        self.decode.clear()
+
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
@@ -175,18 +180,15 @@ class Row:
     off: Runner
 
     def cells(self) -> list[str]:
-        tokens = self.case.requests * self.case.new
-        rates = [tokens / s for s in self.runner.seconds]
-        # the prefill gives the first token
-        steps = [s / max(1, self.case.new - 1) * 1e6 for s in self.runner.decode]
+        rates, steps = speeds(self.case, self.runner)
         same = (self.runner.tokens == self.off.tokens)[:, self.case.context :].float().mean().item()
         session, mine = self.runner.session, self.runner is self.off
         return [
             self.case.name,
             self.configuration,
-            f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})",
+            rates,
             "" if mine else f"{report.more_tokens(self.runner.seconds, self.off.seconds):+.1f} %",
-            f"{statistics.median(steps):,.0f} us ({min(steps):,.0f} to {max(steps):,.0f})",
+            steps,
             "" if mine else f"{report.more_tokens(self.runner.decode, self.off.decode):+.1f} %",
             "" if mine else f"{100 * same:.0f} %",
             "" if session is None else f"{len(session.violations()) + len(session.uncovered)}",
@@ -204,23 +206,45 @@ class Row:
         return found
 
 
+def speeds(case: Case, runner: Runner) -> tuple[str, str]:
+    """Tokens a second of its calls, and what a decode step takes."""
+    rates = [case.requests * case.new / s for s in runner.seconds]
+    # the prefill gives the first token
+    steps = [s / max(1, case.new - 1) * 1e6 for s in runner.decode]
+    return (
+        f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})",
+        f"{statistics.median(steps):,.0f} us ({min(steps):,.0f} to {max(steps):,.0f})",
+    )
+
+
 HEADER = ["generate", "canary", "tokens/s (spread)", "more", "a decode step", "more", "same tokens", "reports"]
 
 
-def measure(case: Case, model: Any, args: argparse.Namespace) -> tuple[list[list[str]], list[str]]:
-    """The cells of a row for each configuration, and what makes them worthless."""
+def measure(case: Case, model: Any, args: argparse.Namespace, first: bool) -> tuple[list[list[str]], list[str]]:
+    """The cells of a row for each configuration, and what makes them worthless.
+
+    Args:
+        first: nothing guarded has run in the process, on a device where that tells: see ``streams.py``.
+    """
     device = torch.device(args.device)
     ids = torch.randint(model.config.vocab_size, (case.requests, case.context), device=device)
     configurations: dict[str, dict[str, Any] | None] = {"off": None}
     configurations |= {mode: {"mode": mode} | dict(args.settings) for mode in args.mode}
-    runners = {name: Runner(sharing_weights(model), how, device) for name, how in configurations.items()}
-    for name, runner in runners.items():
+    runners: dict[str, Runner] = {}
+    before: list[list[str]] = []
+    for name, how in configurations.items():
+        runner = runners[name] = Runner(sharing_weights(model), how, device)
         started = time.perf_counter()
         for _ in range(3):  # compiles, records the graphs, replays them
             runner.run(ids, case.new)
         print(f"{case.name} {name}: warm after {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-        runner.seconds.clear()
-        runner.decode.clear()
+        runner.clear()
+        if name == "off" and first:
+            for _ in range(args.rounds):
+                runner.run(ids, case.new)
+            rate, step = speeds(case, runner)
+            before = [[case.name, "off, before the others", rate, "", step, "", "", ""]]
+            runner.clear()
     recorded = counters["inductor"]["cudagraph_skips"]
     if recorded:
         print(f"CUDA graphs were skipped: {recorded}", file=sys.stderr)
@@ -229,7 +253,7 @@ def measure(case: Case, model: Any, args: argparse.Namespace) -> tuple[list[list
         for runner in order if turn % 2 == 0 else reversed(order):
             runner.run(ids, case.new)
     rows = [Row(case, name, runner, runners["off"]) for name, runner in runners.items()]
-    cells = [row.cells() for row in rows]
+    cells = [*before, *(row.cells() for row in rows)]
     for line in cells:
         print("  ".join(cell for cell in line if cell), flush=True)
     if args.profile is not None:
@@ -279,15 +303,17 @@ def main() -> int:
     torch._dynamo.config.recompile_limit = 64  # each configuration compiles the same function anew
     rows: list[list[str]] = []
     problems: list[str] = []
+    started = False
     for shape in args.shape:
         model = build(shape, args.layers, max(args.context) + args.new_tokens, torch.device(args.device))
         for context in args.context:
             for requests in args.requests:
                 case = Case(shape, requests, context, args.new_tokens)
                 try:
-                    measured, wrong = measure(case, model, args)
+                    measured, wrong = measure(case, model, args, not started and args.device == "cuda")
                 except torch.OutOfMemoryError as e:
                     measured, wrong = [], [f"{case.name}: the memory does not hold all configurations at once: {e}"]
+                started = True
                 rows += measured
                 problems += wrong
                 torch._dynamo.reset()
