@@ -15,7 +15,7 @@ from ..reports.incidents.folder import IncidentFolder
 from ..reports.log import ViolationLog
 from ..reports.violation import Violation
 from . import at_exit, on_signal
-from .beside import Beside
+from .beside import streams_beside
 from .binding import Controls
 from .incidents import Told, Watched, describe
 from .rows import decode_blackbox, decode_row, take_judged, take_rows
@@ -120,7 +120,7 @@ class Alarm:
         """Write a file to the directory of incidents; called by a thread of its own, and reads no ring."""
         if self._folder is not None:
             told = list(self._last)
-            with Beside().streams([self._controls]):
+            with streams_beside([self._controls]):
                 self._folder.snapshot(lambda: describe(self._session, told, self.found.total, "snapshot"))
 
     def _note(self, told: list[Told], total: int) -> None:

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 
 import torch
 
 from .binding import Controls
 
+_LOCK = threading.Lock()
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
-class Beside:
-    """Streams that wait for no other: under a lock, a reader kept a runner that is ahead of its device waiting until
-    the device had caught up, in every reading."""
 
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+@contextlib.contextmanager
+def streams_beside(controls: Iterable[Controls]) -> Iterator[None]:
+    """Make streams that wait for no other the current ones of this thread, on all devices of the sessions that have
+    these controls.
 
-    @contextlib.contextmanager
-    def streams(self, controls: Iterable[Controls]) -> Iterator[None]:
-        """Make them the current ones of this thread, on all devices of the sessions that have these controls."""
-        with contextlib.ExitStack() as streams:
-            for device in {d for each in controls for d in each.by_device if d.type == "cuda"}:
-                streams.enter_context(torch.cuda.stream(self._streams.setdefault(device, torch.cuda.Stream(device))))
-            yield
+    Under a lock in the place of that, a reader kept a runner that is ahead of its device waiting until the device had
+    caught up, in every reading.  All readers of a process share a device's stream: each kernel of a process takes
+    longer once it has used many (``tests/benchmarks/streams.py``).
+    """
+    with contextlib.ExitStack() as streams:
+        for device in {d for each in controls for d in each.by_device if d.type == "cuda"}:
+            streams.enter_context(torch.cuda.stream(_stream_of(device)))
+        yield
+
+
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    with _LOCK:
+        if device not in _STREAMS:
+            _STREAMS[device] = torch.cuda.Stream(device)
+        return _STREAMS[device]

@@ -16,7 +16,7 @@ from ..passes.graph_plan import GraphPlan
 from ..reports import metrics_text, summary
 from ..reports.log import ViolationLog
 from ..reports.metrics_text import PREFIX, Reading
-from .beside import Beside
+from .beside import streams_beside
 from .binding import Controls
 from .hooks import Hooks
 from .registry import PoolRegistry
@@ -78,7 +78,7 @@ class StatusFile:
     def __init__(self, folder: str):
         self.path = path_of(folder, os.getpid())
         self.sessions: weakref.WeakSet[Watched] = weakref.WeakSet()
-        self._ending, self._beside, self._failed = threading.Event(), Beside(), False
+        self._ending, self._failed = threading.Event(), False
         self._one = threading.Lock()  # two at a time would take each other's draft
 
     def start(self) -> None:
@@ -108,7 +108,7 @@ class StatusFile:
         sessions = list(self.sessions)
         counts, violations, states = Counter[str](), Counter[str](), dict[str, str]()
         within = 0.0
-        with self._beside.streams(session.controls for session in sessions):
+        with streams_beside(session.controls for session in sessions):
             for session in sessions:
                 stats = session.stats(drain=False)
                 counts[f"{PREFIX}forwards_total"] += getattr(stats, "forwards", stats.steps)

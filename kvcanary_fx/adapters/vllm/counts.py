@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ...engine.observers.stats import EngineStats
-from ...runtime.beside import Beside
+from ...runtime.beside import streams_beside
 from .settings import COUNTS_VARIABLE
 
 if TYPE_CHECKING:
@@ -75,11 +75,10 @@ class Counts:
         """Start writing the summed counts of sessions, as long as all of them live.
 
         Args:
-            beside: read them while forwards run, in a stream of the thread's own: nobody waits, and the counts may be
+            beside: read them while forwards run, in a stream of the readers' own: nobody waits, and the counts may be
                 of the middle of a step.  Otherwise between two forwards, which wait for it.
         """
         watched, ending = [weakref.ref(session) for session in sessions], threading.Event()
-        read = Beside() if beside else None
 
         def write_news() -> bool:
             """Whether the sessions are still alive."""
@@ -89,8 +88,8 @@ class Counts:
             steps = sum(session.steps for session in followed)
             if steps != self._steps:
                 self._steps = steps
-                if read is not None:
-                    with read.streams(session.controls for session in followed):
+                if beside:
+                    with streams_beside(session.controls for session in followed):
                         self.write(*(session.stats(drain=False) for session in followed))
                 else:
                     with self._lock:
