@@ -35,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +258,7 @@ def worker(args: argparse.Namespace) -> None:
         elif what == "load":
             answer(runs.load(int(words[0]), int(words[1]), float(words[2])))
         elif what == "profile":
-            answer(profiled(functools.partial(runs.run, int(words[0]), 77)))
+            answer(profiled(functools.partial(runs.run, int(words[0]))))
         elif what == "stats":
             answer(stats())
         elif what == "kernel":
@@ -324,8 +325,8 @@ def stats() -> Any:
     return dict(counts=found, violations=violations, within=counts.compared_within())
 
 
-def profiled(run: Any) -> str:
-    """Kernels by time, and Python by time, of one run."""
+def profiled(run: Callable[[int], Any]) -> str:
+    """Kernels by time, and Python by time, of one run each, given its number: other prompts than those before."""
     import cProfile
     import io
     import pstats
@@ -333,10 +334,10 @@ def profiled(run: Any) -> str:
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as kernels:
-        run()
+        run(77)
     host = cProfile.Profile()
     host.enable()
-    run()
+    run(78)
     host.disable()
     out = io.StringIO()
     out.write(kernels.key_averages().table(sort_by="cuda_time_total", row_limit=45, max_name_column_width=60))
