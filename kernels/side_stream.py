@@ -18,9 +18,9 @@ to 5, and a branch beside the last ones 2 at most (``tests/benchmarks/graph_bran
 begin is joined early (:func:`meets_at`), and what is forked after that does not depend on it a second time, which
 would be a branch from the begin to there.
 
-And each graph with a branch has streams of its own, which the driver makes.  Once a process has used six streams besides
-the default one, each of its kernels takes longer, in all graphs: 0.18 to 0.35 us on an H200, 3 % of a decode of 600
-kernels (``tests/benchmarks/streams.py``).
+And each graph with a branch has streams of its own, which the driver makes.  Once a process has used six streams
+besides the default one, each of its kernels takes longer, in all graphs: 0.18 to 0.35 us on an H200, 3 % of a decode of
+600 kernels (``tests/benchmarks/streams.py``).
 """
 
 from __future__ import annotations

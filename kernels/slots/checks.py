@@ -99,6 +99,14 @@ def walked(space: SlotSpace, plan: RequestPlan) -> int:
     return min(plan.columns, plan.width)
 
 
+def _first_read(space: SlotSpace, prefix: torch.Tensor) -> torch.Tensor:
+    """int64, like ``prefix``: the first position that a forward reads of requests with so many tokens stored."""
+    first = torch.zeros_like(prefix)
+    if space.window is not None:
+        first = (prefix - space.window + 1).clamp(min=0)
+    return first if space.chunk is None else torch.maximum(first, prefix // space.chunk * space.chunk)
+
+
 def _row_exists(plan: RequestPlan) -> torch.Tensor:
     return (plan.rows >= 0) & (plan.rows < plan.table.shape[0])
 
@@ -116,7 +124,7 @@ def _walk_columns(space: SlotSpace, plan: RequestPlan, start: int, stop: int) ->
     """Check positions from ``start`` on: int64 ``[n]``, the slots that were stamped, ``space.nowhere`` among them."""
     position = torch.arange(start, stop, device=plan.rows.device).unsqueeze(0)
     prefix = plan.prefix_lens.to(torch.int64).unsqueeze(1)
-    first = (prefix - space.window + 1).clamp(min=0) if space.window is not None else torch.zeros_like(prefix)
+    first = _first_read(space, prefix)
     position = position + first if plan.ring else position
     live = (real_requests(plan) & _row_exists(plan)).unsqueeze(1) & (position < prefix) & (position >= first)
     requests = torch.arange(live.shape[0], device=live.device).unsqueeze(1)
@@ -276,16 +284,23 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
 def _behind_window(
     space: SlotSpace, plan: RequestPlan, request: torch.Tensor, position: torch.Tensor, real: torch.Tensor
 ) -> torch.Tensor:
-    """bool ``[n]``: tokens of a long prefill that no later forward reads, so that they may be stored nowhere.
+    """bool ``[n]``: tokens of a long prefill that no later forward reads, behind the window or in a chunk before, so
+    that they may be stored nowhere.
 
     Never a request's newest token, which attention reads in this forward.
     """
-    if space.window is None:
+    if space.window is None and space.chunk is None:
         return torch.zeros_like(real)
     newest = plan.prefix_lens.to(torch.int64) + plan.extend_lens - 1
     if plan.parents is not None:  # a tree is not as deep as it has tokens
         newest = torch.zeros_like(newest).scatter_reduce(0, request, torch.where(real, position, 0), "amax")
-    return position <= newest[request] - max(space.window - 1, 1)
+    newest = newest[request]
+    behind = torch.zeros_like(real)
+    if space.window is not None:
+        behind |= position <= newest - max(space.window - 1, 1)
+    if space.chunk is not None:
+        behind |= position < torch.minimum((newest + 1) // space.chunk * space.chunk, newest)
+    return behind
 
 
 def check_before(space: SlotSpace, plan: RequestPlan) -> None:
@@ -459,6 +474,8 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
     live = real.unsqueeze(1) & (position < torch.minimum(given, total).unsqueeze(1))
     if space.window is not None:
         live = live & (position > (total - 1 - space.window).unsqueeze(1))
+    if space.chunk is not None:
+        live = live & (position >= ((total - 1) // space.chunk * space.chunk).unsqueeze(1))
     each = Findings(live, space.checks)
     each.add(Why.READ_DIFFERS, got != slot, slot, got)
     request = plan.owners.unsqueeze(1)

@@ -122,6 +122,12 @@ def _ring_args(space: SlotSpace, source: int) -> dict[str, Any]:
     )
 
 
+def _reach_args(space: SlotSpace) -> dict[str, Any]:
+    """How far back attention reads."""
+    window, chunk = (ENDLESS if tokens is None else tokens for tokens in (space.window, space.chunk))
+    return dict(window=window, chunk=chunk)
+
+
 def _past_args(space: SlotSpace) -> dict[str, Any]:
     kept = events_kept(space.past)
     return dict(past_ptr=space.past if kept else space.block, KEPT=kept)
@@ -257,7 +263,7 @@ def _walk_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
         listed_ptr=space.listed,
         listed_count_ptr=space.listed_count,
         stop=stop,
-        window=space.window if space.window is not None else ENDLESS,
+        **_reach_args(space),
         every=space.verify_every,
         BY_BUDGET=space.verify_every == BY_BUDGET,
         BLOCK=WALK_POSITIONS,
@@ -291,7 +297,7 @@ def _check_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
         clock_ptr=space.clock,
         real_ptr=plan.memory_for("real_slots", n),
         extend_ptr=plan.extend_lens.contiguous(),
-        window=space.window if space.window is not None else ENDLESS,
+        **_reach_args(space),
         once=int(space.once),
         HAS_TABLE=plan.table.numel() > 0,
         **_token_args(plan),
@@ -446,9 +452,8 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
     changing = {"pages_ptr": pages, "lengths_ptr": lengths}
 
     def others() -> dict[str, Any]:
-        window = space.window if space.window is not None else ENDLESS
         stride, step = pages.stride()
-        return dict(pages_stride=stride, pages_step=step, room=room, window=window, SIZE=size)
+        return dict(pages_stride=stride, pages_step=step, room=room, SIZE=size, **_reach_args(space))
 
     _compare_with_table(space, plan, triton_reads.reads_kernel, room, form, changing, others)
 

@@ -64,6 +64,8 @@ def walk(space: SlotSpace, plan: RequestPlan) -> None:
     for request in _requests(plan):
         prefix = int(plan.prefix_lens[request])
         first = 0 if space.window is None else max(prefix - space.window + 1, 0)
+        if space.chunk is not None:
+            first = max(first, prefix - prefix % space.chunk)
         for position in range(first, prefix if plan.ring else min(prefix, plan.columns, plan.width)):
             if _row_exists(plan, request):
                 _walk_slot(space, plan, request, position, first, writers)
@@ -254,7 +256,7 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
 
 
 def _left_out(space: SlotSpace, plan: RequestPlan, request: int, position: int, slot: int) -> bool:
-    if space.window is None:
+    if space.window is None and space.chunk is None:
         return False
     nowhere = slot == -1 or (0 <= slot < space.slots and bool(int(space.flags[slot]) & Flag.RESERVED))
     if not nowhere:
@@ -262,7 +264,11 @@ def _left_out(space: SlotSpace, plan: RequestPlan, request: int, position: int, 
     newest = int(plan.prefix_lens[request]) + int(plan.extend_lens[request]) - 1
     if plan.parents is not None:
         newest = max(_position(plan, j, other, place) for j, other, place in _tokens(plan) if other == request)
-    return position < newest and position <= newest - space.window + 1
+    if position >= newest:
+        return False
+    if space.window is not None and position <= newest - space.window + 1:
+        return True
+    return space.chunk is not None and position // space.chunk < (newest + 1) // space.chunk
 
 
 def _check_writer(entry: Entry, space: SlotSpace, slot: int, request: int) -> None:
@@ -356,6 +362,8 @@ def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, length
             entry.add(Why.LENGTH_DIFFERS, total, given)
         entry.report(Phase.PRE, -1, UNKNOWN, owner, -1)
         first = 0 if space.window is None else max(total - space.window, 0)
+        if space.chunk is not None and total:
+            first = max(first, total - 1 - (total - 1) % space.chunk)
         for position in range(first, min(given, total, room)):
             slot = _table_slot(plan, request, position)
             got = int(pages[request, position // size]) * size + position % size

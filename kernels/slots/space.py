@@ -55,7 +55,7 @@ class Column(enum.IntEnum):
     OWNER = 6
 
 
-#: Stands for "no window" and for the width of a ring.
+#: Stands for "no window", for "no chunks", and for the width of a ring.
 ENDLESS = 2**31 - 1
 
 #: 32-bit columns of a slot's entry: one 32-byte sector of a GPU's memory.
@@ -83,6 +83,7 @@ class SlotSpace:
         space_id: takes the place of a half's number in a violation's record.
         token_offset: the slot of position p holds the token of position p + token_offset (an EAGLE draft's: 1).
         window: slots of a request that attention still reads, the newest ones; None for all.
+        chunk: a token's attention reads the slots of its own chunk of so many positions alone; None: no chunks.
         verify_every: a step checks the bytes of the slots with ``(slot + step) % verify_every == 0``, where the step
             is the engine's, so that each slot's turn comes within as many steps, whichever graph runs them; BY_BUDGET:
             as the control's word says.
@@ -106,6 +107,7 @@ class SlotSpace:
     checks: Check
     token_offset: int = 0
     window: int | None = None
+    chunk: int | None = None
     owner_known: bool = True
     verify_every: int = 1
     once: bool = False
@@ -150,6 +152,7 @@ class SlotSpace:
         reserved: tuple[int, ...] = (0,),
         token_offset: int = 0,
         window: int | None = None,
+        chunk: int | None = None,
         owner_known: bool = True,
         verify_every: int = 1,
         once: bool = False,
@@ -173,6 +176,7 @@ class SlotSpace:
             checks=checks,
             token_offset=token_offset,
             window=window,
+            chunk=chunk,
             owner_known=owner_known,
             verify_every=verify_every,
             once=once,

@@ -170,7 +170,7 @@ def walk_kernel(
     ends_ptr, bs, steps, n,  # int64 [bs]
     table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
     history_ptr, history_stride, history_step, history_width, history_rows, history_lens_ptr,
-    stop, window, offset, every,
+    stop, window, chunk, offset, every,
     words_ptr, ring_ptr, capacity, source, checks,
     PAGE: tl.constexpr, HAS_SPACES: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
     HAS_HISTORY: tl.constexpr, BY_ROW: tl.constexpr, HAS_PADDING: tl.constexpr, BY_BUDGET: tl.constexpr,
@@ -190,7 +190,7 @@ def walk_kernel(
     clock = tl.load(clock_ptr)
     share = tl.load(words_ptr + WORD_EVERY).to(tl.int32) if BY_BUDGET else every
     turn = (tl.load(counts_ptr + 2) % share).to(tl.int32)
-    first = tl.maximum(prefix - window + 1, 0)
+    first = tl.maximum(tl.maximum(prefix - window + 1, prefix // chunk * chunk), 0)
     start_at = first if RING else tl.zeros_like(first)  # the positions in a ring have no end, those in a window have
     # the first block of this program that the window reaches, and where the request ends
     reached = start_at if RING else first // BLOCK * BLOCK
@@ -349,7 +349,7 @@ def tell_other_slots(
 def reads_kernel(
     counts_ptr, row_ptr, padding, prefix_ptr, extend_ptr, owner_ptr,
     table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
-    pages_ptr, pages_stride, pages_step, lengths_ptr, room, window,  # integer [bs, room // SIZE], integer [bs]
+    pages_ptr, pages_stride, pages_step, lengths_ptr, room, window, chunk,  # integer [bs, room // SIZE], integer [bs]
     words_ptr, ring_ptr, capacity, source, checks,
     PAGE: tl.constexpr, SIZE: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -374,7 +374,8 @@ def reads_kernel(
                 checks, REASON_LENGTH_DIFFERS,
             )  # fmt: skip
             tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, -1, UNKNOWN, owner, -1, PHASE_PRE)
-        first, end = tl.maximum(total - window, 0), tl.minimum(tl.minimum(given, total), room)
+        first = tl.maximum(tl.maximum(total - window, (total - 1) // chunk * chunk), 0)
+        end = tl.minimum(tl.minimum(given, total), room)
         begins = first // BLOCK * BLOCK + tl.program_id(0).to(tl.int64) * BLOCK
         for begin in range(begins, end, tl.num_programs(0).to(tl.int64) * BLOCK):
             position = begin + lanes

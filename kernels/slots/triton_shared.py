@@ -27,8 +27,8 @@ from ..words import (
 PER_STEP = [
     "bs", "n", "steps", "stop", "slots", "map_size", "history_width", "history_stride", "history_step", "history_rows",
     "table_rows",
-    "row_stride", "page_stride", "columns", "received_count", "room", "pages_stride", "pages_step", "window", "offset",
-    "capacity", "source", "checks", "width", "every", "once",
+    "row_stride", "page_stride", "columns", "received_count", "room", "pages_stride", "pages_step", "window", "chunk",
+    "offset", "capacity", "source", "checks", "width", "every", "once",
     "padding", "mark", "index_count", "unit", "stride",
 ]  # fmt: skip
 

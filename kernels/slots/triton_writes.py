@@ -83,7 +83,8 @@ def writes_kernel(
     counts_ptr, bs, steps, ends_ptr, row_ptr, padding, prefix_ptr, extend_ptr, owner_ptr,
     token_ptr, slot_ptr, position_ptr, real_ptr, n,  # integer [n] each
     table_ptr, row_stride, page_stride, table_rows, columns, map_ptr, map_size,
-    history_ptr, history_stride, history_step, history_width, history_rows, history_lens_ptr, offset, window, once,
+    history_ptr, history_stride, history_step, history_width, history_rows, history_lens_ptr, offset,
+    window, chunk, once,
     words_ptr, ring_ptr, capacity, source, checks,
     PAGE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_MAP: tl.constexpr, RING: tl.constexpr,
     HAS_HISTORY: tl.constexpr, BY_ROW: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_PADDING: tl.constexpr,
@@ -111,7 +112,10 @@ def writes_kernel(
     newest = tl.load(prefix_ptr + request, mask=real, other=0).to(tl.int64) - 1
     newest += tl.load(extend_ptr + request, mask=real, other=0).to(tl.int64)
     nowhere = (reserved & (outside == 0)) | (slot == -1)
-    real = real & ((nowhere & (position <= newest - tl.maximum(window - 1, 1))) == 0)
+    behind = (position <= newest - tl.maximum(window - 1, 1)) | (
+        position < tl.minimum((newest + 1) // chunk * chunk, newest)
+    )
+    real = real & ((nowhere & behind) == 0)
 
     zero = tl.zeros_like(i)
     bits, why, stored, found = zero, zero, zero, zero

@@ -55,6 +55,7 @@ class EnginePool:
             reserved=declared.reserved,
             token_offset=declared.token_offset,
             window=declared.layout.window,
+            chunk=declared.chunk,
             once=declared.layout.once,
             owner_known=declared.allocations,
             history=config.slot_history,

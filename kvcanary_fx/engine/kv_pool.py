@@ -52,6 +52,8 @@ class KVPool:
         token_offset: the slot of position p holds the token of position p + token_offset (an EAGLE draft's: 1).
         window: tokens that attention sees, the token itself included, as in a Hugging Face config's
             ``sliding_window``; None for all.
+        chunk: tokens of a chunk, where attention sees those of a token's own chunk alone, as in a config's
+            ``attention_chunk_size`` (Llama 4); None: there are no chunks.
         ring: a request's row is used again and again: position p is in column ``p // table_page_size`` modulo
             the width.  Needs a window that fits into the row.
         tokens_per_slot: tokens that a slot stands for, in a compressed cache: slot e of a request is written when
@@ -84,6 +86,7 @@ class KVPool:
     padding_row: int | None = None
     token_offset: int = 0
     window: int | None = None
+    chunk: int | None = None
     ring: bool = False
     tokens_per_slot: int = 1
     state: bool = False
@@ -148,6 +151,8 @@ class KVPool:
                 f"has window={self.window}: it counts the tokens that attention sees, the newest included, so it is at "
                 "least 1; None is no window"
             )
+        if self.chunk is not None and self.chunk < 1:
+            self._refuse(f"has chunk={self.chunk}: it counts the tokens of a chunk, at least 1; None is no chunks")
         if self.padding_row is not None and not 0 <= self.padding_row < self.request_table.shape[0]:
             self._refuse(
                 f"has padding_row={self.padding_row}, and a request_table of {self.request_table.shape[0]} rows: give "
@@ -226,6 +231,7 @@ class KVPool:
         widths = "+".join(str(t[(0,) * (1 + self.paged)].numel() * t.element_size()) for t in self.tensors[0])
         shown = ["slots through a map"] if self.slot_map is not None else []
         shown += [f"window {self.window}"] if self.window is not None else []
+        shown += [f"chunks of {self.chunk}"] if self.chunk is not None else []
         shown += self.layout.describe()
         shown += [f"{len(self.scales)} scales"] if self.scales else []
         shown += [f"token offset {self.token_offset}"] if self.token_offset else []

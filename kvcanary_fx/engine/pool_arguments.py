@@ -51,6 +51,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "never_read": (_are_slots, "a tuple of reserved slots, () for none"),
     "token_offset": (lambda v: is_whole(v, 0), "a whole number of tokens, 0 or more"),
     "window": (lambda v: v is None or is_whole(v), "a whole number of tokens, or None"),
+    "chunk": (lambda v: v is None or is_whole(v), "a whole number of tokens, or None"),
     "padding_row": (lambda v: v is None or is_whole(v), "the number of a row of the request table, or None"),
     "ring": _FLAG,
     "tokens_per_slot": (lambda v: is_whole(v, 1), "a whole number of tokens, at least one"),

@@ -49,6 +49,8 @@ def _of_request(
         own = plan.history[request, at.clamp(max=plan.history.shape[1] - 1)].to(torch.int64)
         right &= ~known | (tokens == own)
     begin = 0 if space.window is None else max(0, length - space.window)  # what is older may have been given on
+    if space.chunk is not None:
+        begin = max(begin, length - length % space.chunk)
     follows = torch.ones_like(right)
     follows[1:] = chain[1:] - mix_tensor(tokens[1:], space.positions[slots][1:].to(torch.int64)) == chain[:-1]
     follows[: begin + 1] = True

@@ -111,6 +111,7 @@ def random_space(rng: random.Random, form: Form | None = None) -> SlotSpace:
         reserved=rng.choice([(), (0,), (0, 3) if slots > 3 else ()]),
         token_offset=rng.choice([0, 0, 1]),
         window=rng.choice([None, None, 1, 3]),
+        chunk=rng.choice([None, None, None, 1, 4, 5]),
         once=rng.random() < 0.2,
         owner_known=rng.random() < 0.8,
         history=slots % 3 * 2,

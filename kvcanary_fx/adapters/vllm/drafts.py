@@ -127,7 +127,7 @@ class Proposal:
 
     def _check_tables(self, metadata: Mapping[str, Any], rows: torch.Tensor | None) -> None:
         count = len(self.requests)
-        for group in self.drafts.groups:
+        for group in (g for g in self.drafts.groups if g.gets_tables):
             given = kernel_tables(metadata[next(iter(group.layers))], self.common.seq_lens, count)
             if given is not None:
                 pages, lengths = given

@@ -42,6 +42,7 @@ class Group:
         window: tokens that its attention sees, None for all.
         layers: K and V (latent and rotary part) of each layer, ``[pages, page_size, ...]``, by the layer's name.
         mla: halves are the latent and the rotary part.
+        chunk: tokens of a chunk, where a token's attention sees its own chunk alone; None: there are no chunks.
         draft: the layers are a draft's, whose own session checks its forwards.
         drafted: those of the layers that are a draft's, in a session of the target and its draft.
     """
@@ -52,12 +53,18 @@ class Group:
     window: int | None
     layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     mla: bool
+    chunk: int | None = None
     draft: bool = False
     drafted: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
         return group_name(self.number, self.draft)
+
+    @property
+    def gets_tables(self) -> bool:
+        """Whether its attention kernels get the runner's block tables; vLLM makes others of them for chunks."""
+        return self.chunk is None
 
     def pool(self, table: torch.Tensor, allocations: bool) -> KVPool:
         """The pool of this group, whose request table is ``table``."""
@@ -72,6 +79,7 @@ class Group:
             slots_from=f"slots_{self.number}",
             reserved=tuple(range(self.page_size)),  # block 0 is vLLM's null block
             window=self.window,
+            chunk=self.chunk,
             allocations=allocations,
         )
 
@@ -167,9 +175,10 @@ def _groups(runner: Any, wanted: Set[str], draft: bool, unguarded: dict[str, str
 def _group(runner: Any, number: int, spec: Any, names: Sequence[str]) -> tuple[Group | None, str]:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))
-    window = _window(spec)
-    if isinstance(window, str):
-        return None, window
+    reach = _reach(spec)
+    if isinstance(reach, str):
+        return None, reach
+    window, chunk = reach
     layers, mla, kernel_page = {}, False, kernel_page_sizes(runner)[number]
     for name in names:
         layer = runner.compilation_config.static_forward_context[name]
@@ -181,7 +190,7 @@ def _group(runner: Any, number: int, spec: Any, names: Sequence[str]) -> tuple[G
         layers[name], mla = halves, isinstance(layer, MLAAttention)
     if not layers:
         return None, "its layers have no KV cache of their own"
-    return Group(number, spec.block_size, kernel_page, window, layers, mla), ""
+    return Group(number, spec.block_size, kernel_page, window, layers, mla, chunk), ""
 
 
 def kernel_page_sizes(runner: Any) -> list[int]:
@@ -190,15 +199,17 @@ def kernel_page_sizes(runner: Any) -> list[int]:
     return list(runner._kernel_block_sizes if sizes is None else sizes)
 
 
-def _window(spec: Any) -> int | str | None:
-    """The number of tokens whose blocks the group keeps, None for all; or why it cannot be guarded, as text."""
-    refused = (ChunkedLocalAttentionSpec, CrossAttentionSpec, EncoderOnlyAttentionSpec)
+def _reach(spec: Any) -> tuple[int | None, int | None] | str:
+    """The window and the chunk of a group's attention, whose blocks are kept; or why it cannot be guarded, as text."""
+    refused = (CrossAttentionSpec, EncoderOnlyAttentionSpec)
     if not isinstance(spec, AttentionSpec) or isinstance(spec, refused):
         return f"{type(spec).__name__} is not supported by this adapter"
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return None, int(spec.attention_chunk_size)
     if isinstance(spec, SlidingWindowSpec):
-        return int(spec.sliding_window)
+        return int(spec.sliding_window), None
     if isinstance(spec, FullAttentionSpec):
-        return None
+        return None, None
     return f"{type(spec).__name__} is not supported by this adapter"
 
 

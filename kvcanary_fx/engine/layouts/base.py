@@ -26,6 +26,8 @@ class Declared(Protocol):
     @property
     def window(self) -> int | None: ...
     @property
+    def chunk(self) -> int | None: ...
+    @property
     def ring(self) -> bool: ...
     @property
     def tokens_per_slot(self) -> int: ...
@@ -35,8 +37,8 @@ class Declared(Protocol):
     def written_once(self) -> bool: ...
 
 
-#: The window of a scratch pool whose real one has a window.
-SMALL_WINDOW = 4
+#: The window of a scratch pool whose real one has a window; the chunks where it has chunks: requests there are shorter.
+SMALL_WINDOW, SMALL_CHUNK = 4, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,4 +121,5 @@ class Layout:
 
     def scaled_down(self) -> ScaledDown:
         """The same layout for a scratch pool: proof that the checks work needs few slots."""
-        return ScaledDown({"window": None if self.declared.window is None else SMALL_WINDOW})
+        window = None if self.declared.window is None else SMALL_WINDOW
+        return ScaledDown({"window": window, "chunk": None if self.declared.chunk is None else SMALL_CHUNK})

@@ -27,11 +27,11 @@ class FewerTokens(Layout):
     slot_per_token = False
 
     def refusal(self) -> str | None:
-        if self.declared.window is None and not self.declared.token_offset:
+        if self.declared.window is None and self.declared.chunk is None and not self.declared.token_offset:
             return None
         return (
-            f"has {self.argument} with a window or a token_offset, which count tokens: its slots stand for more than "
-            "one"
+            f"has {self.argument} with a window, a chunk or a token_offset, which count tokens: its slots stand for "
+            "more than one"
         )
 
     def completed(self, plan: RequestPlan, prefix: torch.Tensor, extend: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -18,6 +18,8 @@ class Ring(Layout):
 
     def refusal(self) -> str | None:
         window = self.declared.window
+        if self.declared.chunk is not None:
+            return f"is a ring with chunk={self.declared.chunk}: what attention sees of a ring is a window"
         if window is not None and window <= self.room:
             return None
         return (
