@@ -65,12 +65,12 @@ def test_both_ranks_of_an_engine_are_guarded(models):
 
 
 def test_metrics_of_a_server_name_a_group_that_is_not_guarded_and_why(models, tmp_path):
-    found, _ = serve(models, tmp_path, "2", "3", "--enforce-eager", KVCANARY_MODE="log", TINY_MODEL="llama4")
+    found, _ = serve(models, tmp_path, "2", "3", "--enforce-eager", KVCANARY_MODE="log", TINY_MODEL="hybrid")
     assert found["failed"] == 0
     of_groups = {name: n for name, n in found["at_health"].items() if name.startswith("kvcanary_guarded{")}
     assert sorted(of_groups.values()) == [0, 1]
     (named,) = [name for name, n in of_groups.items() if not n]
-    assert "ChunkedLocalAttentionSpec" in named
+    assert "MambaSpec" in named
     assert sum(v for name, v in found["metrics"].items() if name.startswith("kvcanary_violations")) == 0
 
 

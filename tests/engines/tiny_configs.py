@@ -68,8 +68,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
-#: Models of which some layers are not guarded.
-IN_PART: dict[str, dict[str, Any]] = {
+#: Models with tests of their own: whose layers are not alike, or not all guarded.
+OTHERS: dict[str, dict[str, Any]] = {
     "llama4": dict(
         _COMMON,
         model_type="llama4_text",
@@ -83,5 +83,25 @@ IN_PART: dict[str, dict[str, Any]] = {
         intermediate_size_mlp=256,
         use_qk_norm=True,
         attn_temperature_tuning=False,
+    ),
+    "hybrid": dict(
+        _COMMON,
+        model_type="lfm2",
+        architectures=["Lfm2ForCausalLM"],
+        hidden_size=512,
+        intermediate_size=1024,
+        num_attention_heads=8,
+        head_dim=64,
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+        num_hidden_layers=4,
+        conv_L_cache=3,
+        conv_dim=512,
+        conv_dim_out=512,
+        block_dim=512,
+        block_ff_dim=1024,
+        block_multiple_of=64,
+        block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=False,
+        norm_eps=1e-5,
     ),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import tiny_whisper
 import torch
-from tiny_configs import CONFIGS, IN_PART
+from tiny_configs import CONFIGS, OTHERS
 
 #: float32: with bfloat16 a CPU that has AMX keeps KV in tiles, unless it is guarded: other tokens.
 DTYPE = "float32"
@@ -33,7 +33,7 @@ def write_config(name: str, directory: pathlib.Path) -> str:
     if name == "whisper":
         tiny_whisper.write(path)
         return os.fspath(path)
-    (path / "config.json").write_text(json.dumps((CONFIGS | IN_PART)[name]))
+    (path / "config.json").write_text(json.dumps((CONFIGS | OTHERS)[name]))
     return os.fspath(path)
 
 
@@ -54,7 +54,7 @@ def engine_arguments(name: str, directory: pathlib.Path, **changed: Any) -> dict
     )
     if name == "whisper":
         given.update(tiny_whisper.ARGUMENTS)
-    elif "kv_lora_rank" in (CONFIGS | IN_PART)[name] and not torch.cuda.is_available():
+    elif "kv_lora_rank" in (CONFIGS | OTHERS)[name] and not torch.cuda.is_available():
         # of itself vLLM takes the one for AMX where a CPU has that, which knows no float32
         given["attention_config"] = {"backend": "CPU_MLA"}
     return given | changed

@@ -1,6 +1,6 @@
 """Random load on engines of random features, each guarded and not: no violation, the same tokens.
 
-    python tests/engines/vllm_random_load.py --seconds 3600 --seed 1 [--requests 60] [--models llama moe window mla]
+    python tests/engines/vllm_random_load.py --seconds 3600 --seed 1 [--requests 60] [--models llama window chunks ...]
     python tests/engines/vllm_random_load.py --seconds 240 --seed 1 --jobs 6 --tokens-may-differ  # one GPU
 
 Each seed draws a model, features of the engine (prefix caching, size of prompts' chunks, number of blocks, scheduling,
@@ -40,7 +40,7 @@ from vllm_runs import MARK
 #: As on a GPU by default: compiled in pieces, between which attention runs from Python.
 COMPILED: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"mode": 3}}
 
-MODELS = {"llama": "llama", "moe": "mixtral", "window": "gemma3", "mla": "deepseek_v3"}
+MODELS = {"llama": "llama", "moe": "mixtral", "window": "gemma3", "mla": "deepseek_v3", "chunks": "llama4"}
 
 
 def features(rng: random.Random, models: list[str], on_gpu: bool) -> tuple[str, dict[str, Any]]:
@@ -53,7 +53,7 @@ def features(rng: random.Random, models: list[str], on_gpu: bool) -> tuple[str, 
         max_num_batched_tokens=rng.choice([32, 64, 128, 512]),
         block_size=block,
         # 256 / block for the longest request, twice that with two groups or if vLLM halves the block; 1 is nobody's
-        num_gpu_blocks_override=256 // block * rng.choice([1, 2, 3, 6]) * (2 if model in ("window", "mla") else 1) + 2,
+        num_gpu_blocks_override=256 // block * rng.choice([1, 2, 3, 6]) * (1 if model in ("llama", "moe") else 2) + 2,
         scheduling_policy=rng.choice(["fcfs", "priority"]),
     )
     if rng.random() < 0.2:

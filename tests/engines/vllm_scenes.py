@@ -110,11 +110,9 @@ def connector(directory: pathlib.Path, model: str) -> dict[str, Any]:
 
 def hybrid(directory: pathlib.Path, model: str) -> dict[str, Any]:
     """A model of convolutions, whose states have blocks, too, and attention."""
-    import tiny_configs
     import vllm_v2_flips
     import vllm_v2_models
 
-    tiny_configs.CONFIGS["hybrid"] = vllm_v2_models.MODELS["hybrid"]
     rig = Rig("hybrid", directory, **vllm_v2_models.ARGUMENTS["hybrid"])
     mixed_load(rig)
     clean = [v.line() for v in rig.session.violations()]

@@ -54,7 +54,8 @@ class Server:
         log: pathlib.Path | None = None,
         environment: dict[str, str] | None = None,
     ):
-        path = tiny_vllm.write_config(model or os.environ.get("TINY_MODEL", "llama"), directory)
+        model = model or os.environ.get("TINY_MODEL", "llama")
+        path = tiny_vllm.write_config(model, directory)
         write_tokenizer(pathlib.Path(path))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -63,7 +64,8 @@ class Server:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--load-format", "dummy", "--dtype", tiny_vllm.DTYPE, "--max-model-len", "256", "--seed", "0"]
-        command += ["--block-size", "32", "--num-gpu-blocks-override", "256", "--served-model-name", "tiny"]
+        command += ["--num-gpu-blocks-override", "256", "--served-model-name", "tiny"]
+        command += ["--block-size", "32"] * (model != "hybrid")  # which has blocks of vLLM's own choice, alike in bytes
         command += ["--kv-cache-memory-bytes", str(1 << 30)]  # or vLLM wants 92 % of the machine's memory free
         self._output = log.open("wb") if log is not None else None
         written = self._output or sys.stderr

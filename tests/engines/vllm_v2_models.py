@@ -16,21 +16,6 @@ from vllm_rig import Rig, mixed_load
 _SIZES: dict[str, Any] = dict(
     hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8, head_dim=64
 )
-_HYBRID = dict(
-    model_type="lfm2",
-    architectures=["Lfm2ForCausalLM"],
-    layer_types=["conv", "full_attention", "conv", "full_attention"],
-    num_hidden_layers=4,
-    conv_L_cache=3,
-    conv_dim=512,
-    conv_dim_out=512,
-    block_dim=512,
-    block_ff_dim=1024,
-    block_multiple_of=64,
-    block_ffn_dim_multiplier=1.0,
-    block_auto_adjust_ff_dim=False,
-    norm_eps=1e-5,
-)
 
 #: Configurations, by the name that ``MODEL`` gives.
 MODELS: dict[str, dict[str, Any]] = {
@@ -43,8 +28,9 @@ MODELS: dict[str, dict[str, Any]] = {
     }
     | dict(num_key_value_heads=8),
     "window": tiny_configs.CONFIGS["gemma3"] | _SIZES,
+    "chunks": tiny_configs.OTHERS["llama4"] | _SIZES | dict(num_hidden_layers=4),
     "fp8": tiny_configs.CONFIGS["llama"] | _SIZES,
-    "hybrid": tiny_configs.CONFIGS["llama"] | _SIZES | _HYBRID,
+    "hybrid": tiny_configs.OTHERS["hybrid"],
 }
 
 # its draft, the layer behind the last, is dense, too

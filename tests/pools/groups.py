@@ -242,6 +242,29 @@ class Neighbour(Group):
         self.give_back(owner, [s for s in self.table[row, :total].tolist() if s])
 
 
+class Chunked(Group):
+    """Attention sees the tokens of a chunk: the slots of the chunks before it are given back, and their entries stay."""
+
+    field = "chunk_slots"
+
+    def __init__(self, name: str, form: str, chunk: int, **declared: Any):
+        super().__init__(name, form, chunk=chunk, **declared)
+        self.chunk, self.had = chunk, dict[int, int]()
+
+    def plan(self, owner: str, row: int, start: int, count: int) -> Work:
+        work = super().plan(owner, row, start, count)
+        work.reads = work.reads[start // self.chunk * self.chunk :]
+        return work
+
+    def after(self, owner: str, row: int, total: int) -> None:
+        first, stop = self.had.get(row, 0), total // self.chunk * self.chunk
+        self.give_back(owner, self.table[row, first:stop].tolist())
+        self.had[row] = stop
+
+    def finish(self, owner: str, row: int, total: int) -> None:
+        self.give_back(owner, self.table[row, self.had.pop(row, 0) : total].tolist())
+
+
 class Compressed(Group):
     """One slot for ``ratio`` tokens, written when the last of them is."""
 

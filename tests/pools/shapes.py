@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from groups import Compressed, Cross, Group, Mapped, Neighbour, Pages, Ring, State
+from groups import Chunked, Compressed, Cross, Group, Mapped, Neighbour, Pages, Ring, State
 
-WINDOW = 6
+WINDOW, CHUNK = 6, 8
 
 
 def _sliding() -> list[Group]:
@@ -49,6 +49,7 @@ SHAPES: dict[str, Callable[[], list[Group]]] = {
     "sliding window, own pool and map": _sliding,
     "sliding window, ring": lambda: [Group("full", "nhd"), Ring("swa", "nhd", WINDOW)],
     "hybrid, one storage": _hybrid,
+    "chunked local attention": lambda: [Group("full", "nhd"), Chunked("local", "nhd", CHUNK)],
     "fp8, scale per tensor": lambda: [Group("kv", "fp8", scales={"layers.0": torch.tensor(0.5)})],
     "fp8, scale per token": lambda: [Group("kv", "fp8, token scales")],
     "fp8, scale per block": lambda: [Group("kv", "fp8, block scales")],
