@@ -153,6 +153,26 @@ def test_a_page_that_is_given_away_too_early_is_reported(runner):
     assert any(told in v.history for v in found if v.history)
 
 
+@pytest.mark.parametrize("chunk", [2 * PAGE, None])
+def test_pages_of_an_earlier_chunk_are_given_to_others(chunk):
+    """And attention gets other tables than the runner's, one for each chunk."""
+    runner = Runner(chunk=chunk)
+    runner.step({"x": 7}, new={"x": [1, 2]})
+    runner.step({"x": 1})
+    events = [("freed", [(1, False), (2, False)], "x"), ("taken", [3], "x", 0), ("taken", [1], "y", 0)]
+    runner.step({"x": 2, "y": 3}, more={"x": [3]}, new={"y": [1]}, events=events)
+    runner.guard.read(runner.step({"x": 1, "y": 1}, wrong=9))
+    found = {(v.check, v.request) for v in runner.guard.session.known_violations()}
+    assert (found == set()) == (chunk is not None)
+    assert chunk is not None or {("owner", "x"), ("index", "x")} <= found
+    before = len(runner.guard.session.known_violations())
+    runner.layers["b"][1][3, 1, 0, 3] += 1  # position 9 of x
+    runner.guard.read(runner.step({"x": 1}))
+    told = runner.guard.session.known_violations()[before:]
+    assert ("content", "b", "V", "x", 9) in {(v.check, v.layer, v.half, v.request, v.position) for v in told}
+    assert len(told) == 1 or chunk is None
+
+
 def test_a_report_names_the_line_of_the_scheduler_that_freed_a_page():
     runner = Runner(KVCANARY_STACKS="10")
     runner.step({"x": 3}, new={"x": [1]})

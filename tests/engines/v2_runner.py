@@ -35,7 +35,7 @@ class Connector:
 class Runner:
     """Requests, tables and inputs as Model Runner V2 keeps them; :meth:`step` runs a model that only writes."""
 
-    def __init__(self, mode="log", drafts=0, **settings):
+    def __init__(self, mode="log", drafts=0, chunk=None, **settings):
         from vllm.config import CompilationMode
 
         from kvcanary_fx.adapters.vllm.pools import Group
@@ -65,7 +65,7 @@ class Runner:
         halves = [torch.zeros(PAGES, PAGE, HEADS, DIM) for _ in range(6)]
         self.layers = {"a": (halves[0], halves[1]), "b": (halves[2], halves[3])}
         self.draft = {"draft": (halves[4], halves[5])} if drafts else {}
-        group = Group(0, PAGE, PAGE, None, self.layers | self.draft, False, drafted=frozenset(self.draft))
+        group = Group(0, PAGE, PAGE, None, self.layers | self.draft, False, chunk, drafted=frozenset(self.draft))
         environment = {"KVCANARY_MODE": mode, **settings}
         self.settings, self.group = from_env(environment), group
         self.guard = GuardV2(self, self.settings, False, [group])

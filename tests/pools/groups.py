@@ -243,7 +243,7 @@ class Neighbour(Group):
 
 
 class Chunked(Group):
-    """Attention sees the tokens of a chunk: the slots of the chunks before it are given back, and their entries stay."""
+    """Attention sees the tokens of a chunk: slots of the chunks before it are given back, and their entries stay."""
 
     field = "chunk_slots"
 
