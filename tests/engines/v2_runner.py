@@ -65,7 +65,9 @@ class Runner:
         halves = [torch.zeros(PAGES, PAGE, HEADS, DIM) for _ in range(6)]
         self.layers = {"a": (halves[0], halves[1]), "b": (halves[2], halves[3])}
         self.draft = {"draft": (halves[4], halves[5])} if drafts else {}
-        group = Group(0, PAGE, PAGE, None, self.layers | self.draft, False, chunk, drafted=frozenset(self.draft))
+        chunked = frozenset(self.layers if chunk else ())
+        parts = dict(drafted=frozenset(self.draft), chunked=chunked)
+        group = Group(0, PAGE, PAGE, None, self.layers | self.draft, False, chunk, **parts)
         environment = {"KVCANARY_MODE": mode, **settings}
         self.settings, self.group = from_env(environment), group
         self.guard = GuardV2(self, self.settings, False, [group])

@@ -127,8 +127,9 @@ class Proposal:
 
     def _check_tables(self, metadata: Mapping[str, Any], rows: torch.Tensor | None) -> None:
         count = len(self.requests)
-        for group in (g for g in self.drafts.groups if g.gets_tables):
-            given = kernel_tables(metadata[next(iter(group.layers))], self.common.seq_lens, count)
+        for group in self.drafts.groups:
+            layer = group.layer_with_table
+            given = None if layer is None else kernel_tables(metadata[layer], self.common.seq_lens, count)
             if given is not None:
                 pages, lengths = given
                 if rows is not None and self.rejected is not None:  # the kernel also runs over rejected tokens

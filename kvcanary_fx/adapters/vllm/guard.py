@@ -270,8 +270,9 @@ class Guard:
         if not isinstance(metadata, dict):  # a list if a batch runs in parts, each with a piece of the tables
             return
         count = runner.input_batch.num_reqs
-        for group in (g for g in self.groups if g.gets_tables):
-            given = kernel_tables(metadata[next(iter(group.layers))], runner.seq_lens, count)
+        for group in self.groups:
+            layer = group.layer_with_table
+            given = None if layer is None else kernel_tables(metadata[layer], runner.seq_lens, count)
             if given is not None:
                 self.session.check_reads(*given, pool=group.name, page_size=group.kernel_page_size)
 

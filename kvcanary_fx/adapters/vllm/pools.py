@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -45,6 +46,8 @@ class Group:
         chunk: tokens of a chunk, where a token's attention sees its own chunk alone; None: there are no chunks.
         draft: the layers are a draft's, whose own session checks its forwards.
         drafted: those of the layers that are a draft's, in a session of the target and its draft.
+        chunked: those whose attention sees chunks, for which vLLM makes tables of its own.  The group's blocks are kept
+            (``chunk`` is None) where it has other layers, too.
     """
 
     number: int
@@ -56,15 +59,16 @@ class Group:
     chunk: int | None = None
     draft: bool = False
     drafted: frozenset[str] = frozenset()
+    chunked: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
         return group_name(self.number, self.draft)
 
     @property
-    def gets_tables(self) -> bool:
-        """Whether its attention kernels get the runner's block tables; vLLM makes others of them for chunks."""
-        return self.chunk is None
+    def layer_with_table(self) -> str | None:
+        """One whose attention kernel gets the runner's block table; None: there is none."""
+        return next((name for name in self.layers if name not in self.chunked), None)
 
     def pool(self, table: torch.Tensor, allocations: bool) -> KVPool:
         """The pool of this group, whose request table is ``table``."""
@@ -180,8 +184,9 @@ def _group(runner: Any, number: int, spec: Any, names: Sequence[str]) -> tuple[G
         return None, reach
     window, chunk = reach
     layers, mla, kernel_page = {}, False, kernel_page_sizes(runner)[number]
+    known = runner.compilation_config.static_forward_context
     for name in names:
-        layer = runner.compilation_config.static_forward_context[name]
+        layer = known[name]
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
             continue
         halves = _halves(layer, kernel_page)
@@ -190,7 +195,8 @@ def _group(runner: Any, number: int, spec: Any, names: Sequence[str]) -> tuple[G
         layers[name], mla = halves, isinstance(layer, MLAAttention)
     if not layers:
         return None, "its layers have no KV cache of their own"
-    return Group(number, spec.block_size, kernel_page, window, layers, mla, chunk), ""
+    chunked = frozenset(name for name in layers if isinstance(known[name], ChunkedLocalAttention))
+    return Group(number, spec.block_size, kernel_page, window, layers, mla, chunk, chunked=chunked), ""
 
 
 def kernel_page_sizes(runner: Any) -> list[int]:

@@ -167,8 +167,8 @@ class Forwards:
         """Whether the attention of a graph gets the runner's own tables, which its checks compare; it always does, or
         never."""
         if graph not in self._alike and isinstance(metadata, dict):
-            layers = ((group, metadata[next(iter(group.layers))]) for group in self._groups if group.gets_tables)
-            if all(self._steps.compared(group, layer) for group, layer in layers):
+            layers = ((group, group.layer_with_table) for group in self._groups)
+            if all(layer is None or self._steps.compared(group, metadata[layer]) for group, layer in layers):
                 self._alike.add(graph)
         return graph in self._alike
 
@@ -182,8 +182,10 @@ class Forwards:
             metadata = get_forward_context().attn_metadata
         if not isinstance(metadata, dict):
             return
-        for group in (g for g in self._groups if g.gets_tables):
-            layer = metadata[next(iter(group.layers))]
+        for group in self._groups:
+            if group.layer_with_table is None:
+                continue
+            layer = metadata[group.layer_with_table]
             if kept is not None and self._steps.compared(group, layer):
                 continue
             given = kernel_tables(layer, batch.seq_lens, batch.num_reqs)

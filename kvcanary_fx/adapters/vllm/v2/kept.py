@@ -46,7 +46,7 @@ class KeptSteps:
         self._live = lasting(3, dtype=torch.int64, device=runner.device).zero_()
         take_in = TakeIn(self._landing, _inputs(runner, groups, session, checks.clock(), self._live, rows))
         reads, self._tables = [], {}
-        for group in (g for g in groups if g.gets_tables):
+        for group in (g for g in groups if g.layer_with_table is not None):
             pages, lengths = runner.block_tables.input_block_tables[group.number], runner.input_buffers.seq_lens
             reads.append(Reads(session.pools[group.name], pages, lengths, group.kernel_page_size))
             self._tables[group.name] = pages.data_ptr(), pages.stride(0)

@@ -103,7 +103,7 @@ class WarmUp:
             for group in self._groups:
                 tables = self._runner.block_tables.input_block_tables[group.number]
                 lengths = self._runner.input_buffers.seq_lens
-                if group.gets_tables:
+                if group.layer_with_table is not None:
                     session.check_reads(tables[:1], lengths[:1], pool=group.name, page_size=group.kernel_page_size)
                 for layer, (k, v) in group.layers.items():
                     key = torch.zeros(tokens, *k.shape[2:], dtype=k.dtype, device=device)
