@@ -67,6 +67,8 @@ def features(rng: random.Random, models: list[str], on_gpu: bool) -> tuple[str, 
         chosen["gpu_memory_utilization"] = 0.05  # what must be free at the start, with others on the GPU
     elif rng.random() < 0.3 and model != "mla":  # two unguarded runs of it differ when it is compiled (vLLM 0.32.0)
         chosen |= COMPILED
+    if model in ("window", "chunks") and rng.random() < 0.3:
+        chosen["disable_hybrid_kv_cache_manager"] = True  # one group, whose blocks are all kept
     return model, chosen
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import tiny_vllm
 import torch
 import vllm_drafts
+import vllm_embeddings
 import vllm_images
 import vllm_lora
 from vllm_rig import Rig, mixed_load, prompt
@@ -175,6 +176,7 @@ def _standard_error() -> Any:
 SCENES = {
     "abort": abort,
     **vllm_drafts.SCENES,
+    **vllm_embeddings.SCENES,
     **vllm_images.SCENES,
     **vllm_lora.SCENES,
     "spawned": spawned,

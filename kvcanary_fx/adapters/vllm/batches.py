@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from vllm.forward_context import get_forward_context
 
-from .identity import mark_images
+from .identity import features_of, mark_images
 from .pools import Group
 
 
@@ -38,7 +38,7 @@ def make_batch(
     prefix = runner.num_computed_tokens[: len(requests)]
     tokens = (runner.input_ids.gpu if input_ids is None else input_ids)[:n]
     history = batch.token_ids_cpu_tensor[: len(requests), : runner.max_model_len]
-    features = {i: runner.requests[r].mm_features for i, r in enumerate(requests) if runner.requests[r].mm_features}
+    features = {i: found for i, r in enumerate(requests) if (found := features_of(runner.requests[r]))}
     if runner.model_config.is_encoder_decoder:  # whose features stand in the encoder's input, among no tokens of these
         features = {}
     if features:

@@ -1,12 +1,19 @@
-"""Distinguishes the KV of equal token ids: adapters, salts and images."""
+"""Distinguishes the KV of equal token ids: adapters, salts, images and prompts of embeddings."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...kernels.content.cpu import digest_words
+
+#: Ids of real tokens stay below it, so a number for something else cannot be mistaken for one.
+_NO_TOKEN, _BITS = 1 << 30, 29
 
 
 def hashed(bits: int, *parts: object) -> int:
@@ -31,13 +38,78 @@ def mark_images(tokens: torch.Tensor, first: int, features: Sequence[Any]) -> No
 
     Args:
         tokens: integer ``[n]``, a request's tokens from position ``first`` on.
-        features: vLLM's ``MultiModalFeatureSpec`` of the request.
+        features: of the request, as :func:`features_of` gives them.
     """
     for feature in features:
+        if isinstance(feature, Embedded):
+            feature.mark(tokens, first)
+            continue
         begin, length = feature.mm_position.offset, feature.mm_position.length
         start, stop = max(begin, first), min(begin + length, first + tokens.shape[0])
         if start < stop:
-            # ids of real tokens stay below 2**30, so an image's number cannot be mistaken for one
-            base = (1 << 30) + hashed(29, "image", feature.identifier)
+            base = _NO_TOKEN + hashed(_BITS, "image", feature.identifier)
             numbers = torch.arange(start - begin, stop - begin, device=tokens.device)
             tokens[start - first : stop - first] = (base + numbers).to(tokens.dtype)
+
+
+class _Span(NamedTuple):
+    """Where a feature is in its prompt, as vLLM's ``PlaceholderRange`` says it."""
+
+    offset: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Embedded:
+    """A prompt of embeddings, in whole or in part: vLLM has no token for them, and takes up prefixes by their bytes.
+
+    Attributes:
+        mm_position: all of the prompt.
+        numbers: int32 ``[tokens]``, one for the bytes of each embedding.
+        embedded: bool ``[tokens]``, the positions without a token.
+    """
+
+    mm_position: _Span
+    numbers: torch.Tensor
+    embedded: torch.Tensor
+
+    @classmethod
+    def of(cls, embeds: torch.Tensor, is_token: Sequence[bool] | None) -> Embedded:
+        """
+        Args:
+            embeds: ``[tokens, hidden]``, on the host.
+            is_token: of each position, whether it has a token; None: none has.
+        """
+        raw = embeds.detach().contiguous().view(torch.uint8).view(embeds.shape[0], -1)
+        words = torch.nn.functional.pad(raw, (0, -raw.shape[1] % 4)).view(torch.int32)
+        numbers = _NO_TOKEN + (digest_words(words, (1, 1), 1)[0] & ((1 << _BITS) - 1))
+        embedded = torch.ones(embeds.shape[0], dtype=torch.bool)
+        if is_token is not None:
+            embedded = ~torch.tensor(is_token, dtype=torch.bool)
+        return cls(_Span(0, embeds.shape[0]), numbers, embedded)
+
+    def mark(self, tokens: torch.Tensor, first: int) -> None:
+        """Replace, in place, what stands for embeddings in tokens from position ``first`` on."""
+        stop = min(first + tokens.shape[0], self.mm_position.length)
+        if first < stop:
+            given, mine = (t[first:stop].to(tokens.device) for t in (self.numbers, self.embedded))
+            there = tokens[: stop - first]
+            there.copy_(torch.where(mine, given.to(tokens.dtype), there))
+
+
+_EMBEDDED = WeakTensorKeyDictionary()  # of each prompt: its bytes are looked at once
+
+
+def features_of(request: Any) -> list[Any]:
+    """What stands for no tokens in a request's prompt: vLLM's ``MultiModalFeatureSpec``, and its embeddings.
+
+    Args:
+        request: vLLM's ``NewRequestData``, or what a runner keeps of it.
+    """
+    found, embeds = list(request.mm_features or ()), getattr(request, "prompt_embeds", None)
+    if embeds is not None:
+        known = _EMBEDDED.get(embeds)
+        if known is None:
+            known = _EMBEDDED[embeds] = Embedded.of(embeds.cpu(), getattr(request, "prompt_is_token_ids", None))
+        found.append(known)
+    return found

@@ -1,4 +1,4 @@
-"""The images in the prompts of running requests: which steps have some of their tokens."""
+"""Images and embeddings in the prompts of running requests: which steps have some of their tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..identity import mark_images
+from ..identity import features_of, mark_images
 
 
 class Images:
-    """vLLM's ``MultiModalFeatureSpec`` of each request that has any, from the scheduler's messages."""
+    """What each request has in the place of tokens, as :func:`.features_of` gives it, from the scheduler's messages."""
 
     def __init__(self, encoder_decoder: bool):
         """
@@ -32,8 +32,9 @@ class Images:
             for request in (*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())):
                 self._of.pop(request, None)
         for new in scheduled.scheduled_new_reqs:
-            if new.mm_features and not self._none:
-                self._of[new.req_id] = new.mm_features
+            features = () if self._none else features_of(new)
+            if features:
+                self._of[new.req_id] = features
 
     def within(self, batch: Any) -> bool:
         """Whether a batch computes tokens of images.
@@ -49,7 +50,7 @@ class Images:
         )
 
     def marked(self, batch: Any, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens of a batch with numbers for images in the place of their placeholders.
+        """The tokens of a batch with numbers for images and embeddings in the place of their placeholders.
 
         Args:
             tokens: integer ``[n]``; not changed.
