@@ -92,6 +92,7 @@ POOL = {
     ],
     "token_offset": [(v, "whole number of tokens, 0 or more") for v in (-1, 0.5, True, None)],
     "window": [(1.5, "whole number"), (True, "whole number"), ("8", "whole number")],
+    "chunk": [(1.5, "whole number"), (True, "whole number"), ("8", "whole number")],
     "padding_row": [
         *((v, "number of a row of the request table, or None") for v in (1.5, True, "0")),
         (99, "request_table of 4 rows"),
