@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import vllm_runs
@@ -23,6 +25,25 @@ def test_same_tokens_and_no_violation_over_shared_prefixes(models, arguments):
         assert rig.session.uncovered == []
     finally:
         rig.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_between_embeddings_keep_their_ids_and_equal_embeddings_have_equal_numbers(dtype):
+    from kvcanary_fx.adapters.vllm.identity import features_of, mark_features
+
+    embeds = embedded(1, 6)[:, :5].to(dtype)  # of an odd number of bytes, or words
+    embeds[4] = embeds[1]
+    is_token = [True, False, False, True, False, False]
+    request = SimpleNamespace(mm_features=None, prompt_embeds=embeds, prompt_is_token_ids=is_token)
+    prompt = torch.arange(10, 18, dtype=torch.int32)
+    mark_features(prompt, 0, features_of(request))
+    assert prompt[[0, 3, 6, 7]].tolist() == [10, 13, 16, 17]  # what was generated is behind the prompt
+    assert prompt[1] == prompt[4]
+    assert len(set(prompt.tolist())) == 7
+    assert all(number >= 1 << 30 for number in prompt[[1, 2, 4, 5]].tolist())
+    part = torch.zeros(4, dtype=torch.int64)
+    mark_features(part, 2, features_of(request))
+    assert part.tolist() == [int(prompt[2]), 0, int(prompt[4]), int(prompt[5])]
 
 
 def test_a_prefix_of_other_embeddings_is_told_where_it_is(models, monkeypatch):

@@ -613,15 +613,15 @@ def test_tokens_of_images_stand_for_the_image_and_the_place_in_it():
         return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
 
     tokens = [torch.tensor([1, 9, 9, 9, 2, 9, 9], dtype=torch.int32) for _ in range(3)]
-    identity.mark_images(tokens[0], 10, [image("x", 11, 3), image("y", 15, 4)])
-    identity.mark_images(tokens[1], 10, [image("z", 11, 3), image("y", 15, 4)])
-    identity.mark_images(tokens[2], 30, [image("x", 11, 3)])
+    identity.mark_features(tokens[0], 10, [image("x", 11, 3), image("y", 15, 4)])
+    identity.mark_features(tokens[1], 10, [image("z", 11, 3), image("y", 15, 4)])
+    identity.mark_features(tokens[2], 30, [image("x", 11, 3)])
     assert tokens[2].tolist() == [1, 9, 9, 9, 2, 9, 9]
     assert (tokens[0] == tokens[1]).tolist() == [True, False, False, False, True, True, True]
     assert len(set(tokens[0][1:4].tolist())) == 3
     assert tokens[0][1] >= 1 << 30
     part = torch.tensor([9, 9], dtype=torch.int64)  # the same image's second and third token, in a later chunk
-    identity.mark_images(part, 12, [image("x", 11, 3)])
+    identity.mark_features(part, 12, [image("x", 11, 3)])
     assert part.tolist() == tokens[0][2:4].tolist()
 
 

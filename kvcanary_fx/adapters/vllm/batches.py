@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from vllm.forward_context import get_forward_context
 
-from .identity import features_of, mark_images
+from .identity import features_of, mark_features
 from .pools import Group
 
 
@@ -82,8 +82,20 @@ def _mark(
 ) -> None:
     ends = torch.tensor(added).cumsum(0).tolist()
     for i, images in features.items():
-        mark_images(tokens[ends[i] - added[i] : ends[i]], prefix[i], images)
-        mark_images(history[i], 0, images)
+        mark_features(tokens[ends[i] - added[i] : ends[i]], prefix[i], images)
+        mark_features(history[i], 0, images)
+
+
+def tables_of(
+    group: Group, metadata: Mapping[str, Any], lengths: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """:func:`kernel_tables` of a layer of a group that gets the runner's table; None if there is none.
+
+    Args:
+        metadata: by the layer's name.
+    """
+    layer = group.layer_with_table
+    return None if layer is None else kernel_tables(metadata[layer], lengths, count)
 
 
 def kernel_tables(metadata: Any, lengths: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -23,7 +23,7 @@ import torch
 from ...engine.layers import LayerChecks
 from ...engine.session import EngineSession
 from . import ops
-from .batches import kernel_tables
+from .batches import tables_of
 from .pools import Group
 
 
@@ -128,8 +128,7 @@ class Proposal:
     def _check_tables(self, metadata: Mapping[str, Any], rows: torch.Tensor | None) -> None:
         count = len(self.requests)
         for group in self.drafts.groups:
-            layer = group.layer_with_table
-            given = None if layer is None else kernel_tables(metadata[layer], self.common.seq_lens, count)
+            given = tables_of(group, metadata, self.common.seq_lens, count)
             if given is not None:
                 pages, lengths = given
                 if rows is not None and self.rejected is not None:  # the kernel also runs over rejected tokens

@@ -21,7 +21,7 @@ from ...errors import EngineError
 from ...install import install_canary
 from . import ops
 from .advice import ADVICE
-from .batches import kernel_tables, make_batch
+from .batches import make_batch, tables_of
 from .books import Books
 from .counts import Counts
 from .drafts import Drafts, Proposal
@@ -271,8 +271,7 @@ class Guard:
             return
         count = runner.input_batch.num_reqs
         for group in self.groups:
-            layer = group.layer_with_table
-            given = None if layer is None else kernel_tables(metadata[layer], runner.seq_lens, count)
+            given = tables_of(group, metadata, runner.seq_lens, count)
             if given is not None:
                 self.session.check_reads(*given, pool=group.name, page_size=group.kernel_page_size)
 

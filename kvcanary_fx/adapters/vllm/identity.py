@@ -30,8 +30,9 @@ def namespace(lora_request: Any, cache_salt: str | None) -> int:
     return hashed(62, "namespace", lora, cache_salt)
 
 
-def mark_images(tokens: torch.Tensor, first: int, features: Sequence[Any]) -> None:
-    """Replace, in place, the placeholder tokens of images by numbers for the image and the place in it.
+def mark_features(tokens: torch.Tensor, first: int, features: Sequence[Any]) -> None:
+    """Replace, in place, what stands for no tokens: the placeholders of an image by numbers for it and the place in it,
+    and those of embeddings by numbers for their bytes.
 
     All images have the same placeholder token, so without this the prefix of another image would look right.  A
     namespace does not work: two requests with different images may share the text before them.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..identity import features_of, mark_images
+from ..identity import features_of, mark_features
 
 
 class Images:
@@ -57,7 +57,7 @@ class Images:
         """
         tokens, start = tokens.clone(), 0
         for request, first, added in _spans(batch):
-            mark_images(tokens[start : start + added], first, self._of.get(request, ()))
+            mark_features(tokens[start : start + added], first, self._of.get(request, ()))
             start += added
         return tokens
 
@@ -68,7 +68,7 @@ class Images:
             prompts: int64 ``[bs, length]``.
         """
         for request, prompt in zip(requests, prompts, strict=True):
-            mark_images(prompt, 0, self._of.get(request, ()))
+            mark_features(prompt, 0, self._of.get(request, ()))
 
 
 def _spans(batch: Any) -> list[tuple[str, int, int]]:
