@@ -99,7 +99,7 @@ def walked(space: SlotSpace, plan: RequestPlan) -> int:
     return min(plan.columns, plan.width)
 
 
-def _first_read(space: SlotSpace, prefix: torch.Tensor) -> torch.Tensor:
+def first_read(space: SlotSpace, prefix: torch.Tensor) -> torch.Tensor:
     """int64, like ``prefix``: the first position that a forward reads of requests with so many tokens stored."""
     first = torch.zeros_like(prefix)
     if space.window is not None:
@@ -124,7 +124,7 @@ def _walk_columns(space: SlotSpace, plan: RequestPlan, start: int, stop: int) ->
     """Check positions from ``start`` on: int64 ``[n]``, the slots that were stamped, ``space.nowhere`` among them."""
     position = torch.arange(start, stop, device=plan.rows.device).unsqueeze(0)
     prefix = plan.prefix_lens.to(torch.int64).unsqueeze(1)
-    first = _first_read(space, prefix)
+    first = first_read(space, prefix)
     position = position + first if plan.ring else position
     live = (real_requests(plan) & _row_exists(plan)).unsqueeze(1) & (position < prefix) & (position >= first)
     requests = torch.arange(live.shape[0], device=live.device).unsqueeze(1)

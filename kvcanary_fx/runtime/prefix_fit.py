@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from ..kernels.slots.chain import mix_tensor
-from ..kernels.slots.checks import table_slots
+from ..kernels.slots.checks import first_read, table_slots
 from ..kernels.slots.space import RequestPlan, SlotSpace
 
 #: Requests, and positions of each, that are looked at.
@@ -37,7 +37,8 @@ def _of_request(
     positions = torch.arange(length, device=struck.device)
     slots = table_slots(plan, torch.full_like(positions, request), positions)
     slots = torch.where((slots >= 0) & (slots < space.slots), slots, space.nowhere)
-    hit = torch.isin(slots, struck)
+    oldest = int(first_read(space, torch.tensor(length)))  # what is older may have been given on
+    hit = torch.isin(slots, struck) & (positions >= oldest)
     if not bool(hit.any()):
         return
     tokens, chain = space.tokens[slots].to(torch.int64), space.chain[slots]
@@ -48,16 +49,13 @@ def _of_request(
         known = at < min(int(plan.history_lens[request]), plan.history.shape[1])
         own = plan.history[request, at.clamp(max=plan.history.shape[1] - 1)].to(torch.int64)
         right &= ~known | (tokens == own)
-    begin = 0 if space.window is None else max(0, length - space.window)  # what is older may have been given on
-    if space.chunk is not None:
-        begin = max(begin, length - length % space.chunk)
     follows = torch.ones_like(right)
     follows[1:] = chain[1:] - mix_tensor(tokens[1:], space.positions[slots][1:].to(torch.int64)) == chain[:-1]
-    follows[: begin + 1] = True
+    follows[: oldest + 1] = True
     right &= follows
     hits, sound = hit.tolist(), right.tolist()
     for first, after in _runs(hits):
-        ends = first > begin or after < length
+        ends = first > oldest or after < length
         if ends or bool(known[first:after].all()):
             whole = all(sound[first:after]) and (after >= length or sound[after])
             for slot in slots[first:after].tolist():
