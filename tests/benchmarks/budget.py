@@ -64,7 +64,8 @@ class Row:
 
     Attributes:
         plain, guarded: milliseconds of a step, each round.
-        every, said: N, and the seconds within which each byte is compared.
+        every, said: N, and the seconds within which each byte is compared: the most of what was said until the last
+            flip was found.
         steps, seconds: until each flip was reported; fewer than ``flips`` where time was up.
     """
 
@@ -199,7 +200,8 @@ def measure(guarded: Guarded, budget: float, args: argparse.Namespace) -> Row:
         row.flips += 1
         guarded.flip()
         found = guarded.found_after(2 * max(row.every, pace.every))
-        row.every = max(row.every, pace.every)  # it may have changed meanwhile, and with it what is said
+        # it may have changed meanwhile, and with it what is said
+        row.every, row.said = max(row.every, pace.every), max(row.said, pace.within)
         if found is not None:
             row.steps.append(found[0])
             row.seconds.append(found[1])
