@@ -4,9 +4,9 @@
 
 A graph of small kernels in a row is replayed, and timed again whenever one more stream was used: in one process by a
 kernel in a stream of its own, in another one by a graph with a branch, which has streams that the driver makes.  On an
-H200 (driver 580.159) nothing changes up to five streams, the default one among them.  From seven on each kernel takes
-0.18 us longer, of that process and for good; in a model's graph, between matrix products, 0.35.  Three graphs with a
-branch are enough, whichever stream they were captured on.  A graph's destruction, and
+H200 (driver 580.159) nothing changes up to six streams, the default one among them.  From the seventh on each kernel
+takes 0.18 us longer, of that process and for good; in a model's graph, between matrix products, 0.35.  Three graphs
+with a branch are enough, whichever stream they were captured on.  A graph's destruction, and
 ``CUDA_DEVICE_MAX_CONNECTIONS`` of 1, 2 or 32, change nothing.
 """
 

@@ -4,7 +4,8 @@
     python tests/benchmarks/vllm_engine.py --shape 1b --requests 64 --profile   # launches and host time of a step
 
 With ``--gpus 0 1`` there are both engines on each of the two, and the rounds take turns on them: of two H200 of one
-host, one took 1.6 % longer for the same step.  With ``--alone 2`` each engine has the GPU for itself, as a user's has:
+host, one took 1.6 % longer for the same step.  With ``--ranks 2`` each engine is spread over two GPUs (tensor
+parallel).  With ``--alone 2`` each engine has the GPU for itself, as a user's has:
 they are started one after the other, twice in all, and the rounds of one start are compared with those of the other
 engine's.  Each kernel takes longer once those of its process have run in many streams (``streams.py``); what one takes
 is printed.
@@ -75,6 +76,7 @@ class Engine:
         command += ["--input", str(args.input), "--output", str(args.output), "--blocks", str(args.blocks)]
         command += ["--share", str(args.share)] + ["--profile"] * args.profile + ["--mixed"] * args.mixed
         command += ["--kv-gib", str(args.kv_gib)] * bool(args.kv_gib)
+        command += ["--ranks", str(args.ranks)]
         Path(args.logs).mkdir(parents=True, exist_ok=True)
         log = Path(args.logs) / f"{shape}-{name or mode or 'plain'}{gpu or ''}.log"
         if args.steps:
@@ -243,6 +245,7 @@ def worker(args: argparse.Namespace) -> None:
         gpu_memory_utilization=args.share,
         num_gpu_blocks_override=args.blocks,
         enable_prefix_caching=True,
+        tensor_parallel_size=args.ranks,
         **(dict(kv_cache_memory_bytes=int(args.kv_gib * 2**30)) if args.kv_gib else {}),
     )
     config = llm.llm_engine.vllm_config
@@ -359,6 +362,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=12000, help="KV cache blocks of each engine")
     parser.add_argument("--share", type=float, default=0.45, help="of the GPU's memory, for each engine")
     parser.add_argument("--gpus", nargs=2, help="two GPUs, each with both engines; default: one")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that each engine is spread over, tensor parallel")
     what = "start each engine so often, one after the other; each has the GPU for itself"
     parser.add_argument("--alone", type=int, metavar="STARTS", help=what)
     parser.add_argument("--mode", default="log", choices=["log", "raise"])
@@ -386,6 +390,8 @@ def main() -> None:
     if len(args.rounds) not in (1, len(args.shape)):
         parser.error(f"--rounds has {len(args.rounds)} numbers for {len(args.shape)} shapes: give one, or one for each")
     rounds = args.rounds * len(args.shape) if len(args.rounds) == 1 else args.rounds
+    if args.ranks > 1 and args.gpus:
+        parser.error("--ranks spreads each engine over several GPUs, --gpus puts engines on each of two: leave one out")
     if args.alone and (args.gpus or args.seconds):
         parser.error(
             "--alone makes as many rounds of both engines as --rounds says, on one GPU: leave out --gpus and --seconds"

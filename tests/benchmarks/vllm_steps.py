@@ -277,7 +277,7 @@ def main() -> None:
     parser.add_argument("--guarded-first", action="store_true", help="start the guarded engine before the other one")
     parser.add_argument("--parts", action="store_true", help="also what parts of the runner and the canary take")
     args = parser.parse_args()
-    args.profile, args.mixed, args.steps = False, False, True
+    args.profile, args.mixed, args.steps, args.ranks = False, False, True, 1
     print(cores.use_one_thread_of_each(), flush=True)
     if args.parts:
         os.environ[WITH_PARTS] = "1"
