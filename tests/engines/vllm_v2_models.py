@@ -10,6 +10,7 @@ import zlib
 from typing import Any
 
 import tiny_configs
+import tiny_families
 import vllm_v2_flips
 from vllm_rig import Rig, mixed_load
 
@@ -31,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "chunks": tiny_configs.OTHERS["llama4"] | _SIZES | dict(num_hidden_layers=4),
     "fp8": tiny_configs.CONFIGS["llama"] | _SIZES,
     "hybrid": tiny_configs.OTHERS["hybrid"],
+    **tiny_families.FAMILIES,
 }
 
 # its draft, the layer behind the last, is dense, too
@@ -40,6 +42,7 @@ MODELS["mtp"] = MODELS["mla"] | dict(first_k_dense_replace=3, num_nextn_predict_
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "fp8": dict(kv_cache_dtype="fp8"),
     "hybrid": dict(block_size=None),  # vLLM's own, so that pages of both kinds have the same bytes
+    "gemma3n": dict(kv_sharing_fast_prefill=True),
 }
 
 
