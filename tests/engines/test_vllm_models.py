@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import tiny_configs
-import tiny_whisper
 import torch
 import vllm_runs
-from vllm_rig import Rig, mixed_load, prompt, spoken_load
+from vllm_rig import Rig, mixed_load, prompt
 
 MODELS = list(tiny_configs.CONFIGS)
 
@@ -144,44 +143,3 @@ def _flip_is_found(rig, layer, half, position, tokens):
     rig.run(lambda step: slots.append(rig.flip(layer, half, request, position)) if step == 3 else None)
     found = {(v.check, v.layer, v.half, v.slot, v.position) for v in rig.session.violations()[before:]}
     assert found == {("content", layer, "KV"[half], slots[0], position)}
-
-
-DECODER, CROSS = ([f".decoder.layers.{i}.layers.{kind}.attn" for i in (0, 1)] for kind in ("self_attn", "encoder_attn"))
-
-
-@pytest.mark.parametrize("arguments", [{}, {"enforce_eager": False}], ids=["eager", "compiled"])
-def test_cross_attention_is_guarded(models, arguments, caplog):
-    """Whisper: the decoder's own K and V, and what it keeps of the encoder's."""
-    run = {"model": "whisper", "arguments": arguments, "load": "spoken_load"}
-    (plain,) = vllm_runs.results(models, [run], mode=None)
-    rig = Rig("whisper", models, **arguments)
-    try:
-        assert not [r.message for r in caplog.records if "kvcanary.unguarded" in r.message]
-        spoken_load(rig)
-        assert rig.tokens == plain["tokens"]
-        first, other = rig.logprobs["first"], rig.logprobs["other"]
-        assert first != pytest.approx(other, abs=1e-4)  # the sound is heard
-        for request, found in rig.logprobs.items():
-            assert found == pytest.approx(plain["logprobs"][request], abs=1e-5)
-        assert rig.session.violations() == []
-        rig.session.health.check()
-        assert rig.session.uncovered == []
-        assert [list(group.layers) for group in rig.guard.groups] == [DECODER, CROSS]
-        for layer, half, position in [(0, 0, 10), (0, 1, 57), (1, 0, 57), (1, 1, 10)]:
-            tokens = _flip_while_a_request_decodes(rig, DECODER[layer], half, position)
-            assert tokens[0] == tokens[1][position]  # and no number for a sound, which has positions of its own
-        for layer, half, position in [(0, 0, 0), (0, 1, 31), (1, 0, 32), (1, 1, 49)]:
-            _flip_while_a_request_decodes(rig, CROSS[layer], half, position)
-    finally:
-        rig.close()
-
-
-def _flip_while_a_request_decodes(rig: Rig, layer: str, half: int, position: int) -> tuple[int, list[int]]:
-    """A flip there is found, in the request's slot; the token that the report tells, and those of the request."""
-    tokens, before, slots = [tiny_whisper.START, *prompt(91 + half, 70)], len(rig.session.violations()), []
-    rig.add("damaged", tokens, audio=tiny_whisper.sound(4))
-    rig.run(lambda step: slots.append(rig.flip(layer, half, "damaged", position)) if step == 3 else None)
-    new = rig.session.violations()[before:]
-    told = {(v.check, v.layer, v.half, v.slot, v.position, str(v.request).rpartition("-")[0]) for v in new}
-    assert told == {("content", layer, "KV"[half], slots[0], position, "damaged")}
-    return new[0].token, tokens
