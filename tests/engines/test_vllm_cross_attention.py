@@ -17,6 +17,7 @@ from vllm_rig import Rig, prompt, spoken_load
 from vllm_sounds import CROSS, DECODER
 
 from kvcanary_fx.adapters.vllm import encoder, pools
+from kvcanary_fx.adapters.vllm.guard import widths
 from kvcanary_fx.adapters.vllm.identity import encoded_numbers
 from kvcanary_fx.reports.violation import Violation
 
@@ -258,14 +259,17 @@ def test_slots_and_sounds_that_do_not_fit_make_a_batch_that_can_be_checked(batch
     assert made["slots_1"].tolist() == [*slots, *[-1] * (most - len(slots))]
 
 
-def test_first_runner_alone_guards_cross_attention(caplog):
-    from vllm.v1.kv_cache_interface import CrossAttentionSpec
+def test_second_runner_names_cross_attention_as_unguarded_and_has_room_for_its_pages(caplog):
+    from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec
 
-    spec = CrossAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    runner, unguarded = SimpleNamespace(kernel_block_sizes=[32]), {}
+    parts = dict(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    groups = [SimpleNamespace(layer_names=["cross"], kv_cache_spec=CrossAttentionSpec(**parts))]
+    runner, unguarded = SimpleNamespace(kernel_block_sizes=[32], max_model_len=448), {}
     runner.compilation_config = SimpleNamespace(static_forward_context={"cross": None})
-    groups = [SimpleNamespace(layer_names=["cross"], kv_cache_spec=spec)]
     runner.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
     assert pools.groups_with_drafts(runner, None, unguarded) == []
     assert unguarded == {"group0": "cross-attention is guarded with Model Runner V1 only"}
     assert "kvcanary.unguarded KV cache group 0 (cross, ...): cross-attention" in caplog.text
+    groups.append(SimpleNamespace(kv_cache_spec=FullAttentionSpec(**parts)))
+    runner.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_encoder_input_tokens=1500))
+    assert widths(runner, drafts=0) == [47 + 1, 15 + 1]

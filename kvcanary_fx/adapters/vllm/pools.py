@@ -190,8 +190,7 @@ def _groups(
 
 
 def _group(runner: Any, number: int, spec: Any, names: Sequence[str], cross: bool) -> tuple[Group | None, str]:
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        spec = next(iter(spec.kv_cache_specs.values()))
+    spec = _one_of(spec)
     reach = _reach(spec, cross)
     if isinstance(reach, str):
         return None, reach
@@ -219,13 +218,18 @@ def kernel_page_sizes(runner: Any) -> list[int]:
     return list(runner._kernel_block_sizes if sizes is None else sizes)
 
 
+def _one_of(spec: Any) -> Any:
+    """The spec of one of the layers of a group, which are alike where we look."""
+    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
 def longest_encoded(runner: Any, spec: Any, otherwise: int) -> int:
     """Positions that a request has at most in a group of cross-attention: Whisper hears 1,500 and says 448 tokens.
 
     Args:
         otherwise: in groups of another kind.
     """
-    if not isinstance(spec, CrossAttentionSpec):
+    if not isinstance(_one_of(spec), CrossAttentionSpec):
         return otherwise
     return int(runner.vllm_config.scheduler_config.max_num_encoder_input_tokens)
 
