@@ -62,6 +62,7 @@ def flip_while_a_request_decodes(
     new = rig.session.violations()[before:]
     told = {(v.check, v.layer, v.half, v.slot, v.position, str(v.request).rpartition("-")[0]) for v in new}
     assert told == {("content", layer, "KV"[half], slots[0], position, "damaged")}
+    assert {v.phase for v in new} == {"pre"}  # before the forward that reads it: a CPU compares once more behind it
     return new[0]
 
 
