@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import tiny_configs
-import tiny_whisper
 import torch
 import vllm_runs
-from vllm_rig import Rig, mixed_load, prompt, spoken_load
+from vllm_rig import Rig, mixed_load, prompt
 
 MODELS = list(tiny_configs.CONFIGS)
 
@@ -144,37 +143,3 @@ def _flip_is_found(rig, layer, half, position, tokens):
     rig.run(lambda step: slots.append(rig.flip(layer, half, request, position)) if step == 3 else None)
     found = {(v.check, v.layer, v.half, v.slot, v.position) for v in rig.session.violations()[before:]}
     assert found == {("content", layer, "KV"[half], slots[0], position)}
-
-
-@pytest.mark.parametrize("arguments", [{}, {"enforce_eager": False}], ids=["eager", "compiled"])
-def test_decoder_beside_cross_attention_is_guarded(models, arguments, caplog):
-    """Whisper: the decoder's own K and V are guarded, what it keeps of the encoder's is named as unguarded."""
-    run = {"model": "whisper", "arguments": arguments, "load": "spoken_load"}
-    (plain,) = vllm_runs.results(models, [run], mode=None)
-    rig = Rig("whisper", models, **arguments)
-    try:
-        (told,) = [r.message for r in caplog.records if "kvcanary.unguarded" in r.message]
-        assert "KV cache group 1 (.decoder.layers.0.layers.encoder_attn.attn, ...): CrossAttentionSpec" in told
-        spoken_load(rig)
-        assert rig.tokens == plain["tokens"]
-        first, other = rig.logprobs["first"], rig.logprobs["other"]
-        assert first != pytest.approx(other, abs=1e-4)  # the sound is heard
-        for request, found in rig.logprobs.items():
-            assert found == pytest.approx(plain["logprobs"][request], abs=1e-5)
-        assert rig.session.violations() == []
-        assert rig.session.uncovered == []
-        layers = [f".decoder.layers.{i}.layers.self_attn.attn" for i in (0, 1)]
-        assert [list(group.layers) for group in rig.guard.groups] == [layers]
-        for layer, half, position in [(0, 0, 10), (0, 1, 57), (1, 0, 57), (1, 1, 10)]:
-            _flip_in_the_decoder(rig, layers[layer], half, position)
-    finally:
-        rig.close()
-
-
-def _flip_in_the_decoder(rig: Rig, layer: str, half: int, position: int) -> None:
-    """A flip there is found, and the report tells the decoder's token: the encoder's input has positions of its own."""
-    tokens, before, slots = [tiny_whisper.START, *prompt(91 + half, 70)], len(rig.session.violations()), []
-    rig.add("damaged", tokens, audio=tiny_whisper.sound(4))
-    rig.run(lambda step: slots.append(rig.flip(layer, half, "damaged", position)) if step == 3 else None)
-    told = {(v.check, v.layer, v.half, v.slot, v.token) for v in rig.session.violations()[before:]}
-    assert told == {("content", layer, "KV"[half], slots[0], tokens[position])}

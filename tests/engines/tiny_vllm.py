@@ -30,8 +30,8 @@ def write_config(name: str, directory: pathlib.Path) -> str:
     """Put a model's configuration into ``directory/name``; its path."""
     path = directory / name
     path.mkdir(parents=True, exist_ok=True)
-    if name == "whisper":
-        tiny_whisper.write(path)
+    if name in tiny_whisper.SECONDS:
+        tiny_whisper.write(path, tiny_whisper.SECONDS[name])
         return os.fspath(path)
     (path / "config.json").write_text(json.dumps((CONFIGS | OTHERS)[name]))
     return os.fspath(path)
@@ -52,7 +52,7 @@ def engine_arguments(name: str, directory: pathlib.Path, **changed: Any) -> dict
         seed=0,
         enforce_eager=True,
     )
-    if name == "whisper":
+    if name in tiny_whisper.SECONDS:
         given.update(tiny_whisper.ARGUMENTS)
     elif "kv_lora_rank" in (CONFIGS | OTHERS)[name] and not torch.cuda.is_available():
         # of itself vLLM takes the one for AMX where a CPU has that, which knows no float32

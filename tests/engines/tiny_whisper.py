@@ -23,7 +23,11 @@ START = 257
 _SPECIAL = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|translate|>", "<|notimestamps|>"]
 
 
-def write(path: pathlib.Path) -> None:
+#: The names of the models, with the seconds that each hears: 50 positions of the encoder's a second.
+SECONDS = {"whisper": 1, "whisper_4s": 4}
+
+
+def write(path: pathlib.Path, seconds: int = 1) -> None:
     """Put its configuration, weights and processor into ``path``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import (
@@ -41,7 +45,7 @@ def write(path: pathlib.Path) -> None:
     (path / "vocab.json").write_text(json.dumps(vocabulary))
     (path / "merges.txt").write_text("#version: 0.2\n")
     WhisperTokenizerFast(tokenizer_object=bytewise, additional_special_tokens=_SPECIAL[1:]).save_pretrained(path)
-    WhisperFeatureExtractor(feature_size=16, chunk_length=1).save_pretrained(path)
+    WhisperFeatureExtractor(feature_size=16, chunk_length=seconds).save_pretrained(path)
     end = vocabulary["<|endoftext|>"]
     config = WhisperConfig(
         vocab_size=len(vocabulary),
@@ -53,7 +57,7 @@ def write(path: pathlib.Path) -> None:
         encoder_ffn_dim=256,
         decoder_ffn_dim=256,
         d_model=128,
-        max_source_positions=50,  # a second of sound
+        max_source_positions=50 * seconds,
         max_target_positions=128,
         pad_token_id=end,
         bos_token_id=end,
@@ -68,6 +72,6 @@ def write(path: pathlib.Path) -> None:
         WhisperForConditionalGeneration(config).save_pretrained(path)
 
 
-def sound(seed: int) -> np.ndarray:
-    """A second of noise at 16 kHz that depends on ``seed`` alone."""
-    return np.random.default_rng(seed).standard_normal(16000).astype(np.float32)
+def sound(seed: int, seconds: float = 1) -> np.ndarray:
+    """So much noise at 16 kHz, a second if nothing is said, that depends on ``seed`` alone."""
+    return np.random.default_rng(seed).standard_normal(int(16000 * seconds)).astype(np.float32)

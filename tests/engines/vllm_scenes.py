@@ -17,6 +17,7 @@ import vllm_drafts
 import vllm_embeddings
 import vllm_images
 import vllm_lora
+import vllm_sounds
 from vllm_rig import Rig, mixed_load, prompt
 
 LAYER = "model.layers.1.self_attn.attn"
@@ -179,6 +180,7 @@ SCENES = {
     **vllm_embeddings.SCENES,
     **vllm_images.SCENES,
     **vllm_lora.SCENES,
+    **vllm_sounds.SCENES,
     "spawned": spawned,
     "spawned flip": spawned_flip,
     "spawned on two ranks": functools.partial(spawned, tensor_parallel_size=2),

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from vllm.forward_context import get_forward_context
 
+from . import encoder
 from .identity import features_of, mark_features
-from .pools import Group
+from .pools import ENCODER, Group
 
 
 def make_batch(
@@ -59,7 +60,11 @@ def make_batch(
         fields["namespaces"] = [namespaces.get(request, 0) for request in requests]
     slots = get_forward_context().slot_mapping
     for group in groups:
-        fields[f"slots_{group.number}"] = slots[next(iter(group.layers))][:n]
+        if not group.cross:
+            fields[f"slots_{group.number}"] = slots[next(iter(group.layers))][:n]
+    crossed = [group for group in groups if group.cross]
+    if crossed:
+        fields[ENCODER] = encoder.make_batch(runner, scheduled, crossed, fields)
     return fields
 
 

@@ -26,7 +26,7 @@ from .books import Books
 from .counts import Counts
 from .drafts import Drafts, Proposal
 from .journal import ATTRIBUTE, Message
-from .pools import Group, draft_groups
+from .pools import Group, draft_groups, longest_encoded
 from .reactions import Reactions
 from .settings import ON_VIOLATION_VARIABLE, VllmSettings
 from .tables import Ledger
@@ -309,5 +309,5 @@ def widths(runner: Any, drafts: int) -> list[int]:
         drafts: tokens that are drafted in a step.
     """
     most = runner.max_model_len + drafts + 1
-    groups = runner.kv_cache_config.kv_cache_groups
-    return [-(-most // group.kv_cache_spec.block_size) + 1 for group in groups]
+    specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
+    return [-(-longest_encoded(runner, spec, most) // spec.block_size) + 1 for spec in specs]

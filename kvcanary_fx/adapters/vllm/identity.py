@@ -1,4 +1,4 @@
-"""Distinguishes the KV of equal token ids: adapters, salts, images and prompts of embeddings."""
+"""Distinguishes the KV of equal token ids: adapters, salts, images, prompts of embeddings and what an encoder heard."""
 
 from __future__ import annotations
 
@@ -48,9 +48,23 @@ def mark_features(tokens: torch.Tensor, first: int, features: Sequence[Any]) -> 
         begin, length = feature.mm_position.offset, feature.mm_position.length
         start, stop = max(begin, first), min(begin + length, first + tokens.shape[0])
         if start < stop:
-            base = _NO_TOKEN + hashed(_BITS, "image", feature.identifier)
             numbers = torch.arange(start - begin, stop - begin, device=tokens.device)
-            tokens[start - first : stop - first] = (base + numbers).to(tokens.dtype)
+            tokens[start - first : stop - first] = (_number(feature.identifier) + numbers).to(tokens.dtype)
+
+
+def encoded_numbers(features: Sequence[tuple[str, int]]) -> torch.Tensor:
+    """Numbers for what an encoder makes of a request's features, int64 ``[positions]``: one for each position of it.
+
+    Args:
+        features: of each the identifier, and how many positions it has.
+    """
+    parts = [torch.arange(length) + _number(identifier) for identifier, length in features]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def _number(identifier: str) -> int:
+    """A number for the first place of an image or a sound; those of the next places follow it."""
+    return _NO_TOKEN + hashed(_BITS, "image", identifier)
 
 
 class _Span(NamedTuple):

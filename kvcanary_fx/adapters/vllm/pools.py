@@ -28,6 +28,9 @@ from . import layouts
 
 log = logging.getLogger("kvcanary")
 
+#: The field of a batch with the batch of cross-attention.
+ENCODER = "encoder"
+
 #: Methods of speculative decoding whose drafts are guarded.
 GUARDED_DRAFTS = ("draft_model", "eagle", "eagle3")
 
@@ -48,6 +51,7 @@ class Group:
         drafted: those of the layers that are a draft's, in a session of the target and its draft.
         chunked: those whose attention sees chunks, for which vLLM makes tables of its own.  The group's blocks are kept
             (``chunk`` is None) where it has other layers, too.
+        cross: its layers keep K and V of an encoder's output, written in a request's first forward alone.
     """
 
     number: int
@@ -60,6 +64,7 @@ class Group:
     draft: bool = False
     drafted: frozenset[str] = frozenset()
     chunked: frozenset[str] = frozenset()
+    cross: bool = False
 
     @property
     def name(self) -> str:
@@ -84,6 +89,8 @@ class Group:
             reserved=tuple(range(self.page_size)),  # block 0 is vLLM's null block
             window=self.window,
             chunk=self.chunk,
+            written_once=self.cross,
+            batch=ENCODER if self.cross else None,
             allocations=allocations,
         )
 
@@ -94,18 +101,18 @@ def group_name(number: int, draft: bool) -> str:
 
 
 def guarded_groups(runner: Any, unguarded: dict[str, str] | None = None) -> list[Group]:
-    """The groups of the target model that can be guarded; the others are logged, with the reason.
+    """The groups of the target model that can be guarded by the first runner; the others are logged, with the reason.
 
     Args:
         unguarded: gets the reasons of the others, by name.
     """
     drafts = draft_layers(runner)
     known = runner.compilation_config.static_forward_context
-    return _groups(runner, frozenset(known) - drafts, False, unguarded)
+    return _groups(runner, frozenset(known) - drafts, False, unguarded, cross=True)
 
 
 def groups_with_drafts(runner: Any, why: str | None, unguarded: dict[str, str]) -> list[Group]:
-    """The groups of the target model that can be guarded, each with a draft's layers that are in it.
+    """The groups of the target model that the second runner can guard, each with a draft's layers that are in it.
 
     Args:
         why: the draft's layers cannot be guarded, as text.
@@ -160,13 +167,19 @@ def _unguarded(drafter: Any) -> str | None:
     return None
 
 
-def _groups(runner: Any, wanted: Set[str], draft: bool, unguarded: dict[str, str] | None) -> list[Group]:
+def _groups(
+    runner: Any, wanted: Set[str], draft: bool, unguarded: dict[str, str] | None, cross: bool = False
+) -> list[Group]:
+    """
+    Args:
+        cross: the runner's forwards have a batch of the encoder's, see :mod:`.encoder`.
+    """
     found = []
     for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
         names = [name for name in group.layer_names if name in wanted]
         if not names:
             continue
-        made, why = _group(runner, number, group.kv_cache_spec, names)
+        made, why = _group(runner, number, group.kv_cache_spec, names, cross)
         if made is None:
             log.warning("kvcanary.unguarded KV cache group %d (%s, ...): %s", number, names[0], why)
             if unguarded is not None:
@@ -176,10 +189,9 @@ def _groups(runner: Any, wanted: Set[str], draft: bool, unguarded: dict[str, str
     return found
 
 
-def _group(runner: Any, number: int, spec: Any, names: Sequence[str]) -> tuple[Group | None, str]:
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        spec = next(iter(spec.kv_cache_specs.values()))
-    reach = _reach(spec)
+def _group(runner: Any, number: int, spec: Any, names: Sequence[str], cross: bool) -> tuple[Group | None, str]:
+    spec = _one_of(spec)
+    reach = _reach(spec, cross)
     if isinstance(reach, str):
         return None, reach
     window, chunk = reach
@@ -196,7 +208,8 @@ def _group(runner: Any, number: int, spec: Any, names: Sequence[str]) -> tuple[G
     if not layers:
         return None, "its layers have no KV cache of their own"
     chunked = frozenset(name for name in layers if isinstance(known[name], ChunkedLocalAttention))
-    return Group(number, spec.block_size, kernel_page, window, layers, mla, chunk, chunked=chunked), ""
+    encoded = isinstance(spec, CrossAttentionSpec)
+    return Group(number, spec.block_size, kernel_page, window, layers, mla, chunk, chunked=chunked, cross=encoded), ""
 
 
 def kernel_page_sizes(runner: Any) -> list[int]:
@@ -205,11 +218,28 @@ def kernel_page_sizes(runner: Any) -> list[int]:
     return list(runner._kernel_block_sizes if sizes is None else sizes)
 
 
-def _reach(spec: Any) -> tuple[int | None, int | None] | str:
+def _one_of(spec: Any) -> Any:
+    """The spec of one of the layers of a group, which are alike where we look."""
+    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def longest_encoded(runner: Any, spec: Any, otherwise: int) -> int:
+    """Positions that a request has at most in a group of cross-attention: Whisper hears 1,500 and says 448 tokens.
+
+    Args:
+        otherwise: in groups of another kind.
+    """
+    if not isinstance(_one_of(spec), CrossAttentionSpec):
+        return otherwise
+    return int(runner.vllm_config.scheduler_config.max_num_encoder_input_tokens)
+
+
+def _reach(spec: Any, cross: bool) -> tuple[int | None, int | None] | str:
     """The window and the chunk of a group's attention, whose blocks are kept; or why it cannot be guarded, as text."""
-    refused = (CrossAttentionSpec, EncoderOnlyAttentionSpec)
-    if not isinstance(spec, AttentionSpec) or isinstance(spec, refused):
+    if not isinstance(spec, AttentionSpec) or isinstance(spec, EncoderOnlyAttentionSpec):
         return f"{type(spec).__name__} is not supported by this adapter"
+    if isinstance(spec, CrossAttentionSpec):
+        return (None, None) if cross else "cross-attention is guarded with Model Runner V1 only"
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return None, int(spec.attention_chunk_size)
     if isinstance(spec, SlidingWindowSpec):

@@ -21,7 +21,7 @@ from ...kernels.compile_ahead import compile_ahead
 from ...kernels.layer_ops import record_layer, verify_layer
 from ...kernels.ring import Word
 from ...reports.summary import muted
-from .pools import Group
+from .pools import ENCODER, Group
 
 _REQUEST = "the proof of the canary"
 
@@ -106,6 +106,8 @@ class _Proof:
             "request_ids": [_REQUEST],
             f"slots_{self._group.number}": torch.tensor([slot], device=device),
         }
+        if self._group.cross:  # whose batch is the encoder's
+            batch[ENCODER] = dict(batch)
         with self._session.step(batch), self._session.forward(), self._layers.publish(self._hold):
             for layer, halves in self._group.layers.items():
                 verify_layer(device, layer)
