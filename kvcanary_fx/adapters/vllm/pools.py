@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -93,15 +94,18 @@ def group_name(number: int, draft: bool) -> str:
     return f"{'draft' if draft else 'group'}{number}"
 
 
-def guarded_groups(runner: Any, unguarded: dict[str, str] | None = None) -> list[Group]:
+def guarded_groups(
+    runner: Any, unguarded: dict[str, str] | None = None, elsewhere: Set[str] = frozenset()
+) -> list[Group]:
     """The groups of the target model that can be guarded; the others are logged, with the reason.
 
     Args:
         unguarded: gets the reasons of the others, by name.
+        elsewhere: layers that are not asked for.
     """
     drafts = draft_layers(runner)
     known = runner.compilation_config.static_forward_context
-    return _groups(runner, frozenset(known) - drafts, False, unguarded)
+    return _groups(runner, frozenset(known) - drafts - elsewhere, False, unguarded)
 
 
 def groups_with_drafts(runner: Any, why: str | None, unguarded: dict[str, str]) -> list[Group]:
@@ -207,6 +211,8 @@ def kernel_page_sizes(runner: Any) -> list[int]:
 
 def _reach(spec: Any) -> tuple[int | None, int | None] | str:
     """The window and the chunk of a group's attention, whose blocks are kept; or why it cannot be guarded, as text."""
+    if isinstance(spec, MambaSpec):
+        return "MambaSpec: states are guarded with Model Runner V1 alone"
     refused = (CrossAttentionSpec, EncoderOnlyAttentionSpec)
     if not isinstance(spec, AttentionSpec) or isinstance(spec, refused):
         return f"{type(spec).__name__} is not supported by this adapter"
