@@ -26,7 +26,7 @@ from .books import Books
 from .counts import Counts
 from .drafts import Drafts, Proposal
 from .journal import ATTRIBUTE, Message
-from .pools import Group, draft_groups
+from .pools import Group, Pooled, draft_groups
 from .reactions import Reactions
 from .settings import ON_VIOLATION_VARIABLE, VllmSettings
 from .tables import Ledger
@@ -141,7 +141,7 @@ class Guard:
 
     def _session_of(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[Pooled],
         allocations: bool,
         warm_up: Callable[[EngineSession], None] | None = None,
         **options: Any,

@@ -5,8 +5,8 @@ each step whatever the budget, since the step replaces them, and pools that shar
 
 Around a forward::
 
-    compare                              # the state of each request that has one, in all layers at once
-    vllm.short_conv(..., layer_name)     # its implementation, with a call behind it: fingerprints of that layer's states
+    compare                            # the state of each request that has one, in all layers at once
+    vllm.short_conv(..., layer_name)   # its implementation, with a call behind it: fingerprints of this layer's states
     ...
     fingerprints of the layers that were not seen
 
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.platforms import current_platform
 
 from ...engine.layers import EagerLayers
@@ -143,7 +144,7 @@ class GuardOfHybrid(Guard):
 
     def _install(self, allocations: bool) -> EngineSession:
         # not under the budget, which has nothing to choose here, nor on a stream of their own
-        options = dict(budget=None, verify_fraction=None, placement="inline")
+        options: dict[str, Any] = dict(budget=None, verify_fraction=None, placement="inline")
         session = self._session_of(self._state_groups, allocations, **options)
         self.states = States(session, self._state_groups)
         return super()._install(allocations)
@@ -163,12 +164,14 @@ class GuardOfHybrid(Guard):
 
 
 def hook_ops(layers: Iterable[type]) -> None:
-    """Let the implementations of the ops of some layers tell when a layer has run: the functions of the layers' modules
-    that are ops of vLLM, and are given a layer's name.
+    """Let the ops of some layers tell when a layer has run.
 
-    A layer whose op is somewhere else is fingerprinted when the model has run.
+    They are the functions of the layers' modules, and of vLLM's modules for such layers, that are ops of vLLM and are
+    given a layer's name.  A layer whose op is somewhere else is fingerprinted when the model has run.
     """
     modules = dict.fromkeys(cls.__module__ for layer in layers for cls in layer.__mro__)
+    package = MambaBase.__module__.rpartition(".")[0]
+    modules.update(dict.fromkeys(name for name in sys.modules if name.startswith(f"{package}.")))
     for module in modules:
         for name, original in list(vars(sys.modules[module]).items()):
             if name in _HOOKED or getattr(original, "__module__", None) != module or not hasattr(torch.ops.vllm, name):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from vllm.model_executor.layers.attention.attention import Attention
@@ -31,6 +31,14 @@ log = logging.getLogger("kvcanary")
 
 #: Methods of speculative decoding whose drafts are guarded.
 GUARDED_DRAFTS = ("draft_model", "eagle", "eagle3")
+
+
+class Pooled(Protocol):
+    """A guarded KV cache group, of attention or of something else."""
+
+    @property
+    def number(self) -> int: ...
+    def pool(self, table: torch.Tensor, allocations: bool) -> KVPool: ...
 
 
 @dataclasses.dataclass(frozen=True)
