@@ -10,6 +10,7 @@ import vllm_runs
 from vllm_rig import Rig, growing_load, mixed_load, prompt
 
 import kvcanary_fx
+from kvcanary_fx.errors import SelfTestError
 
 #: One state a request: no prefix cache keeps any.  Blocks of vLLM's own choice, so that all groups' are alike.
 PLAIN = {"block_size": None, "enable_prefix_caching": False}
@@ -193,7 +194,9 @@ def test_block_of_a_state_that_another_request_is_given_too(engine, monkeypatch)
     rig.add("A", prompt(50, 20), length=10)
     with pytest.raises(AssertionError, match="left after"):
         rig.run(lambda step: rig.add("B", prompt(51, 30), length=10) if step == 3 else None, limit=6)
-    assert ("owner", "OVERWRITE", "B") in told(rig)
+    # both write to it in one forward; B then reads what is A's, and A what B has left
+    kinds = {("bounds", "PLANNED_TWICE", "B"), ("owner", "FOREIGN_READ", "B"), ("token", "WRONG_TOKEN", "A")}
+    assert told(rig) == kinds
     assert {v.slot for v in violations(rig)} == {given[0].block_id}
     assert rig.session.violations() == []
 
@@ -261,7 +264,7 @@ def test_a_freed_state_is_compared_once_more(engine):
     assert (found.check, found.phase, found.layer, found.slot) == ("content", "life", layer, blocks[0])
 
 
-def test_a_request_with_a_damaged_state_begins_again_from_its_tokens(engine, monkeypatch):
+def test_a_request_with_a_damaged_state_begins_again_from_its_tokens(engine, caplog):
     from kvcanary_fx.adapters.vllm.settings import VllmSettings
 
     rig = engine("hybrid")
@@ -270,21 +273,57 @@ def test_a_request_with_a_damaged_state_begins_again_from_its_tokens(engine, mon
     rig.tokens.clear()
     rig.guard.reactions.settings = VllmSettings(kvcanary_fx.CanaryConfig(mode="log"), "recompute")
     two_requests(rig)
+    blocks = []
 
     def at(step):
         if step == 5:
             for layer, _, tensor in states(rig):
-                tensor[block_of(rig, layer, "A")].mul_(-1e5)
+                blocks.append(block_of(rig, layer, "A"))
+                tensor[blocks[-1]].mul_(-1e5)
 
     rig.run(at)
     assert {(v.check, str(v.request)[0]) for v in violations(rig)} == {("content", "A")}
     assert rig.preempted == 1
     assert rig.tokens == clean
+    (told,) = [r.message for r in caplog.records if "kv_cache_corruption" in r.message]
+    assert f"; blocks {blocks[0]} left the prefix cache; recomputed: A-" in told
 
 
-def test_attention_is_guarded_as_without_states(engine):
-    """The states have a session of their own: the pools of attention, and what their checks are told, stay alike."""
+def test_states_whose_op_was_not_seen_are_fingerprinted_when_the_model_has_run(engine, monkeypatch):
+    from kvcanary_fx.adapters.vllm import hybrids
+
+    monkeypatch.setattr(hybrids.States, "ran", lambda self, layer: None)
     rig = engine("hybrid")
+    layer, _, tensor = states(rig)[1]
+    mixed_load(rig)
+    assert violations(rig) == []
+    assert rig.guard.states.session.stats().recorded > 160
+    rig.add("A", prompt(50, 20))
+    rig.run(lambda step: flip(tensor, block_of(rig, layer, "A")) if step == 3 else None)
+    assert [(v.check, v.layer) for v in violations(rig)] == [("content", layer)]
+
+
+def test_states_without_guarded_attention_are_named_as_unguarded(engine, monkeypatch, caplog):
+    from kvcanary_fx.adapters.vllm import pools
+
+    monkeypatch.setattr(pools, "_halves", lambda layer, size: "it is a riddle")
+    rig = engine("hybrid")
+    assert rig.guard is None
+    riddle, named, nothing = [r.message for r in caplog.records if "kvcanary.unguarded" in r.message]
+    assert "it is a riddle" in riddle
+    assert named.endswith(
+        "group 0 (model.layers.0.short_conv, ...): MambaSpec: states are guarded beside attention alone"
+    )
+    assert "nothing is guarded" in nothing
+
+
+def test_attention_is_guarded_as_without_states(engine, monkeypatch, tmp_path):
+    """The states have a session of their own: the pools of attention, and what their checks are told, stay alike."""
+    from kvcanary_fx.adapters.vllm import counts, settings
+
+    monkeypatch.setenv(settings.COUNTS_VARIABLE, str(tmp_path))
+    rig = engine("hybrid")
+    assert counts.guarded() == {"group0": "", "group1": ""}
     attention = {name for name, module in rig.layers().items() if isinstance(module.kv_cache, torch.Tensor)}
     (pool,) = rig.session.pools.values()
     assert set(pool.declared.layer_names) == attention
@@ -299,6 +338,30 @@ def test_states_that_the_prefix_cache_keeps_are_named_as_unguarded(engine, caplo
     mixed_load(rig)
     assert rig.session.violations() == []
     assert list(rig.session.pools) == ["group1"]
+
+
+def made_up_group():
+    from kvcanary_fx.adapters.vllm.state_groups import StateGroup
+
+    layers = {f"layers.{i}": (torch.zeros(8, 2, 4, dtype=torch.bfloat16), torch.zeros(8, 3)) for i in range(2)}
+    return StateGroup(0, layers, ("conv", "state"))
+
+
+def test_guard_proves_itself_on_each_state_before_the_first_request():
+    from kvcanary_fx.adapters.vllm import state_proof
+
+    group = made_up_group()
+    state_proof.prove([group], kvcanary_fx.CanaryConfig(mode="raise"))
+    assert not any(state.any() for layer in group.layers.values() for state in layer)
+
+
+def test_state_that_is_not_compared_fails_the_proof(monkeypatch):
+    from kvcanary_fx.adapters.vllm import state_proof
+
+    fill = state_proof._fill
+    monkeypatch.setattr(state_proof, "_fill", lambda rows, number: fill(rows[:-1], number))  # no byte changes there
+    with pytest.raises(SelfTestError, match=r"a changed byte in state state of layers\.1"):
+        state_proof.prove([made_up_group()], kvcanary_fx.CanaryConfig(mode="raise"))
 
 
 @pytest.mark.parametrize(
@@ -331,3 +394,20 @@ def test_states_that_are_not_one_a_request_are_refused_by_name(spec, config, why
     assert state_groups.state_groups(runner, unguarded) == []
     assert why in unguarded["group0"]
     assert unguarded["group0"].startswith("MambaSpec with ")
+
+
+def test_states_are_compared_in_each_step_whatever_share_of_attention_is(models):
+    """The step replaces them: what is not compared before it will never be."""
+    (found,) = vllm_runs.results(
+        models, [{"model": "hybrid", "scene": "states"}], "log", KVCANARY_VERIFY_FRACTION="1/64"
+    )
+    assert found["violations"] == []
+    assert found["every"] == 64
+    assert found["told"] == [["content", found["layer"], str(number)] for number in range(4)]
+
+
+def test_a_damaged_state_ends_the_engine_in_mode_raise(models):
+    (found,) = vllm_runs.results(models, [{"model": "hybrid", "scene": "states"}], "raise")
+    assert found["violations"] == []
+    assert found["error"] is not None
+    assert found["told"] == [["content", found["layer"], "0"]]
