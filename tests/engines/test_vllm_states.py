@@ -112,6 +112,19 @@ def test_same_tokens_and_no_violation_over_chunks_aborts_and_preemption(engine, 
     assert rig.guard.states.recorded_in_ops == layers * rig.session.stats().engine_steps
 
 
+@pytest.mark.parametrize("model", ["hybrid", "granite"])
+def test_model_that_is_compiled_in_pieces(models, model):
+    """As on a GPU by default: the graph is split at the ops of states, too."""
+    run = {"model": model, "arguments": {**PLAIN, **COMPILED, "compilation_config": {"mode": 3}}, "forced": True}
+    plain, found = (vllm_runs.results(models, [run], mode)[0] for mode in (None, "log"))
+    assert found["mode"] == "3"
+    assert found["pieces"] == plain["pieces"]
+    assert found["tokens"] == plain["tokens"]
+    assert found["violations"] == found["uncovered"] == []
+    assert found["states"]["recorded"] > 160
+    assert found["states"]["in_ops"] == 2 * found["states"]["steps"]
+
+
 @pytest.mark.parametrize("model", NAMES)
 def test_a_flip_in_each_state_is_found_in_its_layer_request_and_block(engine, model):
     rig = engine(model, **(ONLY_BFLOAT16 if model == "qwen3_next" else {}))
