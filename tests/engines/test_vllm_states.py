@@ -112,6 +112,7 @@ def test_same_tokens_and_no_violation_over_chunks_aborts_and_preemption(engine, 
     assert rig.guard.states.recorded_in_ops == layers * rig.session.stats().engine_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["hybrid", "granite"])
 def test_model_that_is_compiled_in_pieces(models, model):
     """As on a GPU by default: the graph is split at the ops of states, too."""
@@ -409,6 +410,7 @@ def test_states_that_are_not_one_a_request_are_refused_by_name(spec, config, why
     assert unguarded["group0"].startswith("MambaSpec with ")
 
 
+@pytest.mark.slow
 def test_states_are_compared_in_each_step_whatever_share_of_attention_is(models):
     """The step replaces them: what is not compared before it will never be."""
     (found,) = vllm_runs.results(
@@ -419,6 +421,7 @@ def test_states_are_compared_in_each_step_whatever_share_of_attention_is(models)
     assert found["told"] == [["content", found["layer"], str(number)] for number in range(4)]
 
 
+@pytest.mark.slow
 def test_a_damaged_state_ends_the_engine_in_mode_raise(models):
     (found,) = vllm_runs.results(models, [{"model": "hybrid", "scene": "states"}], "raise")
     assert found["violations"] == []
