@@ -109,7 +109,7 @@ def blocks_of(metadata: Any, count: int) -> torch.Tensor | None:
     for names in (("state_indices_tensor_d", "state_indices_tensor_p"), ("non_spec_state_indices_tensor",)):
         parts = [part for part in (getattr(metadata, name, None) for name in names) if part is not None]
         columns = [part[:, 0] if part.dim() == 2 else part for part in parts]
-        if sum(len(column) for column in columns) >= count:
+        if columns and sum(len(column) for column in columns) >= count:
             return (columns[0] if len(columns) == 1 else torch.cat(columns))[:count].contiguous()
     return None
 

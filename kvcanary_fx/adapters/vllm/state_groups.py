@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,16 +117,22 @@ def _why_unguarded(runner: Any, spec: MambaSpec) -> str | None:
     return None
 
 
-def _group(runner: Any, number: int, names: Set[str] | list[str]) -> StateGroup | str:
+def _group(runner: Any, number: int, names: Sequence[str]) -> StateGroup | str:
     """The group; or why it cannot be guarded, as text."""
-    known, layers = runner.compilation_config.static_forward_context, {}
+    known = runner.compilation_config.static_forward_context
+    layers: dict[str, tuple[torch.Tensor, ...]] = {}
     for name in names:
         layer = known[name]
         states = layer.kv_cache if isinstance(layer, MambaBase) else None
         if not isinstance(states, tuple | list) or not all(isinstance(s, torch.Tensor) and s.numel() for s in states):
             return f"layer {name}: {type(layer).__name__} keeps its states in a way that this adapter does not know"
         layers[name] = tuple(states)
-    kinds = {len(states) for states in layers.values()}
-    conv = all(known[name].mamba_type.name.endswith("SHORT_CONV") for name in layers)
-    shown = ("conv",) if conv else _NAMES.get(max(kinds), ()) if len(kinds) == 1 else ()
-    return StateGroup(number, layers, shown)
+    return StateGroup(number, layers, _names_of([known[name] for name in layers]))
+
+
+def _names_of(layers: Sequence[MambaBase]) -> tuple[str, ...]:
+    """What the states of a group's layers are called; none: by their numbers."""
+    if all(layer.mamba_type.name.endswith("SHORT_CONV") for layer in layers):
+        return ("conv",)
+    (count, *others) = {len(layer.kv_cache) for layer in layers}
+    return () if others else _NAMES.get(count, ())
