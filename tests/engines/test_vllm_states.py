@@ -354,6 +354,25 @@ def test_states_that_the_prefix_cache_keeps_are_named_as_unguarded(engine, caplo
     assert list(rig.session.pools) == ["group1"]
 
 
+@pytest.mark.parametrize(
+    ("metadata", "blocks"),
+    [
+        ({"state_indices_tensor_d": [[5], [7], [0]], "state_indices_tensor_p": []}, [5, 7]),  # padded for a CUDA graph
+        ({"state_indices_tensor_d": [[5]], "state_indices_tensor_p": [7]}, [5, 7]),
+        ({"state_indices_tensor_d": None, "state_indices_tensor_p": [5, 7]}, [5, 7]),
+        ({"non_spec_state_indices_tensor": [5, 7, 0]}, [5, 7]),
+        ({"state_indices_tensor_d": [[5]], "state_indices_tensor_p": []}, None),
+        ({}, None),
+    ],
+)
+def test_blocks_that_the_op_of_a_layer_gets(metadata, blocks):
+    from kvcanary_fx.adapters.vllm.hybrids import blocks_of
+
+    given = SimpleNamespace(**{k: None if v is None else torch.tensor(v).int() for k, v in metadata.items()})
+    found = blocks_of(given, 2)
+    assert (None if found is None else found.tolist()) == blocks
+
+
 def made_up_group():
     from kvcanary_fx.adapters.vllm.state_groups import StateGroup
 
