@@ -438,6 +438,21 @@ class EagerLayers(LayerChecks):
         if plan is not None and plan.real_slots is not None:
             context.held.take(record, plan, key, value)
 
+    def check_received(self, layer: str, slots: torch.Tensor) -> None:
+        """The index check of :meth:`record`, before the layer writes.
+
+        Args:
+            slots: integer ``[n]``, or, of a pool whose slots stand for several tokens, one for each slot that the
+                forward writes.
+
+        Raises:
+            UnknownLayerError: no pool has a layer of this name.
+        """
+        context, record = self._running(), self._layers.get(layer)
+        if record is None:
+            raise UnknownLayerError(layer, list(self._layers))
+        self._check_received(context, record, slots)
+
     def _running(self) -> ForwardContext:
         """The context of the forward that is running, which begins with its first layer."""
         running = self._steps.running

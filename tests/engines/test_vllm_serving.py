@@ -70,7 +70,7 @@ def test_metrics_of_a_server_name_a_group_that_is_not_guarded_and_why(models, tm
     of_groups = {name: n for name, n in found["at_health"].items() if name.startswith("kvcanary_guarded{")}
     assert sorted(of_groups.values()) == [0, 1]
     (named,) = [name for name, n in of_groups.items() if not n]
-    assert "MambaSpec" in named
+    assert "MambaSpec with mamba_cache_mode=align" in named
     assert sum(v for name, v in found["metrics"].items() if name.startswith("kvcanary_violations")) == 0
 
 

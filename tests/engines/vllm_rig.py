@@ -169,6 +169,13 @@ def mixed_load(rig: Rig) -> None:
     rig.run()
 
 
+def growing_load(rig: Rig) -> None:
+    """Requests that need another block of 128 tokens while they decode: the last is preempted where there is none."""
+    for number, length in enumerate((100, 110, 90)):
+        rig.add(f"grows{number}", prompt(20 + number, length), length=50)
+    rig.run()
+
+
 def spoken_load(rig: Rig) -> None:
     """For an encoder-decoder model: one prompt with the same and with another sound, a late request, an abort."""
     same = prompt(3, 70)

@@ -64,6 +64,15 @@ def _run(directory: pathlib.Path, run: dict[str, Any]) -> dict[str, Any]:
         found["stats"] = {"checked": stats.checked, "recorded": stats.recorded, "slots_checked": stats.slots_checked}
         found["in_graph"] = rig.guard.calls_in_graph
         found["outside"] = rig.guard.calls_outside
+        if hasattr(rig.guard, "states"):
+            guarded = rig.guard.states
+            found["violations"] += [v.line() for v in guarded.session.violations()]
+            found["uncovered"] = found["uncovered"] + guarded.session.uncovered
+            found["states"] = {
+                "recorded": guarded.session.stats().recorded,
+                "in_ops": guarded.recorded_in_ops,
+                "steps": rig.session.stats().engine_steps,
+            }
     rig.close()
     return found
 

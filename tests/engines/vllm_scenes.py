@@ -126,6 +126,37 @@ def hybrid(directory: pathlib.Path, model: str) -> dict[str, Any]:
     }
 
 
+def states(directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """A hybrid without a prefix cache, and a flip in the first state of a request that decodes."""
+    rig = Rig(model, directory, block_size=None, enable_prefix_caching=False)
+    mixed_load(rig)
+    clean = [v.line() for session in rig.guard.sessions for v in session.violations()]
+    (layer, module), *_ = ((n, m) for n, m in rig.layers().items() if not isinstance(m.kv_cache, torch.Tensor))
+    told, error = [], None
+    for number in range(4):
+        rig.add(f"{number}", prompt(50 + number, 20), length=8)
+
+        def at(step: int, number: int = number) -> None:
+            if step == 3:
+                block = rig.pages(f"{number}")[rig.group_of(layer)][0]
+                module.kv_cache[0][block].view(torch.int32)[0, 0] ^= 1 << 4
+
+        try:
+            rig.run(at)
+        except Exception as e:
+            error = type(e).__name__
+            break
+    for v in rig.guard.states.session.violations():
+        told.append([v.check, v.layer, str(v.request).rpartition("-")[0]])
+    return {
+        "violations": clean,
+        "told": told,
+        "layer": layer,
+        "error": error,
+        "every": rig.session.stats().compared_every,
+    }
+
+
 def _counts() -> dict[str, Any]:
     if "KVCANARY_MODE" not in os.environ:
         return {}
@@ -187,5 +218,6 @@ SCENES = {
     "spawned in two stages": functools.partial(spawned, pipeline_parallel_size=2),
     "connector": connector,
     "hybrid": hybrid,
+    "states": states,
     "split graph": split_graph,
 }

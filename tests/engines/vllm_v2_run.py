@@ -79,12 +79,14 @@ def start(directory: pathlib.Path, **changed: Any) -> Rig:
 def fill(model: torch.nn.Module, seed: int) -> None:
     """Random weights, large enough that tokens depend on more than the one before."""
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             generator = torch.Generator(parameter.device).manual_seed(seed)
             seed += 1000
             if not parameter.is_floating_point():
                 continue
-            if parameter.dim() > 1:
+            if name.endswith(".A"):  # of an SSM, whose state would grow without end
+                parameter.fill_(-1.0)
+            elif parameter.dim() > 1:
                 parameter.normal_(0.0, 0.06, generator=generator)
             else:  # norms: dummy ones are so small that a token would depend on the one before it alone
                 parameter.fill_(1.0)

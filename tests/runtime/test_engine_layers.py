@@ -79,6 +79,31 @@ def test_a_write_that_lands_elsewhere(engine):
     assert len(engine.told()) == 4
 
 
+def test_places_of_states_before_a_layer_writes(device):
+    """A slot stands for a request there, so a write gets one for each, however many tokens it has."""
+    table = torch.tensor([[0], [4], [6]], dtype=torch.int32, device=device)
+    pool = KVPool([(torch.zeros(SLOTS, DIM, device=device),)], table, layer_names=["mamba"], state=True)
+    session = kvcanary_fx.install_canary(pool, mode="log")
+    layers = EagerLayers(session)
+    session.mark_ready()
+    session.pool.allocate([4], owner="A")
+    session.pool.allocate([6], owner="B")
+
+    def step(prefix, extend, received):
+        batch = Batch(range(sum(extend)), [0] * sum(extend), [1, 2], prefix, extend, request_ids=["A", "B"])
+        with session.step(batch), session.forward():
+            layers.check_received("mamba", torch.tensor(received, device=device))
+            layers.record("mamba")
+        return [(v.check, v.why, v.layer, v.request, v.stored, v.found) for v in session.violations()]
+
+    assert step([0, 0], [2, 3], [4, 6]) == []
+    assert step([2, 3], [1, 1], [4, 6]) == []
+    wrong = [("index", "NOT_THE_PLANNED_SLOT", "mamba", *rest) for rest in (("A", 4, 6), ("B", 6, 4))]
+    assert step([3, 4], [1, 2], [6, 4]) == wrong
+    with pytest.raises(kvcanary_fx.UnknownLayerError, match="third"), session.step(), session.forward():
+        layers.check_received("third", torch.tensor([4], device=device))
+
+
 def test_without_a_forward_there_is_nothing_to_check_against(engine):
     assert not engine.layers.running
     engine.layers.verify("first")

@@ -26,7 +26,7 @@ from .books import Books
 from .counts import Counts
 from .drafts import Drafts, Proposal
 from .journal import ATTRIBUTE, Message
-from .pools import Group, draft_groups, longest_encoded
+from .pools import Group, Pooled, draft_groups, longest_encoded
 from .reactions import Reactions
 from .settings import ON_VIOLATION_VARIABLE, VllmSettings
 from .tables import Ledger
@@ -53,6 +53,7 @@ class Guard:
             vLLM's own ops.
         reactions: to violations.
         scheduled: the ``SchedulerOutput`` of the running step.
+        batch: of the running forward, or the last one.
         counts_beside: the counts are read while forwards run.
     """
 
@@ -86,6 +87,7 @@ class Guard:
         self.namespaces: dict[str, int] = {}
         self.calls_in_graph = self.calls_outside = 0
         self.scheduled: Any = None
+        self.batch: dict[str, Any] = {}
         states = dict(unguarded or {})
         self._draft_groups = draft_groups(runner, states) if drafts is None else drafts
         self._page_sizes = [g.kv_cache_spec.block_size for g in runner.kv_cache_config.kv_cache_groups]
@@ -93,7 +95,7 @@ class Guard:
         states.update({group.name: "" for group in (*groups, *self._draft_groups)})
         self._counts = Counts(f"{os.getpid()}-{id(self):x}", states)
         self._requests: list[str] = []  # of the forward, in batch order
-        self.reactions = Reactions(settings, self._page_sizes)
+        self.reactions = Reactions(settings, list(self._page_sizes))
         with torch.inference_mode(False):
             self.ledger = self._make_ledger(runner)
         self.begin(reports_blocks(runner.vllm_config))
@@ -139,7 +141,7 @@ class Guard:
 
     def _session_of(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[Pooled],
         allocations: bool,
         warm_up: Callable[[EngineSession], None] | None = None,
         **options: Any,
@@ -219,6 +221,7 @@ class Guard:
         in_flight = self.ledger.in_flight(self.scheduled, self._page_sizes)
         self.in_flight, namespaces = any(in_flight), self.namespaces
         batch = make_batch(runner, self.scheduled, self.groups, input_ids, positions, namespaces, self.in_flight)
+        self.batch = batch
         self.books.settle(in_flight)
         try:
             step, layers = session.step(batch), self._layers.publish(ops.runs_from_python(runner.vllm_config))

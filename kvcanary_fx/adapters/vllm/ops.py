@@ -138,7 +138,7 @@ def splits_at_attention(config: CompilationConfig) -> bool:
 
 def verify(output: torch.Tensor, layer_name: LayerNameType) -> None:
     """The op before attention."""
-    context, layer = current_context(), _name_of(layer_name)
+    context, layer = current_context(), name_of(layer_name)
     if context is None or layer not in context.layers:
         return
     known = _GUARDED.get()
@@ -156,7 +156,7 @@ def record(
     output: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, layer_name: LayerNameType
 ) -> None:
     """The op after attention."""
-    context, layer = current_context(), _name_of(layer_name)
+    context, layer = current_context(), name_of(layer_name)
     if context is not None and layer in context.layers:  # other groups of a model may not be guarded
         known = _GUARDED.get()
         if known is not None and known.rows is not None:
@@ -164,7 +164,7 @@ def record(
         record_in(context, key, value, output.device, layer)
 
 
-def _name_of(layer_name: LayerNameType) -> str:
+def name_of(layer_name: LayerNameType) -> str:
     """As vLLM's own function says it, whose ``isinstance`` of an opaque type took half of such an op."""
     return layer_name if type(layer_name) is str else layer_name.value
 
@@ -237,7 +237,7 @@ def _guarded(original: Callable[..., None], in_graph: bool) -> Callable[..., Non
             if len(deferred.written) == deferred.room:
                 deferred.take_in()
             return
-        context, layer = current_context(), _name_of(layer_name)
+        context, layer = current_context(), name_of(layer_name)
         if context is None or layer not in context.layers or _is_checked_elsewhere(known, layer, in_graph):
             original(query, key, value, output, layer_name, *args, **kwargs)
             return
@@ -247,7 +247,7 @@ def _guarded(original: Callable[..., None], in_graph: bool) -> Callable[..., Non
         original(query, key, value, output, layer_name, *args, **kwargs)
         record(output, key, value, layer)
         if known is not None and known.defers and _may_be_deferred(context):
-            known.deferred = Deferred(context, _name_of, taken=known.in_graph)
+            known.deferred = Deferred(context, name_of, taken=known.in_graph)
 
     return guarded
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from vllm.model_executor.layers.attention.attention import Attention
@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -33,6 +34,14 @@ ENCODER = "encoder"
 
 #: Methods of speculative decoding whose drafts are guarded.
 GUARDED_DRAFTS = ("draft_model", "eagle", "eagle3")
+
+
+class Pooled(Protocol):
+    """A guarded KV cache group, of attention or of something else."""
+
+    @property
+    def number(self) -> int: ...
+    def pool(self, table: torch.Tensor, allocations: bool) -> KVPool: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,15 +109,18 @@ def group_name(number: int, draft: bool) -> str:
     return f"{'draft' if draft else 'group'}{number}"
 
 
-def guarded_groups(runner: Any, unguarded: dict[str, str] | None = None) -> list[Group]:
+def guarded_groups(
+    runner: Any, unguarded: dict[str, str] | None = None, elsewhere: Set[str] = frozenset()
+) -> list[Group]:
     """The groups of the target model that can be guarded by the first runner; the others are logged, with the reason.
 
     Args:
         unguarded: gets the reasons of the others, by name.
+        elsewhere: layers that are not asked for.
     """
     drafts = draft_layers(runner)
     known = runner.compilation_config.static_forward_context
-    return _groups(runner, frozenset(known) - drafts, False, unguarded, cross=True)
+    return _groups(runner, frozenset(known) - drafts - elsewhere, False, unguarded, cross=True)
 
 
 def groups_with_drafts(runner: Any, why: str | None, unguarded: dict[str, str]) -> list[Group]:
@@ -236,6 +248,8 @@ def longest_encoded(runner: Any, spec: Any, otherwise: int) -> int:
 
 def _reach(spec: Any, cross: bool) -> tuple[int | None, int | None] | str:
     """The window and the chunk of a group's attention, whose blocks are kept; or why it cannot be guarded, as text."""
+    if isinstance(spec, MambaSpec):
+        return "MambaSpec: states are guarded with Model Runner V1 alone"
     if not isinstance(spec, AttentionSpec) or isinstance(spec, EncoderOnlyAttentionSpec):
         return f"{type(spec).__name__} is not supported by this adapter"
     if isinstance(spec, CrossAttentionSpec):

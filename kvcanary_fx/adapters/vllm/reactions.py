@@ -22,13 +22,14 @@ class Reactions:
     """Of one model runner.
 
     Args:
-        page_sizes: tokens of a block of each KV cache group.
+        page_sizes: slots of a block of each KV cache group.
 
     Attributes:
         settings: of the runner's guard.
         news: violations that are not in the counts yet.
         late: not all bytes are compared in each step.
         logged: the session logs each violation by itself, also where the engine ends.
+        page_sizes: slots of a block of each KV cache group, one of the pools' each.
         verdict: what violations mean for requests and blocks, not yet sent to a scheduler.
     """
 
@@ -37,7 +38,7 @@ class Reactions:
         self.news = 0
         self.late = self.logged = False
         self.verdict: Verdict | None = None
-        self._page_sizes = page_sizes
+        self.page_sizes = page_sizes
 
     def flag(self, violation: Violation) -> None:
         """Called with each violation."""
@@ -48,7 +49,7 @@ class Reactions:
         else:
             if self.verdict is None:
                 self.verdict = Verdict(outcome=self.settings.on_violation, late=self.late)
-            self.verdict.add(violation, self._page_sizes)
+            self.verdict.add(violation, self.page_sizes)
         given = self.settings.config.on_violation
         if given is not None:
             given(violation)

@@ -10,8 +10,9 @@ import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from ...errors import CanaryError, EngineError
-from . import counts, cuda_graphs, proof, registry
+from . import counts, cuda_graphs, proof, registry, state_groups, state_proof
 from .guard import Guard
+from .hybrids import GuardOfHybrid
 from .journal import ATTRIBUTE
 from .patching import wrap_in_all
 from .pools import draft_groups, guarded_groups
@@ -54,8 +55,12 @@ def guard(runner: Any, settings: VllmSettings, self_test: bool, make: Make | Non
 
 
 def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict[str, str]) -> Guard:
-    groups = guarded_groups(runner, unguarded)
+    states = state_groups.state_groups(runner, unguarded)
+    groups = guarded_groups(runner, unguarded, state_groups.layers_of_states(runner))
     if not groups:
+        for group in states:
+            why = "MambaSpec: states are guarded beside attention alone"
+            state_groups.note_unguarded(group.number, min(group.layers), why, unguarded)
         raise EngineError(
             "no KV cache group of this model can be guarded (the warnings above say why): KVCANARY_MODE=log or off "
             "runs it unguarded"
@@ -63,6 +68,9 @@ def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict
     cuda_graphs.require_none_full(runner)
     drafts = draft_groups(runner, unguarded)
     proof.prove([*groups, *drafts], settings.session_config)
+    if states:
+        state_proof.prove(states, settings.session_config)
+        return GuardOfHybrid(runner, settings, self_test, groups, unguarded, drafts, states)
     return Guard(runner, settings, self_test, groups, unguarded, drafts)
 
 
