@@ -429,6 +429,18 @@ def test_states_that_are_not_one_a_request_are_refused_by_name(spec, config, why
     assert unguarded["group0"].startswith("MambaSpec with ")
 
 
+def test_a_budget_leaves_states_unguarded_and_says_how_to_guard_them(engine):
+    """They are compared in full or not at all: a budget of 1 % would not be kept."""
+    from kvcanary_fx.adapters.vllm import state_groups
+
+    rig, unguarded = engine("hybrid"), {}
+    assert state_groups.state_groups(rig.runner, unguarded, 0.01) == []
+    assert set(unguarded) == {group.name for group in rig.guard.states.groups}
+    for why in unguarded.values():
+        assert "under a budget (1.0%)" in why
+        assert "KVCANARY_BUDGET=none" in why
+
+
 @pytest.mark.slow
 def test_states_are_compared_in_each_step_whatever_share_of_attention_is(models):
     """The step replaces them: what is not compared before it will never be."""

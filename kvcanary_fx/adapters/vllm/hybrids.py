@@ -1,7 +1,7 @@
 """The guard of a model with running states beside attention: Mamba, short convolutions, linear attention.
 
 States have a session of their own, so that attention is guarded as it is without them: their bytes are compared in
-each step whatever the budget, since the step replaces them, and pools that share storage report blocks one by one.
+each step, since the step replaces them (so not under a budget), and pools that share storage report blocks one by one.
 
 Around a forward::
 
@@ -143,7 +143,7 @@ class GuardOfHybrid(Guard):
         log.info("kvcanary.vllm guarded beside them: states, %s, %d halves, every byte in each step", shown, kept)
 
     def _install(self, allocations: bool) -> EngineSession:
-        # not under the budget, which has nothing to choose here, nor on a stream of their own
+        # a fixed share is of attention's bytes; and no stream of their own
         options: dict[str, Any] = dict(budget=None, verify_fraction=None, placement="inline")
         session = self._session_of(self._state_groups, allocations, **options)
         self.states = States(session, self._state_groups)

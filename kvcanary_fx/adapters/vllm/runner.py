@@ -55,7 +55,7 @@ def guard(runner: Any, settings: VllmSettings, self_test: bool, make: Make | Non
 
 
 def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict[str, str]) -> Guard:
-    states = state_groups.state_groups(runner, unguarded)
+    states = state_groups.state_groups(runner, unguarded, settings.session_config.budget_on(runner.device))
     groups = guarded_groups(runner, unguarded, state_groups.layers_of_states(runner))
     if not groups:
         for group in states:

@@ -62,18 +62,19 @@ def layers_of_states(runner: Any) -> frozenset[str]:
     return frozenset(name for group in groups if _spec_of(group) is not None for name in group.layer_names)
 
 
-def state_groups(runner: Any, unguarded: dict[str, str]) -> list[StateGroup]:
+def state_groups(runner: Any, unguarded: dict[str, str], budget: float | None = None) -> list[StateGroup]:
     """The groups of states that can be guarded; the others are logged, with the reason.
 
     Args:
         unguarded: gets the reasons of the others, by name.
+        budget: how much longer a step may take, as a fraction; None: as long as it takes.
     """
     found = []
     for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
         spec = _spec_of(group)
         if spec is None:
             continue
-        made = _why_unguarded(runner, spec) or _group(runner, number, group.layer_names)
+        made = _why_unguarded(runner, spec, budget) or _group(runner, number, group.layer_names)
         if isinstance(made, str):
             note_unguarded(number, group.layer_names[0], made, unguarded)
         else:
@@ -95,10 +96,11 @@ def _spec_of(group: Any) -> MambaSpec | None:
     return spec if isinstance(spec, MambaSpec) else None
 
 
-def _why_unguarded(runner: Any, spec: MambaSpec) -> str | None:
+def _why_unguarded(runner: Any, spec: MambaSpec, budget: float | None) -> str | None:
     """Why the states of a group cannot be guarded, as text; None if they can.
 
-    Each reason is a way in which a request has several states, or gets one that no forward of its own has written.
+    Each reason but the last is a way in which a request has several states, or gets one that no forward of its own has
+    written.
     """
     config, kind = runner.vllm_config, "MambaSpec"
     if spec.mamba_cache_mode != "none":
@@ -114,6 +116,11 @@ def _why_unguarded(runner: Any, spec: MambaSpec) -> str | None:
         return f"{kind} with a KV connector is not supported by this adapter: it may load states"
     if spec.block_size < runner.max_model_len:
         return f"{kind} with blocks of {spec.block_size} tokens is not supported by this adapter: a request has several"
+    if budget is not None:
+        return (
+            f"{kind} under a budget ({budget:.1%}): a step replaces its states, so they are compared in full or not at "
+            "all, whatever that takes: KVCANARY_BUDGET=none guards them"
+        )
     return None
 
 
