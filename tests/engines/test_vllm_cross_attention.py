@@ -16,8 +16,6 @@ import vllm_sounds
 from vllm_rig import Rig, prompt, spoken_load
 from vllm_sounds import CROSS, DECODER
 
-from kvcanary_fx.adapters.vllm import encoder, pools
-from kvcanary_fx.adapters.vllm.guard import widths
 from kvcanary_fx.adapters.vllm.identity import encoded_numbers
 from kvcanary_fx.reports.violation import Violation
 
@@ -213,6 +211,8 @@ def feature(identifier: str, length: int, data: object = "sound") -> SimpleNames
 @pytest.fixture
 def batch_of(monkeypatch):
     """The batch of cross-attention for three requests, of which ``begun`` have begun, with such slots."""
+    from kvcanary_fx.adapters.vllm import encoder
+
     heard = {"a": [feature("x", 3)], "b": [feature("y", 2), feature("z", 1)], "c": []}
 
     def make(begun: Sequence[bool], encoded: dict[str, list[int]], slots: Sequence[int]) -> dict[str, Any]:
@@ -262,6 +262,9 @@ def test_slots_and_sounds_that_do_not_fit_make_a_batch_that_can_be_checked(batch
 
 def test_second_runner_names_cross_attention_as_unguarded_and_has_room_for_its_pages(caplog):
     from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec
+
+    from kvcanary_fx.adapters.vllm import pools
+    from kvcanary_fx.adapters.vllm.guard import widths
 
     parts = dict(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
     groups = [SimpleNamespace(layer_names=["cross"], kv_cache_spec=CrossAttentionSpec(**parts))]
