@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny_families
+import vllm_v2_models
 
 
 def run(name: str, mode: str | None, args: argparse.Namespace) -> dict[str, Any] | str:
@@ -75,6 +76,9 @@ def main() -> int:
     parser.add_argument("--logs", default=tempfile.gettempdir(), help="directory of the engines' logs")
     parser.add_argument("--guarded-only", action="store_true", help="no unguarded engine, so no comparison of tokens")
     args = parser.parse_args()
+    unknown = sorted(set(args.names) - set(vllm_v2_models.MODELS))
+    if unknown:
+        parser.error(f"no such model: {', '.join(unknown)}; there are {', '.join(vllm_v2_models.MODELS)}")
     args.until = time.monotonic() + args.seconds
     Path(args.logs).mkdir(parents=True, exist_ok=True)
     names, right = args.names or list(tiny_families.FAMILIES), True
