@@ -109,6 +109,18 @@ def group_name(number: int, draft: bool) -> str:
     return f"{'draft' if draft else 'group'}{number}"
 
 
+def note_unguarded(number: int, draft: bool, layer: str, why: str, unguarded: dict[str, str] | None) -> None:
+    """Log that a KV cache group is not guarded, and keep the reason.
+
+    Args:
+        layer: one of its layers.
+        unguarded: gets the reason, by the group's name.
+    """
+    log.warning("kvcanary.unguarded KV cache group %d (%s, ...): %s", number, layer, why)
+    if unguarded is not None:
+        unguarded[group_name(number, draft)] = why
+
+
 def guarded_groups(
     runner: Any, unguarded: dict[str, str] | None = None, elsewhere: Set[str] = frozenset()
 ) -> list[Group]:
@@ -193,16 +205,14 @@ def _groups(
             continue
         made, why = _group(runner, number, group.kv_cache_spec, names, cross)
         if made is None:
-            log.warning("kvcanary.unguarded KV cache group %d (%s, ...): %s", number, names[0], why)
-            if unguarded is not None:
-                unguarded[group_name(number, draft)] = why
+            note_unguarded(number, draft, names[0], why, unguarded)
         else:
             found.append(dataclasses.replace(made, draft=draft))
     return found
 
 
 def _group(runner: Any, number: int, spec: Any, names: Sequence[str], cross: bool) -> tuple[Group | None, str]:
-    spec = _one_of(spec)
+    spec = spec_of_a_layer(spec)
     reach = _reach(spec, cross)
     if isinstance(reach, str):
         return None, reach
@@ -230,7 +240,7 @@ def kernel_page_sizes(runner: Any) -> list[int]:
     return list(runner._kernel_block_sizes if sizes is None else sizes)
 
 
-def _one_of(spec: Any) -> Any:
+def spec_of_a_layer(spec: Any) -> Any:
     """The spec of one of the layers of a group, which are alike where we look."""
     return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
@@ -241,7 +251,7 @@ def longest_encoded(runner: Any, spec: Any, otherwise: int) -> int:
     Args:
         otherwise: in groups of another kind.
     """
-    if not isinstance(_one_of(spec), CrossAttentionSpec):
+    if not isinstance(spec_of_a_layer(spec), CrossAttentionSpec):
         return otherwise
     return int(runner.vllm_config.scheduler_config.max_num_encoder_input_tokens)
 

@@ -15,7 +15,7 @@ from .guard import Guard
 from .hybrids import GuardOfHybrid
 from .journal import ATTRIBUTE
 from .patching import wrap_in_all
-from .pools import draft_groups, guarded_groups
+from .pools import draft_groups, guarded_groups, note_unguarded
 from .settings import VllmSettings
 
 log = logging.getLogger("kvcanary")
@@ -60,7 +60,7 @@ def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict
     if not groups:
         for group in states:
             why = "MambaSpec: states are guarded beside attention alone"
-            state_groups.note_unguarded(group.number, min(group.layers), why, unguarded)
+            note_unguarded(group.number, False, min(group.layers), why, unguarded)
         raise EngineError(
             "no KV cache group of this model can be guarded (the warnings above say why): KVCANARY_MODE=log or off "
             "runs it unguarded"

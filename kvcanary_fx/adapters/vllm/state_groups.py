@@ -7,18 +7,15 @@ state of an SSM.  Each step rewrites them, so a slot of the pool is a block.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from ...engine.kv_pool import KVPool
-from .pools import group_name
-
-log = logging.getLogger("kvcanary")
+from .pools import group_name, note_unguarded, spec_of_a_layer
 
 #: What the states of a layer are called in reports, by their number, as for the models of Hugging Face.
 _NAMES = {1: ("state",), 2: ("conv", "state")}
@@ -76,23 +73,15 @@ def state_groups(runner: Any, unguarded: dict[str, str], budget: float | None = 
             continue
         made = _why_unguarded(runner, spec, budget) or _group(runner, number, group.layer_names)
         if isinstance(made, str):
-            note_unguarded(number, group.layer_names[0], made, unguarded)
+            note_unguarded(number, False, group.layer_names[0], made, unguarded)
         else:
             found.append(made)
     return found
 
 
-def note_unguarded(number: int, layer: str, why: str, unguarded: dict[str, str]) -> None:
-    """Log that a group of states is not guarded, and keep the reason."""
-    log.warning("kvcanary.unguarded KV cache group %d (%s, ...): %s", number, layer, why)
-    unguarded[group_name(number, draft=False)] = why
-
-
 def _spec_of(group: Any) -> MambaSpec | None:
     """What a group of states is made of; None for any other group."""
-    spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        spec = next(iter(spec.kv_cache_specs.values()))
+    spec = spec_of_a_layer(group.kv_cache_spec)
     return spec if isinstance(spec, MambaSpec) else None
 
 
