@@ -2,6 +2,7 @@
 
     python tests/engines/vllm_v2_inputs.py DIRECTORY images
     python tests/engines/vllm_v2_inputs.py DIRECTORY sound
+    VLLM_USE_V2_MODEL_RUNNER=0 python tests/engines/vllm_v2_inputs.py DIRECTORY sound   # the first runner
 
 Prints one line of JSON.  The exit status is 1 if it is not ``ok``: other tokens or logprobs than unguarded, a violation
 without damage, a flip that is not told, or (images) another image's prefix that is not told.  Everything is compared.
@@ -9,6 +10,7 @@ without damage, a flip that is not told, or (images) another image's prefix that
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -45,7 +47,7 @@ def images(directory: pathlib.Path) -> dict[str, Any]:
 
 
 def sound(directory: pathlib.Path) -> dict[str, Any]:
-    """Whisper: its decoder's self-attention is guarded beside cross-attention, which is not."""
+    """Whisper: its decoder's self-attention, and cross-attention where the runner is the first one."""
     arguments = tiny_whisper.ARGUMENTS | vllm_images.ON_A_GPU
     run = {"model": "whisper", "arguments": arguments, "load": "spoken_load"}
     (plain,) = vllm_runs.results(directory, [run], mode=None)
@@ -57,7 +59,7 @@ def sound(directory: pathlib.Path) -> dict[str, Any]:
     def add(name: str, seed: int) -> None:
         rig.add(name, prompt(91 + seed, 70), length=16, audio=tiny_whisper.sound(4))
 
-    found["flips"], flipped = _flips(rig, add, (10, 57))
+    found["flips"], flipped = _flips(rig, add, (10, 57), of_the_encoder=(0, 49))
     found["layers"] = [list(group.layers) for group in rig.guard.groups]
     return dict(ok=found.pop("ok") and flipped, **found)
 
@@ -69,26 +71,31 @@ def _clean(rig: Rig, same: bool) -> dict[str, Any]:
     return dict(ok=ok, same=same, **vllm_v2_run.facts(rig), **told)
 
 
-def _flips(rig: Rig, add: Add, positions: tuple[int, int]) -> tuple[list[str], bool]:
-    """A bit of each layer and half, at each position, while a request decodes: reports, and whether all are right."""
+def _flips(
+    rig: Rig, add: Add, positions: tuple[int, int], of_the_encoder: tuple[int, int] = (0, 0)
+) -> tuple[list[str], bool]:
+    """A bit of each layer and half, at each position, while a request decodes: reports, and whether all are right.
+
+    Args:
+        of_the_encoder: the positions of what cross-attention keeps.
+    """
     reports, right = [], True
-    (group,) = rig.guard.groups
-    for number, (layer, halves) in enumerate(group.layers.items()):
-        for half in range(2):
-            for position in positions:
-                name, before = f"flip-{number}-{half}-{position}", len(rig.session.violations())
-                add(name, 2 * number + half)
+    layers = [(group, *layer) for group in rig.guard.groups for layer in group.layers.items()]
+    for number, (group, layer, halves) in enumerate(layers):
+        for half, position in itertools.product(range(2), of_the_encoder if group.cross else positions):
+            before = len(rig.session.violations())
+            add("flip", 2 * number + half)
 
-                def at(step: int, name: str = name, memory: torch.Tensor = halves[half], p: int = position) -> None:
-                    if step == 4:
-                        page = rig.pages(name)[0][p // group.page_size]
-                        memory[page, p % group.page_size].view(torch.int16)[1, 3] ^= 1 << 4
+            def at(step: int, group: Any = group, memory: torch.Tensor = halves[half], p: int = position) -> None:
+                if step == 4:
+                    page = rig.pages("flip")[group.number][p // group.page_size]
+                    memory[page, p % group.page_size].view(torch.int16)[1, 3] ^= 1 << 4
 
-                rig.run(at)
-                new = rig.session.violations()[before:]
-                told = {(v.check, v.layer, v.half, v.position, str(v.request).rpartition("-")[0]) for v in new}
-                right = right and told == {("content", layer, "KV"[half], position, name)}
-                reports += [str(v.line()) for v in new[:1]]
+            rig.run(at)
+            new = rig.session.violations()[before:]
+            told = {(v.check, v.layer, v.half, v.position, str(v.request).rpartition("-")[0]) for v in new}
+            right = right and told == {("content", layer, "KV"[half], position, "flip")}
+            reports += [str(v.line()) for v in new[:1]]
     return reports, right
 
 
