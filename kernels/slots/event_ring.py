@@ -29,7 +29,7 @@ AHEAD = 16
 #: Words of a program.
 BLOCK = 256
 
-_ALLOCATE = int(Event.ALLOCATE)
+_ALLOCATE, _RELEASE = int(Event.ALLOCATE), int(Event.RELEASE)
 
 #: Where the pages begin.
 FIRST_PAGE = HEAD + CALLS * COLUMNS
@@ -81,17 +81,31 @@ class EventRing:
         self._turn = (turn + 1) % AHEAD
         return True
 
-    def offer_allocations(self, pages: list[int], owners: list[int], lengths: list[int], page_size: int) -> bool:
+    def offer_allocations(
+        self,
+        pages: list[int],
+        owners: list[int],
+        lengths: list[int],
+        page_size: int,
+        released: list[int] | None = None,
+        by: int = 0,
+    ) -> bool:
         """:meth:`offer` of a few allocations, with few functions.
 
         Args:
             pages: of all of them; ``owners`` and ``lengths``, the hash of the owner and the number of pages of each.
+            released: pages that are released before by one owner, of hash ``by``; None: none.
         """
         turn = self._turn
         if turn % (AHEAD // 2) == 0 and not self._half_is_free(turn // (AHEAD // 2)):
             return False
-        begin, count, view = 0, len(pages), self._views[turn]
-        words = [len(owners), count, count * page_size, 0]
+        calls, begin, view = len(owners), 0, self._views[turn]
+        if released is not None:
+            calls, begin, pages = calls + 1, len(released), released + pages
+        count = len(pages)
+        words = [calls, count, count * page_size, 0]
+        if released is not None:
+            words += (_RELEASE, 0, by)
         for owner, n in zip(owners, lengths, strict=True):
             words += (_ALLOCATE, begin, owner)
             begin += n

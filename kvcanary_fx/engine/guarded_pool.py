@@ -155,22 +155,38 @@ class EnginePool:
         if not (written_in_step and self._add_alike(_ALLOCATE, given, page_size, 1, written_in_step)):
             self._add_each(self.allocate, _ALLOCATE, given, page_size, live=1)
 
-    def hand_out(self, pages: list[int], owners: list[RequestId], lengths: list[int], page_size: int) -> bool:
+    def hand_out(
+        self,
+        pages: list[int],
+        owners: list[RequestId],
+        lengths: list[int],
+        page_size: int,
+        released: list[int] | None = None,
+        by: RequestId | None = None,
+    ) -> bool:
         """:meth:`allocate_each` with ``written_in_step``, for a step that waits for the host: the device is told here
         and now, with few functions, if nothing else waits to be sent.
 
         Args:
             pages: of all calls, one after the other.
             owners, lengths: of each call, its owner, who is known already, and the number of its pages.
+            released: pages that ``by``, who is known as well, releases before, as :meth:`release` does; None: none.
 
         Returns:
             False: nothing was done.
         """
         known = self._ids.known
         hashes = [known.get(owner, 0) for owner in owners]
-        if self.rivals or 0 in hashes or not self._events.hand_out(pages, hashes, lengths, page_size):
+        if self.rivals or 0 in hashes:
             return False
-        self.live_slots += len(pages) * page_size
+        more, whose = len(pages), 0
+        if released is not None and by is not None:
+            more, whose = more - len(released), known.get(by, 0)
+            if not whose:
+                return False
+        if not self._events.hand_out(pages, hashes, lengths, page_size, released, whose):
+            return False
+        self.live_slots += more * page_size
         return True
 
     def release(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:

@@ -60,7 +60,7 @@ class KeptCalls:
         self._device, self._apply, self._content, self._waiting = device, apply, content, waiting
         self._ring: EventRing | None = None
         self._runs: dict[tuple[object, ...], tuple[Callable[[], None], Replayed]] = {}
-        self._plain: dict[tuple[int, int], Replayed] = {}  # of calls alone that release nothing, by room and page size
+        self._plain: dict[tuple[int, int, bool], Replayed] = {}  # of calls alone: room, page size, whether they release
 
     def takes(self, calls: int, pages: int, page_size: int) -> bool:
         """Whether there is room for so many."""
@@ -88,22 +88,30 @@ class KeptCalls:
         known = self._runs.get(form)
         if known is None:
             known = self._runs[form] = self._run(self._ring, room, page_size, released, grid), Replayed(self._device)
-            if not released and imported is None and grid is None:
-                self._plain[room, page_size] = known[1]
+            if imported is None and grid is None:
+                self._plain[room, page_size, released] = known[1]
         run, replayed = known
         replayed(run)
         if put is not None and waiting is not None:
             waiting.sent()
         return not ahead
 
-    def hand_out(self, pages: list[int], owners: list[int], lengths: list[int], page_size: int) -> bool:
+    def hand_out(
+        self,
+        pages: list[int],
+        owners: list[int],
+        lengths: list[int],
+        page_size: int,
+        released: list[int] | None = None,
+        by: int = 0,
+    ) -> bool:
         """Launch what allocations do, where that is a replay by now and no numbers wait to travel along; arguments as
         of :meth:`.SlotEvents.hand_out`.  False: nothing was launched."""
-        ring, n = self._ring, len(pages)
-        known = self._plain.get((ROOMS[bisect_left(ROOMS, n)] if n <= PAGES else 0, page_size))
+        ring, n = self._ring, len(pages) if released is None else len(pages) + len(released)
+        known = self._plain.get((ROOMS[bisect_left(ROOMS, n)] if n <= PAGES else 0, page_size, released is not None))
         if ring is None or known is None or known.graph is None or self._content.imported is not None:
             return False
-        if len(owners) > CALLS or not ring.offer_allocations(pages, owners, lengths, page_size):
+        if len(owners) >= CALLS or not ring.offer_allocations(pages, owners, lengths, page_size, released, by):
             return False
         known.graph.replay()
         return True

@@ -157,7 +157,15 @@ class SlotEvents:
             return None
         return page_size * len(few[0])
 
-    def hand_out(self, pages: list[int], owners: list[int], lengths: list[int], page_size: int) -> bool:
+    def hand_out(
+        self,
+        pages: list[int],
+        owners: list[int],
+        lengths: list[int],
+        page_size: int,
+        released: list[int] | None = None,
+        by: int = 0,
+    ) -> bool:
         """Allocations of which the device is told here and now, if nothing waits for it: no queue, few functions.
 
         Requests of a decode step fill a page now and then, and in a large batch one does in nearly every step: queued
@@ -166,12 +174,13 @@ class SlotEvents:
         Args:
             pages: of all calls, written to in the next step at the earliest.
             owners, lengths: the hash of the owner and the number of pages of each call.
+            released: pages that an owner, of hash ``by``, releases before; their bytes are compared.  None: none.
 
         Returns:
             False: nothing was done, and :meth:`add` takes them.
         """
         if self._kernels is None:
-            return self._hand_out_on_the_host(pages, owners, lengths, page_size)
+            return self._hand_out_on_the_host(pages, owners, lengths, page_size, released, by)
         kept = self._kept
         if kept is None or self.histories.stacks is not None or not self._lock.acquire(blocking=False):
             return False  # with the lock another thread sends calls: violations are read
@@ -181,12 +190,22 @@ class SlotEvents:
                 return False
             if last is not None and self._raw != torch._C._cuda_getCurrentRawStream(last.device_index):
                 return False
-            return kept.hand_out(pages, owners, lengths, page_size)
+            return kept.hand_out(pages, owners, lengths, page_size, released, by)
         finally:
             self._lock.release()
 
-    def _hand_out_on_the_host(self, pages: list[int], owners: list[int], lengths: list[int], page_size: int) -> bool:
+    def _hand_out_on_the_host(
+        self,
+        pages: list[int],
+        owners: list[int],
+        lengths: list[int],
+        page_size: int,
+        released: list[int] | None,
+        by: int,
+    ) -> bool:
         """Each call is done as it comes."""
+        if released is not None:
+            self._add_looking(_RELEASE, released, page_size, by, 0)
         begin = 0
         for owner, n in zip(owners, lengths, strict=True):
             self._add_looking(_ALLOCATE, pages[begin : begin + n], page_size, owner, 0)

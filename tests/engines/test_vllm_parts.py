@@ -504,7 +504,7 @@ def test_pages_that_the_prefix_cache_gives_up_in_a_step_are_released_at_once_bef
             return lambda slots, page_size, owner=None: told.append((name, slots, page_size, owner))
 
     books = Books(lambda: [SimpleNamespace(pools={"group0": Pool()})])
-    books.apply([("taken", [1, 2, 3], "A", 0), ("freed", [(1, True), (2, True), (3, False)], "A")])
+    books.apply([("taken", [1, 2, 3], "A", 0), ("freed", [1, 2], [3], "A")])
     assert told == [("allocate", [1, 2, 3], 16, "A"), ("hand_over", [1, 2], 16, CACHE), ("release", [3], 16, "A")]
     told.clear()
     books.apply([("taken", [1], "B", 0), ("taken", [3], "C", 0), ("taken", [2], "D", 0)])
@@ -530,7 +530,7 @@ def test_calls_for_pages_have_the_stacks_of_the_scheduler_also_those_that_wait_f
     books = Books(lambda: [SimpleNamespace(pools={"group0": Pool()})])
     books.apply([("taken", [1, 2], "A", 0)], [("first",)])
     books.apply([("touched", [1], "B"), ("touched", [2], "C")], [("second",), ("third",)])
-    books.apply([("freed", [(1, False)], "A")], [("fourth",)])
+    books.apply([("freed", [], [1], "A")], [("fourth",)])
     books.settle([{2}])
     books.after_forward()
     assert told == [

@@ -51,11 +51,11 @@ class RandomRequests:
 
 
 def sent(rows, requests):
-    """A forward of the requests begins: what the tables got for it."""
+    """A forward of the requests begins: what the tables got for it, group, place and page of each."""
     rows.rows_of(requests)
     pages = rows.new_pages()
     rows.write(pages)
-    return pages
+    return list(zip(pages[::3], pages[1::3], pages[2::3], strict=True))
 
 
 @pytest.mark.parametrize("seed", range(20))

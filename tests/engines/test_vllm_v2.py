@@ -144,7 +144,7 @@ def test_the_table_that_attention_gets_is_compared_with_the_schedulers(runner):
 
 def test_a_page_that_is_given_away_too_early_is_reported(runner):
     runner.step({"x": 3}, new={"x": [1]})
-    freed = [("freed", [(1, False)], "x"), ("taken", [1], "y", 0)]
+    freed = [("freed", [], [1], "x"), ("taken", [1], "y", 0)]
     flags = runner.step({"x": 1, "y": 2}, new={"y": [1]}, events=freed)
     runner.guard.read(flags)
     found = runner.guard.session.known_violations()
@@ -159,7 +159,7 @@ def test_pages_of_an_earlier_chunk_are_given_to_others(chunk):
     runner = Runner(chunk=chunk)
     runner.step({"x": 7}, new={"x": [1, 2]})
     runner.step({"x": 1})
-    events = [("freed", [(1, False), (2, False)], "x"), ("taken", [3], "x", 0), ("taken", [1], "y", 0)]
+    events = [("freed", [], [1, 2], "x"), ("taken", [3], "x", 0), ("taken", [1], "y", 0)]
     runner.step({"x": 2, "y": 3}, more={"x": [3]}, new={"y": [1]}, events=events)
     runner.guard.read(runner.step({"x": 1, "y": 1}, wrong=9))
     found = {(v.check, v.request) for v in runner.guard.session.known_violations()}
@@ -176,7 +176,7 @@ def test_pages_of_an_earlier_chunk_are_given_to_others(chunk):
 def test_a_report_names_the_line_of_the_scheduler_that_freed_a_page():
     runner = Runner(KVCANARY_STACKS="10")
     runner.step({"x": 3}, new={"x": [1]})
-    freed = [("freed", [(1, False)], "x"), ("taken", [1], "y", 0)]
+    freed = [("freed", [], [1], "x"), ("taken", [1], "y", 0)]
     stacks = [(f"vllm/v1/core/sched/scheduler.py:{line} in schedule", "core.py:5 in step") for line in (7, 9)]
     runner.guard.read(runner.step({"x": 1, "y": 2}, new={"y": [1]}, events=freed, stacks=stacks))
     told = "released in step 1 by request x at vllm/v1/core/sched/scheduler.py:7 in schedule, allocated in step 1 to "

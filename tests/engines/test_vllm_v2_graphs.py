@@ -214,21 +214,24 @@ def test_a_step_that_goes_on_with_another_requests_page_tells_so():
     assert {(v.check, v.why) for v in runner.guard.session.violations()} >= {("owner", "OVERWRITE")}
 
 
-def test_a_block_that_the_prefix_cache_gives_up_is_no_page_to_go_on_with():
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+def test_a_block_that_the_prefix_cache_gives_up_is_a_page_to_go_on_with(damaged):
     """Its bytes are compared first, and it is the cache's no more."""
     runner = Runner(**IN_GRAPHS)
     runner.step({"x": 3, "y": 4}, new={"x": [1], "y": [2]})
-    runner.step({"x": 1}, finished=["y"], events=[("freed", [(2, True)], "y")], wrong=1)
+    runner.step({"x": 1}, finished=["y"], cached=True, wrong=1)
     assert runner.guard.books.idle == {2}
     for _ in range(2):
         runner.step({"x": 1}, more={} if _ else {"x": [4]}, wrong=1)
     went_on = goes_on(runner)
     for _ in range(2):
         runner.step({"x": 1}, wrong=1)
+    runner.layers["b"][0][2, 1] += damaged
     runner.guard.read(runner.step({"x": 1}, more={"x": [2]}, wrong=1))
-    assert went_on == [True, True]
+    assert went_on == [True, True, True]
     assert runner.guard.books.idle == set()
-    assert runner.guard.session.violations() == []
+    told = [(v.check, v.phase, v.layer, v.position) for v in runner.guard.session.violations()]
+    assert told == [("content", "life", "b", 1)] * damaged
 
 
 @pytest.mark.parametrize("what", [dict(finished=["y"]), dict(zeroed=[7])], ids=lambda what: next(iter(what)))
@@ -250,6 +253,7 @@ class RandomLoad:
 
     def __init__(self, seed):
         self.rng, self.free, self.began = random.Random(seed), list(range(1, PAGES)), 0
+        self.cached = seed % 2 == 1  # with a prefix cache: free pages keep what is in them
         self.pages, self.lengths = {}, {}
         self.ended = []  # requests that the runner is to be told of
 
@@ -283,7 +287,7 @@ class RandomLoad:
         if tokens:  # else no step is made
             finished, self.ended = self.ended, []
             self.free += [page for request in finished for page in self.pages.pop(request)]
-        return dict(tokens=tokens, new=new, more=more, finished=finished)
+        return dict(tokens=tokens, new=new, more=more, finished=finished, cached=self.cached)
 
     def flip(self):
         """A slot that holds a token of some request."""

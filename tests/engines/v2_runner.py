@@ -90,6 +90,7 @@ class Runner:
         zeroed=(),
         found=None,
         images=None,
+        cached=False,
     ) -> Any:
         """One step: ``new`` and ``more`` give requests pages, ``tokens`` says how many each computes.
 
@@ -100,13 +101,14 @@ class Runner:
             zeroed: pages that the runner clears before its batch is prepared.
             found: how many tokens of a new request the prefix cache has.
             images: the features of a new request.
+            cached: the prefix cache keeps the pages of requests that have finished.
         """
         from kvcanary_fx.adapters.vllm.journal import ATTRIBUTE, Message
 
         new, more, found, images = dict(new), dict(more), found or {}, images or {}
         if events is None:
             events = [("taken", pages, request, 0) for request, pages in {**new, **more}.items()]
-            events += [("freed", [(page, False) for page in self.pages[r]], r) for r in finished]
+            events += [("freed", *((self.pages[r], []) if cached else ([], self.pages[r])), r) for r in finished]
         for request, pages in new.items():
             self.row[request], self.pages[request] = len(self.row) % 4, list(pages)
             self.req_states.num_computed_tokens.gpu[self.row[request]] = found.get(request, 0)

@@ -40,7 +40,8 @@ def test_the_kernel_lands_what_the_plain_code_does_round_after_round():
         assert ring.pages[:pages].tolist() == named.tolist()
 
 
-def test_allocations_are_written_as_calls_are():
+@pytest.mark.parametrize("gives_up", [False, True], ids=["allocations", "a release and allocations"])
+def test_allocations_are_written_as_calls_are(gives_up):
     rng = random.Random(1)
     ring, other = EventRing(torch.device("cpu")), EventRing(torch.device("cpu"))
     for each in (ring, other):
@@ -50,10 +51,14 @@ def test_allocations_are_written_as_calls_are():
         owners = numbers(rng, len(lengths)).tolist()
         pages = numbers(rng, sum(lengths))
         rows = array("q", [0] * (3 * len(lengths)))
-        rows[EventRow.EVENT :: 3] = array("q", [Event.ALLOCATE] * len(lengths))
+        rows[EventRow.EVENT :: 3] = array(
+            "q", [Event.RELEASE] * gives_up + [Event.ALLOCATE] * (len(lengths) - gives_up)
+        )
         rows[EventRow.OWNER :: 3] = array("q", owners)
         rows[EventRow.BEGIN :: 3] = array("q", itertools.accumulate(lengths[:-1], initial=0))
-        assert ring.offer_allocations(pages.tolist(), owners, lengths, 16)
+        released, by, first = (pages[: lengths[0]].tolist(), owners[0], 1) if gives_up else (None, 0, 0)
+        rest = pages[len(released or ()) :].tolist()
+        assert ring.offer_allocations(rest, owners[first:], lengths[first:], 16, released, by)
         assert other.offer(rows, pages, 16)
         assert torch.equal(ring.ring, other.ring)
         assert ring._turn == other._turn

@@ -50,7 +50,9 @@ def send(rng, landing, requests, tokens, pages):
     added = [rng.choice((-1, 0, 1, 5)) for _ in range(requests)]
     landing.requests(*fields, index, added)
     places = rng.sample(range(8 * 9), min(pages, 72))
-    landing.send(requests, tokens, rng.randrange(2**31), [(rng.randrange(3), p, rng.randrange(9999)) for p in places])
+    landing.send(
+        requests, tokens, rng.randrange(2**31), [n for p in places for n in (rng.randrange(3), p, rng.randrange(9999))]
+    )
 
 
 def compare(taking):
@@ -83,7 +85,7 @@ def test_requests_that_were_told_before_are_kept_on_the_device():
     compare(taking)
     fields, owners = taking._landing.fields.clone(), taking._inputs.owners.clone()
     taking._landing.ring[:, -5 * ROOM :] = -77  # the entries of later steps have none
-    taking._landing.send(4, 4, 9, [(1, 3, 77)])
+    taking._landing.send(4, 4, 9, [1, 3, 77])
     compare(taking)
     assert torch.equal(taking._landing.fields, fields)
     assert torch.equal(taking._inputs.owners, owners)

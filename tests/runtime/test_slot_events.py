@@ -129,6 +129,48 @@ def test_pages_that_are_handed_out_at_once_are_those_of_calls_that_wait(launches
             assert torch.equal(*(getattr(each.pool.space, name) for each in (toy, other))), name
 
 
+def given_up(toy: Toy, other: Toy, steps: int) -> int:
+    """The same of pages that a prefix cache has; once they are not its own, and once a bit was flipped in them."""
+    done, pages = 0, [2, 7]
+    for each in (toy, other):
+        each.pool.hand_over([2], owner="the cache", page_size=2)  # A's, with two of its tokens
+        each.pool.allocate([7], owner="the cache", page_size=2)
+        each.session.flush()
+    for number in range(steps):
+        given = [([2], "A"), ([7], "C")]
+        if toy.pool.hand_out(pages, ["A", "C"], [1, 1], 2, pages, "the cache"):
+            done += 1
+        else:
+            toy.pool.release(pages, owner="the cache", page_size=2)
+            toy.pool.allocate_each(given, 2, written_in_step=True)
+        other.pool.release(pages, owner="the cache", page_size=2)
+        other.pool.allocate_each(given, 2, written_in_step=True)
+        for each in (toy, other):
+            each.session.flush()
+            each.pool.adopt([4, 5], owner="A")  # they hold something again
+            each.pool.hand_over(pages, owner="B" if number == steps - 4 else "the cache", page_size=2)
+            each.session.flush()
+            each.kv[1][0].view(-1, each.kv[1][0][0].numel())[5] += number == steps - 2
+    return done
+
+
+@interpreted
+def test_pages_that_a_cache_gives_up_are_handed_out_at_once(launches, monkeypatch):
+    """Their bytes are compared first, and whose they are."""
+    monkeypatch.setattr(replay, "capture", lambda device, run: Graph(run))
+    toy, other = prefilled(), prefilled()
+    done = given_up(toy, other, steps=3 * replay.ONE_BY_ONE)
+    assert replay.ONE_BY_ONE < done < 3 * replay.ONE_BY_ONE, "not before it is a replay"
+    assert toy.pool.live_slots == other.pool.live_slots
+    found = [
+        sorted((v.check, v.why, v.slot, v.request, v.position, v.phase) for v in each.found()) for each in (toy, other)
+    ]
+    assert found[0] == found[1]
+    assert {check for check, *_ in found[0]} == {"content", "owner"}
+    assert torch.equal(toy.pool.digests, other.pool.digests)
+    assert not toy.pool.hand_out([6], ["A"], [1], 2, [6], "somebody unknown")
+
+
 @interpreted
 def test_no_page_is_handed_out_at_once_while_another_thread_sends_calls(launches, monkeypatch):
     monkeypatch.setattr(replay, "capture", lambda device, run: Graph(run))

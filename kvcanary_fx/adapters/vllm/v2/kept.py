@@ -57,7 +57,7 @@ class KeptSteps:
         self._stored = 0  # about how many tokens they have in the cache
         self._fits: tuple[tuple[int, int], KeptForward | None] = (0, 0), None  # the last look for a size
         self._size = 0, 0  # requests and tokens of the running step
-        self._pages: list[tuple[int, int, int]] = []  # that the tables lack
+        self._pages: list[int] = []  # that the tables lack, see :meth:`.Rows.new_pages`
         self._step: KeptStep | None = None  # the last one, for those like it
         self._form: tuple[Any, ...] = ()  # what it depends on
         self._goes_on: _GoesOn | None = None  # if the next one may be like it
@@ -128,7 +128,7 @@ class KeptSteps:
         self._goes_on = None
         self._tell_requests(batch, namespaces)
         self._pages = pages = self._rows.new_pages()
-        if len(pages) > PAGES:
+        if len(pages) > 3 * PAGES:
             self._rows.write(pages)
             self._pages = []
         requests, tokens = size = batch.num_reqs, batch.num_tokens
@@ -181,10 +181,10 @@ class KeptSteps:
             return False
         if batch.req_ids != last.requests or not last.passes("step", self._stored):
             return False
-        pages: Sequence[tuple[int, int, int]] = ()
+        pages: Sequence[int] = ()
         if self._rows.changed:
             pages = self._rows.new_pages()
-            if len(pages) > PAGES:
+            if len(pages) > 3 * PAGES:
                 self._rows.write(pages)
                 pages = ()
         self._landing.send(requests, tokens, last.begin(), pages)

@@ -30,7 +30,7 @@ class Rows(Ledger):
         self._row_of: dict[str, int] = {}
         self._sent: dict[str, tuple[int, list[int]]] = {}  # version of its pages, and how many of each group
         self._changed: dict[str, None] = {}
-        self._more: list[tuple[int, int, int]] = []  # of :meth:`more`: noted as sent
+        self._more: list[int] = []  # of :meth:`more`: noted as sent
         self._widths = list(widths)
         self._staging = Staging(device)
         self._landing = lasting(0, dtype=torch.int32, device=device)
@@ -64,7 +64,7 @@ class Rows(Ledger):
                     self._note(request)
                     continue
                 for page in more:
-                    self._more.append((group, place + len(has), page))
+                    self._more += (group, place + len(has), page)
                     has.append(page)
                 shown[group] = len(has)
                 self.changed = True
@@ -82,7 +82,8 @@ class Rows(Ledger):
             self._free.append(row)
             self.moved += 1
             if self._more:  # one launch is to write each place once
-                self._more = [one for one in self._more if one[1] // self._widths[one[0]] != row]
+                each = zip(*[iter(self._more)] * 3, strict=True)
+                self._more = [n for one in each if one[1] // self._widths[one[0]] != row for n in one]
 
     def _extend(self, request: str, pages: Sequence[Sequence[int]]) -> None:
         super()._extend(request, pages)
@@ -100,8 +101,8 @@ class Rows(Ledger):
                 self.moved += 1
         return [self._row_of[request] for request in requests]
 
-    def new_pages(self) -> list[tuple[int, int, int]]:
-        """What the tables on the device lack, each once: ``(group, place in its table, page)``."""
+    def new_pages(self) -> list[int]:
+        """What the tables on the device lack, each once: group, place in its table and page, one after the other."""
         found, self._more = self._more, []
         if not self._changed:
             self.changed = False
@@ -118,20 +119,20 @@ class Rows(Ledger):
                 shown = [0] * len(self.tables)
                 self._sent[request] = pages.version, shown
             for group, known in enumerate(pages.groups):
-                first = shown[group]
-                place = row * self._widths[group] + first
-                found += zip(itertools.repeat(group), itertools.count(place), known[first:])
-                shown[group] = len(known)
+                first, n = shown[group], len(known)
+                place = row * self._widths[group]
+                new = [group] * (3 * (n - first))
+                new[1::3], new[2::3] = range(place + first, place + n), known[first:]
+                found += new
+                shown[group] = n
         self._changed, self.changed = waiting, bool(waiting)
         return found
 
-    def write(self, pages: Sequence[tuple[int, int, int]]) -> None:
+    def write(self, pages: Sequence[int]) -> None:
         """Send :meth:`new_pages` to the tables."""
-        if not pages:
-            return
-        groups, places, numbers = zip(*pages, strict=True)
+        groups, places, numbers = pages[::3], pages[1::3], pages[2::3]
         for group in set(groups):
-            mine = [number == group for number in groups]
+            mine = [number == group for number in groups] if groups.count(group) < len(groups) else itertools.repeat(1)
             self._write(self.tables[group], array("i", compress(places, mine)), array("i", compress(numbers, mine)))
 
     def _write(self, table: torch.Tensor, places: array[int], numbers: array[int]) -> None:

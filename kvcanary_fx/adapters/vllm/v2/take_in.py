@@ -10,7 +10,6 @@ host 15 us in each step, and the device a launch more.  An entry of the ring is 
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -70,13 +69,11 @@ class Landing:
             row[: len(given)] = given
         self._fresh = True
 
-    def send(
-        self, requests: int, tokens: int, step: int, pages: Sequence[tuple[int, int, int]], told: bool = True
-    ) -> None:
+    def send(self, requests: int, tokens: int, step: int, pages: Sequence[int], told: bool = True) -> None:
         """Write the entry of the next launch, in the current stream.
 
         Args:
-            pages: ``(group, place in its table, page)``, at most ``PAGES``.
+            pages: group, place in its table and page, of at most ``PAGES``.
             told: with what :meth:`requests` said last, if no entry has it yet.
         """
         turn = self._turn
@@ -85,12 +82,12 @@ class Landing:
             self._read[1 - half].record(torch.cuda.current_stream(self._device))
             self._read[half].synchronize()  # half a round ago: it is long done
         self._turn = (turn + 1) % AHEAD
-        count, fresh = len(pages), told and self._fresh
+        count, fresh = len(pages) // 3, told and self._fresh
         _pack_head(self._heads[turn], 0, requests, tokens, step, count, fresh)
         if not count and not fresh:
             return
         if count:
-            packing(3 * count).pack_into(self._heads[turn], 8 * HEAD, *itertools.chain.from_iterable(pages))
+            packing(3 * count).pack_into(self._heads[turn], 8 * HEAD, *pages)
         if fresh:
             self._host[turn][HEAD + 3 * PAGES :] = self._fields.reshape(-1)
             self._fresh = False
