@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -66,12 +65,15 @@ class KeptCalls:
         """Whether there is room for so many."""
         return calls <= CALLS and pages <= ROOMS[-1] and _room(pages) * page_size <= SLOTS
 
-    def apply(self, rows: array[int], pages: array[int], page_size: int, released: bool) -> bool:
+    def apply(self, rows: Sequence[int], pages: Sequence[int], page_size: int, released: bool) -> bool:
         """Launch what calls do, on the current stream; False: the device is too far behind, and nothing was launched.
 
         Args:
             rows: :class:`.EventRow` after :class:`.EventRow`, as many as :meth:`takes`; ``pages`` as well.
             released: a call among them may free slots, whose bytes are compared.
+
+        Raises:
+            struct.error: one of them is no whole number of 64 bits; nothing was launched.
         """
         room = _room(len(pages))
         if self._ring is None:

@@ -20,7 +20,8 @@ Pages: TypeAlias = "list[int] | array[int] | torch.Tensor"
 
 
 class AtOnce(NamedTuple):
-    """Calls of one event that were noted at once: the hash of the owner and the number of pages of each."""
+    """Calls of one event that were noted at once: the hash of the owner and the number of pages of each.  Their pages
+    are one list, which only a send looks through."""
 
     owners: list[int]
     lengths: list[int]
@@ -33,9 +34,10 @@ Call: TypeAlias = tuple[int, Pages, int | AtOnce, int]
 
 def noted_at_once(
     given: Sequence[tuple[Any, RequestId | None]], most: int, ids: RequestIds
-) -> tuple[array[int], AtOnce] | None:
+) -> tuple[list[int], AtOnce] | None:
     """The pages of all calls, and the calls; None if one of them has to be looked at by itself: it names more than
-    ``most`` pages, or pages that are not in a list, or an id that is no string."""
+    ``most`` pages, or pages that are not in a list, or an id that is no string.  Only the first page of each is known
+    to be a number."""
     known = ids.known
     numbers: list[int] = []
     owners: list[int] = []
@@ -51,10 +53,52 @@ def noted_at_once(
             return None
         lengths.append(n)
         numbers += slots
-    try:
-        return packed(numbers), AtOnce(owners, lengths)
-    except (TypeError, OverflowError):
-        return None  # the call that names others is left out when it is sent, and no other one
+    return numbers, AtOnce(owners, lengths)
+
+
+def one_by_one(calls: Sequence[Call]) -> list[Call]:
+    """The same calls, those that were noted at once as one each."""
+    each: list[Call] = []
+    for kind, held, whose, size in calls:
+        if not isinstance(whose, AtOnce):
+            each.append((kind, held, whose, size))
+            continue
+        begin = 0
+        for owner, n in zip(*whose, strict=True):
+            each.append((kind, held[begin : begin + n], owner, size))
+            begin += n
+    return each
+
+
+class Words(NamedTuple):
+    """Calls of one page size as numbers: :class:`.EventRow` after :class:`.EventRow`, their pages, which nobody has
+    looked at, and whether one of them may free slots."""
+
+    rows: list[int]
+    pages: list[int]
+    released: bool
+
+
+def in_words(calls: Sequence[Call]) -> Words | None:
+    """Calls of no stack; None where they are of several page sizes, or name pages of the device."""
+    kinds: list[int] = []
+    owners: list[int] = []
+    lengths: list[int] = []
+    pages: list[int] = []
+    page_size = calls[0][3]
+    for kind, held, whose, size in calls:
+        if size != page_size or isinstance(held, torch.Tensor):
+            return None
+        if type(whose) is AtOnce:
+            kinds += [kind] * len(whose.owners)
+            owners += whose.owners
+            lengths += whose.lengths
+        else:
+            kinds.append(kind)
+            owners.append(whose)  # type: ignore[arg-type]
+            lengths.append(len(held))
+        pages += held
+    return Words(rows_of(kinds, owners, lengths), pages, Event.RELEASE in kinds)
 
 
 def how_many_fit(
@@ -97,12 +141,12 @@ def call_by_call(
     return each_kind, each_owner, each_length
 
 
-def rows_of(kinds: Sequence[int], owners: Sequence[int], lengths: Sequence[int]) -> array[int]:
+def rows_of(kinds: Sequence[int], owners: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """:class:`.EventRow` after :class:`.EventRow`."""
     rows = [0] * (COLUMNS * len(kinds))
     rows[EventRow.EVENT :: COLUMNS], rows[EventRow.OWNER :: COLUMNS] = kinds, owners
     rows[EventRow.BEGIN :: COLUMNS] = accumulate(lengths[:-1], initial=0)
-    return packed(rows)
+    return rows
 
 
 def numbers_of_all(pages: Sequence[Pages]) -> tuple[array[int], list[tuple[int, torch.Tensor]]]:
