@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from ..bound_launch import BoundLaunch
+from ..handed import Part
 from ..staging import CurrentStream, lasting, packing
 from .events import COLUMNS, Event
 from .triton_event_ring import land_kernel
@@ -28,7 +29,7 @@ AHEAD = 16
 #: Words of a program.
 BLOCK = 256
 
-_ALLOCATE = int(Event.ALLOCATE)
+_ALLOCATE, _HEAD = int(Event.ALLOCATE), packing(HEAD)
 
 #: Where the pages begin.
 FIRST_PAGE = HEAD + CALLS * COLUMNS
@@ -62,11 +63,12 @@ class EventRing:
         constants = dict(AHEAD=AHEAD, HEAD=HEAD, FIRST_PAGE=FIRST_PAGE, COLUMNS=COLUMNS, BLOCK=BLOCK)
         self._launch = BoundLaunch(land_kernel, device, arguments | constants, (), 4)
 
-    def offer(self, rows: Sequence[int], pages: Sequence[int], page_size: int, along: int = 0) -> bool:
+    def offer(self, rows: Sequence[int], parts: Sequence[Part], pages: int, page_size: int, along: int = 0) -> bool:
         """Write the entry of the next launch, in the current stream; whether its memory was free: nothing waits.
 
         Args:
-            rows: at most ``CALLS`` of them; ``pages``, at most ``PAGES``.
+            rows: at most ``CALLS`` of them.
+            parts: ``pages`` of them, at most ``PAGES``, one part after the other.
             along: an address that the device is told with them.
 
         Raises:
@@ -75,9 +77,13 @@ class EventRing:
         turn = self._turn
         if turn % (AHEAD // 2) == 0 and not self._half_is_free(turn // (AHEAD // 2)):
             return False
-        words, count, view = len(rows), len(pages), self._views[turn]
-        packing(HEAD + words).pack_into(view, 0, words // COLUMNS, count, count * page_size, along, *rows)
-        packing(count).pack_into(view, 8 * FIRST_PAGE, *pages)
+        words, view, at = len(rows), self._views[turn], 8 * FIRST_PAGE
+        _HEAD.pack_into(view, 0, words // COLUMNS, pages, pages * page_size, along)
+        view[8 * HEAD : 8 * (HEAD + words)] = packing(words).pack(*rows)  # pack_into copies the list once more
+        for part in parts:
+            n = 8 * len(part)
+            view[at : at + n] = packing(len(part)).pack(*part)
+            at += n
         self._turn = (turn + 1) % AHEAD
         return True
 

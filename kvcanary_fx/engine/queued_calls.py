@@ -36,24 +36,34 @@ def noted_at_once(
     given: Sequence[tuple[Any, RequestId | None]], most: int, ids: RequestIds
 ) -> tuple[list[int], AtOnce] | None:
     """The pages of all calls, and the calls; None if one of them has to be looked at by itself: it names more than
-    ``most`` pages, or pages that are not in a list, or an id that is no string.  Only the first page of each is known
+    ``most`` pages, or pages that are not in a list, or something that is no id.  Only the first page of each is known
     to be a number."""
     known = ids.known
     numbers: list[int] = []
     owners: list[int] = []
     lengths: list[int] = []
-    for slots, owner in given:
-        if type(slots) is not list or not 0 < (n := len(slots)) <= most or type(slots[0]) is not int:
-            return None
-        if type(owner) is str:
-            owners.append(known.get(owner) or ids.hash(owner))
-        elif owner is None:
-            owners.append(0)
-        else:
-            return None
-        lengths.append(n)
-        numbers += slots
-    return numbers, AtOnce(owners, lengths)
+    try:
+        for slots, owner in given:
+            if type(slots) is not list or type(slots[0]) is not int:
+                return None
+            owners.append(known[owner])
+            lengths.append(len(slots))
+            numbers += slots
+    except KeyError:  # a request that is new
+        return noted_at_once(given, most, ids) if _become_known(given, ids) else None
+    except (IndexError, TypeError):  # no pages, or no id
+        return None
+    return (numbers, AtOnce(owners, lengths)) if max(lengths) <= most else None
+
+
+def _become_known(given: Sequence[tuple[Any, RequestId | None]], ids: RequestIds) -> bool:
+    """Hash the owners of all calls; False where one is no id, or was forgotten again."""
+    try:
+        for _, owner in given:
+            ids.hash(owner)
+        return all(owner in ids.known for _, owner in given)
+    except TypeError:
+        return False
 
 
 def one_by_one(calls: Sequence[Call]) -> list[Call]:
@@ -71,11 +81,11 @@ def one_by_one(calls: Sequence[Call]) -> list[Call]:
 
 
 class Words(NamedTuple):
-    """Calls of one page size as numbers: :class:`.EventRow` after :class:`.EventRow`, their pages, which nobody has
-    looked at, and whether one of them may free slots."""
+    """Calls of one page size as numbers: :class:`.EventRow` after :class:`.EventRow`, their pages, part after part,
+    which nobody has looked at, and whether one of them may free slots."""
 
     rows: list[int]
-    pages: list[int]
+    pages: list[list[int]]
     released: bool
 
 
@@ -84,7 +94,8 @@ def in_words(calls: Sequence[Call]) -> Words | None:
     kinds: list[int] = []
     owners: list[int] = []
     lengths: list[int] = []
-    pages: list[int] = []
+    listed: list[int] = []  # pages of calls that were noted one by one
+    pages: list[list[int]] = []
     page_size = calls[0][3]
     for kind, held, whose, size in calls:
         if size != page_size or isinstance(held, torch.Tensor):
@@ -93,11 +104,15 @@ def in_words(calls: Sequence[Call]) -> Words | None:
             kinds += [kind] * len(whose.owners)
             owners += whose.owners
             lengths += whose.lengths
+            listed = []
+            pages.append(held)  # type: ignore[arg-type]
         else:
+            if not listed:
+                pages.append(listed)
             kinds.append(kind)
             owners.append(whose)  # type: ignore[arg-type]
             lengths.append(len(held))
-        pages += held
+            listed += held
     return Words(rows_of(kinds, owners, lengths), pages, Event.RELEASE in kinds)
 
 

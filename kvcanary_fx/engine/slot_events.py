@@ -159,9 +159,9 @@ class SlotEvents:
         if not self._calls and self._on_gpu and torch.cuda.is_current_stream_capturing():
             return None  # the first call is refused
         few = noted_at_once(given, self._most if written_in_step else min(FEW, self._most), self._ids)
-        if few is None or len(few[0]) > self._most or not self._append(event, *few, page_size, written_in_step):
+        if few is None or (n := len(few[0])) > self._most or not self._append(event, *few, page_size, written_in_step):
             return None
-        return page_size * len(few[0])
+        return page_size * n
 
     def hand_out(self, pages: list[int], owners: list[int], lengths: list[int], page_size: int) -> bool:
         """Allocations of which the device is told here and now, if nothing waits for it: no queue, few functions.
@@ -341,15 +341,15 @@ class SlotEvents:
         the device reads them.  False: nothing was sent."""
         kept, n, page_size = self._kept, len(self._calls), self._calls[0][3]
         most = n + self._at_once
-        if kept is None or self.histories.stacks is not None or most > CALLS or not kept.takes(most, 0, page_size):
+        if kept is None or self.histories.stacks is not None or most > kept.most or most > CALLS:
             return False
         calls = self._calls[:n]
         words = in_words(calls)
-        if words is None or len(words.pages) > PAGES or not kept.takes(most, len(words.pages), page_size):
+        if words is None or not kept.takes(most, (pages := sum(map(len, words.pages))), page_size) or pages > PAGES:
             return False
         del self._calls[:n]
         try:
-            if kept.apply(words.rows, words.pages, page_size, words.released):
+            if kept.apply(words.rows, words.pages, pages, page_size, words.released):
                 return True
         except struct.error:
             pass  # a page that is no number: its call is found, and left out
@@ -373,7 +373,7 @@ class SlotEvents:
         rows = rows_of(*(call_by_call(kinds, owners, lengths) if self._at_once else (kinds, owners, lengths)))
         calls, kept = len(rows) // COLUMNS, self._kept_calls()
         few = kept.takes(calls, len(named), page_size) and not on_device
-        if few and kept.apply(rows, named, page_size, released):
+        if few and kept.apply(rows, [named], len(named), page_size, released):
             return
         if calls % 2:  # a kernel is compiled anew for pages that begin at another alignment
             rows.append(0)
