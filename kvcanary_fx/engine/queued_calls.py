@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,11 +20,40 @@ Pages: TypeAlias = "list[int] | array[int] | torch.Tensor"
 
 
 class AtOnce(NamedTuple):
-    """Calls of one event that were noted at once: the hash of the owner and the number of pages of each.  Their pages
-    are one list, which only a send looks through."""
+    """Calls of one event that were noted at once.  Their pages are one list, which only a send looks through.
 
-    owners: list[int]
-    lengths: list[int]
+    Attributes:
+        rows: :class:`.EventRow` after :class:`.EventRow`, as the device gets them if ``base`` pages come before.
+        pages: how many theirs are.
+    """
+
+    rows: list[int]
+    base: int
+    pages: int
+
+    @property
+    def calls(self) -> int:
+        """How many calls these are."""
+        return len(self.rows) // COLUMNS
+
+    @property
+    def owners(self) -> list[int]:
+        """The hash of the owner of each."""
+        return self.rows[EventRow.OWNER :: COLUMNS]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of pages of each."""
+        begins = self.rows[EventRow.BEGIN :: COLUMNS]
+        return [end - begin for begin, end in pairwise([*begins, self.base + self.pages])]
+
+    def rows_behind(self, pages: int) -> list[int]:
+        """The rows, if so many pages come before."""
+        if pages == self.base:
+            return self.rows
+        rows = self.rows[:]
+        rows[EventRow.BEGIN :: COLUMNS] = [begin + pages - self.base for begin in rows[EventRow.BEGIN :: COLUMNS]]
+        return rows
 
 
 #: An event with the number of its stack, pages, hash of the owner, slots of a page.  Calls that were noted at once are
@@ -33,27 +62,28 @@ Call: TypeAlias = tuple[int, Pages, int | AtOnce, int]
 
 
 def noted_at_once(
-    given: Sequence[tuple[Any, RequestId | None]], most: int, ids: RequestIds
+    event: Event, given: Sequence[tuple[Any, RequestId | None]], base: int, ids: RequestIds
 ) -> tuple[list[int], AtOnce] | None:
-    """The pages of all calls, and the calls; None if one of them has to be looked at by itself: it names more than
-    ``most`` pages, or pages that are not in a list, or something that is no id.  Only the first page of each is known
-    to be a number."""
+    """The pages of all calls, and the calls; None if one of them has to be looked at by itself: it names no pages, or
+    such that are not in a list, or something that is no id.  Only the first page of each is known to be a number.
+
+    Args:
+        base: how many pages probably come before.
+    """
     known = ids.known
     numbers: list[int] = []
-    owners: list[int] = []
-    lengths: list[int] = []
+    rows: list[int] = []
     try:
         for slots, owner in given:
             if type(slots) is not list or type(slots[0]) is not int:
                 return None
-            owners.append(known[owner])
-            lengths.append(len(slots))
+            rows += (event, base + len(numbers), known[owner])
             numbers += slots
     except KeyError:  # a request that is new
-        return noted_at_once(given, most, ids) if _become_known(given, ids) else None
+        return noted_at_once(event, given, base, ids) if _become_known(given, ids) else None
     except (IndexError, TypeError):  # no pages, or no id
         return None
-    return (numbers, AtOnce(owners, lengths)) if max(lengths) <= most else None
+    return numbers, AtOnce(rows, base, len(numbers))
 
 
 def _become_known(given: Sequence[tuple[Any, RequestId | None]], ids: RequestIds) -> bool:
@@ -74,7 +104,7 @@ def one_by_one(calls: Sequence[Call]) -> list[Call]:
             each.append((kind, held, whose, size))
             continue
         begin = 0
-        for owner, n in zip(*whose, strict=True):
+        for owner, n in zip(whose.owners, whose.lengths, strict=True):
             each.append((kind, held[begin : begin + n], owner, size))
             begin += n
     return each
@@ -82,38 +112,34 @@ def one_by_one(calls: Sequence[Call]) -> list[Call]:
 
 class Words(NamedTuple):
     """Calls of one page size as numbers: :class:`.EventRow` after :class:`.EventRow`, their pages, part after part,
-    which nobody has looked at, and whether one of them may free slots."""
+    which nobody has looked at, how many these are, and whether a call may free slots."""
 
     rows: list[int]
-    pages: list[list[int]]
+    parts: list[list[int]]
+    pages: int
     released: bool
 
 
 def in_words(calls: Sequence[Call]) -> Words | None:
     """Calls of no stack; None where they are of several page sizes, or name pages of the device."""
-    kinds: list[int] = []
-    owners: list[int] = []
-    lengths: list[int] = []
+    rows: list[int] = []
     listed: list[int] = []  # pages of calls that were noted one by one
-    pages: list[list[int]] = []
-    page_size = calls[0][3]
+    parts: list[list[int]] = []
+    pages, page_size = 0, calls[0][3]
     for kind, held, whose, size in calls:
         if size != page_size or isinstance(held, torch.Tensor):
             return None
         if type(whose) is AtOnce:
-            kinds += [kind] * len(whose.owners)
-            owners += whose.owners
-            lengths += whose.lengths
+            rows += whose.rows_behind(pages)
             listed = []
-            pages.append(held)  # type: ignore[arg-type]
+            parts.append(held)  # type: ignore[arg-type]
         else:
             if not listed:
-                pages.append(listed)
-            kinds.append(kind)
-            owners.append(whose)  # type: ignore[arg-type]
-            lengths.append(len(held))
+                parts.append(listed)
+            rows += (kind, pages, whose)  # type: ignore[arg-type]
             listed += held
-    return Words(rows_of(kinds, owners, lengths), pages, Event.RELEASE in kinds)
+        pages += len(held)
+    return Words(rows, parts, pages, Event.RELEASE in rows[EventRow.EVENT :: COLUMNS])
 
 
 def how_many_fit(
@@ -123,14 +149,14 @@ def how_many_fit(
     size, which name at most ``room`` pages."""
     calls = pages = 0
     for n, (length, owner, size) in enumerate(zip(lengths, owners, sizes, strict=True)):
-        calls, pages = calls + (len(owner.owners) if isinstance(owner, AtOnce) else 1), pages + length
+        calls, pages = calls + (owner.calls if isinstance(owner, AtOnce) else 1), pages + length
         if calls > most or pages > room or size != sizes[0]:
             return n
     return len(sizes)
 
 
 def names_many(calls: Sequence[Call], few: int) -> bool:
-    """Whether a release among them names more than ``few`` pages; of several at once each has few."""
+    """Whether a release among them names more than ``few`` pages; several at once have few each, on average."""
     return any(
         kind % STACK_UNIT == Event.RELEASE and len(held) > few and not isinstance(whose, AtOnce)
         for kind, held, whose, _ in calls
@@ -146,7 +172,7 @@ def call_by_call(
     each_length: list[int] = []
     for kind, owner, length in zip(kinds, owners, lengths, strict=True):
         if isinstance(owner, AtOnce):
-            each_kind += [kind] * len(owner.owners)
+            each_kind += [kind] * owner.calls
             each_owner += owner.owners
             each_length += owner.lengths
         else:

@@ -100,7 +100,7 @@ class SlotEvents:
 
     def _begin_anew(self) -> None:
         self._taken = 0  # pages in ``_given``
-        self._at_once = 0  # calls that were noted at once with others
+        self._at_once = self._noted = 0  # calls that were noted at once with others, and their pages
         self._freed: set[int] | None = set()  # pages that the first calls released; None: not known here
         self._looked = 0  # how many calls these are
 
@@ -158,10 +158,13 @@ class SlotEvents:
             return None if given else 0
         if not self._calls and self._on_gpu and torch.cuda.is_current_stream_capturing():
             return None  # the first call is refused
-        few = noted_at_once(given, self._most if written_in_step else min(FEW, self._most), self._ids)
-        if few is None or (n := len(few[0])) > self._most or not self._append(event, *few, page_size, written_in_step):
+        noted = noted_at_once(event, given, self._noted, self._ids)
+        if noted is None:
             return None
-        return page_size * n
+        n = len(noted[0])
+        if n > self._most or (n > FEW * len(given) and not written_in_step):
+            return None
+        return page_size * n if self._append(event, *noted, page_size, written_in_step) else None
 
     def hand_out(self, pages: list[int], owners: list[int], lengths: list[int], page_size: int) -> bool:
         """Allocations of which the device is told here and now, if nothing waits for it: no queue, few functions.
@@ -205,7 +208,8 @@ class SlotEvents:
             if event in RENEWING and not written_in_step and self._were_freed(pages, len(pages)):
                 return False
             alone = self._looked == len(self._calls)
-            self._at_once += len(each.owners)
+            self._at_once += each.calls
+            self._noted += each.pages
             self._calls.append((event, pages, each, page_size))
             if alone and event in RENEWING:  # they released nothing
                 self._looked += 1
@@ -345,11 +349,11 @@ class SlotEvents:
             return False
         calls = self._calls[:n]
         words = in_words(calls)
-        if words is None or not kept.takes(most, (pages := sum(map(len, words.pages))), page_size) or pages > PAGES:
+        if words is None or not kept.takes(most, words.pages, page_size) or words.pages > PAGES:
             return False
         del self._calls[:n]
         try:
-            if kept.apply(words.rows, words.pages, pages, page_size, words.released):
+            if kept.apply(words.rows, words.parts, words.pages, page_size, words.released):
                 return True
         except struct.error:
             pass  # a page that is no number: its call is found, and left out
