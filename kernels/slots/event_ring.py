@@ -82,7 +82,7 @@ class EventRing:
         view[8 * HEAD : 8 * (HEAD + words)] = packing(words).pack(*rows)  # pack_into copies the list once more
         for part in parts:
             n = 8 * len(part)
-            view[at : at + n] = packing(len(part)).pack(*part)
+            view[at : at + n] = packing(len(part)).pack(*part) if isinstance(part, list) else part.tobytes()
             at += n
         self._turn = (turn + 1) % AHEAD
         return True

@@ -19,6 +19,10 @@ from .request_ids import RequestId, RequestIds
 Pages: TypeAlias = "list[int] | array[int] | torch.Tensor"
 
 
+#: Pages of an array that may as well be looked at one by one.
+SHORT = 16
+
+
 class AtOnce(NamedTuple):
     """Calls of one event that were noted at once.  Their pages are one list, which only a send looks through.
 
@@ -112,22 +116,22 @@ def one_by_one(calls: Sequence[Call]) -> list[Call]:
 
 class Words(NamedTuple):
     """Calls of one page size as numbers: :class:`.EventRow` after :class:`.EventRow`, their pages, part after part,
-    which nobody has looked at, how many these are, and whether a call may free slots."""
+    which nobody has looked at, and whether a call may free slots."""
 
     rows: list[int]
     parts: list[list[int]]
-    pages: int
     released: bool
 
 
 def in_words(calls: Sequence[Call]) -> Words | None:
-    """Calls of no stack; None where they are of several page sizes, or name pages of the device."""
+    """Calls of no stack; None where they are of several page sizes, or name pages of the device, or there are arrays
+    among these: they are joined without a look at each number, which takes the host less than this."""
     rows: list[int] = []
     listed: list[int] = []  # pages of calls that were noted one by one
     parts: list[list[int]] = []
     pages, page_size = 0, calls[0][3]
     for kind, held, whose, size in calls:
-        if size != page_size or isinstance(held, torch.Tensor):
+        if size != page_size or isinstance(held, torch.Tensor) or (type(held) is array and len(held) > SHORT):
             return None
         if type(whose) is AtOnce:
             rows += whose.rows_behind(pages)
@@ -139,7 +143,7 @@ def in_words(calls: Sequence[Call]) -> Words | None:
             rows += (kind, pages, whose)  # type: ignore[arg-type]
             listed += held
         pages += len(held)
-    return Words(rows, parts, pages, Event.RELEASE in rows[EventRow.EVENT :: COLUMNS])
+    return Words(rows, parts, Event.RELEASE in rows[EventRow.EVENT :: COLUMNS])
 
 
 def how_many_fit(

@@ -341,19 +341,20 @@ class SlotEvents:
             self._stream, self._raw = current, current.cuda_stream
 
     def _send_few(self) -> bool:
-        """Send all calls, where they are few and nothing is odd about them, as in most steps: they become numbers where
+        """Send all calls, where they are few and some were noted at once, as in most steps: they become numbers where
         the device reads them.  False: nothing was sent."""
         kept, n, page_size = self._kept, len(self._calls), self._calls[0][3]
         most = n + self._at_once
-        if kept is None or self.histories.stacks is not None or most > kept.most or most > CALLS:
+        if most == n or kept is None or self.histories.stacks is not None or most > kept.most or most > CALLS:
             return False
         calls = self._calls[:n]
-        words = in_words(calls)
-        if words is None or not kept.takes(most, words.pages, page_size) or words.pages > PAGES:
+        pages = sum([len(call[1]) for call in calls])
+        words = in_words(calls) if pages <= PAGES and kept.takes(most, pages, page_size) else None
+        if words is None:
             return False
         del self._calls[:n]
         try:
-            if kept.apply(words.rows, words.parts, words.pages, page_size, words.released):
+            if kept.apply(words.rows, words.parts, pages, page_size, words.released):
                 return True
         except struct.error:
             pass  # a page that is no number: its call is found, and left out
