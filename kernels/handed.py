@@ -11,11 +11,12 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate, chain
+from typing import TypeAlias
 
 import torch
 
 from .bound_launch import BoundLaunch
-from .staging import CurrentStream, lasting
+from .staging import CurrentStream, lasting, packing
 from .triton_handed import scatter_kernel
 from .waiting import Put
 
@@ -28,12 +29,15 @@ BLOCK = 256
 #: Columns of the table before the numbers, a row a place: its address, its first number, how many.
 COLUMNS = 3
 
+#: Numbers that follow others: an array is copied, and a list becomes numbers in the memory of the device's kernels.
+Part: TypeAlias = "array[int] | list[int]"
+
 
 class Handed:
     """Pinned memory of one device that is written once, read by kernels of the device, and then used again."""
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self._device, self._on_gpu = device, device.type == "cuda"
         self._full: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()  # the oldest first
         self._current = CurrentStream(device)
         self._last: torch.cuda.Stream | None = None
@@ -41,9 +45,9 @@ class Handed:
         self._used, self._room = 0, ROOM
         self._scatter = BoundLaunch(scatter_kernel, device, {"BLOCK": BLOCK}, ("said_ptr",), 4)
 
-    def launch(self, grid: tuple[int, int, int], words: array[int]) -> None:
+    def launch(self, grid: tuple[int, int, int], *parts: Part) -> None:
         """Bring numbers to the places that the table before them says."""
-        self.launch_at(grid, self.put(words))
+        self.launch_at(grid, self.put(*parts))
 
     def launch_at(self, grid: tuple[int, int, int], at: int) -> None:
         """The same of those that were put last."""
@@ -52,17 +56,28 @@ class Handed:
         else:
             self._scatter.first(grid, (self.numbers(at),), None)
 
-    def put(self, words: array[int]) -> int:
-        """Copy numbers to where the next launch in the current stream reads them: their address, a multiple of 16."""
-        (source, n), used = words.buffer_info(), self._used
-        size = n * words.itemsize
-        if self._device.type == "cuda":
+    def put(self, *parts: Part) -> int:
+        """Write numbers, part after part, to where the next launch in the current stream reads them: their address, a
+        multiple of 16.
+
+        Raises:
+            struct.error: a list has something else than whole numbers of 64 bits; nothing is there to launch.
+        """
+        used, size = self._used, 8 * sum(map(len, parts))
+        if self._on_gpu:
             self._follow()
         if used + size > self._room:
             self._turn_over(size)
             used, self._room = 0, self._memory.shape[0]
-        at = self._address + used
-        ctypes.memmove(at, source, size)
+        at = end = self._address + used
+        for part in parts:
+            n = len(part)
+            if type(part) is list:
+                begin = end - self._address
+                self._bytes[begin : begin + 8 * n] = packing(n).pack(*part)  # pack_into copies the list once more
+            else:
+                ctypes.memmove(end, part.buffer_info()[0], 8 * n)  # type: ignore[union-attr]
+            end += 8 * n
         self._used = (used + size + 15) & ~15
         return at
 
@@ -86,14 +101,19 @@ class Handed:
             self._full.append((self._memory, event))
         read = self._full.popleft()[0] if self._full and self._full[0][1].query() else None
         if read is not None and read.shape[0] >= size:
-            self._memory, self._address = read, read.data_ptr()
+            self._memory, self._address, self._bytes = read, read.data_ptr(), _bytes_of(read)
         else:
             self._memory = self._block(max(ROOM, 1 << (size - 1).bit_length()))
 
     def _block(self, room: int) -> torch.Tensor:
         memory = lasting(room, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda")
-        self._address = memory.data_ptr()
+        self._address, self._bytes = memory.data_ptr(), _bytes_of(memory)
         return memory
+
+
+def _bytes_of(memory: torch.Tensor) -> memoryview:
+    """Where numbers are written to."""
+    return memoryview(memory.numpy())  # type: ignore[arg-type]
 
 
 class Places:
@@ -111,11 +131,11 @@ class Places:
         self._table = array("q", chain.from_iterable(rows))
         self._grid = len(sizes), -(-max(sizes) // BLOCK), 1
 
-    def fill(self, words: array[int]) -> None:
+    def fill(self, *parts: Part) -> None:
         """Launch what brings so many numbers as they hold there, in the current stream.  Not while a CUDA graph is
         captured: a replay would read what the memory holds then."""
-        self._handed.launch(self._grid, self._table + words)
+        self._handed.launch(self._grid, self._table, *parts)
 
-    def put(self, words: array[int]) -> Put:
+    def put(self, *parts: Part) -> Put:
         """The same for a later launch, which comes before anything else is handed over."""
-        return Put(self._handed.launch_at, self._grid, self._handed.put(self._table + words))
+        return Put(self._handed.launch_at, self._grid, self._handed.put(self._table, *parts))

@@ -6,7 +6,7 @@
 from .compile.backend import CanaryBackend, kvcanary_backend, register_name, session, sessions
 from .compile.protect import protect, session_of
 from .config import CanaryConfig
-from .engine.batch import Batch
+from .engine.batch_fields import Batch
 from .engine.guarded_pool import EnginePool
 from .engine.kv_pool import KVPool
 from .engine.observers.windows import GroupReport, WindowReport

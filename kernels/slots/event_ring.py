@@ -10,12 +10,12 @@ both sides count the turns.  An entry is int64::
 
 from __future__ import annotations
 
-import ctypes
-from array import array
+from collections.abc import Sequence
 
 import torch
 
 from ..bound_launch import BoundLaunch
+from ..handed import Part
 from ..staging import CurrentStream, lasting, packing
 from .events import COLUMNS, Event
 from .triton_event_ring import land_kernel
@@ -29,7 +29,7 @@ AHEAD = 16
 #: Words of a program.
 BLOCK = 256
 
-_ALLOCATE, _RELEASE = int(Event.ALLOCATE), int(Event.RELEASE)
+_ALLOCATE, _RELEASE, _HEAD = int(Event.ALLOCATE), int(Event.RELEASE), packing(HEAD)
 
 #: Where the pages begin.
 FIRST_PAGE = HEAD + CALLS * COLUMNS
@@ -56,7 +56,6 @@ class EventRing:
         self.along = self.landed[3:4]
         self.rows = self.landed[HEAD:FIRST_PAGE].view(CALLS, COLUMNS)
         self.pages = self.landed[FIRST_PAGE:]
-        self._entries = [entry.data_ptr() for entry in self.ring]
         self._views = [memoryview(entry.numpy()).cast("B") for entry in self.ring]  # type: ignore[arg-type]
         self._turn, self._current = 0, CurrentStream(device)
         self._read = [torch.cuda.Event() for _ in "ab"] if on_gpu else []  # of each half of the ring
@@ -64,20 +63,27 @@ class EventRing:
         constants = dict(AHEAD=AHEAD, HEAD=HEAD, FIRST_PAGE=FIRST_PAGE, COLUMNS=COLUMNS, BLOCK=BLOCK)
         self._launch = BoundLaunch(land_kernel, device, arguments | constants, (), 4)
 
-    def offer(self, rows: array[int], pages: array[int], page_size: int, along: int = 0) -> bool:
+    def offer(self, rows: Sequence[int], parts: Sequence[Part], pages: int, page_size: int, along: int = 0) -> bool:
         """Write the entry of the next launch, in the current stream; whether its memory was free: nothing waits.
 
         Args:
-            rows: at most ``CALLS`` of them; ``pages``, at most ``PAGES``.
+            rows: at most ``CALLS`` of them.
+            parts: ``pages`` of them, at most ``PAGES``, one part after the other.
             along: an address that the device is told with them.
+
+        Raises:
+            struct.error: one of them is no whole number of 64 bits; the entry is the next one's.
         """
         turn = self._turn
         if turn % (AHEAD // 2) == 0 and not self._half_is_free(turn // (AHEAD // 2)):
             return False
-        entry, count = self._entries[turn], len(pages)
-        head = array("q", (len(rows) // COLUMNS, count, count * page_size, along)) + rows
-        ctypes.memmove(entry, head.buffer_info()[0], 8 * len(head))
-        ctypes.memmove(entry + 8 * FIRST_PAGE, pages.buffer_info()[0], 8 * count)
+        words, view, at = len(rows), self._views[turn], 8 * FIRST_PAGE
+        _HEAD.pack_into(view, 0, words // COLUMNS, pages, pages * page_size, along)
+        view[8 * HEAD : 8 * (HEAD + words)] = packing(words).pack(*rows)  # pack_into copies the list once more
+        for part in parts:
+            n = 8 * len(part)
+            view[at : at + n] = packing(len(part)).pack(*part) if isinstance(part, list) else part.tobytes()
+            at += n
         self._turn = (turn + 1) % AHEAD
         return True
 

@@ -368,14 +368,17 @@ def _run_or_replay(
         captured: what the replay is captured of; default: ``run``.
     """
     device, kept = space.block.device, plan.launches
-    changing = (plan.known_history is not None and not plan.history_by_row) or plan.parents is not None
+    changing = plan.parents is not None or (not plan.history_by_row and plan.known_history is not None)
     if kept is None or changing or capturing(device if device.type == "cuda" else None):
         run(space, plan)
         return
     replayed = kept.get(what)
     if replayed is None:
         replayed = kept[what] = Replayed(device)
-    replayed(functools.partial(captured or run, space, plan))
+    if replayed.graph is not None:
+        replayed.graph.replay()
+    else:
+        replayed(functools.partial(captured or run, space, plan))
 
 
 def _one_by_one(space: SlotSpace, plan: RequestPlan) -> None:

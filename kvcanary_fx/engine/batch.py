@@ -1,4 +1,4 @@
-"""The fields of a batch, and the plan of a forward made from it."""
+"""A batch as the checks need it: in the step inputs, and as the plan of a forward."""
 
 from __future__ import annotations
 
@@ -17,59 +17,14 @@ from ..kernels.slots.space import RequestPlan
 from ..kernels.waiting import Waiting
 from .arguments import integer_tensor
 from .batch_arguments import is_plainly_right, require_batch, stored_in
+from .batch_fields import fields_of
 from .kv_pool import KVPool
-from .request_ids import RequestId, RequestIds
+from .request_ids import RequestIds
 from .step_inputs import StepInputs
 from .step_view import StepView
 
 #: Plans of one memory that are kept: of each pool one, and one for each of the last histories by row.
 HISTORIES = 64
-
-
-@dataclasses.dataclass
-class Batch:
-    """One forward as an engine plans it.  Any object or mapping with these fields works.
-
-    Attributes:
-        input_ids: integer ``[n]``, the tokens to add, request by request.
-        slots: integer ``[n]``, where they go.
-        request_rows: integer ``[bs]``, each request's row in the request table.
-        prefix_lens: integer ``[bs]``, tokens that are in the pool already.
-        extend_lens: integer ``[bs]``, tokens to add; None for one each.
-        positions: integer ``[n]`` or None.
-        request_ids: strings or ints, ``bs`` of them, or None; or what :meth:`EngineSession.owners` makes of them.
-        namespaces: integer ``[bs]`` or None; 0 is the default namespace.
-        history: integer ``[bs, length]`` or None, the requests' own token ids, for the token check.
-        history_lens: integer ``[bs]``, how many of them are valid.
-        history_by_row: the rows of ``history`` are those of the request table, ``[requests, length]``.  Where it is one
-            tensor of the device in all steps, nothing is copied.
-        in_flight: the prefix of some request has slots that another one writes in this forward, as in engines that list
-            a page in their prefix cache before it is computed.  Each layer must write all of its tokens
-            before attention reads any.
-        parents: integer ``[n]`` or None: the added tokens of a request are a tree, and each follows the one with this
-            number among them, an earlier one, or the prefix, -1.  Their slots are in the request's row one after the
-            other; their position is the prefix's length plus their depth.
-        real_counts: int64 ``[2]`` on the device, how many requests and tokens of the batch are real, the first ones;
-            None: all.  For a loop of forwards that is captured once, and replayed for fewer requests.
-
-    A pool may take its slots from another field (``KVPool.slots_from``), or its whole batch
-    (``KVPool.batch``).
-    """
-
-    input_ids: Any
-    slots: Any
-    request_rows: Any
-    prefix_lens: Any
-    extend_lens: Any = None
-    positions: Any = None
-    request_ids: Sequence[RequestId] | torch.Tensor | None = None
-    namespaces: Any = None
-    history: Any = None
-    history_lens: Any = None
-    history_by_row: bool = False
-    parents: Any = None
-    real_counts: torch.Tensor | None = None
-    in_flight: bool = False
 
 
 def step_inputs(
@@ -88,7 +43,7 @@ def step_inputs(
         inputs.register(name, "tokens", torch.int64)
 
     def owners(batch: Any, filled: StepInputs) -> torch.Tensor | array[int] | list[int]:
-        given = batch.get("request_ids") if isinstance(batch, Mapping) else getattr(batch, "request_ids", None)
+        given = fields_of(batch)("request_ids", None)
         if isinstance(given, torch.Tensor):
             return given
         return ids.packed(given) if given is not None else [0] * filled.num_requests
@@ -200,6 +155,8 @@ class Inputs:
         elif begin is not None:
             begin(step, None if self.main.clock is None else self.main.clock.device)
         views: dict[str | None, StepView] = {None: self.main.view()}
+        if not self.own:
+            return views
         for field, inputs in self.own.items():
             given = _sub_batch(self._groups[field][0], batch)
             if given is not None:
@@ -234,7 +191,10 @@ class Inputs:
         return views
 
     def plans(self, views: Mapping[str | None, StepView]) -> dict[str, RequestPlan]:
-        """The plan of each pool by name; pools without a batch are left out."""
+        """The plan of each pool by name; pools without a batch are left out.  Not to be written to: views of the same
+        memory get the same."""
+        if len(self._groups) == 1:
+            return self._plans_of(None, self._groups[None], views[None])
         plans: dict[str, RequestPlan] = {}
         for field, group in self._groups.items():
             if field in views:
@@ -243,8 +203,8 @@ class Inputs:
 
     def _plans_of(self, field: str | None, pools: Sequence[KVPool], view: StepView) -> dict[str, RequestPlan]:
         """The plan of each pool by name; all at once, if they are those of the last view of the same memory."""
-        in_flight, kept = bool(view.of_batch("in_flight")), view.kept_plans
-        history = view.of_batch("history")
+        get, kept = view.of_batch, view.kept_plans
+        in_flight, history = bool(get("in_flight", None)), get("history", None)
         memory, its_history, known = self._last_plans.get((field, in_flight), (None, None, {}))
         if kept is not None and kept is memory and history is its_history:
             return known
@@ -338,7 +298,7 @@ def _moved(values: Any, device: torch.device) -> torch.Tensor:
 
 def _fixed_history(view: StepView) -> torch.Tensor | None:
     """The history, if it is a tensor of the device that the next steps may have, too: then plans keep it."""
-    history, lens = view.of_batch("history"), view.history_lens
+    history, lens = view.of_batch("history", None), view.history_lens
     if not _by_row(view) or not isinstance(history, torch.Tensor) or lens is None or not view.num_requests:
         return None
     return history if history.device == lens.device and history.dim() == 2 else None
@@ -350,7 +310,7 @@ def _number_of(history: torch.Tensor | None) -> int:
 
 
 def _by_row(view: StepView) -> bool:
-    return bool(view.of_batch("history_by_row"))
+    return bool(view.of_batch("history_by_row", None))
 
 
 def _history(view: StepView) -> torch.Tensor | None:

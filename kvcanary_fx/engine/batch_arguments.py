@@ -1,18 +1,18 @@
-"""What the fields of a :class:`~.batch.Batch` may be: types, shapes, dtypes, and values where the host has them.
+"""What the fields of a :class:`~.batch_fields.Batch` may be: types, shapes, dtypes, and values where the host has them.
 
 Values on a GPU are not checked: that would wait for the device in each step.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import StepInputError
 from .arguments import integer_tensor
+from .batch_fields import fields_of
 from .gathered import plain_numbers
 from .request_ids import require_ids
 
@@ -69,7 +69,9 @@ def is_plainly_right(batch: Any) -> bool:
     by_row = get("history_by_row", None)
     if not (type(ids) is list or ids is None) or not _FLAGS.issuperset((type(in_flight), type(by_row))):
         return False
-    prefix, added = _lengths(get("prefix_lens", None)), _lengths(get("extend_lens", None))
+    prefix, added = get("prefix_lens", None), get("extend_lens", None)
+    if type(prefix) is not list or type(added) is not list:
+        prefix, added = _lengths(prefix), _lengths(added)
     if prefix is None or added is None:
         return False
     try:
@@ -98,15 +100,6 @@ def stored_in(batch: Any) -> float:
         return float(sum(_lengths(given) or ()))
     except TypeError:  # wrong numbers, as is said where they are taken in
         return 0
-
-
-def fields_of(batch: Any) -> Callable[[str, None], Any]:
-    """Gets the fields of a batch, which may be any object or mapping, by name; the second argument, None, where it has
-    none."""
-    if type(batch) is dict or isinstance(batch, Mapping):
-        get: Callable[[str, None], Any] = batch.get
-        return get
-    return functools.partial(getattr, batch)
 
 
 def _require_listed(name: str, value: Any) -> None:

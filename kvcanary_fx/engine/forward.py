@@ -56,7 +56,8 @@ class Forward:
     captured: bool = dataclasses.field(default_factory=lambda: capturing())
 
     def __post_init__(self) -> None:
-        require_whole("the index of forward()", self.index, 0, "forwards of the step")
+        if type(self.index) is not int or self.index < 0:
+            require_whole("the index of forward()", self.index, 0, "forwards of the step")
 
     def require(self, index: int) -> None:
         """Refuse to be entered as another forward.
@@ -96,7 +97,10 @@ class Clock:
         Args:
             told: a device that has the word already.
         """
-        untold = [device for device in self._controls.by_device if device != told]
+        devices = self._controls.by_device
+        if len(devices) == 1 and told in devices:
+            return
+        untold = [device for device in devices if device != told]
         if untold and not capturing():
             self._fill(HALF_STEP, number, untold)
 

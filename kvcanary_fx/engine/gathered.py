@@ -13,8 +13,8 @@ import torch
 from ..kernels.staging import Staging, lasting, packing
 
 if TYPE_CHECKING:
-    from ..kernels.handed import Handed, Places
-    from ..kernels.waiting import Waiting
+    from ..kernels.handed import Handed, Part, Places
+    from ..kernels.waiting import Put, Waiting
 
 #: Sequences that hold nothing but whole numbers, if an array takes them.
 _PLAIN = (list, tuple, range)
@@ -100,16 +100,31 @@ class Gathered:
         """Whether the numbers of ``sent`` still arrive where it says."""
         return not isinstance(sent, Sent) or sent.landing is self._landing
 
-    def send_to(self, sent: Sent | Places, words: array[int], waiting: Waiting | None = None) -> None:
+    def put(self, sent: Sent | Places, parts: Sequence[Part]) -> array[int] | Put:
+        """Numbers to known places, for :meth:`send_to`, which is next.
+
+        Raises:
+            TypeError, OverflowError, struct.error: there are others than whole numbers of 64 bits.
+        """
+        if not isinstance(sent, Sent):
+            return sent.put(*parts)
+        words = array("q")
+        for part in parts:
+            words.extend(part if isinstance(part, array) else packed(part))
+        return words
+
+    def send_to(self, sent: Sent | Places, numbers: array[int] | Put, waiting: Waiting | None = None) -> None:
         """Launch the copies, those of numbers to known places.
 
         Args:
             waiting: numbers that a kernel reads where they are wait there instead; None: they are launched, too.
         """
-        if waiting is None or isinstance(sent, Sent):
-            self._fill(sent, words)
+        if isinstance(numbers, array):
+            self._fill(sent, numbers)
+        elif waiting is None:
+            numbers.launch(numbers.grid, numbers.at)
         else:
-            waiting.add(sent.put(words))
+            waiting.add(numbers)
         if self._copies:
             self._send_copies()
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from ..kernels.bound_launch import BoundLaunch
 from ..kernels.checks import Phase
 from ..kernels.compile_ahead import compiling_ahead
-from ..kernels.handed import BLOCK
+from ..kernels.handed import BLOCK, Part
 from ..kernels.replay import Replayed
 from ..kernels.slots.event_ring import CALLS, PAGES, EventRing
 from ..kernels.slots.events import Events
@@ -50,7 +49,12 @@ class KeptCalls:
     """Applies calls of one pool that name few pages.
 
     In place of a copy, an event and two launches: a launch alone took as long of the host as a replay (H200).
+
+    Attributes:
+        most: calls that there is room for.
     """
+
+    most = CALLS
 
     def __init__(self, device: torch.device, apply: Apply, content: PoolContent, waiting: Waiting | None = None):
         """
@@ -66,14 +70,18 @@ class KeptCalls:
         """Whether there is room for so many."""
         return calls <= CALLS and pages <= ROOMS[-1] and _room(pages) * page_size <= SLOTS
 
-    def apply(self, rows: array[int], pages: array[int], page_size: int, released: bool) -> bool:
+    def apply(self, rows: Sequence[int], parts: Sequence[Part], pages: int, page_size: int, released: bool) -> bool:
         """Launch what calls do, on the current stream; False: the device is too far behind, and nothing was launched.
 
         Args:
-            rows: :class:`.EventRow` after :class:`.EventRow`, as many as :meth:`takes`; ``pages`` as well.
+            rows: :class:`.EventRow` after :class:`.EventRow`, as many as :meth:`takes`; so many ``pages`` as well, the
+                ``parts`` one after the other.
             released: a call among them may free slots, whose bytes are compared.
+
+        Raises:
+            struct.error: one of them is no whole number of 64 bits; nothing was launched.
         """
-        room = _room(len(pages))
+        room = _room(pages)
         if self._ring is None:
             self._ring = EventRing(self._device)
         # while kernels are compiled ahead no launch takes an entry, and the caller compiles what it does instead, too
@@ -81,7 +89,7 @@ class KeptCalls:
         put = None if ahead or waiting is None else waiting.held()
         if put is not None and put.grid[1] * BLOCK > ALONG:
             put = None
-        if not ahead and not self._ring.offer(rows, pages, page_size, 0 if put is None else put.at):
+        if not ahead and not self._ring.offer(rows, parts, pages, page_size, 0 if put is None else put.at):
             return False
         imported, grid = self._content.imported, None if put is None else put.grid
         form = room, page_size, released, None if imported is None else imported.data_ptr(), grid

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,11 +19,45 @@ from .request_ids import RequestId, RequestIds
 Pages: TypeAlias = "list[int] | array[int] | torch.Tensor"
 
 
-class AtOnce(NamedTuple):
-    """Calls of one event that were noted at once: the hash of the owner and the number of pages of each."""
+#: Pages of an array that may as well be looked at one by one.
+SHORT = 16
 
-    owners: list[int]
-    lengths: list[int]
+
+class AtOnce(NamedTuple):
+    """Calls of one event that were noted at once.  Their pages are one list, which only a send looks through.
+
+    Attributes:
+        rows: :class:`.EventRow` after :class:`.EventRow`, as the device gets them if ``base`` pages come before.
+        pages: how many theirs are.
+    """
+
+    rows: list[int]
+    base: int
+    pages: int
+
+    @property
+    def calls(self) -> int:
+        """How many calls these are."""
+        return len(self.rows) // COLUMNS
+
+    @property
+    def owners(self) -> list[int]:
+        """The hash of the owner of each."""
+        return self.rows[EventRow.OWNER :: COLUMNS]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of pages of each."""
+        begins = self.rows[EventRow.BEGIN :: COLUMNS]
+        return [end - begin for begin, end in pairwise([*begins, self.base + self.pages])]
+
+    def rows_behind(self, pages: int) -> list[int]:
+        """The rows, if so many pages come before."""
+        if pages == self.base:
+            return self.rows
+        rows = self.rows[:]
+        rows[EventRow.BEGIN :: COLUMNS] = [begin + pages - self.base for begin in rows[EventRow.BEGIN :: COLUMNS]]
+        return rows
 
 
 #: An event with the number of its stack, pages, hash of the owner, slots of a page.  Calls that were noted at once are
@@ -32,29 +66,84 @@ Call: TypeAlias = tuple[int, Pages, int | AtOnce, int]
 
 
 def noted_at_once(
-    given: Sequence[tuple[Any, RequestId | None]], most: int, ids: RequestIds
-) -> tuple[array[int], AtOnce] | None:
-    """The pages of all calls, and the calls; None if one of them has to be looked at by itself: it names more than
-    ``most`` pages, or pages that are not in a list, or an id that is no string."""
+    event: Event, given: Sequence[tuple[Any, RequestId | None]], base: int, ids: RequestIds
+) -> tuple[list[int], AtOnce] | None:
+    """The pages of all calls, and the calls; None if one of them has to be looked at by itself: it names no pages, or
+    such that are not in a list, or something that is no id.  Only the first page of each is known to be a number.
+
+    Args:
+        base: how many pages probably come before.
+    """
     known = ids.known
     numbers: list[int] = []
-    owners: list[int] = []
-    lengths: list[int] = []
-    for slots, owner in given:
-        if type(slots) is not list or not 0 < (n := len(slots)) <= most or type(slots[0]) is not int:
-            return None
-        if type(owner) is str:
-            owners.append(known.get(owner) or ids.hash(owner))
-        elif owner is None:
-            owners.append(0)
-        else:
-            return None
-        lengths.append(n)
-        numbers += slots
+    rows: list[int] = []
     try:
-        return packed(numbers), AtOnce(owners, lengths)
-    except (TypeError, OverflowError):
-        return None  # the call that names others is left out when it is sent, and no other one
+        for slots, owner in given:
+            if type(slots) is not list or type(slots[0]) is not int:
+                return None
+            rows += (event, base + len(numbers), known[owner])
+            numbers += slots
+    except KeyError:  # a request that is new
+        return noted_at_once(event, given, base, ids) if _become_known(given, ids) else None
+    except (IndexError, TypeError):  # no pages, or no id
+        return None
+    return numbers, AtOnce(rows, base, len(numbers))
+
+
+def _become_known(given: Sequence[tuple[Any, RequestId | None]], ids: RequestIds) -> bool:
+    """Hash the owners of all calls; False where one is no id, or was forgotten again."""
+    try:
+        for _, owner in given:
+            ids.hash(owner)
+        return all(owner in ids.known for _, owner in given)
+    except TypeError:
+        return False
+
+
+def one_by_one(calls: Sequence[Call]) -> list[Call]:
+    """The same calls, those that were noted at once as one each."""
+    each: list[Call] = []
+    for kind, held, whose, size in calls:
+        if not isinstance(whose, AtOnce):
+            each.append((kind, held, whose, size))
+            continue
+        begin = 0
+        for owner, n in zip(whose.owners, whose.lengths, strict=True):
+            each.append((kind, held[begin : begin + n], owner, size))
+            begin += n
+    return each
+
+
+class Words(NamedTuple):
+    """Calls of one page size as numbers: :class:`.EventRow` after :class:`.EventRow`, their pages, part after part,
+    which nobody has looked at, and whether a call may free slots."""
+
+    rows: list[int]
+    parts: list[list[int]]
+    released: bool
+
+
+def in_words(calls: Sequence[Call]) -> Words | None:
+    """Calls of no stack; None where they are of several page sizes, or name pages of the device, or there are arrays
+    among these: they are joined without a look at each number, which takes the host less than this."""
+    rows: list[int] = []
+    listed: list[int] = []  # pages of calls that were noted one by one
+    parts: list[list[int]] = []
+    pages, page_size = 0, calls[0][3]
+    for kind, held, whose, size in calls:
+        if size != page_size or isinstance(held, torch.Tensor) or (type(held) is array and len(held) > SHORT):
+            return None
+        if type(whose) is AtOnce:
+            rows += whose.rows_behind(pages)
+            listed = []
+            parts.append(held)  # type: ignore[arg-type]
+        else:
+            if not listed:
+                parts.append(listed)
+            rows += (kind, pages, whose)  # type: ignore[arg-type]
+            listed += held
+        pages += len(held)
+    return Words(rows, parts, Event.RELEASE in rows[EventRow.EVENT :: COLUMNS])
 
 
 def how_many_fit(
@@ -64,14 +153,14 @@ def how_many_fit(
     size, which name at most ``room`` pages."""
     calls = pages = 0
     for n, (length, owner, size) in enumerate(zip(lengths, owners, sizes, strict=True)):
-        calls, pages = calls + (len(owner.owners) if isinstance(owner, AtOnce) else 1), pages + length
+        calls, pages = calls + (owner.calls if isinstance(owner, AtOnce) else 1), pages + length
         if calls > most or pages > room or size != sizes[0]:
             return n
     return len(sizes)
 
 
 def names_many(calls: Sequence[Call], few: int) -> bool:
-    """Whether a release among them names more than ``few`` pages; of several at once each has few."""
+    """Whether a release among them names more than ``few`` pages; several at once have few each, on average."""
     return any(
         kind % STACK_UNIT == Event.RELEASE and len(held) > few and not isinstance(whose, AtOnce)
         for kind, held, whose, _ in calls
@@ -87,7 +176,7 @@ def call_by_call(
     each_length: list[int] = []
     for kind, owner, length in zip(kinds, owners, lengths, strict=True):
         if isinstance(owner, AtOnce):
-            each_kind += [kind] * len(owner.owners)
+            each_kind += [kind] * owner.calls
             each_owner += owner.owners
             each_length += owner.lengths
         else:
@@ -97,12 +186,12 @@ def call_by_call(
     return each_kind, each_owner, each_length
 
 
-def rows_of(kinds: Sequence[int], owners: Sequence[int], lengths: Sequence[int]) -> array[int]:
+def rows_of(kinds: Sequence[int], owners: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """:class:`.EventRow` after :class:`.EventRow`."""
     rows = [0] * (COLUMNS * len(kinds))
     rows[EventRow.EVENT :: COLUMNS], rows[EventRow.OWNER :: COLUMNS] = kinds, owners
     rows[EventRow.BEGIN :: COLUMNS] = accumulate(lengths[:-1], initial=0)
-    return packed(rows)
+    return rows
 
 
 def numbers_of_all(pages: Sequence[Pages]) -> tuple[array[int], list[tuple[int, torch.Tensor]]]:

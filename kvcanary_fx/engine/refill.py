@@ -6,19 +6,20 @@ Then no slot is looked up, nothing is padded, and all numbers of the host go int
 from __future__ import annotations
 
 import dataclasses
+import struct
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .batch_arguments import fields_of
+from .batch_fields import fields_of
 from .gathered import Gathered, Sent, numbers_of, packed
 from .step_slot import StepSlot
 from .step_view import Axis
 
 if TYPE_CHECKING:
-    from ..kernels.handed import Places
+    from ..kernels.handed import Part, Places
     from ..kernels.waiting import Waiting
 
 #: What numbers are taken from without a conversion that could change them.
@@ -130,67 +131,65 @@ class Form:
         for name in self.absent:
             if get(name, None) is not None:
                 return False
-        given = [(field, get(field.name, None)) for field in self.device]
+        given = [(field, get(field.name, None)) for field in self.device] if self.device else ()
         for field, source in given:
             if not field.takes(source, owns):
                 return False
         try:
-            words = self._numbers(batch, inputs, get)
-        except (TypeError, OverflowError):  # the fill in full says what is wrong
-            return False
-        if words is None:
+            parts = self._numbers(batch, inputs, get)
+            if parts is None:
+                return False
+            numbers = gathered.put(self.sent, parts)
+        except (TypeError, OverflowError, struct.error):  # the fill in full says what is wrong
             return False
         for field, source in given:
             gathered.tensor(field.out, source)
-        gathered.send_to(self.sent, words, waiting)
+        gathered.send_to(self.sent, numbers, waiting)
         return True
 
-    def _numbers(self, batch: Any, inputs: Any, get: Callable[[str, None], Any]) -> array[int] | None:
-        """The numbers of the host; None if they have another form.
+    def _numbers(self, batch: Any, inputs: Any, get: Callable[[str, None], Any]) -> list[Part] | None:
+        """The numbers of the host, as one list where lists follow each other; None if they have another form.
 
         Raises:
             TypeError, OverflowError: there is something else among them.
         """
-        words = array("q")
-        listed: list[int] = []  # what comes behind ``words``: lists that follow each other become an array at once
+        listed: list[int] = []
+        parts: list[Part] = [listed]
         for name, n in self.host:
             source = get(name, None)
             if type(source) is list and len(source) == n and type(source[0]) is int:
                 listed += source
                 continue
-            words.extend(packed(listed))
-            listed.clear()
-            if not _take(words, source, n):
+            taken = _taken(source, n)
+            if taken is None:
                 return None
+            listed = []
+            parts += (taken, listed)
         listed += self.sizes
         listed.append(inputs.step)
         if inputs.clock is not None:
             listed.append(inputs.clock_word(inputs.step))
-        words.extend(packed(listed))
         for slot, n in self.computed:
             assert slot.compute is not None
-            if not _take(words, slot.compute(batch, inputs), n):
+            taken = _taken(slot.compute(batch, inputs), n)
+            if taken is None:
                 return None
-        return words
+            parts.append(taken)
+        return parts
 
 
-def _take(words: array[int], source: Any, n: int) -> bool:
-    """Append ``n`` whole numbers; whether they are such.
+def _taken(source: Any, n: int) -> array[int] | None:
+    """``n`` whole numbers, if that is what the source is.
 
     Raises:
         TypeError, OverflowError: there are others among them.
     """
     if type(source) is array:
-        words.extend(source)
-        return len(source) == n
+        return source if source.typecode == "q" and len(source) == n else None
     if isinstance(source, torch.Tensor):
         if source.dtype not in _INTEGERS or source.dim() != 1 or len(source) != n or source.device.type != "cpu":
-            return False
-        words.extend(numbers_of(source))
-        return True
+            return None
+        return numbers_of(source)
     if type(source) in _LISTED:
-        if len(source) != n or type(source[0]) is not int:
-            return False
-        words.extend(packed(source))
-        return True
-    return False
+        return packed(source) if len(source) == n and type(source[0]) is int else None
+    return None

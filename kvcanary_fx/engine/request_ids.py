@@ -33,12 +33,12 @@ class RequestIds:
     """Turns ids into hashes and back.  Hash 0 stands for "nobody in particular".
 
     Attributes:
-        known: the hashes of ids that were seen; never replaced.
+        known: the hashes of ids that were seen, and of None; never replaced.
     """
 
     def __init__(self) -> None:
         self._ids: OrderedDict[int, RequestId] = OrderedDict()
-        self.known: dict[RequestId, int] = {}
+        self.known: dict[RequestId | None, int] = {None: 0}
         self._last: list[RequestId | None] | None = None
         self._last_hashes: list[int] = []  # never written to
         self._packed: tuple[list[int], array[int]] = [], array("q")  # of which hashes

@@ -5,6 +5,7 @@ Each call took about thirty small launches: 2,481 calls were 2.1 s of a vLLM dec
 
 from __future__ import annotations
 
+import struct
 import threading
 from array import array
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from ..kernels.slots.events import COLUMNS, RENEWING, STACK_UNIT, Event, Events
 from ..kernels.slots.space import SlotSpace
 from ..kernels.staging import Staging, lasting
 from .arguments import require_whole
+from .gathered import packed
 from .pool_content import PoolContent
 from .queued_calls import (
     AtOnce,
@@ -29,9 +31,11 @@ from .queued_calls import (
     call_by_call,
     first_odd,
     how_many_fit,
+    in_words,
     names_many,
     noted_at_once,
     numbers_of_all,
+    one_by_one,
     pages_of,
     rows_of,
 )
@@ -96,7 +100,7 @@ class SlotEvents:
 
     def _begin_anew(self) -> None:
         self._taken = 0  # pages in ``_given``
-        self._at_once = 0  # calls that were noted at once with others
+        self._at_once = self._noted = 0  # calls that were noted at once with others, and their pages
         self._freed: set[int] | None = set()  # pages that the first calls released; None: not known here
         self._looked = 0  # how many calls these are
 
@@ -150,12 +154,17 @@ class SlotEvents:
         """
         if self.histories.stacks is not None or page_size != self._page_size or len(given) > CALLS:
             return None
-        if not given or not 0 < len(self._calls) < CALLS:
+        if not given or len(self._calls) >= CALLS:
             return None if given else 0
-        few = noted_at_once(given, self._most if written_in_step else min(FEW, self._most), self._ids)
-        if few is None or len(few[0]) > self._most or not self._append(event, *few, page_size, written_in_step):
+        if not self._calls and self._on_gpu and torch.cuda.is_current_stream_capturing():
+            return None  # the first call is refused
+        noted = noted_at_once(event, given, self._noted, self._ids)
+        if noted is None:
             return None
-        return page_size * len(few[0])
+        n = len(noted[0])
+        if n > self._most or (n > FEW * len(given) and not written_in_step):
+            return None
+        return page_size * n if self._append(event, *noted, page_size, written_in_step) else None
 
     def hand_out(
         self,
@@ -212,13 +221,14 @@ class SlotEvents:
             begin += n
         return True
 
-    def _append(self, event: Event, pages: array[int], each: AtOnce, page_size: int, written_in_step: bool) -> bool:
+    def _append(self, event: Event, pages: list[int], each: AtOnce, page_size: int, written_in_step: bool) -> bool:
         """Note calls at once, unless the bytes of some pages must be compared before."""
         with self._lock:
             if event in RENEWING and not written_in_step and self._were_freed(pages, len(pages)):
                 return False
             alone = self._looked == len(self._calls)
-            self._at_once += len(each.owners)
+            self._at_once += each.calls
+            self._noted += each.pages
             self._calls.append((event, pages, each, page_size))
             if alone and event in RENEWING:  # they released nothing
                 self._looked += 1
@@ -333,7 +343,8 @@ class SlotEvents:
             )
         with self._lock:
             while self._calls:
-                self._send()
+                if not self._send_few():
+                    self._send()
             self._begin_anew()
 
     def _follow_the_last_flush(self) -> None:
@@ -348,6 +359,27 @@ class SlotEvents:
                 current.wait_stream(last)
             self._stream, self._raw = current, current.cuda_stream
 
+    def _send_few(self) -> bool:
+        """Send all calls, where they are few and some were noted at once, as in most steps: they become numbers where
+        the device reads them.  False: nothing was sent."""
+        kept, n, page_size = self._kept, len(self._calls), self._calls[0][3]
+        most = n + self._at_once
+        if most == n or kept is None or self.histories.stacks is not None or most > kept.most or most > CALLS:
+            return False
+        calls = self._calls[:n]
+        pages = sum([len(call[1]) for call in calls])
+        words = in_words(calls) if pages <= PAGES and kept.takes(most, pages, page_size) else None
+        if words is None:
+            return False
+        del self._calls[:n]
+        try:
+            if kept.apply(words.rows, words.parts, pages, page_size, words.released):
+                return True
+        except struct.error:
+            pass  # a page that is no number: its call is found, and left out
+        self._calls[:0] = calls
+        return False
+
     def _send(self) -> None:
         """Send the first calls, as many as fit into one launch."""
         kinds, pages, owners, sizes = zip(*self._calls[:CALLS], strict=True)
@@ -356,17 +388,20 @@ class SlotEvents:
         if sum(lengths) > room or sizes.count(page_size) < n or n + self._at_once > CALLS:
             n = how_many_fit(lengths, owners, sizes, CALLS, room)
             kinds, pages, owners, lengths = kinds[:n], pages[:n], owners[:n], lengths[:n]
-        named, on_device = self._numbers_of(pages)
+        numbers = self._numbers_of(pages, n)
+        if numbers is None:
+            return
+        named, on_device = numbers
         del self._calls[:n]
         released = _RELEASE in kinds or any(kind % STACK_UNIT == _RELEASE for kind in kinds if kind > STACK_UNIT)
         rows = rows_of(*(call_by_call(kinds, owners, lengths) if self._at_once else (kinds, owners, lengths)))
         calls, kept = len(rows) // COLUMNS, self._kept_calls()
         few = kept.takes(calls, len(named), page_size) and not on_device
-        if few and kept.apply(rows, named, page_size, released):
+        if few and kept.apply(rows, [named], len(named), page_size, released):
             return
         if calls % 2:  # a kernel is compiled anew for pages that begin at another alignment
             rows.append(0)
-        self._staging.send(rows + named, self._words)
+        self._staging.send(packed(rows) + named, self._words)
         events = self._shown_events(calls, len(named), page_size)
         if on_device:
             parts = [events.entries[begin : begin + len(held)] for begin, held in on_device]
@@ -387,8 +422,9 @@ class SlotEvents:
             self._apply = self._kernels.Apply(self._space, self._content.digests)
         return self._apply
 
-    def _numbers_of(self, pages: Sequence[Pages]) -> tuple[array[int], list[tuple[int, torch.Tensor]]]:
-        """See :func:`.numbers_of_all`.
+    def _numbers_of(self, pages: Sequence[Pages], n: int) -> tuple[array[int], list[tuple[int, torch.Tensor]]] | None:
+        """See :func:`.numbers_of_all`; None: the wrong call may be one of several that were noted at once, so that the
+        first ``n`` entries of the queue have become a call each.
 
         Raises:
             EngineError: a number of more than 64 bits; its call is left out.
@@ -396,6 +432,10 @@ class SlotEvents:
         try:
             return numbers_of_all(pages)
         except (TypeError, OverflowError) as e:
+            each = one_by_one(self._calls[:n])
+            if len(each) > n:
+                self._calls[:n] = each
+                return None
             odd = first_odd(pages)
             del self._calls[odd]
             raise EngineError(

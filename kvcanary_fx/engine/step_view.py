@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import StepInputError
+from .batch_fields import fields_of
 
 
 class Axis(enum.Enum):
@@ -79,9 +80,11 @@ class StepView:
         except AttributeError:
             raise AttributeError(f"{name!r} is neither a slot of this view nor an attribute of the batch") from None
 
-    def of_batch(self, name: str) -> Any:
-        """A field of the batch that is no slot, as it is there; None where it has none."""
-        return self._batch.get(name) if isinstance(self._batch, Mapping) else getattr(self._batch, name, None)
+    @property
+    def of_batch(self) -> Callable[[str, None], Any]:
+        """Gets fields of the batch that are no slots, as they are there; the second argument, None, where it has
+        none."""
+        return fields_of(self._batch)
 
     def slice(self, start: int | None = None, stop: int | None = None) -> StepView:
         """Requests ``start:stop``, counted as Python does, with their tokens; padding is left out.

@@ -111,6 +111,9 @@ class Steps:
         self.ready = self.closed = False
         self.running: Forward | None = None
         self._step: Mapping[str | None, StepView] | None = None
+        # the last plans, by the name of the pool and by the number of its slot space
+        self._named: dict[str, RequestPlan] = {}
+        self._numbered: dict[int, RequestPlan] = {}
         self._thread: int | None = None  # the thread that is in a step
 
     def _let_wait(self) -> Waiting | None:
@@ -167,8 +170,9 @@ class Steps:
 
     def begin(self, batch: Any) -> None:
         """A step begins."""
-        self.require_open()
-        self._require_no_step()
+        if self.closed or self._thread is not None:
+            self.require_open()
+            self._require_no_step()
         self._thread = threading.get_ident()
         self.begun += 1
         try:
@@ -188,9 +192,11 @@ class Steps:
         self.done += 1
         self._observers.after_step()
         self.flush()
-        self._look()
-        if self._config.mode == "log" and self._poll.news():
-            self._drain()
+        if self._config.mode == "log":
+            if self._poll.news():
+                self._drain()
+        else:
+            self._look()
 
     def leave(self) -> None:
         """The step is over, also if something in it raised."""
@@ -231,7 +237,8 @@ class Steps:
             ran: it raised nothing.
         """
         try:
-            self.join(all=True)
+            if self.sides or self._pool_sides:
+                self.join(all=True)
             if ran and self.running is not None:
                 self._after(self.running)
                 self._observers.after_forward(self.running.plans)
@@ -314,7 +321,10 @@ class Steps:
     def _plans(self, views: Mapping[str | None, StepView]) -> dict[int, RequestPlan]:
         """The plan of each pool, by the number of its slot space."""
         plans = self._inputs.plans(views)
-        return {number: plans[pool.name] for number, pool in self.pools_by_space.items() if pool.name in plans}
+        if plans is not self._named:
+            pools = self.pools_by_space.items()
+            self._named, self._numbered = plans, {n: plans[pool.name] for n, pool in pools if pool.name in plans}
+        return self._numbered
 
     def _before(self, running: Forward) -> None:
         if running.captured and self.sides:
@@ -323,11 +333,12 @@ class Steps:
                 remember(self.pools_by_space, running)
         else:
             check_before(self.pools_by_space, running.plans)
-        if self._on_host:
+        if self._on_host and self._config.mode != "log":
             self._look()  # free on the CPU, and the write has not happened yet
 
     def _after(self, running: Forward) -> None:
         remember(self.pools_by_space, running)
         if self._checks_after:
             check_after(self.pools_by_space, running.plans, self._config)
-        self._look()
+        if self._config.mode != "log":
+            self._look()

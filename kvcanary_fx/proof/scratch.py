@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..config import CanaryConfig
-from ..engine.batch import Batch
+from ..engine.batch_fields import Batch
 from ..engine.kv_pool import KVPool
 from ..engine.session import EngineSession
 from ..kernels.writes.layout import FLOAT_DTYPES

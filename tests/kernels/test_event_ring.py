@@ -28,9 +28,9 @@ def test_the_kernel_lands_what_the_plain_code_does_round_after_round():
     for number in range(AHEAD + 5):
         calls, pages, room = sizes[number] if number < len(sizes) else (rng.randint(1, 9), rng.randint(1, 64), 64)
         rows, named = numbers(rng, 3 * calls), numbers(rng, pages)
-        assert ring.offer(rows, named, 16)
+        assert ring.offer(rows, [named[:1], named[1:].tolist()], len(named), 16)
         ring.land(room)
-        assert other.offer(rows, named, 16)
+        assert other.offer(rows, [named[:1], named[1:].tolist()], len(named), 16)
         naive(other)
         assert torch.equal(ring.landed, other.landed)
         assert torch.equal(ring.turn[:1], other.turn[:1])
@@ -59,7 +59,7 @@ def test_allocations_are_written_as_calls_are(gives_up):
         released, by, first = (pages[: lengths[0]].tolist(), owners[0], 1) if gives_up else (None, 0, 0)
         rest = pages[len(released or ()) :].tolist()
         assert ring.offer_allocations(rest, owners[first:], lengths[first:], 16, released, by)
-        assert other.offer(rows, pages, 16)
+        assert other.offer(rows, [pages], len(pages), 16)
         assert torch.equal(ring.ring, other.ring)
         assert ring._turn == other._turn
 
@@ -88,27 +88,27 @@ def test_memory_that_may_still_be_read_is_not_offered_and_the_turn_stays():
     ring._read, ring._current = [Done(), Done()], lambda: None
     one = array("q", [1, 0, 0])
     for _ in range(AHEAD):
-        assert ring.offer(one, array("q", [7]), 1)
+        assert ring.offer(one, [array("q", [7])], 1, 1)
         ring._read[1].done = True  # the first half has been launched at most
     for _ in range(2):
-        assert not ring.offer(one, array("q", [8]), 1)
+        assert not ring.offer(one, [array("q", [8])], 1, 1)
         assert ring._turn == 0
         assert int(ring.ring[0, FIRST_PAGE]) == 7
     ring._read[0].done = True
-    assert ring.offer(one, array("q", [9]), 1)
+    assert ring.offer(one, [array("q", [9])], 1, 1)
     assert int(ring.ring[0, FIRST_PAGE]) == 9
 
 
 @pytest.mark.gpu
 def test_a_host_that_is_far_ahead_waits_for_nothing_and_overwrites_nothing():
     ring = EventRing(DEVICE)
-    ring.offer(array("q", [1, 0, 0]), array("q", [0]), 1)
+    ring.offer(array("q", [1, 0, 0]), [array("q", [0])], 1, 1)
     ring.land(64)
     seen, pages = torch.zeros(3 * AHEAD, dtype=torch.int64, device="cuda"), list[int]()
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
     for number in range(3 * AHEAD):
-        if ring.offer(array("q", [1, 0, 0]), array("q", [number]), 1):
+        if ring.offer(array("q", [1, 0, 0]), [array("q", [number])], 1, 1):
             ring.land(64)
             seen[len(pages)].copy_(ring.pages[0])
             pages.append(number)

@@ -816,3 +816,20 @@ def test_a_wrong_slot_among_those_released_at_once_is_refused_by_name_and_those_
         toy.pool.release_each([([3], "A"), ([4], "A"), (["a"], "A"), ([5], "A")])
     assert (toy.pool.space.flags[[3, 4, 5]] // REFERENCE).tolist() == [0, 0, 1]
     assert toy.pool.live_slots == 1
+
+
+@interpreted
+@pytest.mark.parametrize("wrong", ["a", 2**63, 1.5])
+@pytest.mark.parametrize("sent", [False, True], ids=["first calls", "later calls"])
+def test_of_calls_at_once_the_one_with_a_wrong_slot_behind_others_is_left_out_when_they_are_sent(launches, wrong, sent):
+    toy = prefilled()
+    toy.pool.release([3], "A") if sent else toy.pool.share([3], "A")
+    if sent:
+        toy.pool.flush()
+        toy.pool.share([4], "A")
+    toy.pool.share_each([([4], "A"), ([5], "A"), ([3, 4, wrong], "A"), ([5], "A")])
+    with pytest.raises(EngineError, match="left out"):
+        toy.pool.flush()
+    toy.pool.flush()
+    assert (toy.pool.space.flags[[3, 4, 5]] // REFERENCE).tolist() == ([0, 3, 3] if sent else [2, 2, 3])
+    assert not toy.pool.calls.pending

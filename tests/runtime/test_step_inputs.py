@@ -181,8 +181,8 @@ def test_numbers_of_a_batch_alike_are_read_where_they_are_by_one_launch(monkeypa
     inputs.clock = torch.zeros(1, dtype=torch.int64)
     for step in range(3):
         inputs.fill_from({"rows": [step, 1]})
-    launched, launch = [], Handed.launch
-    monkeypatch.setattr(Handed, "launch", lambda self, *given: (launched.append(given), launch(self, *given)))
+    launched, launch = [], Handed.launch_at
+    monkeypatch.setattr(Handed, "launch_at", lambda self, *given: (launched.append(given), launch(self, *given)))
     monkeypatch.setattr(Staging, "send", None)
     monkeypatch.setattr(torch, "_foreach_copy_", None)
     inputs.step = 7

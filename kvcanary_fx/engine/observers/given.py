@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...kernels.checks import CHECKS, Need
 from ...reports import summary
-from ..batch_arguments import fields_of
+from ..batch_fields import fields_of
 
 if TYPE_CHECKING:
     from ..guarded_pool import EnginePool
