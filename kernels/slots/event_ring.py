@@ -11,13 +11,14 @@ both sides count the turns.  An entry is int64::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from ..bound_launch import BoundLaunch
 from ..handed import Part
 from ..staging import CurrentStream, lasting, packing
-from .events import COLUMNS, Event
+from .events import COLUMNS, Event, EventRow
 from .triton_event_ring import land_kernel
 
 #: Words before the calls; room for calls, and for pages.
@@ -112,9 +113,12 @@ class EventRing:
         words = [calls, count, count * page_size, 0]
         if released is not None:
             words += (_RELEASE, 0, by)
-        for owner, n in zip(owners, lengths, strict=True):
-            words += (_ALLOCATE, begin, owner)
-            begin += n
+        rows = [_ALLOCATE] * (COLUMNS * len(owners))
+        rows[EventRow.BEGIN :: COLUMNS], rows[EventRow.OWNER :: COLUMNS] = (
+            accumulate(lengths[:-1], initial=begin),
+            owners,
+        )
+        words += rows
         packing(len(words)).pack_into(view, 0, *words)
         packing(count).pack_into(view, 8 * FIRST_PAGE, *pages)
         self._turn = (turn + 1) % AHEAD

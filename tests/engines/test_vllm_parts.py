@@ -27,6 +27,7 @@ from kvcanary_fx.adapters.vllm import (
 )
 from kvcanary_fx.adapters.vllm.advice import ADVICE
 from kvcanary_fx.adapters.vllm.books import CACHE, Books
+from kvcanary_fx.adapters.vllm.journal import Journal
 from kvcanary_fx.adapters.vllm.tables import Ledger
 from kvcanary_fx.engine.observers.stats import EngineStats
 from kvcanary_fx.errors import InvalidSettingError
@@ -504,16 +505,35 @@ def test_pages_that_the_prefix_cache_gives_up_in_a_step_are_released_at_once_bef
             return lambda slots, page_size, owner=None: told.append((name, slots, page_size, owner))
 
     books = Books(lambda: [SimpleNamespace(pools={"group0": Pool()})])
-    books.apply([("taken", [1, 2, 3], "A", 0), ("freed", [1, 2], [3], "A")])
+    books.apply([("taken", [1, 2, 3], ["A"], [3], 0), ("freed", [1, 2], [3], "A")])
     assert told == [("allocate", [1, 2, 3], 16, "A"), ("hand_over", [1, 2], 16, CACHE), ("release", [3], 16, "A")]
     told.clear()
-    books.apply([("taken", [1], "B", 0), ("taken", [3], "C", 0), ("taken", [2], "D", 0)])
+    books.apply([("taken", [1, 3, 2], ["B", "C", "D"], [1, 1, 1], 0)])
     assert told == [
         ("release", [1, 2], 16, CACHE),
         ("allocate", [1], 16, "B"),
         ("allocate", [3], 16, "C"),
         ("allocate", [2], 16, "D"),
     ]
+
+
+def test_blocks_that_are_handed_out_one_call_after_the_other_are_one_event():
+    """Unless something happened in between, they are of another group, or the stack of each call is kept."""
+    for stacks, expected in ((0, 4), (8, 5)):
+        journal = Journal(stacks)
+        journal.taken([1, 2], "A", 0)
+        journal.taken([3], "B", 0)
+        journal.taken([4], "B", 1)
+        journal.note("touched", [1], "C")
+        journal.taken([5], "C", 1)
+        message = journal.take()
+        assert len(message.events) == expected
+        assert len(message.stacks) == expected * (stacks > 0)
+        taken = [event[1:] for event in message.events if event[0] == "taken"]
+        calls = [(owner, group) for _, owners, _, group in taken for owner in owners]
+        assert calls == [("A", 0), ("B", 0), ("B", 1), ("C", 1)]
+        assert [block for blocks, *_ in taken for block in blocks] == [1, 2, 3, 4, 5]
+        assert journal.take().events == []
 
 
 def test_calls_for_pages_have_the_stacks_of_the_scheduler_also_those_that_wait_for_a_forward():
@@ -528,7 +548,7 @@ def test_calls_for_pages_have_the_stacks_of_the_scheduler_also_those_that_wait_f
             return lambda slots, page_size, owner=None: told.append((name, slots, *told_now()))
 
     books = Books(lambda: [SimpleNamespace(pools={"group0": Pool()})])
-    books.apply([("taken", [1, 2], "A", 0)], [("first",)])
+    books.apply([("taken", [1, 2], ["A"], [2], 0)], [("first",)])
     books.apply([("touched", [1], "B"), ("touched", [2], "C")], [("second",), ("third",)])
     books.apply([("freed", [], [1], "A")], [("fourth",)])
     books.settle([{2}])

@@ -48,7 +48,7 @@ def takes_up(runner, of):
     """A request with an image takes up the first page of one with the image of a cat; what is told of it."""
     runner.step({"x": 5}, new={"x": [1, 2]}, images={"x": [image("cat")]})
     runner.step({"x": 1})
-    events = [("touched", [1], "y"), ("taken", [3], "y", 0)]
+    events = [("touched", [1], "y"), ("taken", [3], ["y"], [1], 0)]
     runner.step({"y": 2}, new={"y": [1, 3]}, found={"y": 4}, images={"y": of}, events=events)
     runner.step({"y": 1, "x": 1})
     return {(v.check, v.position, v.request) for v in runner.guard.session.violations()}
@@ -144,7 +144,7 @@ def test_the_table_that_attention_gets_is_compared_with_the_schedulers(runner):
 
 def test_a_page_that_is_given_away_too_early_is_reported(runner):
     runner.step({"x": 3}, new={"x": [1]})
-    freed = [("freed", [], [1], "x"), ("taken", [1], "y", 0)]
+    freed = [("freed", [], [1], "x"), ("taken", [1], ["y"], [1], 0)]
     flags = runner.step({"x": 1, "y": 2}, new={"y": [1]}, events=freed)
     runner.guard.read(flags)
     found = runner.guard.session.known_violations()
@@ -159,7 +159,7 @@ def test_pages_of_an_earlier_chunk_are_given_to_others(chunk):
     runner = Runner(chunk=chunk)
     runner.step({"x": 7}, new={"x": [1, 2]})
     runner.step({"x": 1})
-    events = [("freed", [], [1, 2], "x"), ("taken", [3], "x", 0), ("taken", [1], "y", 0)]
+    events = [("freed", [], [1, 2], "x"), ("taken", [3], ["x"], [1], 0), ("taken", [1], ["y"], [1], 0)]
     runner.step({"x": 2, "y": 3}, more={"x": [3]}, new={"y": [1]}, events=events)
     runner.guard.read(runner.step({"x": 1, "y": 1}, wrong=9))
     found = {(v.check, v.request) for v in runner.guard.session.known_violations()}
@@ -176,7 +176,7 @@ def test_pages_of_an_earlier_chunk_are_given_to_others(chunk):
 def test_a_report_names_the_line_of_the_scheduler_that_freed_a_page():
     runner = Runner(KVCANARY_STACKS="10")
     runner.step({"x": 3}, new={"x": [1]})
-    freed = [("freed", [], [1], "x"), ("taken", [1], "y", 0)]
+    freed = [("freed", [], [1], "x"), ("taken", [1], ["y"], [1], 0)]
     stacks = [(f"vllm/v1/core/sched/scheduler.py:{line} in schedule", "core.py:5 in step") for line in (7, 9)]
     runner.guard.read(runner.step({"x": 1, "y": 2}, new={"y": [1]}, events=freed, stacks=stacks))
     told = "released in step 1 by request x at vllm/v1/core/sched/scheduler.py:7 in schedule, allocated in step 1 to "
@@ -203,7 +203,7 @@ def test_what_the_scheduler_reports_is_queued_while_no_other_thread_reads_violat
 
 
 def test_a_request_may_take_up_a_page_that_the_same_forward_writes(runner):
-    events = [("taken", [1, 2], "x", 0), ("touched", [1], "y"), ("taken", [3], "y", 0)]
+    events = [("taken", [1, 2], ["x"], [2], 0), ("touched", [1], "y"), ("taken", [3], ["y"], [1], 0)]
     runner.guard.read(runner.step({"x": 6, "y": 2}, new={"x": [1, 2], "y": [1, 3]}, found={"y": 4}, events=events))
     runner.guard.read(runner.step({"x": 1, "y": 1}))
     assert runner.guard.session.violations() == []

@@ -112,7 +112,7 @@ def test_replays_of_graphs_that_are_no_step_or_are_checked_before_leave_the_next
         dict(tokens={"x": 1}, wrong=1),
         # the prefix of a new request is compared with its tokens: nothing of that is in a graph
         dict(tokens={"y": 1, "x": 1}, new={"y": [1, 3, 5]}, found={"y": 4}, more={"x": [4]}, wrong=1,
-             events=[("touched", [1], "y"), ("taken", [3, 5], "y", 0), ("taken", [4], "x", 0)]),
+             events=[("touched", [1], "y"), ("taken", [3, 5], ["y"], [2], 0), ("taken", [4], ["x"], [1], 0)]),
         dict(tokens={"y": 1, "x": 1}, wrong=1),
         dict(tokens={"y": 1, "x": 1}),  # no graph
         dict(tokens={"y": 1, "x": 1}, wrong=1),

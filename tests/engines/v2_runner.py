@@ -107,7 +107,9 @@ class Runner:
 
         new, more, found, images = dict(new), dict(more), found or {}, images or {}
         if events is None:
-            events = [("taken", pages, request, 0) for request, pages in {**new, **more}.items()]
+            given = {**new, **more}
+            blocks = [page for pages in given.values() for page in pages]
+            events = [("taken", blocks, [*given], [*map(len, given.values())], 0)] if given else []
             events += [("freed", *((self.pages[r], []) if cached else ([], self.pages[r])), r) for r in finished]
         for request, pages in new.items():
             self.row[request], self.pages[request] = len(self.row) % 4, list(pages)

@@ -47,7 +47,7 @@ def test_allocations_are_written_as_calls_are(gives_up):
     for each in (ring, other):
         each.ring.zero_()
     for number in range(AHEAD + 3):
-        lengths = [rng.randint(1, 4) for _ in range(CALLS if number == 1 else rng.randint(1, 9))]
+        lengths = [rng.randint(1, 4) for _ in range(CALLS if number == 1 else rng.randint(2, 9))]
         owners = numbers(rng, len(lengths)).tolist()
         pages = numbers(rng, sum(lengths))
         rows = array("q", [0] * (3 * len(lengths)))

@@ -68,7 +68,7 @@ def _get_new_blocks(original: Callable[..., Any]) -> Callable[..., Any]:
         if journal is not None and blocks:
             request, group = _caller(sys._getframe(1), pool)
             if group is not None:
-                journal.note("taken", [b.block_id for b in blocks], request, group)
+                journal.taken([b.block_id for b in blocks], request, group)
         return blocks
 
     return get_new_blocks

@@ -8,11 +8,11 @@ to another.  So a block that is freed while a request still reads it is found in
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...engine.stacks import told, told_now
+from .journal import TAKEN
 
 if TYPE_CHECKING:
     from ...engine.guarded_pool import EnginePool
@@ -45,6 +45,7 @@ class Books:
         self._sessions = sessions
         self.group: dict[int, int] = {}
         self.idle: set[int] = set()
+        self._groups: set[int] = set()  # all that there were
         self._seen: list[EngineSession] = []  # whose pools are known
         self._pools: dict[str, tuple[EnginePool, int]] = {}  # by name, with the tokens of a block
         self._pending: list[_Taken] = []  # since the last forward
@@ -69,33 +70,25 @@ class Books:
                 self._apply([event for event, _ in run])
 
     def _apply(self, events: Sequence[tuple[Any, ...]]) -> None:
-        taken: list[tuple[Any, ...]] = []
         for event in events:
-            if event[0] == "taken":
-                taken.append(event)
-                continue
-            if taken:
-                self._taken(taken)
-                taken = []
             getattr(self, event[0])(*event[1:])
-        if taken:
-            self._taken(taken)
 
-    def _taken(self, calls: Sequence[tuple[Any, ...]]) -> None:
-        """Blocks were handed out, by calls in a row: ``("taken", ids, request, KV cache group)``.
+    def taken(self, blocks: Sequence[int], requests: Sequence[str | None], lengths: Sequence[int], group: int) -> None:
+        """Blocks were handed out, by calls in a row.
 
-        Each request makes one for every block that it fills, so nothing here is called for each of them but what the
-        session has to know.
+        Args:
+            blocks: of all calls, one after the other.
+            requests, lengths: of each call, its request and the number of its blocks.
+            group: the KV cache group of all.
         """
-        self._evict([block for call in calls for block in call[1]])  # the releases come before the new owners
-        pools = self._known_pools()
-        for group, run in itertools.groupby(calls, operator.itemgetter(3)):
-            given = [(call[1], call[2]) for call in run]
-            self.group.update(dict.fromkeys([block for ids, _ in given for block in ids], group))
-            known = pools.get(f"group{group}")
-            if known is not None:
-                pool, page_size = known
-                pool.allocate_each(given, page_size, written_in_step=True)
+        self._evict(blocks)  # the releases come before the new owners
+        self._note_group(blocks, group)
+        known = self._known_pools().get(f"group{group}")
+        if known is not None:
+            pool, page_size = known
+            of_each = iter(blocks)
+            given = [(list(itertools.islice(of_each, n)), r) for r, n in zip(requests, lengths, strict=True)]
+            pool.allocate_each(given, page_size, written_in_step=True)
 
     def hand_out(self, events: Sequence[tuple[Any, ...]]) -> bool:
         """:meth:`apply`, where all that happened is that running requests got blocks: in a step that waits for the
@@ -105,33 +98,33 @@ class Books:
         steps were a tenth of the time of a run (1B, 256 requests, H200), queued and begun anew.
         """
         first = events[0]
-        if first[0] != "taken":
+        if first[0] != TAKEN or len(events) > 1:
             return False
-        known = self._pools.get(f"group{first[3]}")
+        _, blocks, requests, lengths, group = first
+        known = self._pools.get(f"group{group}")
         if known is None:
             return False
-        (pool, page_size), group = known, first[3]
-        blocks: list[int] = []
-        owners: list[Any] = []
-        lengths: list[int] = []
-        for event in events:
-            if event[0] != "taken" or event[3] != group:
-                return False
-            blocks += event[1]
-            owners.append(event[2])
-            lengths.append(len(event[1]))
-        if self.idle.isdisjoint(blocks):
-            if not pool.hand_out(blocks, owners, lengths, page_size):
+        (pool, page_size), idle = known, self.idle
+        if idle.isdisjoint(blocks):
+            if not pool.hand_out(blocks, requests, lengths, page_size):
                 return False
         else:
-            given_up = [block for block in blocks if block in self.idle]
-            if len(set(given_up)) < len(given_up) or any(self.group.get(block) != group for block in given_up):
+            given_up = [block for block in blocks if block in idle]
+            if len(set(given_up)) < len(given_up) or not self._all_of(given_up, group):
                 return False  # handed out twice, or what the cache has of another group: for :meth:`apply`
-            if not pool.hand_out(blocks, owners, lengths, page_size, given_up, CACHE):
+            if not pool.hand_out(blocks, requests, lengths, page_size, given_up, CACHE):
                 return False
-            self.idle.difference_update(given_up)
-        self.group.update(dict.fromkeys(blocks, group))
+            idle.difference_update(given_up)
+        self._note_group(blocks, group)
         return True
+
+    def _note_group(self, blocks: Sequence[int], group: int) -> None:
+        self.group.update(dict.fromkeys(blocks, group))
+        self._groups.add(group)
+
+    def _all_of(self, blocks: Sequence[int], group: int) -> bool:
+        """Whether blocks that were handed out before were all of a group."""
+        return len(self._groups) == 1 or all(self.group.get(block) == group for block in blocks)
 
     def _evict(self, ids: Sequence[int]) -> None:
         """The prefix cache gives up those of the blocks that it holds."""

@@ -15,6 +15,9 @@ from ...engine.stacks import CallStacks
 #: :class:`~.verdict.Verdict` if there is one.
 ATTRIBUTE = "kvcanary"
 
+#: The event of :meth:`Journal.taken`.
+TAKEN = "taken"
+
 
 @dataclasses.dataclass
 class Message:
@@ -51,6 +54,23 @@ class Journal:
         self._message.events.append((name, *arguments))
         if self._stacks is not None:
             self._message.stacks.append(self._stacks.here())
+
+    def taken(self, blocks: list[int], request: str | None, group: int) -> None:
+        """Record that blocks were handed out; such calls in a row are one event (:meth:`.Books.taken`).
+
+        In a large batch several requests fill a block in each step: an event for each is as many objects more for
+        Python's garbage collector, and for each of their readers.
+
+        Args:
+            group: the KV cache group.
+        """
+        events = self._message.events
+        if events and self._stacks is None and (last := events[-1])[0] == TAKEN and last[4] == group:
+            last[1].extend(blocks)
+            last[2].append(request)
+            last[3].append(len(blocks))
+        else:
+            self.note(TAKEN, blocks, [request], [len(blocks)], group)
 
     def name(self, request: str, namespace: int) -> None:
         """Record a request's namespace."""
