@@ -61,16 +61,19 @@ class Engine:
         mode: str | None,
         gpu: str | None = None,
         name: str | None = None,
+        **variables: str,
     ):
         """
         Args:
             name: of its log; without one, what it is.
+            variables: of its environment.
         """
         environment = {k: v for k, v in os.environ.items() if mode is not None or not k.startswith("KVCANARY_")}
         if mode is not None:
             environment["KVCANARY_MODE"] = mode
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
+        environment |= variables
         answers, answer = os.pipe()
         command = [sys.executable, __file__, "--worker", str(answer), "--shape", shape]
         command += ["--input", str(args.input), "--output", str(args.output), "--blocks", str(args.blocks)]
@@ -266,6 +269,10 @@ def worker(args: argparse.Namespace) -> None:
             answer(stats())
         elif what == "kernel":
             answer(max(llm.collective_rpc(kernel_nanoseconds)))
+        elif what == "stacks":
+            import vllm_stacks
+
+            answer(llm.collective_rpc(vllm_stacks.start_in if words == ["start"] else vllm_stacks.stop_in)[0])
 
 
 class Runs:

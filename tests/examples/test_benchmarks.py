@@ -25,6 +25,7 @@ import forward_scene
 import layers
 import plain_cache
 import svg_plot
+import vllm_stacks
 
 # not for the other tests: transformers would take benchmarks/kernels.py for the package of that name
 BENCHMARKS = Path(sys.path.pop())
@@ -70,6 +71,35 @@ def test_engines_that_take_turns_run_on_the_same_hardware_threads():
             os.kill(number, signal.SIGKILL)
         for process in started:
             process.wait()
+
+
+def called_from(filename: str, name: str):
+    """A function of a file that calls what it is given."""
+    made: dict = {}
+    exec(compile(f"def {name}(call):\n    return call()", filename, "exec"), made)
+    return made[name]
+
+
+def test_a_look_at_a_stack_is_the_canarys_where_the_innermost_function_of_both_is():
+    step = called_from("/site/vllm/v1/core.py", "step")
+    hook = called_from("/here/kvcanary_fx/adapters/vllm/hooks.py", "hook")
+    check = called_from("/here/kvcanary_fx/kernels/checks.py", "check")
+    stacks = vllm_stacks.Stacks()
+
+    def look():
+        stacks.look(sys._getframe())
+
+    step(lambda: hook(lambda: step(look)))  # what the canary wraps is vLLM's
+    step(lambda: hook(lambda: check(look)))
+    step(lambda: hook(lambda: check(look)))
+    look()
+    assert stacks.looks == {"vllm": 1, "canary": 2, "others": 1}
+    assert [stacks.within[f] for f in ("v1/core.py:step", "vllm/hooks.py:hook", "kernels/checks.py:check")] == [3, 2, 2]
+    found = dict(looks=stacks.looks, within=stacks.within, collected=0.5, collections=[1, 0, 0])
+    rows = table(vllm_stacks.table({"plain": {**found, "looks": {}, "within": {}}, "guarded": found}, 2, 500))
+    assert ["**in the canary**", "0.0", "1.0"] in rows
+    assert ["garbage collector", "250.0", "250.0"] in rows
+    assert ["v1/core.py:step", "0.0", "1.5"] in rows
 
 
 def test_tiny_forwards_have_all_configurations_and_no_violations(tmp_path):
