@@ -441,20 +441,31 @@ def test_states_that_are_not_one_a_request_are_refused_by_name(spec, config, why
     assert unguarded["group0"].startswith("MambaSpec with ")
 
 
-def test_states_that_a_prefix_cache_keeps_are_guarded_with_the_second_runner_alone(engine):
+@pytest.mark.parametrize("model", ["hybrid", "granite"])
+def test_states_that_a_prefix_cache_keeps_are_guarded_with_the_second_runner_alone(engine, model):
     from kvcanary_fx.adapters.vllm import state_groups
     from kvcanary_fx.adapters.vllm.v2.hybrids import why_no_words
 
-    for first_or_second in refusals():
-        rig, unguarded = engine("hybrid", enable_prefix_caching=True), {}
-        found = state_groups.state_groups(rig.runner, unguarded, first_or_second, why_no_words)
-        if first_or_second is refusals()[1]:
-            (spec,) = {g.kv_cache_spec.block_size for g in rig.runner.kv_cache_config.kv_cache_groups[:1]}
-            assert unguarded == {}
-            assert {group.tokens for group in found} == {spec}
-        else:
-            assert found == []
-            assert "mamba_cache_mode=align" in unguarded["group0"]
+    rig, (first, second) = engine(model, enable_prefix_caching=True), refusals()
+    groups, unguarded = rig.runner.kv_cache_config.kv_cache_groups, {}
+    found = state_groups.state_groups(rig.runner, unguarded, second, why_no_words)
+    assert unguarded == {}
+    assert [group.tokens for group in found] == [group.kv_cache_spec.block_size for group in groups[: len(found)]]
+    assert state_groups.state_groups(rig.runner, unguarded, first) == []
+    assert all("mamba_cache_mode=align" in why for why in unguarded.values())
+    assert len(unguarded) == len(found) == len(groups) - 1
+
+
+@pytest.mark.parametrize(("unit", "attention"), [(64, 256), (None, 128)])
+def test_prefixes_that_end_inside_a_block_of_states_leave_them_unguarded(unit, attention):
+    from kvcanary_fx.adapters.vllm import state_groups
+
+    cache = SimpleNamespace(use_replayssm=False, prefix_match_unit=unit)
+    runner, unguarded = runner_with_states({"cache_config": cache}, mamba_cache_mode="align"), {}
+    other = SimpleNamespace(layer_names=["attention"], kv_cache_spec=SimpleNamespace(block_size=attention))
+    runner.kv_cache_config.kv_cache_groups.append(other)
+    assert state_groups.state_groups(runner, unguarded, refusals()[1]) == []
+    assert "where a prefix ends inside a block" in unguarded["group0"]
 
 
 def test_states_that_are_no_rows_of_words_are_refused_with_the_second_runner():

@@ -140,6 +140,7 @@ def test_requests_that_come_and_go_are_silent(align, graph, settings):
             step = load.step()
             assert step is None or load.run(step, graph and load.rng.random() < 0.8) is None
         assert silent(runner)
+        assert {*runner.guard.states._left, *runner.guard.states._last_turn} <= {*runner.states}  # of who runs
         hits += load.hits
         stats = runner.guard.states.session.stats()
         assert stats.recorded > 4 * (10 if settings else 40)
@@ -228,13 +229,14 @@ def test_a_block_that_is_freed_while_its_request_runs():
     assert (told.check, told.why, told.slot, told.request) == ("owner", "WRITE_AFTER_FREE", freed, "x")
 
 
-def test_a_write_to_a_state_between_steps_and_one_into_a_block_that_was_not_read_again():
-    """Only what a request reads is told: a state that was freed is rewritten by who has it next."""
+def test_a_change_of_a_state_that_nobody_reads_again_is_not_told():
+    """A state that was given up is rewritten by who has its block next."""
     runner = HybridRunner()
     read(runner, runner.step({"x": 2, "y": 2}, new={"x": [1], "y": [5]}))
     blocks = runner.state_blocks("x")
-    read(runner, runner.step({"y": 1}, finished=["x"]))
     flip(runner.state_layers["m0"][0], blocks[0])
+    read(runner, runner.step({"y": 1}, finished=["x"]))
+    flip(runner.state_layers["m0"][1], blocks[0])
     runner.free = [*blocks, *(block for block in runner.free if block not in blocks)]
     for _ in range(3):
         read(
@@ -344,3 +346,36 @@ def test_a_state_that_stays_silent_is_not_guarded(monkeypatch):
     monkeypatch.undo()
     runner = HybridRunner()
     assert not any(state.any() for layer in runner.state_layers.values() for state in layer)
+
+
+def test_a_runner_with_states_gets_a_guard_and_a_connector_of_its_own(monkeypatch, caplog):
+    from kvcanary_fx.adapters.vllm.settings import from_env
+    from kvcanary_fx.adapters.vllm.v2 import hooks
+    from kvcanary_fx.adapters.vllm.v2.connector import Bracket
+    from kvcanary_fx.adapters.vllm.v2.hybrids import BracketOfHybrid, GuardOfHybridV2
+
+    runner, unguarded = HybridRunner(), {}
+    runner.dcp_size, runner.pcp_manager, runner.ubatch_runner = 1, None, None
+    monkeypatch.setattr(hooks, "groups_with_drafts", lambda runner, *_: [runner.group])
+    monkeypatch.setattr(hooks.state_groups, "state_groups", lambda *_: runner.state_groups)
+    monkeypatch.setattr(hooks.state_groups, "layers_of_states", lambda *_: frozenset(LAYERS))
+    with caplog.at_level("INFO"):
+        made = hooks._guard(runner, runner.settings, False, unguarded)
+    assert (type(made), type(runner.kv_connector)) == (GuardOfHybridV2, BracketOfHybrid)
+    assert [set(session.pools) for session in made.sessions] == [{"group0"}, {"group1", "group2"}]
+    line = "guarded beside them: states, group1, group2, 4 halves, each request in each step"
+    assert [r for r in caplog.messages if r.endswith(line)]
+    monkeypatch.setattr(hooks, "prove_states", lambda *_: 1 / 0)  # attention is guarded without them
+    assert type(hooks._guard(runner, runner.settings, False, unguarded)) is not GuardOfHybridV2
+    assert type(runner.kv_connector) is Bracket
+    assert unguarded == dict.fromkeys(("group1", "group2"), "MambaSpec: division by zero")
+    with pytest.raises(ZeroDivisionError):
+        hooks._guard(runner, from_env({"KVCANARY_MODE": "raise"}), False, unguarded)
+    monkeypatch.setattr(hooks.state_groups, "state_groups", lambda *_: [])
+    assert type(hooks._guard(runner, runner.settings, False, unguarded)) is not GuardOfHybridV2
+    assert type(runner.kv_connector) is Bracket
+    monkeypatch.setattr(hooks, "groups_with_drafts", lambda runner, *_: [])
+    monkeypatch.setattr(hooks.state_groups, "state_groups", lambda *_: runner.state_groups)
+    with pytest.raises(Exception, match="no KV cache group of this model can be guarded"):
+        hooks._guard(runner, runner.settings, False, unguarded)
+    assert unguarded == dict.fromkeys(("group1", "group2"), "MambaSpec: states are guarded beside attention alone")

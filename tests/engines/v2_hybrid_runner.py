@@ -53,7 +53,7 @@ class HybridRunner(Runner):
         tokens = self.align or self.max_model_len
         self.kv_cache_config.kv_cache_groups += [spec_of(tokens), spec_of(tokens)]
         self.block_tables.input_block_tables += [torch.zeros(4, 9, dtype=torch.int32) for _ in "ab"]
-        groups = [
+        groups = self.state_groups = [
             StateGroup(number, {layer: states}, ("conv", "state"), self.align)
             for number, (layer, states) in enumerate(self.state_layers.items(), 1)
         ]

@@ -111,17 +111,17 @@ def test_each_changed_state_is_told_and_what_was_compared_is_forgotten(run, dige
     assert (stats.recorded, stats.checked) == (12, 12)
 
 
-def test_the_kernels_digest_as_the_plain_code_does():
-    if DEVICE.type == "cuda":
-        pytest.skip("the plain code is for a CPU")
-    for digest_bits in (32, 64):
-        plain, kernels = States(digest_bits), States(digest_bits)
-        for states in (plain, kernels):
-            states.checks.begin(1, [], [at(1, (2, 5)), at(1, (8, 1))])
-        plain.checks.record()
-        kernels.checks.launches.run(0, 2, False)
-        assert all(map(torch.equal, plain.digests(), kernels.digests()))
-        assert all(digests.any() for digests in plain.digests())
+@pytest.mark.parametrize("digest_bits", [32, 64])
+def test_digests_are_those_of_all_other_checks(run, digest_bits):
+    states = States(digest_bits)
+    states.checks.begin(1, [], [at(1, (2, 5)), at(1, (8, 1))])
+    run(states, "record")
+    found = states.digests()
+    for pool, blocks in zip(states.session.pools.values(), ([2, 8], [5, 1]), strict=True):
+        pool.digests.zero_()
+        pool.content.fingerprint(torch.tensor(blocks, device=DEVICE))
+    assert all(map(torch.equal, found, states.digests()))
+    assert all(digests.any() for digests in found)
 
 
 def test_a_state_that_was_copied_to_another_block_is_compared_there_and_its_first_block_keeps_its_digest(run):

@@ -99,9 +99,13 @@ def state_groups(
 
 def note_alone(groups: Sequence[StateGroup], unguarded: dict[str, str]) -> None:
     """Nothing else of the model is guarded: log that these are not, and keep the reason."""
+    note_failed(groups, "states are guarded beside attention alone", unguarded)
+
+
+def note_failed(groups: Sequence[StateGroup], why: str, unguarded: dict[str, str]) -> None:
+    """Log that groups which could be guarded are not, and keep the reason."""
     for group in groups:
-        why = f"{KIND}: states are guarded beside attention alone"
-        note_unguarded(group.number, False, min(group.layers), why, unguarded)
+        note_unguarded(group.number, False, min(group.layers), f"{KIND}: {why}", unguarded)
 
 
 def _spec_of(group: Any) -> MambaSpec | None:

@@ -18,7 +18,7 @@ from ....errors import EngineError
 from .. import registry, state_groups
 from ..journal import ATTRIBUTE
 from ..patching import replace, replace_in_all, wrap, wrap_in_all
-from ..pools import Group, groups_with_drafts
+from ..pools import groups_with_drafts
 from ..runner import guard
 from ..settings import VllmSettings
 from ..state_groups import StateGroup
@@ -68,26 +68,31 @@ def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict
         state_groups.note_alone(states, unguarded)
         why = why or "no KV cache group of this model can be guarded (the warnings above say why)"
         raise EngineError(f"{why}: KVCANARY_MODE=log or off runs it unguarded")
-    if states:
-        return _guard_hybrid(runner, settings, self_test, groups, states, unguarded)
+    if _proved(runner, settings, states, unguarded):
+        hybrid = GuardOfHybridV2(runner, settings, self_test, groups, states, unguarded)
+        runner.kv_connector = BracketOfHybrid(runner.kv_connector, runner, hybrid)
+        return hybrid
     made = GuardV2(runner, settings, self_test, groups, unguarded)
     runner.kv_connector = Bracket(runner.kv_connector, runner, made)
     return made
 
 
-def _guard_hybrid(
-    runner: Any,
-    settings: VllmSettings,
-    self_test: bool,
-    groups: list[Group],
-    states: list[StateGroup],
-    unguarded: dict[str, str],
-) -> GuardV2:
-    """The guard of a model with states."""
-    prove_states(runner, states, settings.session_config)
-    made = GuardOfHybridV2(runner, settings, self_test, groups, states, unguarded)
-    runner.kv_connector = BracketOfHybrid(runner.kv_connector, runner, made)
-    return made
+def _proved(runner: Any, settings: VllmSettings, states: list[StateGroup], unguarded: dict[str, str]) -> bool:
+    """Whether there are states, and a changed byte in each is told.  If not, in mode ``log``, attention alone is
+    guarded, and the reason is logged.
+
+    Raises:
+        SelfTestError: mode ``raise``, and one is not told.
+    """
+    try:
+        if states:
+            prove_states(runner, states, settings.session_config)
+    except Exception as e:  # whatever it is: attention is guarded without them
+        if settings.config.mode == "raise":
+            raise
+        state_groups.note_failed(states, " ".join(str(e).split()), unguarded)
+        return False
+    return bool(states)
 
 
 def _unguarded(runner: Any) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,9 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from ....config import CanaryConfig
 from ....engine.session import EngineSession
 from ..journal import Message
-from ..pools import Group
+from ..pools import Group, spec_of_a_layer
 from ..settings import VllmSettings
-from ..state_groups import StateGroup
+from ..state_groups import KIND, StateGroup
 from ..verdict import Verdict
 from .connector import Bracket
 from .guard import GuardV2
@@ -30,7 +31,17 @@ _OWNER = "kvcanary warm-up"
 
 
 def why_not_by_the_second(runner: Any, spec: MambaSpec) -> str | None:
-    """What keeps this guard from states: nothing but what keeps both runners' from them."""
+    """What keeps this guard from the states of a group, as text; None if nothing does."""
+    if spec.mamba_cache_mode == "none":
+        return None
+    sizes = [spec_of_a_layer(group.kv_cache_spec).block_size for group in runner.kv_cache_config.kv_cache_groups]
+    unit = runner.vllm_config.cache_config.prefix_match_unit or math.gcd(*sizes)
+    if spec.block_size > unit:
+        return (
+            f"{KIND} with mamba_cache_mode={spec.mamba_cache_mode}, where a prefix ends inside a block ({unit} of its "
+            f"{spec.block_size} tokens) is not supported by this adapter: such blocks are copied, and counted in a way "
+            "of their own; without --prefix-match-unit prefixes end where blocks do"
+        )
     return None
 
 

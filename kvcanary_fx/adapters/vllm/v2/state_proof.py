@@ -34,6 +34,7 @@ def prove_states(runner: Any, groups: Sequence[StateGroup], config: CanaryConfig
         assert session is not None
         session.mark_ready()
         checks = checks_of(session, groups, runner.block_tables.input_block_tables, 1)
+        checks.check_places(0)
         rows = list(_last_blocks(groups))
         try:
             failed = _failures(session, checks, rows)
