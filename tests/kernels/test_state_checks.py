@@ -197,3 +197,13 @@ def test_states_are_seen_as_words_where_they_are_such():
     assert words_of(strided((6, 3), torch.bfloat16, gap=1)) is None
     assert words_of(view.transpose(1, 2)) is None
     assert words.data_ptr() == view.data_ptr()
+
+
+def test_more_requests_than_a_batch_may_have_are_left_out(run):
+    states = States()
+    states.checks.begin(1, [], [at(1, (block, block)) for block in range(1, 7)])
+    run(states, "record")
+    assert [bool(pool.digests[0, 0, block]) for pool in states.session.pools.values() for block in (4, 5)] == [
+        True,
+        False,
+    ] * 2

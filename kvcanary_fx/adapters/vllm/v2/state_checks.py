@@ -84,7 +84,9 @@ class StateChecks:
 
         Args:
             step: its number.
+            compared, recorded: at most as many as a batch has requests; more are left out.
         """
+        compared, recorded = compared[: self._most], recorded[: self._most]  # an engine is not to end for want of room
         said = array("q", [step])
         for owner, position, known, blocks in (*compared, *recorded):
             said.extend((owner, position, *known, *blocks))

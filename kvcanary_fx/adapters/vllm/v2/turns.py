@@ -11,8 +11,8 @@ import torch
 #: Steps that come later than this were waited for: what they leave for us is no time of theirs.
 LONGEST_STEP = 0.1
 
-#: Measurements of a price.
-MEASURED = 5
+#: Measurements of a price, and the lowest, in seconds: less than a launch takes.
+MEASURED, LEAST = 5, 1e-6
 
 
 class Turns:
@@ -28,7 +28,7 @@ class Turns:
     """
 
     def __init__(self, budget: float | None, every: int, price: float):
-        self.budget, self.every, self.price = budget, every, price
+        self.budget, self.every, self.price = budget, every, max(price, LEAST)
         self._left = 0.0  # requests, paid
         self._last = time.perf_counter()
 
