@@ -397,10 +397,34 @@ def test_state_that_is_not_compared_fails_the_proof(monkeypatch):
         state_proof.prove([made_up_group()], kvcanary_fx.CanaryConfig(mode="raise"))
 
 
+def runner_with_states(config, **spec):
+    """A runner with one group of states, as far as it is looked at."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    plain = dict(speculative_config=None, cache_config=SimpleNamespace(use_replayssm=False), kv_transfer_config=None)
+    group = SimpleNamespace(
+        layer_names=["conv"],
+        kv_cache_spec=MambaSpec(**{"shapes": ((2, 4),), "dtypes": (torch.float32,), "block_size": 256, **spec}),
+    )
+    return SimpleNamespace(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
+        vllm_config=SimpleNamespace(**(plain | config)),
+        max_model_len=256,
+    )
+
+
+def refusals():
+    """What keeps each runner's guard from states: in V1 and V2."""
+    from kvcanary_fx.adapters.vllm import state_groups
+    from kvcanary_fx.adapters.vllm.v2.hybrids import why_not_by_the_second
+
+    return state_groups.why_not_by_the_first(None), why_not_by_the_second
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["V1", "V2"])
 @pytest.mark.parametrize(
     ("spec", "config", "why"),
     [
-        ({"mamba_cache_mode": "align"}, {}, "mamba_cache_mode=align"),
         ({"num_speculative_blocks": 2}, {}, "with drafts"),
         ({}, {"speculative_config": object()}, "with drafts"),
         ({}, {"cache_config": SimpleNamespace(use_replayssm=True)}, "use_replayssm"),
@@ -408,33 +432,57 @@ def test_state_that_is_not_compared_fails_the_proof(monkeypatch):
         ({"block_size": 128}, {}, "blocks of 128 tokens"),
     ],
 )
-def test_states_that_are_not_one_a_request_are_refused_by_name(spec, config, why):
-    from vllm.v1.kv_cache_interface import MambaSpec
-
+def test_states_that_are_not_one_a_request_are_refused_by_name(spec, config, why, second):
     from kvcanary_fx.adapters.vllm import state_groups
 
-    plain = dict(speculative_config=None, cache_config=SimpleNamespace(use_replayssm=False), kv_transfer_config=None)
-    group = SimpleNamespace(
-        layer_names=["conv"],
-        kv_cache_spec=MambaSpec(**{"shapes": ((2, 4),), "dtypes": (torch.float32,), "block_size": 256, **spec}),
-    )
-    runner = SimpleNamespace(
-        kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
-        vllm_config=SimpleNamespace(**(plain | config)),
-        max_model_len=256,
-    )
     unguarded = {}
-    assert state_groups.state_groups(runner, unguarded) == []
+    assert state_groups.state_groups(runner_with_states(config, **spec), unguarded, refusals()[second]) == []
     assert why in unguarded["group0"]
     assert unguarded["group0"].startswith("MambaSpec with ")
 
 
-def test_a_budget_leaves_states_unguarded_and_says_how_to_guard_them(engine):
+@pytest.mark.parametrize("model", ["hybrid", "granite"])
+def test_states_that_a_prefix_cache_keeps_are_guarded_with_the_second_runner_alone(engine, model):
+    from kvcanary_fx.adapters.vllm import state_groups
+    from kvcanary_fx.adapters.vllm.v2.hybrids import why_no_words
+
+    rig, (first, second) = engine(model, enable_prefix_caching=True), refusals()
+    groups, unguarded = rig.runner.kv_cache_config.kv_cache_groups, {}
+    found = state_groups.state_groups(rig.runner, unguarded, second, why_no_words)
+    assert unguarded == {}
+    assert [group.tokens for group in found] == [group.kv_cache_spec.block_size for group in groups[: len(found)]]
+    assert state_groups.state_groups(rig.runner, unguarded, first) == []
+    assert all("mamba_cache_mode=align" in why for why in unguarded.values())
+    assert len(unguarded) == len(found) == len(groups) - 1
+
+
+@pytest.mark.parametrize(("unit", "attention"), [(64, 256), (None, 128)])
+def test_prefixes_that_end_inside_a_block_of_states_leave_them_unguarded(unit, attention):
+    from kvcanary_fx.adapters.vllm import state_groups
+
+    cache = SimpleNamespace(use_replayssm=False, prefix_match_unit=unit)
+    runner, unguarded = runner_with_states({"cache_config": cache}, mamba_cache_mode="align"), {}
+    other = SimpleNamespace(layer_names=["attention"], kv_cache_spec=SimpleNamespace(block_size=attention))
+    runner.kv_cache_config.kv_cache_groups.append(other)
+    assert state_groups.state_groups(runner, unguarded, refusals()[1]) == []
+    assert "where a prefix ends inside a block" in unguarded["group0"]
+
+
+def test_states_that_are_no_rows_of_words_are_refused_with_the_second_runner():
+    from kvcanary_fx.adapters.vllm.v2.hybrids import why_no_words
+
+    assert why_no_words(torch.zeros(5, 2, 3)) is None
+    assert why_no_words(torch.zeros(5, 3, 3, dtype=torch.bfloat16)).startswith(
+        "a state of torch.bfloat16 [3, 3] is not"
+    )
+
+
+def test_a_budget_leaves_states_unguarded_with_the_first_runner_and_says_how_to_guard_them(engine):
     """They are compared in full or not at all: a budget of 1 % would not be kept."""
     from kvcanary_fx.adapters.vllm import state_groups
 
     rig, unguarded = engine("hybrid"), {}
-    assert state_groups.state_groups(rig.runner, unguarded, 0.01) == []
+    assert state_groups.state_groups(rig.runner, unguarded, state_groups.why_not_by_the_first(0.01)) == []
     assert set(unguarded) == {group.name for group in rig.guard.states.groups}
     for why in unguarded.values():
         assert "under a budget (1.0%)" in why

@@ -326,7 +326,7 @@ def test_a_guard_is_made_once_every_half_of_the_cache_has_proved_to_be_compared(
     from kvcanary_fx.adapters.vllm.v2 import hooks
 
     runner.dcp_size, runner.pcp_manager, runner.ubatch_runner = 1, None, None
-    monkeypatch.setattr(hooks, "groups_with_drafts", lambda runner, why, unguarded: [runner.group])
+    monkeypatch.setattr(hooks, "groups_with_drafts", lambda runner, *_: [runner.group])
     assert hooks._guard(runner, runner.settings, False, {}).groups == [runner.group]
     assert not any(half.any() for halves in runner.layers.values() for half in halves)  # nothing is left of it
     monkeypatch.setattr(proof, "record_layer", lambda *_: None)

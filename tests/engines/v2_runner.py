@@ -22,6 +22,10 @@ def step_of(guard, scheduled):
         guard.end_step()
 
 
+def spec_of(block_size):
+    return SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=block_size), layer_names=[])
+
+
 class Connector:
     """The runner's own: it notes what reaches it."""
 
@@ -40,8 +44,6 @@ class Runner:
 
         from kvcanary_fx.adapters.vllm.pools import Group
         from kvcanary_fx.adapters.vllm.settings import from_env
-        from kvcanary_fx.adapters.vllm.v2.connector import Bracket
-        from kvcanary_fx.adapters.vllm.v2.guard import GuardV2
 
         self.max_num_reqs, self.max_num_tokens, self.max_model_len = 4, 16, 32
         self.is_encoder_decoder = False
@@ -52,8 +54,7 @@ class Runner:
             scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: Scheduler),
             compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
         )
-        spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=PAGE), layer_names=[])
-        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[spec])
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[spec_of(PAGE)])
         self.req_states = SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=torch.zeros(4, dtype=torch.int32)))
         numbers = {"seq_lens": 4, "query_start_loc": 5, "input_ids": 16, "positions": 16}
         buffers = {name: torch.zeros(size, dtype=torch.int32) for name, size in numbers.items()}
@@ -70,11 +71,25 @@ class Runner:
         group = Group(0, PAGE, PAGE, None, self.layers | self.draft, False, chunk, **parts)
         environment = {"KVCANARY_MODE": mode, **settings}
         self.settings, self.group = from_env(environment), group
-        self.guard = GuardV2(self, self.settings, False, [group])
         self.connector = Connector()
-        self.kv_connector = Bracket(self.connector, self, self.guard)
+        self.guard, self.kv_connector = self._guarded()
         self.row: dict[str, int] = {}
         self.pages: dict[str, list[int]] = {}
+
+    def _guarded(self):
+        from kvcanary_fx.adapters.vllm.v2.connector import Bracket
+        from kvcanary_fx.adapters.vllm.v2.guard import GuardV2
+
+        guard = GuardV2(self, self.settings, False, [self.group])
+        return guard, Bracket(self.connector, self, guard)
+
+    def _block_ids(self, request, pages):
+        """Those of a new request, by group."""
+        return [pages]
+
+    def _more_ids(self, request, pages):
+        """Those that a running request gets, by group; None: none."""
+        return None if pages is None else [pages]
 
     def step(
         self,
@@ -122,7 +137,7 @@ class Runner:
             scheduled_new_reqs=[
                 SimpleNamespace(
                     req_id=r,
-                    block_ids=[p],
+                    block_ids=self._block_ids(r, p),
                     num_computed_tokens=found.get(r, 0),
                     prefill_token_ids=list(range(3, 3 + found.get(r, 0) + tokens[r])),
                     mm_features=images.get(r, []),
@@ -131,7 +146,7 @@ class Runner:
             ],
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[r for r in tokens if r not in new],
-                new_block_ids=[[more[r]] if r in more else None for r in tokens if r not in new],
+                new_block_ids=[self._more_ids(r, more.get(r)) for r in tokens if r not in new],
                 resumed_req_ids=set(),
                 num_computed_tokens=[self._stored(r) for r in tokens if r not in new],
             ),

@@ -1,6 +1,9 @@
 """The scene ``models`` of :mod:`vllm_v2_run`: kinds of models and caches, each with an engine of its own.
 
 KVCANARY_MODE=log KVCANARY_BUDGET=none MODEL=mla python tests/engines/vllm_v2_run.py DIRECTORY models
+
+Of ``hybrid`` (short convolutions) and ``ssm`` (Mamba 2) each state is flipped, too; under a budget until it is told.
+``PREFIX=0`` runs without a prefix cache: a request has one block of states; else ``mamba_cache_mode`` is ``align``.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 import tiny_configs
 import tiny_families
 import vllm_v2_flips
+import vllm_v2_state_flips
 from vllm_rig import Rig, mixed_load
 
 _SIZES: dict[str, Any] = dict(
@@ -32,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "chunks": tiny_configs.OTHERS["llama4"] | _SIZES | dict(num_hidden_layers=4),
     "fp8": tiny_configs.CONFIGS["llama"] | _SIZES,
     "hybrid": tiny_configs.OTHERS["hybrid"],
+    "ssm": tiny_configs.OTHERS["granite"],
     **tiny_families.FAMILIES,
 }
 
@@ -42,8 +47,14 @@ MODELS["mtp"] = MODELS["mla"] | dict(first_k_dense_replace=3, num_nextn_predict_
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "fp8": dict(kv_cache_dtype="fp8"),
     "hybrid": dict(block_size=None),  # vLLM's own, so that pages of both kinds have the same bytes
+    "ssm": dict(block_size=None),
     "gemma3n": dict(kv_sharing_fast_prefill=True),
 }
+
+
+def arguments(model: str) -> dict[str, Any]:
+    """What a model's engine gets besides."""
+    return ARGUMENTS.get(model, {}) | ({"enable_prefix_caching": False} if os.environ.get("PREFIX") == "0" else {})
 
 
 def chosen() -> str:
@@ -62,10 +73,18 @@ def models(rig: Rig) -> dict[str, Any]:
     ]
     if rig.guard is None:
         return found
-    told = [str(v.line()) for v in rig.session.violations()]
+    told = [str(v.line()) for session in rig.guard.sessions for v in session.violations()]
     halves = {group.name: 2 * len(group.layers) for group in rig.guard.groups}
-    flips = vllm_v2_flips.flips(rig)
-    ok = not told and not rig.session.uncovered and all(row["ok"] for row in flips.values())
+    states = getattr(rig.guard, "states", None)
+    if states is not None:
+        stats = states.session.stats()
+        found["states"] = dict(recorded=stats.recorded, checked=stats.checked, groups=[g.name for g in states.groups])
+        found["states"]["turns"] = states.turns.describe(states.size) if hasattr(states, "turns") else "all"
+        found["state flips"] = vllm_v2_state_flips.state_flips(rig)
+    sampled = states is not None and rig.session.pace is not None  # then KV is not compared each time it is read
+    flips = {} if sampled else vllm_v2_flips.flips(rig)
+    ok = not told and not rig.session.uncovered
+    ok = ok and all(row["ok"] for row in [*flips.values(), *found.get("state flips", {}).values()])
     return found | dict(ok=ok, violations=told[:4], uncovered=rig.session.uncovered[:4], halves=halves, flips=flips)
 
 

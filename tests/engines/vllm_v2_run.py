@@ -57,7 +57,7 @@ def start(directory: pathlib.Path, **changed: Any) -> Rig:
     if not on_gpu:
         given |= dict(dtype="float32", enforce_eager=True, block_size=32, compilation_config={})
         del given["kv_cache_memory_bytes"]
-    given |= vllm_v2_models.ARGUMENTS.get(model, {})
+    given |= vllm_v2_models.arguments(model)
     if os.environ.get("EAGER"):
         given["enforce_eager"] = True
     if os.environ.get("GRAPHS"):

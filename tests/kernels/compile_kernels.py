@@ -21,6 +21,7 @@ import random_events
 import random_plans
 import test_held
 import test_opaque_attention
+import test_state_checks
 import torch
 import toys
 import triton
@@ -171,6 +172,11 @@ def adapters() -> None:
     random_inputs(random.Random(0)).launch(4, 8)
     marker, starts, rejected = random_batch(0, 4)
     marker.launch(starts, rejected)
+    for bits in (32, 64):
+        states = test_state_checks.States(bits).checks.launches
+        states.check_places(2)
+        for compares in (False, True):
+            states.run(0, 2, compares)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,7 +17,6 @@ from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
-    MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -135,15 +134,18 @@ def guarded_groups(
     return _groups(runner, frozenset(known) - drafts - elsewhere, False, unguarded, cross=True)
 
 
-def groups_with_drafts(runner: Any, why: str | None, unguarded: dict[str, str]) -> list[Group]:
+def groups_with_drafts(
+    runner: Any, why: str | None, unguarded: dict[str, str], elsewhere: Set[str] = frozenset()
+) -> list[Group]:
     """The groups of the target model that the second runner can guard, each with a draft's layers that are in it.
 
     Args:
         why: the draft's layers cannot be guarded, as text.
         unguarded: gets the reasons of what is not guarded, by name.
+        elsewhere: layers that are not asked for.
     """
     drafts = draft_layers(runner)
-    known = frozenset(runner.compilation_config.static_forward_context)
+    known = frozenset(runner.compilation_config.static_forward_context) - elsewhere
     if drafts and why is not None:
         log.warning("kvcanary.unguarded draft layers (%s, ...): %s", min(drafts), why)
         unguarded["draft"] = why
@@ -258,8 +260,6 @@ def longest_encoded(runner: Any, spec: Any, otherwise: int) -> int:
 
 def _reach(spec: Any, cross: bool) -> tuple[int | None, int | None] | str:
     """The window and the chunk of a group's attention, whose blocks are kept; or why it cannot be guarded, as text."""
-    if isinstance(spec, MambaSpec):
-        return "MambaSpec: states are guarded with Model Runner V1 alone"
     if not isinstance(spec, AttentionSpec) or isinstance(spec, EncoderOnlyAttentionSpec):
         return f"{type(spec).__name__} is not supported by this adapter"
     if isinstance(spec, CrossAttentionSpec):

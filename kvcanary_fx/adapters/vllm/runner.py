@@ -15,7 +15,7 @@ from .guard import Guard
 from .hybrids import GuardOfHybrid
 from .journal import ATTRIBUTE
 from .patching import wrap_in_all
-from .pools import draft_groups, guarded_groups, note_unguarded
+from .pools import draft_groups, guarded_groups
 from .settings import VllmSettings
 
 log = logging.getLogger("kvcanary")
@@ -55,12 +55,11 @@ def guard(runner: Any, settings: VllmSettings, self_test: bool, make: Make | Non
 
 
 def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict[str, str]) -> Guard:
-    states = state_groups.state_groups(runner, unguarded, settings.session_config.budget_on(runner.device))
+    refusal = state_groups.why_not_by_the_first(settings.session_config.budget_on(runner.device))
+    states = state_groups.state_groups(runner, unguarded, refusal)
     groups = guarded_groups(runner, unguarded, state_groups.layers_of_states(runner))
     if not groups:
-        for group in states:
-            why = "MambaSpec: states are guarded beside attention alone"
-            note_unguarded(group.number, False, min(group.layers), why, unguarded)
+        state_groups.note_alone(states, unguarded)
         raise EngineError(
             "no KV cache group of this model can be guarded (the warnings above say why): KVCANARY_MODE=log or off "
             "runs it unguarded"

@@ -15,15 +15,18 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from ....errors import EngineError
-from .. import registry
+from .. import registry, state_groups
 from ..journal import ATTRIBUTE
 from ..patching import replace, replace_in_all, wrap, wrap_in_all
 from ..pools import groups_with_drafts
 from ..runner import guard
 from ..settings import VllmSettings
+from ..state_groups import StateGroup
 from .connector import Bracket
 from .drafts import rows_of_the_target, why_unguarded
 from .guard import GuardV2
+from .hybrids import BracketOfHybrid, GuardOfHybridV2, why_no_words, why_not_by_the_second
+from .state_proof import prove_states
 
 #: The guard of the runner that captures its graphs.
 _CAPTURING: contextvars.ContextVar[GuardV2 | None] = contextvars.ContextVar("kvcanary_vllm_capturing", default=None)
@@ -55,16 +58,41 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
 
 
 def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict[str, str]) -> GuardV2:
-    why = _unguarded(runner)
-    groups = []
+    why, groups, states = _unguarded(runner), [], []
     if why is None:
-        groups = groups_with_drafts(runner, why_unguarded(getattr(runner, "speculator", None)), unguarded)
+        states = state_groups.state_groups(runner, unguarded, why_not_by_the_second, why_no_words)
+        elsewhere = state_groups.layers_of_states(runner)
+        why_no_drafts = why_unguarded(getattr(runner, "speculator", None))
+        groups = groups_with_drafts(runner, why_no_drafts, unguarded, elsewhere)
     if not groups:
+        state_groups.note_alone(states, unguarded)
         why = why or "no KV cache group of this model can be guarded (the warnings above say why)"
         raise EngineError(f"{why}: KVCANARY_MODE=log or off runs it unguarded")
+    if _proved(runner, settings, states, unguarded):
+        hybrid = GuardOfHybridV2(runner, settings, self_test, groups, states, unguarded)
+        runner.kv_connector = BracketOfHybrid(runner.kv_connector, runner, hybrid)
+        return hybrid
     made = GuardV2(runner, settings, self_test, groups, unguarded)
     runner.kv_connector = Bracket(runner.kv_connector, runner, made)
     return made
+
+
+def _proved(runner: Any, settings: VllmSettings, states: list[StateGroup], unguarded: dict[str, str]) -> bool:
+    """Whether there are states, and a changed byte in each is told.  If not, in mode ``log``, attention alone is
+    guarded, and the reason is logged.
+
+    Raises:
+        SelfTestError: mode ``raise``, and one is not told.
+    """
+    try:
+        if states:
+            prove_states(runner, states, settings.session_config)
+    except Exception as e:  # whatever it is: attention is guarded without them
+        if settings.config.mode == "raise":
+            raise
+        state_groups.note_failed(states, " ".join(str(e).split()), unguarded)
+        return False
+    return bool(states)
 
 
 def _unguarded(runner: Any) -> str | None:

@@ -101,6 +101,16 @@ class Rows(Ledger):
                 self.moved += 1
         return [self._row_of[request] for request in requests]
 
+    def blocks_at(
+        self, requests: Sequence[str], groups: Sequence[int], columns: Sequence[int]
+    ) -> list[tuple[int, ...]]:
+        """Of each request, the page of some groups in a column of their tables; -1 where it has none there."""
+        found = []
+        for request, column in zip(requests, columns, strict=True):
+            pages = self._requests[request].groups
+            found.append(tuple(pages[g][column] if column < len(pages[g]) else -1 for g in groups))
+        return found
+
     def new_pages(self) -> list[int]:
         """What the tables on the device lack, each once: group, place in its table and page, one after the other."""
         found, self._more = self._more, []
