@@ -35,7 +35,7 @@ def why_not_by_the_second(runner: Any, spec: MambaSpec) -> str | None:
     if spec.mamba_cache_mode == "none":
         return None
     sizes = [spec_of_a_layer(group.kv_cache_spec).block_size for group in runner.kv_cache_config.kv_cache_groups]
-    unit = runner.vllm_config.cache_config.prefix_match_unit or math.gcd(*sizes)
+    unit = getattr(runner.vllm_config.cache_config, "prefix_match_unit", None) or math.gcd(*sizes)
     if spec.block_size > unit:
         return (
             f"{KIND} with mamba_cache_mode={spec.mamba_cache_mode}, where a prefix ends inside a block ({unit} of its "
