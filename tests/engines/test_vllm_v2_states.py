@@ -224,7 +224,7 @@ def test_a_block_that_is_freed_while_its_request_runs():
     runner = HybridRunner()
     read(runner, runner.step({"x": 2, "y": 2}, new={"x": [1], "y": [5]}))
     (freed,) = runner.states["x"][1]
-    read(runner, runner.step({"x": 1, "y": 1}, events=[("freed", [(freed, False)], "x")]))
+    read(runner, runner.step({"x": 1, "y": 1}, events=[("freed", [], [freed], "x")]))
     (told,) = violations(runner)
     assert (told.check, told.why, told.slot, told.request) == ("owner", "WRITE_AFTER_FREE", freed, "x")
 
@@ -331,7 +331,7 @@ def test_checks_that_are_off(checks):
     read(runner, runner.step({"x": 2, "y": 2}, new={"x": [1], "y": [5]}))
     (freed,) = runner.states["x"][1]
     flip(runner.state_layers["m0"][0], runner.state_blocks("y")[0])
-    read(runner, runner.step({"x": 1, "y": 1}, events=[("freed", [(freed, False)], "x")]))
+    read(runner, runner.step({"x": 1, "y": 1}, events=[("freed", [], [freed], "x")]))
     found = {(v.check, v.request) for v in violations(runner)}
     assert found == ({("content", "y")} if checks == "content" else {("owner", "x")})
 

@@ -78,7 +78,8 @@ class HybridRunner(Runner):
         for request, pages in {**new, **more}.items():
             kept = taken_up[request].pages if request in taken_up else []
             happened += [("touched", kept, request)] if kept else []
-            happened.append(("taken", [page for page in pages if page not in kept], request, 0))
+            taken = [page for page in pages if page not in kept]
+            happened += [("taken", taken, [request], [len(taken)], 0)] if taken else []
         self.planned = {}
         found = {request: kept.tokens for request, kept in taken_up.items()}
         for request, count in tokens.items():
@@ -89,12 +90,17 @@ class HybridRunner(Runner):
     def _freed(self, request):
         """A request ends: the prefix cache keeps its full blocks, if the last one has a state."""
         kept = self.keeps(request)
-        pages = [(page, page in kept.pages) for page in self.pages[request]]
-        self.free_pages += [page for page, stays in pages if not stays]
-        yield "freed", pages, request
+        left = [page for page in self.pages[request] if page not in kept.pages]
+        self.free_pages += left
+        yield "freed", [page for page in self.pages[request] if page in kept.pages], left, request
         for group, stays in zip(self.states.pop(request), kept.blocks, strict=True):
             self.free += [block for block in group if block not in (0, stays)]
-            yield "freed", [(block, block == stays) for block in group if block], request
+            yield (
+                "freed",
+                [stays] * bool(stays and stays in group),
+                [block for block in group if block not in (0, stays)],
+                request,
+            )
         self.row.pop(request)
         if kept.tokens:
             self.cached.append(kept)
@@ -117,7 +123,7 @@ class HybridRunner(Runner):
                 events.append(("touched", group[-1:], request))
             if len(group) <= last:
                 group += [0] * (last - len(group)) + [self.free.pop(0)]
-                events.append(("taken", group[-1:], request, 1 + number))
+                events.append(("taken", group[-1:], [request], [1], 1 + number))
         return [group[n:] for group, n in zip(mine, before, strict=True)]
 
     def evict(self):
