@@ -14,7 +14,8 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def state_flips(rig: Rig, length: int = 60) -> dict[str, Any]:
-    """What was told of each; ``ok`` if it was the layer, state, request and block, and nothing else.
+    """What was told of each; ``ok`` if it was the layer, state and request, in a block of the request's, and nothing
+    else: the runner may have copied the state since.
 
     Under a budget a request's state has its turn in some steps only, so a bit of it is flipped in each step until that
     is told; ``flips`` says how often.
@@ -31,7 +32,7 @@ def state_flips(rig: Rig, length: int = 60) -> dict[str, Any]:
 def _flip(
     rig: Rig, group: Any, state: torch.Tensor, layer: str, name: str, request: str, length: int
 ) -> dict[str, Any]:
-    session, flipped = rig.guard.states.session, []
+    session, flipped, blocks = rig.guard.states.session, 0, []
     before = [len(each.violations()) for each in rig.guard.sessions]
     already = len(session.violations())
     rig.add(request, prompt(700 + int(request), 45), length=length)
@@ -41,19 +42,21 @@ def _flip(
             return
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # between two steps, whatever is queued
+        blocks.append(_block(rig, group, request))
+        nonlocal flipped
         if len(session.violations()) > already:
             return
-        flipped.append(_block(rig, group, request))
-        word = state[flipped[-1]].view(_WORDS[state.element_size()])
+        flipped += 1
+        word = state[blocks[-1]].view(_WORDS[state.element_size()])
         word[(0,) * word.dim()] ^= 1 << 4
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
     rig.run(at)
     told = [v for each, n in zip(rig.guard.sessions, before, strict=True) for v in each.violations()[n:]]
-    where = {(v.check, v.layer, v.half, str(v.request).rpartition("-")[0], v.slot in flipped) for v in told}
+    where = {(v.check, v.layer, v.half, str(v.request).rpartition("-")[0], v.slot in blocks) for v in told}
     right = where == {("content", layer, name, request, True)} and len(told) == 1
-    return dict(ok=right, flips=len(flipped), told=[str(v.line())[:160] for v in told[:2]])
+    return dict(ok=right, flips=flipped, told=[str(v.line())[:160] for v in told[:2]])
 
 
 def _block(rig: Rig, group: Any, request: str) -> int:
