@@ -131,16 +131,28 @@ def table(found: dict[str, dict[str, Any]], rounds: int, rows: int) -> str:
     return report.table(["ms of a run", *found], lines + [shown(name, by_function[name]) for name in differ[:rows]])
 
 
+def add(found: dict[str, Any], more: dict[str, Any]) -> None:
+    """Add what was seen in a round to what was seen before."""
+    for name, value in more.items():
+        if isinstance(value, dict):
+            found[name] = collections.Counter(found.get(name, {})) + collections.Counter(value)
+        elif isinstance(value, list):
+            found[name] = [a + b for a, b in zip(found.get(name, [0] * len(value)), value, strict=True)]
+        else:
+            found[name] = found.get(name, 0) + value
+
+
 def measure(engines: dict[str, vllm_engine.Engine], args: argparse.Namespace, requests: int) -> None:
     """The rounds of one number of requests."""
     names, taken = list(engines), {name: [] for name in engines}
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
     for engine in engines.values():
         engine.ask(*_work(args, requests, 0))
-        engine.ask("stacks", "start")
     for number in range(1, args.rounds + 1):
         for name in names[:: -1 if number % 2 else 1]:
+            engines[name].ask("stacks", "start")  # not while it waits for its turn
             taken[name].append(engines[name].ask(*_work(args, requests, number)))
-    found = {name: engine.ask("stacks", "stop") for name, engine in engines.items()}
+            add(found[name], engines[name].ask("stacks", "stop"))
     times = ", ".join(f"{name} {1000 * statistics.median(taken[name]):,.1f} ms" for name in names)
     print(f"{args.shape}, {requests} requests, {args.rounds} rounds, medians: {times}\n")
     print(table(found, args.rounds, args.rows), flush=True)
