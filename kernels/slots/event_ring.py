@@ -18,7 +18,7 @@ import torch
 from ..bound_launch import BoundLaunch
 from ..handed import Part
 from ..staging import CurrentStream, lasting, packing
-from .events import COLUMNS, Event, EventRow
+from .events import COLUMNS, Allocations, Event, EventRow
 from .triton_event_ring import land_kernel
 
 #: Words before the calls; room for calls, and for pages.
@@ -88,30 +88,18 @@ class EventRing:
         self._turn = (turn + 1) % AHEAD
         return True
 
-    def offer_allocations(
-        self,
-        pages: list[int],
-        owners: list[int],
-        lengths: list[int],
-        page_size: int,
-        released: list[int] | None = None,
-        by: int = 0,
-    ) -> bool:
-        """:meth:`offer` of a few allocations, with few functions.
-
-        Args:
-            pages: of all of them; ``owners`` and ``lengths``, the hash of the owner and the number of pages of each.
-            released: pages that are released before by one owner, of hash ``by``; None: none.
-        """
+    def offer_allocations(self, given: Allocations) -> bool:
+        """:meth:`offer` of a few allocations, with few functions."""
         turn = self._turn
         if turn % (AHEAD // 2) == 0 and not self._half_is_free(turn // (AHEAD // 2)):
             return False
-        calls, begin, view = len(owners), 0, self._views[turn]
-        if released is not None:
-            calls, begin, pages = calls + 1, len(released), released + pages
+        pages, owners, lengths, page_size, released, by = given
+        calls, begin, view = len(owners), len(released), self._views[turn]
+        if released:
+            calls, pages = calls + 1, released + pages
         count = len(pages)
         words = [calls, count, count * page_size, 0]
-        if released is not None:
+        if released:
             words += (_RELEASE, 0, by)
         rows = [_ALLOCATE] * (COLUMNS * len(owners))
         rows[EventRow.BEGIN :: COLUMNS], rows[EventRow.OWNER :: COLUMNS] = (

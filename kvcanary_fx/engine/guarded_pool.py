@@ -9,7 +9,7 @@ import torch
 
 from ..errors import EngineError
 from ..kernels.slots import life as slot_life
-from ..kernels.slots.events import Event
+from ..kernels.slots.events import Allocations, Event
 from ..kernels.slots.space import Flag, SlotSpace
 from ..reports.violation import ALL_LAYERS, HalfInfo
 from ..runtime.binding import Controls, check_mask
@@ -176,17 +176,12 @@ class EnginePool:
             False: nothing was done.
         """
         known = self._ids.known
-        hashes = [known.get(owner, 0) for owner in owners]
-        if self.rivals or 0 in hashes:
+        hashes, whose = [known.get(owner, 0) for owner in owners], known.get(by, 0)
+        if self.rivals or 0 in hashes or (released and not whose):
             return False
-        more, whose = len(pages), 0
-        if released is not None and by is not None:
-            more, whose = more - len(released), known.get(by, 0)
-            if not whose:
-                return False
-        if not self._events.hand_out(pages, hashes, lengths, page_size, released, whose):
+        if not self._events.hand_out(Allocations(pages, hashes, lengths, page_size, released or [], whose)):
             return False
-        self.live_slots += more * page_size
+        self.live_slots += (len(pages) - len(released or ())) * page_size
         return True
 
     def release(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:

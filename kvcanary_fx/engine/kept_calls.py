@@ -14,7 +14,7 @@ from ..kernels.compile_ahead import compiling_ahead
 from ..kernels.handed import BLOCK, Part
 from ..kernels.replay import Replayed
 from ..kernels.slots.event_ring import CALLS, PAGES, EventRing
-from ..kernels.slots.events import Events
+from ..kernels.slots.events import Allocations, Events
 from ..kernels.staging import lasting
 from ..kernels.triton_handed import scatter_from_kernel
 from ..kernels.waiting import Waiting
@@ -104,22 +104,18 @@ class KeptCalls:
             waiting.sent()
         return not ahead
 
-    def hand_out(
-        self,
-        pages: list[int],
-        owners: list[int],
-        lengths: list[int],
-        page_size: int,
-        released: list[int] | None = None,
-        by: int = 0,
-    ) -> bool:
-        """Launch what allocations do, where that is a replay by now and no numbers wait to travel along; arguments as
-        of :meth:`.SlotEvents.hand_out`.  False: nothing was launched."""
-        ring, n = self._ring, len(pages) if released is None else len(pages) + len(released)
-        known = self._plain.get((ROOMS[bisect_left(ROOMS, n)] if n <= PAGES else 0, page_size, released is not None))
+    def hand_out(self, given: Allocations) -> bool:
+        """Launch what allocations do, where that is a replay by now and no numbers wait to travel along.
+
+        Returns:
+            False: nothing was launched.
+        """
+        ring, n = self._ring, len(given.pages) + len(given.released)
+        form = ROOMS[bisect_left(ROOMS, n)] if n <= PAGES else 0, given.page_size, bool(given.released)
+        known = self._plain.get(form)
         if ring is None or known is None or known.graph is None or self._content.imported is not None:
             return False
-        if len(owners) >= CALLS or not ring.offer_allocations(pages, owners, lengths, page_size, released, by):
+        if len(given.owners) >= CALLS or not ring.offer_allocations(given):
             return False
         known.graph.replay()
         return True

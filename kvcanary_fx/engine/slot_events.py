@@ -18,7 +18,7 @@ from ..kernels.checks import Phase
 from ..kernels.ops import life_kernels_for
 from ..kernels.side_stream import capturing
 from ..kernels.slots import life as slot_life
-from ..kernels.slots.events import COLUMNS, RENEWING, STACK_UNIT, Event, Events
+from ..kernels.slots.events import COLUMNS, RENEWING, STACK_UNIT, Allocations, Event, Events
 from ..kernels.slots.space import SlotSpace
 from ..kernels.staging import Staging, lasting
 from .arguments import require_whole
@@ -166,30 +166,21 @@ class SlotEvents:
             return None
         return page_size * n if self._append(event, *noted, page_size, written_in_step) else None
 
-    def hand_out(
-        self,
-        pages: list[int],
-        owners: list[int],
-        lengths: list[int],
-        page_size: int,
-        released: list[int] | None = None,
-        by: int = 0,
-    ) -> bool:
+    def hand_out(self, given: Allocations) -> bool:
         """Allocations of which the device is told here and now, if nothing waits for it: no queue, few functions.
 
         Requests of a decode step fill a page now and then, and in a large batch one does in nearly every step: queued
         and sent, the first call of a step took 60 us, and 200 on a CPU core whose caches other work had emptied.
 
         Args:
-            pages: of all calls, written to in the next step at the earliest.
-            owners, lengths: the hash of the owner and the number of pages of each call.
-            released: pages that an owner, of hash ``by``, releases before; their bytes are compared.  None: none.
+            given: pages that are written to in the next step at the earliest; the bytes of what is released are
+                compared.
 
         Returns:
             False: nothing was done, and :meth:`add` takes them.
         """
         if self._kernels is None:
-            return self._hand_out_on_the_host(pages, owners, lengths, page_size, released, by)
+            return self._hand_out_on_the_host(given)
         kept = self._kept
         if kept is None or self.histories.stacks is not None or not self._lock.acquire(blocking=False):
             return False  # with the lock another thread sends calls: violations are read
@@ -199,25 +190,17 @@ class SlotEvents:
                 return False
             if last is not None and self._raw != torch._C._cuda_getCurrentRawStream(last.device_index):
                 return False
-            return kept.hand_out(pages, owners, lengths, page_size, released, by)
+            return kept.hand_out(given)
         finally:
             self._lock.release()
 
-    def _hand_out_on_the_host(
-        self,
-        pages: list[int],
-        owners: list[int],
-        lengths: list[int],
-        page_size: int,
-        released: list[int] | None,
-        by: int,
-    ) -> bool:
+    def _hand_out_on_the_host(self, given: Allocations) -> bool:
         """Each call is done as it comes."""
-        if released is not None:
-            self._add_looking(_RELEASE, released, page_size, by, 0)
+        if given.released:
+            self._add_looking(_RELEASE, given.released, given.page_size, given.by, 0)
         begin = 0
-        for owner, n in zip(owners, lengths, strict=True):
-            self._add_looking(_ALLOCATE, pages[begin : begin + n], page_size, owner, 0)
+        for owner, n in zip(given.owners, given.lengths, strict=True):
+            self._add_looking(_ALLOCATE, given.pages[begin : begin + n], given.page_size, owner, 0)
             begin += n
         return True
 

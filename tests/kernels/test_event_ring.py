@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcanary_fx.kernels.slots.event_ring import AHEAD, CALLS, FIRST_PAGE, HEAD, PAGES, EventRing, naive
-from kvcanary_fx.kernels.slots.events import Event, EventRow
+from kvcanary_fx.kernels.slots.events import Allocations, Event, EventRow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -56,9 +56,9 @@ def test_allocations_are_written_as_calls_are(gives_up):
         )
         rows[EventRow.OWNER :: 3] = array("q", owners)
         rows[EventRow.BEGIN :: 3] = array("q", itertools.accumulate(lengths[:-1], initial=0))
-        released, by, first = (pages[: lengths[0]].tolist(), owners[0], 1) if gives_up else (None, 0, 0)
-        rest = pages[len(released or ()) :].tolist()
-        assert ring.offer_allocations(rest, owners[first:], lengths[first:], 16, released, by)
+        released, by, first = (pages[: lengths[0]].tolist(), owners[0], 1) if gives_up else ([], 0, 0)
+        rest = pages[len(released) :].tolist()
+        assert ring.offer_allocations(Allocations(rest, owners[first:], lengths[first:], 16, released, by))
         assert other.offer(rows, [pages], len(pages), 16)
         assert torch.equal(ring.ring, other.ring)
         assert ring._turn == other._turn
