@@ -194,6 +194,13 @@ def rows_of(kinds: Sequence[int], owners: Sequence[int], lengths: Sequence[int])
     return rows
 
 
+def one_behind_the_other(rows: list[int], pages: array[int]) -> array[int]:
+    """Rows of calls and their pages as one array.  The pages begin at an even place: a kernel is compiled anew for
+    pages that begin at another alignment."""
+    padded = [*rows, 0] if len(rows) // COLUMNS % 2 else rows
+    return packed(padded) + pages
+
+
 def numbers_of_all(pages: Sequence[Pages]) -> tuple[array[int], list[tuple[int, torch.Tensor]]]:
     """The pages of calls, one call's after the other's; and those of the device, each with the place that was left for
     them.

@@ -22,7 +22,6 @@ from ..kernels.slots.events import COLUMNS, RENEWING, STACK_UNIT, Allocations, E
 from ..kernels.slots.space import SlotSpace
 from ..kernels.staging import Staging, lasting
 from .arguments import require_whole
-from .gathered import packed
 from .pool_content import PoolContent
 from .queued_calls import (
     AtOnce,
@@ -35,6 +34,7 @@ from .queued_calls import (
     names_many,
     noted_at_once,
     numbers_of_all,
+    one_behind_the_other,
     one_by_one,
     pages_of,
     rows_of,
@@ -382,9 +382,7 @@ class SlotEvents:
         few = kept.takes(calls, len(named), page_size) and not on_device
         if few and kept.apply(rows, [named], len(named), page_size, released):
             return
-        if calls % 2:  # a kernel is compiled anew for pages that begin at another alignment
-            rows.append(0)
-        self._staging.send(packed(rows) + named, self._words)
+        self._staging.send(one_behind_the_other(rows, named), self._words)
         events = self._shown_events(calls, len(named), page_size)
         if on_device:
             parts = [events.entries[begin : begin + len(held)] for begin, held in on_device]
