@@ -102,10 +102,8 @@ class EventRing:
         if released:
             words += (_RELEASE, 0, by)
         rows = [_ALLOCATE] * (COLUMNS * len(owners))
-        rows[EventRow.BEGIN :: COLUMNS], rows[EventRow.OWNER :: COLUMNS] = (
-            accumulate(lengths[:-1], initial=begin),
-            owners,
-        )
+        rows[EventRow.BEGIN :: COLUMNS] = accumulate(lengths[:-1], initial=begin)
+        rows[EventRow.OWNER :: COLUMNS] = owners
         words += rows
         packing(len(words)).pack_into(view, 0, *words)
         packing(count).pack_into(view, 8 * FIRST_PAGE, *pages)

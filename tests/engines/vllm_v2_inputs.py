@@ -4,7 +4,8 @@
     python tests/engines/vllm_v2_inputs.py DIRECTORY sound
     VLLM_USE_V2_MODEL_RUNNER=0 EAGER=1 python tests/engines/vllm_v2_inputs.py DIRECTORY sound   # the first runner
 
-For these models the first runner has full graphs only, and is guarded without them: ``EAGER=1``.
+vLLM gives Whisper full CUDA graphs, with which the first runner is unguarded: hence ``EAGER=1``.
+
 Prints one line of JSON.  The exit status is 1 if it is not ``ok``: other tokens or logprobs than unguarded, a violation
 without damage, a flip that is not told, or (images) another image's prefix that is not told.  Everything is compared.
 """
