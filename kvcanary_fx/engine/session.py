@@ -76,6 +76,11 @@ class EngineSession(CanarySession):
         return self._stepping.done
 
     @property
+    def begun(self) -> int:
+        """Steps that began; reports carry their number."""
+        return self._stepping.begun
+
+    @property
     def pool(self) -> EnginePool:
         """The only pool.
 

@@ -247,13 +247,13 @@ def worker(args: argparse.Namespace) -> None:
         max_model_len=max(8192, args.input + args.output),
         gpu_memory_utilization=args.share,
         num_gpu_blocks_override=args.blocks,
-        enable_prefix_caching=True,
         tensor_parallel_size=args.ranks,
         **(dict(kv_cache_memory_bytes=int(args.kv_gib * 2**30)) if args.kv_gib else {}),
     )
     config = llm.llm_engine.vllm_config
     graphs = config.compilation_config.cudagraph_mode.name
     chose = dict(graphs=graphs, asynchronous=config.scheduler_config.async_scheduling, v2=config.use_v2_model_runner)
+    chose |= dict(prefixes=config.cache_config.enable_prefix_caching, states=config.cache_config.mamba_cache_mode)
     answer((chose, time.time()))
     sampling = SamplingParams(temperature=0, max_tokens=args.output, ignore_eos=True, detokenize=False)
     runs = Runs(args, llm, sampling, vocabulary(shape))

@@ -46,12 +46,14 @@ class Stacks:
     Attributes:
         looks: how many there were, by whose they are.
         within: in how many of the canary's own each of its functions was, and in how many of all each other one.
+        at: how many of the canary's own were at which of its lines, or in what it calls there.
         collected: seconds of the garbage collector; ``collections``, how often, by generation.
     """
 
     def __init__(self) -> None:
         self.looks: collections.Counter[str] = collections.Counter()
         self.within: collections.Counter[str] = collections.Counter()
+        self.at: collections.Counter[str] = collections.Counter()
         self.collected, self.collections = 0.0, [0, 0, 0]
         self._began = 0.0
         self._places: dict[CodeType, Place] = {}
@@ -66,7 +68,8 @@ class Stacks:
         """End; what was seen."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         gc.callbacks.remove(self._on_collection)
-        found = dict(looks=self.looks, within=self.within, collected=self.collected, collections=self.collections)
+        found = dict(looks=self.looks, within=self.within, at=self.at)
+        found |= dict(collected=self.collected, collections=self.collections)
         return {name: dict(value) if isinstance(value, dict) else value for name, value in found.items()}
 
     def look(self, frame: FrameType | None) -> None:
@@ -74,6 +77,8 @@ class Stacks:
         whose, seen = "", set()
         while frame is not None:
             place = self._places.get(frame.f_code) or self._place(frame.f_code)
+            if not whose and place.owner == "canary":
+                self.at[f"{place.function}, line {frame.f_lineno}"] += 1
             whose = whose or place.owner
             seen.add(place)
             frame = frame.f_back
@@ -109,7 +114,7 @@ def stop_in(worker: Any) -> dict[str, Any]:
 
 
 def table(found: dict[str, dict[str, Any]], rounds: int, rows: int) -> str:
-    """Milliseconds of a round by function, those first in which two engines differ most.
+    """Milliseconds of a round by function, those first in which two engines differ most; and by line of the canary's.
 
     Args:
         found: of each engine, by its name, the plain one first.
@@ -128,7 +133,10 @@ def table(found: dict[str, dict[str, Any]], rounds: int, rows: int) -> str:
     functions = set().union(*(f["within"] for f in found.values()))
     by_function = {name: [each * f["within"].get(name, 0) for f in found.values()] for name in functions}
     differ = sorted(by_function, key=lambda name: min(by_function[name]) - max(by_function[name]))
-    return report.table(["ms of a run", *found], lines + [shown(name, by_function[name]) for name in differ[:rows]])
+    table = report.table(["ms of a run", *found], lines + [shown(name, by_function[name]) for name in differ[:rows]])
+    at = sum((collections.Counter(f["at"]) for f in found.values()), collections.Counter())
+    own = [shown(line, [each * f["at"].get(line, 0) for f in found.values()]) for line, _ in at.most_common(rows)]
+    return table + "\n\n" + report.table(["ms at a line of the canary's", *found], own)
 
 
 def add(found: dict[str, Any], more: dict[str, Any]) -> None:

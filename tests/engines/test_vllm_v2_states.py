@@ -248,8 +248,9 @@ def test_a_change_of_a_state_that_nobody_reads_again_is_not_told():
 
 
 def test_under_a_budget_requests_have_their_turn(monkeypatch):
-    from kvcanary_fx.adapters.vllm.v2 import turns
+    from kvcanary_fx.adapters.vllm.v2 import states, turns
 
+    monkeypatch.setattr(states, "time", SimpleNamespace(perf_counter=lambda: 0.0))  # the host takes nothing
     runner, clock = HybridRunner(KVCANARY_BUDGET="1%"), iter(range(1000))
     assert "0.5 %" in runner.guard.session.pace.describe()[0]  # the other half
     monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: next(clock) / 64))
@@ -266,6 +267,31 @@ def test_under_a_budget_requests_have_their_turn(monkeypatch):
             flip(runner.state_layers["m0"][1], runner.state_blocks(request)[0])
     assert turn == [1, 0] * 3
     assert [v.request for v in violations(runner)] == ["x", "y", "z"]
+
+
+@pytest.mark.parametrize("step", [0.003, 0.02])
+@pytest.mark.parametrize("launches", [50e-6, 400e-6])
+def test_rounds_of_turns_keep_to_their_budget_and_half_of_it_is_for_comparing(monkeypatch, step, launches):
+    from kvcanary_fx.adapters.vllm.v2 import turns
+
+    now = [0.0]
+    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    chosen, price, requests, compared, rounds = turns.Turns(0.005, 1, 20e-6), 20e-6, 64, 0, 0
+    due = 0
+    for number in range(20_000):
+        now[0] += step
+        if due:
+            chosen.took(launches / 2)  # the step behind compares
+        due = chosen.due(requests)
+        if due:
+            chosen.took(launches / 2)
+        if number == 1_000:
+            compared = rounds = 0
+            began = now[0]
+        compared, rounds = compared + due, rounds + bool(due)
+    budget, host, device = 0.005 * (now[0] - began), rounds * launches, compared * price
+    assert 0.9 * budget < host + device < 1.01 * budget
+    assert device > 0.4 * budget or compared == rounds * requests
 
 
 def test_what_a_model_that_raised_left_is_not_fingerprinted():

@@ -241,7 +241,7 @@ class Runner:
         before.inside()
         with forward_context(before.context(len(slots))):
             self._model(slots)
-        self.guard._flags.copy()
+        self.guard.finish()
 
     def tell(self, *event):
         """A message of the scheduler for which no model runs."""

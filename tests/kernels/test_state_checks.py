@@ -7,7 +7,8 @@ import torch
 
 import kvcanary_fx
 from kvcanary_fx.adapters.vllm.v2.state_checks import Moved, StateChecks
-from kvcanary_fx.adapters.vllm.v2.state_memory import CHUNK, StateHalf, StateTable, words_of
+from kvcanary_fx.adapters.vllm.v2.state_memory import CHUNK, PLACES, StateHalf, StateTable, words_of
+from kvcanary_fx.adapters.vllm.v2.state_places import StatePlaces, StepInputs
 from kvcanary_fx.kernels.checks import Check
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,18 +43,28 @@ class States:
             pool.allocate([1, 2, 3], owner="a")
             pool.allocate([4, 5, 6, 7], owner="b")
         self.session.mark_ready()
-        self.tables = [torch.zeros(REQUESTS + 1, 3, dtype=torch.int32, device=DEVICE)[:REQUESTS] for _ in pools]
+        # as for a large batch: what the runner has, and what the scheduler said
+        made = torch.zeros(2, len(pools), PLACES + REQUESTS, 3, dtype=torch.int32, device=DEVICE)
+        self.given, self.planned = [[*tables] for tables in made]
         self.checks = self.made()
         self.owners = {name: self.session.ids.hash(name) for name in "ab"}
 
     def made(self):
-        halves, tables = [], []
+        halves = []
         for number, pool in enumerate(self.session.pools.values()):
             sites = pool.content.bytes.sites
             halves += [StateHalf(site, view, number) for site, view in zip(sites, pool.views, strict=True)]
-            tables.append(StateTable(pool.space, self.tables[number], sites[0].half_id))
-        control = self.session.controls(DEVICE)
-        return StateChecks(halves, tables, control, REQUESTS, Check.INDEX | Check.OWNER)
+        return StateChecks(halves, len(self.given), self.session.controls(DEVICE), REQUESTS)
+
+    def places(self, page, *fields):
+        """Of requests: row, owner, stored and added tokens of each."""
+        pools = self.session.pools.values()
+        tables = [
+            StateTable(pool.space, given, planned, pool.content.bytes.sites[0].half_id)
+            for pool, given, planned in zip(pools, self.given, self.planned, strict=True)
+        ]
+        inputs = StepInputs(*(torch.tensor(field, dtype=torch.int64, device=DEVICE) for field in fields))
+        return StatePlaces(tables, inputs, page, self.session.controls(DEVICE), Check.INDEX | Check.OWNER)
 
     def digests(self):
         return [pool.digests.clone() for pool in self.session.pools.values()]
@@ -62,6 +73,22 @@ class States:
         told = [(v.check, v.why, v.pool, v.half, v.slot, v.request, v.position) for v in self.session.violations()]
         self.session.found.clear()
         return sorted(map(str, told))
+
+
+@pytest.fixture(params=["plain", "kernels"])
+def check(request):
+    """Checks where states are, by plain code or by the kernel."""
+
+    def call(places, requests, step):
+        counts = torch.tensor([requests, requests, step], dtype=torch.int64, device=DEVICE)
+        if request.param == "kernels":
+            places._launch.check(counts)
+        elif DEVICE.type == "cuda":
+            pytest.skip("the plain code is for a CPU")
+        else:
+            places.check(counts)
+
+    return call
 
 
 @pytest.fixture(params=["plain", "kernels"])
@@ -74,8 +101,6 @@ def run(request):
             if DEVICE.type == "cuda":
                 pytest.skip("the plain code is for a CPU")
             getattr(checks, name)(*args)
-        elif name == "check_places":
-            checks.launches.check_places(*args)
         elif name == "compare" and checks._compared:
             checks.launches.run(0, checks._compared, True)
         elif name == "record" and checks._recorded:
@@ -154,26 +179,31 @@ def test_what_was_not_fingerprinted_is_not_compared(run):
     assert (states.session.stats().checked, states.session.stats().recorded) == (0, 0)
 
 
-def test_blocks_that_are_not_those_of_the_batch_and_of_its_requests_are_told(run):
+@pytest.mark.parametrize("page", [0, 16])
+def test_blocks_that_are_not_those_of_the_batch_and_of_its_requests_are_told(check, page):
     states = States()
     a, b = states.owners["a"], states.owners["b"]
-    pools = list(states.session.pools.values())
-    for pool in pools:
+    for pool in states.session.pools.values():
         pool.release([3], owner="a")
         pool.share([7], owner="c")
         pool.flush()
     states.session.violations()
-    for table in states.tables:
-        table[:, 1] = torch.tensor([1, 4, 5, 8], device=DEVICE)
-    states.checks.place([a, b, b, b], [1] * 4, [(1, 1), (4, 4), (5, 5), (-1, -1)])  # nobody knows the last one's
-    states.checks.begin(5, [], [])
-    run(states, "check_places", 4)
+    column = 1 if page else 0
+    rows, stored, added = [2, 0, 3, 1], [16, 15, 31, 0], [1, 2, 1, 32]  # the first token of a block, and its last
+    for given, planned in zip(states.given, states.planned, strict=True):
+        given[:4, column] = torch.tensor([1, 4, 5, 8], device=DEVICE)
+        planned[rows, column] = torch.tensor([1, 4, 5, 0], dtype=torch.int32, device=DEVICE)  # nobody knows the last
+    places = states.places(page, rows, [a, b, b, b], stored, added)
+    check(places, 4, 4)
     assert states.found() == []
-    states.tables[1][0, 1] = 4
-    states.checks.place([a, a, a, b], [1, 1, 1, 1], [(1, 1), (4, 4), (3, 5), (7, 8)])
-    run(states, "check_places", 4)
-    step = [v.step for v in states.session.violations()]
-    assert set(step) == {5}
+    states.given[1][0, column] = 4
+    for planned, last in zip(states.planned, ([3, 7], [5, 8]), strict=True):
+        planned[[0, 3, 1], column] = torch.tensor([4, *last], dtype=torch.int32, device=DEVICE)
+    places = states.places(page, rows, [a, a, a, b], stored, added)
+    check(places, -1, 5)  # no step
+    assert states.found() == []
+    check(places, 4, 5)
+    assert {v.step for v in states.session.violations()} == {5}
     found = {(v.check, v.why, v.pool, v.slot, v.request) for v in states.session.violations()}
     states.session.found.clear()
     assert found == {
@@ -187,6 +217,21 @@ def test_blocks_that_are_not_those_of_the_batch_and_of_its_requests_are_told(run
         ("owner", "WRITE_SHARED", "g0", 7, "b"),
         ("owner", "WRITE_AFTER_FREE", "g1", 8, "b"),
     }
+
+
+def test_each_request_of_a_large_batch_is_looked_at_and_columns_that_no_table_has_are_not(check):
+    states, n = States(), PLACES + 3
+    b = states.owners["b"]
+    for given, planned in zip(states.given, states.planned, strict=True):
+        given[:, 2] = planned[:, 2] = 5
+    states.given[1][PLACES + 1, 2] = 6
+    stored = [2 * 4] * n
+    stored[0] = 3 * 4  # behind the last column
+    places = states.places(4, range(n), [b] * n, stored, [1] * n)
+    check(places, n, 1)
+    assert states.found() == [str(("index", "NOT_THE_PLANNED_SLOT", "g1", "K", 5, "b", None))]
+    check(places, PLACES + 1, 2)
+    assert states.found() == []
 
 
 def test_states_are_seen_as_words_where_they_are_such():

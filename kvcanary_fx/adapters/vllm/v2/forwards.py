@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from ....engine.kept_forward import KeptForward
@@ -39,16 +40,18 @@ class Forwards:
         session: EngineSession,
         checks: LayerChecks,
         rows: Rows,
+        places: Callable[[torch.Tensor], None],
         finish: Callable[[], None],
     ):
         """
         Args:
             checks: with room reserved for the largest batch.
+            places: launches what is checked besides, given the counts of the step; the device has its inputs.
             finish: launches what comes last where checks are captured.
         """
-        self._runner, self._groups, self._session = runner, groups, session
+        self._runner, self._groups, self._session, self._places = runner, groups, session, places
         self._checks, self._rows = checks, rows
-        self._steps = KeptSteps(runner, groups, session, checks, rows, finish)
+        self._steps = KeptSteps(runner, groups, session, checks, rows, places, finish)
         self.go_on = self._steps.go_on
         self.kept = False
         self._alike: set[int] = set()  # graphs, by their tokens, whose attention reads the runner's own tables
@@ -159,6 +162,7 @@ class Forwards:
             self.images.mark_prompts(batch.req_ids, fields["history"])
         with contextlib.ExitStack() as opened:
             opened.enter_context(self._session.step(fields))
+            self._places(self._session.inputs.counts)
             opened.enter_context(self._session.forward())
             opened.enter_context(self._checks.publish(hold))
             return opened.pop_all()

@@ -8,35 +8,33 @@ from typing import Any
 import torch
 
 from ....kernels.bound_launch import BoundLaunch
-from ....kernels.checks import Check
 from ....kernels.content.digest import coefficients
 from ....kernels.content.triton_half import as_signed
 from ....kernels.ring import Control
 from ....kernels.staging import lasting
-from .state_memory import CHUNK, HEAD, OWNER_AND_POSITION, PLACES, TILE, StateHalf, StateTable, words_of
-from .triton_state_checks import places_kernel, states_kernel
+from .state_memory import CHUNK, HEAD, OWNER_AND_POSITION, TILE, StateHalf, words_of
+from .triton_state_checks import states_kernel
 
 
 class Launches:
     """Bound to the memory of one :class:`~.state_checks.StateChecks`: each takes few numbers of the host.
 
     Args:
-        step, batch: what the host says of a step, and of a batch.
+        groups: how many groups the halves are in.
+        step: what the host says of a step.
         most: requests of the largest batch.
     """
 
     def __init__(
         self,
         given: Sequence[StateHalf],
-        tables: Sequence[StateTable],
+        groups: int,
         control: Control,
-        checks: Check,
         step: torch.Tensor,
-        batch: torch.Tensor,
         most: int,
     ):
         self._keep: list[torch.Tensor] = []  # the launches have addresses
-        self._halves, self._groups, self._device = len(given), len(tables), step.device
+        self._halves, self._groups, self._device = len(given), groups, step.device
         rows, longest, aligned = [], 1, True
         for half in given:
             row, words, fits = _row(half)
@@ -74,30 +72,10 @@ class Launches:
             )
             for compares in (False, True)
         ]
-        rows = [
-            [
-                t.table.data_ptr(),
-                t.table.stride(0),
-                t.space.block.data_ptr(),
-                t.space.slots,
-                t.half_id,
-                t.space.space_id,
-            ]
-            for t in tables
-        ]
-        arguments = dict(batch_ptr=batch, table_ptr=self._sent(rows), checks=int(checks), GROUPS=self._groups)
-        self._places = BoundLaunch(
-            places_kernel, self._device, dict(BLOCK=PLACES, **arguments, **common), ("requests",), warps=4
-        )
 
     def _sent(self, rows: list[list[int]]) -> torch.Tensor:
         self._keep.append(torch.tensor(rows, dtype=torch.int64, device="cpu").to(self._device))
         return self._keep[-1]
-
-    def check_places(self, requests: int) -> None:
-        """One program: it tells the step's number before it reports."""
-        launch = self._places
-        (launch if launch.ready else launch.first)((1, 1, 1), (requests,), None)
 
     def run(self, first: int, count: int, compares: bool) -> None:
         """Compare or record so many requests of the step, from ``first`` on."""

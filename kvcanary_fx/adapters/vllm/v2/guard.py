@@ -109,7 +109,18 @@ class GuardV2(Guard):
 
     def _forwards_of(self, session: EngineSession, checks: LayerChecks) -> Forwards:
         checks.reserve(*self._room)
-        return Forwards(self._runner, self.groups, session, checks, self._rows, self._flags.copy)
+        return Forwards(self._runner, self.groups, session, checks, self._rows, self.places, self.finish)
+
+    def places(self, counts: torch.Tensor) -> None:
+        """Launch what is checked besides attention's cache, in a step that the device has the inputs of.
+
+        Args:
+            counts: of the step, int64 ``[3]``.
+        """
+
+    def finish(self) -> None:
+        """Launch what comes last in a step."""
+        self._flags.copy()
 
     def _make_layers(self, session: EngineSession) -> LayerChecks:
         return self._warm_up.layers
@@ -147,7 +158,7 @@ class GuardV2(Guard):
             return
         before = self._forwards.for_graph(tokens) if whole and capturing() else None
         layers = self._layers.captured(
-            min(self._room[0], tokens), tokens, whole, self._forwards.holds, finish=self._flags.copy, before=before
+            min(self._room[0], tokens), tokens, whole, self._forwards.holds, finish=self.finish, before=before
         )
         with layers, ops.one_forward() as guarded:
             yield
@@ -338,8 +349,12 @@ class GuardV2(Guard):
             uncovered = self.drafting.end()
             if uncovered is not None:
                 self.session.lose_coverage(uncovered)
-        # the layers of a draft record after the step's graph
-        return self._flags.start(copied=self._forwards.kept and not self.drafting.layers)
+        return self._flags.start(copied=self.copied)
+
+    @property
+    def copied(self) -> bool:
+        """Whether :meth:`finish` was launched behind all checks of the last step."""
+        return self._forwards.kept and not self.drafting.layers  # those of a draft record after the step's graph
 
     def read(self, flags: Any) -> Verdict | None:
         """A step's tokens have arrived: report its violations.

@@ -11,13 +11,15 @@ import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from ....config import CanaryConfig
+from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
-from ..journal import Message
+from ..journal import ATTRIBUTE, TAKEN, Message
 from ..pools import Group, spec_of_a_layer
 from ..settings import VllmSettings
 from ..state_groups import KIND, StateGroup
 from ..verdict import Verdict
 from .connector import Bracket
+from .forwards import Forwards
 from .guard import GuardV2
 from .state_memory import words_of
 from .states import States
@@ -127,6 +129,26 @@ class GuardOfHybridV2(GuardV2):
         """That of attention, and that of the states."""
         return [*super().sessions, self.states.session]
 
+    def _forwards_of(self, session: EngineSession, checks: LayerChecks) -> Forwards:
+        checks.reserve(*self._room)  # which makes the step inputs
+        self.states.guard_places(session)
+        return super()._forwards_of(session, checks)
+
+    def places(self, counts: torch.Tensor) -> None:
+        self.states.places.check(counts)
+
+    def finish(self) -> None:
+        super().finish()
+        self.states.flags.copy()
+
+    def begin_step(self, scheduled: Any) -> None:
+        """As :meth:`.GuardV2.begin_step`."""
+        told: Message | None = getattr(scheduled, ATTRIBUTE, None)
+        for event in told.events if told is not None else ():
+            if event[0] == TAKEN:
+                self.states.handed_out(event[1])
+        super().begin_step(scheduled)
+
     def _take(self, scheduled: Any, told: Message) -> None:
         self.states.ended((*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())))
         super()._take(scheduled, told)
@@ -153,7 +175,7 @@ class GuardOfHybridV2(GuardV2):
         with self._counts.busy(), torch.inference_mode(False):  # another thread may be reading violations
             if unread:
                 self._read_states()
-            self.states.before(batch, self.scheduled)
+            self.states.before(batch, self.scheduled, self.session.begun + 1)
         if unread:
             self._end_engine()
 
@@ -167,7 +189,7 @@ class GuardOfHybridV2(GuardV2):
 
     def flags(self) -> Any:
         """As :meth:`.GuardV2.flags`, of both sessions."""
-        return super().flags(), self.states.flags.start(copied=False)
+        return super().flags(), self.states.flags.start(copied=self.copied)
 
     def read(self, flags: Any) -> Verdict | None:
         """As :meth:`.GuardV2.read`, of both sessions."""

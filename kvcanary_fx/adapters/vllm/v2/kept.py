@@ -33,11 +33,13 @@ class KeptSteps:
         session: EngineSession,
         checks: LayerChecks,
         rows: Rows,
+        places: Callable[[torch.Tensor], None],
         finish: Callable[[], None],
     ):
         """
         Args:
             checks: with room reserved for the largest batch.
+            places: as of :class:`.Forwards`.
             finish: launches what comes last.
         """
         self._session, self._checks, self._rows = session, checks, rows
@@ -45,13 +47,18 @@ class KeptSteps:
         self._landing = Landing(runner.max_num_reqs, runner.device)
         self._live = lasting(3, dtype=torch.int64, device=runner.device).zero_()
         take_in = TakeIn(self._landing, _inputs(runner, groups, session, checks.clock(), self._live, rows))
+
+        def begin(requests: int, tokens: int) -> None:
+            take_in(requests, tokens)
+            places(self._live)
+
         reads, self._tables = [], {}
         for group in (g for g in groups if g.layer_with_table is not None):
             pages, lengths = runner.block_tables.input_block_tables[group.number], runner.input_buffers.seq_lens
             reads.append(Reads(session.pools[group.name], pages, lengths, group.kernel_page_size))
             self._tables[group.name] = pages.data_ptr(), pages.stride(0)
         self._lengths = runner.input_buffers.seq_lens.data_ptr()
-        self._kept = [self._keep(take_in, reads, finish, *size) for size in _sizes(runner)]
+        self._kept = [self._keep(begin, reads, finish, *size) for size in _sizes(runner)]
         self._landing.restart()
         self._known: tuple[Any, ...] = ()  # what the landing has of the requests
         self._stored = 0  # about how many tokens they have in the cache
@@ -63,9 +70,14 @@ class KeptSteps:
         self._goes_on: _GoesOn | None = None  # if the next one may be like it
 
     def _keep(
-        self, take_in: TakeIn, reads: Sequence[Reads], finish: Callable[[], None], requests: int, tokens: int
+        self,
+        begin: Callable[[int, int], None],
+        reads: Sequence[Reads],
+        finish: Callable[[], None],
+        requests: int,
+        tokens: int,
     ) -> KeptForward:
-        return self._checks.keep(requests, tokens, lambda: take_in(requests, tokens), reads, finish, self._live)
+        return self._checks.keep(requests, tokens, lambda: begin(requests, tokens), reads, finish, self._live)
 
     def for_graph(self, tokens: int) -> KeptForward | None:
         """The checks that are captured with a model for so many tokens; None: they cannot be in its graph."""

@@ -12,7 +12,7 @@ from ....kernels.slots.space import SlotSpace
 #: 32-bit words of a state that a program digests, and those that it has in a tile.
 CHUNK, TILE = 8192, 1024
 
-#: Requests times groups that the check of places looks at together.
+#: Requests that the check of places looks at together.
 PLACES = 256
 
 #: Words before the requests of a step, and of a request before its blocks.
@@ -38,11 +38,13 @@ class StateTable(NamedTuple):
     Attributes:
         space: who has its blocks.
         table: int32 ``[>= bs, columns]``, what the model gets: the blocks of each request of the batch.
+        planned: int32 ``[requests, columns]``, what the scheduler said: those of each request, in its own row.
         half_id: of its first state, for reports.
     """
 
     space: SlotSpace
     table: torch.Tensor
+    planned: torch.Tensor
     half_id: int
 
 

@@ -33,8 +33,7 @@ def prove_states(runner: Any, groups: Sequence[StateGroup], config: CanaryConfig
         session = install_canary(*(group.pool(table, allocations=False) for group in groups), config=config, **options)
         assert session is not None
         session.mark_ready()
-        checks = checks_of(session, groups, runner.block_tables.input_block_tables, 1)
-        checks.check_places(0)
+        checks = checks_of(session, groups, 1)
         rows = list(_last_blocks(groups))
         try:
             failed = _failures(session, checks, rows)
@@ -53,7 +52,7 @@ def _last_blocks(groups: Sequence[StateGroup]) -> Iterator[torch.Tensor]:
 
 def _failures(session: Any, checks: StateChecks, rows: Sequence[torch.Tensor]) -> list[tuple[str, str, list[str]]]:
     block = min(half.view.shape[0] for half in checks.halves) - 1
-    moved = [Moved(0, 0, (block,) * len(checks.tables), (block,) * len(checks.tables))]
+    moved = [Moved(0, 0, (block,) * checks.groups, (block,) * checks.groups)]
     for number, row in enumerate(rows):  # groups share their memory: each is filled before any is looked at
         row.fill_(number % 100 + 1)
     for _ in range(2):  # of one block after the other, as groups share their memory

@@ -7,22 +7,12 @@ import triton.language as tl
 
 from ....kernels.content.triton_digest import add_words
 from ....kernels.content.triton_half import packed
-from ....kernels.slots.triton_shared import note, tell
+from ....kernels.slots.triton_shared import tell
 from ....kernels.words import (
     CHECK_CONTENT,
-    COLUMN_FLAGS,
     COUNT_CHECKED,
     COUNT_RECORDED,
     PHASE_PRE,
-    REASON_NOT_THE_PLANNED_SLOT,
-    REASON_OVERWRITE,
-    REASON_WRITE_AFTER_FREE,
-    REASON_WRITE_SHARED,
-    REFERENCE,
-    SPACE_COLUMNS,
-    SPACE_WIDE,
-    UNKNOWN,
-    WIDE_OWNER,
     WORD_FORWARD,
     ZERO_STANDS_FOR,
 )
@@ -32,61 +22,6 @@ from ....kernels.words import (
 COLUMNS = 10
 
 _COLUMNS: tl.constexpr = tl.constexpr(COLUMNS)
-
-#: Columns of the table of groups: address of the block table, entries of a row of it, address of who has the blocks,
-#: how many blocks, the number of the first half, the number of the slot space.
-_TABLE: tl.constexpr = tl.constexpr(6)
-
-
-@triton.jit(do_not_specialize=["requests", "capacity", "checks"])
-def places_kernel(
-    step_ptr,  # int64 [1], the number of the step
-    batch_ptr, requests,  # int64 [requests, 2 + GROUPS]: owner, column, blocks
-    table_ptr,  # int64 [GROUPS, 6]
-    checks, words_ptr, ring_ptr, capacity,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program."""
-    tl.store(words_ptr + WORD_FORWARD, tl.load(step_ptr) << 32)
-    tl.debug_barrier()  # reports carry it
-    for r0 in range(0, requests, BLOCK):
-        r = r0 + tl.arange(0, BLOCK)
-        row, there = batch_ptr + r * (2 + GROUPS), r < requests
-        owner, column = tl.load(row, mask=there, other=0), tl.load(row + 1, mask=there, other=0)
-        for group in range(GROUPS):
-            entry = table_ptr + group * _TABLE
-            blocks = tl.load(entry).to(tl.pointer_type(tl.int32))
-            space, slots = tl.load(entry + 2), tl.load(entry + 3)
-            planned = tl.load(row + 2 + group, mask=there, other=-1)
-            live = there & (planned > 0) & (planned < slots)
-            at = tl.where(live, planned, 0)
-            given = tl.load(blocks + r.to(tl.int64) * tl.load(entry + 1) + column, mask=live, other=0).to(tl.int64)
-            none = tl.zeros_like(planned)
-            bits, why, stored, found = note(
-                none, none, none, none, live, given != planned, planned, given, checks, REASON_NOT_THE_PLANNED_SLOT
-            )  # fmt: skip
-            nowhere = none + UNKNOWN
-            tell(
-                words_ptr, ring_ptr, capacity, tl.load(entry + 4), bits, why, stored, found, at, nowhere, owner, 0,
-                PHASE_PRE,
-            )  # fmt: skip
-            flags = tl.load(space.to(tl.pointer_type(tl.int32)) + at * SPACE_COLUMNS + COLUMN_FLAGS, mask=live, other=0)
-            whose = tl.load(space.to(tl.pointer_type(tl.int64)) + at * SPACE_WIDE + WIDE_OWNER, mask=live, other=0)
-            free, shared = flags < REFERENCE, flags >= 2 * REFERENCE
-            foreign = (whose != 0) & (owner != 0) & (whose != owner) & (free == 0) & (shared == 0)
-            bits, why, stored, found = note(
-                none, none, none, none, live, free, owner, none, checks, REASON_WRITE_AFTER_FREE
-            )  # fmt: skip
-            bits, why, stored, found = note(
-                bits, why, stored, found, live, shared, owner, whose, checks, REASON_WRITE_SHARED
-            )  # fmt: skip
-            bits, why, stored, found = note(
-                bits, why, stored, found, live, foreign, owner, whose, checks, REASON_OVERWRITE
-            )  # fmt: skip
-            tell(
-                words_ptr, ring_ptr, capacity, tl.load(entry + 5), bits, why, stored, found, at, nowhere, owner, 0,
-                PHASE_PRE,
-            )  # fmt: skip
 
 
 @triton.jit
@@ -139,6 +74,8 @@ def states_kernel(
     begin = tl.program_id(0) * CHUNK
     if begin >= words:
         return
+    if COMPARES:  # reports carry it; all programs write the same
+        tl.store(words_ptr + WORD_FORWARD, tl.load(step_ptr) << 32)
     request = step_ptr + HEAD + (first + tl.program_id(2)) * (ROW + 2 * GROUPS)
     known, block = tl.load(request + ROW + group), tl.load(request + ROW + GROUPS + group)
     stored1 = tl.load(tl.load(entry + 3).to(tl.pointer_type(tl.int32)) + known)

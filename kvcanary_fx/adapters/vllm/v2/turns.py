@@ -8,28 +8,41 @@ from collections.abc import Callable
 
 import torch
 
+from ....kernels.replay import capture
+
 #: Steps that come later than this were waited for: what they leave for us is no time of theirs.
 LONGEST_STEP = 0.1
 
 #: Measurements of a price, and the lowest, in seconds: less than a launch takes.
 MEASURED, LEAST = 5, 1e-6
 
+#: Of what a round has taken the host so far, the part that the last one is.
+NEWEST = 1 / 8
+
 
 class Turns:
-    """Each step leaves a part of its time; when there is enough for a request's states, they have their turn.
+    """Each step leaves a part of its time; when there is enough, some requests have their turn, and that is a round.
 
-    A step's time is that from one to the next on the host, which is the device's where steps follow each other.  So the
-    budget is kept over several steps: a single one takes longer by what one request's states take, however short it is.
+    A step's time is that from one to the next on the host, which is the device's where steps follow each other.  A
+    round takes the host some launches, in the step in which states are fingerprinted and in the next one, in which they
+    are compared: 100 us each where other work has emptied the caches of its core, and a step of 3 ms waits for it.  On
+    the device each request has its price.  So a round waits until the host's part is at most half of what it takes, and
+    has as many requests as are paid then.
 
     Args:
         budget: how much longer steps may take, as a fraction; None: as long as it takes.
         every: without a budget, the steps within which each request has its turn.
-        price: seconds that the states of one request take, compared and fingerprinted.
+        price: seconds that the states of one request take the device, compared and fingerprinted.
+
+    Attributes:
+        round: seconds that one takes the host; 0 until there was one.
     """
 
     def __init__(self, budget: float | None, every: int, price: float):
         self.budget, self.every, self.price = budget, every, max(price, LEAST)
-        self._left = 0.0  # requests, paid
+        self.round = 0.0
+        self._left = 0.0  # seconds that were paid; without a budget, requests
+        self._took: float | None = None  # what the running round has taken the host
         self._last = time.perf_counter()
 
     def due(self, requests: int) -> int:
@@ -38,13 +51,26 @@ class Turns:
             return requests
         if self.budget is None:
             self._left += requests / self.every
-        else:
-            now = time.perf_counter()
-            self._left += self.budget * min(now - self._last, LONGEST_STEP) / self.price
-            self._last = now
-        due = min(int(self._left), requests)
-        self._left = min(self._left - due, float(requests))  # what a small batch has left is no large one's
+            due = min(int(self._left), requests)
+            self._left = min(self._left - due, float(requests))
+            return due
+        now = time.perf_counter()
+        self._left += self.budget * min(now - self._last, LONGEST_STEP)
+        self._last = now
+        if self._left < self.round + max(self.round, self.price):
+            return 0
+        if self._took is not None:
+            self.round = self._took if not self.round else self.round + NEWEST * (self._took - self.round)
+        due, self._took = min(int((self._left - self.round) / self.price), requests), 0.0
+        # what a small batch has left is no large one's
+        self._left = min(self._left - due * self.price, self.round + requests * self.price)
         return due
+
+    def took(self, seconds: float) -> None:
+        """The states have taken the host so long."""
+        if self.budget is not None:
+            self._took = (self._took or 0.0) + seconds
+            self._left -= seconds
 
     def describe(self, size: int) -> str:
         """In words.
@@ -60,20 +86,22 @@ class Turns:
         )
 
 
-def seconds_of(run: Callable[[int], None], device: torch.device) -> float:
-    """What something takes on a device: the median of a few calls, which are given their number.  It waits for them."""
-    run(0)  # compiles, and makes what is made once
+def seconds_of(run: Callable[[], None], device: torch.device) -> float:
+    """What launches take on a device: the median of a few times, without what the host takes.  It waits for them."""
+    run()  # compiles, and makes what is made once
+    graph = capture(device, run)
+    again = run if graph is None else graph.replay
     taken: list[float] = []
-    for number in range(1, MEASURED + 1):
+    for _ in range(MEASURED):
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
             begin.record()
-            run(number)
+            again()
             end.record()
             end.synchronize()
             taken.append(begin.elapsed_time(end) / 1e3)
         else:
             began = time.perf_counter()
-            run(number)
+            again()
             taken.append(time.perf_counter() - began)
     return statistics.median(taken)
