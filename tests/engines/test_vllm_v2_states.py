@@ -164,6 +164,41 @@ def test_a_flip_in_a_state_of_the_prefix_cache_is_told_when_a_request_takes_it_u
     assert verdict.requests == {"z"}
 
 
+def test_a_block_of_the_prefix_cache_that_another_request_has_rewritten_is_not_taken_for_what_it_was():
+    runner = HybridRunner(align=4)
+    states = runner.guard.states
+    read(runner, runner.step({"x": 4}, new={"x": [1]}))
+    read(runner, runner.step({"y": 1}, new={"y": [2]}, finished=["x"]))
+    assert states._cached
+    blocks = runner.cached[0].blocks
+    runner.evict()
+    runner.free = [*blocks, *(block for block in runner.free if block not in blocks)]
+    states._content = False  # z has no turn
+    read(runner, runner.step({"z": 4}, new={"z": [1]}))
+    read(runner, runner.step({"y": 1}, finished=["z"]))
+    assert runner.cached[-1].blocks == blocks
+    read(runner, runner.step({"w": 2}, new={"w": [1, 3]}, taken_up={"w": runner.cached.pop()}))
+    assert silent(runner)
+
+
+def test_a_wrong_block_table_in_the_step_that_takes_a_prefix_from_the_cache():
+    runner = HybridRunner(align=4)
+    read(runner, runner.step({"x": 4}, new={"x": [1]}))
+    read(runner, runner.step({"y": 1}, new={"y": [2]}, finished=["x"]))
+    prepare = runner._prepare
+
+    def wrong(*given):
+        prepared = prepare(*given)
+        runner.block_tables.input_block_tables[2][0, 1] += 1
+        return prepared
+
+    runner._prepare = wrong
+    read(runner, runner.step({"z": 2}, new={"z": [1, 3]}, taken_up={"z": runner.cached.pop()}))
+    block = runner.state_blocks("z")[1]
+    found = [(v.check, v.why, v.layer, v.request, v.stored, v.found) for v in violations(runner)]
+    assert found == [("index", "NOT_THE_PLANNED_SLOT", "m1", "z", block, block + 1)]
+
+
 @pytest.mark.parametrize("align", [0, 4])
 def test_states_of_two_requests_that_are_exchanged(align):
     runner = HybridRunner(align=align)
@@ -176,7 +211,8 @@ def test_states_of_two_requests_that_are_exchanged(align):
     assert found == {("content", "m0", half, request) for half in ("conv", "state") for request in "xy"}
 
 
-def test_block_tables_of_two_requests_that_are_swapped_in_the_worker():
+@pytest.mark.parametrize("graph", [False, True])
+def test_block_tables_of_two_requests_that_are_swapped_in_the_worker(graph):
     runner = HybridRunner()
     read(runner, runner.step({"x": 2, "y": 2}, new={"x": [1], "y": [5]}))
     prepare = runner._prepare
@@ -188,7 +224,7 @@ def test_block_tables_of_two_requests_that_are_swapped_in_the_worker():
         return prepared
 
     runner._prepare = swapped
-    verdict = read(runner, runner.step({"x": 1, "y": 1}))
+    verdict = read(runner, runner.step({"x": 1, "y": 1}, **({"wrong": 1} if graph else {})))
     x, y = runner.state_blocks("x")[1], runner.state_blocks("y")[1]
     found = {(v.check, v.why, v.layer, v.request, v.stored, v.found) for v in violations(runner)}
     assert found == {
@@ -220,11 +256,13 @@ def test_a_block_that_another_request_is_given_too():
     assert verdict.damaged == {1: {shared}}  # so both are concerned
 
 
-def test_a_block_that_is_freed_while_its_request_runs():
-    runner = HybridRunner()
-    read(runner, runner.step({"x": 2, "y": 2}, new={"x": [1], "y": [5]}))
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_block_that_is_freed_while_its_request_runs(graph):
+    runner, given = HybridRunner(), {"wrong": 1} if graph else {}
+    read(runner, runner.step({"x": 2, "y": 2}, new={"x": [1], "y": [5]}, **given))
+    read(runner, runner.step({"x": 1, "y": 1}, **given))
     (freed,) = runner.states["x"][1]
-    read(runner, runner.step({"x": 1, "y": 1}, events=[("freed", [], [freed], "x")]))
+    read(runner, runner.step({"x": 1, "y": 1}, events=[("freed", [], [freed], "x")], **given))
     (told,) = violations(runner)
     assert (told.check, told.why, told.slot, told.request) == ("owner", "WRITE_AFTER_FREE", freed, "x")
 

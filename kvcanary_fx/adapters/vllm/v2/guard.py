@@ -349,12 +349,8 @@ class GuardV2(Guard):
             uncovered = self.drafting.end()
             if uncovered is not None:
                 self.session.lose_coverage(uncovered)
-        return self._flags.start(copied=self.copied)
-
-    @property
-    def copied(self) -> bool:
-        """Whether :meth:`finish` was launched behind all checks of the last step."""
-        return self._forwards.kept and not self.drafting.layers  # those of a draft record after the step's graph
+        # the layers of a draft record after the step's graph
+        return self._flags.start(copied=self._forwards.kept and not self.drafting.layers)
 
     def read(self, flags: Any) -> Verdict | None:
         """A step's tokens have arrived: report its violations.

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from ....config import CanaryConfig
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
-from ..journal import ATTRIBUTE, TAKEN, Message
+from ..journal import Message
 from ..pools import Group, spec_of_a_layer
 from ..settings import VllmSettings
 from ..state_groups import KIND, StateGroup
@@ -141,14 +141,6 @@ class GuardOfHybridV2(GuardV2):
         super().finish()
         self.states.flags.copy()
 
-    def begin_step(self, scheduled: Any) -> None:
-        """As :meth:`.GuardV2.begin_step`."""
-        told: Message | None = getattr(scheduled, ATTRIBUTE, None)
-        for event in told.events if told is not None else ():
-            if event[0] == TAKEN:
-                self.states.handed_out(event[1])
-        super().begin_step(scheduled)
-
     def _take(self, scheduled: Any, told: Message) -> None:
         self.states.ended((*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())))
         super()._take(scheduled, told)
@@ -168,14 +160,17 @@ class GuardOfHybridV2(GuardV2):
             KVCacheViolation: the engine is to end, a check of an earlier step failed, and this rank's outputs are not
                 read.
         """
-        self.states.drop()
-        if self.scheduled is None or self._disabled:
+        states, scheduled = self.states, self.scheduled
+        states.drop()
+        if scheduled is None or self._disabled:
             return
-        unread = self.states.flags.unread(early=self._ends_engine)
+        unread = states.flags.unread(early=self._ends_engine)
+        if states.idle(batch, scheduled) and self._alike and not unread:  # most steps
+            return
         with self._counts.busy(), torch.inference_mode(False):  # another thread may be reading violations
             if unread:
                 self._read_states()
-            self.states.before(batch, self.scheduled, self.session.begun + 1)
+            states.before(batch, scheduled, self.session.begun + 1)
         if unread:
             self._end_engine()
 
@@ -189,7 +184,8 @@ class GuardOfHybridV2(GuardV2):
 
     def flags(self) -> Any:
         """As :meth:`.GuardV2.flags`, of both sessions."""
-        return super().flags(), self.states.flags.start(copied=self.copied)
+        of_attention = super().flags()
+        return of_attention, self.states.flags.start(copied=of_attention is None)
 
     def read(self, flags: Any) -> Verdict | None:
         """As :meth:`.GuardV2.read`, of both sessions."""

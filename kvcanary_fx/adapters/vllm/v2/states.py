@@ -61,9 +61,11 @@ class States:
         self.turns = Turns(None, 1, 0.0)
         self._content = False
         self._left: dict[str, _Left] = {}  # by request: the state that its next step reads
-        self._cached: dict[int, _Left] = {}  # by the block of the first group: where a block of tokens ends
+        # by the block of the first group: where a block of tokens ends; it loses its fingerprint when it is handed out
+        self._cached: dict[int, _Left] = {}
         self._last_turn: dict[str, int] = {}  # by request: the step
         self._recording: list[tuple[str, _Left]] = []  # of the running step
+        self._turn = 0  # requests that have it in the step that begins
 
     @property
     def size(self) -> int:
@@ -101,18 +103,27 @@ class States:
         (control,) = self.session.controls.by_device.values()
         self.places = StatePlaces(tables, StepInputs(*inputs), self._page, control, pools[0].checks)
 
-    def before(self, batch: Any, scheduled: Any, step: int) -> None:
-        """The inputs of a forward are prepared: before the model.
+    def idle(self, batch: Any, scheduled: Any) -> bool:
+        """Whether no bytes are looked at in a step, as in most; :meth:`before` follows if any are.
 
         Args:
             batch: vLLM's ``InputBatch``.
             scheduled: the ``SchedulerOutput`` of the step.
+        """
+        due = self._turn = self.turns.due(len(batch.req_ids)) if self._content else 0
+        return not due and not self._left and not (self._cached and scheduled.scheduled_new_reqs)
+
+    def before(self, batch: Any, scheduled: Any, step: int) -> None:
+        """The inputs of a forward are prepared: before the model, behind :meth:`idle`.
+
+        Args:
+            batch, scheduled: as of :meth:`idle`.
             step: its number.
         """
         self.session.flush()
-        due = self.turns.due(len(batch.req_ids)) if self._content else 0
+        due, self._turn = self._turn, 0
         if not due and not self._left and not (self._cached and scheduled.scheduled_new_reqs):
-            return  # most steps
+            return
         began = time.perf_counter()
         looked = _Batch(self, batch)
         compared = [*self._due(looked, scheduled)]
@@ -145,12 +156,6 @@ class States:
         for request in requests:
             self._left.pop(request, None)
             self._last_turn.pop(request, None)
-
-    def handed_out(self, blocks: Iterable[int]) -> None:
-        """Blocks are about to be written: their states are those of the prefix cache no more."""
-        if self._cached:
-            for block in blocks:
-                self._cached.pop(block, None)
 
     def forget(self) -> None:
         """Nothing of what is stored stays."""
