@@ -61,8 +61,9 @@ def _flip(
 
 def _block(rig: Rig, group: Any, request: str) -> int:
     """The block that has a request's state: with mamba_cache_mode=align the scheduler may have its next one already."""
-    states = rig.guard.states
-    row = getattr(states, "_row_of", {}).get(rig.internal(request))
-    if row is None:
+    states, name = rig.guard.states, rig.internal(request)
+    if not hasattr(states, "blocks_of"):  # the first runner's, without a prefix cache
         return rig.pages(request)[group.number][0]
-    return states._blocks[row][states.groups.index(group)]
+    known = rig.runner.req_states
+    tokens = int(known.num_computed_tokens.gpu[known.req_id_to_index[name]])
+    return states.blocks_of(name, tokens)[states.groups.index(group)]
