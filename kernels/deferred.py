@@ -45,32 +45,32 @@ class Deferred:
     def take_in(self) -> None:
         """Do for each what :func:`.layer_ops.record_in` does."""
         written, self.written = self.written, []
-        names = [self._name_of(given) for given, _, _ in written]
-        if not self._take_all(names, written):
-            self._take_each(names, written)
+        if written and not self._take_all(written):
+            self._take_each(written)
         self.room = self._held.room
 
-    def _take_all(self, names: list[str], written: Sequence[_Noted]) -> bool:
+    def _take_all(self, written: Sequence[_Noted]) -> bool:
         """Where the layers are those of a forward before, with few functions; False: nothing was done."""
         held, layers = self._held, self._context.layers
+        given, keys, values = map(list, zip(*written, strict=True))
         known = held.named
-        if known is None or known.names != names or known.layers is not layers:
-            known = held.named = _named(names, layers)
+        if known is None or known.given != given or known.layers is not layers:
+            known = held.named = _named(given, [self._name_of(each) for each in given], layers)
         if known.records is None:
             return False
         plan = self._context.requests.get(known.records[0].space.space_id)
         if plan is None or plan.real_slots is None:
             return False
-        keys, values = [key for _, key, _ in written], [value for _, _, value in written]
         if not held.take_all(known.records, plan, keys, values):
             return False
-        self._taken.update(names)
+        self._taken.update(known.names)
         return True
 
-    def _take_each(self, names: Sequence[str], written: Sequence[_Noted]) -> None:
+    def _take_each(self, written: Sequence[_Noted]) -> None:
         context, held = self._context, self._held
         layers, plans = context.layers, context.requests
-        for layer, (_, key, value) in zip(names, written, strict=True):
+        for given, key, value in written:
+            layer = self._name_of(given)
             record = layers.get(layer)
             if record is None:  # other groups of a model may not be guarded
                 continue
@@ -82,8 +82,8 @@ class Deferred:
                 held.take(record, plan, key, value)
 
 
-def _named(names: list[str], layers: Mapping[str, LayerRecord]) -> NamedLayers:
+def _named(given: list[object], names: list[str], layers: Mapping[str, LayerRecord]) -> NamedLayers:
     records = [layers.get(name) for name in names]
     found = [record for record in records if record is not None and record.writes]
     alike = len(found) == len(records) and len({record.space.space_id for record in found}) == 1
-    return NamedLayers(names, layers, found if alike else None)
+    return NamedLayers(given, names, layers, found if alike else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -24,14 +25,20 @@ def limit_on(device: torch.device) -> int:
     return max(LIMIT, torch.cuda.get_device_properties(device).total_memory // SHARE)
 
 
+#: :class:`Written` of a tuple, without a function of Python's for each.
+_written = functools.partial(tuple.__new__, Written)
+
+
 class NamedLayers(NamedTuple):
     """Layers by their names.
 
     Attributes:
+        given: what the ops were given as them.
         layers: in which they were looked up.
         records: in order; None: some are not guarded, do not write, or are of another pool than the first.
     """
 
+    given: list[object]
     names: list[str]
     layers: Mapping[str, LayerRecord]
     records: list[LayerRecord] | None
@@ -128,8 +135,7 @@ class Held:
         size = self._bytes + bytes_of_one * len(records)
         if of_plan is not plan or len(waiting) > 1 or self._side is not None or self._meets_at or size > self._limit:
             return False
-        make = tuple.__new__  # a third of what the name takes
-        held.update((id(each[0]), make(Written, each)) for each in zip(records, keys, values, strict=True))
+        held.update(zip(map(id, records), map(_written, zip(records, keys, values, strict=True)), strict=True))
         self._waiting, self._each, self._bytes = waiting, bytes_of_one, size
         self.taken += len(records)
         return True

@@ -186,26 +186,21 @@ class _Told:
 
 def _addresses(held: Sequence[layer.Written]) -> list[int] | None:
     """Where K and V of each layer are, 0 where there is none; None if they do not have one memory layout."""
-    keys = _alike([key for _, key, _ in held])
-    values = _alike([value for _, _, value in held])
-    if keys is None or values is None:
-        return None
     found = [0] * (2 * len(held))
-    found[::2], found[1::2] = keys, values
-    return found
-
-
-def _alike(tensors: Sequence[torch.Tensor | None]) -> list[int] | None:
-    """Where tensors of one memory layout are, 0 each if there is none; None if they are not alike."""
-    first = tensors[0]
-    if first is None:
-        return None if any(tensor is not None for tensor in tensors) else [0] * len(tensors)
-    dtype, shape, stride, found = first.dtype, first.shape, first.stride(), []
-    for tensor in tensors:
-        if tensor is None or tensor.dtype != dtype or tensor.shape != shape or tensor.stride() != stride:
+    for place, tensors in enumerate(list(zip(*held, strict=True))[1:]):
+        if tensors[0] is not None:
+            if not _alike(tensors):
+                return None
+            found[place::2] = [tensor.data_ptr() for tensor in tensors]
+        elif any(tensor is not None for tensor in tensors):
             return None
-        found.append(tensor.data_ptr())
     return found
+
+
+def _alike(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether there are tensors, and all of one memory layout.  In few functions: there are 64 in a prompt's step."""
+    layouts = [t if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
+    return layouts.count(layouts[0]) == len(layouts)
 
 
 def _layout_of(given: layer.Written, n: int) -> tuple[Any, ...]:

@@ -7,8 +7,8 @@ import torch
 
 import kvcanary_fx
 from kvcanary_fx.adapters.vllm.v2.state_checks import Moved, StateChecks
-from kvcanary_fx.adapters.vllm.v2.state_memory import CHUNK, PLACES, StateHalf, StateTable, words_of
-from kvcanary_fx.adapters.vllm.v2.state_places import StatePlaces, StepInputs
+from kvcanary_fx.adapters.vllm.v2.state_memory import CHUNK, PLACES, StateHalf, StateTable, StepInputs, words_of
+from kvcanary_fx.adapters.vllm.v2.state_places import StatePlaces
 from kvcanary_fx.kernels.checks import Check
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

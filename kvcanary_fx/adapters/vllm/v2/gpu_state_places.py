@@ -9,8 +9,7 @@ import torch
 from ....kernels.bound_launch import BoundLaunch
 from ....kernels.checks import Check
 from ....kernels.ring import Control
-from .state_memory import PLACES, StateTable
-from .state_places import StepInputs
+from .state_memory import PLACES, StateTable, StepInputs
 from .triton_state_places import places_kernel
 
 

@@ -223,8 +223,8 @@ class KeptSteps:
             added = np.full(batch.num_reqs, -1)
         owners = self._session.ids.hashes(batch.req_ids)
         spaces = [namespaces.get(request, 0) for request in batch.req_ids]
-        self._landing.requests(rows, owners, spaces, index, added)
-        self._stored = int(batch.num_computed_tokens_np.sum())
+        self._landing.requests(rows, owners, spaces, index.tolist(), added.tolist())
+        self._stored = sum(batch.num_computed_tokens_np.tolist())  # numpy's sum took 0.1 ms of a prompt's step
 
 
 class _GoesOn(NamedTuple):

@@ -48,6 +48,21 @@ class StateTable(NamedTuple):
     half_id: int
 
 
+class StepInputs(NamedTuple):
+    """Of the running step: int64 ``[bs]`` each.
+
+    Attributes:
+        rows: of each request in the scheduler's tables.
+        owners: the hashes of the requests.
+        prefix_lens, extend_lens: tokens that each has stored, and that the forward adds.
+    """
+
+    rows: torch.Tensor
+    owners: torch.Tensor
+    prefix_lens: torch.Tensor
+    extend_lens: torch.Tensor
+
+
 def words_of(view: torch.Tensor) -> torch.Tensor | None:
     """The states of all blocks as int32 ``[blocks, words]``, in the same memory; None if they are no such rows."""
     size, elements = view.element_size(), view[0].numel()

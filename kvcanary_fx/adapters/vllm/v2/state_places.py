@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,22 +19,7 @@ from ....kernels.checks import Check, Phase, Why
 from ....kernels.findings import Findings
 from ....kernels.ring import Control, Word
 from ....kernels.slots.space import REFERENCE
-from .state_memory import StateTable
-
-
-class StepInputs(NamedTuple):
-    """Of the running step: int64 ``[bs]`` each.
-
-    Attributes:
-        rows: of each request in the scheduler's tables.
-        owners: the hashes of the requests.
-        prefix_lens, extend_lens: tokens that each has stored, and that the forward adds.
-    """
-
-    rows: torch.Tensor
-    owners: torch.Tensor
-    prefix_lens: torch.Tensor
-    extend_lens: torch.Tensor
+from .state_memory import StateTable, StepInputs
 
 
 class StatePlaces:

@@ -24,8 +24,8 @@ from ..state_groups import StateGroup
 from .outputs import Flags
 from .rows import Rows
 from .state_checks import Moved, StateChecks
-from .state_memory import StateHalf, StateTable
-from .state_places import StatePlaces, StepInputs
+from .state_memory import StateHalf, StateTable, StepInputs
+from .state_places import StatePlaces
 from .turns import Turns, seconds_of
 
 

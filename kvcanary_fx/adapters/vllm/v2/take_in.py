@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from ....kernels.compile_ahead import launch_or_compile
@@ -52,10 +51,9 @@ class Landing:
         self.ring = lasting(AHEAD, size, dtype=torch.int64, device="cpu", pin_memory=pinned).zero_()
         self.fields = lasting(FIELDS * room, dtype=torch.int64, device=device).zero_()
         self.turn = lasting(2, dtype=torch.int64, device=device).zero_()
-        self._host = list(self.ring.numpy())
-        self._heads = [memoryview(entry).cast("B") for entry in self._host]
-        self._fields = np.zeros((FIELDS, room), dtype=np.int64)
-        self._turn, self._fresh = 0, True
+        self._heads = [memoryview(entry).cast("B") for entry in self.ring.numpy()]
+        self._fields: Sequence[Sequence[int]] = ()
+        self._turn, self._fresh = 0, False
         self._read = [torch.cuda.Event() for _ in "ab"] if pinned else []  # of each half of the ring
 
     def restart(self) -> None:
@@ -63,11 +61,9 @@ class Landing:
         self.turn.zero_()
         self._turn = 0
 
-    def requests(self, *fields: Sequence[int] | np.ndarray[Any, Any]) -> None:
+    def requests(self, *fields: Sequence[int]) -> None:
         """Another batch: its rows, owners, namespaces, indices of their state and added tokens."""
-        for row, given in zip(self._fields, fields, strict=True):
-            row[: len(given)] = given
-        self._fresh = True
+        self._fields, self._fresh = fields, True
 
     def send(self, requests: int, tokens: int, step: int, pages: Sequence[int], told: bool = True) -> None:
         """Write the entry of the next launch, in the current stream.
@@ -89,7 +85,9 @@ class Landing:
         if count:
             packing(3 * count).pack_into(self._heads[turn], 8 * HEAD, *pages)
         if fresh:
-            self._host[turn][HEAD + 3 * PAGES :] = self._fields.reshape(-1)
+            at, room = HEAD + 3 * PAGES, self.room
+            for number, field in enumerate(self._fields):
+                packing(len(field)).pack_into(self._heads[turn], 8 * (at + number * room), *field)
             self._fresh = False
 
     def skip(self) -> None:
