@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -314,8 +315,8 @@ def test_rounds_of_turns_keep_to_their_budget_and_half_of_it_is_for_comparing(mo
 
     now = [0.0]
     monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    chosen, price, requests, compared, rounds = turns.Turns(0.005, 1, 20e-6), 20e-6, 64, 0, 0
-    due = 0
+    price, requests, compared, rounds, due = 20e-6, 64, 0, 0, 0
+    chosen = turns.Turns(0.005, 1, price, round=100e-6)
     for number in range(20_000):
         now[0] += step
         if due:
@@ -330,6 +331,20 @@ def test_rounds_of_turns_keep_to_their_budget_and_half_of_it_is_for_comparing(mo
     budget, host, device = 0.005 * (now[0] - began), rounds * launches, compared * price
     assert 0.9 * budget < host + device < 1.01 * budget
     assert device > 0.4 * budget or compared == rounds * requests
+
+
+def test_a_round_that_was_interrupted_does_not_end_the_turns(monkeypatch):
+    from kvcanary_fx.adapters.vllm.v2 import turns
+
+    now = [0.0]
+    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    chosen, steps = turns.Turns(0.005, 1, 20e-6, round=100e-6), []
+    for number in range(400):
+        now[0] += 0.003
+        if chosen.due(64):
+            chosen.took(0.02 if len(steps) == 1 else 100e-6)
+            steps.append(number)
+    assert max(later - sooner for sooner, later in itertools.pairwise(steps)) <= 60
 
 
 def test_what_a_model_that_raised_left_is_not_fingerprinted():

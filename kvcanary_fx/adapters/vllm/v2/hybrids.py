@@ -135,9 +135,11 @@ class GuardOfHybridV2(GuardV2):
         return super()._forwards_of(session, checks)
 
     def places(self, counts: torch.Tensor) -> None:
+        """As :meth:`.GuardV2.places`: those of the states."""
         self.states.places.check(counts)
 
     def finish(self) -> None:
+        """As :meth:`.GuardV2.finish`, of both sessions."""
         super().finish()
         self.states.flags.copy()
 

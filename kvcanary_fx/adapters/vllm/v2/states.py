@@ -89,7 +89,10 @@ class States:
             checks.compare()
 
         price = seconds_of(once, checks.step.device)
-        self.turns = Turns(budget if content else None, every, price)
+        began = time.perf_counter()
+        checks.begin(0, moved, moved)
+        once()
+        self.turns = Turns(budget if content else None, every, price, time.perf_counter() - began)
         self._content = content
 
     def guard_places(self, attention: EngineSession) -> None:

@@ -16,8 +16,11 @@ LONGEST_STEP = 0.1
 #: Measurements of a price, and the lowest, in seconds: less than a launch takes.
 MEASURED, LEAST = 5, 1e-6
 
-#: Of what a round has taken the host so far, the part that the last one is.
+#: Of what a round is taken to take the host, the part that the last one is, if it took longer.
 NEWEST = 1 / 8
+
+#: What took so many times as long was interrupted, or ran for the first time: the rest is no time of ours.
+INTERRUPTED = 4
 
 
 class Turns:
@@ -33,14 +36,11 @@ class Turns:
         budget: how much longer steps may take, as a fraction; None: as long as it takes.
         every: without a budget, the steps within which each request has its turn.
         price: seconds that the states of one request take the device, compared and fingerprinted.
-
-    Attributes:
-        round: seconds that one takes the host; 0 until there was one.
+        round: seconds that a round takes the host, about; 0: nothing, whatever it takes.
     """
 
-    def __init__(self, budget: float | None, every: int, price: float):
-        self.budget, self.every, self.price = budget, every, max(price, LEAST)
-        self.round = 0.0
+    def __init__(self, budget: float | None, every: int, price: float, round: float = 0.0):
+        self.budget, self.every, self.price, self.round = budget, every, max(price, LEAST), round
         self._left = 0.0  # seconds that were paid; without a budget, requests
         self._took: float | None = None  # what the running round has taken the host
         self._last = time.perf_counter()
@@ -60,7 +60,8 @@ class Turns:
         if self._left < self.round + max(self.round, self.price):
             return 0
         if self._took is not None:
-            self.round = self._took if not self.round else self.round + NEWEST * (self._took - self.round)
+            longer = self._took - self.round
+            self.round += NEWEST * longer if longer > 0 else longer
         due, self._took = min(int((self._left - self.round) / self.price), requests), 0.0
         # what a small batch has left is no large one's
         self._left = min(self._left - due * self.price, self.round + requests * self.price)
@@ -69,6 +70,7 @@ class Turns:
     def took(self, seconds: float) -> None:
         """The states have taken the host so long."""
         if self.budget is not None:
+            seconds = min(seconds, INTERRUPTED * self.round)
             self._took = (self._took or 0.0) + seconds
             self._left -= seconds
 
