@@ -266,6 +266,19 @@ HEADER = [
 ]
 
 
+def take_turns(case: Case, runners: dict[str, Runner], args: argparse.Namespace) -> int:
+    """The rounds of a case, each printed when it is over; how many there was time for, one at least."""
+    began, order = time.perf_counter(), list(runners.values())
+    for turn in range(args.rounds):
+        for runner in order if turn % 2 == 0 else reversed(order):
+            runner.run(args.warm + turn)
+        rates = ", ".join(f"{name} {case.requests * case.new / r.seconds[-1]:,.0f}" for name, r in runners.items())
+        print(f"{case.name} round {turn + 1} of {args.rounds}: tokens/s {rates}", flush=True)
+        if args.seconds and (time.perf_counter() - began) * (turn + 2) / (turn + 1) > args.seconds:
+            return turn + 1
+    return args.rounds
+
+
 def measure(case: Case, model: Any, args: argparse.Namespace) -> tuple[list[list[str]], list[str]]:
     """The cells of a row for each configuration, and what makes them worthless."""
     configurations: dict[str, dict[str, Any] | None] = {"off": None}
@@ -281,10 +294,7 @@ def measure(case: Case, model: Any, args: argparse.Namespace) -> tuple[list[list
             print(f"{case.name} {name}: warm after {took:.0f} s; {' -> '.join(runner.settings)}", flush=True)
             for taken in (runner.seconds, runner.steps, runner.rest):
                 taken.clear()
-        for turn in range(args.rounds):
-            order = list(runners.values())
-            for runner in order if turn % 2 == 0 else reversed(order):
-                runner.run(args.warm + turn)
+        turns = take_turns(case, runners, args)
         rows = [Row(case, name, runner, runners["off"], args.device == "cpu") for name, runner in runners.items()]
         cells = [row.cells() for row in rows]
         for line in cells:
@@ -294,7 +304,7 @@ def measure(case: Case, model: Any, args: argparse.Namespace) -> tuple[list[list
             args.profile.parent.mkdir(parents=True, exist_ok=True)
             with args.profile.open("a") as out:
                 for name, runner in runners.items():
-                    seen = profiled(runner, args.warm + args.rounds)
+                    seen = profiled(runner, args.warm + turns)
                     out.write(f"==== {case.name}, {name}, {case.new} tokens\n{seen}\n")
         return cells, wrong
     finally:
@@ -374,11 +384,12 @@ def text(rows: list[list[str]], args: argparse.Namespace) -> str:
         )
     import transformers
 
+    rounds = f"{args.rounds} rounds" + (f" or as many as {args.seconds:g} s have room for" if args.seconds else "")
     return (
         f"## Hugging Face generate_batch\n\n{report.environment(args.device)}, "
         f"transformers {transformers.__version__}. Continuous batching as transformers does it by default, Llama "
         f"shapes, random weights, {args.new_tokens} new tokens, pages of {args.page} tokens, at most "
-        f"{args.batch_tokens} tokens in a batch, {args.rounds} rounds, taking turns{settings}. `1b 8 x 512`: 8 "
+        f"{args.batch_tokens} tokens in a batch, {rounds}, taking turns{settings}. `1b 8 x 512`: 8 "
         "requests with prompts of 512 tokens. Tokens a second are those of the whole call; a decode step is the median "
         f"time from the begin of one, of all requests, to the begin of the next. {command}\n\n"
         + report.table(HEADER, rows)
@@ -394,7 +405,9 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="instead of the shape's own number; without a device 16")
     parser.add_argument("--page", type=int, default=256, help="tokens of a page; 256 is transformers' own default")
     parser.add_argument("--batch-tokens", type=int, help="most of a batch; default: transformers' own, 8192")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of each case")
+    what = "of each case: begin no round that would end later; the first one is always made"
+    parser.add_argument("--seconds", type=float, default=0, help=what)
     parser.add_argument("--warm", type=int, default=1, help="calls of each configuration before the rounds")
     parser.add_argument("--mode", nargs="+", choices=["log", "raise"], default=["log"])
     parser.add_argument("--setting", dest="settings", type=setting, action="append", default=[], metavar="NAME=VALUE")
