@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import sys
@@ -518,7 +519,7 @@ def test_pages_that_the_prefix_cache_gives_up_in_a_step_are_released_at_once_bef
 
 
 def test_blocks_that_are_handed_out_one_call_after_the_other_are_one_event():
-    """Unless something happened in between, they are of another group, or the stack of each call is kept."""
+    """Unless something happened to blocks in between, or the stack of each call is kept."""
     for stacks, expected in ((0, 4), (8, 5)):
         journal = Journal(stacks)
         journal.taken([1, 2], "A", 0)
@@ -534,6 +535,56 @@ def test_blocks_that_are_handed_out_one_call_after_the_other_are_one_event():
         assert calls == [("A", 0), ("B", 0), ("B", 1), ("C", 1)]
         assert [block for blocks, *_ in taken for block in blocks] == [1, 2, 3, 4, 5]
         assert journal.take().events == []
+
+
+def test_requests_of_a_model_with_several_groups_get_their_blocks_in_an_event_for_each_group():
+    """As those of a hybrid do, whose states move on to other blocks when a block is full."""
+    journal = Journal()
+    for request in range(8):
+        journal.note("freed", [100 + request], [], f"r{request}")
+        for group in range(3):
+            journal.taken([3 * request + group], f"r{request}", group)
+    events = journal.take().events
+    assert [event[4] for event in events if event[0] == "taken"] == [0, 1, 2]
+    assert len(events) == 8 + 3
+    assert events[1][1:4] == ([0, 3, 6, 9, 12, 15, 18, 21], [f"r{n}" for n in range(8)], [1] * 8)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_that_join_an_earlier_event_were_free_by_then(seed):
+    rng, journal, made = random.Random(seed), Journal(), []
+    free, mine, cached = list(range(1, 15)), [], []
+    for _ in range(60):
+        what = rng.choice(["taken", "taken", "taken", "freed", "freed", "touched"])
+        if what == "taken" and free:
+            blocks, group = [free.pop(0) for _ in range(min(len(free), rng.choice([1, 1, 2])))], rng.randrange(3)
+            cached, mine = [b for b in cached if b not in blocks], mine + blocks
+            journal.taken(list(blocks), "r", group)
+            made += [("taken", block, group) for block in blocks]
+        elif what == "freed" and mine:
+            block = mine.pop(rng.randrange(len(mine)))
+            kept = [block] * rng.randrange(2)
+            cached, free = cached + kept, [block, *free] if rng.random() < 0.5 else [*free, block]
+            journal.note("freed", kept, [] if kept else [block], "r")
+            made.append(("freed", block, bool(kept)))
+        elif what == "touched" and cached:
+            block = cached.pop()
+            free.remove(block)
+            mine.append(block)
+            journal.note("touched", [block], "r")
+            made.append(("touched", block, None))
+    told = []
+    for name, *rest in journal.take().events:
+        if name == "taken":
+            assert sum(rest[2]) == len(rest[0])
+            told += [("taken", block, rest[3]) for block in rest[0]]
+        elif name == "freed":
+            told += [("freed", block, kept) for kept, blocks in ((True, rest[0]), (False, rest[1])) for block in blocks]
+        else:
+            told += [("touched", block, None) for block in rest[0]]
+    of_each = [{block: [e for e in events if e[1] == block] for _, block, _ in events} for events in (made, told)]
+    assert of_each[0] == of_each[1]  # what happens to each block, in order
+    assert len(told) == len(made)
 
 
 def test_calls_for_pages_have_the_stacks_of_the_scheduler_also_those_that_wait_for_a_forward():

@@ -97,13 +97,17 @@ def test_a_look_at_a_stack_is_the_canarys_where_the_innermost_function_of_both_i
     assert [stacks.within[f] for f in ("v1/core.py:step", "vllm/hooks.py:hook", "kernels/checks.py:check")] == [3, 2, 2]
     found = {}
     for collected in (0.25, 0.25):
-        vllm_stacks.add(found, dict(looks={}, within={}, collected=collected, collections=[1, 0, 0]))
-    vllm_stacks.add(found, dict(looks=stacks.looks, within=stacks.within, collected=0.0, collections=[0, 1, 0]))
+        vllm_stacks.add(found, dict(looks={}, within={}, at={}, collected=collected, collections=[1, 0, 0]))
+    seen = dict(looks=stacks.looks, within=stacks.within, at=stacks.at)
+    vllm_stacks.add(found, dict(**seen, collected=0.0, collections=[0, 1, 0]))
     assert found["collections"] == [2, 1, 0]
-    rows = table(vllm_stacks.table({"plain": {**found, "looks": {}, "within": {}}, "guarded": found}, 2, 500))
+    plain = {**found, "looks": {}, "within": {}, "at": {}}
+    rows = table(vllm_stacks.table({"plain": plain, "guarded": found}, 2, 500))
     assert ["**in the canary**", "0.0", "1.0"] in rows
     assert ["garbage collector", "250.0", "250.0"] in rows
     assert ["v1/core.py:step", "0.0", "1.5"] in rows
+    assert [name.partition(", line ")[0] for name in stacks.at] == ["kernels/checks.py:check"]
+    assert rows[-1] == [*stacks.at, "0.0", "1.0"]
 
 
 def test_tiny_forwards_have_all_configurations_and_no_violations(tmp_path):

@@ -173,8 +173,9 @@ def adapters() -> None:
     marker, starts, rejected = random_batch(0, 4)
     marker.launch(starts, rejected)
     for bits in (32, 64):
-        states = test_state_checks.States(bits).checks.launches
-        states.check_places(2)
+        made = test_state_checks.States(bits)
+        made.places(16, *[[1, 1]] * 4)._launch.check(torch.zeros(3, dtype=torch.int64))
+        states = made.checks.launches
         for compares in (False, True):
             states.run(0, 2, compares)
 

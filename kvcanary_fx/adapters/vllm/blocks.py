@@ -15,7 +15,7 @@ from vllm.v1.core import single_type_kv_cache_manager as managers
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from .journal import Journal
+from .journal import FREED, Journal
 from .patching import replace, wrap, wrap_in_all
 from .settings import from_env
 
@@ -94,7 +94,7 @@ def _free_blocks(original: Callable[..., None]) -> Callable[..., None]:
             if not b.is_null and (b.pool is None or b.pool is pool):
                 (kept if caches and b.ref_cnt == 0 and b.block_hash is not None else left).append(b.block_id)
         if kept or left:
-            journal.note("freed", kept, left, _caller(sys._getframe(1), pool)[0])
+            journal.note(FREED, kept, left, _caller(sys._getframe(1), pool)[0])
 
     return free_blocks
 

@@ -17,6 +17,10 @@ ATTRIBUTE = "kvcanary"
 
 #: The event of :meth:`Journal.taken`.
 TAKEN = "taken"
+FREED = "freed"
+
+#: Events that are looked at, the last ones first, for one that blocks can join: those of two requests, in most models.
+LOOKED_AT = 12
 
 
 @dataclasses.dataclass
@@ -56,7 +60,8 @@ class Journal:
             self._message.stacks.append(self._stacks.here())
 
     def taken(self, blocks: list[int], request: str | None, group: int) -> None:
-        """Record that blocks were handed out; such calls in a row are one event (:meth:`.Books.taken`).
+        """Record that blocks were handed out; such calls for a group are one event (:meth:`.Books.taken`), also if in
+        between other groups got blocks, and others were freed, as for each request of a model with several groups.
 
         In a large batch several requests fill a block in each step: an event for each is as many objects more for
         Python's garbage collector, and for each of their readers.
@@ -64,13 +69,24 @@ class Journal:
         Args:
             group: the KV cache group.
         """
-        events = self._message.events
-        if events and self._stacks is None and (last := events[-1])[0] == TAKEN and last[4] == group:
-            last[1].extend(blocks)
-            last[2].append(request)
-            last[3].append(len(blocks))
+        before = self._before(blocks, group) if self._stacks is None else None
+        if before is not None:
+            before[1].extend(blocks)
+            before[2].append(request)
+            before[3].append(len(blocks))
         else:
             self.note(TAKEN, blocks, [request], [len(blocks)], group)
+
+    def _before(self, blocks: list[int], group: int) -> tuple[Any, ...] | None:
+        """The event of a group that these blocks could have been handed out in: nothing behind it is about them."""
+        for event in self._message.events[: -1 - LOOKED_AT : -1]:
+            name = event[0]
+            if name == TAKEN:
+                if event[4] == group:
+                    return event
+            elif name != FREED or any(block in event[1] or block in event[2] for block in blocks):
+                return None
+        return None
 
     def name(self, request: str, namespace: int) -> None:
         """Record a request's namespace."""

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -190,7 +190,8 @@ class GuardV2(Guard):
             self._require_warm_up(scheduled)
             return
         cached = scheduled.scheduled_cached_reqs
-        self._alike = not (
+        events: Sequence[tuple[Any, ...]] = told.events
+        alike = not (
             self._ends_engine  # then violations are looked for before each forward
             or self.drafting.expected  # and here the draft's layers are told of each
             or scheduled.scheduled_new_reqs
@@ -200,20 +201,26 @@ class GuardV2(Guard):
             or told.namespaces
             or scheduled.kv_cache_block_copies
             or getattr(scheduled, "new_block_ids_to_zero", None)
-            or (told.events and (told.stacks or not self.books.hand_out(told.events)))
         )
+        if alike and events and not told.stacks:
+            events = self.books.hand_out(events)
+        self._alike = alike and not events
         if not self._alike:
-            self._take(scheduled, told)
+            self._take(scheduled, told, events)
         elif any(cached.new_block_ids):
             self._rows.more(cached.req_ids, cached.new_block_ids)
         self.scheduled = scheduled
 
-    def _take(self, scheduled: Any, told: Message) -> None:
-        """Something is new in a step: a request, its blocks, or what becomes of these."""
+    def _take(self, scheduled: Any, told: Message, events: Sequence[tuple[Any, ...]]) -> None:
+        """Something is new in a step: a request, its blocks, or what becomes of these.
+
+        Args:
+            events: those of the message that were not applied yet.
+        """
         self._forwards.interrupted()
-        if told.events or scheduled.kv_cache_block_copies or getattr(scheduled, "new_block_ids_to_zero", None):
+        if events or scheduled.kv_cache_block_copies or getattr(scheduled, "new_block_ids_to_zero", None):
             with self._counts.busy():  # another thread may be reading violations, and send what is queued
-                self.books.apply(told.events, told.stacks)
+                self.books.apply(events, told.stacks)
                 self._forget_copies(scheduled)
                 self.compare_what_is_refilled(scheduled)
         for request in scheduled.finished_req_ids:  # whose ids may be given again

@@ -143,9 +143,9 @@ class GuardOfHybridV2(GuardV2):
         super().finish()
         self.states.flags.copy()
 
-    def _take(self, scheduled: Any, told: Message) -> None:
+    def _take(self, scheduled: Any, told: Message, events: Sequence[tuple[Any, ...]]) -> None:
         self.states.ended((*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())))
-        super()._take(scheduled, told)
+        super()._take(scheduled, told, events)
 
     def forget_stored(self) -> None:
         """The KV cache's memory is about to be given back: sleep mode."""
