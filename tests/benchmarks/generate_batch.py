@@ -415,6 +415,8 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--write", action="store_true", help="update the section in BENCHMARKS.md")
     args = parser.parse_args(given)
+    if args.seconds < 0:
+        parser.error(f"--seconds {args.seconds:g}: give how long the rounds of a case may take, or 0 for all of them")
     args.own = args.device == "none"
     args.shape = args.shape or (["tiny"] if args.own else ["1b", "8b"])
     args.batch_tokens = args.batch_tokens or (2048 if args.own else 8192)
