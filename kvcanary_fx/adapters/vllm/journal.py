@@ -69,15 +69,15 @@ class Journal:
         Args:
             group: the KV cache group.
         """
-        before = self._before(blocks, group) if self._stacks is None else None
-        if before is not None:
-            before[1].extend(blocks)
-            before[2].append(request)
-            before[3].append(len(blocks))
+        earlier = self._event_to_join(blocks, group) if self._stacks is None else None
+        if earlier is not None:
+            earlier[1].extend(blocks)
+            earlier[2].append(request)
+            earlier[3].append(len(blocks))
         else:
             self.note(TAKEN, blocks, [request], [len(blocks)], group)
 
-    def _before(self, blocks: list[int], group: int) -> tuple[Any, ...] | None:
+    def _event_to_join(self, blocks: list[int], group: int) -> tuple[Any, ...] | None:
         """The event of a group that these blocks could have been handed out in: nothing behind it is about them."""
         for event in self._message.events[: -1 - LOOKED_AT : -1]:
             name = event[0]

@@ -167,12 +167,15 @@ class GuardOfHybridV2(GuardV2):
         if scheduled is None or self._disabled:
             return
         unread = states.flags.unread(early=self._ends_engine)
-        if states.idle(batch, scheduled) and self._alike and not unread:  # most steps
+        idle = states.idle(batch, scheduled)
+        if idle and self._alike and not unread:  # most steps
             return
         with self._counts.busy(), torch.inference_mode(False):  # another thread may be reading violations
             if unread:
                 self._read_states()
-            states.before(batch, scheduled, self.session.begun + 1)
+            states.session.flush()
+            if not idle:
+                states.before(batch, scheduled, self.session.begun + 1)
         if unread:
             self._end_engine()
 

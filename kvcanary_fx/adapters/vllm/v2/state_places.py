@@ -3,7 +3,7 @@
 Everything that it takes is on the device: the runner's block tables, the scheduler's in the rows of :class:`.Rows`, and
 the step inputs of attention's session.  So it is part of what is captured with the model, and takes the host nothing::
 
-    column of a request     the tokens that it has after the forward, -1, // tokens of a block
+    column of a request     (tokens that it has after the forward - 1) // tokens of a block
     planned, given          the scheduler's table there, the runner's table there
 """
 

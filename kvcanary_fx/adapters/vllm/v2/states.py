@@ -117,20 +117,16 @@ class States:
         return not due and not self._left and not (self._cached and scheduled.scheduled_new_reqs)
 
     def before(self, batch: Any, scheduled: Any, step: int) -> None:
-        """The inputs of a forward are prepared: before the model, behind :meth:`idle`.
+        """The inputs of a forward are prepared: before the model, if it is not :meth:`idle`.
 
         Args:
             batch, scheduled: as of :meth:`idle`.
             step: its number.
         """
-        self.session.flush()
-        due, self._turn = self._turn, 0
-        if not due and not self._left and not (self._cached and scheduled.scheduled_new_reqs):
-            return
         began = time.perf_counter()
         looked = _Batch(self, batch)
         compared = [*self._due(looked, scheduled)]
-        recorded = self._choose(looked, due, step)
+        recorded = self._choose(looked, self._turn, step)
         if compared or recorded:
             self._recording = [(looked.requests[row], looked.left(row)) for row in recorded]
             self._checks.begin(step, compared, [looked.moved(row, *looked.left(row)) for row in recorded])
