@@ -10,8 +10,10 @@ both sides count the turns.  An entry is int64::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +25,9 @@ from .triton_event_ring import land_kernel
 
 #: Words before the calls; room for calls, and for pages.
 HEAD, CALLS, PAGES = 4, 256, 2048
+
+#: The first of these words, which say how much there is.
+COUNTS = 3
 
 #: Entries of the ring: how far the host may be ahead of the device.
 AHEAD = 16
@@ -36,8 +41,22 @@ _ALLOCATE, _RELEASE, _HEAD = int(Event.ALLOCATE), int(Event.RELEASE), packing(HE
 FIRST_PAGE = HEAD + CALLS * COLUMNS
 
 
+class Due(NamedTuple):
+    """Where a launch that comes with each step finds whether an entry is for it.
+
+    Attributes:
+        rows: int64 ``[n, size]``, in memory that the device reads.
+        turn: int64 ``[>= 1]`` on the device, the row of the step.
+        column: of the row, 0 where no entry is.
+    """
+
+    rows: torch.Tensor
+    turn: torch.Tensor
+    column: int
+
+
 class EventRing:
-    """Each :meth:`offer` that succeeds is for the one :meth:`land` behind it.
+    """Each :meth:`offer` that succeeds is for the one :meth:`land` behind it, or a launch of :meth:`lands_if_due`.
 
     Attributes:
         ring: int64 ``[AHEAD, size]`` on the host.
@@ -60,9 +79,7 @@ class EventRing:
         self._views = [memoryview(entry.numpy()).cast("B") for entry in self.ring]  # type: ignore[arg-type]
         self._turn, self._current = 0, CurrentStream(device)
         self._read = [torch.cuda.Event() for _ in "ab"] if on_gpu else []  # of each half of the ring
-        arguments = dict(ring_ptr=self.ring, size=size, turn_ptr=self.turn, out_ptr=self.landed)
-        constants = dict(AHEAD=AHEAD, HEAD=HEAD, FIRST_PAGE=FIRST_PAGE, COLUMNS=COLUMNS, BLOCK=BLOCK)
-        self._launch = BoundLaunch(land_kernel, device, arguments | constants, (), 4)
+        self._device, self._launch = device, self._bound(device, None)
 
     def offer(self, rows: Sequence[int], parts: Sequence[Part], pages: int, page_size: int, along: int = 0) -> bool:
         """Write the entry of the next launch, in the current stream; whether its memory was free: nothing waits.
@@ -119,12 +136,34 @@ class EventRing:
 
     def land(self, room: int) -> None:
         """Launch what brings the entry to the device, in the current stream, if it has at most ``room`` pages."""
-        grid = -(-(FIRST_PAGE + room) // BLOCK), 1, 1
-        (self._launch if self._launch.ready else self._launch.first)(grid, (), None)
+        _launch(self._launch, room)
+
+    def lands_if_due(self, room: int, due: Due) -> Callable[[], None]:
+        """What launches :meth:`land` where an entry is for the step; else there are no calls, and it is nobody's turn.
+
+        Its launches may be in a graph that is replayed in each step: the host says of each.
+        """
+        return functools.partial(_launch, self._bound(self._device, due), room)
+
+    def _bound(self, device: torch.device, due: Due | None) -> BoundLaunch:
+        size, said = FIRST_PAGE + PAGES, due or Due(self.ring, self.turn, 0)
+        arguments = dict(ring_ptr=self.ring, size=size, turn_ptr=self.turn, out_ptr=self.landed)
+        arguments |= dict(due_ptr=said.rows, due_size=said.rows.stride(0), due_turn_ptr=said.turn)
+        constants = dict(AHEAD=AHEAD, HEAD=HEAD, FIRST_PAGE=FIRST_PAGE, COLUMNS=COLUMNS, BLOCK=BLOCK, COUNTS=COUNTS)
+        constants |= dict(HAS_DUE=due is not None, DUE=said.column)
+        return BoundLaunch(land_kernel, device, arguments | constants, (), 4)
 
 
-def naive(ring: EventRing) -> None:
-    """What :meth:`EventRing.land` launches, in plain code: the reference."""
+def _launch(launch: BoundLaunch, room: int) -> None:
+    grid = -(-(FIRST_PAGE + room) // BLOCK), 1, 1
+    (launch if launch.ready else launch.first)(grid, (), None)
+
+
+def naive(ring: EventRing, due: Due | None = None) -> None:
+    """What :meth:`EventRing.land` and :meth:`EventRing.lands_if_due` launch, in plain code: the reference."""
+    if due is not None and not int(due.rows[int(due.turn[0]), due.column]):
+        ring.landed[:COUNTS] = 0
+        return
     turn = int(ring.turn[0])
     entry = ring.ring[turn].to(ring.landed.device)
     calls, pages = entry[:2].tolist()

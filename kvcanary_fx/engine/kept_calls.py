@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -13,7 +14,7 @@ from ..kernels.checks import Phase
 from ..kernels.compile_ahead import compiling_ahead
 from ..kernels.handed import BLOCK, Part
 from ..kernels.replay import Replayed
-from ..kernels.slots.event_ring import CALLS, PAGES, EventRing
+from ..kernels.slots.event_ring import CALLS, PAGES, Due, EventRing
 from ..kernels.slots.events import Allocations, Events
 from ..kernels.staging import lasting
 from ..kernels.triton_handed import scatter_from_kernel
@@ -38,6 +39,9 @@ class Apply(Protocol):
 #: Pages that a replay has room for; calls that name fewer take the first that is large enough.
 ROOMS = 64, 512, PAGES
 
+#: Pages, at most, of calls that are applied in the launches of a step.
+IN_STEP = 512
+
 #: Slots, at most: to look at what they hold takes memory.
 SLOTS = 1 << 16
 
@@ -50,8 +54,13 @@ class KeptCalls:
 
     In place of a copy, an event and two launches: a launch alone took as long of the host as a replay (H200).
 
+    Calls that come just before a step may need no replay of their own: what :meth:`in_step` launches is captured with
+    the step's, and takes what waits for it.
+
     Attributes:
         most: calls that there is room for.
+        waits: the replay of calls that nothing was launched for yet, until somebody does (:meth:`settle`) or leaves
+            them to the step (:meth:`claim`).
     """
 
     most = CALLS
@@ -65,18 +74,54 @@ class KeptCalls:
         self._ring: EventRing | None = None
         self._runs: dict[tuple[object, ...], tuple[Callable[[], None], Replayed]] = {}
         self._plain: dict[tuple[int, int, bool], Replayed] = {}  # of calls alone: room, page size, whether they release
+        self.waits: torch.cuda.CUDAGraph | None = None
+        self._step_size = 0  # slots of a page of the calls that a step takes; 0: it takes none
 
     def takes(self, calls: int, pages: int, page_size: int) -> bool:
         """Whether there is room for so many."""
         return calls <= CALLS and pages <= ROOMS[-1] and _room(pages) * page_size <= SLOTS
 
-    def apply(self, rows: Sequence[int], parts: Sequence[Part], pages: int, page_size: int, released: bool) -> bool:
+    def in_step(self, due: Due, page_size: int) -> Callable[[], None] | None:
+        """What launches calls with a step, if some wait for it and were claimed; None: their pages are too large.
+
+        Args:
+            due: says so to the device.
+            page_size: of all of them.
+        """
+        if not self.takes(1, IN_STEP, page_size):
+            return None
+        if self._ring is None:
+            self._ring = EventRing(self._device)
+        self._step_size = page_size
+        return self._run(self._ring, IN_STEP, page_size, True, None, due)
+
+    def settle(self) -> None:
+        """Launch the calls that wait for a step."""
+        graph, self.waits = self.waits, None
+        if graph is not None:
+            graph.replay()
+
+    def claim(self) -> bool:
+        """Whether calls wait, which the launches of the next step are going to take."""
+        waited, self.waits = self.waits is not None, None
+        return waited
+
+    def apply(
+        self,
+        rows: Sequence[int],
+        parts: Sequence[Part],
+        pages: int,
+        page_size: int,
+        released: bool,
+        into_step: bool = False,
+    ) -> bool:
         """Launch what calls do, on the current stream; False: the device is too far behind, and nothing was launched.
 
         Args:
             rows: :class:`.EventRow` after :class:`.EventRow`, as many as :meth:`takes`; so many ``pages`` as well, the
                 ``parts`` one after the other.
             released: a call among them may free slots, whose bytes are compared.
+            into_step: let them wait for the step that is about to begin, if it can take them.
 
         Raises:
             struct.error: one of them is no whole number of 64 bits; nothing was launched.
@@ -99,7 +144,10 @@ class KeptCalls:
             if imported is None and grid is None:
                 self._plain[room, page_size, released] = known[1]
         run, replayed = known
-        replayed(run)
+        if into_step and replayed.graph is not None and self._step_takes(pages, page_size, form):
+            self.waits = replayed.graph
+        else:
+            replayed(run)
         if put is not None and waiting is not None:
             waiting.sent()
         return not ahead
@@ -115,28 +163,46 @@ class KeptCalls:
         known = self._plain.get(form)
         if ring is None or known is None or known.graph is None or self._content.imported is not None:
             return False
-        if len(given.owners) >= CALLS or not ring.offer_allocations(given):
+        if len(given.owners) >= CALLS:
             return False
-        known.graph.replay()
+        self.settle()  # those before, which another offer would leave without memory
+        if not ring.offer_allocations(given):
+            return False
+        if n <= IN_STEP and given.page_size == self._step_size:
+            self.waits = known.graph
+        else:
+            known.graph.replay()
         return True
 
+    def _step_takes(self, pages: int, page_size: int, form: tuple[object, ...]) -> bool:
+        """Whether a step takes such calls: no numbers travel along, and no slots were imported."""
+        return pages <= IN_STEP and page_size == self._step_size and form[-2:] == (None, None)
+
     def _run(
-        self, ring: EventRing, room: int, page_size: int, released: bool, grid: tuple[int, int, int] | None
+        self,
+        ring: EventRing,
+        room: int,
+        page_size: int,
+        released: bool,
+        grid: tuple[int, int, int] | None,
+        due: Due | None = None,
     ) -> Callable[[], None]:
         """What launches all that calls do, for at most so many pages.
 
         Args:
             grid: of the launch for numbers that travel along, behind the calls: they say which step it is.
+            due: says whether there are any; None: there are.
         """
         content, imported, apply = self._content, self._content.imported, self._apply
         events = Events(ring.rows, ring.pages[:room], page_size)
         gone = lasting(3, events.slots, dtype=torch.int64, device=self._device) if released else None
+        land = functools.partial(ring.land, room) if due is None else ring.lands_if_due(room, due)
         scatter = None
         if grid is not None:
             scatter = BoundLaunch(scatter_from_kernel, self._device, dict(at_ptr=ring.along, BLOCK=BLOCK), (), 4)
 
         def run() -> None:
-            ring.land(room)
+            land()
             apply(events, imported, gone, ring.counts)
             if gone is not None:
                 content.verify(gone[0], ring.slots, gone[1], Phase.LIFE, gone[2])

@@ -56,9 +56,10 @@ class KeptForward:
 
     Attributes:
         forward: its plans are padded.
-        before: launches the checks before the model.
-        inside: the same, without a graph of its own, where a graph of the model is captured; None: they cannot be in
-            one.  Its counts are ``live`` of :meth:`.LayerChecks.keep`.
+        before: launches the checks before the model, and ``first``.
+        inside: the checks, without a graph of their own, where a graph of the model is captured; None: they cannot be
+            in one.  Its counts are ``live`` of :meth:`.LayerChecks.keep`.
+        first: launches, there, what no write of the model may come before; None: nothing does.
         after: launches those after it; None: there are none.
         finish: launches what comes last; None: nothing does.
         beside: in a graph of the model, the checks before it may run beside it.
@@ -71,6 +72,7 @@ class KeptForward:
     forward: Forward
     before: Callable[[], None]
     inside: Callable[[], None] | None
+    first: Callable[[], None] | None
     after: Callable[[], None] | None
     finish: Callable[[], None] | None
     beside: bool
@@ -106,6 +108,7 @@ def keep(
     reads: Sequence[Reads],
     finish: Callable[[], None] | None,
     live: torch.Tensor | None = None,
+    first: Callable[[], None] | None = None,
 ) -> KeptForward:
     """Capture the checks around the model; on the CPU they run as they are.
 
@@ -118,6 +121,7 @@ def keep(
         reads: with pages and lengths of as many requests.
         finish: launches what comes last; it is not captured here.
         live: the counts of what is captured in a graph of the model.
+        first: launches what comes before all of these.
     """
     (device,) = {pool.declared.device for pool in pools.values()}
     ((requests, tokens),) = {(plan.rows.shape[0], plan.slots.shape[0]) for plan in forward.plans.values()}
@@ -136,7 +140,12 @@ def keep(
         check_after(pools, forward.plans, config)
 
     checked = config.verifies_after(device)
-    before = functools.partial(check, forward)
+
+    def before() -> None:
+        if first is not None:
+            first()
+        check(forward)
+
     inside = functools.partial(check, _counted(forward, live)) if live is not None and not checked else None
 
     def around() -> None:
@@ -154,6 +163,7 @@ def keep(
         forward,
         _captured(device, before),
         inside,
+        first,
         _captured(device, after) if checked else None,
         finish,
         all(only_read(pools[number], plan) for number, plan in forward.plans.items()),

@@ -206,6 +206,8 @@ class LayerChecks:
     def _fork(self, before: KeptForward) -> ForkInGraph | None:
         """Launch the checks before the model: beside it, if there is something to wait for."""
         inside, device = self._require_inside(before), next(iter(self.gates))
+        if before.first is not None:
+            before.first()
         if before.beside and device in self._steps.sides:
             return ForkInGraph(device, inside)
         inside()
@@ -242,6 +244,7 @@ class LayerChecks:
         reads: Sequence[Reads] = (),
         finish: Callable[[], None] | None = None,
         live: torch.Tensor | None = None,
+        first: Callable[[], None] | None = None,
     ) -> KeptForward:
         """Capture what is checked around the model, for batches that are on the device.
 
@@ -256,6 +259,8 @@ class LayerChecks:
             finish: launches what comes after the last check.
             live: int64 ``[3]``, for :meth:`captured` with ``before``: ``take_in`` writes the counts there, too, or, for
                 a replay of the model's graph that is no forward, -1 requests there and nothing else.
+            first: launches what comes before all of this, and before the model: what :meth:`.SlotEvents.in_step` gave.
+                Steps leave calls of the pool to it, and ``send`` of :meth:`kept` asks whether there are any.
 
         Raises:
             StepInputError: more than the session's ``max_requests`` or ``max_tokens``.
@@ -272,6 +277,7 @@ class LayerChecks:
             reads=reads,
             finish=finish,
             live=live,
+            first=first,
         )
 
     def clock(self) -> torch.Tensor:

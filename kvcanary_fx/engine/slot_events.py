@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +43,7 @@ from .request_ids import RequestId, RequestIds
 from .slot_histories import SlotHistories
 
 if TYPE_CHECKING:
+    from ..kernels.slots.event_ring import Due
     from ..kernels.waiting import Waiting
     from .kept_calls import KeptCalls
 
@@ -305,8 +306,32 @@ class SlotEvents:
         if event in RENEWING:
             self._content.forget(slots)
 
-    def flush(self) -> None:
+    def in_step(self, due: Due, page_size: int) -> Callable[[], None] | None:
+        """What launches, with a step, the calls that wait for it; None: calls cannot wait, and are sent before it.
+
+        Whoever captures it with the launches of all steps asks :meth:`claim` in each, and tells the device.
+
+        Args:
+            due: says to the device whether calls were claimed.
+            page_size: slots of a page, in all of them.
+        """
+        if self._kernels is None or self.histories.stacks is not None:
+            return None
+        return self._kept_calls().in_step(due, page_size)
+
+    def claim(self) -> bool:
+        """A step begins that has what :meth:`in_step` launches in it: whether it is to launch calls."""
+        kept = self._kept
+        if kept is None or kept.waits is None:
+            return False
+        with self._lock:  # another thread may be about to launch them
+            return not self._calls and kept.claim()
+
+    def flush(self, into_step: bool = False) -> None:
         """Send the calls to the device.
+
+        Args:
+            into_step: those that a step can take wait for it, see :meth:`in_step`.
 
         Raises:
             EngineError: calls are queued, and a CUDA graph is being captured; or a call has a number that no slot can
@@ -315,7 +340,8 @@ class SlotEvents:
         last = self._stream
         if last is not None and self._raw != torch._C._cuda_getCurrentRawStream(last.device_index):
             self._follow_the_last_flush()
-        if not self._calls:
+        kept = self._kept
+        if not self._calls and (into_step or kept is None or kept.waits is None):
             return
         if last is None and self._on_gpu:
             self._follow_the_last_flush()
@@ -325,9 +351,13 @@ class SlotEvents:
                 "session.flush() before torch.cuda.graph()"
             )
         with self._lock:
+            if kept is not None:
+                kept.settle()
             while self._calls:
-                if not self._send_few():
+                if not self._send_few(into_step):
                     self._send()
+                if self._calls and self._kept is not None:
+                    self._kept.settle()
             self._begin_anew()
 
     def _follow_the_last_flush(self) -> None:
@@ -342,7 +372,7 @@ class SlotEvents:
                 current.wait_stream(last)
             self._stream, self._raw = current, current.cuda_stream
 
-    def _send_few(self) -> bool:
+    def _send_few(self, into_step: bool) -> bool:
         """Send all calls, where they are few and some were noted at once, as in most steps: they become numbers where
         the device reads them.  False: nothing was sent."""
         kept, n, page_size = self._kept, len(self._calls), self._calls[0][3]
@@ -356,7 +386,7 @@ class SlotEvents:
             return False
         del self._calls[:n]
         try:
-            if kept.apply(words.rows, words.parts, pages, page_size, words.released):
+            if kept.apply(words.rows, words.parts, pages, page_size, words.released, into_step):
                 return True
         except struct.error:
             pass  # a page that is no number: its call is found, and left out

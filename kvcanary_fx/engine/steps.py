@@ -255,7 +255,7 @@ class Steps:
             self._require_no_step()
         self._thread = threading.get_ident()
         self.begun += 1
-        self.flush()
+        self.flush(into_step=kept.first is not None)
         send(self.begun)
         self._inputs.main.filled_by_graph(requests, tokens)
         self.running = kept.forward
@@ -292,10 +292,14 @@ class Steps:
         :meth:`.LayerChecks.captured`."""
         return Forward(0, self._plans(self._inputs.empty(requests, tokens)), captured=False)
 
-    def flush(self) -> None:
-        """Send the allocators' calls so far to the devices."""
+    def flush(self, into_step: bool = False) -> None:
+        """Send the allocators' calls so far to the devices.
+
+        Args:
+            into_step: as of :meth:`.SlotEvents.flush`.
+        """
         for flush in self._flushes:
-            flush()
+            flush(into_step)
 
     def _tell(self, step: int, told: torch.device | None) -> None:
         """A step begins, of which the device ``told`` has its numbers, or gets them with the calls before it."""

@@ -250,13 +250,15 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def quantities(samples: Sequence[Sample], output: int) -> dict[str, float]:
     """What is compared, of some requests that were sent in one round."""
-    firsts, each = [s.first for s in samples], [s.each for s in samples]
+    firsts, each, longest = [s.first for s in samples], [s.each for s in samples], [s.longest for s in samples]
     return {
         "tokens/s": len(samples) * output / max(s.end for s in samples),
         "TTFT p50, ms": 1e3 * percentile(firsts, 0.5),
         "TTFT p99, ms": 1e3 * percentile(firsts, 0.99),
         "time per token p50, ms": 1e3 * percentile(each, 0.5),
         "time per token p99, ms": 1e3 * percentile(each, 0.99),
+        "longest wait of a request p50, ms": 1e3 * percentile(longest, 0.5),
+        "longest wait of a request p99, ms": 1e3 * percentile(longest, 0.99),
     }
 
 

@@ -11,10 +11,37 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gpu_on_cpu import Graph, use_gpu_kernels
 from v2_runner import PAGE, PAGES, Runner
+
+from kvcanary_fx.adapters.vllm.v2.take_in import TakeIn
+from kvcanary_fx.engine import kept_calls  # noqa: F401  which a session imports when it has calls to send
+from kvcanary_fx.engine.slot_events import SlotEvents
+from kvcanary_fx.kernels import replay
 
 #: With these, graphs have the checks before the model in them.
 IN_GRAPHS = {"KVCANARY_VERIFY_AFTER": "0"}
+
+
+@pytest.fixture
+def claimed(request, monkeypatch):
+    """With plain code, and with what a GPU runs, over CPU tensors; in how many steps calls of the allocator went along
+    with the step: those of plain code never do."""
+    steps, claim = [], SlotEvents.claim
+    monkeypatch.setattr(SlotEvents, "claim", lambda self: steps.append(claim(self)) or steps[-1])
+    if request.param == KERNELS:
+        if torch.cuda.is_available():
+            pytest.skip("the interpreter stands in for a missing GPU")
+        use_gpu_kernels(monkeypatch.setattr)
+        monkeypatch.setattr(TakeIn, "__call__", TakeIn.launch)
+        monkeypatch.setattr(replay, "capture", lambda device, run: Graph(run))
+        monkeypatch.setattr(replay, "ONE_BY_ONE", 1)
+    yield steps
+    assert any(steps) == (request.param == KERNELS)
+
+
+KERNELS = "a GPU's kernels"
+both = pytest.mark.parametrize("claimed", ["plain code", KERNELS], indirect=True)
 
 
 def test_steps_that_differ_in_their_tokens_alone_go_on_as_the_last_did(monkeypatch):
@@ -184,7 +211,8 @@ def goes_on(runner):
     return went_on
 
 
-def test_requests_that_fill_a_page_go_on_and_their_pages_are_theirs():
+@both
+def test_requests_that_fill_a_page_go_on_and_their_pages_are_theirs(claimed):
     runner = Runner(**IN_GRAPHS)
     runner.step({"x": 3, "y": 2}, new={"x": [1], "y": [2]})
     for _ in range(2):
@@ -203,7 +231,8 @@ def test_requests_that_fill_a_page_go_on_and_their_pages_are_theirs():
     assert went_on == [True] * 4
 
 
-def test_a_step_that_goes_on_with_another_requests_page_tells_so():
+@both
+def test_a_step_that_goes_on_with_another_requests_page_tells_so(claimed):
     runner = Runner(**IN_GRAPHS)
     runner.step({"x": 3, "y": 2}, new={"x": [1], "y": [2]})
     for _ in range(2):
@@ -214,8 +243,9 @@ def test_a_step_that_goes_on_with_another_requests_page_tells_so():
     assert {(v.check, v.why) for v in runner.guard.session.violations()} >= {("owner", "OVERWRITE")}
 
 
+@both
 @pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
-def test_a_block_that_the_prefix_cache_gives_up_is_a_page_to_go_on_with(damaged):
+def test_a_block_that_the_prefix_cache_gives_up_is_a_page_to_go_on_with(damaged, claimed):
     """Its bytes are compared first, and it is the cache's no more."""
     runner = Runner(**IN_GRAPHS)
     runner.step({"x": 3, "y": 4}, new={"x": [1], "y": [2]})
@@ -296,8 +326,12 @@ class RandomLoad:
         return self.pages[request][place // PAGE], place % PAGE
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_random_steps_that_go_on_do_what_steps_begun_anew_do(seed):
+@pytest.mark.parametrize(
+    ("seed", "claimed"),
+    [*((seed, "plain code") for seed in range(12)), (9, KERNELS), (11, KERNELS)],
+    indirect=["claimed"],
+)
+def test_random_steps_that_go_on_do_what_steps_begun_anew_do(seed, claimed):
     runners, went_on = [Runner(**IN_GRAPHS), Runner(**IN_GRAPHS)], []
     go_on = runners[0].guard._forwards.go_on
     runners[0].guard._forwards.go_on = lambda batch: went_on.append(go_on(batch)) or went_on[-1]

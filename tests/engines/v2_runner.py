@@ -238,6 +238,8 @@ class Runner:
         if before is None:
             self._model(slots)
             return
+        if before.first is not None:
+            before.first()
         before.inside()
         with forward_context(before.context(len(slots))):
             self._model(slots)

@@ -9,7 +9,7 @@ from array import array
 import pytest
 import torch
 
-from kvcanary_fx.kernels.slots.event_ring import AHEAD, CALLS, FIRST_PAGE, HEAD, PAGES, EventRing, naive
+from kvcanary_fx.kernels.slots.event_ring import AHEAD, CALLS, FIRST_PAGE, HEAD, PAGES, Due, EventRing, naive
 from kvcanary_fx.kernels.slots.events import Allocations, Event, EventRow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -38,6 +38,35 @@ def test_the_kernel_lands_what_the_plain_code_does_round_after_round():
         assert (ring.counts.tolist(), ring.slots.tolist()) == ([calls, pages], [16 * pages])
         assert ring.rows[:calls].flatten().tolist() == rows.tolist()
         assert ring.pages[:pages].tolist() == named.tolist()
+
+
+def test_a_step_lands_an_entry_if_the_host_says_that_one_is_for_it():
+    """Else there are no calls, and the entry stays for the next launch."""
+    rng = random.Random(2)
+    rows = torch.zeros(3, 5, dtype=torch.int64, pin_memory=DEVICE.type == "cuda")
+    turn = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    ring, other = EventRing(DEVICE), EventRing(DEVICE)
+    due = Due(rows, turn, 4)
+    lands = ring.lands_if_due(512, due)
+    for each in (ring, other):
+        each.landed.fill_(-77)
+    for number in range(2 * AHEAD + 5):
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        rows.fill_(-1)
+        rows[number % 3, 4] = is_due = rng.randint(0, 1)
+        turn[0] = number % 3
+        calls, pages = rng.randint(1, 9), rng.randint(1, 300)
+        if is_due or number == 0:  # the first one waits
+            given = numbers(rng, 3 * calls), [numbers(rng, pages)], pages, 16
+            assert ring.offer(*given)
+            assert other.offer(*given)
+        lands()
+        naive(other, due)
+        assert torch.equal(ring.landed, other.landed)
+        assert torch.equal(ring.turn[:1], other.turn[:1])
+        assert int(ring.turn[1]) == 0
+        assert (ring.counts.tolist() == [0, 0] and ring.slots.tolist() == [0]) == (not is_due)
 
 
 @pytest.mark.parametrize("gives_up", [False, True], ids=["allocations", "a release and allocations"])

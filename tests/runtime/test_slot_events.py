@@ -22,6 +22,7 @@ from kvcanary_fx.engine.steps import Steps
 from kvcanary_fx.kernels import bound_launch, compile_ahead, replay
 from kvcanary_fx.kernels.handed import Handed
 from kvcanary_fx.kernels.slots import gpu_life
+from kvcanary_fx.kernels.slots.event_ring import Due
 from kvcanary_fx.kernels.slots.space import REFERENCE
 from kvcanary_fx.kernels.staging import Staging
 from kvcanary_fx.kernels.waiting import Waiting
@@ -169,6 +170,115 @@ def test_pages_that_a_cache_gives_up_are_handed_out_at_once(launches, monkeypatc
     assert {check for check, *_ in found[0]} == {"content", "owner"}
     assert torch.equal(toy.pool.digests, other.pool.digests)
     assert not toy.pool.hand_out([6], ["A"], [1], 2, [6], "somebody unknown")
+
+
+class StepOfAGraph:
+    """What a graph of the model launches of calls, with a word of the host's for each replay."""
+
+    def __init__(self, toy: Toy):
+        device = toy.pool.space.block.device
+        self._calls = toy.pool.calls
+        self._rows = torch.zeros(4, 3, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._turn = torch.zeros(1, dtype=torch.int64, device=device)
+        launch = self._calls.in_step(Due(self._rows, self._turn, 2), 2)
+        launch()  # of a warm-up
+        self._graph = replay.capture(device, launch)
+        self.claimed = 0
+
+    def replay(self) -> None:
+        """The next step, which takes the calls along if there are any that wait for it."""
+        claimed = self._calls.claim()
+        self.claimed += claimed
+        if self._rows.is_pinned():
+            torch.cuda.synchronize()
+        self._rows[int(self._turn)] = torch.tensor([-1, -1, claimed])
+        self._graph.replay()
+        self._turn.copy_((self._turn + 1) % 4)
+
+
+def taken_by_steps(toy: Toy, other: Toy, seed: int, steps: int = 60) -> StepOfAGraph:
+    """Pages go from hand to hand: the steps of the first one take what waits for them, if they can."""
+    rng, taken = random.Random(seed), StepOfAGraph(toy)
+    names = ["A", "B", "C"]
+    for each in (toy, other):
+        each.pool.hand_over([2], owner="B", page_size=2)  # A's, with two of its tokens
+        each.pool.allocate([5, 6, 7], owner="C", page_size=2)
+        each.session.flush()
+    for number in range(steps):
+        pages = rng.sample([2, 5, 6, 7], rng.randint(1, 3))
+        owners, by, how = rng.choices(names, k=len(pages)), rng.choice(names), rng.choice(["claims", "flushes", "none"])
+        released = pages if rng.random() < 0.7 else []
+        flipped, queued, odd = number == steps - 3, rng.random() < 0.4, rng.choice(pages)
+        for each in (toy, other):
+            each.kv[1][0].view(-1, each.kv[1][0][0].numel())[pages[0] * 2] += flipped
+            if number % 9 == 8:
+                each.pool.release([odd], owner=by, page_size=2)
+            if not (each is toy and each.pool.hand_out(pages, owners, [1] * len(pages), 2, released, by)):
+                if released:
+                    each.pool.release(released, owner=by, page_size=2)
+                each.pool.allocate_each([([p], o) for p, o in zip(pages, owners, strict=True)], 2, True)
+            if queued:  # behind it
+                each.pool.hand_over(pages, owner="B", page_size=2)
+        if how == "flushes" or queued:
+            toy.session._stepping.flush(into_step=True)
+        elif how == "none":
+            toy.session.flush()
+        taken.replay()
+        for each in (toy, other):
+            each.session.flush()
+            each.pool.adopt([4, 5], owner="A")  # they hold something again
+            each.session.flush()
+    return taken
+
+
+@interpreted
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_that_a_step_takes_along_leave_what_they_leave_sent_before_it(launches, monkeypatch, seed):
+    monkeypatch.setattr(replay, "capture", lambda device, run: Graph(run))
+    compare_steps(prefilled(), prefilled(), seed)
+
+
+def compare_steps(toy: Toy, other: Toy, seed: int) -> None:
+    taken = taken_by_steps(toy, other, seed)
+    assert taken.claimed > 10
+    found = [
+        sorted(str((v.check, v.why, v.slot, v.request, v.position, v.phase)) for v in each.found())
+        for each in (toy, other)
+    ]
+    assert found[0] == found[1] != []
+    assert torch.equal(toy.pool.space.block[:-1], other.pool.space.block[:-1])
+    assert torch.equal(toy.pool.digests, other.pool.digests)
+    assert toy.pool.live_slots == other.pool.live_slots
+
+
+@interpreted
+def test_calls_that_wait_for_a_step_are_sent_by_whoever_needs_them_before(launches, monkeypatch):
+    """A step without their launches, another call, a reader of violations; and a step then launches none."""
+    monkeypatch.setattr(replay, "capture", lambda device, run: Graph(run))
+    toy, other = prefilled(), prefilled()
+    assert taken_by_steps(toy, other, seed=1).claimed
+    calls = toy.pool.calls
+    for each in (toy, other):
+        each.pool.release([6], owner=None, page_size=2)
+        each.session.flush()
+    assert toy.pool.hand_out([6], ["A"], [1], 2)
+    assert calls._kept.waits is not None
+    held = threading.Thread(target=lambda: toy.session.stats())
+    held.start()
+    held.join()
+    assert calls._kept.waits is None
+    assert not calls.claim()
+    assert toy.pool.hand_out([7], ["B"], [1], 2)
+    assert toy.pool.hand_out([5], ["B"], [1], 2), "the one before is sent"
+    toy.pool.share([5], owner="C", page_size=2)
+    assert not calls.claim(), "what is queued comes behind it"
+    toy.session.flush()
+    other.pool.allocate([6], owner="A", page_size=2)
+    other.pool.allocate_each([([7], "B"), ([5], "B")], 2, written_in_step=True)
+    other.pool.share([5], owner="C", page_size=2)
+    other.session.flush()
+    assert torch.equal(toy.pool.space.block[:-1], other.pool.space.block[:-1])
+    assert len(toy.found()) == len(other.found())
 
 
 @interpreted
@@ -623,6 +733,12 @@ def test_on_a_gpu_pages_that_are_handed_out_at_once_are_those_of_calls_that_wait
     assert handed_out(toy, other, steps=4 * replay.ONE_BY_ONE) > replay.ONE_BY_ONE
     assert faulty_life(toy) == faulty_life(other) != []
     assert torch.equal(toy.pool.space.flags, other.pool.space.flags)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(3))
+def test_on_a_gpu_calls_that_a_step_takes_along_leave_what_they_leave_sent_before_it(seed):
+    compare_steps(prefilled(device="cuda"), prefilled(device="cuda"), seed)
 
 
 @pytest.mark.gpu

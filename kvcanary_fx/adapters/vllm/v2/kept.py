@@ -52,13 +52,18 @@ class KeptSteps:
             take_in(requests, tokens)
             places(self._live)
 
+        # with several pools, each would add four launches to all steps; their calls are sent before a step
+        pools = list(session.pools.values())
+        self._calls = pools[0].calls if len(pools) == 1 else None
+        page_size = pools[0].declared.table_page_size
+        first = None if self._calls is None else self._calls.in_step(self._landing.due, page_size)
         reads, self._tables = [], {}
         for group in (g for g in groups if g.layer_with_table is not None):
             pages, lengths = runner.block_tables.input_block_tables[group.number], runner.input_buffers.seq_lens
             reads.append(Reads(session.pools[group.name], pages, lengths, group.kernel_page_size))
             self._tables[group.name] = pages.data_ptr(), pages.stride(0)
         self._lengths = runner.input_buffers.seq_lens.data_ptr()
-        self._kept = [self._keep(begin, reads, finish, *size) for size in _sizes(runner)]
+        self._kept = [self._keep(begin, reads, finish, first, *size) for size in _sizes(runner)]
         self._landing.restart()
         self._known: tuple[Any, ...] = ()  # what the landing has of the requests
         self._stored = 0  # about how many tokens they have in the cache
@@ -74,10 +79,11 @@ class KeptSteps:
         begin: Callable[[int, int], None],
         reads: Sequence[Reads],
         finish: Callable[[], None],
+        first: Callable[[], None] | None,
         requests: int,
         tokens: int,
     ) -> KeptForward:
-        return self._checks.keep(requests, tokens, lambda: begin(requests, tokens), reads, finish, self._live)
+        return self._checks.keep(requests, tokens, lambda: begin(requests, tokens), reads, finish, self._live, first)
 
     def for_graph(self, tokens: int) -> KeptForward | None:
         """The checks that are captured with a model for so many tokens; None: they cannot be in its graph."""
@@ -199,12 +205,14 @@ class KeptSteps:
             if len(pages) > 3 * PAGES:
                 self._rows.write(pages)
                 pages = ()
-        self._landing.send(requests, tokens, last.begin(), pages)
+        calls = self._calls is not None and self._calls.claim()  # before the begin, which would send them
+        self._landing.send(requests, tokens, last.begin(), pages, calls=calls)
         self._stored += tokens
         return True
 
     def _send(self, step: int) -> None:
-        self._landing.send(*self._size, step, self._pages)
+        calls = self._calls is not None and self._calls.claim()
+        self._landing.send(*self._size, step, self._pages, calls=calls)
 
     def _said(self, batch: Any, namespaces: Mapping[str, int]) -> tuple[Any, ...]:
         """What is said of the requests of a batch."""

@@ -3,7 +3,8 @@
 What the host says lies in a ring of pinned memory, the :class:`Landing`, that the kernel reads: a copy would take the
 host 15 us in each step, and the device a launch more.  An entry of the ring is int64::
 
-    requests, tokens, number of the step, pages, whether the requests' fields are new; -1 requests: no forward
+    requests, tokens, number of the step, pages, whether the requests' fields are new, whether the step takes calls of
+        the allocator along (:class:`.event_ring.Due`); -1 requests: no forward
     group, place, page                    of each new page of a request table
     row, owner, namespace, index, added   a block of ``room`` entries each, by request
 """
@@ -18,11 +19,15 @@ import torch
 
 from ....kernels.compile_ahead import launch_or_compile
 from ....kernels.ring import HALF_FORWARD, HALF_STEP
+from ....kernels.slots.event_ring import Due
 from ....kernels.staging import lasting, packing
 from ....kernels.writes.geometry import on_device
 
 #: Words of an entry before the pages; room for pages; fields of a request.
-HEAD, PAGES, FIELDS = 5, 512, 5
+HEAD, PAGES, FIELDS = 6, 512, 5
+
+#: Of these words, the one for the allocator's calls.
+DUE = 5
 
 #: Writes them to memory, in a third of the time that an assignment to a slice of a numpy array takes.
 _pack_head = struct.Struct(f"{HEAD}q").pack_into
@@ -56,6 +61,11 @@ class Landing:
         self._turn, self._fresh = 0, False
         self._read = [torch.cuda.Event() for _ in "ab"] if pinned else []  # of each half of the ring
 
+    @property
+    def due(self) -> Due:
+        """Where a launch before that one finds whether the step takes calls along."""
+        return Due(self.ring, self.turn, DUE)
+
     def restart(self) -> None:
         """Launches without a :meth:`send` are over: a warm-up."""
         self.turn.zero_()
@@ -65,12 +75,15 @@ class Landing:
         """Another batch: its rows, owners, namespaces, indices of their state and added tokens."""
         self._fields, self._fresh = fields, True
 
-    def send(self, requests: int, tokens: int, step: int, pages: Sequence[int], told: bool = True) -> None:
+    def send(
+        self, requests: int, tokens: int, step: int, pages: Sequence[int], told: bool = True, calls: bool = False
+    ) -> None:
         """Write the entry of the next launch, in the current stream.
 
         Args:
             pages: group, place in its table and page, of at most ``PAGES``.
             told: with what :meth:`requests` said last, if no entry has it yet.
+            calls: the step takes calls of the allocator along.
         """
         turn = self._turn
         if self._read and turn % (AHEAD // 2) == 0:
@@ -79,7 +92,7 @@ class Landing:
             self._read[half].synchronize()  # half a round ago: it is long done
         self._turn = (turn + 1) % AHEAD
         count, fresh = len(pages) // 3, told and self._fresh
-        _pack_head(self._heads[turn], 0, requests, tokens, step, count, fresh)
+        _pack_head(self._heads[turn], 0, requests, tokens, step, count, fresh, calls)
         if not count and not fresh:
             return
         if count:
@@ -139,7 +152,7 @@ def naive(landing: Landing, inputs: Inputs) -> None:
     turn = int(landing.turn[0])
     entry = landing.ring[turn].to(landing.fields.device)
     landing.turn[0] = (turn + 1) % AHEAD
-    requests, tokens, step, pages, fresh = entry[:HEAD].tolist()
+    requests, tokens, step, pages, fresh, _ = entry[:HEAD].tolist()
     inputs.live.copy_(torch.tensor([requests, tokens, step], device="cpu"))
     if requests < 0:
         return
