@@ -13,14 +13,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
 from ..bound_launch import BoundLaunch
 from ..handed import Part
 from ..staging import CurrentStream, lasting, packing
-from .events import COLUMNS, Allocations, Event, EventRow
+from .events import COLUMNS, Allocations, Due, Event, EventRow
 from .triton_event_ring import land_kernel
 
 #: Words before the calls; room for calls, and for pages.
@@ -39,20 +38,6 @@ _ALLOCATE, _RELEASE, _HEAD = int(Event.ALLOCATE), int(Event.RELEASE), packing(HE
 
 #: Where the pages begin.
 FIRST_PAGE = HEAD + CALLS * COLUMNS
-
-
-class Due(NamedTuple):
-    """Where a launch that comes with each step finds whether an entry is for it.
-
-    Attributes:
-        rows: int64 ``[n, size]``, in memory that the device reads.
-        turn: int64 ``[>= 1]`` on the device, the row of the step.
-        column: of the row, 0 where no entry is.
-    """
-
-    rows: torch.Tensor
-    turn: torch.Tensor
-    column: int
 
 
 class EventRing:

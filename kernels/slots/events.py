@@ -56,6 +56,20 @@ class Allocations(NamedTuple):
     by: int
 
 
+class Due(NamedTuple):
+    """Where a launch that comes with each step finds whether an entry is for it.
+
+    Attributes:
+        rows: int64 ``[n, size]``, in memory that the device reads.
+        turn: int64 ``[>= 1]`` on the device, the row of the step.
+        column: of the row, 0 where no entry is.
+    """
+
+    rows: torch.Tensor
+    turn: torch.Tensor
+    column: int
+
+
 class Events(NamedTuple):
     """Calls of an allocator in the order in which they were made.
 

@@ -10,7 +10,7 @@ import triton.language as tl
 def land_kernel(
     ring_ptr, size,  # int64 [AHEAD, size], in the host's memory
     turn_ptr, out_ptr,  # int64 [2], int64 [size]
-    due_ptr, due_size, due_turn_ptr,  # of a :class:`~.event_ring.Due`: int64 [n, due_size], int64 [1]
+    due_ptr, due_size, due_turn_ptr,  # of a :class:`~.events.Due`: int64 [n, due_size], int64 [1]
     AHEAD: tl.constexpr, HEAD: tl.constexpr, FIRST_PAGE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     HAS_DUE: tl.constexpr, DUE: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip

@@ -14,8 +14,8 @@ from ..kernels.checks import Phase
 from ..kernels.compile_ahead import compiling_ahead
 from ..kernels.handed import BLOCK, Part
 from ..kernels.replay import Replayed
-from ..kernels.slots.event_ring import CALLS, PAGES, Due, EventRing
-from ..kernels.slots.events import Allocations, Events
+from ..kernels.slots.event_ring import CALLS, PAGES, EventRing
+from ..kernels.slots.events import Allocations, Due, Events
 from ..kernels.staging import lasting
 from ..kernels.triton_handed import scatter_from_kernel
 from ..kernels.waiting import Waiting

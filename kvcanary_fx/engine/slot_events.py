@@ -18,7 +18,7 @@ from ..kernels.checks import Phase
 from ..kernels.ops import life_kernels_for
 from ..kernels.side_stream import capturing
 from ..kernels.slots import life as slot_life
-from ..kernels.slots.events import COLUMNS, RENEWING, STACK_UNIT, Allocations, Event, Events
+from ..kernels.slots.events import COLUMNS, RENEWING, STACK_UNIT, Allocations, Due, Event, Events
 from ..kernels.slots.space import SlotSpace
 from ..kernels.staging import Staging, lasting
 from .arguments import require_whole
@@ -43,7 +43,6 @@ from .request_ids import RequestId, RequestIds
 from .slot_histories import SlotHistories
 
 if TYPE_CHECKING:
-    from ..kernels.slots.event_ring import Due
     from ..kernels.waiting import Waiting
     from .kept_calls import KeptCalls
 

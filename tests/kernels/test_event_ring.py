@@ -9,8 +9,8 @@ from array import array
 import pytest
 import torch
 
-from kvcanary_fx.kernels.slots.event_ring import AHEAD, CALLS, FIRST_PAGE, HEAD, PAGES, Due, EventRing, naive
-from kvcanary_fx.kernels.slots.events import Allocations, Event, EventRow
+from kvcanary_fx.kernels.slots.event_ring import AHEAD, CALLS, FIRST_PAGE, HEAD, PAGES, EventRing, naive
+from kvcanary_fx.kernels.slots.events import Allocations, Due, Event, EventRow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

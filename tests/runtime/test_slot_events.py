@@ -22,7 +22,7 @@ from kvcanary_fx.engine.steps import Steps
 from kvcanary_fx.kernels import bound_launch, compile_ahead, replay
 from kvcanary_fx.kernels.handed import Handed
 from kvcanary_fx.kernels.slots import gpu_life
-from kvcanary_fx.kernels.slots.event_ring import Due
+from kvcanary_fx.kernels.slots.events import Due
 from kvcanary_fx.kernels.slots.space import REFERENCE
 from kvcanary_fx.kernels.staging import Staging
 from kvcanary_fx.kernels.waiting import Waiting

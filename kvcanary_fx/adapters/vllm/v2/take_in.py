@@ -4,7 +4,7 @@ What the host says lies in a ring of pinned memory, the :class:`Landing`, that t
 host 15 us in each step, and the device a launch more.  An entry of the ring is int64::
 
     requests, tokens, number of the step, pages, whether the requests' fields are new, whether the step takes calls of
-        the allocator along (:class:`.event_ring.Due`); -1 requests: no forward
+        the allocator along (:class:`.events.Due`); -1 requests: no forward
     group, place, page                    of each new page of a request table
     row, owner, namespace, index, added   a block of ``room`` entries each, by request
 """
@@ -19,7 +19,7 @@ import torch
 
 from ....kernels.compile_ahead import launch_or_compile
 from ....kernels.ring import HALF_FORWARD, HALF_STEP
-from ....kernels.slots.event_ring import Due
+from ....kernels.slots.events import Due
 from ....kernels.staging import lasting, packing
 from ....kernels.writes.geometry import on_device
 
