@@ -144,7 +144,8 @@ class KeptCalls:
             if imported is None and grid is None:
                 self._plain[room, page_size, released] = known[1]
         run, replayed = known
-        if into_step and replayed.graph is not None and self._step_takes(pages, page_size, form):
+        alone = imported is None and put is None
+        if into_step and alone and replayed.graph is not None and self._step_takes(pages, page_size):
             self.waits = replayed.graph
         else:
             replayed(run)
@@ -168,15 +169,15 @@ class KeptCalls:
         self.settle()  # those before, which another offer would leave without memory
         if not ring.offer_allocations(given):
             return False
-        if n <= IN_STEP and given.page_size == self._step_size:
+        if self._step_takes(n, given.page_size):
             self.waits = known.graph
         else:
             known.graph.replay()
         return True
 
-    def _step_takes(self, pages: int, page_size: int, form: tuple[object, ...]) -> bool:
-        """Whether a step takes such calls: no numbers travel along, and no slots were imported."""
-        return pages <= IN_STEP and page_size == self._step_size and form[-2:] == (None, None)
+    def _step_takes(self, pages: int, page_size: int) -> bool:
+        """Whether what :meth:`in_step` launches has room for so many, if nothing else is to be done with them."""
+        return pages <= IN_STEP and page_size == self._step_size
 
     def _run(
         self,
