@@ -16,6 +16,8 @@ requests of all rounds; the spread is that of the rounds' ratios, guarded to pla
 
 Two processes of the same server differ: on an H200 a step with a prompt took one of them 21.0 ms of its host, another
 one 22.1.  With ``--starts 2`` all are started again after half of the rounds, with warm caches, in the other order.
+
+``--parts`` also says what the parts of a step took of each engine's main thread (``step_parts``), on a GPU.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from typing import Any
 import cores
 import report
 import serve_load
+import step_parts
 from serve_load import Load, Sample
 from vllm_shapes import SHAPES, vocabulary, write_config
 
@@ -53,6 +56,7 @@ class Server:
     Attributes:
         name: ``plain`` or ``guarded``.
         start: seconds until ``/health`` said 200.
+        parts: the file of what the parts of its steps took.
     """
 
     def __init__(self, args: argparse.Namespace, mode: str | None, gpu: str | None):
@@ -66,6 +70,9 @@ class Server:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
+        self.parts = Path(args.logs) / f"parts-{self.name}{gpu or ''}-{port}.jsonl"
+        if args.parts:
+            environment = step_parts.environment(Path(tempfile.mkdtemp()), self.parts, environment)
         self._log = Path(args.logs) / f"serve-{args.shape}-{self.name}{gpu or ''}.log"
         # what `vllm serve` runs
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", write_config(args.shape)]
@@ -310,6 +317,7 @@ def main() -> None:
     parser.add_argument("--gpus", nargs=2, help="two GPUs, each with both servers; default: one")
     parser.add_argument("--at-once", action="store_true", help="load both at the same time; wants --gpus")
     parser.add_argument("--mode", default="log", choices=["log", "raise"])
+    parser.add_argument("--parts", action="store_true", help="also: what the parts of a step take of the engines")
     parser.add_argument("--logs", default=tempfile.gettempdir(), help="directory of the servers' logs")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no round that would end later")
     parser.add_argument("--patience", type=float, default=240, help="seconds that a start may take")
@@ -338,6 +346,10 @@ def main() -> None:
             measure(args, pairs, numbers, samples)
             time.sleep(2.5)  # metrics are at most two seconds old
             canaries += (found := [guarded.canary() for _, guarded in pairs])
+            if args.parts:
+                for pair in pairs:
+                    rows = step_parts.table(*(step_parts.read(server.parts) for server in pair))
+                    print(report.table(step_parts.HEADER, rows), flush=True)
             wrong += unlike(pairs, found)
     rows = compare(*samples, args.output)
     rounds = f"{len(samples[0])} rounds of {args.requests} requests"

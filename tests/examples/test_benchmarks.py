@@ -24,6 +24,7 @@ import forward
 import forward_scene
 import layers
 import plain_cache
+import step_parts
 import svg_plot
 import vllm_stacks
 
@@ -325,3 +326,45 @@ def test_plot_has_every_line_and_mark():
 def test_tiny_forwards_on_a_gpu(mode):
     done = run("forward.py", "--tiny", "--device", "cuda", "--rounds", "2", "--modes", mode)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_parts_of_steps_are_those_of_their_kind_and_come_back_from_the_file(tmp_path):
+    class Scheduler:
+        def schedule(self, tokens):
+            return types.SimpleNamespace(num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values()))
+
+    parts, file = step_parts.Parts(), tmp_path / "parts.jsonl"
+    parts.clock(Scheduler, "schedule", "schedule")
+    scheduler = Scheduler()
+    for tokens in ({"a": 7}, {"a": 1, "b": 5}, {"a": 1, "b": 1}, {}, {"b": 1}):
+        assert parts.step(lambda tokens=tokens: parts.scheduled(scheduler.schedule(tokens)) or "made") == "made"
+        with file.open("a") as to:
+            parts.write(to)
+    with pytest.raises(ValueError, match="of vLLM's"):
+        parts.step(lambda: parts.scheduled(scheduler.schedule({"b": 1})) or _raise(ValueError("of vLLM's")))
+    with file.open("a") as to:
+        parts.write(to)
+    found, nothing = step_parts.read(file), step_parts.read(tmp_path / "none")
+    assert found.steps == {"decode": 3, "prompt": 2}
+    assert [sorted(sums) for sums in found.sums.values()] == [["a step", "schedule"]] * 2
+    assert all(sums["schedule"] <= sums["a step"] for sums in found.sums.values())
+    rows = step_parts.table(nothing, found)
+    assert [row[:3] for row in rows] == [
+        [f"{kind} (0 and {n} steps)", part, "-"]
+        for kind, n in (("decode", 3), ("prompt", 2))
+        for part in ("a step", "schedule")
+    ]
+
+
+def test_a_server_finds_the_plugin_that_clocks_its_steps(tmp_path):
+    (tmp_path / "plugins").mkdir()
+    given = step_parts.environment(tmp_path / "plugins", tmp_path / "file", {"PYTHONPATH": "of others", "A": "b"})
+    assert given["A"] == "b"
+    assert given["PYTHONPATH"].split(os.pathsep) == [str(tmp_path / "plugins"), "of others"]
+    code = "import importlib.metadata as m; print(m.entry_points(group='vllm.general_plugins')['step_parts'].load())"
+    found = subprocess.run([sys.executable, "-S", "-c", code], env=given, capture_output=True, text=True)
+    assert "function install" in found.stdout, found.stderr
+
+
+def _raise(error):
+    raise error
