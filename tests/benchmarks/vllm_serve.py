@@ -349,7 +349,8 @@ def main() -> None:
             if args.parts:
                 for pair in pairs:
                     rows = step_parts.table(*(step_parts.read(server.parts) for server in pair))
-                    print(report.table(step_parts.HEADER, rows), flush=True)
+                    few = f"no parts: no engine had {step_parts.EVERY} steps"
+                    print(report.table(step_parts.HEADER, rows) if rows else few, flush=True)
             wrong += unlike(pairs, found)
     rows = compare(*samples, args.output)
     rounds = f"{len(samples[0])} rounds of {args.requests} requests"
