@@ -64,7 +64,8 @@ class EventRing:
         self._views = [memoryview(entry.numpy()).cast("B") for entry in self.ring]  # type: ignore[arg-type]
         self._turn, self._current = 0, CurrentStream(device)
         self._read = [torch.cuda.Event() for _ in "ab"] if on_gpu else []  # of each half of the ring
-        self._device, self._launch = device, self._bound(device, None)
+        self._device = device
+        self._launch = self._bound(None)
 
     def offer(self, rows: Sequence[int], parts: Sequence[Part], pages: int, page_size: int, along: int = 0) -> bool:
         """Write the entry of the next launch, in the current stream; whether its memory was free: nothing waits.
@@ -128,15 +129,15 @@ class EventRing:
 
         Its launches may be in a graph that is replayed in each step: the host says of each.
         """
-        return functools.partial(_launch, self._bound(self._device, due), room)
+        return functools.partial(_launch, self._bound(due), room)
 
-    def _bound(self, device: torch.device, due: Due | None) -> BoundLaunch:
+    def _bound(self, due: Due | None) -> BoundLaunch:
         size, said = FIRST_PAGE + PAGES, due or Due(self.ring, self.turn, 0)
         arguments = dict(ring_ptr=self.ring, size=size, turn_ptr=self.turn, out_ptr=self.landed)
         arguments |= dict(due_ptr=said.rows, due_size=said.rows.stride(0), due_turn_ptr=said.turn)
         constants = dict(AHEAD=AHEAD, HEAD=HEAD, FIRST_PAGE=FIRST_PAGE, COLUMNS=COLUMNS, BLOCK=BLOCK, COUNTS=COUNTS)
         constants |= dict(HAS_DUE=due is not None, DUE=said.column)
-        return BoundLaunch(land_kernel, device, arguments | constants, (), 4)
+        return BoundLaunch(land_kernel, self._device, arguments | constants, (), 4)
 
 
 def _launch(launch: BoundLaunch, room: int) -> None:

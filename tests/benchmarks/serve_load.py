@@ -48,14 +48,12 @@ class Sample:
         each: seconds for each further token.
         end: when its last token came, since the load began.
         longest: seconds that it waited for a further token at most.
-        at: when that wait ended, since the load began.
     """
 
     first: float
     each: float
     end: float
     longest: float
-    at: float
 
 
 class FailedRequest(Exception):
@@ -113,7 +111,7 @@ async def _request(client: aiohttp.ClientSession, load: Load, body: bytes, began
     """Send one, and note when its tokens came: several may come in one piece, the last says how many there were."""
     headers = {"Content-Type": "application/json"}
     sent = time.perf_counter()
-    first = last = longest = at = 0.0
+    first = last = longest = 0.0
     usage: dict[str, Any] | None = None
     async with client.post(f"{load.url}/v1/completions", data=body, headers=headers) as answer:
         if answer.status != 200:
@@ -121,8 +119,7 @@ async def _request(client: aiohttp.ClientSession, load: Load, body: bytes, began
         async for line in answer.content:
             if line.startswith(b'data: {"id"') and b'"choices":[]' not in line:
                 now = time.perf_counter()
-                if first and now - last > longest:
-                    longest, at = now - last, now
+                longest = max(longest, now - last) if first else 0.0
                 first, last = first or now, now
             elif b'"usage"' in line:
                 usage = json.loads(line.removeprefix(b"data: "))["usage"]
@@ -131,7 +128,7 @@ async def _request(client: aiohttp.ClientSession, load: Load, body: bytes, began
     if not usage or usage["completion_tokens"] != load.output:
         raise FailedRequest(f"{load.output} tokens were asked for, usage is {usage}")
     each = (last - first) / max(1, load.output - 1)
-    done.append(Sample(first - sent, each, last - began, longest, max(0.0, at - began)))
+    done.append(Sample(first - sent, each, last - began, longest))
 
 
 async def _tell(load: Load, done: list[Sample]) -> None:

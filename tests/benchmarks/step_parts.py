@@ -32,12 +32,12 @@ def environment(folder: Path, file: Path, others: Mapping[str, str]) -> dict[str
     """The variables of a server that is to have the plugin.
 
     Args:
-        folder: where it is installed; it exists.
+        folder: where it is installed.
         file: that the engine writes.
         others: what there is of variables.
     """
     about = folder / "step_parts-0.dist-info"
-    about.mkdir(exist_ok=True)
+    about.mkdir(parents=True, exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: step-parts\nVersion: 0\n")
     (about / "entry_points.txt").write_text("[vllm.general_plugins]\nstep_parts = step_parts:install\n")
     shutil.copy(__file__, folder / "step_parts.py")
@@ -89,7 +89,6 @@ class Parts:
     def write(self, to: TextIO) -> None:
         """Write what there is as a line, and begin anew."""
         to.write(json.dumps(dict(steps=self.steps, seconds=self.sums)) + "\n")
-        to.flush()
         self.steps = dict.fromkeys(self.steps, 0)
         self.sums = {kind: {} for kind in self.sums}
 
@@ -100,9 +99,6 @@ def install() -> None:
         return
     from vllm.v1.engine.core import EngineCoreProc
 
-    if getattr(EngineCoreProc, "_has_clocks", False):
-        return
-    EngineCoreProc._has_clocks = True
     parts, step, loop = Parts(), EngineCoreProc._process_engine_step, EngineCoreProc.run_busy_loop
 
     def run_busy_loop(core: Any, *args: Any, **kwargs: Any) -> Any:

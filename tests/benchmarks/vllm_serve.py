@@ -72,7 +72,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.parts = Path(args.logs) / f"parts-{self.name}{gpu or ''}-{port}.jsonl"
         if args.parts:
-            environment = step_parts.environment(Path(tempfile.mkdtemp()), self.parts, environment)
+            environment = step_parts.environment(Path(args.logs) / "step_parts", self.parts, environment)
         self._log = Path(args.logs) / f"serve-{args.shape}-{self.name}{gpu or ''}.log"
         # what `vllm serve` runs
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", write_config(args.shape)]

@@ -238,9 +238,7 @@ class Runner:
         if before is None:
             self._model(slots)
             return
-        if before.first is not None:
-            before.first()
-        before.inside()
+        self.guard._layers._fork(before)
         with forward_context(before.context(len(slots))):
             self._model(slots)
         self.guard.finish()

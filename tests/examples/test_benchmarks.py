@@ -357,7 +357,6 @@ def test_parts_of_steps_are_those_of_their_kind_and_come_back_from_the_file(tmp_
 
 
 def test_a_server_finds_the_plugin_that_clocks_its_steps(tmp_path):
-    (tmp_path / "plugins").mkdir()
     given = step_parts.environment(tmp_path / "plugins", tmp_path / "file", {"PYTHONPATH": "of others", "A": "b"})
     assert given["A"] == "b"
     assert given["PYTHONPATH"].split(os.pathsep) == [str(tmp_path / "plugins"), "of others"]

@@ -15,9 +15,8 @@ from ...engine.stacks import CallStacks
 #: :class:`~.verdict.Verdict` if there is one.
 ATTRIBUTE = "kvcanary"
 
-#: The event of :meth:`Journal.taken`.
-TAKEN = "taken"
-FREED = "freed"
+#: The event of :meth:`Journal.taken`, and that of blocks that a request gives up.
+TAKEN, FREED = "taken", "freed"
 
 #: Events that are looked at, the last ones first, for one that blocks can join: those of two requests, in most models.
 LOOKED_AT = 12
