@@ -59,7 +59,7 @@ class KeptForward:
         before: launches the checks before the model, and ``first``.
         inside: the checks, without a graph of their own, where a graph of the model is captured; None: they cannot be
             in one.  Its counts are ``live`` of :meth:`.LayerChecks.keep`.
-        first: launches, there, what no write of the model may come before; None: nothing does.
+        first: launches, there, what must come before all writes of the model; None: nothing must.
         after: launches those after it; None: there are none.
         finish: launches what comes last; None: nothing does.
         beside: in a graph of the model, the checks before it may run beside it.
