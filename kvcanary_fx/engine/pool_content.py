@@ -34,6 +34,7 @@ class PoolContent:
         halves: one per tensor, in the order of ``declared.tensors``; a tensor of several layers is the first one's.
         views: the tensors of the halves.
         counters: int64 ``[len(Count)]`` for each half, of what opaque attention does.
+        counts: int64 ``[tensors, >= len(Count)]``, the memory of all of these.
         imported: bool ``[slots + 1]``, for reports: the bytes came with an exported shadow; None if that never
             happened.
         outside_gate: of checks that are in no graph.
@@ -48,7 +49,9 @@ class PoolContent:
         self.digests = torch.zeros(tensors, planes, declared.slots, dtype=torch.int32, device=device)
         self.halves: list[PoolHalf] = []
         self.views: list[torch.Tensor] = []
-        self.counters: list[torch.Tensor] = []
+        # rows begin at multiples of 16 bytes: a kernel of Triton's is compiled anew where an address does not
+        self.counts = torch.zeros(tensors, len(Count) + len(Count) % 2, dtype=torch.int64, device=device)
+        self.counters = list(self.counts[:, : len(Count)])
         self.imported: torch.Tensor | None = None
         self._layers: dict[str, list[_Part]] = {}  # by the name of the layer
         known: dict[object, int] = {}
@@ -86,7 +89,6 @@ class PoolContent:
         registry.declare(tensor, half)
         # memory that the ops keep is made here, never inside an op: that may run in a CUDA graph's own pool
         coefficients(layout.words, tensor.device)
-        self.counters.append(torch.zeros(len(Count), dtype=torch.int64, device=tensor.device))
         self.halves.append(half)
         self.views.append(tensor)
 

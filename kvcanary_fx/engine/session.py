@@ -99,8 +99,8 @@ class EngineSession(CanarySession):
             pool.space.forget_identity()
             pool.space.count_steps_anew()
             pool.digests.zero_()
-            for counters in (pool.space.counters, *pool.content.counters):
-                counters.zero_()
+            pool.space.counters.zero_()
+            pool.content.counts.zero_()
             pool.scales.adopt()
         self.observers.reset()
         self._alarm.clear()
@@ -231,8 +231,9 @@ class EngineSession(CanarySession):
         return torch.tensor(self.ids.hashes(request_ids), dtype=torch.int64, device=device)
 
     def stats(self, drain: bool = True) -> EngineStats:
-        """Counts since the session is ready; ``drain`` as in :meth:`.CanarySession.stats`."""
-        counts = self.observers.stats(super().stats(drain))
+        """Counts since the session is ready; ``drain`` as in :meth:`.CanarySession.stats`, and without it the slots that
+        hold a token are not counted."""
+        counts = self.observers.stats(super().stats(drain), slots=drain)
         if self.pace is None:
             return dataclasses.replace(counts, compared_every=self.config.verify_every)
         return dataclasses.replace(counts, compared_every=self.pace.every, compared_within=self.pace.within)

@@ -22,6 +22,10 @@ def streams_beside(controls: Iterable[Controls]) -> Iterator[None]:
     Under a lock in the place of that, a reader kept a runner that is ahead of its device waiting until the device had
     caught up, in every reading.  All readers of a process share a device's stream: each kernel of a process takes
     longer once it has used many (``tests/benchmarks/streams.py``).
+
+    While a model runs, only copy to the host here.  A reader that launched seven small kernels every two seconds made
+    each kernel of a served 8B follow the one before it 0.3 us later, from such a reading on until the engine was idle:
+    0.17 ms of a decode step of 4.8 (H200).  With copies alone no step was slower.
     """
     with contextlib.ExitStack() as streams:
         for device in {d for each in controls for d in each.by_device if d.type == "cuda"}:

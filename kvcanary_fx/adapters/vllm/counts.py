@@ -93,7 +93,9 @@ class Counts:
                         self.write(*(session.stats(drain=False) for session in followed))
                 else:
                     with self._lock:
-                        self.write(*(session.stats() for session in followed))
+                        for session in followed:
+                            session.drain()
+                        self.write(*(session.stats(drain=False) for session in followed))
             return True
 
         def keep_writing() -> None:

@@ -59,10 +59,10 @@ class Observers:
         if schedule.windows:
             self.windows.after_step()
 
-    def stats(self, base: Stats) -> EngineStats:
-        """The counts of the session, out of those that every session has."""
+    def stats(self, base: Stats, slots: bool) -> EngineStats:
+        """The counts of the session, out of those that every session has; ``slots`` as of :func:`engine_stats`."""
         session = self._session
-        return engine_stats(base, session.pools, session.steps, self.sweep, session.found.by_check)
+        return engine_stats(base, session.pools, session.steps, self.sweep, session.found.by_check, slots)
 
     def checks_without_inputs(self) -> dict[str, str]:
         """The checks that cannot run in the session, each with what they lack."""

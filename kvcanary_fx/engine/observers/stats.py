@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-import torch
-
 from ...kernels.buffers import Count
 from ...kernels.slots.space import REFERENCE, Flag, SpaceCount
 from ...runtime.session import Stats
@@ -21,7 +19,8 @@ class EngineStats(Stats):
     Attributes:
         engine_steps: steps that ended well.
         forwards: forwards of all pools.
-        slots: slots that hold a token now.
+        slots: slots that hold a token now; None where it was not to use the device for that, see
+            :meth:`.EngineSession.stats`.
         slots_checked: slots whose identity was compared.
         sweeps: sweeps so far; ``swept`` the fingerprints they compared.
         compared_every: N of the share 1/N of the slots whose bytes are compared in a step.
@@ -31,7 +30,7 @@ class EngineStats(Stats):
 
     engine_steps: int = 0
     forwards: int = 0
-    slots: int = 0
+    slots: int | None = 0
     slots_checked: int = 0
     sweeps: int = 0
     swept: int = 0
@@ -40,12 +39,12 @@ class EngineStats(Stats):
     by_check: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
-        counts = {name: count for name, count in super().flat().items() if name != "by_check"}
+        counts = {k: n for k, n in super().flat().items() if k != "by_check" and n is not None}
         return counts | {f"violations_{check}": n for check, n in sorted(self.by_check.items())}
 
 
 def engine_stats(
-    base: Stats, pools: Mapping[str, EnginePool], steps: int, sweep: Sweep, by_check: Mapping[str, int]
+    base: Stats, pools: Mapping[str, EnginePool], steps: int, sweep: Sweep, by_check: Mapping[str, int], slots: bool
 ) -> EngineStats:
     """The counts of a session; waits for the devices.
 
@@ -53,18 +52,20 @@ def engine_stats(
         base: what graphs and the ring counted.
         steps: of the engine.
         by_check: violations, by check.
+        slots: count those that hold a token, too, by kernels.  All else is copies to the host: kernels beside those of
+            a model make it slower (:mod:`.runtime.beside`).
     """
-    counts, opaque, slots = [], [], 0
+    counts: list[list[int]] = []
+    opaque: list[list[int]] = []
+    held = 0
     for pool in pools.values():
         # a thread that counts must not send allocator calls: they would run in its stream, beside those of the engine
         space, content = pool.on_device
-        counters = content.counters
-        held = ((space.flags[:-1] & int(Flag.WRITTEN)) != 0) & (space.flags[:-1] >= REFERENCE)
-        words = torch.cat([held.sum().reshape(1), space.counters, *counters]).tolist()  # waits once, not for each half
-        slots += words[0]
-        counts.append(words[1 : 1 + space.counters.numel()])
-        rest, size = words[1 + space.counters.numel() :], len(Count)
-        opaque += [rest[i * size : (i + 1) * size] for i in range(len(counters))]
+        counts.append(space.counters.tolist())
+        opaque += content.counts.tolist()
+        if slots:
+            flags = space.flags[:-1]
+            held += int((((flags & int(Flag.WRITTEN)) != 0) & (flags >= REFERENCE)).sum())
     base = dataclasses.replace(
         base,
         checked=base.checked + sum(c[Count.CHECKED] for c in opaque),
@@ -75,7 +76,7 @@ def engine_stats(
         **dataclasses.asdict(base),
         engine_steps=steps,
         forwards=sum(c[SpaceCount.FORWARDS] for c in counts),
-        slots=slots,
+        slots=held if slots else None,
         slots_checked=sum(c[SpaceCount.CHECKED] for c in counts),
         sweeps=sweep.runs,
         swept=sweep.checked,
