@@ -52,7 +52,6 @@ class Held:
 
     Attributes:
         taken: layers that have written since :meth:`begin`.
-        beside: the last launch since then was beside the model.
         deferred: takes in what layers of the forward wrote that only noted it, before :meth:`flush` records anything.
         named: the layers that noted it last, for those that come again.
     """
@@ -93,7 +92,7 @@ class Held:
             side: where; whoever captures joins it.  None: nothing is recorded beside the model.
             meets_at: once so many have written, the model's stream waits for what the launches need; 0: only they do.
         """
-        self.taken, self.beside = 0, False
+        self.taken = 0
         self._last, self._side = layers if side is not None else 0, side
         self._meets_at = meets_at
 
@@ -170,7 +169,6 @@ class Held:
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
         if waiting:
             self._ready()
-            self.beside = False
         for number, (plan, held) in waiting.items():
             self._together[number](plan, list(held.values()))
 
@@ -179,7 +177,6 @@ class Held:
         held = [written for _, by_record in self._waiting.values() for written in by_record.values()]
         with self._side.fork():
             self.flush()
-        self.beside = True
         for written in held:  # or the model would get their memory while it is read
             self._side.hold(written.key, written.value)
 

@@ -115,9 +115,10 @@ def meets_at(layers: int) -> int:
     """Behind how many layers of a captured model its stream is to wait for checks that began with it; 0: at its end.
 
     A 16th of a model takes longer than checks that may take a hundredth of a step.  The shortest checks take 45 us
-    (H200), longer than the layers of a model that has few: there nothing is gained.
+    (H200), longer than the first layer of a 1B model beside them, which waited for 17 us: two layers at least.  In a
+    model that has few, nothing is gained.
     """
-    return -(-layers // 16) if layers >= 8 else 0
+    return max(2, -(-layers // 16)) if layers >= 8 else 0
 
 
 def can_fork(device: torch.device) -> bool:

@@ -47,6 +47,7 @@ class Staging:
     def __init__(self, device: torch.device):
         self._device = device
         self._sent: deque[tuple[_Pinned, torch.cuda.Event]] = deque()  # the oldest first
+        self._lent: tuple[_Pinned, torch.cuda.Event] | None = None
         self._current = CurrentStream(device)
         self._outs: deque[_Heads] = deque(maxlen=4)  # of the last tensors that were sent to
 
@@ -69,14 +70,47 @@ class Staging:
         if self._device.type != "cuda":
             head.copy_(torch.frombuffer(source, dtype=out.dtype) if isinstance(source, array) else source)
             return
+        pinned, event = self._filled(source)
+        head.copy_(pinned.numbers(out.dtype)(n), non_blocking=True)
+        self._in_use(pinned, event)
+
+    def lend(self, source: array[int]) -> torch.Tensor:
+        """Numbers for one launch, which reads them in the host's memory; call :meth:`lent` behind it.
+
+        For a launch whose programs read a few each: a copy is a function more for the host, in steps whose other work
+        has emptied its caches.  Not while a CUDA graph is captured.
+
+        Args:
+            source: an array of int64; it may be written behind :meth:`lent`.
+
+        Returns:
+            int64 ``[n]`` on the host, pinned for a GPU.
+        """
+        if self._device.type != "cuda":
+            return torch.frombuffer(source, dtype=torch.int64)
+        self._lent = pinned, _ = self._filled(source)
+        return pinned.numbers(torch.int64)(len(source))
+
+    def lent(self) -> None:
+        """The launch is queued in the current stream."""
+        if self._lent is not None:
+            self._in_use(*self._lent)
+            self._lent = None
+
+    def _filled(self, source: torch.Tensor | array[int]) -> tuple[_Pinned, torch.cuda.Event]:
+        """Memory with these numbers, and an event."""
         if isinstance(source, array):
-            (address, _), size = source.buffer_info(), n * source.itemsize
+            (address, n), itemsize = source.buffer_info(), source.itemsize
+            size = n * itemsize
         else:
             source = source.contiguous()
             address, size = source.data_ptr(), source.numel() * source.element_size()
         pinned, event = self._free(size)
         ctypes.memmove(pinned.address, address, size)
-        head.copy_(pinned.numbers(out.dtype)(n), non_blocking=True)
+        return pinned, event
+
+    def _in_use(self, pinned: _Pinned, event: torch.cuda.Event) -> None:
+        """What is queued so far in the current stream reads the memory."""
         event.record(self._current())
         self._sent.append((pinned, event))
 

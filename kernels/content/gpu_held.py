@@ -56,7 +56,7 @@ class HeldRecords(layer.HeldRecords):
         rows = [table_row(half.site, half.view.data_ptr()) for half in halves]
         self._table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
         self._row_of = {id(record): at * self._halves for at, record in enumerate(self.records)}
-        self._told: _Told | _ByGraph = _Told(device, 3 * len(halves)) if tables is None else _ByGraph(tables)
+        self._told: _Told | _ByGraph = _Told(device) if tables is None else _ByGraph(tables)
         self._control = halves[0].site.control
         self._stamps = self._control.stamps
         self._forms: dict[tuple[Any, ...], _Form | None] = {}
@@ -89,6 +89,7 @@ class HeldRecords(layer.HeldRecords):
             super().__call__(plan, held)
             return
         self._launch(form, slots, given, len(held) * self._halves, ops)
+        self._told.launched()
 
     def settle(self) -> None:
         self._told.settle()
@@ -146,6 +147,9 @@ class _ByGraph:
     def place(self, words: array[int]) -> torch.Tensor | None:
         return self._tables.place(BEHIND, words)
 
+    def launched(self) -> None:
+        """Nothing is the launch's alone."""
+
     def settle(self) -> None:
         """Nothing is left to send."""
 
@@ -157,17 +161,15 @@ class _Told:
     0: a replay whose plan has no token reads nothing by them.
     """
 
-    def __init__(self, device: torch.device, most: int):
+    def __init__(self, device: torch.device):
         self._device, self._staging = device, Staging(device)
-        self._given = lasting(most, dtype=torch.int64, device=device)
         self._words = lasting(CAPTURED, dtype=torch.int64, device=device).zero_()
         self._host, self._sent = array("q"), 0
 
     def place(self, words: array[int]) -> torch.Tensor | None:
         """Where they are, or will be, aligned as the whole is; None if there is no room for another capture."""
         if not capturing(self._device):
-            self._staging.send(words, self._given)
-            return self._given
+            return self._staging.lend(words)
         start, end = len(self._host), len(self._host) + len(words)
         if end > self._words.shape[0]:
             return None
@@ -175,6 +177,10 @@ class _Told:
         if end % 2:
             self._host.append(0)
         return self._words[start:end]
+
+    def launched(self) -> None:
+        """The launch that was told is queued."""
+        self._staging.lent()
 
     def settle(self) -> None:
         """Copy what was not yet, in the current stream."""

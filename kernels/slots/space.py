@@ -286,10 +286,13 @@ class RequestPlan:
 
     def head(self, tokens: int) -> RequestPlan:
         """The plan without the padding after its first ``tokens``, in the same memory."""
-        along = ("tokens", "slots", "positions", "parents", "real_slots")
-        given: dict[str, Any] = {name: getattr(self, name) for name in along}
-        given = {name: tensor if tensor is None else tensor[:tokens] for name, tensor in given.items()}
-        return dataclasses.replace(self, **given)
+        head = object.__new__(RequestPlan)  # replace() looks at each field: 30 us more of a prompt's step
+        fields = head.__dict__
+        fields.update(self.__dict__, launches=None)
+        for name in ("tokens", "slots", "positions", "parents", "real_slots"):
+            if fields[name] is not None:
+                fields[name] = fields[name][:tokens]
+        return head
 
     def with_launches_of(self, other: RequestPlan) -> RequestPlan:
         """This plan with the launches kept for another, if it lies in the same memory but for the history."""

@@ -34,6 +34,7 @@ from .forward import Forward, check_after, check_before, check_reads, only_read,
 
 if TYPE_CHECKING:
     from ..kernels.context import ForwardContext
+    from ..kernels.held import Held
     from .guarded_pool import EnginePool
 
 
@@ -61,7 +62,6 @@ class KeptForward:
             in one.  Its counts are ``live`` of :meth:`.LayerChecks.keep`.
         first: launches, there, what must come before all writes of the model; None: nothing must.
         after: launches those after it; None: there are none.
-        finish: launches what comes last; None: nothing does.
         beside: in a graph of the model, the checks before it may run beside it.
         contexts: what the ops of layers outside of a graph find, by the tokens of the batch, up to ``MOST_CONTEXTS``;
             all of them are in the memory of the padded one.
@@ -74,27 +74,24 @@ class KeptForward:
     inside: Callable[[], None] | None
     first: Callable[[], None] | None
     after: Callable[[], None] | None
-    finish: Callable[[], None] | None
     beside: bool
     contexts: dict[int, ForwardContext]
 
-    def behind(self) -> None:
-        """Launch what comes behind the model."""
-        if self.after is not None:
-            self.after()
-        if self.finish is not None:
-            self.finish()
+    def context(self, tokens: int, held: Held | None = None) -> ForwardContext:
+        """What the ops of the layers find: keys and values have no row for the padding of the plans.
 
-    def context(self, tokens: int) -> ForwardContext:
-        """What the ops of the layers find: keys and values have no row for the padding of the plans."""
+        Args:
+            held: takes what the layers wrote until the model has run; None: they record.
+        """
         found = self.contexts.get(tokens)
-        if found is None:
-            padded = self.contexts[self.tokens]
-            plans = {number: plan.head(tokens) for number, plan in padded.requests.items()}
-            found = dataclasses.replace(padded, requests=plans)
-            if tokens <= MOST_CONTEXTS:
-                self.contexts[tokens] = found
-        return found
+        if found is not None:
+            return found if held is None else dataclasses.replace(found, held=held)
+        padded = self.contexts[self.tokens]
+        plans = {number: plan.head(tokens) for number, plan in padded.requests.items()}
+        if tokens > MOST_CONTEXTS:
+            return dataclasses.replace(padded, requests=plans, held=held)
+        self.contexts[tokens] = dataclasses.replace(padded, requests=plans)
+        return self.context(tokens, held)
 
 
 def keep(
@@ -106,7 +103,6 @@ def keep(
     begin: Callable[[Forward], None],
     join: Callable[[], None],
     reads: Sequence[Reads],
-    finish: Callable[[], None] | None,
     live: torch.Tensor | None = None,
     first: Callable[[], None] | None = None,
 ) -> KeptForward:
@@ -119,7 +115,6 @@ def keep(
         begin: what the first layer does before its own checks, in a forward.
         join: lets the stream wait for work that was forked from it.
         reads: with pages and lengths of as many requests.
-        finish: launches what comes last; it is not captured here.
         live: the counts of what is captured in a graph of the model.
         first: launches what comes before all of these.
     """
@@ -165,7 +160,6 @@ def keep(
         inside,
         first,
         _captured(device, after) if checked else None,
-        finish,
         all(only_read(pools[number], plan) for number, plan in forward.plans.items()),
         {tokens: context},
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 from ..kernels.context import publish, withdraw
@@ -45,8 +44,7 @@ class KeptStep:
         self._steps, self._kept, self._send, self._size = steps, kept, send, size
         self._measure, self._held = measure, held
         self.in_graph, self.stored = in_graph, stored
-        context = kept.context(size[1])
-        self._context = context if held is None else dataclasses.replace(context, held=held)
+        self._context = kept.context(size[1], held)
 
     def __enter__(self) -> None:
         sample = self._sample = self._measure(self.stored)
@@ -69,8 +67,8 @@ class KeptStep:
                     self._sample.model_ran()
                 if self._held is not None:
                     self._held.flush()
-                if not self.in_graph:
-                    self._kept.behind()
+                if not self.in_graph and self._kept.after is not None:
+                    self._kept.after()
                 self._steps.end_kept(self._kept)
                 if self._sample is not None:
                     self._sample.end()

@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +44,7 @@ from ..kernels.held import Held, limit_on
 from ..kernels.layer_ops import record_in, verify_in
 from ..kernels.ops import held_kernels_for, kernels_for, request_kernels_for
 from ..kernels.ring import Word
-from ..kernels.side_stream import ForkInGraph, SideStream, capturing, meets_at
+from ..kernels.side_stream import ForkInGraph, capturing, meets_at
 from ..runtime.pace import Sample
 from .kept_forward import KeptForward, Reads, keep
 from .kept_step import KeptStep
@@ -144,7 +144,6 @@ class LayerChecks:
         tokens: int,
         beside: bool = True,
         hold: bool = False,
-        finish: Callable[[], None] | None = None,
         before: KeptForward | None = None,
     ) -> Iterator[None]:
         """Around a model that is captured into a CUDA graph, if each replay is to be inside a forward of its own.
@@ -168,7 +167,6 @@ class LayerChecks:
                 attention.  The graphs' memory has room for what is held.
                 Run the model once like this before it is captured, as for any graph: the first time makes tables, and
                 tells which attention is the last.  In a capture without them each layer records.
-            finish: launches what comes last in the graph, behind the records.
             before: of at least so many requests and tokens: its checks before the model are in the graph, beside the
                 model, if the forward writes to nothing that is compared.  The records come after them.  *Each* replay
                 then takes in a batch, see :meth:`keep`; it is one of :meth:`kept` with ``in_graph``, or its live
@@ -192,8 +190,6 @@ class LayerChecks:
         try:
             with self._published(dataclasses.replace(context, sides={} if hold else sides), hold):
                 yield
-            if finish is not None and capturing():
-                self._finish(finish, sides)
             if hold and not capturing():
                 self._held_in[requests, tokens] = self.held.taken
         finally:
@@ -226,23 +222,12 @@ class LayerChecks:
             )
         return kept.inside
 
-    def _finish(self, finish: Callable[[], None], sides: Mapping[torch.device, SideStream]) -> None:
-        """Launch what comes last in a graph: beside the model, if the records are there."""
-        if "held" in vars(self) and self.held.beside:
-            (side,) = sides.values()
-            with torch.cuda.stream(side.stream):
-                finish()
-            return
-        self._steps.join()
-        finish()
-
     def keep(
         self,
         requests: int,
         tokens: int,
         take_in: Callable[[], None],
         reads: Sequence[Reads] = (),
-        finish: Callable[[], None] | None = None,
         live: torch.Tensor | None = None,
         first: Callable[[], None] | None = None,
     ) -> KeptForward:
@@ -256,7 +241,6 @@ class LayerChecks:
             take_in: launches what fills every step input, ``session.inputs.buffer(name)``, their counts, and
                 :meth:`clock`.
             reads: as :meth:`.EngineSession.check_reads` takes them.
-            finish: launches what comes after the last check.
             live: int64 ``[3]``, for :meth:`captured` with ``before``: ``take_in`` writes the counts there, too, or, for
                 a replay of the model's graph that is no forward, -1 requests there and nothing else.
             first: launches what comes before all of this, and before the model: what :meth:`.SlotEvents.in_step` gave.
@@ -275,7 +259,6 @@ class LayerChecks:
             begin=functools.partial(self._begin, live=live),
             join=lambda: self._steps.join(all=True),
             reads=reads,
-            finish=finish,
             live=live,
             first=first,
         )
@@ -305,8 +288,8 @@ class LayerChecks:
             send: gives the device what ``take_in`` needs, given the number of the step.
             requests, tokens: how many it has.
             hold: as of :meth:`publish`.
-            in_graph: the model is a graph that was captured in :meth:`captured` with ``before`` and ``finish``: it
-                launches all checks itself.
+            in_graph: the model is a graph that was captured in :meth:`captured` with ``before``: it launches all
+                checks itself.
             stored: about how many tokens the batch has stored before; 0 if nobody knows.
 
         Raises:

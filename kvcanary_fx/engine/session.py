@@ -231,8 +231,11 @@ class EngineSession(CanarySession):
         return torch.tensor(self.ids.hashes(request_ids), dtype=torch.int64, device=device)
 
     def stats(self, drain: bool = True) -> EngineStats:
-        """Counts since the session is ready; ``drain`` as in :meth:`.CanarySession.stats`, and without it the slots that
-        hold a token are not counted."""
+        """Counts since the session is ready.
+
+        Args:
+            drain: as in :meth:`.CanarySession.stats`; without it, the slots that hold a token are not counted.
+        """
         counts = self.observers.stats(super().stats(drain), slots=drain)
         if self.pace is None:
             return dataclasses.replace(counts, compared_every=self.config.verify_every)

@@ -25,7 +25,7 @@ EVERY = 250
 DECODE, PROMPT = "decode", "prompt"
 
 #: Methods of the canary's, whose time is also in a part of vLLM's.
-OURS = ("begin_step", "before_model", "after_model", "flags", "read")
+OURS = ("begin_step", "before_model", "after_model", "sampled", "read")
 
 
 def environment(folder: Path, file: Path, others: Mapping[str, str]) -> dict[str, str]:

@@ -56,7 +56,7 @@ OURS = (
     "adapters.vllm.ops:record_in",
     "adapters.vllm.v2.guard:GuardV2.after_model",
     "kernels.held:Held.flush",
-    "adapters.vllm.v2.guard:GuardV2.flags",
+    "adapters.vllm.v2.guard:GuardV2.sampled",
     "adapters.vllm.v2.guard:GuardV2.read",
 )
 

@@ -738,7 +738,10 @@ def test_counts_are_written_by_themselves_also_when_the_engine_is_idle(monkeypat
     class Session:
         steps = 1
 
-        def stats(self):
+        def drain(self):
+            pass
+
+        def stats(self, drain):
             return EngineStats(steps=0, checked=self.steps, recorded=0, adopted=0, violations=0)
 
     mine, session = counts.Counts("one"), Session()

@@ -32,8 +32,8 @@ def run(runner):
 
 
 def test_steps_of_a_runner_that_reorders_its_batch_are_silent(runner):
-    flags = run(runner)
-    assert runner.guard.read(flags) is None
+    run(runner)
+    assert runner.guard.read() is None
     stats = runner.guard.session.stats()
     assert (stats.violations, stats.engine_steps, runner.guard.session.uncovered) == (0, 6, [])
     assert stats.recorded == 4 * (8 + 2 + 2 + 1 + 3 + 2)
@@ -90,33 +90,58 @@ def test_what_was_released_is_compared_before_the_runner_clears_it(runner, monke
     assert seen == []  # nothing is sent early where nothing is cleared
     runner.step({"z": 2, "y": 1}, new={"z": [1]}, zeroed=[1])
     assert seen == [True]
-    assert runner.guard.read(runner.step({"z": 1, "y": 1})) is None
+    assert runner.read(runner.step({"z": 1, "y": 1})) is None
 
 
 def test_a_flip_is_reported_when_its_steps_tokens_are_read(runner):
     run(runner)
     runner.layers["b"][1][2, 1, 0, 3] += 1  # position 1 of y
-    runner.guard.read(runner.step({"y": 1}))
+    runner.read(runner.step({"y": 1}))
     (found,) = runner.guard.session.known_violations()
     assert (found.check, found.layer, found.half, found.request, found.position) == ("content", "b", "V", "y", 1)
+
+
+def test_the_host_hears_of_violations_and_copies_nothing():
+    """A GPU's kernels write to the host's memory when they find one; here that stands for it."""
+    from kvcanary_fx.adapters.vllm.v2.outputs import UNREAD, News
+    from kvcanary_fx.kernels.ring import Control, append
+    from kvcanary_fx.runtime.rows import take_rows
+
+    control = Control.allocate(4, torch.device("cpu"))
+    control.bell = torch.zeros(2, dtype=torch.int64)
+    news = News(SimpleNamespace(controls=SimpleNamespace(by_device={"cpu": control})))
+    news.step_ended()
+    assert not news.of_step()
+    append(control, True, half=0, check=1, phase=0, slot=3, stored=1, found=2)
+    assert news.unread(early=True)
+    assert not news.unread(early=False), "its tokens may be read yet"
+    assert news.of_step()
+    assert len(take_rows(control)[0]) == 1
+    assert not news.of_step()
+    append(control, True, half=0, check=1, phase=0, slot=3, stored=1, found=2)
+    for _ in range(UNREAD + 1):
+        assert news.read_lately
+        news.step_ended()
+    assert not news.read_lately
+    assert news.unread(early=False), "nobody reads the tokens of this rank"
 
 
 def test_in_mode_raise_the_tokens_of_the_step_do_not_arrive():
     from kvcanary_fx import KVCacheViolation
 
     runner = Runner("raise")
-    runner.guard.read(run(runner))
+    runner.read(run(runner))
     runner.layers["a"][0][2, 0, 0, 0] += 1
-    flags = runner.step({"y": 1})
+    runner.step({"y": 1})
     with pytest.raises(KVCacheViolation, match="request y, position 0"):
-        runner.guard.read(flags)
+        runner.guard.read()
 
 
 def test_in_mode_raise_a_rank_whose_outputs_nobody_reads_ends_at_its_next_step():
     from kvcanary_fx import KVCacheViolation
 
     runner = Runner("raise")
-    runner.guard.read(run(runner))
+    runner.read(run(runner))
     runner.layers["a"][0][2, 0, 0, 0] += 1
     runner.step({"y": 1})
     with pytest.raises(KVCacheViolation, match="request y, position 0"):
@@ -125,18 +150,18 @@ def test_in_mode_raise_a_rank_whose_outputs_nobody_reads_ends_at_its_next_step()
 
 def test_requests_that_read_damage_are_named_to_the_scheduler():
     runner = Runner(KVCANARY_VLLM_ON_VIOLATION="abort")
-    runner.guard.read(run(runner))
+    runner.read(run(runner))
     runner.layers["a"][0][2, 0, 0, 0] += 1
-    verdict = runner.guard.read(runner.step({"y": 1}))
+    verdict = runner.read(runner.step({"y": 1}))
     assert (verdict.outcome, verdict.blocks()) == ("abort", {2})
-    assert runner.guard.read(runner.step({"y": 1})) is None
+    assert runner.read(runner.step({"y": 1})) is None
 
 
 def test_the_table_that_attention_gets_is_compared_with_the_schedulers(runner):
     run(runner)
-    runner.guard.read(runner.step({"y": 1}, wrong=2))
+    runner.read(runner.step({"y": 1}, wrong=2))
     assert runner.guard.session.known_violations() == []
-    runner.guard.read(runner.step({"y": 1}, wrong=6))
+    runner.read(runner.step({"y": 1}, wrong=6))
     found = runner.guard.session.known_violations()
     assert [(v.check, v.request, v.position) for v in found] == [("index", "y", place) for place in range(PAGE)]
     assert runner.guard.session.uncovered == []
@@ -145,8 +170,8 @@ def test_the_table_that_attention_gets_is_compared_with_the_schedulers(runner):
 def test_a_page_that_is_given_away_too_early_is_reported(runner):
     runner.step({"x": 3}, new={"x": [1]})
     freed = [("freed", [], [1], "x"), ("taken", [1], ["y"], [1], 0)]
-    flags = runner.step({"x": 1, "y": 2}, new={"y": [1]}, events=freed)
-    runner.guard.read(flags)
+    runner.step({"x": 1, "y": 2}, new={"y": [1]}, events=freed)
+    runner.guard.read()
     found = runner.guard.session.known_violations()
     assert "owner" in {v.check for v in found}
     told = "written in step 1 by request x, released in step 1 by request x, allocated in step 1 to request y"
@@ -161,13 +186,13 @@ def test_pages_of_an_earlier_chunk_are_given_to_others(chunk):
     runner.step({"x": 1})
     events = [("freed", [], [1, 2], "x"), ("taken", [3], ["x"], [1], 0), ("taken", [1], ["y"], [1], 0)]
     runner.step({"x": 2, "y": 3}, more={"x": [3]}, new={"y": [1]}, events=events)
-    runner.guard.read(runner.step({"x": 1, "y": 1}, wrong=9))
+    runner.read(runner.step({"x": 1, "y": 1}, wrong=9))
     found = {(v.check, v.request) for v in runner.guard.session.known_violations()}
     assert (found == set()) == (chunk is not None)
     assert chunk is not None or {("owner", "x"), ("index", "x")} <= found
     before = len(runner.guard.session.known_violations())
     runner.layers["b"][1][3, 1, 0, 3] += 1  # position 9 of x
-    runner.guard.read(runner.step({"x": 1}))
+    runner.read(runner.step({"x": 1}))
     told = runner.guard.session.known_violations()[before:]
     assert ("content", "b", "V", "x", 9) in {(v.check, v.layer, v.half, v.request, v.position) for v in told}
     assert len(told) == 1 or chunk is None
@@ -178,7 +203,7 @@ def test_a_report_names_the_line_of_the_scheduler_that_freed_a_page():
     runner.step({"x": 3}, new={"x": [1]})
     freed = [("freed", [], [1], "x"), ("taken", [1], ["y"], [1], 0)]
     stacks = [(f"vllm/v1/core/sched/scheduler.py:{line} in schedule", "core.py:5 in step") for line in (7, 9)]
-    runner.guard.read(runner.step({"x": 1, "y": 2}, new={"y": [1]}, events=freed, stacks=stacks))
+    runner.read(runner.step({"x": 1, "y": 2}, new={"y": [1]}, events=freed, stacks=stacks))
     told = "released in step 1 by request x at vllm/v1/core/sched/scheduler.py:7 in schedule, allocated in step 1 to "
     found = runner.guard.session.known_violations()
     assert any(f"{told}request y at vllm/v1/core/sched/scheduler.py:9" in v.history for v in found if v.history)
@@ -204,8 +229,8 @@ def test_what_the_scheduler_reports_is_queued_while_no_other_thread_reads_violat
 
 def test_a_request_may_take_up_a_page_that_the_same_forward_writes(runner):
     events = [("taken", [1, 2], ["x"], [2], 0), ("touched", [1], "y"), ("taken", [3], ["y"], [1], 0)]
-    runner.guard.read(runner.step({"x": 6, "y": 2}, new={"x": [1, 2], "y": [1, 3]}, found={"y": 4}, events=events))
-    runner.guard.read(runner.step({"x": 1, "y": 1}))
+    runner.read(runner.step({"x": 6, "y": 2}, new={"x": [1, 2], "y": [1, 3]}, found={"y": 4}, events=events))
+    runner.read(runner.step({"x": 1, "y": 1}))
     assert runner.guard.session.violations() == []
 
 
@@ -217,8 +242,8 @@ def test_a_connector_that_does_nothing_is_not_called(runner, monkeypatch):
     bracket = runner.kv_connector = Bracket(NO_OP_KV_CONNECTOR, runner, runner.guard)
     for name in ("pre_forward", "finish_forward"):
         monkeypatch.setattr(KVConnector, name, lambda *_: pytest.fail("called"))
-    flags = run(runner)
-    assert runner.guard.read(flags) is None
+    run(runner)
+    assert runner.guard.read() is None
     assert runner.guard.session.stats().engine_steps == 6
     assert bracket.post_forward(set()) is None
     assert bracket.no_forward(None) is NO_OP_KV_CONNECTOR.no_forward(None)
@@ -363,7 +388,7 @@ def run_drafting(runner):
 
 
 def test_rejected_drafts_are_silent_in_the_target_and_in_the_draft(drafting):
-    assert drafting.guard.read(run_drafting(drafting)) is None
+    assert drafting.read(run_drafting(drafting)) is None
     stats = drafting.guard.session.stats()
     assert (stats.violations, drafting.guard.session.uncovered) == (0, [])
     assert stats.recorded == 6 * (14 + 13 + 4 + 6 + 3)
@@ -371,11 +396,11 @@ def test_rejected_drafts_are_silent_in_the_target_and_in_the_draft(drafting):
 
 @pytest.mark.parametrize("beside", [{}, {"z": 10}], ids=["kept", "launch by launch"])
 def test_rejected_draft_that_the_runner_counts_is_reported(drafting, beside):
-    drafting.guard.read(run_drafting(drafting))
+    drafting.read(run_drafting(drafting))
     drafting.step({"y": 3, **beside}, new={"z": [11, 12, 13]} if beside else (), rejected={"y": 2})
     stored = drafting._stored("y")
     drafting.req_states.num_computed_tokens.gpu[drafting.row["y"]] += 1
-    drafting.guard.read(drafting.step({"y": 1}))
+    drafting.read(drafting.step({"y": 1}))
     found = drafting.guard.session.known_violations()
     told = {(v.check, v.why, v.request, v.position) for v in found}
     assert told == {("token", "REJECTED_TOKEN", "y", stored), ("poison", "NEVER_WRITTEN", "y", stored)}
@@ -383,18 +408,18 @@ def test_rejected_draft_that_the_runner_counts_is_reported(drafting, beside):
 
 
 def test_flip_in_a_layer_of_a_draft_is_reported_before_the_next_proposal(drafting):
-    drafting.guard.read(run_drafting(drafting))
+    drafting.read(run_drafting(drafting))
     drafting.draft["draft"][0][6, 1, 0, 3] += 1  # position 1 of y
-    drafting.guard.read(drafting.step({"y": 1}))
+    drafting.read(drafting.step({"y": 1}))
     (found,) = drafting.guard.session.known_violations()
     assert (found.check, found.layer, found.half, found.request, found.position) == ("content", "draft", "K", "y", 1)
 
 
 def test_guess_that_overwrites_a_token_is_reported(drafting):
-    drafting.guard.read(run_drafting(drafting))
-    drafting.guard.read(drafting.step({"y": 3}, rejected={}, stray=6 * PAGE + 2))
+    drafting.read(run_drafting(drafting))
+    drafting.read(drafting.step({"y": 3}, rejected={}, stray=6 * PAGE + 2))
     assert drafting.guard.session.known_violations() == []
-    drafting.guard.read(drafting.step({"y": 1}))
+    drafting.read(drafting.step({"y": 1}))
     found = {(v.check, v.layer, v.request, v.position) for v in drafting.guard.session.known_violations()}
     assert found == {("content", "draft", "y", 2)}
 

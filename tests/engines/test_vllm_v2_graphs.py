@@ -62,8 +62,8 @@ def test_steps_that_differ_in_their_tokens_alone_go_on_as_the_last_did(monkeypat
         first = (list(dict(given.get("new", ())).get(next(iter(tokens)), ())) or runner.pages[next(iter(tokens))])[0]
         begun.clear()
         went_on.clear()
-        flags = runner.step(tokens, wrong=first, **given)
-        return len(begun), any(went_on), runner.guard.read(flags)
+        runner.step(tokens, wrong=first, **given)
+        return len(begun), any(went_on), runner.guard.read()
 
     anew, again = (1, False, None), (0, True, None)
     runner.step({"x": 2, "y": 2}, new={"x": [1, 4], "y": [2]})
@@ -89,7 +89,7 @@ def test_steps_that_go_on_are_measured_when_that_is_due():
     measured, measure = [], runner.guard._layers._measure
     runner.guard._layers._measure = lambda stored: measured.append(stored) or measure(stored)
     for _ in range(24):
-        assert runner.guard.read(runner.step({"x": 1}, wrong=1)) is None
+        assert runner.read(runner.step({"x": 1}, wrong=1)) is None
     assert measured == sorted(measured)
     assert 1 < len(measured) <= 24
     assert runner.guard.session.stats().engine_steps == 25
@@ -99,7 +99,7 @@ def test_the_layers_of_a_draft_are_checked_also_behind_steps_without_drafts():
     runner = Runner(drafts=1, **IN_GRAPHS)
     runner.step({"x": 3}, new={"x": list(range(1, 8))})
     for _ in range(4):
-        assert runner.guard.read(runner.step({"x": 1}, wrong=1)) is None
+        assert runner.read(runner.step({"x": 1}, wrong=1)) is None
     stats = runner.guard.session.stats()
     assert (stats.recorded, runner.guard.session.uncovered) == ((4 + 2) * (3 + 4), [])
 
@@ -111,18 +111,18 @@ def test_in_mode_raise_steps_in_graphs_are_looked_at_before_the_next(read):
     runner = Runner("raise", **IN_GRAPHS)
     runner.step({"x": 3}, new={"x": [1, 4]})
     for _ in range(2):
-        runner.guard.read(runner.step({"x": 1}, wrong=1))
+        runner.read(runner.step({"x": 1}, wrong=1))
     runner.layers["a"][1][1, 2, 1, 3] += 1
-    flags = runner.step({"x": 1}, wrong=1)
+    runner.step({"x": 1}, wrong=1)
     with pytest.raises(KVCacheViolation, match="request x, position 2"):
-        runner.guard.read(flags) if read else runner.step({"x": 1}, wrong=1)
+        runner.guard.read() if read else runner.step({"x": 1}, wrong=1)
 
 
 def test_violations_of_steps_in_graphs_whose_tokens_nobody_reads_are_told():
     runner = Runner(**IN_GRAPHS)
     runner.step({"x": 3}, new={"x": list(range(1, 8))})
     for _ in range(2):
-        runner.guard.read(runner.step({"x": 1}, wrong=1))
+        runner.read(runner.step({"x": 1}, wrong=1))
     runner.layers["a"][1][1, 2, 1, 3] += 1
     for _ in range(20):
         runner.step({"x": 1}, wrong=1)
@@ -145,14 +145,14 @@ def test_replays_of_graphs_that_are_no_step_or_are_checked_before_leave_the_next
         dict(tokens={"y": 1, "x": 1}, wrong=1),
     ]  # fmt: skip
     for number, step in enumerate(steps):
-        assert runner.guard.read(runner.step(**step)) is None, number
+        assert runner.read(runner.step(**step)) is None, number
         for tokens in range(1, 3):
             runner.warm_up_replay(tokens)
     stats = runner.guard.session.stats()
     assert (stats.violations, stats.engine_steps, runner.guard.session.uncovered) == (0, 7, [])
     assert stats.recorded == 4 * (5 + 2 + 4 * 2)
     runner.layers["b"][0][1, 2] += 1  # position 2 of both
-    runner.guard.read(runner.step({"y": 1, "x": 1}, wrong=1))
+    runner.read(runner.step({"y": 1, "x": 1}, wrong=1))
     assert {(v.check, v.slot, v.layer, v.half) for v in runner.guard.session.violations()} == {("content", 6, "b", "K")}
 
 
@@ -166,9 +166,9 @@ def test_a_graph_whose_attention_gets_other_tables_is_checked_before_it():
     )
     tables[0, :2] = torch.tensor([1, 2])
     for _ in range(2):
-        assert runner.guard.read(runner.step({"x": 1}, wrong=1)) is None
+        assert runner.read(runner.step({"x": 1}, wrong=1)) is None
     tables[0, 1] = 6
-    runner.guard.read(runner.step({"x": 1}, wrong=1))
+    runner.read(runner.step({"x": 1}, wrong=1))
     assert [(v.check, v.position) for v in runner.guard.session.violations()] == [("index", 4), ("index", 5)]
     assert runner.guard.session.stats().recorded == 4 * 6
 
@@ -178,10 +178,10 @@ def test_a_step_behind_one_of_other_requests_outside_of_a_graph_does_not_go_on()
     runner = Runner(**IN_GRAPHS)
     runner.step({"x": 2, "y": 1, "z": 2}, new={"x": [1, 4], "y": [2, 5], "z": [3, 6]})
     for _ in range(2):
-        assert runner.guard.read(runner.step({"x": 1, "y": 1}, wrong=1)) is None
-    assert runner.guard.read(runner.step({"x": 1, "z": 1})) is None
+        assert runner.read(runner.step({"x": 1, "y": 1}, wrong=1)) is None
+    assert runner.read(runner.step({"x": 1, "z": 1})) is None
     for _ in range(2):
-        assert runner.guard.read(runner.step({"x": 1, "y": 1}, wrong=1)) is None
+        assert runner.read(runner.step({"x": 1, "y": 1}, wrong=1)) is None
     assert runner.guard.session.stats().recorded == 4 * (5 + 5 * 2)
 
 
@@ -199,7 +199,7 @@ def test_a_step_behind_a_warm_up_or_a_message_without_a_forward_does_not_go_on()
         lambda: runner.tell("touched", [1], "y"),
     ):
         between()
-        assert runner.guard.read(runner.step({"x": 1}, wrong=1)) is None
+        assert runner.read(runner.step({"x": 1}, wrong=1)) is None
     assert [went for went in went_on if went] == [True, True]
     assert not runner.guard.books.pending
 
@@ -220,12 +220,12 @@ def test_requests_that_fill_a_page_go_on_and_their_pages_are_theirs(claimed):
     went_on = goes_on(runner)
     runner.step({"x": 1, "y": 1}, more={"y": [5]}, wrong=1)
     for _ in range(2):
-        assert runner.guard.read(runner.step({"x": 1, "y": 1}, wrong=1)) is None
+        assert runner.read(runner.step({"x": 1, "y": 1}, wrong=1)) is None
     assert went_on == [True] * 3
     stats = runner.guard.session.stats()
     assert (stats.violations, stats.recorded, runner.guard.session.uncovered) == (0, 4 * (5 + 5 * 2), [])
     runner.layers["b"][1][5, 1] += 1  # position 5 of y, in the page that it got
-    runner.guard.read(runner.step({"x": 1, "y": 1}, more={"x": [6]}, wrong=1))
+    runner.read(runner.step({"x": 1, "y": 1}, more={"x": [6]}, wrong=1))
     (found,) = runner.guard.session.violations()
     assert (found.check, found.request, found.position, found.layer) == ("content", "y", 5, "b")
     assert went_on == [True] * 4
@@ -238,7 +238,7 @@ def test_a_step_that_goes_on_with_another_requests_page_tells_so(claimed):
     for _ in range(2):
         runner.step({"x": 1, "y": 1}, more={"x": [4]} if _ else {}, wrong=1)
     went_on = goes_on(runner)
-    runner.guard.read(runner.step({"x": 1, "y": 1}, more={"y": [4]}, events=[], wrong=1))  # the page is x's
+    runner.read(runner.step({"x": 1, "y": 1}, more={"y": [4]}, events=[], wrong=1))  # the page is x's
     assert went_on == [True]
     assert {(v.check, v.why) for v in runner.guard.session.violations()} >= {("owner", "OVERWRITE")}
 
@@ -257,7 +257,7 @@ def test_a_block_that_the_prefix_cache_gives_up_is_a_page_to_go_on_with(damaged,
     for _ in range(2):
         runner.step({"x": 1}, wrong=1)
     runner.layers["b"][0][2, 1] += damaged
-    runner.guard.read(runner.step({"x": 1}, more={"x": [2]}, wrong=1))
+    runner.read(runner.step({"x": 1}, more={"x": [2]}, wrong=1))
     assert went_on == [True, True, True]
     assert runner.guard.books.idle == set()
     told = [(v.check, v.phase, v.layer, v.position) for v in runner.guard.session.violations()]
@@ -348,7 +348,7 @@ def test_random_steps_that_go_on_do_what_steps_begun_anew_do(seed, claimed):
             if step["tokens"]:
                 first = next(iter(step["tokens"]))
                 table = (*runner.pages.get(first, ()), *dict(step["new"]).get(first, ()))
-                runner.guard.read(runner.step(**step, wrong=table[0] if graph else None))
+                runner.read(runner.step(**step, wrong=table[0] if graph else None))
             if warm_up:
                 runner.warm_up_replay(warm_up)
             if flipped:
@@ -389,34 +389,13 @@ def test_a_flip_is_reported_in_a_step_that_goes_on_as_the_last_did(layer):
     runner = Runner(**IN_GRAPHS)
     runner.step({"x": 3}, new={"x": [1, 4]})
     for _ in range(2):
-        assert runner.guard.read(runner.step({"x": 1}, wrong=1)) is None
+        assert runner.read(runner.step({"x": 1}, wrong=1)) is None
     runner.layers[layer][1].view(torch.int32)[1, 2, 1, 3] ^= 1 << 5
-    runner.guard.read(runner.step({"x": 1}, wrong=1))
+    runner.read(runner.step({"x": 1}, wrong=1))
     (violation,) = runner.guard.session.violations()
     assert (violation.check, violation.layer, violation.half, violation.slot, violation.step) == (
         "content", layer, "V", 6, 4,
     )  # fmt: skip
-
-
-def test_the_graph_of_the_model_copies_the_counters_where_it_is_replayed(monkeypatch):
-    """So that nothing of ours is launched behind it; else a step does."""
-    from kvcanary_fx.adapters.vllm.v2 import guard as module
-    from kvcanary_fx.adapters.vllm.v2.outputs import Flags
-    from kvcanary_fx.engine import layers
-
-    copies = []
-    monkeypatch.setattr(Flags, "copy", lambda self: copies.append(self))
-    runner = Runner(KVCANARY_BUDGET="1%")
-    runner.step({"x": 1}, new={"x": [1]})
-    assert len(copies) == 1
-    runner.step({"x": 1}, wrong=1)  # the table that it has: a graph is replayed, with a copy in it
-    assert len(copies) == 2
-    monkeypatch.setattr(module, "capturing", lambda: True)
-    monkeypatch.setattr(layers, "capturing", lambda: True)
-    with runner.guard.capturing(), runner.guard.dummy_forward(2, whole=True):
-        runner._model(torch.zeros(2, dtype=torch.int64))
-    assert len(copies) == 3
-    assert runner.guard.layers_in_graphs[2] == len(runner.layers)
 
 
 def test_a_replay_outside_of_a_step_does_not_go_on_with_the_last_one():
@@ -424,7 +403,7 @@ def test_a_replay_outside_of_a_step_does_not_go_on_with_the_last_one():
     runner = Runner(**IN_GRAPHS)
     runner.step({"x": 2}, new={"x": [1, 2, 3]})
     for _ in range(4):
-        runner.guard.read(runner.step({"x": 1}, wrong=1))
+        runner.read(runner.step({"x": 1}, wrong=1))
     steps = runner.guard.session.stats().engine_steps
     batch, _ = runner._prepare({"x": 1}, 1)
     runner.kv_connector.pre_forward(None, batch, runner._metadata(batch))

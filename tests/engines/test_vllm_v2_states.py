@@ -18,11 +18,6 @@ def violations(runner, since=0):
     return runner.guard.states.session.violations()[since:]
 
 
-def read(runner, flags):
-    """What the host does with a step's tokens."""
-    return runner.guard.read(flags)
-
-
 def flip(state, block):
     word = state[block].view(torch.int16 if state.element_size() == 2 else torch.int32)
     word[(0,) * word.dim()] ^= 1 << 4
@@ -37,15 +32,15 @@ def silent(runner):
 def test_a_flip_in_each_state_is_told_with_its_layer_request_and_block(align, graph):
     runner = HybridRunner(align=align)
     given = {"wrong": 1} if graph else {}
-    read(runner, runner.step({"x": 6, "y": 2}, new={"x": [1, 2, 3, 4], "y": [5, 6, 7]}, **given))
+    runner.read(runner.step({"x": 6, "y": 2}, new={"x": [1, 2, 3, 4], "y": [5, 6, 7]}, **given))
     for number, (layer, name) in enumerate([(layer, name) for layer in LAYERS for name in ("conv", "state")]):
-        assert read(runner, runner.step({"x": 1, "y": 1}, **given)) is None
+        assert runner.read(runner.step({"x": 1, "y": 1}, **given)) is None
         before = len(violations(runner))
         request = "xy"[number % 2]
         group = LAYERS[layer]
         block = runner.state_blocks(request)[group]
         flip(runner.state_layers[layer][("conv", "state").index(name)], block)
-        verdict = read(runner, runner.step({"x": 1, "y": 1}, **given))
+        verdict = runner.read(runner.step({"x": 1, "y": 1}, **given))
         (told,) = violations(runner, before)
         assert (told.check, told.layer, told.half, told.request) == ("content", layer, name, request)
         assert told.slot == runner.state_blocks(request)[group]
@@ -123,9 +118,9 @@ class Load:
                 kept = step["taken_up"][request].pages if name == "new" and request in step["taken_up"] else []
                 given[name][request] = kept + [usable.pop(0) for _ in range(count - len(kept))]
         page = (given["new"].get(first) or runner.pages[first])[0]
-        flags = runner.step(**given, **({"wrong": page} if graph and not step["taken_up"] else {}))
+        runner.step(**given, **({"wrong": page} if graph and not step["taken_up"] else {}))
         runner.free_pages = usable
-        return runner.guard.read(flags)
+        return runner.guard.read()
 
 
 @pytest.mark.parametrize("graph", [False, True])
@@ -151,14 +146,14 @@ def test_requests_that_come_and_go_are_silent(align, graph, settings):
 
 def test_a_flip_in_a_state_of_the_prefix_cache_is_told_when_a_request_takes_it_up():
     runner = HybridRunner(align=4)
-    read(runner, runner.step({"x": 8}, new={"x": [1, 2]}))
-    read(runner, runner.step({"x": 1}, more={"x": [3]}))
+    runner.read(runner.step({"x": 8}, new={"x": [1, 2]}))
+    runner.read(runner.step({"x": 1}, more={"x": [3]}))
     flipped = runner.states["x"][0][1]
-    read(runner, runner.step({"y": 1}, new={"y": [4]}, finished=["x"]))
+    runner.read(runner.step({"y": 1}, new={"y": [4]}, finished=["x"]))
     (kept,) = runner.cached
     assert kept.blocks[0] == flipped
     flip(runner.state_layers["m0"][1], flipped)
-    verdict = read(runner, runner.step({"y": 1, "z": 2}, new={"z": [1, 2, 5]}, taken_up={"z": kept}))
+    verdict = runner.read(runner.step({"y": 1, "z": 2}, new={"z": [1, 2, 5]}, taken_up={"z": kept}))
     (told,) = violations(runner)
     assert (told.check, told.layer, told.half, told.request) == ("content", "m0", "state", "z")
     assert told.slot == runner.state_blocks("z")[0]  # where the request has its copy
@@ -168,24 +163,24 @@ def test_a_flip_in_a_state_of_the_prefix_cache_is_told_when_a_request_takes_it_u
 def test_a_block_of_the_prefix_cache_that_another_request_has_rewritten_is_not_taken_for_what_it_was():
     runner = HybridRunner(align=4)
     states = runner.guard.states
-    read(runner, runner.step({"x": 4}, new={"x": [1]}))
-    read(runner, runner.step({"y": 1}, new={"y": [2]}, finished=["x"]))
+    runner.read(runner.step({"x": 4}, new={"x": [1]}))
+    runner.read(runner.step({"y": 1}, new={"y": [2]}, finished=["x"]))
     assert states._cached
     blocks = runner.cached[0].blocks
     runner.evict()
     runner.free = [*blocks, *(block for block in runner.free if block not in blocks)]
     states._content = False  # z has no turn
-    read(runner, runner.step({"z": 4}, new={"z": [1]}))
-    read(runner, runner.step({"y": 1}, finished=["z"]))
+    runner.read(runner.step({"z": 4}, new={"z": [1]}))
+    runner.read(runner.step({"y": 1}, finished=["z"]))
     assert runner.cached[-1].blocks == blocks
-    read(runner, runner.step({"w": 2}, new={"w": [1, 3]}, taken_up={"w": runner.cached.pop()}))
+    runner.read(runner.step({"w": 2}, new={"w": [1, 3]}, taken_up={"w": runner.cached.pop()}))
     assert silent(runner)
 
 
 def test_a_wrong_block_table_in_the_step_that_takes_a_prefix_from_the_cache():
     runner = HybridRunner(align=4)
-    read(runner, runner.step({"x": 4}, new={"x": [1]}))
-    read(runner, runner.step({"y": 1}, new={"y": [2]}, finished=["x"]))
+    runner.read(runner.step({"x": 4}, new={"x": [1]}))
+    runner.read(runner.step({"y": 1}, new={"y": [2]}, finished=["x"]))
     prepare = runner._prepare
 
     def wrong(*given):
@@ -194,7 +189,7 @@ def test_a_wrong_block_table_in_the_step_that_takes_a_prefix_from_the_cache():
         return prepared
 
     runner._prepare = wrong
-    read(runner, runner.step({"z": 2}, new={"z": [1, 3]}, taken_up={"z": runner.cached.pop()}))
+    runner.read(runner.step({"z": 2}, new={"z": [1, 3]}, taken_up={"z": runner.cached.pop()}))
     block = runner.state_blocks("z")[1]
     found = [(v.check, v.why, v.layer, v.request, v.stored, v.found) for v in violations(runner)]
     assert found == [("index", "NOT_THE_PLANNED_SLOT", "m1", "z", block, block + 1)]
@@ -203,11 +198,11 @@ def test_a_wrong_block_table_in_the_step_that_takes_a_prefix_from_the_cache():
 @pytest.mark.parametrize("align", [0, 4])
 def test_states_of_two_requests_that_are_exchanged(align):
     runner = HybridRunner(align=align)
-    read(runner, runner.step({"x": 2, "y": 2}, new={"x": [1], "y": [5]}))
+    runner.read(runner.step({"x": 2, "y": 2}, new={"x": [1], "y": [5]}))
     for state in runner.state_layers["m0"]:
         pair = [runner.state_blocks("x")[0], runner.state_blocks("y")[0]]
         state[pair] = state[pair[::-1]]
-    read(runner, runner.step({"x": 1, "y": 1}))
+    runner.read(runner.step({"x": 1, "y": 1}))
     found = {(v.check, v.layer, v.half, v.request) for v in violations(runner)}
     assert found == {("content", "m0", half, request) for half in ("conv", "state") for request in "xy"}
 
@@ -215,7 +210,7 @@ def test_states_of_two_requests_that_are_exchanged(align):
 @pytest.mark.parametrize("graph", [False, True])
 def test_block_tables_of_two_requests_that_are_swapped_in_the_worker(graph):
     runner = HybridRunner()
-    read(runner, runner.step({"x": 2, "y": 2}, new={"x": [1], "y": [5]}))
+    runner.read(runner.step({"x": 2, "y": 2}, new={"x": [1], "y": [5]}))
     prepare = runner._prepare
 
     def swapped(tokens, wrong):
@@ -225,7 +220,7 @@ def test_block_tables_of_two_requests_that_are_swapped_in_the_worker(graph):
         return prepared
 
     runner._prepare = swapped
-    verdict = read(runner, runner.step({"x": 1, "y": 1}, **({"wrong": 1} if graph else {})))
+    verdict = runner.read(runner.step({"x": 1, "y": 1}, **({"wrong": 1} if graph else {})))
     x, y = runner.state_blocks("x")[1], runner.state_blocks("y")[1]
     found = {(v.check, v.why, v.layer, v.request, v.stored, v.found) for v in violations(runner)}
     assert found == {
@@ -237,7 +232,7 @@ def test_block_tables_of_two_requests_that_are_swapped_in_the_worker(graph):
 
 def test_a_block_that_another_request_is_given_too():
     runner = HybridRunner()
-    read(runner, runner.step({"x": 2}, new={"x": [1]}))
+    runner.read(runner.step({"x": 2}, new={"x": [1]}))
     grow = runner._grow
 
     def twice(request, *given):
@@ -248,7 +243,7 @@ def test_a_block_that_another_request_is_given_too():
         return [list(group) for group in runner.states["y"]]
 
     runner._grow = twice
-    verdict = read(runner, runner.step({"x": 1, "y": 2}, new={"y": [5]}))
+    verdict = runner.read(runner.step({"x": 1, "y": 2}, new={"y": [5]}))
     (shared,) = runner.states["x"][0]
     (told,) = violations(runner)
     where = told.check, told.why, told.pool, told.slot, told.request
@@ -260,10 +255,10 @@ def test_a_block_that_another_request_is_given_too():
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_block_that_is_freed_while_its_request_runs(graph):
     runner, given = HybridRunner(), {"wrong": 1} if graph else {}
-    read(runner, runner.step({"x": 2, "y": 2}, new={"x": [1], "y": [5]}, **given))
-    read(runner, runner.step({"x": 1, "y": 1}, **given))
+    runner.read(runner.step({"x": 2, "y": 2}, new={"x": [1], "y": [5]}, **given))
+    runner.read(runner.step({"x": 1, "y": 1}, **given))
     (freed,) = runner.states["x"][1]
-    read(runner, runner.step({"x": 1, "y": 1}, events=[("freed", [], [freed], "x")], **given))
+    runner.read(runner.step({"x": 1, "y": 1}, events=[("freed", [], [freed], "x")], **given))
     (told,) = violations(runner)
     assert (told.check, told.why, told.slot, told.request) == ("owner", "WRITE_AFTER_FREE", freed, "x")
 
@@ -271,17 +266,15 @@ def test_a_block_that_is_freed_while_its_request_runs(graph):
 def test_a_change_of_a_state_that_nobody_reads_again_is_not_told():
     """A state that was given up is rewritten by who has its block next."""
     runner = HybridRunner()
-    read(runner, runner.step({"x": 2, "y": 2}, new={"x": [1], "y": [5]}))
+    runner.read(runner.step({"x": 2, "y": 2}, new={"x": [1], "y": [5]}))
     blocks = runner.state_blocks("x")
     flip(runner.state_layers["m0"][0], blocks[0])
-    read(runner, runner.step({"y": 1}, finished=["x"]))
+    runner.read(runner.step({"y": 1}, finished=["x"]))
     flip(runner.state_layers["m0"][1], blocks[0])
     runner.free = [*blocks, *(block for block in runner.free if block not in blocks)]
     for _ in range(3):
-        read(
-            runner,
-            runner.step({"y": 1, "z": 1}, **({} if "z" in runner.pages else {"new": {"z": [2]}, "more": {"y": [6]}})),
-        )
+        new = {} if "z" in runner.pages else {"new": {"z": [2]}, "more": {"y": [6]}}
+        runner.read(runner.step({"y": 1, "z": 1}, **new))
     assert runner.state_blocks("z") == blocks
     assert silent(runner)
 
@@ -295,11 +288,11 @@ def test_under_a_budget_requests_have_their_turn(monkeypatch):
     monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: next(clock) / 64))
     chosen = runner.guard.states.turns = turns.Turns(runner.guard.states.turns.budget, 1, price=0.01 / 64)
     assert chosen.budget == 0.005
-    read(runner, runner.step({"x": 2, "y": 2, "z": 2}, new={"x": [1, 2], "y": [5, 6], "z": [7, 8]}))
+    runner.read(runner.step({"x": 2, "y": 2, "z": 2}, new={"x": [1, 2], "y": [5, 6], "z": [7, 8]}))
     stats, turn = runner.guard.states.session.stats, []
     for _ in range(6):  # half of what a request's states take is paid in each
         before, told = stats().recorded, len(violations(runner))
-        read(runner, runner.step({"x": 1, "y": 1, "z": 1}))
+        runner.read(runner.step({"x": 1, "y": 1, "z": 1}))
         assert len(violations(runner)) - told == bool(turn and turn[-1])  # of what the last step fingerprinted
         turn.append((stats().recorded - before) // 4)
         for request in "xyz":  # before the next step reads it
@@ -349,7 +342,7 @@ def test_a_round_that_was_interrupted_does_not_end_the_turns(monkeypatch):
 
 def test_what_a_model_that_raised_left_is_not_fingerprinted():
     runner = HybridRunner()
-    read(runner, runner.step({"x": 2}, new={"x": [1]}))
+    runner.read(runner.step({"x": 2}, new={"x": [1]}))
     model = runner._model
     runner._model = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -362,13 +355,13 @@ def test_what_a_model_that_raised_left_is_not_fingerprinted():
 
 def test_dummy_forwards_leave_all_as_it_is():
     runner = HybridRunner()
-    read(runner, runner.step({"x": 2}, new={"x": [1]}))
+    runner.read(runner.step({"x": 2}, new={"x": [1]}))
     stats = runner.guard.states.session.stats()
     runner.warm_up_replay(2)
     assert runner.guard.states.session.stats() == stats
     block = runner.state_blocks("x")[0]
     flip(runner.state_layers["m0"][0], block)
-    read(runner, runner.step({"x": 1}))
+    runner.read(runner.step({"x": 1}))
     assert [(v.check, v.slot) for v in violations(runner)] == [("content", block)]
 
 
@@ -376,11 +369,11 @@ def test_the_engine_ends_before_the_tokens_of_a_step_that_read_a_changed_state()
     from kvcanary_fx import KVCacheViolation
 
     runner = HybridRunner(mode="raise")
-    read(runner, runner.step({"x": 2}, new={"x": [1]}))
+    runner.read(runner.step({"x": 2}, new={"x": [1]}))
     flip(runner.state_layers["m1"][1], runner.state_blocks("x")[1])
-    flags = runner.step({"x": 1})
+    runner.step({"x": 1})
     with pytest.raises(KVCacheViolation, match="m1"):
-        read(runner, flags)
+        runner.read()
 
 
 def test_ranks_whose_tokens_nobody_reads_end_with_the_next_step():
@@ -396,21 +389,21 @@ def test_ranks_whose_tokens_nobody_reads_end_with_the_next_step():
 
 def test_memory_that_is_given_back_is_not_compared():
     runner = HybridRunner()
-    read(runner, runner.step({"x": 2}, new={"x": [1]}))
+    runner.read(runner.step({"x": 2}, new={"x": [1]}))
     runner.guard.forget_stored()
     for state in runner.state_layers["m0"]:
         state.zero_()
-    read(runner, runner.step({"x": 1}, zeroed=()))
+    runner.read(runner.step({"x": 1}, zeroed=()))
     assert violations(runner) == []
 
 
 @pytest.mark.parametrize("checks", ["content", "index,owner"])
 def test_checks_that_are_off(checks):
     runner = HybridRunner(KVCANARY_CHECKS=checks)
-    read(runner, runner.step({"x": 2, "y": 2}, new={"x": [1], "y": [5]}))
+    runner.read(runner.step({"x": 2, "y": 2}, new={"x": [1], "y": [5]}))
     (freed,) = runner.states["x"][1]
     flip(runner.state_layers["m0"][0], runner.state_blocks("y")[0])
-    read(runner, runner.step({"x": 1, "y": 1}, events=[("freed", [], [freed], "x")]))
+    runner.read(runner.step({"x": 1, "y": 1}, events=[("freed", [], [freed], "x")]))
     found = {(v.check, v.request) for v in violations(runner)}
     assert found == ({("content", "y")} if checks == "content" else {("owner", "x")})
 

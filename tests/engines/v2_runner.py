@@ -169,7 +169,15 @@ class Runner:
             self.req_states.num_computed_tokens.gpu[self.row[request]] += count - gone[request]
         if self.draft:
             self._propose(slots, tokens, stray)
-        return self.guard.flags()
+        self.guard.sampled()
+
+    def read(self, step=None):
+        """The tokens of a step have arrived: what its violations mean, if there are any.
+
+        Args:
+            step: what :meth:`step` returned, so that both are one line.
+        """
+        return self.guard.read()
 
     def _propose(self, slots, tokens, stray):
         from vllm.config import CUDAGraphMode
@@ -241,7 +249,6 @@ class Runner:
         self.guard._layers._fork(before)
         with forward_context(before.context(len(slots))):
             self._model(slots)
-        self.guard.finish()
 
     def tell(self, *event):
         """A message of the scheduler for which no model runs."""

@@ -105,7 +105,7 @@ def test_a_stream_waits_for_another_ones_work_as_long_as_it_is_not_joined(model)
     assert "listed" in third.stream.behind, "by the model's"
 
 
-@pytest.mark.parametrize(("layers", "behind"), [(0, 0), (7, 0), (8, 1), (16, 1), (17, 2), (32, 2), (80, 5)])
+@pytest.mark.parametrize(("layers", "behind"), [(0, 0), (7, 0), (8, 2), (16, 2), (17, 2), (32, 2), (80, 5)])
 def test_behind_how_many_layers_the_model_waits(layers, behind):
     assert meets_at(layers) == behind
 

@@ -28,7 +28,6 @@ class Forwards:
     """Chooses, for each batch, between checks that were captured and those that are launched one by one.
 
     Attributes:
-        kept: those of the last batch were captured.
         images: of the requests.
         go_on: see :meth:`.KeptSteps.go_on`; after :meth:`may_go_on`, and before anything else was checked.
     """
@@ -41,19 +40,16 @@ class Forwards:
         checks: LayerChecks,
         rows: Rows,
         places: Callable[[torch.Tensor], None],
-        finish: Callable[[], None],
     ):
         """
         Args:
             checks: with room reserved for the largest batch.
             places: launches what is checked besides, given the counts of the step; the device has its inputs.
-            finish: launches what comes last where checks are captured.
         """
         self._runner, self._groups, self._session, self._places = runner, groups, session, places
         self._checks, self._rows = checks, rows
-        self._steps = KeptSteps(runner, groups, session, checks, rows, places, finish)
+        self._steps = KeptSteps(runner, groups, session, checks, rows, places)
         self.go_on = self._steps.go_on
-        self.kept = False
         self._alike: set[int] = set()  # graphs, by their tokens, whose attention reads the runner's own tables
         self.images = Images(runner.is_encoder_decoder)
 
@@ -106,7 +102,6 @@ class Forwards:
         hold = metadata is None and self.holds  # with metadata, a graph of all of the model is about to be replayed
         images = self.images.within(batch)
         kept = None if prompts or in_flight or images else self._steps.kept(batch)
-        self.kept = kept is not None
         in_graph = bool(graph) and kept is not None and self._reads_its_tables(graph, metadata)
         running: contextlib.AbstractContextManager[Any]
         if kept is not None:
@@ -137,7 +132,6 @@ class Forwards:
             return None
         step = self._steps.again(batch, namespaces)
         if step is not None:
-            self.kept = True
             step.__enter__()
             self._steps.may_go_on(batch)
         return step

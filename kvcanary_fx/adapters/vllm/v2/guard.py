@@ -6,8 +6,7 @@
       pre_forward          our step begins: identity, tables, owners, bytes of what is read
       model or graph       each layer records what it wrote (in the graph, if it is one)
       finish_forward       our step ends
-    sample_tokens        rejected drafts are marked, the draft's layers record (:mod:`.drafts`), and the counters of
-                         violations go to the host beside the tokens
+    sample_tokens        rejected drafts are marked, and the draft's layers record (:mod:`.drafts`)
     get_output           where the tokens are read: violations are read and reported, before a token leaves
 """
 
@@ -34,7 +33,7 @@ from ..settings import VllmSettings
 from ..verdict import Verdict
 from .drafts import Drafting
 from .forwards import Forwards
-from .outputs import Flags
+from .outputs import News
 from .rows import Rows
 from .warm_up import WarmUp
 
@@ -101,7 +100,7 @@ class GuardV2(Guard):
 
     def _begin_session(self, session: EngineSession) -> None:
         """Before anything counts."""
-        self._flags = Flags(session)
+        self._news = News(session)
         self._warm_up.run(session, lambda checks: self._forwards_of(session, checks))
         self._forwards = self._forwards_of(session, self._warm_up.layers)
         self.drafting.mark_in(session)
@@ -109,7 +108,7 @@ class GuardV2(Guard):
 
     def _forwards_of(self, session: EngineSession, checks: LayerChecks) -> Forwards:
         checks.reserve(*self._room)
-        return Forwards(self._runner, self.groups, session, checks, self._rows, self.places, self.finish)
+        return Forwards(self._runner, self.groups, session, checks, self._rows, self.places)
 
     def places(self, counts: torch.Tensor) -> None:
         """Launch what is checked besides attention's cache, in a step that the device has the inputs of.
@@ -117,10 +116,6 @@ class GuardV2(Guard):
         Args:
             counts: of the step, int64 ``[3]``.
         """
-
-    def finish(self) -> None:
-        """Launch what comes last in a step."""
-        self._flags.copy()
 
     def _make_layers(self, session: EngineSession) -> LayerChecks:
         return self._warm_up.layers
@@ -157,9 +152,7 @@ class GuardV2(Guard):
             yield
             return
         before = self._forwards.for_graph(tokens) if whole and capturing() else None
-        layers = self._layers.captured(
-            min(self._room[0], tokens), tokens, whole, self._forwards.holds, finish=self.finish, before=before
-        )
+        layers = self._layers.captured(min(self._room[0], tokens), tokens, whole, self._forwards.holds, before=before)
         with layers, ops.one_forward() as guarded:
             yield
         if capturing():
@@ -274,7 +267,7 @@ class GuardV2(Guard):
             self._alike
             and self.scheduled is not None
             and metadata is not None
-            and self._flags.read_lately
+            and self._news.read_lately
             and not self._reading.locked()
             and self._forwards.go_on(batch)
         ):
@@ -316,7 +309,7 @@ class GuardV2(Guard):
 
     def _look_at_unread(self) -> None:
         """Read the violations of steps whose tokens nobody reads on this rank."""
-        if self._flags.unread(early=self._ends_engine):
+        if self._news.unread(early=self._ends_engine):
             with self._counts.busy():
                 self.session.drain()
                 self._tell_news()
@@ -350,16 +343,15 @@ class GuardV2(Guard):
 
     # ---- where the tokens are read
 
-    def flags(self) -> Any:
-        """What :meth:`read` takes, for the step whose tokens are on their way."""
+    def sampled(self) -> None:
+        """The tokens of a step are on their way: :meth:`read` comes when they have arrived."""
         if self.drafting.expected:
             uncovered = self.drafting.end()
             if uncovered is not None:
                 self.session.lose_coverage(uncovered)
-        # the layers of a draft record after the step's graph
-        return self._flags.start(copied=self._forwards.kept and not self.drafting.layers)
+        self._news.step_ended()
 
-    def read(self, flags: Any) -> Verdict | None:
+    def read(self) -> Verdict | None:
         """A step's tokens have arrived: report its violations.
 
         Returns:
@@ -369,7 +361,7 @@ class GuardV2(Guard):
             KVCacheViolation: the engine is to end, and a check failed.
         """
         unread = self.reactions.verdict is not None or (self._ends_engine and self.session.found.untold)
-        if not self._flags.raised(flags) and not unread:
+        if not self._news.of_step() and not unread:
             return None
         with self._counts.busy():  # this may be another thread than the runner's
             self.session.drain()

@@ -146,7 +146,8 @@ def _sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
             finally:
                 _SAMPLING.reset(token)
         if found is not None and (type(output) is AsyncOutput or isinstance(output, AsyncOutput)):
-            setattr(output, ATTRIBUTE, (found, found.flags()))
+            found.sampled()
+            setattr(output, ATTRIBUTE, found)
         return output
 
     return sample_tokens
@@ -201,10 +202,9 @@ def _prefill_of_a_model(
 
 def _get_output(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_output(output: Any) -> Any:
-        made, given = original(output), getattr(output, ATTRIBUTE, None)
-        if given is not None:
-            found, flags = given
-            verdict = found.read(flags)
+        made, found = original(output), getattr(output, ATTRIBUTE, None)
+        if found is not None:
+            verdict = found.read()
             if verdict is not None:
                 setattr(made, ATTRIBUTE, verdict)
         return made

@@ -138,11 +138,6 @@ class GuardOfHybridV2(GuardV2):
         """As :meth:`.GuardV2.places`: those of the states."""
         self.states.places.check(counts)
 
-    def finish(self) -> None:
-        """As :meth:`.GuardV2.finish`, of both sessions."""
-        super().finish()
-        self.states.flags.copy()
-
     def _take(self, scheduled: Any, told: Message, events: Sequence[tuple[Any, ...]]) -> None:
         self.states.ended((*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())))
         super()._take(scheduled, told, events)
@@ -166,7 +161,7 @@ class GuardOfHybridV2(GuardV2):
         states.drop()
         if scheduled is None or self._disabled:
             return
-        unread = states.flags.unread(early=self._ends_engine)
+        unread = states.news.unread(early=self._ends_engine)
         idle = states.idle(batch, scheduled)
         if idle and self._alike and not unread:  # most steps
             return
@@ -187,19 +182,18 @@ class GuardOfHybridV2(GuardV2):
         if self._ends_engine:
             self.states.session.check()
 
-    def flags(self) -> Any:
-        """As :meth:`.GuardV2.flags`, of both sessions."""
-        of_attention = super().flags()
-        return of_attention, self.states.flags.start(copied=of_attention is None)
+    def sampled(self) -> None:
+        """As :meth:`.GuardV2.sampled`, of both sessions."""
+        super().sampled()
+        self.states.news.step_ended()
 
-    def read(self, flags: Any) -> Verdict | None:
+    def read(self) -> Verdict | None:
         """As :meth:`.GuardV2.read`, of both sessions."""
-        of_attention, of_states = flags
-        if self.states.flags.raised(of_states):
+        if self.states.news.of_step():
             with self._counts.busy():  # this may be another thread than the runner's
                 self._read_states()
             self._end_engine()
-        return super().read(of_attention)
+        return super().read()
 
 
 class BracketOfHybrid(Bracket):

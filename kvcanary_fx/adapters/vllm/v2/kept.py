@@ -34,13 +34,11 @@ class KeptSteps:
         checks: LayerChecks,
         rows: Rows,
         places: Callable[[torch.Tensor], None],
-        finish: Callable[[], None],
     ):
         """
         Args:
             checks: with room reserved for the largest batch.
             places: as of :class:`.Forwards`.
-            finish: launches what comes last.
         """
         self._session, self._checks, self._rows = session, checks, rows
         self._adaptive = runner.adaptive_verification is not None
@@ -63,7 +61,7 @@ class KeptSteps:
             reads.append(Reads(session.pools[group.name], pages, lengths, group.kernel_page_size))
             self._tables[group.name] = pages.data_ptr(), pages.stride(0)
         self._lengths = runner.input_buffers.seq_lens.data_ptr()
-        self._kept = [self._keep(begin, reads, finish, first, *size) for size in _sizes(runner)]
+        self._kept = [self._keep(begin, reads, first, *size) for size in _sizes(runner)]
         self._landing.restart()
         self._known: tuple[Any, ...] = ()  # what the landing has of the requests
         self._stored = 0  # about how many tokens they have in the cache
@@ -78,12 +76,11 @@ class KeptSteps:
         self,
         begin: Callable[[int, int], None],
         reads: Sequence[Reads],
-        finish: Callable[[], None],
         first: Callable[[], None] | None,
         requests: int,
         tokens: int,
     ) -> KeptForward:
-        return self._checks.keep(requests, tokens, lambda: begin(requests, tokens), reads, finish, self._live, first)
+        return self._checks.keep(requests, tokens, lambda: begin(requests, tokens), reads, self._live, first)
 
     def for_graph(self, tokens: int) -> KeptForward | None:
         """The checks that are captured with a model for so many tokens; None: they cannot be in its graph."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ....engine.session import EngineSession
 from ..state_groups import StateGroup
-from .outputs import Flags
+from .outputs import News
 from .rows import Rows
 from .state_checks import Moved, StateChecks
 from .state_memory import StateHalf, StateTable, StepInputs
@@ -42,7 +42,7 @@ class States:
     Attributes:
         session: of their pools.
         groups: the KV cache groups that they are in.
-        flags: of their violations.
+        news: of their violations.
         turns: how many requests are fingerprinted in a step.
         places: of all states, once :meth:`guard_places` was called.
     """
@@ -53,7 +53,7 @@ class States:
             rows: where the requests' blocks are, as the scheduler said.
         """
         self.session, self.groups, self._rows = session, groups, rows
-        self.flags = Flags(session)
+        self.news = News(session)
         self._tables = runner.block_tables.input_block_tables
         self._checks = checks_of(session, groups, runner.max_num_reqs)
         (self._page,) = {group.tokens for group in groups}  # vLLM's groups of states are scheduled alike
