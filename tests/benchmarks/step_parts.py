@@ -2,7 +2,8 @@
 
 The engine of a server is a process of its own: a copy of this module is put into a folder of its ``PYTHONPATH``, and
 ``VLLM_STEP_PARTS`` names the file that it writes.  Each part has a clock, of 1 us: the same in guarded and unguarded
-engines, and in guarded ones more, around what is the canary's.
+engines, and in guarded ones more, around what is the canary's.  And events say what the device takes for the graph of a
+decode step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,6 +25,9 @@ EVERY = 250
 
 #: Kinds of a step, by whether it has a prompt or a part of one.
 DECODE, PROMPT = "decode", "prompt"
+
+#: What the device takes for what is replayed in a decode step, from an event before it to one behind it.
+GRAPH = "on the GPU: vLLM's graph"
 
 #: Methods of the canary's, whose time is also in a part of vLLM's.
 OURS = ("begin_step", "before_model", "after_model", "sampled", "read")
@@ -73,6 +78,37 @@ class Parts:
         if tokens:
             self._kind = PROMPT if output.total_num_scheduled_tokens > len(tokens) else DECODE
 
+    def clock_graphs(self, owner: type, event: Callable[[], Any]) -> Callable[[], None]:
+        """From now on replays of a decode step are a part.
+
+        Args:
+            owner: of ``replay``, a CUDA graph.
+            event: makes one that has a time.
+
+        Returns:
+            What adds the times that have arrived; it waits for none.
+        """
+        replay, under_way = owner.replay, deque[tuple[Any, Any]]()
+
+        def clocked(graph: Any) -> None:
+            if self._kind != DECODE:
+                replay(graph)
+                return
+            begin, end = event(), event()
+            begin.record()
+            replay(graph)
+            end.record()
+            under_way.append((begin, end))
+
+        def collect() -> None:
+            sums = self.sums[DECODE]
+            while under_way and under_way[0][1].query():
+                begin, end = under_way.popleft()
+                sums[GRAPH] = sums.get(GRAPH, 0.0) + begin.elapsed_time(end) / 1e3
+
+        owner.replay = clocked
+        return collect
+
     def step(self, run: Callable[[], Any]) -> Any:
         """``run``, a step of the engine; one without a batch does not count."""
         self._running.clear()
@@ -100,9 +136,10 @@ def install() -> None:
     from vllm.v1.engine.core import EngineCoreProc
 
     parts, step, loop = Parts(), EngineCoreProc._process_engine_step, EngineCoreProc.run_busy_loop
+    collecting: list[Callable[[], None]] = []
 
     def run_busy_loop(core: Any, *args: Any, **kwargs: Any) -> Any:
-        _set_clocks(parts, core)  # the canary's part of the engine is there by now
+        collecting.append(_set_clocks(parts, core))  # the canary's part of the engine is there by now
         return loop(core, *args, **kwargs)
 
     def process(core: Any) -> Any:
@@ -110,13 +147,15 @@ def install() -> None:
             return parts.step(lambda: step(core))
         finally:
             if sum(parts.steps.values()) >= EVERY:
+                collecting[0]()
                 with Path(os.environ[VARIABLE]).open("a") as to:
                     parts.write(to)
 
     EngineCoreProc.run_busy_loop, EngineCoreProc._process_engine_step = run_busy_loop, process
 
 
-def _set_clocks(parts: Parts, core: Any) -> None:
+def _set_clocks(parts: Parts, core: Any) -> Callable[[], None]:
+    import torch
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
     executor, scheduler = type(core.model_executor), type(core.scheduler)
@@ -138,6 +177,7 @@ def _set_clocks(parts: Parts, core: Any) -> None:
 
         for name in OURS:
             parts.clock(GuardV2, name, f"the canary's {name}")
+    return parts.clock_graphs(torch.cuda.CUDAGraph, lambda: torch.cuda.Event(enable_timing=True))
 
 
 def read(path: Path) -> Parts:

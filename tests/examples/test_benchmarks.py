@@ -356,6 +356,42 @@ def test_parts_of_steps_are_those_of_their_kind_and_come_back_from_the_file(tmp_
     ]
 
 
+def test_the_parts_of_a_step_say_what_its_graph_takes_the_device():
+    class Event:
+        """Of a device that takes 5 ms for each replay, and is one behind."""
+
+        made, arrived = [], 0
+
+        def record(self):
+            self.place = len(Event.made)
+            Event.made.append(self)
+
+        def query(self):
+            return self.place < Event.arrived
+
+        def elapsed_time(self, end):
+            assert end.place == self.place + 1
+            return 5.0
+
+    class Graph:
+        replays = 0
+
+        def replay(self):
+            Graph.replays += 1
+
+    parts, graph = step_parts.Parts(), Graph()
+    collect = parts.clock_graphs(Graph, Event)
+    for number, tokens in enumerate((3, 1, 1, 1)):  # the first step has a prompt
+        scheduled = types.SimpleNamespace(num_scheduled_tokens={"a": tokens}, total_num_scheduled_tokens=tokens)
+        parts.step(lambda scheduled=scheduled: (parts.scheduled(scheduled), graph.replay()))
+        Event.arrived = 2 * (number - 1)
+        collect()
+    assert Graph.replays == 4
+    assert parts.sums["decode"][step_parts.GRAPH] == pytest.approx(0.010), "of two, the third is under way"
+    assert step_parts.GRAPH not in parts.sums["prompt"]
+    assert parts.steps == {"decode": 3, "prompt": 1}
+
+
 def test_a_server_finds_the_plugin_that_clocks_its_steps(tmp_path):
     given = step_parts.environment(tmp_path / "plugins", tmp_path / "file", {"PYTHONPATH": "of others", "A": "b"})
     assert given["A"] == "b"
