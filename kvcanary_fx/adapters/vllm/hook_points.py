@@ -194,7 +194,7 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
             "is_profile=..., context_len=..., valid_dummy_state_slots=..., randomize_inputs=...",
             "a step begins",
         ),
-        ("sample_tokens", "self, grammar_output", "the counts of violations leave the device with the tokens"),
+        ("sample_tokens", "self, grammar_output", "its violations are read where its tokens are"),
         (
             "postprocess_sampled",
             "self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc=...",
