@@ -56,8 +56,8 @@ canary.join([c_1, c_4, c_2, c_5, x_1], state)
             "".join(line + "\n" for line in lines_of(gm).splitlines()[2:7]),
             """\
 attention(c, c_1, c_2, output, layers.0)
-canary.join_at(output_1, [], [c_3, c_4, c_5], state)
 attention(c_3, c_4, c_5, output_1, layers.1)
+canary.join_at(output_2, [], [c_6, c_7, c_8], state)
 attention(c_6, c_7, c_8, output_2, layers.2)
 attention(c_9, c_10, c_11, output_3, layers.3)
 """,
