@@ -100,8 +100,8 @@ class Staging:
     def _filled(self, source: torch.Tensor | array[int]) -> tuple[_Pinned, torch.cuda.Event]:
         """Memory with these numbers, and an event."""
         if isinstance(source, array):
-            (address, n), itemsize = source.buffer_info(), source.itemsize
-            size = n * itemsize
+            address, n = source.buffer_info()
+            size = n * source.itemsize
         else:
             source = source.contiguous()
             address, size = source.data_ptr(), source.numel() * source.element_size()

@@ -286,7 +286,7 @@ class RequestPlan:
 
     def head(self, tokens: int) -> RequestPlan:
         """The plan without the padding after its first ``tokens``, in the same memory."""
-        head = object.__new__(RequestPlan)  # replace() looks at each field: 30 us more of a prompt's step
+        head = object.__new__(RequestPlan)  # by replace(), a prompt's forward took 84 us for its plans
         fields = head.__dict__
         fields.update(self.__dict__, launches=None)
         for name in ("tokens", "slots", "positions", "parents", "real_slots"):

@@ -19,8 +19,7 @@ class EngineStats(Stats):
     Attributes:
         engine_steps: steps that ended well.
         forwards: forwards of all pools.
-        slots: slots that hold a token now; None where it was not to use the device for that, see
-            :meth:`.EngineSession.stats`.
+        slots: slots that hold a token now; None if they were not counted, see :meth:`.EngineSession.stats`.
         slots_checked: slots whose identity was compared.
         sweeps: sweeps so far; ``swept`` the fingerprints they compared.
         compared_every: N of the share 1/N of the slots whose bytes are compared in a step.
@@ -52,8 +51,8 @@ def engine_stats(
         base: what graphs and the ring counted.
         steps: of the engine.
         by_check: violations, by check.
-        slots: count those that hold a token, too, by kernels.  All else is copies to the host: kernels beside those of
-            a model make it slower (:mod:`.runtime.beside`).
+        slots: also count those that hold a token, which takes kernels.  All else is copied to the host: kernels beside
+            those of a model make it slower (:mod:`.runtime.beside`).
     """
     counts: list[list[int]] = []
     opaque: list[list[int]] = []
