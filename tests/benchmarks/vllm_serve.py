@@ -207,7 +207,8 @@ def measure(
     """
     took = 0.0  # the last round
     before = range(numbers[0] - len(pairs), numbers[0])
-    with concurrent.futures.ProcessPoolExecutor(2) as clients:
+    apart = cores.spare(parts=2 if args.gpus else 1)
+    with concurrent.futures.ProcessPoolExecutor(2, initializer=os.sched_setaffinity, initargs=(0, apart)) as clients:
         for number in (*before, *numbers):
             if samples[0] and time.monotonic() + took > _BEGAN + args.seconds:
                 print(f"  no time for more than {len(samples[0])} rounds", flush=True)

@@ -74,6 +74,16 @@ def test_engines_that_take_turns_run_on_the_same_hardware_threads():
             process.wait()
 
 
+@pytest.mark.parametrize(("threads", "parts"), [(16, 1), (16, 2), (24, 2)])
+def test_whoever_loads_engines_is_on_no_core_of_theirs(monkeypatch, threads, parts):
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda process: set(range(threads)), raising=False)
+    engines = [group for part in range(parts) for group in cores._groups(2, part, parts)[0]]
+    assert len(engines) == len(set().union(*engines)) / 2  # no two processes share a thread
+    cores_of = lambda those: {thread // 2 for thread in those}  # noqa: E731
+    shared = cores_of(cores.spare(parts=parts)) & cores_of(set().union(*engines))
+    assert bool(shared) == (threads // 4 // parts < 3)  # too few for a group of its own
+
+
 def called_from(filename: str, name: str):
     """A function of a file that calls what it is given."""
     made: dict = {}
