@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-from .content.layer import LayerRecord
 from .context import ForwardContext
 from .held import NamedLayers
 from .layer_ops import record_in
@@ -55,7 +54,7 @@ class Deferred:
         given, keys, values = map(list, zip(*written, strict=True))
         known = held.named
         if known is None or known.given != given or known.layers is not layers:
-            known = held.named = _named(given, [self._name_of(each) for each in given], layers)
+            known = held.named = NamedLayers.of(given, [self._name_of(each) for each in given], layers)
         if known.records is None:
             return False
         plan = self._context.requests.get(known.records[0].space.space_id)
@@ -80,10 +79,3 @@ class Deferred:
                 record_in(context, key, value, record.gate.device, layer)
             else:
                 held.take(record, plan, key, value)
-
-
-def _named(given: list[object], names: list[str], layers: Mapping[str, LayerRecord]) -> NamedLayers:
-    records = [layers.get(name) for name in names]
-    found = [record for record in records if record is not None and record.writes]
-    alike = len(found) == len(records) and len({record.space.space_id for record in found}) == 1
-    return NamedLayers(given, names, layers, found if alike else None)

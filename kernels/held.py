@@ -43,6 +43,14 @@ class NamedLayers(NamedTuple):
     layers: Mapping[str, LayerRecord]
     records: list[LayerRecord] | None
 
+    @classmethod
+    def of(cls, given: list[object], names: list[str], layers: Mapping[str, LayerRecord]) -> NamedLayers:
+        """Look them up."""
+        records = [layers.get(name) for name in names]
+        found = [record for record in records if record is not None and record.writes]
+        alike = len(found) == len(records) and len({record.space.space_id for record in found}) == 1
+        return cls(given, names, layers, found if alike else None)
+
 
 class Held:
     """For forwards whose layers run from Python, and whose K and V nothing overwrites before the model has run.

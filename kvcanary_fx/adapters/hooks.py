@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -40,6 +40,11 @@ class Parameter:
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The argument that a call gives."""
         return args[self._at] if len(args) > self._at else kwargs[self._name]
+
+    def of_all(self, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+        """:meth:`of` for each of some calls, without a function for each."""
+        at, name = self._at, self._name
+        return [args[at] if len(args) > at else kwargs[name] for args, kwargs in calls]
 
 
 def hook(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:

@@ -40,7 +40,7 @@ from ..errors import SessionStateError, UnknownLayerError
 from ..kernels.buffers import Gate
 from ..kernels.content.layer import HeldRecords, LayerRecord
 from ..kernels.context import ForwardContext, forward_context
-from ..kernels.held import Held, limit_on
+from ..kernels.held import Held, NamedLayers, limit_on
 from ..kernels.layer_ops import record_in, verify_in
 from ..kernels.ops import held_kernels_for, kernels_for, request_kernels_for
 from ..kernels.ring import Word
@@ -366,6 +366,7 @@ class EagerLayers(LayerChecks):
         self._outside = self._here = self._context(None)
         self._received: dict[Any, Any] = {}  # of the running forward, where its plans do not keep it
         self._holding = False
+        self._named: dict[tuple[str, ...], NamedLayers] = {}  # of each :meth:`record_all`
 
     @contextlib.contextmanager
     def holding(self, shaped: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Iterator[None]:
@@ -426,6 +427,32 @@ class EagerLayers(LayerChecks):
         plan = context.requests.get(record.space.space_id)
         if plan is not None and plan.real_slots is not None:
             context.held.take(record, plan, key, value)
+
+    def record_all(
+        self,
+        layers: tuple[str, ...],
+        keys: Sequence[torch.Tensor | None],
+        values: Sequence[torch.Tensor | None],
+    ) -> None:
+        """:meth:`record` for each of some layers, whose slots were looked at elsewhere, when the model has run.
+
+        With few functions, if they are those of the call before: see :class:`~kvcanary_fx.kernels.deferred.Deferred`.
+
+        Args:
+            keys, values: of each.
+
+        Raises:
+            UnknownLayerError: no pool has a layer of this name.
+        """
+        context, named = self._running(), self._named.get(layers)
+        if named is None:
+            named = self._named[layers] = NamedLayers.of([*layers], [*layers], self._layers)
+        if context.held is not None and named.records is not None:
+            plan = context.requests.get(named.records[0].space.space_id)
+            if plan is None or plan.real_slots is None or context.held.take_all(named.records, plan, keys, values):
+                return  # without a plan there is nothing to compare with, as in :meth:`record`
+        for layer, key, value in zip(layers, keys, values, strict=True):
+            self.record(layer, key, value)
 
     def check_received(self, layer: str, slots: torch.Tensor) -> None:
         """The index check of :meth:`record`, before the layer writes.

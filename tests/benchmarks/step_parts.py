@@ -3,7 +3,7 @@
 The engine of a server is a process of its own: a copy of this module is put into a folder of its ``PYTHONPATH``, and
 ``VLLM_STEP_PARTS`` names the file that it writes.  Each part has a clock, of 1 us: the same in guarded and unguarded
 engines, and in guarded ones more, around what is the canary's.  And events say what the device takes for the graph of a
-decode step.
+decode step.  What the thread took of its processor says whether a long step waited, or all of its code was slow.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ DECODE, PROMPT = "decode", "prompt"
 
 #: What the device takes for what is replayed in a decode step, from an event before it to one behind it.
 GRAPH = "on the GPU: vLLM's graph"
+
+#: What the main thread took of its processor in a step.
+PROCESSOR = "a step, the processor's time"
 
 #: Methods of the canary's, whose time is also in a part of vLLM's.
 OURS = ("begin_step", "before_model", "after_model", "sampled", "read")
@@ -112,14 +115,15 @@ class Parts:
     def step(self, run: Callable[[], Any]) -> Any:
         """``run``, a step of the engine; one without a batch does not count."""
         self._running.clear()
-        self._kind, began = None, time.perf_counter()
+        self._kind, began, before = None, time.perf_counter(), time.thread_time()
         try:
             return run()
         finally:
             if self._kind is not None:
                 self.steps[self._kind] += 1
                 sums = self.sums[self._kind]
-                for part, seconds in {"a step": time.perf_counter() - began, **self._running}.items():
+                whole = {"a step": time.perf_counter() - began, PROCESSOR: time.thread_time() - before}
+                for part, seconds in {**whole, **self._running}.items():
                     sums[part] = sums.get(part, 0.0) + seconds
 
     def write(self, to: TextIO) -> None:

@@ -44,8 +44,12 @@ from typing import Any
 
 import cores
 import report
-import serve_load
 import step_parts
+
+try:
+    import serve_load
+except ModuleNotFoundError as e:
+    sys.exit(f"{e}: run it in an environment of vLLM's, which has what its servers and their clients need")
 from serve_load import Load, Sample
 from vllm_shapes import SHAPES, vocabulary, write_config
 

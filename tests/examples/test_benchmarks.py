@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import threading
 import types
 from pathlib import Path
@@ -345,24 +346,26 @@ def test_parts_of_steps_are_those_of_their_kind_and_come_back_from_the_file(tmp_
 
     parts, file = step_parts.Parts(), tmp_path / "parts.jsonl"
     parts.clock(Scheduler, "schedule", "schedule")
-    scheduler = Scheduler()
+    scheduler, asleep = Scheduler(), 0.02
     for tokens in ({"a": 7}, {"a": 1, "b": 5}, {"a": 1, "b": 1}, {}, {"b": 1}):
         assert parts.step(lambda tokens=tokens: parts.scheduled(scheduler.schedule(tokens)) or "made") == "made"
         with file.open("a") as to:
             parts.write(to)
     with pytest.raises(ValueError, match="of vLLM's"):
-        parts.step(lambda: parts.scheduled(scheduler.schedule({"b": 1})) or _raise(ValueError("of vLLM's")))
+        parts.step(lambda: parts.scheduled(scheduler.schedule({"b": 1})) or _raise(ValueError("of vLLM's"), asleep))
     with file.open("a") as to:
         parts.write(to)
     found, nothing = step_parts.read(file), step_parts.read(tmp_path / "none")
     assert found.steps == {"decode": 3, "prompt": 2}
-    assert [sorted(sums) for sums in found.sums.values()] == [["a step", "schedule"]] * 2
+    assert [sorted(sums) for sums in found.sums.values()] == [["a step", step_parts.PROCESSOR, "schedule"]] * 2
     assert all(sums["schedule"] <= sums["a step"] for sums in found.sums.values())
+    decode = found.sums["decode"]
+    assert decode["a step"] - decode[step_parts.PROCESSOR] > asleep / 2  # what it waits is not the processor's
     rows = step_parts.table(nothing, found)
     assert [row[:3] for row in rows] == [
         [f"{kind} (0 and {n} steps)", part, "-"]
         for kind, n in (("decode", 3), ("prompt", 2))
-        for part in ("a step", "schedule")
+        for part in ("a step", step_parts.PROCESSOR, "schedule")
     ]
 
 
@@ -411,5 +414,6 @@ def test_a_server_finds_the_plugin_that_clocks_its_steps(tmp_path):
     assert "function install" in found.stdout, found.stderr
 
 
-def _raise(error):
+def _raise(error, asleep=0.0):
+    time.sleep(asleep)
     raise error

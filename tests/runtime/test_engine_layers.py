@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -104,6 +106,29 @@ def test_places_of_states_before_a_layer_writes(device):
         layers.check_received("third", torch.tensor([4], device=device))
 
 
+@pytest.mark.parametrize("holding", [True, False])
+@pytest.mark.parametrize("wrong", [None, 0, 1])
+def test_layers_that_are_recorded_at_once_when_the_model_has_run(engine, holding, wrong):
+    """As if each had been recorded behind its write: what it was given is compared with what is stored."""
+    slots = engine.table[1, :3].to(torch.int64)
+    given = [torch.randn(2, 3, HEADS, DIM, device=slots.device) for _ in engine.kv]
+    batch = Batch(range(3), slots, [1], [0], [3], request_ids=["request"])
+    for _ in range(2):  # the second time they are known
+        held = engine.layers.holding() if holding else contextlib.nullcontext()
+        with engine.session.step(batch), engine.session.forward(), held:
+            for pools, rows in zip(engine.kv, given, strict=True):
+                for pool, written in zip(pools, rows, strict=True):
+                    pool[slots] = written
+            if wrong is not None:
+                engine.kv[wrong][1][slots[2]] += 1  # V
+            keys, values = zip(*given, strict=True)
+            engine.layers.record_all(("first", "second"), keys, values)
+    stats = engine.session.stats()
+    assert stats.recorded == 2 * 4 * 3
+    told = {(v.check, v.layer, v.half, v.position) for v in engine.session.violations()}
+    assert told == (set() if wrong is None else {("operand", ("first", "second")[wrong], "V", 2)})
+
+
 def test_without_a_forward_there_is_nothing_to_check_against(engine):
     assert not engine.layers.running
     engine.layers.verify("first")
@@ -116,6 +141,8 @@ def test_a_layer_that_no_pool_has(engine):
         engine.layers.verify("third")
     with pytest.raises(kvcanary_fx.UnknownLayerError, match="third"):
         engine.layers.record("third")
+    with pytest.raises(kvcanary_fx.UnknownLayerError, match="third"):
+        engine.layers.record_all(("first", "third"), [None, None], [None, None])
 
 
 def test_many_reserved_slots_are_shown_by_their_ends():

@@ -11,8 +11,8 @@ import contextlib
 import inspect
 import logging
 import types
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch._dynamo import OptimizedModule
@@ -29,6 +29,9 @@ from .groups import Group
 from .rows import RequestRows
 
 log = logging.getLogger("kvcanary")
+
+#: The arguments of a call.
+_Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
 
 class GuardedManager:
@@ -142,7 +145,7 @@ class GuardedProcessor:
                 return
             with layers.holding(_by_token):
                 layers.begin()
-                noted = self._noted = _Noted(self._record, layers.held)
+                noted = self._noted = _Noted(self._record_all, layers.held)
                 try:
                     original(model)
                 finally:
@@ -223,13 +226,37 @@ class GuardedProcessor:
         written = self._indices.of(args, kwargs)
         if self._of_kwargs:
             written = written["write_index"]
-        index = written[layer.group.index]
-        # all layers of a group get one tensor, which the others only could change in place
-        known = not layer.outermost and index.data_ptr() == self._planned[layer.group.index]
+        known = not layer.last and self._as_planned(layer.group, written)
         key, value = self._key.of(args, kwargs), self._value.of(args, kwargs)
         if not self._holds:
             key, value = _by_token(key), _by_token(value)
-        layers.record(layer.name, key, value, None if known else layer.group.slots_of(index))
+        layers.record(layer.name, key, value, None if known else layer.group.slots_of(written[layer.group.index]))
+
+    def _record_all(self, calls: Sequence[_Call]) -> None:
+        """:meth:`_record` for each of some writes, when the model has run; in few functions all layers of which only
+        K and V are to be noted."""
+        layers = [self._layer[number] for number in self._number.of_all(calls)]
+        inner = [call for call, layer in zip(calls, layers, strict=True) if not layer.last]
+        mine = [layer for layer in layers if not layer.last]
+        if mine and self._all_planned(inner, mine):
+            names = tuple([layer.name for layer in mine])
+            self._layers.record_all(names, self._key.of_all(inner), self._value.of_all(inner))
+            calls = [call for call, layer in zip(calls, layers, strict=True) if layer.last]
+        for args, kwargs in calls:
+            self._record(args, kwargs)
+
+    def _all_planned(self, calls: Sequence[_Call], layers: Sequence[_Layer]) -> bool:
+        """Whether these writes were given one list of indices, the batch's, and their layers are of one group."""
+        given, group = self._indices.of_all(calls), layers[0].group
+        if self._of_kwargs:
+            given = [each["write_index"] for each in given]
+        one = len(set(map(id, given))) == 1 and all(layer.group is group for layer in layers)
+        return one and self._as_planned(group, given[0])
+
+    def _as_planned(self, group: Group, written: Any) -> bool:
+        """Whether these are the batch's: all layers of a group get one tensor.  Whoever changes it in place is found by
+        the last of them, whose indices are compared."""
+        return bool(written[group.index].data_ptr() == self._planned[group.index])
 
     def _names(self) -> list[str]:
         return [name for group in self._groups for name in group.layers.values()]
@@ -251,16 +278,15 @@ class _Noted:
         room: once there are so many, :meth:`take_in` is due.
     """
 
-    def __init__(self, record: Callable[[tuple[Any, ...], dict[str, Any]], None], held: Held):
+    def __init__(self, record: Callable[[Sequence[_Call]], None], held: Held):
         self._record, self._held = record, held
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.calls: list[_Call] = []
         self.room = 1  # its K and V tell how many can be held
 
     def take_in(self) -> None:
         """Record what was noted."""
         calls, self.calls = self.calls, []
-        for args, kwargs in calls:
-            self._record(args, kwargs)
+        self._record(calls)
         self.room = self._held.room
 
 
@@ -268,16 +294,16 @@ class _Layer(NamedTuple):
     """A layer of the model.
 
     Attributes:
-        outermost: the first or last one of its group.
+        last: of its group.
     """
 
     name: str
     group: Group
-    outermost: bool
+    last: bool
 
     @classmethod
     def of(cls, group: Group, number: int) -> _Layer:
-        return cls(group.layers[number], group, number in (min(group.layers), max(group.layers)))
+        return cls(group.layers[number], group, number == max(group.layers))
 
 
 def _runs_from_python(model: Any, config: Any) -> bool:
