@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import threading
+import time
 import types
 from pathlib import Path
 
