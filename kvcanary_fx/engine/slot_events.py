@@ -354,7 +354,7 @@ class SlotEvents:
                 kept.settle()
             while self._calls:
                 if not self._send_few(into_step):
-                    self._send()
+                    self._send(into_step)
                 if self._calls and self._kept is not None:
                     self._kept.settle()
             self._begin_anew()
@@ -392,8 +392,8 @@ class SlotEvents:
         self._calls[:0] = calls
         return False
 
-    def _send(self) -> None:
-        """Send the first calls, as many as fit into one launch."""
+    def _send(self, into_step: bool) -> None:
+        """Send the first calls, as many as fit into one launch; or, if these are few, let them wait for a step."""
         kinds, pages, owners, sizes = zip(*self._calls[:CALLS], strict=True)
         lengths, page_size = list(map(len, pages)), sizes[0]
         n, room = len(sizes), min(PAGES, SLOTS // page_size)
@@ -409,7 +409,7 @@ class SlotEvents:
         rows = rows_of(*(call_by_call(kinds, owners, lengths) if self._at_once else (kinds, owners, lengths)))
         calls, kept = len(rows) // COLUMNS, self._kept_calls()
         few = kept.takes(calls, len(named), page_size) and not on_device
-        if few and kept.apply(rows, [named], len(named), page_size, released):
+        if few and kept.apply(rows, [named], len(named), page_size, released, into_step):
             return
         self._staging.send(one_behind_the_other(rows, named), self._words)
         events = self._shown_events(calls, len(named), page_size)

@@ -282,6 +282,30 @@ def test_calls_that_wait_for_a_step_are_sent_by_whoever_needs_them_before(launch
 
 
 @interpreted
+@pytest.mark.parametrize("released", [True, False], ids=["released", "kept by a cache"])
+def test_what_a_request_that_ended_gives_up_waits_for_the_step(launches, monkeypatch, released):
+    monkeypatch.setattr(replay, "capture", lambda device, run: Graph(run))
+    toy, other = prefilled(), prefilled()
+    steps = StepOfAGraph(toy)
+    for _ in range(replay.ONE_BY_ONE + 1):  # by then such calls are a replay
+        for each in (toy, other):
+            each.pool.allocate([5, 6], owner="B", page_size=2)
+            each.session.flush()
+            if released:
+                each.pool.release([5, 6], owner="B", page_size=2)
+            else:
+                each.pool.hand_over([5, 6], owner="a cache", page_size=2)
+                each.pool.release([7], owner="B", page_size=2)
+        toy.session._stepping.flush(into_step=True)
+        waits, claimed = toy.pool.calls._kept.waits is not None, steps.claimed
+        steps.replay()
+        assert steps.claimed == claimed + waits
+        other.session.flush()
+        assert torch.equal(toy.pool.space.block[:-1], other.pool.space.block[:-1])
+    assert waits
+
+
+@interpreted
 def test_no_page_is_handed_out_at_once_while_another_thread_sends_calls(launches, monkeypatch):
     monkeypatch.setattr(replay, "capture", lambda device, run: Graph(run))
     toy, answers = prefilled(), []
