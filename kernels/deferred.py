@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .context import ForwardContext
-from .held import NamedLayers
+from .held import NamedLayers, records_of
 from .layer_ops import record_in
 
 #: A layer as an op was given it, K and V.
@@ -54,13 +54,9 @@ class Deferred:
         given, keys, values = map(list, zip(*written, strict=True))
         known = held.named
         if known is None or known.given != given or known.layers is not layers:
-            known = held.named = NamedLayers.of(given, [self._name_of(each) for each in given], layers)
-        if known.records is None:
-            return False
-        plan = self._context.requests.get(known.records[0].space.space_id)
-        if plan is None or plan.real_slots is None:
-            return False
-        if not held.take_all(known.records, plan, keys, values):
+            names = [self._name_of(each) for each in given]
+            known = held.named = NamedLayers(given, names, layers, records_of(names, layers))
+        if not held.take_all(known.records, self._context.requests, keys, values):
             return False
         self._taken.update(known.names)
         return True

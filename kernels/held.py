@@ -35,7 +35,7 @@ class NamedLayers(NamedTuple):
     Attributes:
         given: what the ops were given as them.
         layers: in which they were looked up.
-        records: in order; None: some are not guarded, do not write, or are of another pool than the first.
+        records: of :func:`records_of`.
     """
 
     given: list[object]
@@ -43,13 +43,13 @@ class NamedLayers(NamedTuple):
     layers: Mapping[str, LayerRecord]
     records: list[LayerRecord] | None
 
-    @classmethod
-    def of(cls, given: list[object], names: list[str], layers: Mapping[str, LayerRecord]) -> NamedLayers:
-        """Look them up."""
-        records = [layers.get(name) for name in names]
-        found = [record for record in records if record is not None and record.writes]
-        alike = len(found) == len(records) and len({record.space.space_id for record in found}) == 1
-        return cls(given, names, layers, found if alike else None)
+
+def records_of(names: Sequence[str], layers: Mapping[str, LayerRecord]) -> list[LayerRecord] | None:
+    """Some layers, in order; None: some are not guarded, do not write, or are of another pool than the first."""
+    records = [layers.get(name) for name in names]
+    found = [record for record in records if record is not None and record.writes]
+    alike = len(found) == len(records) and len({record.space.space_id for record in found}) == 1
+    return found if alike else None
 
 
 class Held:
@@ -128,14 +128,27 @@ class Held:
 
     def take_all(
         self,
-        records: Sequence[LayerRecord],
-        plan: RequestPlan,
+        records: Sequence[LayerRecord] | None,
+        plans: Mapping[int, RequestPlan],
         keys: Sequence[torch.Tensor | None],
         values: Sequence[torch.Tensor | None],
     ) -> bool:
-        """:meth:`take` for each of some layers of one pool, where nothing has to happen between them: in a forward that
-        is not captured, whose K and V may all be held.  False: nothing was done."""
+        """:meth:`take` for each of some layers, where nothing has to happen between them: layers of one pool, in a
+        forward that plans slots of it and is not captured, whose K and V may all be held.
+
+        Args:
+            records: of :func:`records_of`.
+            plans: of the forward, by the number of the slot space.
+
+        Returns:
+            False: nothing was done.
+        """
+        if records is None:
+            return False
         number = records[0].space.space_id
+        plan = plans.get(number)
+        if plan is None or plan.real_slots is None:
+            return False
         waiting = self._waiting or {number: (plan, {})}
         of_plan, held = waiting.get(number, (None, {}))
         bytes_of_one = self._bytes_of(keys[0], values[0])

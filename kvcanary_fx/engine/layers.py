@@ -40,7 +40,7 @@ from ..errors import SessionStateError, UnknownLayerError
 from ..kernels.buffers import Gate
 from ..kernels.content.layer import HeldRecords, LayerRecord
 from ..kernels.context import ForwardContext, forward_context
-from ..kernels.held import Held, NamedLayers, limit_on
+from ..kernels.held import Held, limit_on, records_of
 from ..kernels.layer_ops import record_in, verify_in
 from ..kernels.ops import held_kernels_for, kernels_for, request_kernels_for
 from ..kernels.ring import Word
@@ -366,7 +366,7 @@ class EagerLayers(LayerChecks):
         self._outside = self._here = self._context(None)
         self._received: dict[Any, Any] = {}  # of the running forward, where its plans do not keep it
         self._holding = False
-        self._named: dict[tuple[str, ...], NamedLayers] = {}  # of each :meth:`record_all`
+        self._records_of: dict[tuple[str, ...], list[LayerRecord] | None] = {}  # the layers of each :meth:`record_all`
 
     @contextlib.contextmanager
     def holding(self, shaped: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Iterator[None]:
@@ -434,23 +434,23 @@ class EagerLayers(LayerChecks):
         keys: Sequence[torch.Tensor | None],
         values: Sequence[torch.Tensor | None],
     ) -> None:
-        """:meth:`record` for each of some layers, whose slots were looked at elsewhere, when the model has run.
+        """:meth:`record` for each of some layers, when all of them have written, without ``slots``.
 
-        With few functions, if they are those of the call before: see :class:`~kvcanary_fx.kernels.deferred.Deferred`.
+        With few functions, if the layers are those of an earlier call: see
+        :class:`~kvcanary_fx.kernels.deferred.Deferred`.
 
         Args:
-            keys, values: of each.
+            keys, values: of each layer.
 
         Raises:
             UnknownLayerError: no pool has a layer of this name.
         """
-        context, named = self._running(), self._named.get(layers)
-        if named is None:
-            named = self._named[layers] = NamedLayers.of([*layers], [*layers], self._layers)
-        if context.held is not None and named.records is not None:
-            plan = context.requests.get(named.records[0].space.space_id)
-            if plan is None or plan.real_slots is None or context.held.take_all(named.records, plan, keys, values):
-                return  # without a plan there is nothing to compare with, as in :meth:`record`
+        context = self._running()
+        if layers not in self._records_of:
+            self._records_of[layers] = records_of(layers, self._layers)
+        held = context.held
+        if held is not None and held.take_all(self._records_of[layers], context.requests, keys, values):
+            return
         for layer, key, value in zip(layers, keys, values, strict=True):
             self.record(layer, key, value)
 

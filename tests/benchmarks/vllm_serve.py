@@ -49,7 +49,7 @@ import step_parts
 try:
     import serve_load
 except ModuleNotFoundError as e:
-    sys.exit(f"{e}: run it in an environment of vLLM's, which has what its servers and their clients need")
+    sys.exit(f"{e}: it is in an environment of vLLM's, such as that of `make .venv-vllm/installed` for a CPU")
 from serve_load import Load, Sample
 from vllm_shapes import SHAPES, vocabulary, write_config
 

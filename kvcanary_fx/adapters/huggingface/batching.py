@@ -223,9 +223,7 @@ class GuardedProcessor:
             args, kwargs: of the write.
         """
         layer, layers = self._layer[self._number.of(args, kwargs)], self._layers
-        written = self._indices.of(args, kwargs)
-        if self._of_kwargs:
-            written = written["write_index"]
+        (written,) = self._written_by([(args, kwargs)])
         known = not layer.last and self._as_planned(layer.group, written)
         key, value = self._key.of(args, kwargs), self._value.of(args, kwargs)
         if not self._holds:
@@ -233,25 +231,27 @@ class GuardedProcessor:
         layers.record(layer.name, key, value, None if known else layer.group.slots_of(written[layer.group.index]))
 
     def _record_all(self, calls: Sequence[_Call]) -> None:
-        """:meth:`_record` for each of some writes, when the model has run; in few functions all layers of which only
-        K and V are to be noted."""
+        """:meth:`_record` for each of some writes; at once for those of which only K and V are to be noted."""
         layers = [self._layer[number] for number in self._number.of_all(calls)]
-        inner = [call for call, layer in zip(calls, layers, strict=True) if not layer.last]
-        mine = [layer for layer in layers if not layer.last]
-        if mine and self._all_planned(inner, mine):
-            names = tuple([layer.name for layer in mine])
-            self._layers.record_all(names, self._key.of_all(inner), self._value.of_all(inner))
+        inner = [layer for layer in layers if not layer.last]
+        of_inner = [call for call, layer in zip(calls, layers, strict=True) if not layer.last]
+        if inner and self._all_as_planned(inner, of_inner):
+            names = tuple([layer.name for layer in inner])
+            self._layers.record_all(names, self._key.of_all(of_inner), self._value.of_all(of_inner))
             calls = [call for call, layer in zip(calls, layers, strict=True) if layer.last]
         for args, kwargs in calls:
             self._record(args, kwargs)
 
-    def _all_planned(self, calls: Sequence[_Call], layers: Sequence[_Layer]) -> bool:
-        """Whether these writes were given one list of indices, the batch's, and their layers are of one group."""
-        given, group = self._indices.of_all(calls), layers[0].group
-        if self._of_kwargs:
-            given = [each["write_index"] for each in given]
-        one = len(set(map(id, given))) == 1 and all(layer.group is group for layer in layers)
-        return one and self._as_planned(group, given[0])
+    def _written_by(self, calls: Sequence[_Call]) -> list[Any]:
+        """The indices that each write was given, of all groups."""
+        given = self._indices.of_all(calls)
+        return [each["write_index"] for each in given] if self._of_kwargs else given
+
+    def _all_as_planned(self, layers: Sequence[_Layer], calls: Sequence[_Call]) -> bool:
+        """Whether the layers are of one group, and their writes were all given the batch's own indices."""
+        written, group = self._written_by(calls), layers[0].group
+        alike = len(set(map(id, written))) == 1 and all(layer.group is group for layer in layers)
+        return alike and self._as_planned(group, written[0])
 
     def _as_planned(self, group: Group, written: Any) -> bool:
         """Whether these are the batch's: all layers of a group get one tensor.  Whoever changes it in place is found by
