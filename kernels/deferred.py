@@ -27,19 +27,23 @@ class Deferred:
         room: once so many are noted, :meth:`take_in` is due.
     """
 
-    def __init__(self, context: ForwardContext, name_of: Callable[[Any], str], taken: set[str]):
+    def __init__(self, context: ForwardContext, name_of: Callable[[Any], str], taken: set[str], first: _Noted):
         """
         Args:
             context: of the forward, with what holds its layers.
             name_of: the name of what an op was given as its layer.
             taken: gets the names of layers that were taken in.
+            first: the first layer, which has written.
         """
         assert context.held is not None
         self._context, self._held = context, context.held
         self._name_of, self._taken = name_of, taken
-        self.written: list[_Noted] = []
+        self.written: list[_Noted] = [first]
+        self._held.expect(first[1], first[2])
         self.room = self._held.room
         self._held.deferred = self.take_in
+        if self.room == 1:
+            self.take_in()
 
     def take_in(self) -> None:
         """Do for each what :func:`.layer_ops.record_in` does."""

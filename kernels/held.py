@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from .content.layer import HeldRecords, LayerRecord, Written
+from .content.layer import HeldRecords, LayerRecord, WrittenLayers
 from .side_stream import SideStream
 from .slots.space import RequestPlan
 
@@ -23,10 +22,6 @@ def limit_on(device: torch.device) -> int:
     if device.type != "cuda":
         return LIMIT
     return max(LIMIT, torch.cuda.get_device_properties(device).total_memory // SHARE)
-
-
-#: :class:`Written` of a tuple, without a function of Python's for each.
-_written = functools.partial(tuple.__new__, Written)
 
 
 class NamedLayers(NamedTuple):
@@ -45,10 +40,11 @@ class NamedLayers(NamedTuple):
 
 
 def records_of(names: Sequence[str], layers: Mapping[str, LayerRecord]) -> list[LayerRecord] | None:
-    """Some layers, in order; None: some are not guarded, do not write, or are of another pool than the first."""
+    """Some layers, in order; None: some are not guarded, do not write, come twice, or are of another pool than the
+    first."""
     records = [layers.get(name) for name in names]
     found = [record for record in records if record is not None and record.writes]
-    alike = len(found) == len(records) and len({record.space.space_id for record in found}) == 1
+    alike = len(found) == len(set(names)) == len(names) and len({record.space.space_id for record in found}) == 1
     return found if alike else None
 
 
@@ -62,9 +58,12 @@ class Held:
         taken: layers that have written since :meth:`begin`.
         deferred: takes in what layers of the forward wrote that only noted it, before :meth:`flush` records anything.
         named: the layers that noted it last, for those that come again.
+        keeps: the next :meth:`flush` does not free K and V, which took the host 0.1 ms of a prompt's step: somebody
+            calls :meth:`let_go` where the device is busy.
     """
 
     deferred: Callable[[], None] | None = None
+    keeps = False
     named: NamedLayers | None = None
 
     def __init__(
@@ -80,10 +79,11 @@ class Held:
             ready: lets the current stream wait for what the launches need, if it has not.
         """
         self._together, self._ready = together, ready
-        self._waiting: dict[int, tuple[RequestPlan, dict[int, Written]]] = {}  # by pool, and there by the record's id
+        self._waiting: dict[int, tuple[RequestPlan, WrittenLayers]] = {}  # by pool
         self._bytes, self._limit = 0, limit
         self._each = 0  # bytes of a layer
         self._known: dict[tuple[torch.Size | None, ...], int] = {}  # the same, by the shapes of K and V
+        self._kept: list[tuple[RequestPlan, WrittenLayers]] = []  # they were recorded
         self.begin()
 
     def take_as(self, shaped: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
@@ -114,9 +114,11 @@ class Held:
             self.flush()
             known = None
         if known is None:
-            known = self._waiting[number] = plan, {}
+            if not self._waiting:
+                self.let_go()
+            known = self._waiting[number] = plan, WrittenLayers()
             self._each = self._bytes_of(key, value)  # layers are alike
-        known[1][id(record)] = Written(record, key, value)
+        known[1].put(record, key, value)
         self._bytes += self._each
         self.taken += 1
         if self.taken == self._meets_at:
@@ -149,14 +151,20 @@ class Held:
         plan = plans.get(number)
         if plan is None or plan.real_slots is None:
             return False
-        waiting = self._waiting or {number: (plan, {})}
-        of_plan, held = waiting.get(number, (None, {}))
+        waiting = self._waiting
+        of_plan, held = waiting.get(number, (plan, None))
         bytes_of_one = self._bytes_of(keys[0], values[0])
         size = self._bytes + bytes_of_one * len(records)
-        if of_plan is not plan or len(waiting) > 1 or self._side is not None or self._meets_at or size > self._limit:
+        if of_plan is not plan or self._side is not None or self._meets_at or size > self._limit:
             return False
-        held.update(zip(map(id, records), map(_written, zip(records, keys, values, strict=True)), strict=True))
-        self._waiting, self._each, self._bytes = waiting, bytes_of_one, size
+        written = WrittenLayers(records, keys, values)
+        if held is None:
+            if waiting:  # of other pools
+                return False
+            waiting[number] = plan, written
+        elif len(waiting) > 1 or not held.extend(written):
+            return False
+        self._each, self._bytes = bytes_of_one, size
         self.taken += len(records)
         return True
 
@@ -172,6 +180,12 @@ class Held:
             known = sum({each.data_ptr(): each.nbytes() for each in storages}.values())  # K and V may be of one product
             self._known[shapes] = known
         return known
+
+    def expect(self, key: torch.Tensor | None, value: torch.Tensor | None) -> None:
+        """The layers of a forward begin to be noted; its first one was given these."""
+        self.let_go()
+        if not self._waiting:
+            self._each = self._bytes_of(key, value)
 
     @property
     def room(self) -> int:
@@ -191,15 +205,21 @@ class Held:
         if waiting:
             self._ready()
         for number, (plan, held) in waiting.items():
-            self._together[number](plan, list(held.values()))
+            self._together[number](plan, held)
+        if self.keeps:
+            self.keeps, self._kept = False, list(waiting.values())
+
+    def let_go(self) -> None:
+        """Free the K and V that were kept; at the latest where the next forward notes its first layer."""
+        self._kept = []
 
     def _flush_beside(self) -> None:
         assert self._side is not None
-        held = [written for _, by_record in self._waiting.values() for written in by_record.values()]
+        held = [written for _, written in self._waiting.values()]
         with self._side.fork():
             self.flush()
         for written in held:  # or the model would get their memory while it is read
-            self._side.hold(written.key, written.value)
+            self._side.hold(*written.keys, *written.values)
 
     def drop(self) -> None:
         """The forward raised: nothing of it is recorded."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import UnknownLayerError
-from .content.layer import HeldRecords, LayerHalf, LayerRecord, Written
+from .content.layer import HeldRecords, LayerHalf, LayerRecord, WrittenLayers
 from .content.layer_tables import LayerTables
 from .content.pool import PoolBytes
 from .counting import count_op
@@ -117,15 +117,16 @@ class LayersTogether:
                 if plan is None or plan.real_slots is None or pool.held is None:
                     uncounted += 2 * len(pool.writers)
                 else:
-                    pool.held(plan, [self._written(name, one, keys, values) for name, one in pool.writers.items()])
+                    pool.held(plan, self._written(pool.writers, keys, values))
                 if uncounted:
                     count_op(self._gate, uncounted)
 
     def _written(
-        self, name: str, record: LayerRecord, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
-    ) -> Written:
-        at = self._place[name]
-        return Written(record, keys[at] if keys else None, values[at] if values else None)
+        self, writers: Mapping[str, LayerRecord], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> WrittenLayers:
+        places = [self._place[name] for name in writers]
+        of_each = ([given[at] if given else None for at in places] for given in (keys, values))
+        return WrittenLayers(list(writers.values()), *of_each)
 
 
 def _layers_of(

@@ -47,7 +47,6 @@ class Staging:
     def __init__(self, device: torch.device):
         self._device = device
         self._sent: deque[tuple[_Pinned, torch.cuda.Event]] = deque()  # the oldest first
-        self._lent: tuple[_Pinned, torch.cuda.Event] | None = None
         self._current = CurrentStream(device)
         self._outs: deque[_Heads] = deque(maxlen=4)  # of the last tensors that were sent to
 
@@ -72,30 +71,8 @@ class Staging:
             return
         pinned, event = self._filled(source)
         head.copy_(pinned.numbers(out.dtype)(n), non_blocking=True)
-        self._in_use(pinned, event)
-
-    def lend(self, source: array[int]) -> torch.Tensor:
-        """Numbers for one launch, which reads them in the host's memory; call :meth:`lent` behind it.
-
-        For a launch whose programs read a few each: a copy is a function more for the host, in steps whose other work
-        has emptied its caches.  Not while a CUDA graph is captured.
-
-        Args:
-            source: an array of int64; it may be written behind :meth:`lent`.
-
-        Returns:
-            int64 ``[n]`` on the host, pinned for a GPU.
-        """
-        if self._device.type != "cuda":
-            return torch.frombuffer(source, dtype=torch.int64)
-        self._lent = pinned, _ = self._filled(source)
-        return pinned.numbers(torch.int64)(len(source))
-
-    def lent(self) -> None:
-        """The launch is queued in the current stream."""
-        if self._lent is not None:
-            self._in_use(*self._lent)
-            self._lent = None
+        event.record(self._current())
+        self._sent.append((pinned, event))
 
     def _filled(self, source: torch.Tensor | array[int]) -> tuple[_Pinned, torch.cuda.Event]:
         """Memory with these numbers, and an event."""
@@ -109,11 +86,6 @@ class Staging:
         ctypes.memmove(pinned.address, address, size)
         return pinned, event
 
-    def _in_use(self, pinned: _Pinned, event: torch.cuda.Event) -> None:
-        """What is queued so far in the current stream reads the memory."""
-        event.record(self._current())
-        self._sent.append((pinned, event))
-
     def _free(self, size: int) -> tuple[_Pinned, torch.cuda.Event]:
         """Unused memory for so many bytes, and an event."""
         if self._sent and self._sent[0][1].query():
@@ -122,6 +94,45 @@ class Staging:
                 return pinned, event
         room = max(4096, 1 << (size - 1).bit_length())
         return _Pinned(lasting(room, dtype=torch.uint8, device="cpu", pin_memory=True)), torch.cuda.Event()
+
+
+class HostRing:
+    """Numbers that launches read in the host's memory, each its own entry; pinned, where there is a GPU.
+
+    For launches whose programs read a few numbers each: a copy is a function more for the host, in steps whose other
+    work has emptied its caches.  Not while a CUDA graph is captured, and all launches in one stream, or in streams that
+    wait for each other.
+    """
+
+    def __init__(self, entries: int, most: int, device: torch.device):
+        """
+        Args:
+            entries: how many launches the host may be ahead of the device; it waits then.  Even.
+            most: numbers of an entry, made even: each begins at a multiple of 16 bytes.
+        """
+        pinned, size = device.type == "cuda", most + most % 2
+        ring = lasting(entries, size, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self._entries: list[torch.Tensor] = list(ring)
+        self._views = [memoryview(entry.numpy()).cast("B").cast("q") for entry in ring]  # type: ignore[arg-type]
+        self._turn, self._current = 0, CurrentStream(device)
+        self._read = [torch.cuda.Event() for _ in "ab"] if pinned else []  # of each half of the ring
+
+    def put(self, numbers: array[int]) -> torch.Tensor:
+        """Write the entry of the next launch.
+
+        Args:
+            numbers: of type ``q``, at most as many as there is room for.
+
+        Returns:
+            int64, the entry.
+        """
+        turn, half = self._turn, len(self._entries) // 2
+        if self._read and turn % half == 0:
+            self._read[1 - turn // half].record(self._current())
+            self._read[turn // half].synchronize()  # half a round ago: it is long done
+        self._turn = (turn + 1) % len(self._entries)
+        self._views[turn][: len(numbers)] = numbers
+        return self._entries[turn]
 
 
 class _Heads:

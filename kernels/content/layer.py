@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -89,12 +88,48 @@ class LayerRecord:
         record_halves(sites, views, plan.real_slots, values, WRITE, self.ops)
 
 
-class Written(NamedTuple):
-    """A layer that has written, and what it was given, as :meth:`LayerRecord.record` takes it."""
+class WrittenLayers:
+    """Layers that have written, each once, and what each was given, as :meth:`LayerRecord.record` takes it.
 
-    record: LayerRecord
-    key: torch.Tensor | None
-    value: torch.Tensor | None
+    Columns, since there are dozens of layers in each forward that runs from Python.
+
+    Attributes:
+        records: the layers, in order.
+        keys, values: of each.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[LayerRecord] = (),
+        keys: Sequence[torch.Tensor | None] = (),
+        values: Sequence[torch.Tensor | None] = (),
+    ):
+        self.records, self.keys, self.values = list(records), list(keys), list(values)
+        self._places: dict[int, int] = {}  # by the record's id, as far as they were needed
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def put(self, record: LayerRecord, key: torch.Tensor | None, value: torch.Tensor | None) -> None:
+        """A layer has written, again perhaps: then what it was given first is forgotten."""
+        if len(self._places) < len(self.records):
+            self._places = {id(known): at for at, known in enumerate(self.records)}
+        at = self._places.setdefault(id(record), len(self.records))
+        if at < len(self.records):
+            self.keys[at], self.values[at] = key, value
+            return
+        self.records.append(record)
+        self.keys.append(key)
+        self.values.append(value)
+
+    def extend(self, other: WrittenLayers) -> bool:
+        """Take in other layers; False: one of them is here already, and nothing was done."""
+        if not set(map(id, self.records)).isdisjoint(map(id, other.records)):
+            return False
+        self.records += other.records
+        self.keys += other.keys
+        self.values += other.values
+        return True
 
 
 class HeldRecords:
@@ -118,22 +153,19 @@ class HeldRecords:
         self.records = tuple(records)
         self.shaped: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def whole(self, given: Written) -> Written:
-        """A layer, with K and V as :meth:`LayerRecord.record` takes them."""
-        if self.shaped is None:
-            return given
-        key, value = (None if t is None else self.shaped(t) for t in (given.key, given.value))
-        return Written(given.record, key, value)
+    def whole(self, given: torch.Tensor | None) -> torch.Tensor | None:
+        """K or V as :meth:`LayerRecord.record` takes it."""
+        return given if given is None or self.shaped is None else self.shaped(given)
 
-    def __call__(self, plan: RequestPlan, held: Sequence[Written]) -> None:
+    def __call__(self, plan: RequestPlan, held: WrittenLayers) -> None:
         """Record some of them.
 
         Args:
             plan: with its ``real_slots``.
             held: at least one.
         """
-        for each in map(self.whole, held):
-            each.record.record(plan, each.key, each.value)
+        for record, key, value in zip(held.records, held.keys, held.values, strict=True):
+            record.record(plan, self.whole(key), self.whole(value))
 
     def settle(self) -> None:
         """Tell the device what the calls that were captured since the last time were given."""

@@ -1,66 +1,72 @@
-"""Numbers that a launch reads in the host's memory are there as long as it may run."""
+"""Numbers that launches read in the host's memory are there as long as one may run."""
 
 from __future__ import annotations
 
 from array import array
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvcanary_fx.kernels import staging as module
-from kvcanary_fx.kernels.staging import Staging
+from kvcanary_fx.kernels.staging import HostRing
+
+ENTRIES = 6
 
 
 class Event:
-    """Of a launch that is over when :attr:`over` says so."""
+    """Notes in :attr:`log` which half of the ring a place in the stream is behind, and who waits for it."""
 
-    over = False
+    log: list[tuple[str, Event]] = []
 
     def record(self, stream):
-        self.stream = stream
+        self.log.append(("here", self))
 
-    def query(self):
-        return self.over
+    def synchronize(self):
+        self.log.append(("wait", self))
 
 
 @pytest.fixture
-def staging(monkeypatch):
+def ring(monkeypatch):
     """As on a GPU, of which there need not be one."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(Event, "over", False)
-    monkeypatch.setattr(module, "lasting", lambda room, dtype, device, pin_memory: torch.empty(room, dtype=dtype))
-    found = Staging(torch.device("cpu"))
-    found._device, found._current = SimpleNamespace(type="cuda"), lambda: "the model's"
-    return found
+    monkeypatch.setattr(Event, "log", [])
+    monkeypatch.setattr(module, "CurrentStream", lambda device: lambda: "the model's")
+    monkeypatch.setattr(
+        module, "lasting", lambda *shape, dtype, device, pin_memory: torch.empty(*shape, dtype=dtype, device=device)
+    )
+    return HostRing(ENTRIES, 3, torch.device("cuda", 0))
 
 
-def lent(staging: Staging, *numbers: int) -> torch.Tensor:
-    """What the launch finds that was lent some numbers."""
+def put(ring: HostRing, *numbers: int) -> torch.Tensor:
     given = array("q", numbers)
-    there = staging.lend(given)
-    staging.lent()
+    there = ring.put(given)
     given[0] = -1  # the host goes on
     return there
 
 
-def test_what_was_lent_stays_until_the_launch_is_over(staging):
-    first, second = lent(staging, 1, 2, 3), lent(staging, 4, 5, 6)
-    assert first.tolist() == [1, 2, 3]
-    assert second.tolist() == [4, 5, 6]
-    Event.over = True
-    third = lent(staging, 7, 8)
-    assert third.data_ptr() == first.data_ptr(), "memory is used again"
-    assert (second.tolist(), third.tolist()) == ([4, 5, 6], [7, 8])
+def test_an_entry_stays_until_its_turn_comes_again(ring):
+    entries = [put(ring, n, n + 1, n + 2) for n in range(ENTRIES)]
+    assert [entry.tolist()[:3] for entry in entries] == [[n, n + 1, n + 2] for n in range(ENTRIES)]
+    again = put(ring, 50, 51)
+    assert again.data_ptr() == entries[0].data_ptr()
+    assert again.tolist()[:3] == [50, 51, 2]
+    assert all(entry.data_ptr() % 16 == entries[0].data_ptr() % 16 for entry in entries)
 
 
-def test_what_was_lent_and_not_launched_is_forgotten(staging):
-    """An exception came in between."""
-    staging.lend(array("q", [1, 2]))
-    there = lent(staging, 3, 4)
-    assert there.tolist() == [3, 4]
-    assert len(staging._sent) == 1
+def test_the_host_waits_for_the_launches_that_read_the_half_that_it_writes_next(ring):
+    """And only when it is half a ring ahead of what has begun."""
+    marks = []
+    for n in range(2 * ENTRIES):
+        before = len(Event.log)
+        put(ring, n)
+        marks.append(Event.log[before:])
+    first, second = ring._read
+    assert [at for at, mark in enumerate(marks) if mark] == [0, 3, 6, 9]
+    assert marks[6] == [("here", second), ("wait", first)]  # the first half was read before `first`, noted at 3
+    assert marks[3] == [("here", first), ("wait", second)]
+    assert marks[9] == marks[3]
 
 
-def test_on_a_cpu_the_launch_reads_the_numbers_themselves():
-    assert lent(Staging(torch.device("cpu")), 1, 2).tolist() == [-1, 2]
+def test_on_a_cpu_nothing_waits():
+    ring = HostRing(2, 2, torch.device("cpu"))
+    assert [put(ring, n).tolist()[0] for n in range(5)] == [0, 1, 2, 3, 4]

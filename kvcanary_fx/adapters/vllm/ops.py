@@ -75,7 +75,7 @@ class Guarded:
     Attributes:
         rows: int64 ``[n]``, the rows of keys and values of the planned tokens; None: the first ones, in order.
         defers: what layers wrote need not be taken in before the model has run, if it is held until then.
-        deferred: where they note it, behind the first of them.
+        deferred: where they note it, from the first of them on.
     """
 
     rows: torch.Tensor | None = None
@@ -245,9 +245,10 @@ def _guarded(original: Callable[..., None], in_graph: bool) -> Callable[..., Non
             (known.in_graph if in_graph else known.outside).add(layer)
         _verify(context, output, layer)
         original(query, key, value, output, layer_name, *args, **kwargs)
-        record(output, key, value, layer)
         if known is not None and known.defers and _may_be_deferred(context):
-            known.deferred = Deferred(context, name_of, taken=known.in_graph)
+            known.deferred = Deferred(context, name_of, known.in_graph, first=(layer_name, key, value))
+        else:
+            record(output, key, value, layer)
 
     return guarded
 
