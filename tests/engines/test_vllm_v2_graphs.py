@@ -278,6 +278,28 @@ def test_a_step_that_the_scheduler_says_more_of_does_not_go_on(what):
     assert went_on == [True]
 
 
+@both
+def test_of_a_request_that_left_the_batch_before_it_ended_the_device_is_told_once(claimed):
+    """The scheduler says that it has ended a step or two after its last one; another takes its row, or its id."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 2, "y": 2}, new={"x": [1, 4], "y": [2]})
+    told, landing = [], runner.guard._forwards._steps._landing
+    requests = landing.requests
+    landing.requests = lambda *fields: told.append(fields[0]) or requests(*fields)
+    for _ in range(2):
+        runner.step({"x": 1}, wrong=1)
+    assert told == [[0]]
+    runner.step({"x": 1}, finished=["y"], wrong=1)
+    assert told == [[0]]
+    runner.step({"x": 1, "y": 2}, new={"y": [3]})
+    runner.step({"x": 1, "y": 1}, wrong=1)
+    assert told[1:] == [[0, 1]] * 2
+    runner.step({"x": 1, "y": 1}, finished=["y"], new={"y": [5]}, wrong=1)
+    assert told[3:] == [[0, 1]]
+    assert runner.guard.session.violations() == []
+    assert runner.guard._rows.tables[0][1, 0] == 5
+
+
 class RandomLoad:
     """Steps of an engine drawn at random: requests come and go, get pages, change their order, and are damaged."""
 

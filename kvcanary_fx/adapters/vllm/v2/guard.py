@@ -75,6 +75,7 @@ class GuardV2(Guard):
         # the running step, if there is one, differs from the last one in tokens and pages alone, as far as known yet
         self._alike = False
         self._disabled = self._capturing = False
+        self._reads_until_free = 0  # of tokens, until K and V of a forward that ran from Python are freed
         self.layers_in_graphs: dict[int, int] = {}
         self.checked_in_graphs: set[int] = set()
         super().__init__(runner, settings, self_test, groups, unguarded, drafts=[])
@@ -184,18 +185,22 @@ class GuardV2(Guard):
             return
         cached = scheduled.scheduled_cached_reqs
         events: Sequence[tuple[Any, ...]] = told.events
-        alike = not (
+        plain = not (
             self._ends_engine  # then violations are looked for before each forward
             or self.drafting.expected  # and here the draft's layers are told of each
-            or scheduled.scheduled_new_reqs
-            or scheduled.finished_req_ids
-            or scheduled.preempted_req_ids
-            or cached.resumed_req_ids
             or told.namespaces
             or scheduled.kv_cache_block_copies
             or getattr(scheduled, "new_block_ids_to_zero", None)
         )
-        if alike and events and not told.stacks:
+        alike = plain and not (
+            scheduled.scheduled_new_reqs
+            or scheduled.finished_req_ids
+            or scheduled.preempted_req_ids
+            or cached.resumed_req_ids
+        )
+        if plain and events and not told.stacks:
+            for new in scheduled.scheduled_new_reqs:
+                self.session.ids.hash(new.req_id)
             events = self.books.hand_out(events)
         self._alike = alike and not events
         if not self._alike:
@@ -321,6 +326,10 @@ class GuardV2(Guard):
         opened, self.open = self.open, None
         if opened is None:
             return
+        if opened.from_python and self._news.read_lately and self._forwards.holds:
+            # the tokens of the step before are read next, while the device waits for the host, and then those of this
+            # one, with the next step on the device
+            self._layers.held.keeps, self._reads_until_free = True, 2
         opened.end()
         inside, outside = len(opened.guarded.in_graph), len(opened.guarded.outside)
         self.calls_in_graph += inside
@@ -360,6 +369,10 @@ class GuardV2(Guard):
         Raises:
             KVCacheViolation: the engine is to end, and a check failed.
         """
+        if self._reads_until_free:
+            self._reads_until_free -= 1
+            if not self._reads_until_free:
+                self._layers.held.let_go()
         unread = self.reactions.verdict is not None or (self._ends_engine and self.session.found.untold)
         if not self._news.of_step() and not unread:
             return None
@@ -377,6 +390,7 @@ class _Open:
     Attributes:
         running: the checks around the model, once they have begun.
         guarded: the layers that were guarded so far, by ops that run from Python.
+        from_python: such ops may run.
     """
 
     def __init__(self, guard: GuardV2):
@@ -391,6 +405,7 @@ class _Open:
             from_python: ops of ours may run: it is no graph of all layers.
         """
         self.running: contextlib.AbstractContextManager[Any] | None = None
+        self.from_python = from_python
         self._busy.acquire()
         self.guarded, self._token = ops.begin_forward(defers=True) if from_python else (self._none, None)
 

@@ -19,7 +19,7 @@ class Rows(Ledger):
     in each step, and the tables of :class:`.Ledger` are copied whole.
 
     Attributes:
-        moved: how often a request got a row or gave it back.
+        moved: how often a request got a row, or one of those that were asked for last gave it back.
         changed: the tables on the device may lack pages.
     """
 
@@ -28,6 +28,7 @@ class Rows(Ledger):
         self.moved, self.changed = 0, False
         self._free = list(range(max_requests))[::-1]
         self._row_of: dict[str, int] = {}
+        self._asked: Sequence[str] = ()  # whose rows were asked for last
         self._sent: dict[str, tuple[int, list[int]]] = {}  # version of its pages, and how many of each group
         self._changed: dict[str, None] = {}
         self._more: list[int] = []  # of :meth:`more`: noted as sent
@@ -80,7 +81,7 @@ class Rows(Ledger):
         row = self._row_of.pop(request, None)
         if row is not None:
             self._free.append(row)
-            self.moved += 1
+            self.moved += request in self._asked
             if self._more:  # one launch is to write each place once
                 each = zip(*[iter(self._more)] * 3, strict=True)
                 self._more = [n for one in each if one[1] // self._widths[one[0]] != row for n in one]
@@ -95,6 +96,7 @@ class Rows(Ledger):
 
     def rows_of(self, requests: Sequence[str]) -> list[int]:
         """The row of each request."""
+        self._asked = list(requests)
         for request in requests:
             if request not in self._row_of:
                 self._row_of[request] = self._free.pop()
