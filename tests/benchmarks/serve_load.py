@@ -7,9 +7,10 @@ import dataclasses
 import json
 import random
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
+if TYPE_CHECKING:
+    import aiohttp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,8 @@ def run(load: Load) -> list[Sample]:
 
 
 async def _run(load: Load) -> list[Sample]:
+    import aiohttp  # where a server runs; who asks for help may be elsewhere
+
     numbers = random.Random(load.seed)
     prompts = [[numbers.randrange(3, load.vocabulary) for _ in range(load.input)] for _ in range(load.requests)]
     bodies = [_body(load, prompt) for prompt in prompts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ import layers
 import plain_cache
 import step_parts
 import svg_plot
+import vllm_serve
 import vllm_stacks
 
 # not for the other tests: transformers would take benchmarks/kernels.py for the package of that name
@@ -417,3 +419,30 @@ def test_a_server_finds_the_plugin_that_clocks_its_steps(tmp_path):
 def _raise(error, asleep=0.0):
     time.sleep(asleep)
     raise error
+
+
+def test_a_servers_slowest_seconds_are_told_apart_from_what_its_rounds_have_in_common():
+    """Of ten rounds one was slow: it is all of the 99th percentile, and nothing of the median of the rounds."""
+
+    def load(each):
+        return [
+            vllm_serve.Sample(first=0.1, each=each * (1 + number / 100), end=10.0, longest=0.2) for number in range(50)
+        ]
+
+    plain = [load(0.010)] * 10
+    guarded = [load(0.0101)] * 9 + [load(0.03)]
+    rows = {name: cells for name, *cells in vllm_serve.compare(plain, guarded, output=128)}
+    assert rows["tokens/s"][:3] == ["640.00", "640.00", "100.0 %"]
+    *_, pooled, median = rows["time per token p99, ms"]
+    assert pooled == "289.9 %"
+    assert median == "101.0 % (95 %: 101.0 to 101.0; rounds 101.0 to 300.0)"
+    assert rows["TTFT p50, ms"][2] == "100.0 %"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("aiohttp") is not None, reason="without it")
+def test_the_server_benchmark_says_what_it_needs_and_helps_without_it():
+    assert "--requests" in run("vllm_serve.py", "--help").stdout
+    refused = run("vllm_serve.py")
+    assert refused.returncode == 1
+    assert "make .venv-vllm/installed" in refused.stderr
+    assert "Traceback" not in refused.stderr
