@@ -40,6 +40,28 @@ def test_steps_of_a_runner_that_reorders_its_batch_are_silent(runner):
     assert runner.connector.calls == ["pre_forward", "finish_forward"] * 6
 
 
+@pytest.mark.parametrize("frees", ["the next step's tokens", "sleep"])
+def test_k_and_v_of_a_prompt_are_freed_where_the_device_has_the_next_step(runner, frees):
+    """And before the engine sleeps, whose memory is another's then."""
+
+    def kept():
+        return sum(len(written) for _, written in runner.guard._layers.held._kept)
+
+    runner.step({"x": 3}, new={"x": [1]})
+    assert kept() == len(runner.layers)
+    runner.read()  # the tokens of the step before it, while the device waits for the host
+    assert kept() == len(runner.layers)
+    if frees == "sleep":
+        runner.guard.forget_stored()
+    else:
+        runner.read()
+    assert kept() == 0
+    runner.step({"x": 1})
+    runner.guard._news.read_lately = False  # another rank's are read, and nobody would free them here
+    runner.step({"x": 1}, more={"x": [2]})
+    assert kept() == 0
+
+
 def image(name, offset=1, length=2):
     return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
 

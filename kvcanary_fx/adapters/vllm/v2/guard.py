@@ -161,6 +161,13 @@ class GuardV2(Guard):
             if before is not None:
                 self.checked_in_graphs.add(tokens)
 
+    def forget_stored(self) -> None:
+        """The KV cache's memory is about to be given back, and so is that of K and V that are still held."""
+        super().forget_stored()
+        if self._reads_until_free:
+            self._reads_until_free = 0
+            self._layers.held.let_go()
+
     def _idle(self) -> None:
         """The next replay is of no request of ours."""
         if self._stale:
