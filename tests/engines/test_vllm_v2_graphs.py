@@ -6,7 +6,10 @@ Which of them go on as the last one did, and what a replay that is no step leave
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -432,3 +435,16 @@ def test_a_replay_outside_of_a_step_does_not_go_on_with_the_last_one():
     runner._replay(batch, torch.zeros(0, dtype=torch.int64))
     runner.kv_connector.finish_forward()
     assert runner.guard.session.stats().engine_steps == steps == 5
+
+
+def test_the_lab_of_the_host_says_what_each_kind_of_step_takes():
+    """``tests/benchmarks/vllm_host.py``, tiny: which steps go on, and that layers run from Python in prompts alone."""
+    script = Path(__file__).resolve().parents[1] / "benchmarks/vllm_host.py"
+    tiny = ["--requests", "2", "--layers", "3", "--prompt", "40", "--rounds", "8"]
+    done = subprocess.run([sys.executable, script, *tiny], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines() if "|" in line]
+    found = {kind: cells for kind, *cells in rows[2:]}
+    assert {"prompt", "behind", "left", "told", "fills", "goes on"} == set(found)
+    assert [kind for kind, cells in found.items() if cells[3]] == ["prompt"]
+    assert all(float(cells[-1]) > 0 for cells in found.values())

@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 PAGE, PAGES, HEADS, DIM = 4, 16, 2, 8
+
+
+class Sizes(NamedTuple):
+    """Of a runner, and of its cache.
+
+    Attributes:
+        page: tokens of a block.
+        pages: blocks.
+        requests, tokens: of a batch, at most.
+        length: of a request, at most.
+        layers: their names.
+    """
+
+    page: int = PAGE
+    pages: int = PAGES
+    requests: int = 4
+    tokens: int = 16
+    length: int = 32
+    layers: tuple[str, ...] = ("a", "b")
 
 
 @contextlib.contextmanager
@@ -39,13 +58,14 @@ class Connector:
 class Runner:
     """Requests, tables and inputs as Model Runner V2 keeps them; :meth:`step` runs a model that only writes."""
 
-    def __init__(self, mode="log", drafts=0, chunk=None, **settings):
+    def __init__(self, mode="log", drafts=0, chunk=None, sizes=Sizes(), **settings):  # noqa: B008  it is immutable
         from vllm.config import CompilationMode
 
         from kvcanary_fx.adapters.vllm.pools import Group
         from kvcanary_fx.adapters.vllm.settings import from_env
 
-        self.max_num_reqs, self.max_num_tokens, self.max_model_len = 4, 16, 32
+        self.sizes, most, tokens = sizes, sizes.requests, sizes.tokens
+        self.max_num_reqs, self.max_num_tokens, self.max_model_len = most, tokens, sizes.length
         self.is_encoder_decoder = False
         self.num_speculative_steps, self.device, self.adaptive_verification = drafts, torch.device("cpu"), None
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -54,21 +74,21 @@ class Runner:
             scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: Scheduler),
             compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
         )
-        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[spec_of(PAGE)])
-        self.req_states = SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=torch.zeros(4, dtype=torch.int32)))
-        numbers = {"seq_lens": 4, "query_start_loc": 5, "input_ids": 16, "positions": 16}
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[spec_of(sizes.page)])
+        self.req_states = SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=torch.zeros(most, dtype=torch.int32)))
+        numbers = {"seq_lens": most, "query_start_loc": most + 1, "input_ids": tokens, "positions": tokens}
         buffers = {name: torch.zeros(size, dtype=torch.int32) for name, size in numbers.items()}
         self.input_buffers = SimpleNamespace(**buffers)
-        table = torch.zeros(4, 9, dtype=torch.int32)
+        table = torch.zeros(most, sizes.length // sizes.page + 1, dtype=torch.int32)
         self.block_tables = SimpleNamespace(
-            input_block_tables=[table], slot_mappings=torch.full((1, 16), -1, dtype=torch.int64)
+            input_block_tables=[table], slot_mappings=torch.full((1, tokens), -1, dtype=torch.int64)
         )
-        halves = [torch.zeros(PAGES, PAGE, HEADS, DIM) for _ in range(6)]
-        self.layers = {"a": (halves[0], halves[1]), "b": (halves[2], halves[3])}
-        self.draft = {"draft": (halves[4], halves[5])} if drafts else {}
+        shape = sizes.pages, sizes.page, HEADS, DIM
+        self.layers = {layer: (torch.zeros(shape), torch.zeros(shape)) for layer in sizes.layers}
+        self.draft = {"draft": (torch.zeros(shape), torch.zeros(shape))} if drafts else {}
         chunked = frozenset(self.layers if chunk else ())
         parts = dict(drafted=frozenset(self.draft), chunked=chunked)
-        group = Group(0, PAGE, PAGE, None, self.layers | self.draft, False, chunk, **parts)
+        group = Group(0, sizes.page, sizes.page, None, self.layers | self.draft, False, chunk, **parts)
         environment = {"KVCANARY_MODE": mode, **settings}
         self.settings, self.group = from_env(environment), group
         self.connector = Connector()
@@ -127,7 +147,7 @@ class Runner:
             events = [("taken", blocks, [*given], [*map(len, given.values())], 0)] if given else []
             events += [("freed", *((self.pages[r], []) if cached else ([], self.pages[r])), r) for r in finished]
         for request, pages in new.items():
-            self.row[request], self.pages[request] = len(self.row) % 4, list(pages)
+            self.row[request], self.pages[request] = len(self.row) % self.max_num_reqs, list(pages)
             self.req_states.num_computed_tokens.gpu[self.row[request]] = found.get(request, 0)
         for request, pages in more.items():
             self.pages[request] += pages
@@ -184,12 +204,12 @@ class Runner:
 
         from kvcanary_fx.adapters.vllm.v2 import hooks
 
-        token = hooks._SAMPLING.set(self.guard)
+        token, page = hooks._SAMPLING.set(self.guard), self.sizes.page
         hooks._prefill(lambda *_: self._model(slots, self.draft), None, 0, 0, None, None, None, CUDAGraphMode.NONE)
         hooks._SAMPLING.reset(token)
         for guess in range(1, self.num_speculative_steps):
             places = [(self.pages[r], self._stored(r) + guess - 1) for r in tokens]
-            guessed = [pages[p // PAGE] * PAGE + p % PAGE for pages, p in places if p // PAGE < len(pages)]
+            guessed = [pages[p // page] * page + p % page for pages, p in places if p // page < len(pages)]
             self._model(torch.tensor(guessed if stray is None else [stray], dtype=torch.int64), self.draft)
 
     def _stored(self, request):
@@ -197,7 +217,8 @@ class Runner:
 
     def _prepare(self, tokens, wrong):
         where = {r: range(self._stored(r), self._stored(r) + n) for r, n in tokens.items()}
-        slots = [self.pages[r][p // PAGE] * PAGE + p % PAGE for r, places in where.items() for p in places]
+        page = self.sizes.page
+        slots = [self.pages[r][p // page] * page + p % page for r, places in where.items() for p in places]
         positions = torch.tensor([p for places in where.values() for p in places])
         for number, request in enumerate(tokens):
             self.block_tables.input_block_tables[0][number, : len(self.pages[request])] = torch.tensor(
@@ -231,7 +252,7 @@ class Runner:
         """What a graph that is replayed whole is given."""
         self._captured(batch.num_tokens_after_padding)
         table = self.block_tables.input_block_tables[0]
-        return {"a": SimpleNamespace(block_table=table, seq_lens=batch.seq_lens)}
+        return {self.sizes.layers[0]: SimpleNamespace(block_table=table, seq_lens=batch.seq_lens)}
 
     def _captured(self, tokens):
         self.guard.layers_in_graphs[tokens] = len(self.layers)

@@ -446,3 +446,11 @@ def test_the_server_benchmark_says_what_it_needs_and_helps_without_it():
     assert refused.returncode == 1
     assert "make .venv-vllm/installed" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="without it")
+def test_the_lab_of_vllms_host_says_what_it_needs_and_refuses_what_it_cannot_run():
+    needs, odd = run("vllm_host.py"), run("vllm_host.py", "--layers", "0")
+    assert (needs.returncode, odd.returncode) == (1, 2)
+    assert "make .venv-vllm/installed" in needs.stderr
+    assert "--layers 0: at least 1" in odd.stderr

@@ -1,0 +1,198 @@
+"""What a step of Model Runner V2 takes the canary's own host code, by part, without a device.
+
+    PYTHONPATH=. .venv-vllm/bin/python tests/benchmarks/vllm_host.py [--requests 12] [--layers 32] [--prompt 512]
+
+A laboratory: batches are those of a runner that is made up (``tests/engines/v2_runner.py``), and the host code of a GPU
+runs over CPU tensors and launches nothing (:mod:`without_device`).  Between our parts the made-up runner prepares its
+batch in plain code, which empties the core's caches as vLLM's own does: a served 8B on an H200, with clocks around the
+same parts, took 0.15, 0.33 and 0.33 ms of a prompt's step where this takes 0.13, 0.20 and 0.24.
+
+Requests come one after the other, each with a prompt, and the oldest ends.  The kinds of a step:
+
+* ``prompt``: one with a prompt, whose layers run from Python;
+* ``behind``: the one behind it;
+* ``left``: the oldest request is in the batch no more;
+* ``told``: the step after that, when its blocks are given up;
+* ``fills``: requests get pages, and nothing else happens;
+* ``goes on``: any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import report
+import torch
+from without_device import pretend
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engines"))
+from v2_runner import DIM, HEADS, Runner, Sizes
+
+#: Parts of a step, in their order; ``layers`` only where these run from Python.
+PARTS = ("before the step", "before the model", "layers", "behind the model")
+KINDS = ("prompt", "behind", "left", "told", "fills", "goes on")
+
+PAGE = 16
+
+#: Decode steps between two prompts, and the one of them in which the oldest request is gone.
+DECODES, LEAVES = 10, 5
+
+
+class Host(Runner):
+    """A runner whose calls of the guard are timed.
+
+    Attributes:
+        taken: microseconds of each part, by the kind of the step and the part.
+        kind: of the step that runs.
+    """
+
+    def __init__(self, sizes: Sizes, layer: Callable[..., None]):
+        """
+        Args:
+            layer: the op that runs in the place of a layer's attention.
+        """
+        self.taken: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self.kind, self._layer = "", layer
+        self._rows: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # K and V of the layers, by tokens
+        self._output = torch.zeros(1)
+        super().__init__(KVCANARY_BUDGET="1%", KVCANARY_VERIFY_AFTER="0", sizes=sizes)
+        connector = self.kv_connector
+        self.guard.begin_step = self._timed(PARTS[0], self.guard.begin_step)
+        self.kv_connector = SimpleNamespace(
+            pre_forward=self._timed(PARTS[1], connector.pre_forward),
+            finish_forward=self._timed(PARTS[3], connector.finish_forward),
+        )
+
+    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*given: Any) -> Any:
+            began = time.perf_counter()
+            made = function(*given)
+            self.taken[self.kind, part].append(1e6 * (time.perf_counter() - began))
+            return made
+
+        return timed
+
+    def _model(self, slots: torch.Tensor, layers: Any = None) -> None:
+        n, taken = len(slots), 0.0
+        if n not in self._rows:
+            shape = n, HEADS, DIM
+            self._rows[n] = [(torch.zeros(shape), torch.zeros(shape)) for _ in self.layers]
+        for name, (key, value) in zip(self.layers, self._rows[n], strict=True):
+            began = time.perf_counter()
+            self._layer(None, key, value, self._output, name)
+            taken += time.perf_counter() - began
+        self.taken[self.kind, PARTS[2]].append(1e6 * taken)
+
+    def _replay(self, batch: Any, slots: torch.Tensor) -> None:
+        """A graph has all layers in it."""
+
+
+class Load:
+    """Requests that come, get pages and end."""
+
+    def __init__(self, host: Host, requests: int, prompt: int):
+        self._host, self._most, self._prompt = host, requests, prompt
+        self._free = list(range(1, host.sizes.pages))
+        self._live: dict[str, list[int]] = {}
+        self._gone: dict[str, list[int]] = {}  # they have left, and nobody was told
+        self._began = 0
+
+    def round(self) -> None:
+        """A prompt, and the decode steps up to the next one."""
+        self._began += 1
+        name = f"request {self._began}"
+        more, pages = self._more(), self._take(self._prompt // PAGE + 1)
+        tokens = {**dict.fromkeys(self._live, 1), name: self._prompt}
+        self._live[name] = pages
+        self._step("prompt", tokens, new={name: list(pages)}, more=more)
+        for number in range(DECODES):
+            told = bool(self._gone)
+            left = number == LEAVES and len(self._live) > self._most
+            if left:
+                oldest = next(iter(self._live))
+                self._gone[oldest] = self._live.pop(oldest)
+            kind = "left" if left else "behind" if not number else "told" if told else ""
+            self._decode(kind, list(self._gone) if told else [])
+
+    def _decode(self, kind: str, ended: list[str]) -> None:
+        more = self._more()
+        first = next(iter(self._live.values()))[0]
+        kind = kind or ("fills" if more else "goes on")
+        self._step(kind, dict.fromkeys(self._live, 1), more=more, finished=ended, wrong=first)
+        for name in ended:
+            self._free += self._gone.pop(name)
+
+    def _step(self, kind: str, tokens: dict[str, int], **given: Any) -> None:
+        self._host.kind = kind
+        self._host.step(tokens, cached=True, **given)
+        self._host.read()
+
+    def _more(self) -> dict[str, list[int]]:
+        """The pages that requests need for their next token."""
+        full = [name for name, pages in self._live.items() if len(pages) * PAGE <= self._host._stored(name)]
+        more = {name: self._take(1) for name in full}
+        for name, pages in more.items():
+            self._live[name] += pages
+        return more
+
+    def _take(self, pages: int) -> list[int]:
+        taken, self._free = self._free[:pages], self._free[pages:]
+        return taken
+
+
+def rows(taken: dict[tuple[str, str], list[float]]) -> list[list[str]]:
+    """Of the table; the first quarter of the steps is not in it."""
+    made = []
+    for kind in KINDS:
+        of_kind = {part: taken[kind, part][len(taken[kind, part]) // 4 :] for part in PARTS if taken.get((kind, part))}
+        if not of_kind:
+            continue
+        medians = {part: statistics.median(each) for part, each in of_kind.items()}
+        cells = [f"{medians[part]:.0f}" if part in medians else "" for part in PARTS]
+        made.append([kind, str(len(of_kind[PARTS[0]])), *cells, f"{sum(medians.values()):.0f}"])
+    return made
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=12, help="that run at once")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
+    parser.add_argument("--rounds", type=int, default=60, help="prompts, each with ten decode steps behind it")
+    args = parser.parse_args()
+    for name in ("requests", "layers", "prompt", "rounds"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: at least 1")
+    try:
+        from kvcanary_fx.adapters.vllm import ops
+        from kvcanary_fx.adapters.vllm.v2.warm_up import WarmUp
+    except ModuleNotFoundError as e:
+        sys.exit(f"{e}: this wants vLLM, as in the environment of `make .venv-vllm/installed`")
+    torch.set_num_threads(1)
+    pretend()
+    logging.disable(logging.WARNING)  # what is launched nowhere finds out nothing
+    WarmUp.prove = lambda self, config: None  # type: ignore[method-assign]  nor does its proof
+    length = args.prompt + DECODES * (args.requests + 2) + PAGE
+    pages = 2 + (args.requests + 2) * (length // PAGE + 1)
+    layers = tuple(f"layers.{number}" for number in range(args.layers))
+    sizes = Sizes(PAGE, pages, 2 * args.requests + 2, args.prompt + args.requests + 1, length, layers)
+    host = Host(sizes, ops._guarded(lambda *_, **__: None, in_graph=True))
+    load = Load(host, args.requests, args.prompt)
+    for _ in range(args.rounds):
+        load.round()
+    print(f"{report.environment('cpu')}. Microseconds, medians; launches left out.\n")
+    print(report.table(["step", "how many", *PARTS, "sum"], rows(host.taken)))
+
+
+if __name__ == "__main__":
+    main()
