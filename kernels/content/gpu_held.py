@@ -108,7 +108,8 @@ class HeldRecords(layer.HeldRecords):
         n, at = slots.shape[0], slots.data_ptr() & 15
         if self._stamps is not self._control.stamps or len(self._forms) >= MOST_FORMS or len(self._found) >= LAYOUTS:
             self._forms, self._found, self._stamps = {}, {}, self._control.stamps
-        given = *map(_layout, (keys[0], values[0], keys[-1], values[-1])), n, at, aligned, plan.taken is None
+        ends = *map(_layout, (keys[0], values[0], keys[-1], values[-1])), id(records[0])
+        given = *ends, n, at, aligned, plan.taken is None
         known = self._found.get(given)
         if known is None or known[0] != records:
             form = self._look_for_form(plan, held, aligned) if _one_layout(keys) and _one_layout(values) else None

@@ -337,7 +337,10 @@ class GuardV2(Guard):
             # the tokens of the step before are read next, while the device waits for the host, and then those of this
             # one, with the next step on the device
             self._layers.held.keeps, self._reads_until_free = True, 2
-        opened.end()
+            opened.end()
+            self._layers.held.keeps = False  # if nothing was held
+        else:
+            opened.end()
         inside, outside = len(opened.guarded.in_graph), len(opened.guarded.outside)
         self.calls_in_graph += inside
         self.calls_outside += outside
