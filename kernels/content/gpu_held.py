@@ -78,8 +78,9 @@ class HeldRecords(layer.HeldRecords):
         if slots.shape[0] == 0 or not self._alike or not (_one_stride(held.keys) and _one_stride(held.values)):
             super().__call__(plan, held)
             return
-        addresses = *_addresses(held.keys), *_addresses(held.values)
-        form = self._form_for(plan, held, not functools.reduce(operator.or_, addresses) & 15)
+        addresses = _addresses(held.keys), _addresses(held.values)
+        bits = functools.reduce(operator.or_, addresses[1], functools.reduce(operator.or_, addresses[0], 0))
+        form = self._form_for(plan, held, aligned=not bits & 15)
         if form is None:
             super().__call__(plan, held)
             return
@@ -127,20 +128,20 @@ class HeldRecords(layer.HeldRecords):
         return self._forms[known]
 
     def _words(
-        self, form: _Form, records: Sequence[layer.LayerRecord], addresses: Sequence[int]
+        self, form: _Form, records: Sequence[layer.LayerRecord], addresses: tuple[array[int], array[int]]
     ) -> tuple[array[int], int]:
         """What the kernel is given of each half, and how many ops that is.
 
         Args:
-            addresses: of K of each layer, and then of V.
+            addresses: of K of each layer, and of V.
         """
         if records != self._written or form is not self._form:  # else the layers of the step before
             self._written, self._form = list(records), form
             self._same, self._ops = self._words_without_addresses(form, records)
-        words, n = self._same[:], len(records)
+        words = self._same[:]
         for at, place in enumerate(form.places):
             if place is not None:
-                words[3 * at + 1 :: 3 * len(form.places)] = array("q", addresses[place * n : (place + 1) * n])
+                words[3 * at + 1 :: 3 * len(form.places)] = addresses[place]
         return words, self._ops
 
     def _words_without_addresses(self, form: _Form, records: Sequence[layer.LayerRecord]) -> tuple[array[int], int]:
@@ -235,11 +236,11 @@ class _Told:
             self._sent = end
 
 
-def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+def _addresses(tensors: Sequence[torch.Tensor | None]) -> array[int]:
     """Where they are, or 0 each if there are none."""
     if tensors[0] is None:
-        return [0] * len(tensors)
-    return list(map(torch.Tensor.data_ptr, tensors))  # type: ignore[arg-type]
+        return array("q", bytes(8 * len(tensors)))
+    return array("q", map(torch.Tensor.data_ptr, tensors))  # type: ignore[arg-type]
 
 
 def _one_stride(tensors: Sequence[torch.Tensor | None]) -> bool:

@@ -613,6 +613,43 @@ def test_calls_for_pages_have_the_stacks_of_the_scheduler_also_those_that_wait_f
     ]
 
 
+@pytest.mark.parametrize(
+    ("blocks", "group", "handed_out", "idle"),
+    [
+        ([7, 8], 0, [([7, 8], None)], {1, 2, 3}),
+        ([2, 1], 0, [([2, 1], [2, 1])], {3}),
+        ([2, 7, 1], 0, [([2, 7, 1], [2, 1])], {3}),
+        ([2, 2], 0, None, {1, 2, 3}),
+        ([2], 1, None, {1, 2, 3}),  # the first that this group gets
+    ],
+    ids=["new", "given up", "some of each", "twice", "another group's"],
+)
+def test_blocks_are_handed_out_at_once_if_the_cache_gives_up_what_it_has_of_the_same_group(
+    blocks, group, handed_out, idle
+):
+    handed = []
+
+    class Pool(TakenOneByOne):
+        declared = SimpleNamespace(table_page_size=16)
+
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: None
+
+        def hand_out(self, pages, owners, lengths, page_size, released=None, by=None):
+            handed.append((pages, released))
+            return True
+
+    books = Books(lambda: [SimpleNamespace(pools={"group0": Pool(), "group1": Pool()})])
+    books.apply([("taken", [1, 2, 3], ["A"], [3], 0), ("freed", [1, 2, 3], [], "A")])
+    assert books.idle == {1, 2, 3}
+    events = [("taken", blocks, ["B"], [len(blocks)], group)]
+    assert books.hand_out(events) == (() if handed_out else events)
+    assert handed == (handed_out or [])
+    assert books.idle == idle
+    if handed_out:
+        assert {block: books.group[block] for block in blocks} == dict.fromkeys(blocks, 0)
+
+
 # ---- whom a violation concerns
 
 

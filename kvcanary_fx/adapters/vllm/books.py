@@ -111,17 +111,21 @@ class Books:
         if known is None:
             return False
         (pool, page_size), idle = known, self.idle
-        if idle.isdisjoint(blocks):
+        taken_up = idle.intersection(blocks)
+        if not taken_up:
             if not pool.hand_out(blocks, requests, lengths, page_size):
                 return False
-        else:
-            given_up = [block for block in blocks if block in idle]
-            if len(set(given_up)) < len(given_up) or not self._all_of(given_up, group):
-                return False  # handed out twice, or what the cache has of another group: for :meth:`apply`
-            if not pool.hand_out(blocks, requests, lengths, page_size, given_up, CACHE):
-                return False
-            idle.difference_update(given_up)
-        self._note_group(blocks, group)
+            self._note_group(blocks, group)
+            return True
+        # in a full cache each of them is one that the cache gives up
+        given_up = blocks if len(taken_up) == len(blocks) else [block for block in blocks if block in taken_up]
+        if len(taken_up) < len(given_up) or not self._all_of(given_up, group):
+            return False  # handed out twice, or what the cache has of another group: for :meth:`apply`
+        if not pool.hand_out(blocks, requests, lengths, page_size, given_up, CACHE):
+            return False
+        idle -= taken_up
+        if given_up is not blocks:  # of the others the group is known
+            self._note_group(blocks, group)
         return True
 
     def _note_group(self, blocks: Sequence[int], group: int) -> None:
@@ -130,7 +134,7 @@ class Books:
 
     def _all_of(self, blocks: Sequence[int], group: int) -> bool:
         """Whether blocks that were handed out before were all of a group."""
-        return len(self._groups) == 1 or all(self.group.get(block) == group for block in blocks)
+        return self._groups == {group} or all(self.group.get(block) == group for block in blocks)
 
     def _evict(self, ids: Sequence[int]) -> None:
         """The prefix cache gives up those of the blocks that it holds."""
