@@ -15,7 +15,7 @@ The servers of one GPU run on the same hardware threads once they have started (
 requests of all rounds; beside them is the median of the rounds' own ratios, guarded to plain, with the interval that it
 is in with 95 % certainty.  The slowest hundredth of all requests is that of the few seconds in which the host was
 slowest, whichever server had its turn: of three runs on H200s, of 2,250 to 2,550 requests to each, it was 125, 76 and
-116 % of the plain server's, and the median of 51 rounds of 50 requests was 102 % (95 %: 101 to 105).  So many short
+116 % of the plain server's, and the median of 51 rounds of 50 requests was 102 % (95 %: 100 to 105).  So many short
 rounds say more than a few long ones: ``--requests 50 --rounds 60``.
 
 Two processes of the same server differ: on an H200 a step with a prompt took one of them 21.0 ms of its host, another

@@ -111,20 +111,20 @@ class Books:
         if known is None:
             return False
         (pool, page_size), idle = known, self.idle
-        taken_up = idle.intersection(blocks)
-        if not taken_up:
+        cached = idle.intersection(blocks)
+        if not cached:
             if not pool.hand_out(blocks, requests, lengths, page_size):
                 return False
             self._note_group(blocks, group)
             return True
         # in a full cache each of them is one that the cache gives up
-        given_up = blocks if len(taken_up) == len(blocks) else [block for block in blocks if block in taken_up]
-        if len(taken_up) < len(given_up) or not self._all_of(given_up, group):
+        given_up = blocks if len(cached) == len(blocks) else [block for block in blocks if block in cached]
+        if len(cached) < len(given_up) or not self._all_of(given_up, group):
             return False  # handed out twice, or what the cache has of another group: for :meth:`apply`
         if not pool.hand_out(blocks, requests, lengths, page_size, given_up, CACHE):
             return False
-        idle -= taken_up
-        if given_up is not blocks:  # of the others the group is known
+        idle -= cached
+        if given_up is not blocks:  # else all were of this group already
             self._note_group(blocks, group)
         return True
 
