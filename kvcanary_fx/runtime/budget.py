@@ -17,6 +17,10 @@ subtracted from the budget as far as it is known: the host's time while the devi
 (:func:`usually`), and a typical time for each op of a graph (:data:`SECONDS_PER_OP`), at most :data:`GUESS_AT_MOST` of
 the budget.
 
+All of these are fractions of a step, from the begin of one call to that of the next, not of the time that the call takes
+its device: a served model whose graph ran for 0.13 ms (H200) had a step each 2.2 ms, since its engine waited for the
+host.  As a fraction of the 0.13 ms, 20 us of our Python were 15 %, and N was 4,096 for half a minute.
+
 What a share costs grows with what is stored.  With a price learned from one request, 64 requests of the same context
 took 4.6 % longer for hundreds of steps (H200), since a step itself was only 1.4 times as long.  So a price is that of
 so many stored tokens, where they are known, and N follows them from one step to the next.
@@ -40,7 +44,8 @@ START, FEWEST, MOST = 64, 2, 4096
 #: vary a lot, this many times their variation.
 SEEN, ABOVE_NOISE = 0.1, 3
 
-#: A difference of this many times the calls' variation is clear.  A smaller one only gives an upper bound of the price.
+#: A difference of this many times the calls' variation, in all readings but one, is clear.  A smaller one only gives an
+#: upper bound of the price.  Times of a small graph have two or three values: their median variation may be none.
 CLEAR = 2
 
 #: Readings per decision, and calls between readings until settled and afterwards.
@@ -56,7 +61,7 @@ CAREFUL = 2
 #: Readings of one decision differ by no more in what is stored.
 ALIKE = 2
 
-#: A call that takes this many times longer or shorter than those of the last decision triggers a new one.
+#: A step that takes this many times longer or shorter than those of the last decision triggers a new one.
 OTHER_WORK = 1.5
 
 #: What an op of ours adds to a step of a GPU besides comparing: 64 requests of 4,096 tokens, 66 ops beside the model,
@@ -72,6 +77,9 @@ LEFT_FOR_BYTES = 1 / 8
 #: whose Python runs for the first times.
 CERTAIN = 3
 
+#: Seconds from the end of a call to the next that count as a step's: behind more, the caller may have had nothing to do.
+IDLE = 5e-3
+
 #: N is lowered only if the larger share fits with this much room to spare, so that N does not oscillate.
 SPARE = 1.25
 
@@ -81,7 +89,7 @@ class Reading:
     """Three calls in a row, of which the second compared more.
 
     Attributes:
-        before, probe, after: seconds that they took.
+        before, probe, after: seconds that they took their device.
         every, probed: N of the outer ones, and of the second.
         waits: seconds that the device waited for our other work, in each call that was looked at for it.
         guessed: seconds that our other work is estimated to cost in addition.
@@ -105,18 +113,28 @@ class Reading:
         return (self.before + self.after) / 2
 
     @property
+    def step(self) -> float:
+        """Seconds of a step, of which the others are fractions."""
+        return min(max(self.usual, self.between), self.usual + IDLE)
+
+    @property
     def noise(self) -> float:
         """How much calls differ that should be alike, as a fraction."""
-        return abs(self.before - self.after) / self.usual
+        return abs(self.before - self.after) / self.step
 
     @property
     def more(self) -> float:
         """How much longer the call took that compared more, as a fraction."""
-        return max(self.probe / self.usual - 1, 0.0)
+        return max(self.probe - self.usual, 0.0) / self.step
+
+    @property
+    def stands_out(self) -> bool:
+        """The call that compared more took longer than both others, as one in three does by chance."""
+        return self.probe > max(self.before, self.after)
 
     @property
     def price(self) -> float:
-        """What comparing all bytes would add to a call, as a fraction; an upper bound where the difference is
+        """What comparing all bytes would add to a step, as a fraction; an upper bound where the difference is
         unclear."""
         return (self.more + self.noise) / (1 / self.probed - 1 / self.every)
 
@@ -143,7 +161,7 @@ class Controller:
         self.rest = self.guessed = self.between = self.stored = 0.0
         self.price: float | None = None
         self._exceeded = 0  # decisions in a row by which the rest takes more than the budget
-        self._known = 0.0, 0.0  # the shortest and the longest call of the last decision
+        self._known = 0.0, 0.0  # the shortest and the longest step of the last decision
         self._discarded = 0
         self._readings: list[Reading] = []
         # powers of two of what was stored: in any step, and before a price was learned
@@ -194,7 +212,7 @@ class Controller:
             return False
         self._discarded = 0
         shortest, longest = self._known
-        if self.settled and not shortest / OTHER_WORK < reading.usual < longest * OTHER_WORK:
+        if self.settled and not shortest / OTHER_WORK < reading.step < longest * OTHER_WORK:
             self.settled = False
             self._readings.clear()
         if self._readings and not 1 / ALIKE <= (reading.stored or 1) / (self._readings[0].stored or 1) <= ALIKE:
@@ -207,20 +225,22 @@ class Controller:
 
     def _decide(self) -> None:
         seen, before = self._readings, self.needed
-        self._known = min(r.usual for r in seen), max(r.usual for r in seen)
+        self._known = min(r.step for r in seen), max(r.step for r in seen)
         self.between = statistics.median(r.between for r in seen)
-        self.rest = usually([wait / r.usual for r in seen for wait in r.waits])
+        self.rest = usually([wait / r.step for r in seen for wait in r.waits])
         self._exceeded = self._exceeded + 1 if self.rest > self.budget else 0
-        guess = statistics.median(r.guessed / r.usual for r in seen)
+        guess = statistics.median(r.guessed / r.step for r in seen)
         self.guessed = min(guess, GUESS_AT_MOST * self.budget)
         before = self._take_over(statistics.median(r.stored for r in seen), before)
         self._learned |= self._met  # also where batches of two sizes took turns, and one of them was measured
-        self._know_price(seen)
+        bounded = self.probed == 1  # by the largest share that there is
+        clear = self._know_price(seen)
         assert self.price is not None
         room = max(self.budget - self.rest - self.guessed, self.budget * LEFT_FOR_BYTES)
         self.needed = max(FEWEST, share_for(self.price, room), min(before, share_for(self.price * SPARE, room)))
         self.probed = min(self.probed, self.needed // 2)
-        self.settled = before / 2 <= self.needed <= before * 2
+        falling = self.needed < before and not clear and not bounded
+        self.settled = before / 2 <= self.needed <= before * 2 and not falling
         self._readings.clear()
 
     def _take_over(self, stored: float, before: int) -> int:
@@ -237,15 +257,16 @@ class Controller:
         self.stored = stored
         return before
 
-    def _know_price(self, seen: list[Reading]) -> None:
-        """The price, and how much the next call that compares more is to compare."""
+    def _know_price(self, seen: list[Reading]) -> bool:
+        """The price, and how much the next call that compares more is to compare; whether it is no mere bound."""
         price, noise, more = (statistics.median(getattr(r, name) for r in seen) for name in ("price", "noise", "more"))
-        if more > CLEAR * noise:
+        if more > CLEAR * noise and sum(r.stands_out for r in seen) >= READINGS - 1:
             self.price = price
             self.probed = share_for(price, max(min(SEEN, 10 * self.budget), ABOVE_NOISE * noise))
-        else:
-            self.price = price if self.price is None else min(price, self.price)
-            self.probed = max(1, self.probed // 2)
+            return True
+        self.price = price if self.price is None else min(price, self.price)
+        self.probed = max(1, self.probed // 2)
+        return False
 
 
 def _power_of(stored: float) -> int:

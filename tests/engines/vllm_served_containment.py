@@ -508,7 +508,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, help="tokens of the longest requests")
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
-    length = args.length or (800 if torch.cuda.is_available() else 160)
+    length = args.length or (1600 if torch.cuda.is_available() else 160)
     began, lock = time.monotonic(), threading.Lock()
 
     def told(**found: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcanary_fx.runtime.budget import FEWEST, LEFT_FOR_BYTES, MOST, READINGS, START, Controller, Reading, Tour
+from kvcanary_fx.runtime.budget import FEWEST, IDLE, LEFT_FOR_BYTES, MOST, READINGS, START, Controller, Reading, Tour
 
 SHARES = st.integers(0, 6).map(lambda k: 1 << k)
 
@@ -126,6 +126,50 @@ def test_a_rest_above_the_budget_is_told_once_several_decisions_in_a_row_say_so(
             now.take(Reading(0.005, 0.005, 0.005, now.every, now.probed, (0.0002,) if over else (0.0,)))
         told.append(now.over)
     assert told == [False, False, False, False, True, False]
+
+
+class Served(Machine):
+    """A small model that is served: its engine waits for the host, and times of the device vary by a factor of three.
+
+    As it was seen on an H200, in seconds: a graph takes 130 us, and each 2.2 ms one begins.
+    """
+
+    def call(self, every: int) -> float:
+        usual = self.random.choice([130e-6] * 9 + [180e-6] * 4 + [420e-6] * 5) * self.random.uniform(0.97, 1.03)
+        return usual + 10e-6 / every
+
+    def take(self) -> int:
+        """A reading, and how many steps came before it."""
+        now = self.controller
+        steps, every, probed = now.period, now.every, now.probed
+        times = self.call(every), self.call(probed), self.call(every)
+        between = self.random.uniform(2e-3, 2.8e-3)
+        now.take(Reading(*times, every, probed, (19e-6, 25e-6), guessed=15e-6, between=between))
+        return steps
+
+
+def test_an_engine_that_waits_for_the_host_has_all_bytes_compared_soon():
+    """As fractions of the device's time our Python was 15 % of a step, and N was above 1,000 for 30 seconds."""
+    seldom = steps = 0
+    for seed in range(20):
+        served, taken = Served(0.01, 130e-6, 0), 0
+        served.random.seed(seed)
+        while taken < 6000:
+            every = served.controller.every
+            now = served.take()
+            taken += now
+            if taken > 1000:
+                steps, seldom = steps + now, seldom + now * (every > 256)
+        assert not served.controller.over
+        assert served.controller.rest == pytest.approx(0.009, abs=0.002)
+    assert seldom <= 0.05 * steps, "by times that differ by chance"
+
+
+@pytest.mark.parametrize("between, step", [(0.001, 0.002), (0.003, 0.003), (10.0, 0.002 + IDLE)])
+def test_a_step_is_as_long_as_until_the_next_one_unless_the_caller_was_idle(between, step):
+    reading = Reading(0.002, 0.0022, 0.002, 64, 16, between=between)
+    assert reading.step == step
+    assert reading.more == pytest.approx(0.0002 / step)
 
 
 @pytest.mark.parametrize("grown", [8, 1 / 8])

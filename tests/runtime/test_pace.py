@@ -388,9 +388,9 @@ def test_steps_of_an_engine_are_measured_whole(monkeypatch):
             with toy.session.forward():
                 now += 0.005 + 0.0042 / int(word[Word.EVERY])
     monkeypatch.undo()
-    assert pace.controller.price == pytest.approx(0.7, rel=0.05)
+    assert pace.controller.price == pytest.approx(0.0042 / 0.009, rel=0.05)
     assert pace.controller.between == pytest.approx(0.009, rel=0.05)
-    assert int(word[Word.EVERY]) == pace.every == 16
+    assert int(word[Word.EVERY]) == pace.every == 8
     stats = toy.session.stats()
     assert (stats.compared_every, stats.compared_within) == (pace.every, pace.within)
     assert f"compared_every={pace.every} compared_within={pace.within}" in stats.line()
