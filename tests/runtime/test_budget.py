@@ -165,7 +165,7 @@ def test_an_engine_that_waits_for_the_host_has_all_bytes_compared_soon():
     assert seldom <= 0.05 * steps, "by times that differ by chance"
 
 
-@pytest.mark.parametrize("between, step", [(0.001, 0.002), (0.003, 0.003), (10.0, 0.002 + IDLE)])
+@pytest.mark.parametrize(("between", "step"), [(0.001, 0.002), (0.003, 0.003), (10.0, 0.002 + IDLE)])
 def test_a_step_is_as_long_as_until_the_next_one_unless_the_caller_was_idle(between, step):
     reading = Reading(0.002, 0.0022, 0.002, 64, 16, between=between)
     assert reading.step == step
