@@ -1,10 +1,11 @@
 """What the canary adds to compile time: a Llama of 8 layers, cold and warm caches, each in a fresh process.
 
-    python tests/benchmarks/compile_time.py [--repeats 3] [--write]
+    python tests/benchmarks/compile_time.py [--repeats 3] [--warm 4] [--write]
     python tests/benchmarks/compile_time.py --profile DIRECTORY
 
 A run compiles one decode step and times the first call, until the device is done.  Cold runs start with an empty cache
-directory; warm runs are a second process with the same directory.  Guarded and unguarded runs take turns.
+directory; warm runs are other processes with the same directory.  Guarded and unguarded runs take turns, each first in
+every second pair: runs of one kind differ by a third, so what tells is the median of many pairs' own ratios.
 ``--profile`` writes where the time of a warm run goes, guarded and not, as text; ``--parts`` prints what the canary's
 kernels take of it, by variant and thread.
 """
@@ -26,6 +27,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import report
 
 LAYERS = 8
 
@@ -174,8 +177,33 @@ def in_new_process(variant: str, device: str, cache: str, *arguments: str) -> di
     return found
 
 
+#: Runs, by variant and what the caches were.
+Runs = dict[tuple[str, str], list[dict[str, Any]]]
+
+
+def take_turns(args: argparse.Namespace) -> Runs:
+    """All runs, each printed when it is over."""
+    runs: Runs = {}
+
+    def run(variant: str, kind: str, cache: str) -> None:
+        found = in_new_process(variant, args.device, cache)
+        runs.setdefault((variant, kind), []).append(found)
+        print(f"{kind:5s} {variant:8s} {found['seconds']:6.2f} s {found['hits']}", flush=True)
+        if args.parts:
+            print_parts(found)
+
+    for number in range(args.repeats):
+        with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as guarded:
+            for turn, kind in enumerate(("cold", *["warm"] * args.warm), number):
+                pair = [("plain", plain), ("guarded", guarded)]
+                for variant, cache in pair if turn % 2 == 0 else reversed(pair):
+                    run(variant, kind, cache)
+    return runs
+
+
 def _row(kind: str, plain: list[dict[str, Any]], guarded: list[dict[str, Any]]) -> list[str]:
     a, b = (statistics.median(r["seconds"] for r in group) for group in (plain, guarded))
+    ratios = [g["seconds"] / p["seconds"] for p, g in zip(plain, guarded, strict=True)]
     passes = statistics.median(r["passes"] for r in guarded)
     (fx_hit, fx_miss), (aot_hit, aot_miss) = guarded[-1]["hits"]["fx"], guarded[-1]["hits"]["aot"]
     seconds = [r["seconds"] for r in guarded]
@@ -185,6 +213,7 @@ def _row(kind: str, plain: list[dict[str, Any]], guarded: list[dict[str, Any]]) 
         f"{a:.2f} s",
         f"{b:.2f} s ({min(seconds):.2f} to {max(seconds):.2f})",
         f"{100 * (b / a - 1):+.1f} %",
+        report.paired(ratios),
         f"{passes * 1e3:.0f} ms",
         f"{kernels * 1e3:.0f} ms",
         f"{ahead * 1e3:.0f} ms",
@@ -208,12 +237,12 @@ def print_parts(found: dict[str, Any]) -> None:
         print(f"  {began:6.2f} s: {name}, {what}, {seconds * 1e3:.0f} ms, {thread}", flush=True)
 
 
-def main() -> None:
-    import report
+def parse() -> argparse.Namespace:
     import torch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="pairs with empty caches")
+    parser.add_argument("--warm", type=int, default=1, help="pairs with the caches of each of these")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--profile", type=Path, metavar="DIRECTORY", help="two warm runs, where their time goes; no table"
@@ -222,33 +251,18 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="update the section in BENCHMARKS.md")
     parser.add_argument("--variant", choices=("plain", "guarded"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.variant:
-        print(json.dumps(measure(args.variant, args.device, args.profile)))
-        return
-    if args.profile:
-        write_profiles(args.profile, args.device)
-        return
-    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for number in range(args.repeats):
-        for variant in ("plain", "guarded"):
-            with tempfile.TemporaryDirectory() as cache:
-                for kind in ("cold", "warm"):
-                    found = in_new_process(variant, args.device, cache)
-                    runs.setdefault((variant, kind), []).append(found)
-                    took = f"{found['seconds']:6.2f} s {found['hits']}"
-                    print(f"run {number + 1}: {variant:8s} {kind:5s} {took}", flush=True)
-                    if args.parts:
-                        print_parts(found)
-    header = [
-        "caches",
-        "unguarded",
-        "guarded (spread)",
-        "difference",
-        "of it our passes",
-        "our kernels",
-        "these beside it",
-    ]
-    header.append("caches, guarded run")
+    for name in ("repeats", "warm"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: give how many pairs, 1 at least")
+    return args
+
+
+HEADER = ["caches", "unguarded", "guarded (spread)", "difference", "pairs", "of it our passes", "our kernels"]
+HEADER += ["these beside it", "caches, guarded run"]
+
+
+def text(runs: Runs, args: argparse.Namespace) -> str:
+    """What stands in BENCHMARKS.md."""
     rows = [_row(kind, runs["plain", kind], runs["guarded", kind]) for kind in ("cold", "warm")]
     kernels = ""
     if args.device == "cuda":
@@ -257,15 +271,27 @@ def main() -> None:
             f" The guarded run compiles {count} variants of the canary's Triton kernels too, or takes them from "
             "Triton's cache, however many layers there are: other threads do, while Inductor compiles."
         )
-    text = (
+    return (
         f"## Compile time\n\n{report.environment(args.device)}. First call of a compiled decode step of a tiny Llama "
-        f"of {LAYERS} layers, Inductor, median of {args.repeats} runs in fresh processes, guarded and unguarded taking "
-        f"turns.{kernels} Command: `python tests/benchmarks/compile_time.py --write`\n\n"
-        f"{report.table(header, rows)}"
+        f"of {LAYERS} layers, Inductor, medians of {args.repeats} runs with empty caches and {args.repeats * args.warm}"
+        " with those of one before, in fresh processes, guarded and unguarded taking turns; `pairs`: what a guarded run "
+        f"takes of the unguarded one beside it.{kernels} Command: `python tests/benchmarks/compile_time.py --repeats "
+        f"{args.repeats} --warm {args.warm} --write`\n\n{report.table(HEADER, rows)}"
     )
-    print("\n" + text)
+
+
+def main() -> None:
+    args = parse()
+    if args.variant:
+        print(json.dumps(measure(args.variant, args.device, args.profile)))
+        return
+    if args.profile:
+        write_profiles(args.profile, args.device)
+        return
+    found = text(take_turns(args), args)
+    print("\n" + found)
     if args.write:
-        report.write_section(f"compile time {args.device}", text)
+        report.write_section(f"compile time {args.device}", found)
 
 
 if __name__ == "__main__":

@@ -332,6 +332,24 @@ def test_what_our_kernels_take_of_a_first_call_is_said_by_thread(monkeypatch):
     assert compile_time.beside_it(found) == sum(times.parts[i][4] for i in (0, 2))
 
 
+def test_compile_times_are_of_pairs_that_take_turns(monkeypatch, capsys):
+    ran, seconds = [], iter([10.0, 11.0, 4.2, 4.0, 3.0, 3.3, 9.9, 9.0, 2.0, 2.4, 4.4, 4.0])
+
+    def run(variant, device, cache):
+        ran.append((variant, cache))
+        return {"seconds": next(seconds), "passes": 0.05, "hits": {"fx": (1, 0), "aot": (1, 0)}, "kernels": []}
+
+    monkeypatch.setattr(compile_time, "in_new_process", run)
+    args = types.SimpleNamespace(device="cpu", repeats=2, warm=2, parts=False)
+    found = compile_time.text(compile_time.take_turns(args), args)
+    first, pairs = [variant for variant, _ in ran[::2]], zip(ran[::2], ran[1::2], strict=True)
+    assert first == ["plain", "guarded", "plain", "guarded", "plain", "guarded"], "each first in every second pair"
+    assert all(a[0] != b[0] for a, b in pairs)
+    assert len({cache for _, cache in ran}) == 4, "the caches of one kind, cold and then warm"
+    assert "| cold | 9.50 s | 10.45 s (9.90 to 11.00) | +10.0 % | 110.0 % (rounds 110.0 to 110.0) |" in found
+    assert "| warm | 3.50 s | 3.75 s (2.40 to 4.40) | +7.1 % | 110.0 % (rounds 105.0 to 120.0) |" in found
+
+
 def test_plot_has_every_line_and_mark():
     drawn = svg_plot.plot("t", "x", "y", {"a": [(1, 1), (10, 100)], "b": [(1, 2), (10, 3)]})
     assert drawn.count("<circle") == 4
