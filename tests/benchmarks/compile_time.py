@@ -271,12 +271,13 @@ def text(runs: Runs, args: argparse.Namespace) -> str:
             f" The guarded run compiles {count} variants of the canary's Triton kernels too, or takes them from "
             "Triton's cache, however many layers there are: other threads do, while Inductor compiles."
         )
+    command = f"python tests/benchmarks/compile_time.py --repeats {args.repeats} --warm {args.warm} --write"
     return (
         f"## Compile time\n\n{report.environment(args.device)}. First call of a compiled decode step of a tiny Llama "
         f"of {LAYERS} layers, Inductor, medians of {args.repeats} runs with empty caches and {args.repeats * args.warm}"
-        " with those of one before, in fresh processes, guarded and unguarded taking turns; `pairs`: what a guarded run "
-        f"takes of the unguarded one beside it.{kernels} Command: `python tests/benchmarks/compile_time.py --repeats "
-        f"{args.repeats} --warm {args.warm} --write`\n\n{report.table(HEADER, rows)}"
+        " with those of one before, in fresh processes, guarded and unguarded taking turns; `pairs`: a guarded run's "
+        f"time as a share of that of the unguarded one beside it.{kernels} Command: `{command}`\n\n"
+        f"{report.table(HEADER, rows)}"
     )
 
 
