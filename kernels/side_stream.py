@@ -94,14 +94,31 @@ class SideStream:
 class ForkInGraph:
     """Work beside what is captured after it, in the same CUDA graph; whatever needs it joins it."""
 
-    def __init__(self, device: torch.device, launch: Callable[[], None]):
+    def __init__(self, device: torch.device, launch: Callable[[], None], first: Callable[[], None] | None = None):
+        """
+        Args:
+            launch, first: launch it; ``first`` what can be waited for by itself, with :meth:`join_first`.
+        """
         self._device, self._there = device, torch.cuda.Event()
         self._model, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
         self._joined = False  # by the model's stream, which all that is forked later comes after
+        self._first: torch.cuda.Event | None = None  # the model's stream has not waited for it
         stream.wait_stream(self._model)
         with torch.cuda.stream(stream):
+            if first is not None:
+                first()
+                self._first = torch.cuda.Event()
+                self._first.record()
             launch()
             self._there.record()
+
+    def join_first(self) -> None:
+        """Let the current stream wait here for what was launched first."""
+        if self._first is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(self._first)
+            if current == self._model:
+                self._first = None
 
     def join(self) -> None:
         """Let the current stream wait here for what was launched."""

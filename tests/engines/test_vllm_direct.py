@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcanary_fx.adapters.vllm.direct import DirectOp, call_directly
+from kvcanary_fx.adapters.vllm.direct import DirectOp, call_directly, told_before
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +100,17 @@ def test_attention_and_its_write_are_such_ops():
     for name in (*ops.WITH_CHECKS.values(), *ops.UPDATES.values()):
         namespace, op = name.split("::")
         assert isinstance(getattr(getattr(torch.ops, namespace), op), DirectOp), name
+
+
+def test_somebody_is_told_before_each_call(op):
+    add, calls = op
+    calls.clear()
+    told, out, body = [], torch.zeros(2), add.body
+    with pytest.raises(ZeroDivisionError), told_before([add], lambda: told.append(len(calls))):
+        add(torch.ones(2), out)
+        add(torch.ones(2), out, times=2)
+        raise ZeroDivisionError
+    assert told == [0, 1], "before it"
+    assert out.tolist() == [3, 3]
+    add(torch.ones(2), out)
+    assert (told, add.body) == ([0, 1], body), "and then it is as it was"

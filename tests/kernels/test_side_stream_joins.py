@@ -125,3 +125,30 @@ def test_what_a_graph_has_joined_is_not_waited_for_again(model, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: late)
     fork.join()
     assert late.behind == set(), "whatever is forked from the model comes behind it"
+
+
+def test_what_comes_first_is_waited_for_by_itself(model, monkeypatch):
+    on = [model]
+
+    @contextlib.contextmanager
+    def stream(other):
+        on.append(other)
+        yield
+        on.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(Event, "record", lambda self, stream=None: setattr(self, "behind", frozenset(on[-1].behind)))
+    fork = ForkInGraph(DEVICE, lambda: on[-1].launch("checks"), lambda: on[-1].launch("first"))
+    late = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: late)
+    fork.join_first()
+    assert late.behind == {"first"}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: model)
+    assert model.behind == set()
+    fork.join_first()
+    assert model.behind == {"first"}, "not what another stream waited for"
+    model.behind = set()
+    fork.join_first()
+    assert model.behind == set(), "once"
+    fork.join()
+    assert model.behind == {"first", "checks"}

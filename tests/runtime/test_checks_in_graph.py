@@ -30,7 +30,13 @@ FIELDS = ("request_rows", "prefix_lens", "extend_lens", "input_ids", "slots", "o
 class Engine:
     """Two requests, a token each in a step; its inputs are on the device, and nothing waits for that."""
 
-    def __init__(self, hold, cycles=LONG, model=0, layers=LAYERS, **settings):
+    def __init__(self, hold, cycles=LONG, model=0, layers=LAYERS, first=None, says=range(0), **settings):
+        """
+        Args:
+            first: cycles of what is launched before the checks, which then looks at what the model is about to write;
+                None: nothing is.
+            says: the layers that say when they write.
+        """
         self.kv = [tuple(torch.zeros(PAGES, SIZE, HEADS, DIM, device="cuda") for _ in "kv") for _ in range(layers)]
         self.names = [f"layers.{i}" for i in range(layers)]
         self.table = torch.arange(1, 61, dtype=torch.int32, device="cuda").view(2, 30)
@@ -41,12 +47,14 @@ class Engine:
         settings = {"mode": "log", "budget": None, "health_every": 0} | settings
         self.session = install_canary(pool, max_requests=2, max_tokens=ROOM, **settings)
         self.checks, self.hold, self.cycles, self.model = LayerChecks(self.session), hold, cycles, model
+        self.first, self.says, self.seen = first, says, torch.zeros(2, HEADS, DIM, device="cuda")
         self.given = {n: torch.zeros(ROOM, dtype=torch.int64, device="cuda") for n in FIELDS}
         self.counts, self.live, self.lengths = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (3, 3, 2))
         self.slip = torch.zeros((), device="cuda")
         self.checks.reserve(2, ROOM)
         reads = [Reads(self.session.pool, self.table, self.lengths, SIZE)]
-        self.kept = self.checks.keep(2, 2, self._take_in, reads, live=self.live)
+        first = None if first is None else self._look
+        self.kept = self.checks.keep(2, 2, self._take_in, reads, live=self.live, first=first)
         self.session.mark_ready()
         self._capture()
         self.stored = 0
@@ -61,17 +69,23 @@ class Engine:
         counts.copy_(torch.where(self.counts[0] < 0, counts, self.counts))
         clock.copy_(torch.where(self.counts[0] < 0, clock, self.counts[2:] << 32))
 
+    def _look(self):
+        torch.cuda._sleep(self.first)
+        self.seen.copy_(self.kv[0][0].view(-1, HEADS, DIM)[self.given["slots"][:2]])
+
     def _model(self):
+        torch.cuda._sleep(self.model)
         slots, rows = self.given["slots"], torch.zeros(ROOM, HEADS, DIM, device="cuda")
         rows = rows + self.given["positions"][:, None, None]
         for i, (name, halves) in enumerate(zip(self.names, self.kv, strict=True)):
+            if i in self.says:
+                self.checks.writes()
             for half, slip in zip(halves, (torch.zeros_like(self.slip), self.slip), strict=True):
                 half.view(-1, HEADS, DIM)[slots] = rows + i + slip
             verify_layer(rows.device, name)
             record_layer(rows + i, rows + i, rows.device, name)
         for _ in range(4 * LAYERS):  # after the last attention, in memory that nobody needs any more
             torch.full_like(rows, 9.0)
-        torch.cuda._sleep(self.model)
 
     def _capture(self):
         self.checks.reserve(2, ROOM)
@@ -149,6 +163,36 @@ def test_the_model_does_not_wait_for_the_checks():
         torch.cuda.synchronize()
         times[in_graph] = before.elapsed_time(after)
     assert times[True] < 0.75 * times[False]
+
+
+@pytest.mark.parametrize("says", [range(0), range(1, LAYERS), range(LAYERS)], ids=["nothing", "too few", "all"])
+@pytest.mark.parametrize("hold", [True, False])
+def test_what_comes_first_sees_what_the_model_is_about_to_write(says, hold):
+    """It takes longer than the model: a write that did not wait would be seen."""
+    engine = Engine(hold, cycles=0, first=10 * LONG, says=says)
+    for number in range(6):
+        last = engine.kv[0][0].view(-1, HEADS, DIM)[0] + number + 1  # what no step writes
+        slots = [(1 + number // SIZE + 30 * row) * SIZE + number % SIZE for row in (0, 1)]
+        engine.kv[0][0].view(-1, HEADS, DIM)[slots] = last
+        engine.step()
+        assert torch.equal(engine.seen, torch.stack([last, last]))
+    assert found(engine) == []
+
+
+def test_what_comes_first_is_beside_the_model_if_all_layers_say_when_they_write():
+    """Both take as long: beside each other about half of what they take one after the other."""
+    times = {}
+    for says in (range(1, LAYERS), range(LAYERS)):
+        engine = Engine(True, cycles=0, model=10 * LONG, first=10 * LONG, says=says)
+        engine.step()
+        torch.cuda.synchronize()
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in "ba")
+        before.record()
+        engine.step()
+        after.record()
+        torch.cuda.synchronize()
+        times[len(says)] = before.elapsed_time(after)
+    assert times[LAYERS] < 0.75 * times[LAYERS - 1]
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))

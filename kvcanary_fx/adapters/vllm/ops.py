@@ -42,7 +42,7 @@ from vllm.utils.torch_utils import LayerNameType
 from ...kernels.context import ForwardContext, current_context
 from ...kernels.deferred import Deferred
 from ...kernels.layer_ops import record_in, verify_in
-from .direct import call_directly
+from .direct import call_directly, told_before
 
 NAMESPACE = "kvcanary_vllm"
 CHECKS = (f"{NAMESPACE}::verify", f"{NAMESPACE}::record")
@@ -113,6 +113,12 @@ def begin_forward(
 def end_forward(token: contextvars.Token[Guarded | None]) -> None:
     """The model has run, or raised."""
     _GUARDED.reset(token)
+
+
+def telling_writes(tell: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    """Around a model: ``tell`` is called before each of its layers writes K and V, where a graph of ours does."""
+    ours = getattr(torch.ops, NAMESPACE)
+    return told_before([getattr(ours, op.split("::")[1]) for op in UPDATES.values()], tell)
 
 
 def runs_from_python(config: VllmConfig) -> bool:
