@@ -20,12 +20,13 @@ from ..compile_ahead import launch_or_compile
 from ..replay import Replayed
 from ..ring import BY_BUDGET, UNKNOWN
 from ..side_stream import capturing
+from ..staging import lasting
 from ..writes.geometry import on_device
 from . import checks as request_checks
 from . import triton_reads, triton_writes
 from .checks import walked
 from .past import events_kept
-from .space import ENDLESS, Flag, RequestPlan, SlotSpace
+from .space import COLUMNS, ENDLESS, MARKS, Column, Flag, RequestPlan, SlotSpace, SpaceCount
 
 #: Positions, tokens, requests and sums of earlier blocks that a program looks at together.
 BLOCK_POSITIONS = 128
@@ -355,6 +356,62 @@ def check_before(space: SlotSpace, plan: RequestPlan) -> None:
     _run_or_replay(space, plan, "before", _one_by_one)
 
 
+def may_store_ahead(plan: RequestPlan) -> bool:
+    """Whether :func:`check_and_store` may take the place of :func:`check_before`, and of :func:`store` later."""
+    if plan.launches is None or plan.in_flight or _changes(plan):
+        return False
+    return plan.slots.shape[0] > 0 and plan.rows.shape[0] > 0
+
+
+def check_and_store(space: SlotSpace, plan: RequestPlan) -> None:
+    """:func:`check_before` and :func:`store` in one replay, for a plan that :func:`may_store_ahead`.
+
+    What the slots held is kept for :func:`take_back`.
+    """
+    _run_or_replay(space, plan, "ahead", _check_and_store, functools.partial(_check_and_store, captured=True))
+
+
+def _check_and_store(space: SlotSpace, plan: RequestPlan, captured: bool = False) -> None:
+    _one_by_one(space, plan)
+    before, n = _held_before(space, plan), plan.slots.shape[0]
+    torch.remainder(plan.memory_for("real_slots", n)[:n], space.slots + 1, out=before.at)  # of -1: nowhere
+    torch.index_select(space.block, 0, before.at, out=before.entries)
+    _store(space, plan, own_replay=captured and plan.known_history is None)
+
+
+class _Before(NamedTuple):
+    """What the slots that a plan writes held before: int64 ``[n]``, and their entries, int32 ``[n, COLUMNS]``."""
+
+    at: torch.Tensor
+    entries: torch.Tensor
+
+
+def _held_before(space: SlotSpace, plan: RequestPlan) -> _Before:
+    """The memory for it, kept with the plan's launches."""
+    assert plan.launches is not None
+    before: _Before | None = plan.launches.get("held before")
+    if before is None:
+        n, device = plan.slots.shape[0], space.block.device
+        at = lasting(n, dtype=torch.int64, device=device)
+        before = _Before(at, lasting(n, COLUMNS, dtype=torch.int32, device=device))
+        plan.launches["held before"] = before
+    return before
+
+
+def take_back(space: SlotSpace, plan: RequestPlan) -> None:
+    """The forward failed: what :func:`check_and_store` stored last for this plan is taken back.
+
+    Who may use the slots stays as it is now, and so does what slots went through.
+    """
+    at, entries = _held_before(space, plan)
+    wide, flags = entries.view(torch.int64), space.flags[at]
+    space.flags[at] = (flags & ~int(MARKS)) | (entries[:, Column.FLAGS] & int(MARKS))
+    space.tokens[at], space.positions[at] = entries[:, Column.TOKEN], entries[:, Column.POSITION]
+    space.chain[at] = wide[:, Column.CHAIN // 2]
+    stored = (at != space.nowhere) & ((flags & int(Flag.RESERVED)) == 0)
+    space.counters[SpaceCount.RECORDED] -= stored.sum()
+
+
 def _run_or_replay(
     space: SlotSpace,
     plan: RequestPlan,
@@ -368,8 +425,7 @@ def _run_or_replay(
         captured: what the replay is captured of; default: ``run``.
     """
     device, kept = space.block.device, plan.launches
-    changing = plan.parents is not None or (not plan.history_by_row and plan.known_history is not None)
-    if kept is None or changing or capturing(device if device.type == "cuda" else None):
+    if kept is None or _changes(plan) or capturing(device if device.type == "cuda" else None):
         run(space, plan)
         return
     replayed = kept.get(what)
@@ -379,6 +435,11 @@ def _run_or_replay(
         replayed.graph.replay()
     else:
         replayed(functools.partial(captured or run, space, plan))
+
+
+def _changes(plan: RequestPlan) -> bool:
+    """Whether what a plan launches has other arguments each time."""
+    return plan.parents is not None or (not plan.history_by_row and plan.known_history is not None)
 
 
 def _one_by_one(space: SlotSpace, plan: RequestPlan) -> None:
