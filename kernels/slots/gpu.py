@@ -366,17 +366,25 @@ def may_store_ahead(plan: RequestPlan) -> bool:
 def check_and_store(space: SlotSpace, plan: RequestPlan) -> None:
     """:func:`check_before` and :func:`store` in one replay, for a plan that :func:`may_store_ahead`.
 
-    What the slots held is kept for :func:`take_back`.
+    What the slots held is kept for :func:`take_back`.  Not while a CUDA graph is captured.
     """
-    _run_or_replay(space, plan, "ahead", _check_and_store, functools.partial(_check_and_store, captured=True))
+    kept = plan.launches
+    assert kept is not None
+    replayed = kept.get("ahead")
+    if replayed is None:
+        replayed = kept["ahead"] = Replayed(space.block.device)
+    if replayed.graph is not None:
+        replayed.graph.replay()
+    else:
+        replayed(functools.partial(_check_and_store, space, plan))
 
 
-def _check_and_store(space: SlotSpace, plan: RequestPlan, captured: bool = False) -> None:
+def _check_and_store(space: SlotSpace, plan: RequestPlan) -> None:
     _one_by_one(space, plan)
     before, n = _held_before(space, plan), plan.slots.shape[0]
     torch.remainder(plan.memory_for("real_slots", n)[:n], space.slots + 1, out=before.at)  # of -1: nowhere
     torch.index_select(space.block, 0, before.at, out=before.entries)
-    _store(space, plan, own_replay=captured and plan.known_history is None)
+    _store(space, plan, own_replay=plan.known_history is None)
 
 
 class _Before(NamedTuple):
