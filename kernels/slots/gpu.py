@@ -39,6 +39,10 @@ BLOCK_SUMS = 256
 #: request may be: 131,072 positions of 256 requests are 262,144 blocks.
 PROGRAMS = 8192
 
+#: Tokens of a plan, at most, that are stored before the model: what their slots held takes 40 bytes each, for each size
+#: of a batch, and a step with a long prompt does not wait for the host.
+MOST_AHEAD = 1024
+
 #: The arguments that say where the history is.
 _HISTORY = ("history_ptr", "history_stride", "history_step", "history_width", "history_rows")
 
@@ -360,7 +364,7 @@ def may_store_ahead(plan: RequestPlan) -> bool:
     """Whether :func:`check_and_store` may take the place of :func:`check_before`, and of :func:`store` later."""
     if plan.launches is None or plan.in_flight or _changes(plan):
         return False
-    return plan.slots.shape[0] > 0 and plan.rows.shape[0] > 0
+    return 0 < plan.slots.shape[0] <= MOST_AHEAD and plan.rows.shape[0] > 0
 
 
 def check_and_store(space: SlotSpace, plan: RequestPlan) -> None:

@@ -113,6 +113,21 @@ def test_a_forward_that_fails_has_stored_nothing(graphs, monkeypatch, steps):
 
 
 @interpreted
+@pytest.mark.parametrize("most", [1, 2])
+def test_what_long_prompts_write_is_stored_behind_the_model(graphs, monkeypatch, most):
+    use_gpu_kernels(monkeypatch.setattr)
+    monkeypatch.setattr(gpu, "MOST_AHEAD", most)
+    toy = Toy(history=False)
+    toy.add("A", [1, 2, 3])
+    toy.take("A", [3, 4])
+    with toy.session.step(toy.plan({"A": [3, 4]})), toy.session.forward():
+        stored = int(toy.session.pool.space.flags[3]) & Flag.WRITTEN
+    (plan,) = toy.session.inputs.view().kept_plans.values()
+    assert bool(stored) == ("ahead" in plan.launches) == (most == 2)
+    assert int(toy.session.pool.space.flags[3]) & Flag.WRITTEN
+
+
+@interpreted
 def test_only_the_capture_of_a_plans_own_replay_has_the_memory_of_its_launches(graphs, monkeypatch):
     """A graph of the engine's may live longer than the plan; one of the plan's would take memory of its own."""
     use_gpu_kernels(monkeypatch.setattr)
