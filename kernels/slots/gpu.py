@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from ..bound_launch import BoundLaunch, BoundLaunches
 from ..checks import Check
@@ -112,7 +111,8 @@ def _bound(made: Launch, device: torch.device, with_history: bool) -> tuple[Boun
 
 def _over_positions(positions: int, bs: int, block: int) -> tuple[int, int]:
     """The grid of a launch over so many positions of each request, a block at a time."""
-    return max(1, min(triton.cdiv(positions, block), PROGRAMS // bs)), bs
+    # without triton.cdiv, which takes the host 3 us: it is for code that Triton compiles, too
+    return max(1, min(-(-positions // block), PROGRAMS // bs)), bs
 
 
 def _wide(space: SlotSpace) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def _walk_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
     bs, known = plan.rows.shape[0], plan.rows.shape[0] > 0 and plan.table.numel() > 0
     ring, request = _ring_args(space, space.space_id), _request_args(plan)
     tokens, writes = _list_args(plan, plan.memory_for("ends", bs)), _plan_args(space, plan)
-    blocks = triton.cdiv(plan.slots.shape[0], BLOCK_TOKENS)
+    blocks = -(-plan.slots.shape[0] // BLOCK_TOKENS)
     begin = dict(
         block_ptr=space.block,
         clock_ptr=space.clock,
@@ -252,7 +252,7 @@ def _walk_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
         **writes,
         **(ring if known else ring | dict(checks=0)),
     )
-    launches = [Launch(triton_reads.open_kernel, (max(1, triton.cdiv(bs, BLOCK_REQUESTS)),), begin)]
+    launches = [Launch(triton_reads.open_kernel, (max(1, -(-bs // BLOCK_REQUESTS)),), begin)]
     if blocks > 1:
         rows = {name: value for name, value in request.items() if name not in ("prefix_ptr", "owner_ptr")}
         listed = dict(block_ptr=space.block, clock_ptr=space.clock, BLOCK=BLOCK_TOKENS, **rows, **tokens, **writes)
@@ -313,7 +313,7 @@ def _check_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
         **_history_args(space, plan),
         **_ring_args(space, space.space_id),
     )
-    return [Launch(triton_writes.writes_kernel, (triton.cdiv(n, BLOCK_TOKENS),), arguments)]
+    return [Launch(triton_writes.writes_kernel, (-(-n // BLOCK_TOKENS),), arguments)]
 
 
 def store(space: SlotSpace, plan: RequestPlan) -> None:
@@ -332,7 +332,7 @@ def _store(space: SlotSpace, plan: RequestPlan, own_replay: bool = False) -> Non
 
 def _store_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
     n, bs = plan.slots.shape[0], plan.rows.shape[0]
-    blocks, device = triton.cdiv(max(n, bs), BLOCK_TOKENS), space.block.device
+    blocks, device = -(-max(n, bs) // BLOCK_TOKENS), space.block.device
     links, sums, before = (torch.empty(k, dtype=torch.int64, device=device) for k in (n, blocks, bs))
     request = _request_args(plan)
     common = dict(
@@ -351,7 +351,7 @@ def _store_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
     joined = dict(HAS_TABLE=plan.table.numel() > 0, ALL=blocks == 1, **_space_args(plan), **_table_args(plan))
     launches = [Launch(triton_writes.links_kernel, (blocks,), request | common | joined)]
     if blocks > 1:
-        launches.append(Launch(triton_writes.store_kernel, (triton.cdiv(n, BLOCK_TOKENS),), request | common))
+        launches.append(Launch(triton_writes.store_kernel, (-(-n // BLOCK_TOKENS),), request | common))
     return launches
 
 
@@ -470,7 +470,7 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
     with on_device(space.block):
         launch_or_compile(
             triton_writes.received_kernel,
-            (triton.cdiv(n, BLOCK_TOKENS),),
+            (-(-n // BLOCK_TOKENS),),
             space.block,
             space.slots,
             received_ptr=received.contiguous(),
@@ -502,7 +502,7 @@ class ReceivedCheck:
             with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
                 request_checks.check_received(space, plan, received.to(torch.int64), half_id)
             return
-        grid, address = (triton.cdiv(plan.slots.shape[0], BLOCK_TOKENS), 1, 1), received.data_ptr()
+        grid, address = (-(-plan.slots.shape[0] // BLOCK_TOKENS), 1, 1), received.data_ptr()
         form = received.dtype, address & 15
         launch = self._bound.get(form)
         if launch is not None and launch.ready:
@@ -577,7 +577,7 @@ def slots_of_memory(index: torch.Tensor, unit: int, stride: int, out: torch.Tens
     if n:
         _memory_launches(index.device)(
             (unit, stride),
-            (triton.cdiv(n, BLOCK_TOKENS), 1, 1),
+            (-(-n // BLOCK_TOKENS), 1, 1),
             (index, out, n),
             lambda: dict(unit=unit, stride=stride, BLOCK=BLOCK_TOKENS),
         )
