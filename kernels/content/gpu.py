@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 import torch
-import triton
 
 from ..bound_launch import BoundLaunches
 from ..buffers import Count, IdentityBuffers, Site
@@ -55,7 +54,7 @@ def check_plan(site: Site, slots: torch.Tensor, raw: torch.Tensor, write_id: int
     with on_device(slots):
         launch_or_compile(
             tk.plan_kernel,
-            (triton.cdiv(n, PLAN_TOKENS),),
+            (-(-n // PLAN_TOKENS),),
             slot_ptr=slots.contiguous(),
             raw_ptr=raw.contiguous(),
             **plan_args(site, n, write_id, phase),
@@ -82,7 +81,7 @@ def _scan(
     with on_device(view):
         launch_or_compile(
             tk.scan_kernel,
-            (triton.cdiv(layout.slots, BLOCK_SLOTS),),
+            (-(-layout.slots // BLOCK_SLOTS),),
             first_ptr=first if first is not None and has_first else site.half.rows,
             planned_ptr=planned if planned is not None else site.half.digest,
             PLANNED=planned is not None,
@@ -168,7 +167,7 @@ def _report(
     with on_device(slots):
         launch_or_compile(
             tk.report_kernel,
-            (triton.cdiv(n, 128),),
+            (-(-n // 128),),
             mask.contiguous(),
             slots.contiguous(),
             stored.contiguous(),

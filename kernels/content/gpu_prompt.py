@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 
 from ..bound_launch import BoundLaunch
 from ..buffers import Site
@@ -54,9 +53,7 @@ def verify_write(
     ops = 1
     for i, (site, view, plan) in enumerate(zip(sites, views, plans, strict=True)):
         arguments = plan_args(site, n, plan.write_id, Phase.PRE)
-        made.launch(
-            triton_half.plan_kernel, triton.cdiv(n, PLAN_TOKENS), arguments, slot_ptr=made.slots, raw_ptr=made.raw
-        )
+        made.launch(triton_half.plan_kernel, -(-n // PLAN_TOKENS), arguments, slot_ptr=made.slots, raw_ptr=made.raw)
         made.scan(site, geometry_of(view, layout.slot_axes), i, starts, plan, ops)
         ops = 0
     keep(sites[0], form, made.launches, words)
@@ -145,7 +142,7 @@ class _Steps:
         bound = BoundLaunch(triton_resolve.resolve_kernel, self.device, arguments, changing, WARPS)
         mine = len(tensors)
         given = [(self.slots, mine), (self.raw, mine), *indices_of(tokens, halves)]
-        grid = (triton.cdiv(tokens.n, BLOCK_TOKENS), 1, 1)
+        grid = (-(-tokens.n // BLOCK_TOKENS), 1, 1)
         self.launches.append(first(bound, grid, given, self.tensors))
 
     def launch(self, kernel: Any, programs: int, arguments: dict[str, Any], **scratch: torch.Tensor) -> None:
@@ -170,7 +167,7 @@ class _Steps:
             changing.append("first_ptr")
             given.append((starts, len(self.tensors) - 1))
         bound = BoundLaunch(triton_half.scan_kernel, self.device, arguments, changing, WARPS)
-        grid = (triton.cdiv(site.layout.slots, BLOCK_SLOTS), 1, 1)
+        grid = (-(-site.layout.slots // BLOCK_SLOTS), 1, 1)
         self.launches.append(first(bound, grid, given, self.tensors))
 
     def rows(self, site: Site, ends: torch.Tensor | None, place: int) -> None:

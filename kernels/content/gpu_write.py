@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from ..bound_launch import BoundLaunch
 from ..buffers import IdentityBuffers, Site
@@ -212,9 +211,9 @@ def programs_of(site: Site, n: int) -> Programs:
     """Those for a half that ``n`` tokens are written to."""
     layout = site.layout
     rows, positions = (layout.rows, layout.positions) if layout.has_rows else (1, layout.slots)
-    scanners = rows * triton.cdiv(positions, _slots_of_scanner(site, n))
+    scanners = rows * -(-positions // _slots_of_scanner(site, n))
     turns = -(-strided_grid(layout.slots, BLOCK_SLOTS, site.gate.device) // SHARED_BY)
-    return Programs(triton.cdiv(n, BLOCK_SLOTS), scanners, turns)
+    return Programs(-(-n // BLOCK_SLOTS), scanners, turns)
 
 
 def _slots_of_scanner(site: Site, n: int) -> int:

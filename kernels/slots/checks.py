@@ -309,6 +309,12 @@ def check_before(space: SlotSpace, plan: RequestPlan) -> None:
     check_writes(space, plan)
 
 
+def may_store_ahead(plan: RequestPlan) -> bool:
+    """Whether the module has :func:`.gpu.check_and_store` for a plan: without a GPU it takes as long as one after the
+    other."""
+    return False
+
+
 def store(space: SlotSpace, plan: RequestPlan) -> None:
     """After a forward: remember who is in the slots that it wrote."""
     if plan.slots.shape[0] == 0 or plan.rows.shape[0] == 0:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from ..bound_launch import BoundLaunch, BoundLaunches
 from ..checks import Check
@@ -20,12 +19,13 @@ from ..compile_ahead import launch_or_compile
 from ..replay import Replayed
 from ..ring import BY_BUDGET, UNKNOWN
 from ..side_stream import capturing
+from ..staging import lasting
 from ..writes.geometry import on_device
 from . import checks as request_checks
 from . import triton_reads, triton_writes
 from .checks import walked
 from .past import events_kept
-from .space import ENDLESS, Flag, RequestPlan, SlotSpace
+from .space import COLUMNS, ENDLESS, MARKS, Column, Flag, RequestPlan, SlotSpace, SpaceCount
 
 #: Positions, tokens, requests and sums of earlier blocks that a program looks at together.
 BLOCK_POSITIONS = 128
@@ -37,6 +37,10 @@ BLOCK_SUMS = 256
 #: n-th block of its request.  A program that has nothing to do is not free, and tables are as wide as the longest
 #: request may be: 131,072 positions of 256 requests are 262,144 blocks.
 PROGRAMS = 8192
+
+#: Tokens of a plan, at most, that are stored before the model: what their slots held takes 40 bytes each, for each size
+#: of a batch, and a step with a long prompt does not wait for the host.
+MOST_AHEAD = 1024
 
 #: The arguments that say where the history is.
 _HISTORY = ("history_ptr", "history_stride", "history_step", "history_width", "history_rows")
@@ -107,7 +111,8 @@ def _bound(made: Launch, device: torch.device, with_history: bool) -> tuple[Boun
 
 def _over_positions(positions: int, bs: int, block: int) -> tuple[int, int]:
     """The grid of a launch over so many positions of each request, a block at a time."""
-    return max(1, min(triton.cdiv(positions, block), PROGRAMS // bs)), bs
+    # without triton.cdiv, which takes the host 3 us: it is for code that Triton compiles, too
+    return max(1, min(-(-positions // block), PROGRAMS // bs)), bs
 
 
 def _wide(space: SlotSpace) -> dict[str, Any]:
@@ -230,7 +235,7 @@ def _walk_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
     bs, known = plan.rows.shape[0], plan.rows.shape[0] > 0 and plan.table.numel() > 0
     ring, request = _ring_args(space, space.space_id), _request_args(plan)
     tokens, writes = _list_args(plan, plan.memory_for("ends", bs)), _plan_args(space, plan)
-    blocks = triton.cdiv(plan.slots.shape[0], BLOCK_TOKENS)
+    blocks = -(-plan.slots.shape[0] // BLOCK_TOKENS)
     begin = dict(
         block_ptr=space.block,
         clock_ptr=space.clock,
@@ -247,7 +252,7 @@ def _walk_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
         **writes,
         **(ring if known else ring | dict(checks=0)),
     )
-    launches = [Launch(triton_reads.open_kernel, (max(1, triton.cdiv(bs, BLOCK_REQUESTS)),), begin)]
+    launches = [Launch(triton_reads.open_kernel, (max(1, -(-bs // BLOCK_REQUESTS)),), begin)]
     if blocks > 1:
         rows = {name: value for name, value in request.items() if name not in ("prefix_ptr", "owner_ptr")}
         listed = dict(block_ptr=space.block, clock_ptr=space.clock, BLOCK=BLOCK_TOKENS, **rows, **tokens, **writes)
@@ -308,7 +313,7 @@ def _check_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
         **_history_args(space, plan),
         **_ring_args(space, space.space_id),
     )
-    return [Launch(triton_writes.writes_kernel, (triton.cdiv(n, BLOCK_TOKENS),), arguments)]
+    return [Launch(triton_writes.writes_kernel, (-(-n // BLOCK_TOKENS),), arguments)]
 
 
 def store(space: SlotSpace, plan: RequestPlan) -> None:
@@ -327,7 +332,7 @@ def _store(space: SlotSpace, plan: RequestPlan, own_replay: bool = False) -> Non
 
 def _store_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
     n, bs = plan.slots.shape[0], plan.rows.shape[0]
-    blocks, device = triton.cdiv(max(n, bs), BLOCK_TOKENS), space.block.device
+    blocks, device = -(-max(n, bs) // BLOCK_TOKENS), space.block.device
     links, sums, before = (torch.empty(k, dtype=torch.int64, device=device) for k in (n, blocks, bs))
     request = _request_args(plan)
     common = dict(
@@ -346,13 +351,77 @@ def _store_launches(space: SlotSpace, plan: RequestPlan) -> list[Launch]:
     joined = dict(HAS_TABLE=plan.table.numel() > 0, ALL=blocks == 1, **_space_args(plan), **_table_args(plan))
     launches = [Launch(triton_writes.links_kernel, (blocks,), request | common | joined)]
     if blocks > 1:
-        launches.append(Launch(triton_writes.store_kernel, (triton.cdiv(n, BLOCK_TOKENS),), request | common))
+        launches.append(Launch(triton_writes.store_kernel, (-(-n // BLOCK_TOKENS),), request | common))
     return launches
 
 
 def check_before(space: SlotSpace, plan: RequestPlan) -> None:
     """:func:`walk` and :func:`check_writes`; of a plan that comes again, one replay."""
     _run_or_replay(space, plan, "before", _one_by_one)
+
+
+def may_store_ahead(plan: RequestPlan) -> bool:
+    """Whether :func:`check_and_store` may take the place of :func:`check_before`, and of :func:`store` later."""
+    if plan.launches is None or plan.in_flight or _changes(plan):
+        return False
+    return 0 < plan.slots.shape[0] <= MOST_AHEAD and plan.rows.shape[0] > 0
+
+
+def check_and_store(space: SlotSpace, plan: RequestPlan) -> None:
+    """:func:`check_before` and :func:`store` in one replay, for a plan that :func:`may_store_ahead`.
+
+    What the slots held is kept for :func:`take_back`.  Not while a CUDA graph is captured.
+    """
+    kept = plan.launches
+    assert kept is not None
+    replayed = kept.get("ahead")
+    if replayed is None:
+        replayed = kept["ahead"] = Replayed(space.block.device)
+    if replayed.graph is not None:
+        replayed.graph.replay()
+    else:
+        replayed(functools.partial(_check_and_store, space, plan))
+
+
+def _check_and_store(space: SlotSpace, plan: RequestPlan) -> None:
+    _one_by_one(space, plan)
+    before, n = _held_before(space, plan), plan.slots.shape[0]
+    torch.remainder(plan.memory_for("real_slots", n)[:n], space.slots + 1, out=before.at)  # of -1: nowhere
+    torch.index_select(space.block, 0, before.at, out=before.entries)
+    _store(space, plan, own_replay=plan.known_history is None)
+
+
+class _Before(NamedTuple):
+    """What the slots that a plan writes held before: int64 ``[n]``, and their entries, int32 ``[n, COLUMNS]``."""
+
+    at: torch.Tensor
+    entries: torch.Tensor
+
+
+def _held_before(space: SlotSpace, plan: RequestPlan) -> _Before:
+    """The memory for it, kept with the plan's launches."""
+    assert plan.launches is not None
+    before: _Before | None = plan.launches.get("held before")
+    if before is None:
+        n, device = plan.slots.shape[0], space.block.device
+        at = lasting(n, dtype=torch.int64, device=device)
+        before = _Before(at, lasting(n, COLUMNS, dtype=torch.int32, device=device))
+        plan.launches["held before"] = before
+    return before
+
+
+def take_back(space: SlotSpace, plan: RequestPlan) -> None:
+    """The forward failed: what :func:`check_and_store` stored last for this plan is taken back.
+
+    Who may use the slots stays as it is now, and so does what slots went through.
+    """
+    at, entries = _held_before(space, plan)
+    wide, flags = entries.view(torch.int64), space.flags[at]
+    space.flags[at] = (flags & ~int(MARKS)) | (entries[:, Column.FLAGS] & int(MARKS))
+    space.tokens[at], space.positions[at] = entries[:, Column.TOKEN], entries[:, Column.POSITION]
+    space.chain[at] = wide[:, Column.CHAIN // 2]
+    stored = (at != space.nowhere) & ((flags & int(Flag.RESERVED)) == 0)
+    space.counters[SpaceCount.RECORDED] -= stored.sum()
 
 
 def _run_or_replay(
@@ -368,8 +437,7 @@ def _run_or_replay(
         captured: what the replay is captured of; default: ``run``.
     """
     device, kept = space.block.device, plan.launches
-    changing = plan.parents is not None or (not plan.history_by_row and plan.known_history is not None)
-    if kept is None or changing or capturing(device if device.type == "cuda" else None):
+    if kept is None or _changes(plan) or capturing(device if device.type == "cuda" else None):
         run(space, plan)
         return
     replayed = kept.get(what)
@@ -379,6 +447,11 @@ def _run_or_replay(
         replayed.graph.replay()
     else:
         replayed(functools.partial(captured or run, space, plan))
+
+
+def _changes(plan: RequestPlan) -> bool:
+    """Whether what a plan launches has other arguments each time."""
+    return plan.parents is not None or (not plan.history_by_row and plan.known_history is not None)
 
 
 def _one_by_one(space: SlotSpace, plan: RequestPlan) -> None:
@@ -397,7 +470,7 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
     with on_device(space.block):
         launch_or_compile(
             triton_writes.received_kernel,
-            (triton.cdiv(n, BLOCK_TOKENS),),
+            (-(-n // BLOCK_TOKENS),),
             space.block,
             space.slots,
             received_ptr=received.contiguous(),
@@ -429,7 +502,7 @@ class ReceivedCheck:
             with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
                 request_checks.check_received(space, plan, received.to(torch.int64), half_id)
             return
-        grid, address = (triton.cdiv(plan.slots.shape[0], BLOCK_TOKENS), 1, 1), received.data_ptr()
+        grid, address = (-(-plan.slots.shape[0] // BLOCK_TOKENS), 1, 1), received.data_ptr()
         form = received.dtype, address & 15
         launch = self._bound.get(form)
         if launch is not None and launch.ready:
@@ -504,7 +577,7 @@ def slots_of_memory(index: torch.Tensor, unit: int, stride: int, out: torch.Tens
     if n:
         _memory_launches(index.device)(
             (unit, stride),
-            (triton.cdiv(n, BLOCK_TOKENS), 1, 1),
+            (-(-n // BLOCK_TOKENS), 1, 1),
             (index, out, n),
             lambda: dict(unit=unit, stride=stride, BLOCK=BLOCK_TOKENS),
         )

@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import torch
-import triton
 
 from ..compile_ahead import launch_or_compile
 from . import triton_resolve as kernels
@@ -97,7 +96,7 @@ def resolve(
     with on_device(slots):
         launch_or_compile(
             kernels.resolve_kernel,
-            (triton.cdiv(tokens.n, BLOCK_TOKENS),),
+            (-(-tokens.n // BLOCK_TOKENS),),
             slot_ptr=slots,
             raw_ptr=raw,
             **resolve_args(tokens, slots),

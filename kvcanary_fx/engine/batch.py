@@ -44,6 +44,8 @@ def step_inputs(
 
     def owners(batch: Any, filled: StepInputs) -> torch.Tensor | array[int] | list[int]:
         given = fields_of(batch)("request_ids", None)
+        if type(given) is list:
+            return ids.packed(given)
         if isinstance(given, torch.Tensor):
             return given
         return ids.packed(given) if given is not None else [0] * filled.num_requests

@@ -65,18 +65,19 @@ def is_plainly_right(batch: Any) -> bool:
     In a few microseconds, for a batch that is like the one before; False: it has to be looked at.
     """
     get = fields_of(batch)
-    ids, in_flight, tokens = get("request_ids", None), get("in_flight", None), get("input_ids", None)
-    by_row = get("history_by_row", None)
-    if not (type(ids) is list or ids is None) or not _FLAGS.issuperset((type(in_flight), type(by_row))):
+    ids = get("request_ids", None)
+    if not (type(ids) is list or ids is None):
         return False
-    prefix, added = get("prefix_lens", None), get("extend_lens", None)
+    if type(get("in_flight", None)) not in _FLAGS or type(get("history_by_row", None)) not in _FLAGS:
+        return False
+    prefix, added, tokens = get("prefix_lens", None), get("extend_lens", None), get("input_ids", None)
     if type(prefix) is not list or type(added) is not list:
         prefix, added = _lengths(prefix), _lengths(added)
     if prefix is None or added is None:
         return False
     try:
         if type(added) is list and added.count(1) == len(added):  # as in most steps, and counted in no time
-            return min(prefix, default=0) >= 0 and len(added) <= len(tokens)
+            return len(added) <= len(tokens) and (not prefix or min(prefix) >= 0)
         return min(prefix, default=0) >= 0 and min(added, default=0) >= 0 and sum(added) <= len(tokens)
     except (TypeError, ValueError):
         return False

@@ -47,12 +47,14 @@ class Forward:
         index: number of the forward within its step, as the engine counts.
         plans: what the forward reads and writes in each pool, by the number of its slot space.
         remembered: the identity of the slots that it writes is stored already.
+        stored_ahead: it was before the model runs, outside of a graph: if the model fails, it is taken back.
         captured: it began in the capture of a CUDA graph, so its end is in the graph.
     """
 
     index: int
     plans: dict[int, RequestPlan]
     remembered: bool = False
+    stored_ahead: bool = False
     captured: bool = dataclasses.field(default_factory=lambda: capturing())
 
     def __post_init__(self) -> None:
@@ -134,14 +136,22 @@ def on_sides(sides: Collection[SideStream]) -> Iterator[None]:
         yield
 
 
-def check_before(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPlan]) -> None:
-    """Check what a forward is about to read and write in each pool, by the number of its slot space."""
+def check_before(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPlan], ahead: bool = False) -> None:
+    """Check what a forward is about to read and write in each pool, by the number of its slot space.
+
+    Args:
+        ahead: then store who is going to be in the slots that it writes, if all plans :func:`may_be_stored_ahead`.
+    """
     for number, plan in plans.items():
         pool = pools[number]
         space = pool.space
         if plan.in_flight:
             _name_ahead(pool, plan)
-        request_kernels_for(space.block.device).check_before(space, plan)
+        kernels = request_kernels_for(space.block.device)
+        if ahead:
+            kernels.check_and_store(space, plan)
+        else:
+            kernels.check_before(space, plan)
         pool.scales.check()
         if pool.declared.layout.once:
             # the graphs that read them may never write them, and then guard nothing
@@ -186,11 +196,38 @@ def only_read(pool: EnginePool, plan: RequestPlan) -> bool:
     return plan.reads is None and plan.taken is None
 
 
+def may_be_stored_ahead(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPlan]) -> bool:
+    """Whether who is going to be in the slots that a forward writes may be stored before the model runs, along with
+    :func:`check_before`: on a GPU that is a replay less of the host's.
+
+    Not where a forward rewrites slots that it reads: a report of what it read would name what it writes.
+    """
+    for number, plan in plans.items():
+        declared = pools[number].declared
+        if declared.layout.rewritten or declared.layout.once or plan.ring:
+            return False
+        if not request_kernels_for(declared.device).may_store_ahead(plan):
+            return False
+    return True
+
+
+def take_back(pools: Mapping[int, EnginePool], running: Forward) -> None:
+    """A forward failed, and who is going to be in the slots that it writes was stored ahead: nobody is in them."""
+    if not running.stored_ahead:
+        return
+    running.stored_ahead = False
+    with contextlib.suppress(RuntimeError):  # out of memory, or a device that nothing runs on any more: as the model
+        for number, plan in running.plans.items():
+            space = pools[number].on_device[0]
+            request_kernels_for(space.block.device).take_back(space, plan)
+
+
 def remember(pools: Mapping[int, EnginePool], running: Forward) -> None:
     """Store who is in the slots that a forward wrote.
 
     After the model, or beside a captured one once :func:`check_before` has run: from then on only reports need the
     identities, and a replay cannot stop half way.  After the model the two launches took 11 us of a decode step (H200).
+    Where plans come again, :func:`check_before` has stored them (:func:`may_be_stored_ahead`).
     """
     if running.remembered:
         return

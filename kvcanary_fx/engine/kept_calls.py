@@ -147,6 +147,8 @@ class KeptCalls:
         alone = imported is None and put is None
         if into_step and alone and replayed.graph is not None and self._step_takes(pages, page_size):
             self.waits = replayed.graph
+        elif replayed.graph is not None:
+            replayed.graph.replay()
         else:
             replayed(run)
         if put is not None and waiting is not None:

@@ -19,6 +19,8 @@ from .request_ids import RequestId, RequestIds
 Pages: TypeAlias = "list[int] | array[int] | torch.Tensor"
 
 
+_RELEASE = Event.RELEASE
+
 #: Pages of an array that may as well be looked at one by one.
 SHORT = 16
 
@@ -116,10 +118,11 @@ def one_by_one(calls: Sequence[Call]) -> list[Call]:
 
 class Words(NamedTuple):
     """Calls of one page size as numbers: :class:`.EventRow` after :class:`.EventRow`, their pages, part after part,
-    which nobody has looked at, and whether a call may free slots."""
+    which nobody has looked at, how many these are, and whether a call may free slots."""
 
     rows: list[int]
     parts: list[list[int]]
+    pages: int
     released: bool
 
 
@@ -129,21 +132,25 @@ def in_words(calls: Sequence[Call]) -> Words | None:
     rows: list[int] = []
     listed: list[int] = []  # pages of calls that were noted one by one
     parts: list[list[int]] = []
-    pages, page_size = 0, calls[0][3]
+    pages, page_size, released = 0, calls[0][3], False
     for kind, held, whose, size in calls:
-        if size != page_size or isinstance(held, torch.Tensor) or (type(held) is array and len(held) > SHORT):
+        if size != page_size:
             return None
         if type(whose) is AtOnce:
-            rows += whose.rows_behind(pages)
+            rows += whose.rows if whose.base == pages else whose.rows_behind(pages)
             listed = []
             parts.append(held)  # type: ignore[arg-type]
+        elif isinstance(held, torch.Tensor) or (type(held) is array and len(held) > SHORT):
+            return None
         else:
             if not listed:
                 parts.append(listed)
             rows += (kind, pages, whose)  # type: ignore[arg-type]
             listed += held
         pages += len(held)
-    return Words(rows, parts, Event.RELEASE in rows[EventRow.EVENT :: COLUMNS])
+        if kind == _RELEASE:
+            released = True
+    return Words(rows, parts, pages, released)
 
 
 def how_many_fit(

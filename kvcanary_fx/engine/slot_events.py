@@ -24,7 +24,6 @@ from ..kernels.staging import Staging, lasting
 from .arguments import require_whole
 from .pool_content import PoolContent
 from .queued_calls import (
-    AtOnce,
     Call,
     Pages,
     call_by_call,
@@ -87,7 +86,7 @@ class SlotEvents:
         self._stream: torch.cuda.Stream | None = None  # in which a flush was last
         self._raw = 0  # its address
         self._lock = threading.RLock()
-        device = space.block.device
+        self._device = device = space.block.device
         self._staging = Staging(device)
         room = 0 if self._kernels is None else ROWS + PAGES
         self._words = lasting(room, dtype=torch.int64, device=device)
@@ -152,19 +151,29 @@ class SlotEvents:
         Returns:
             How many slots they name; None: none is noted, and each is for :meth:`add`.
         """
-        if self.histories.stacks is not None or page_size != self._page_size or len(given) > CALLS:
+        calls, count = self._calls, len(given)
+        if self.histories.stacks is not None or page_size != self._page_size or count > CALLS:
             return None
-        if not given or len(self._calls) >= CALLS:
-            return None if given else 0
-        if not self._calls and self._on_gpu and torch.cuda.is_current_stream_capturing():
+        if not count or len(calls) >= CALLS:
+            return None if count else 0
+        if not calls and self._on_gpu and torch.cuda.is_current_stream_capturing():
             return None  # the first call is refused
         noted = noted_at_once(event, given, self._noted, self._ids)
         if noted is None:
             return None
-        n = len(noted[0])
-        if n > self._most or (n > FEW * len(given) and not written_in_step):
+        pages, each = noted
+        n, renewing = len(pages), event in RENEWING
+        if n > self._most or (n > FEW * count and not written_in_step):
             return None
-        return page_size * n if self._append(event, *noted, page_size, written_in_step) else None
+        with self._lock:
+            if renewing and not written_in_step and self._were_freed(pages, n):
+                return None  # the bytes of some must be compared before
+            self._at_once += count
+            self._noted += n
+            calls.append((event, pages, each, page_size))
+            if renewing and self._looked == len(calls) - 1:  # nobody else has: these released nothing
+                self._looked += 1
+        return page_size * n
 
     def hand_out(self, given: Allocations) -> bool:
         """Allocations of which the device is told here and now, if nothing waits for it: no queue, few functions.
@@ -202,19 +211,6 @@ class SlotEvents:
         for owner, n in zip(given.owners, given.lengths, strict=True):
             self._add_looking(_ALLOCATE, given.pages[begin : begin + n], given.page_size, owner, 0)
             begin += n
-        return True
-
-    def _append(self, event: Event, pages: list[int], each: AtOnce, page_size: int, written_in_step: bool) -> bool:
-        """Note calls at once, unless the bytes of some pages must be compared before."""
-        with self._lock:
-            if event in RENEWING and not written_in_step and self._were_freed(pages, len(pages)):
-                return False
-            alone = self._looked == len(self._calls)
-            self._at_once += each.calls
-            self._noted += each.pages
-            self._calls.append((event, pages, each, page_size))
-            if alone and event in RENEWING:  # they released nothing
-                self._looked += 1
         return True
 
     def _add_looking(self, event: Event, slots: Any, page_size: int, owner: int, stack: int) -> int:
@@ -344,7 +340,7 @@ class SlotEvents:
             return
         if last is None and self._on_gpu:
             self._follow_the_last_flush()
-        if capturing(self._space.block.device if self._space.block.is_cuda else None):
+        if capturing(self._device if self._on_gpu else None):
             raise EngineError(
                 "a CUDA graph is being captured, and the device was not told yet what the allocator did before: call "
                 "session.flush() before torch.cuda.graph()"
@@ -379,13 +375,15 @@ class SlotEvents:
         if most == n or kept is None or self.histories.stacks is not None or most > kept.most or most > CALLS:
             return False
         calls = self._calls[:n]
-        pages = sum([len(call[1]) for call in calls])
-        words = in_words(calls) if pages <= PAGES and kept.takes(most, pages, page_size) else None
+        words = in_words(calls)
         if words is None:
+            return False
+        rows, parts, pages, released = words
+        if pages > PAGES or not kept.takes(most, pages, page_size):
             return False
         del self._calls[:n]
         try:
-            if kept.apply(words.rows, words.parts, pages, page_size, words.released, into_step):
+            if kept.apply(rows, parts, pages, page_size, released, into_step):
                 return True
         except struct.error:
             pass  # a page that is no number: its call is found, and left out

@@ -17,7 +17,17 @@ from ..kernels.waiting import Waiting
 from ..runtime.binding import Controls
 from ..runtime.readback import Poll
 from .batch import Inputs
-from .forward import Clock, Forward, check_after, check_before, check_layers, on_sides, remember
+from .forward import (
+    Clock,
+    Forward,
+    check_after,
+    check_before,
+    check_layers,
+    may_be_stored_ahead,
+    on_sides,
+    remember,
+    take_back,
+)
 from .gathered import hands_over
 from .guarded_pool import Pools
 from .kept_forward import KeptForward
@@ -114,6 +124,7 @@ class Steps:
         # the last plans, by the name of the pool and by the number of its slot space
         self._named: dict[str, RequestPlan] = {}
         self._numbered: dict[int, RequestPlan] = {}
+        self._ahead = False  # what these write may be stored with the checks before the model
         self._thread: int | None = None  # the thread that is in a step
 
     def _let_wait(self) -> Waiting | None:
@@ -226,6 +237,7 @@ class Steps:
             self._clock.begin_forward(index, self.running.captured)
             self._before(self.running)
         except BaseException:
+            take_back(self.pools_by_space, self.running)
             self.running = None
             raise
         return True
@@ -239,9 +251,14 @@ class Steps:
         try:
             if self.sides or self._pool_sides:
                 self.join(all=True)
-            if ran and self.running is not None:
-                self._after(self.running)
-                self._observers.after_forward(self.running.plans)
+            running = self.running
+            if running is None:
+                return
+            if ran:
+                self._after(running)
+                self._observers.after_forward(running.plans)
+            else:
+                take_back(self.pools_by_space, running)
         finally:
             self.running = None
 
@@ -328,6 +345,7 @@ class Steps:
         if plans is not self._named:
             pools = self.pools_by_space.items()
             self._named, self._numbered = plans, {n: plans[pool.name] for n, pool in pools if pool.name in plans}
+            self._ahead = may_be_stored_ahead(self.pools_by_space, self._numbered)
         return self._numbered
 
     def _before(self, running: Forward) -> None:
@@ -336,7 +354,9 @@ class Steps:
                 check_before(self.pools_by_space, running.plans)
                 remember(self.pools_by_space, running)
         else:
-            check_before(self.pools_by_space, running.plans)
+            ahead = self._ahead and not running.captured and running.plans is self._numbered
+            running.remembered = running.stored_ahead = ahead
+            check_before(self.pools_by_space, running.plans, ahead)
         if self._on_host and self._config.mode != "log":
             self._look()  # free on the CPU, and the write has not happened yet
 

@@ -11,6 +11,7 @@ from kvcanary_fx.kernels import replay
 from kvcanary_fx.kernels.compile_ahead import _COLLECTING
 from kvcanary_fx.kernels.replay import ONE_BY_ONE, Replayed
 from kvcanary_fx.kernels.slots import gpu
+from kvcanary_fx.kernels.slots.space import REFERENCE, Column, Flag, SpaceCount
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a missing GPU")
 
@@ -57,27 +58,73 @@ def decode(toy: Toy, slot: int, **fields) -> None:
 
 
 @interpreted
-def test_the_checks_around_a_decode_step_become_a_replay_each_and_find_the_same(graphs, monkeypatch):
+def test_the_checks_around_a_decode_step_become_one_replay_and_find_the_same(graphs, monkeypatch):
     use_gpu_kernels(monkeypatch.setattr)
     toy = Toy(history=False)
     request = toy.add("A", list(range(1, 15)))
     for slot in range(3, 3 + ONE_BY_ONE):
         decode(toy, slot)
     (plan,) = toy.session.inputs.view().kept_plans.values()
-    graph, after = (plan.launches[name].graph for name in ("before", "after"))
-    assert {graph, after} <= set(graphs)
+    graph = plan.launches["ahead"].graph
+    assert graph in graphs
     launched = []
     launch = gpu._launch
     monkeypatch.setattr(gpu, "_launch", lambda *args: (launched.append(args[2]), launch(*args)))
     decode(toy, 11)
-    assert (graph.replays, after.replays, launched) == (1, 1, ["walk", "check_writes", "store"])
+    assert (graph.replays, launched) == (1, ["walk", "check_writes", "store"])
     assert not toy.found()
     toy.table[request.row, 1] = 20  # a free slot
     decode(toy, 12)
     assert {(v.why, v.slot) for v in toy.found()} == {("READ_AFTER_FREE", 20)}
-    assert (graph.replays, after.replays) == (2, 2)
+    assert graph.replays == 2
     decode(toy, 13, history=torch.tensor([list(range(1, 15))]), history_lens=[14])
-    assert (graph.replays, after.replays) == (2, 2), "the history is another tensor in each step"
+    assert graph.replays == 2, "the history is another tensor in each step"
+
+
+@interpreted
+@pytest.mark.parametrize("steps", [1, ONE_BY_ONE + 1])
+def test_a_forward_that_fails_has_stored_nothing(graphs, monkeypatch, steps):
+    use_gpu_kernels(monkeypatch.setattr)
+    toy = Toy(history=False)
+    toy.add("A", list(range(1, 20)))
+    for slot in range(3, 3 + steps):
+        decode(toy, slot)
+    space, slot = toy.session.pool.space, 3 + steps
+    before, counted = space.block.clone(), int(space.counters[SpaceCount.RECORDED])
+
+    def fail() -> None:
+        with pytest.raises(ZeroDivisionError), toy.session.step(toy.plan({"A": [slot]})), toy.session.forward():
+            assert int(space.flags[slot]) & Flag.WRITTEN, "stored ahead"
+            toy.session.pool.share([slot], owner="B")
+            toy.session.flush()
+            raise ZeroDivisionError
+
+    toy.take("A", [slot])
+    fail()
+    columns = [Column.TOKEN, Column.POSITION, Column.CHAIN, Column.CHAIN + 1]
+    assert torch.equal(space.block[:-1, columns], before[:-1, columns])
+    assert int(space.flags[slot]) == 2 * REFERENCE | Flag.DUE, "what was told meanwhile stays"
+    assert int(space.counters[SpaceCount.RECORDED]) == counted
+    assert not toy.found()
+    toy.session.pool.release([slot], owner="B")
+    toy.requests["A"].stored += 1  # as if it had run
+    decode(toy, slot + 1)
+    assert ("NEVER_WRITTEN", slot) in {(v.why, v.slot) for v in toy.found()}
+
+
+@interpreted
+@pytest.mark.parametrize("most", [1, 2])
+def test_what_long_prompts_write_is_stored_behind_the_model(graphs, monkeypatch, most):
+    use_gpu_kernels(monkeypatch.setattr)
+    monkeypatch.setattr(gpu, "MOST_AHEAD", most)
+    toy = Toy(history=False)
+    toy.add("A", [1, 2, 3])
+    toy.take("A", [3, 4])
+    with toy.session.step(toy.plan({"A": [3, 4]})), toy.session.forward():
+        stored = int(toy.session.pool.space.flags[3]) & Flag.WRITTEN
+    (plan,) = toy.session.inputs.view().kept_plans.values()
+    assert bool(stored) == ("ahead" in plan.launches) == (most == 2)
+    assert int(toy.session.pool.space.flags[3]) & Flag.WRITTEN
 
 
 @interpreted
@@ -104,7 +151,7 @@ def test_a_gpu_replays_the_checks_around_a_decode_step_and_finds_the_same():
     for slot in range(3, 3 + ONE_BY_ONE + 1):
         decode(toy, slot)
     (plan,) = toy.session.inputs.view().kept_plans.values()
-    assert all(isinstance(plan.launches[name].graph, torch.cuda.CUDAGraph) for name in ("before", "after"))
+    assert isinstance(plan.launches["ahead"].graph, torch.cuda.CUDAGraph)
     assert not toy.found()
     toy.table[request.row, 1] = 20
     decode(toy, 12)

@@ -386,7 +386,7 @@ def test_steps_of_one_shape_share_the_launches_and_not_the_reports(launches):
     step(6)
     (plan,) = toy.session.inputs.view().kept_plans.values()
     kept = dict(plan.launches)
-    assert sorted(kept) == ["after", "before", "check_writes", "store", "walk"]
+    assert sorted(kept) == ["ahead", "check_writes", "held before", "store", "walk"]
     step(7)
     assert not toy.found()
     toy.table[request.row, 1] = 9  # a free slot
@@ -437,7 +437,7 @@ def test_steps_that_complete_fewer_slots_than_tokens_share_the_launches_of_what_
     step(0, [0, 5])
     (plan,) = session.inputs.view().kept_plans.values()
     kept = dict(plan.launches)
-    assert set(kept) == {"walk", "check_writes", "store", "before", "after"}
+    assert set(kept) == {"walk", "check_writes", "store", "ahead", "held before"}
     step(2, [0, 6])
     step(4, [0, 7])
     assert plan.launches == kept

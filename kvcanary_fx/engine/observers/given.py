@@ -39,7 +39,10 @@ class GivenInputs:
         if not _size(get("request_rows", None)):
             return
         self._batches += 1
-        self._alike[had] = self._alike.get(had, 0) + 1
+        before = self._alike.get(had, 0)
+        self._alike[had] = before + 1
+        if before:
+            return
         if ("history" in had) != ("history_lens" in had) and not self._half_a_history:
             self._half_a_history = True
             missing = "history_lens" if "history" in had else "history"
