@@ -208,7 +208,7 @@ class GuardV2(Guard):
         if plain and events and not told.stacks:
             for new in scheduled.scheduled_new_reqs:
                 self.session.ids.hash(new.req_id)
-            events = self.books.hand_out(events)
+            events = self.books.tell_now(events)
         self._alike = alike and not events
         if not self._alike:
             self._take(scheduled, told, events)
