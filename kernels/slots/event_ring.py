@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 import torch
 
 from ..bound_launch import BoundLaunch
 from ..handed import Part
 from ..staging import CurrentStream, lasting, packing
-from .events import COLUMNS, Allocations, Due, Event, EventRow
+from .events import COLUMNS, Due
 from .triton_event_ring import land_kernel
 
 #: Words before the calls; room for calls, and for pages.
@@ -34,10 +33,12 @@ AHEAD = 16
 #: Words of a program.
 BLOCK = 256
 
-_ALLOCATE, _RELEASE, _HEAD = int(Event.ALLOCATE), int(Event.RELEASE), packing(HEAD)
+_HEAD = packing(HEAD)
 
 #: Where the pages begin.
 FIRST_PAGE = HEAD + CALLS * COLUMNS
+
+_HALF, _PAGES_AT = AHEAD // 2, 8 * FIRST_PAGE
 
 
 class EventRing:
@@ -91,25 +92,14 @@ class EventRing:
         self._turn = (turn + 1) % AHEAD
         return True
 
-    def offer_allocations(self, given: Allocations) -> bool:
-        """:meth:`offer` of a few allocations, with few functions."""
+    def offer_few(self, rows: Sequence[int], pages: Sequence[int], page_size: int) -> bool:
+        """:meth:`offer` of few calls, with few functions."""
         turn = self._turn
-        if turn % (AHEAD // 2) == 0 and not self._half_is_free(turn // (AHEAD // 2)):
+        if turn % _HALF == 0 and not self._half_is_free(turn // _HALF):
             return False
-        pages, owners, lengths, page_size, released, by = given
-        calls, begin, view = len(owners), len(released), self._views[turn]
-        if released:
-            calls, pages = calls + 1, released + pages
-        count = len(pages)
-        words = [calls, count, count * page_size, 0]
-        if released:
-            words += (_RELEASE, 0, by)
-        rows = [_ALLOCATE] * (COLUMNS * len(owners))
-        rows[EventRow.BEGIN :: COLUMNS] = accumulate(lengths[:-1], initial=begin)
-        rows[EventRow.OWNER :: COLUMNS] = owners
-        words += rows
-        packing(len(words)).pack_into(view, 0, *words)
-        packing(count).pack_into(view, 8 * FIRST_PAGE, *pages)
+        words, n, view = len(rows), len(pages), self._views[turn]
+        packing(HEAD + words).pack_into(view, 0, words // COLUMNS, n, n * page_size, 0, *rows)
+        packing(n).pack_into(view, _PAGES_AT, *pages)
         self._turn = (turn + 1) % AHEAD
         return True
 

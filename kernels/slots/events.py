@@ -38,24 +38,6 @@ class EventRow(enum.IntEnum):
 COLUMNS = len(EventRow)
 
 
-class Allocations(NamedTuple):
-    """Calls that hand out pages, in a row, and what one owner gives up before.
-
-    Attributes:
-        pages: of all calls, one after the other.
-        owners, lengths: of each call, the hash of its owner and the number of its pages.
-        page_size: slots of a page.
-        released: pages that are released before, by the owner of hash ``by``.
-    """
-
-    pages: list[int]
-    owners: list[int]
-    lengths: list[int]
-    page_size: int
-    released: list[int]
-    by: int
-
-
 class Due(NamedTuple):
     """Where a launch that comes with each step finds whether an entry is for it.
 

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import EngineError
 from ..kernels.slots import life as slot_life
-from ..kernels.slots.events import Allocations, Event
+from ..kernels.slots.events import Event
 from ..kernels.slots.space import Flag, SlotSpace
 from ..reports.violation import ALL_LAYERS, HalfInfo
 from ..runtime.binding import Controls, check_mask
@@ -155,33 +155,35 @@ class EnginePool:
         if not (written_in_step and self._add_alike(_ALLOCATE, given, page_size, 1, written_in_step)):
             self._add_each(self.allocate, _ALLOCATE, given, page_size, live=1)
 
-    def hand_out(
-        self,
-        pages: list[int],
-        owners: list[RequestId],
-        lengths: list[int],
-        page_size: int,
-        released: list[int] | None = None,
-        by: RequestId | None = None,
-    ) -> bool:
-        """:meth:`allocate_each` with ``written_in_step``, for a step that waits for the host: the device is told here
-        and now, with few functions, if nothing else waits to be sent.
+    def tell_now(self, calls: Sequence[tuple[Event, list[int], RequestId | None]], page_size: int) -> bool:
+        """Several calls in order, for a step that waits for the host: the device is told here and now, with few
+        functions, if nothing else waits to be sent.
 
         Args:
-            pages: of all calls, one after the other.
-            owners, lengths: of each call, its owner, who is known already, and the number of its pages.
-            released: pages that ``by``, who is known as well, releases before, as :meth:`release` does; None: none.
+            calls: of :meth:`allocate`, as :meth:`allocate_each` makes them with ``written_in_step``, of :meth:`release`
+                and of :meth:`hand_over`: the event, the pages, one at least, and the owner, who is known already.
 
         Returns:
             False: nothing was done.
         """
-        known = self._ids.known
-        hashes, whose = [known.get(owner, 0) for owner in owners], known.get(by, 0)
-        if self.rivals or 0 in hashes or (released and not whose):
+        if self.rivals:
             return False
-        if not self._events.hand_out(Allocations(pages, hashes, lengths, page_size, released or [], whose)):
+        known, live, released = self._ids.known, 0, False
+        rows: list[int] = []
+        pages: list[int] = []
+        for event, some, owner in calls:
+            whose = known.get(owner)
+            if whose is None:
+                return False
+            rows += event, len(pages), whose
+            pages += some
+            if event is _ALLOCATE:
+                live += len(some)
+            elif event is _RELEASE:
+                live, released = live - len(some), True
+        if not self._events.tell_now(rows, pages, page_size, released):
             return False
-        self.live_slots += (len(pages) - len(released or ())) * page_size
+        self.live_slots += live * page_size
         return True
 
     def release(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:

@@ -15,7 +15,7 @@ from ..kernels.compile_ahead import compiling_ahead
 from ..kernels.handed import BLOCK, Part
 from ..kernels.replay import Replayed
 from ..kernels.slots.event_ring import CALLS, PAGES, EventRing
-from ..kernels.slots.events import Allocations, Due, Events
+from ..kernels.slots.events import COLUMNS, Due, Events
 from ..kernels.staging import lasting
 from ..kernels.triton_handed import scatter_from_kernel
 from ..kernels.waiting import Waiting
@@ -48,6 +48,8 @@ SLOTS = 1 << 16
 #: Numbers of a place, at most, that travel along: a graph is captured for each size of their launch.
 ALONG = 4 * BLOCK
 
+_FEW, _WORDS = ROOMS[0], CALLS * COLUMNS
+
 
 class KeptCalls:
     """Applies calls of one pool that name few pages.
@@ -60,7 +62,7 @@ class KeptCalls:
     Attributes:
         most: calls that there is room for.
         waits: the replay of calls that nothing was launched for yet, until somebody does (:meth:`settle`) or leaves
-            them to the step (:meth:`claim`).
+            them to the launches of the next step (:meth:`.SlotEvents.claim`).
     """
 
     most = CALLS
@@ -100,11 +102,6 @@ class KeptCalls:
         graph, self.waits = self.waits, None
         if graph is not None:
             graph.replay()
-
-    def claim(self) -> bool:
-        """Whether calls wait, which the launches of the next step are going to take."""
-        waited, self.waits = self.waits is not None, None
-        return waited
 
     def apply(
         self,
@@ -155,23 +152,24 @@ class KeptCalls:
             waiting.sent()
         return not ahead
 
-    def hand_out(self, given: Allocations) -> bool:
-        """Launch what allocations do, where that is a replay by now and no numbers wait to travel along.
+    def tell_now(self, rows: Sequence[int], pages: Sequence[int], page_size: int, released: bool) -> bool:
+        """:meth:`apply` of few calls with ``into_step``, where that is a replay by now and no numbers wait to travel
+        along.
 
         Returns:
             False: nothing was launched.
         """
-        ring, n = self._ring, len(given.pages) + len(given.released)
-        form = ROOMS[bisect_left(ROOMS, n)] if n <= PAGES else 0, given.page_size, bool(given.released)
-        known = self._plain.get(form)
-        if ring is None or known is None or known.graph is None or self._content.imported is not None:
+        ring, n = self._ring, len(pages)
+        if ring is None or n > PAGES or len(rows) > _WORDS or self._content.imported is not None:
             return False
-        if len(given.owners) >= CALLS:
+        known = self._plain.get((_FEW if n <= _FEW else _room(n), page_size, released))
+        if known is None or known.graph is None:
             return False
-        self.settle()  # those before, which another offer would leave without memory
-        if not ring.offer_allocations(given):
+        if self.waits is not None:  # those before, which another offer would leave without memory
+            self.settle()
+        if not ring.offer_few(rows, pages, page_size):
             return False
-        if self._step_takes(n, given.page_size):
+        if self._step_takes(n, page_size):
             self.waits = known.graph
         else:
             known.graph.replay()

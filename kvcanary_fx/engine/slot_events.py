@@ -18,7 +18,7 @@ from ..kernels.checks import Phase
 from ..kernels.ops import life_kernels_for
 from ..kernels.side_stream import capturing
 from ..kernels.slots import life as slot_life
-from ..kernels.slots.events import COLUMNS, RENEWING, STACK_UNIT, Allocations, Due, Event, Events
+from ..kernels.slots.events import COLUMNS, RENEWING, STACK_UNIT, Due, Event, EventRow, Events
 from ..kernels.slots.space import SlotSpace
 from ..kernels.staging import Staging, lasting
 from .arguments import require_whole
@@ -175,23 +175,24 @@ class SlotEvents:
                 self._looked += 1
         return page_size * n
 
-    def hand_out(self, given: Allocations) -> bool:
-        """Allocations of which the device is told here and now, if nothing waits for it: no queue, few functions.
+    def tell_now(self, rows: list[int], pages: list[int], page_size: int, released: bool) -> bool:
+        """Calls of which the device is told here and now, if nothing waits for it: no queue, few functions.
 
         Requests of a decode step fill a page now and then, and in a large batch one does in nearly every step: queued
         and sent, the first call of a step took 60 us, and 200 on a CPU core whose caches other work had emptied.
 
         Args:
-            given: pages that are written to in the next step at the earliest; the bytes of what is released are
-                compared.
+            rows: :class:`.EventRow` after :class:`.EventRow`, of events.
+            pages: of all calls; those that are allocated are written to in the next step at the earliest.
+            released: some of them may be released, and their bytes are compared.
 
         Returns:
             False: nothing was done, and :meth:`add` takes them.
         """
         if self._kernels is None:
-            return self._hand_out_on_the_host(given)
+            return self._do_each(rows, pages, page_size)
         kept = self._kept
-        if kept is None or self.histories.stacks is not None or not self._lock.acquire(blocking=False):
+        if kept is None or self.histories.stacks is not None or not self._lock.acquire(False):
             return False  # with the lock another thread sends calls: violations are read
         try:
             last = self._stream
@@ -199,18 +200,16 @@ class SlotEvents:
                 return False
             if last is not None and self._raw != torch._C._cuda_getCurrentRawStream(last.device_index):
                 return False
-            return kept.hand_out(given)
+            return kept.tell_now(rows, pages, page_size, released)
         finally:
             self._lock.release()
 
-    def _hand_out_on_the_host(self, given: Allocations) -> bool:
+    def _do_each(self, rows: list[int], pages: list[int], page_size: int) -> bool:
         """Each call is done as it comes."""
-        if given.released:
-            self._add_looking(_RELEASE, given.released, given.page_size, given.by, 0)
-        begin = 0
-        for owner, n in zip(given.owners, given.lengths, strict=True):
-            self._add_looking(_ALLOCATE, given.pages[begin : begin + n], given.page_size, owner, 0)
-            begin += n
+        begins = rows[EventRow.BEGIN :: COLUMNS]
+        events, owners = rows[EventRow.EVENT :: COLUMNS], rows[EventRow.OWNER :: COLUMNS]
+        for event, begin, end, owner in zip(events, begins, [*begins[1:], len(pages)], owners, strict=True):
+            self._add_looking(Event(event), pages[begin:end], page_size, owner, 0)
         return True
 
     def _add_looking(self, event: Event, slots: Any, page_size: int, owner: int, stack: int) -> int:
@@ -320,7 +319,10 @@ class SlotEvents:
         if kept is None or kept.waits is None:
             return False
         with self._lock:  # another thread may be about to launch them
-            return not self._calls and kept.claim()
+            if self._calls:
+                return False
+            waited, kept.waits = kept.waits is not None, None
+            return waited
 
     def flush(self, into_step: bool = False) -> None:
         """Send the calls to the device.

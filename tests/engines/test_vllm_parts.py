@@ -613,41 +613,133 @@ def test_calls_for_pages_have_the_stacks_of_the_scheduler_also_those_that_wait_f
     ]
 
 
+class ToldAtOnce(TakenOneByOne):
+    """A pool that is told of calls at once, as (event, pages, owner), and counts others."""
+
+    declared = SimpleNamespace(table_page_size=16)
+
+    def __init__(self):
+        self.told, self.others = [], 0
+
+    def __getattr__(self, name):
+        def other(*args, **kwargs):
+            self.others += 1
+
+        return other
+
+    def tell_now(self, calls, page_size):
+        self.told.append([(event.name, pages, owner) for event, pages, owner in calls])
+        return True
+
+
+def books_of(*pools, cached=(1, 2, 3), held=(4, 5, 6)):
+    """Books with blocks that the cache of A's keeps, and others that H has."""
+    books = Books(lambda: [SimpleNamespace(pools={f"group{number}": pool for number, pool in enumerate(pools)})])
+    books.apply([("taken", [*cached], ["A"], [3], 0), ("freed", [*cached], [], "A"), ("taken", [*held], ["H"], [3], 0)])
+    assert books.idle == {*cached}
+    return books
+
+
+CACHED = "the prefix cache of vLLM"
+
+
 @pytest.mark.parametrize(
-    ("blocks", "group", "handed_out", "idle"),
+    ("blocks", "group", "told", "idle"),
     [
-        ([7, 8], 0, [([7, 8], None)], {1, 2, 3}),
-        ([2, 1], 0, [([2, 1], [2, 1])], {3}),
-        ([2, 7, 1], 0, [([2, 7, 1], [2, 1])], {3}),
+        ([7, 8], 0, [("ALLOCATE", [7, 8], "B")], {1, 2, 3}),
+        ([2, 1], 0, [("RELEASE", [2, 1], CACHED), ("ALLOCATE", [2, 1], "B")], {3}),
+        ([2, 7, 1], 0, [("RELEASE", [2, 1], CACHED), ("ALLOCATE", [2, 7, 1], "B")], {3}),
         ([2, 2], 0, None, {1, 2, 3}),
         ([2], 1, None, {1, 2, 3}),  # the first that this group gets
     ],
     ids=["new", "given up", "some of each", "twice", "another group's"],
 )
-def test_blocks_are_handed_out_at_once_if_the_cache_gives_up_what_it_has_of_the_same_group(
-    blocks, group, handed_out, idle
-):
-    handed = []
-
-    class Pool(TakenOneByOne):
-        declared = SimpleNamespace(table_page_size=16)
-
-        def __getattr__(self, name):
-            return lambda *args, **kwargs: None
-
-        def hand_out(self, pages, owners, lengths, page_size, released=None, by=None):
-            handed.append((pages, released))
-            return True
-
-    books = Books(lambda: [SimpleNamespace(pools={"group0": Pool(), "group1": Pool()})])
-    books.apply([("taken", [1, 2, 3], ["A"], [3], 0), ("freed", [1, 2, 3], [], "A")])
-    assert books.idle == {1, 2, 3}
+def test_blocks_are_handed_out_at_once_if_the_cache_gives_up_what_it_has_of_the_same_group(blocks, group, told, idle):
+    first, second = ToldAtOnce(), ToldAtOnce()
+    books = books_of(first, second)
     events = [("taken", blocks, ["B"], [len(blocks)], group)]
-    assert books.hand_out(events) == (() if handed_out else events)
-    assert handed == (handed_out or [])
+    assert books.tell_now(events) == (events if told is None else [])
+    assert first.told + second.told == ([] if told is None else [told])
     assert books.idle == idle
-    if handed_out:
+    if told is not None:
         assert {block: books.group[block] for block in blocks} == dict.fromkeys(blocks, 0)
+
+
+def test_several_requests_blocks_are_told_as_each_ones():
+    pool = ToldAtOnce()
+    assert books_of(pool).tell_now([("taken", [7, 8, 9], ["B", "C"], [2, 1], 0)]) == []
+    assert pool.told == [[("ALLOCATE", [7, 8], "B"), ("ALLOCATE", [9], "C")]]
+
+
+@pytest.mark.parametrize(
+    ("events", "told", "idle"),
+    [
+        ([("freed", [4, 5], [6], "H")], [[("HAND_OVER", [4, 5], CACHED), ("RELEASE", [6], "H")]], {1, 2, 3, 4, 5}),
+        ([("freed", [], [6], "H")], [[("RELEASE", [6], "H")]], {1, 2, 3}),
+        (  # what was released goes to another, in the same launch
+            [("freed", [4], [6], "H"), ("taken", [6, 7], ["B"], [2], 0)],
+            [[("HAND_OVER", [4], CACHED), ("RELEASE", [6], "H"), ("ALLOCATE", [6, 7], "B")]],
+            {1, 2, 3, 4},
+        ),
+        (
+            [("taken", [1], ["B"], [1], 0), ("freed", [4], [], "H")],
+            [[("RELEASE", [1], CACHED), ("ALLOCATE", [1], "B"), ("HAND_OVER", [4], CACHED)]],
+            {2, 3, 4},
+        ),
+        (  # the cache gives up what it has just got
+            [("freed", [4], [], "H"), ("taken", [4], ["B"], [1], 0)],
+            [[("HAND_OVER", [4], CACHED)], [("RELEASE", [4], CACHED), ("ALLOCATE", [4], "B")]],
+            {1, 2, 3},
+        ),
+        (  # or keeps what it has just given up
+            [("taken", [1], ["B"], [1], 0), ("freed", [1], [], "B")],
+            [[("RELEASE", [1], CACHED), ("ALLOCATE", [1], "B"), ("HAND_OVER", [1], CACHED)]],
+            {1, 2, 3},
+        ),
+        (
+            [("taken", [1], ["B"], [1], 0), ("freed", [], [1], "B")],
+            [[("RELEASE", [1], CACHED), ("ALLOCATE", [1], "B")], [("RELEASE", [1], "B")]],
+            {2, 3},
+        ),
+        (
+            [("taken", [7], ["B"], [1], 0), ("freed", [7], [], "B")],
+            [[("ALLOCATE", [7], "B")], [("HAND_OVER", [7], CACHED)]],
+            {1, 2, 3, 7},
+        ),
+    ],
+    ids=["both", "left", "then taken", "behind", "given up again", "cached again", "left again", "new"],
+)
+def test_blocks_that_a_request_gives_up_are_told_at_once_with_those_handed_out(events, told, idle):
+    pool = ToldAtOnce()
+    books = books_of(pool)
+    before = pool.others
+    assert books.tell_now(events) == []
+    assert (pool.told, pool.others, books.idle) == (told, before, idle)
+    one_by_one = books_of(ToldAtOnce())
+    one_by_one.apply(events)
+    assert (one_by_one.idle, one_by_one.group) == (books.idle, books.group)
+
+
+@pytest.mark.parametrize("what", ["unknown", "named twice", "left idle", "taken up", "of several groups", "refused"])
+def test_blocks_given_up_with_something_odd_about_them_are_applied_one_by_one(what):
+    pool, second = ToldAtOnce(), ToldAtOnce()
+    books = books_of(pool, second)
+    event = ("freed", [4], [5], "H")
+    if what == "unknown":
+        event = ("freed", [4], [99], "H")
+    elif what == "named twice":
+        event = ("freed", [4, 4], [], "H")
+    elif what == "left idle":
+        event = ("freed", [], [2], "H")
+    elif what == "taken up":
+        books.touched([5], "B")
+    elif what == "of several groups":
+        books.apply([("taken", [9], ["H"], [1], 1)])
+    else:
+        pool.tell_now = lambda *_: False
+    idle = set(books.idle)
+    assert books.tell_now([event]) == [event]
+    assert (pool.told + second.told, books.idle) == ([], idle)
 
 
 # ---- whom a violation concerns

@@ -68,7 +68,7 @@ def test_steps_that_differ_in_their_tokens_alone_go_on_as_the_last_did(monkeypat
         runner.step(tokens, wrong=first, **given)
         return len(begun), any(went_on), runner.guard.read()
 
-    anew, again, told_of_another = (1, False, None), (0, True, None), (0, False, None)
+    anew, again = (1, False, None), (0, True, None)
     runner.step({"x": 2, "y": 2}, new={"x": [1, 4], "y": [2]})
     assert replayed({"x": 1, "y": 1}) == anew
     assert replayed({"x": 1, "y": 1}) == again
@@ -78,7 +78,7 @@ def test_steps_that_differ_in_their_tokens_alone_go_on_as_the_last_did(monkeypat
     assert replayed({"y": 1, "x": 1}) == anew  # another order
     assert replayed({"y": 1, "x": 1}, more={"x": [6], "y": [7]}) == again  # new pages
     assert replayed({"y": 1}) == anew  # one alone
-    assert replayed({"y": 1}, finished=["x"]) == told_of_another  # nothing of its own is new
+    assert replayed({"y": 1}, finished=["x"]) == again  # nothing of its own is new
     assert replayed({"y": 1}) == again
     assert replayed({"y": 1, "z": 2}, new={"z": [1]}, more={"y": [8]}) == anew
     stats = runner.guard.session.stats()
@@ -267,9 +267,9 @@ def test_a_block_that_the_prefix_cache_gives_up_is_a_page_to_go_on_with(damaged,
     assert told == [("content", "life", "b", 1)] * damaged
 
 
-@pytest.mark.parametrize("what", [dict(finished=["y"]), dict(zeroed=[7])], ids=lambda what: next(iter(what)))
+@pytest.mark.parametrize("what", [dict(finished=["x"]), dict(zeroed=[7])], ids=["of one that runs", "zeroed"])
 def test_a_step_that_the_scheduler_says_more_of_does_not_go_on(what):
-    """Also where nothing happened to blocks."""
+    """Also where nothing happened to blocks: a request that has ended gave back its row."""
     runner = Runner(**IN_GRAPHS)
     runner.step({"x": 2, "y": 2}, new={"x": [1, 4], "y": [2]})
     for _ in range(2):
@@ -278,7 +278,7 @@ def test_a_step_that_the_scheduler_says_more_of_does_not_go_on(what):
     runner.step({"x": 1}, wrong=1)
     assert went_on == [True]
     runner.step({"x": 1}, wrong=1, events=[], **what)
-    assert went_on == [True]
+    assert went_on.count(True) == 1
 
 
 @both
@@ -301,6 +301,56 @@ def test_of_a_request_that_left_the_batch_before_it_ended_the_device_is_told_onc
     assert told[3:] == [[0, 1]]
     assert runner.guard.session.violations() == []
     assert runner.guard._rows.tables[0][1, 0] == 5
+
+
+@both
+@pytest.mark.parametrize("cached", [False, True], ids=["free", "cached"])
+@pytest.mark.parametrize("first", [False, True], ids=["behind", "before"])
+def test_a_step_in_which_a_request_has_ended_goes_on_and_its_pages_are_given_up(first, cached, claimed):
+    """What it wrote is compared once more where it is free; what a cache keeps is compared when that gives it up."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3, "y": 4, "z": 4}, new={"x": [1], "y": [2, 5], "z": [3]})
+    runner.step({"x": 1}, finished=["z"], cached=cached, wrong=1)
+    for _ in range(2):
+        runner.step({"x": 1}, more={} if _ else {"x": [4]}, wrong=1)
+    went_on, pool = goes_on(runner), runner.guard.session.pools["group0"]
+    live = pool.live_slots
+    runner.step({"x": 1}, wrong=1)
+    runner.layers["b"][0][2, 1] += 1
+    taken, freed = ("taken", [6], ["x"], [1], 0), ("freed", *(([2], [5]) if cached else ([], [2, 5])), "y")
+    runner.read(
+        runner.step(
+            {"x": 1}, finished=["y"], more={"x": [6]}, events=[freed, taken] if first else [taken, freed], wrong=1
+        )
+    )
+    assert went_on == [True, True]
+    assert runner.guard.books.idle == ({2, 3} if cached else set())
+    assert pool.live_slots == live + PAGE * (1 - 1 - (not cached))
+    lost = [("content", "life", "b", 1)]
+    told = [(v.check, v.phase, v.layer, v.position) for v in runner.guard.session.violations()]
+    assert told == ([] if cached else lost)
+    runner.read(runner.step({"x": 1}, more={"x": [2, 5]}, wrong=1))
+    assert went_on == [True] * 3
+    assert [(v.check, v.phase, v.layer, v.position) for v in runner.guard.session.violations()] == lost
+    assert "y" not in runner.guard._rows._requests
+    assert runner.guard.session.uncovered == []
+
+
+@both
+def test_a_page_of_a_request_that_has_ended_is_no_others_in_a_step_that_goes_on(claimed):
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3, "y": 4, "z": 4}, new={"x": [1], "y": [2], "z": [3]})
+    runner.step({"x": 1}, finished=["z"], wrong=1)
+    for _ in range(2):
+        runner.step({"x": 1}, more={} if _ else {"x": [4]}, wrong=1)
+    went_on = goes_on(runner)
+    runner.step({"x": 1}, wrong=1)
+    runner.read(runner.step({"x": 1}, finished=["y"], more={"x": [5]}, wrong=1))
+    assert runner.guard.session.violations() == []
+    runner.pages["x"][1] = 2  # free by now
+    runner.read(runner.step({"x": 1}, wrong=1))
+    assert went_on == [True] * 3
+    assert runner.guard.session.violations()
 
 
 class RandomLoad:
@@ -361,7 +411,7 @@ def test_random_steps_that_go_on_do_what_steps_begun_anew_do(seed, claimed):
     go_on = runners[0].guard._forwards.go_on
     runners[0].guard._forwards.go_on = lambda batch: went_on.append(go_on(batch)) or went_on[-1]
     runners[1].guard._forwards.go_on = lambda batch: False
-    runners[1].guard.books.hand_out = lambda events: events
+    runners[1].guard.books.tell_now = lambda events: events
     load, found = RandomLoad(seed), [[], []]
     for number in range(60):
         step = load.step()

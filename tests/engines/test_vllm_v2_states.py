@@ -279,6 +279,17 @@ def test_a_change_of_a_state_that_nobody_reads_again_is_not_told():
     assert silent(runner)
 
 
+def test_the_state_of_a_request_that_has_ended_is_forgotten_where_nothing_else_is_new():
+    runner = HybridRunner()
+    runner.read(runner.step({"x": 2, "y": 2}, new={"x": [1], "y": [5]}))
+    runner.read(runner.step({"y": 1}))
+    assert "x" in runner.guard.states._last_turn
+    runner._freed = lambda request: []  # its blocks were given up before
+    runner.read(runner.step({"y": 1}, finished=["x"]))
+    assert {*runner.guard.states._left, *runner.guard.states._last_turn} == {"y"}
+    assert "x" not in runner.guard._rows._requests
+
+
 def test_under_a_budget_requests_have_their_turn(monkeypatch):
     from kvcanary_fx.adapters.vllm.v2 import states, turns
 

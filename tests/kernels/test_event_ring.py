@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from array import array
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from kvcanary_fx.kernels.slots.event_ring import AHEAD, CALLS, FIRST_PAGE, HEAD, PAGES, EventRing, naive
-from kvcanary_fx.kernels.slots.events import Allocations, Due, Event, EventRow
+from kvcanary_fx.kernels.slots.events import Due
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -69,25 +68,15 @@ def test_a_step_lands_an_entry_if_the_host_says_that_one_is_for_it():
         assert (ring.counts.tolist() == [0, 0] and ring.slots.tolist() == [0]) == (not is_due)
 
 
-@pytest.mark.parametrize("gives_up", [False, True], ids=["allocations", "a release and allocations"])
-def test_allocations_are_written_as_calls_are(gives_up):
+def test_few_calls_are_written_as_others_are():
     rng = random.Random(1)
     ring, other = EventRing(torch.device("cpu")), EventRing(torch.device("cpu"))
     for each in (ring, other):
         each.ring.zero_()
     for number in range(AHEAD + 3):
-        lengths = [rng.randint(1, 4) for _ in range(CALLS if number == 1 else rng.randint(2, 9))]
-        owners = numbers(rng, len(lengths)).tolist()
-        pages = numbers(rng, sum(lengths))
-        rows = array("q", [0] * (3 * len(lengths)))
-        rows[EventRow.EVENT :: 3] = array(
-            "q", [Event.RELEASE] * gives_up + [Event.ALLOCATE] * (len(lengths) - gives_up)
-        )
-        rows[EventRow.OWNER :: 3] = array("q", owners)
-        rows[EventRow.BEGIN :: 3] = array("q", itertools.accumulate(lengths[:-1], initial=0))
-        released, by, first = (pages[: lengths[0]].tolist(), owners[0], 1) if gives_up else ([], 0, 0)
-        rest = pages[len(released) :].tolist()
-        assert ring.offer_allocations(Allocations(rest, owners[first:], lengths[first:], 16, released, by))
+        rows = numbers(rng, 3 * (CALLS if number == 1 else rng.randint(1, 9))).tolist()
+        pages = numbers(rng, rng.randint(1, 40)).tolist()
+        assert ring.offer_few(rows, pages, 16)
         assert other.offer(rows, [pages], len(pages), 16)
         assert torch.equal(ring.ring, other.ring)
         assert ring._turn == other._turn

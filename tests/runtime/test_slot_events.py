@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import threading
@@ -22,7 +23,7 @@ from kvcanary_fx.engine.steps import Steps
 from kvcanary_fx.kernels import bound_launch, compile_ahead, replay
 from kvcanary_fx.kernels.handed import Handed
 from kvcanary_fx.kernels.slots import gpu_life
-from kvcanary_fx.kernels.slots.events import Due
+from kvcanary_fx.kernels.slots.events import Due, Event
 from kvcanary_fx.kernels.slots.space import REFERENCE
 from kvcanary_fx.kernels.staging import Staging
 from kvcanary_fx.kernels.waiting import Waiting
@@ -95,13 +96,20 @@ def test_calls_become_a_replay_and_report_the_same(launches, monkeypatch):
     assert sum(graph.replays for graph in graphs) > 0
 
 
+def hand_out(pool, pages, owners, lengths, page_size, released=(), by=None) -> bool:
+    """Owners get pages, and before that somebody releases some: whether the pool was told at once."""
+    ends = itertools.accumulate(lengths)
+    calls = [(Event.ALLOCATE, pages[end - n : end], o) for o, n, end in zip(owners, lengths, ends, strict=True)]
+    return pool.tell_now([*([(Event.RELEASE, released, by)] if released else []), *calls], page_size)
+
+
 def handed_out(toy: Toy, other: Toy, steps: int) -> int:
     """Requests of both get pages of two slots, some of which were never released; how often the first one's
-    :meth:`.EnginePool.hand_out` did it."""
+    :meth:`.EnginePool.tell_now` did it."""
     done = 0
     for number in range(steps):
         pages, owners = [4 + 2 * (number % 2), 7], ["A", "C"]
-        if toy.pool.hand_out(pages, owners, [1, 1], 2):
+        if hand_out(toy.pool, pages, owners, [1, 1], 2):
             done += 1
         else:
             toy.pool.allocate_each([([pages[0]], "A"), ([pages[1]], "C")], 2, written_in_step=True)
@@ -139,7 +147,7 @@ def given_up(toy: Toy, other: Toy, steps: int) -> int:
         each.session.flush()
     for number in range(steps):
         given = [([2], "A"), ([7], "C")]
-        if toy.pool.hand_out(pages, ["A", "C"], [1, 1], 2, pages, "the cache"):
+        if hand_out(toy.pool, pages, ["A", "C"], [1, 1], 2, pages, "the cache"):
             done += 1
         else:
             toy.pool.release(pages, owner="the cache", page_size=2)
@@ -169,7 +177,7 @@ def test_pages_that_a_cache_gives_up_are_handed_out_at_once(launches, monkeypatc
     assert found[0] == found[1]
     assert {check for check, *_ in found[0]} == {"content", "owner"}
     assert torch.equal(toy.pool.digests, other.pool.digests)
-    assert not toy.pool.hand_out([6], ["A"], [1], 2, [6], "somebody unknown")
+    assert not hand_out(toy.pool, [6], ["A"], [1], 2, [6], "somebody unknown")
 
 
 class StepOfAGraph:
@@ -196,6 +204,16 @@ class StepOfAGraph:
         self._turn.copy_((self._turn + 1) % 4)
 
 
+def give_up(toy: Toy, pages, owner, at_once: bool) -> None:
+    """A request ends; a cache keeps its pages but for the first."""
+    calls = [(Event.HAND_OVER, pages[1:], "C")] if pages[1:] else []
+    calls.append((Event.RELEASE, pages[:1], owner))
+    if at_once and toy.pool.tell_now(calls, 2):
+        return
+    for event, some, whose in calls:
+        (toy.pool.release if event is Event.RELEASE else toy.pool.hand_over)(some, whose, 2)
+
+
 def taken_by_steps(toy: Toy, other: Toy, seed: int, steps: int = 60) -> StepOfAGraph:
     """Pages go from hand to hand: the steps of the first one take what waits for them, if they can."""
     rng, taken = random.Random(seed), StepOfAGraph(toy)
@@ -209,14 +227,17 @@ def taken_by_steps(toy: Toy, other: Toy, seed: int, steps: int = 60) -> StepOfAG
         owners, by, how = rng.choices(names, k=len(pages)), rng.choice(names), rng.choice(["claims", "flushes", "none"])
         released = pages if rng.random() < 0.7 else []
         flipped, queued, odd = number == steps - 3, rng.random() < 0.4, rng.choice(pages)
+        ends = rng.random() < 0.3
         for each in (toy, other):
             each.kv[1][0].view(-1, each.kv[1][0][0].numel())[pages[0] * 2] += flipped
             if number % 9 == 8:
                 each.pool.release([odd], owner=by, page_size=2)
-            if not (each is toy and each.pool.hand_out(pages, owners, [1] * len(pages), 2, released, by)):
+            if not (each is toy and hand_out(each.pool, pages, owners, [1] * len(pages), 2, released, by)):
                 if released:
                     each.pool.release(released, owner=by, page_size=2)
                 each.pool.allocate_each([([p], o) for p, o in zip(pages, owners, strict=True)], 2, True)
+            if ends:
+                give_up(each, pages, owners[0], at_once=each is toy)
             if queued:  # behind it
                 each.pool.hand_over(pages, owner="B", page_size=2)
         if how == "flushes" or queued:
@@ -261,15 +282,15 @@ def test_calls_that_wait_for_a_step_are_sent_by_whoever_needs_them_before(launch
     for each in (toy, other):
         each.pool.release([6], owner=None, page_size=2)
         each.session.flush()
-    assert toy.pool.hand_out([6], ["A"], [1], 2)
+    assert hand_out(toy.pool, [6], ["A"], [1], 2)
     assert calls._kept.waits is not None
     held = threading.Thread(target=lambda: toy.session.stats())
     held.start()
     held.join()
     assert calls._kept.waits is None
     assert not calls.claim()
-    assert toy.pool.hand_out([7], ["B"], [1], 2)
-    assert toy.pool.hand_out([5], ["B"], [1], 2), "the one before is sent"
+    assert hand_out(toy.pool, [7], ["B"], [1], 2)
+    assert hand_out(toy.pool, [5], ["B"], [1], 2), "the one before is sent"
     toy.pool.share([5], owner="C", page_size=2)
     assert not calls.claim(), "what is queued comes behind it"
     toy.session.flush()
@@ -312,12 +333,12 @@ def test_no_page_is_handed_out_at_once_while_another_thread_sends_calls(launches
     for _ in range(2 * replay.ONE_BY_ONE):
         toy.pool.allocate([12], owner="A")
         toy.session.flush()
-    hand_out = threading.Thread(target=lambda: answers.append(toy.pool.hand_out([13], ["A"], [1], 1)))
+    handing_out = threading.Thread(target=lambda: answers.append(hand_out(toy.pool, [13], ["A"], [1], 1)))
     with toy.pool.calls._lock:
-        hand_out.start()
-        hand_out.join(10)
+        handing_out.start()
+        handing_out.join(10)
     assert answers == [False]
-    assert toy.pool.hand_out([13], ["A"], [1], 1)
+    assert hand_out(toy.pool, [13], ["A"], [1], 1)
 
 
 @interpreted
@@ -330,9 +351,9 @@ def test_pages_for_somebody_unknown_or_with_stacks_to_keep_are_not_handed_out_at
             each.session.flush()
             each.pool.release([12, 13], owner="A")
             each.session.flush()
-    assert not toy.pool.hand_out([12], ["nobody"], [1], 1)
-    assert toy.pool.hand_out([12], ["A"], [1], 1)
-    assert not other.pool.hand_out([12], ["A"], [1], 1)
+    assert not hand_out(toy.pool, [12], ["nobody"], [1], 1)
+    assert hand_out(toy.pool, [12], ["A"], [1], 1)
+    assert not hand_out(other.pool, [12], ["A"], [1], 1)
 
 
 @interpreted

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ...engine.stacks import told, told_now
-from .journal import TAKEN
+from ...kernels.slots.events import Event
+from .journal import FREED, TAKEN
 
 if TYPE_CHECKING:
     from ...engine.guarded_pool import EnginePool
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 #: Owner of a block that no request uses and that the prefix cache keeps.
 CACHE = "the prefix cache of vLLM"
 
+_ALLOCATE, _RELEASE, _HAND_OVER = Event.ALLOCATE, Event.RELEASE, Event.HAND_OVER
+
 
 class _Taken(NamedTuple):
     """A block that a request took up, and the scheduler's stack."""
@@ -28,6 +31,10 @@ class _Taken(NamedTuple):
     block: int
     request: str | None
     stack: tuple[str, ...]
+
+
+#: What happened to blocks, as :meth:`.EnginePool.tell_now` takes it.
+_Call: TypeAlias = tuple[Event, list[int], str | None]
 
 
 class Books:
@@ -46,6 +53,7 @@ class Books:
         self.group: dict[int, int] = {}
         self.idle: set[int] = set()
         self._groups: set[int] = set()  # all that there were
+        self._pool_of: dict[int, tuple[EnginePool, int]] = {}  # by group, of those whose blocks were handed out
         self._seen: list[EngineSession] = []  # whose pools are known
         self._pools: dict[str, tuple[EnginePool, int]] = {}  # by name, with the tokens of a block
         self._pending: list[_Taken] = []  # since the last forward
@@ -85,14 +93,15 @@ class Books:
         self._note_group(blocks, group)
         known = self._known_pools().get(f"group{group}")
         if known is not None:
+            self._pool_of[group] = known
             pool, page_size = known
             of_each = iter(blocks)
             given = [(list(itertools.islice(of_each, n)), r) for r, n in zip(requests, lengths, strict=True)]
             pool.allocate_each(given, page_size, written_in_step=True)
 
-    def hand_out(self, events: Sequence[tuple[Any, ...]]) -> Sequence[tuple[Any, ...]]:
-        """:meth:`apply`, as long as all that happened is that running requests got blocks: in a step that waits for the
-        host, with few functions and no queue.
+    def tell_now(self, events: Sequence[tuple[Any, ...]]) -> Sequence[tuple[Any, ...]]:
+        """:meth:`apply`, as long as all that happened is that requests got blocks or, of a model with one KV cache
+        group, gave them up: in a step that waits for the host, with few functions and no queue.
 
         Once its prefix cache is full, each block that a server hands out is one that the cache gives up: while such
         steps were queued and begun anew, what comes before the model took 115 of the 1,770 ms of a run (1B, 256
@@ -101,32 +110,76 @@ class Books:
         Returns:
             the events from the first on with which nothing was done.
         """
-        for number, event in enumerate(events):
-            if event[0] != TAKEN or not self._hand_out(*event[1:]):
-                return events[number:]
-        return ()
+        n = self._tell_some(events)
+        while 0 < n < len(events):
+            events = events[n:]
+            n = self._tell_some(events)
+        return events[n:]
 
-    def _hand_out(self, blocks: list[int], requests: list[str | int], lengths: list[int], group: int) -> bool:
-        known = self._pools.get(f"group{group}")
-        if known is None:
-            return False
-        (pool, page_size), idle = known, self.idle
-        cached = idle.intersection(blocks)
-        if not cached:
-            if not pool.hand_out(blocks, requests, lengths, page_size):
-                return False
-            self._note_group(blocks, group)
-            return True
-        # in a full cache each of them is one that the cache gives up
-        given_up = blocks if len(cached) == len(blocks) else [block for block in blocks if block in cached]
-        if len(cached) < len(given_up) or not self._all_of(given_up, group):
-            return False  # handed out twice, or what the cache has of another group: for :meth:`apply`
-        if not pool.hand_out(blocks, requests, lengths, page_size, given_up, CACHE):
-            return False
-        idle -= cached
-        if given_up is not blocks:  # else all were of this group already
-            self._note_group(blocks, group)
-        return True
+    def _tell_some(self, events: Sequence[tuple[Any, ...]]) -> int:
+        """Tell the pool of one group at once of the first events; how many these are.
+
+        Nothing is noted here before the pool has been told, so an event that needs what one before it changes is for
+        the next call.
+        """
+        idle, group, n = self.idle, -1, 0
+        calls: list[_Call] = []
+        new: list[int] = []  # blocks whose group is to be noted
+        evicted: set[int] = set()
+        kept: set[int] = set()
+        for event in events:
+            if event[0] == TAKEN:
+                _, blocks, requests, lengths, of = event
+                if (n and of != group) or not kept.isdisjoint(blocks):
+                    break
+                cached = idle.intersection(blocks)
+                if cached:
+                    # in a full cache each of them is one that the cache gives up
+                    given_up = blocks if len(cached) == len(blocks) else [block for block in blocks if block in cached]
+                    if len(cached) < len(given_up) or not self._all_of(given_up, of) or not evicted.isdisjoint(cached):
+                        break  # handed out twice, or what the cache has of another group: for :meth:`apply`
+                    calls.append((_RELEASE, given_up, CACHE))
+                    evicted |= cached
+                if len(cached) < len(blocks):  # else all were of this group already
+                    new += blocks
+                begin = 0
+                for i, request in enumerate(requests):
+                    end = begin + lengths[i]
+                    calls.append((_ALLOCATE, blocks[begin:end], request))
+                    begin = end
+            else:
+                of = self._group_that_gives_up(event)
+                if of < 0 or (n and of != group):
+                    break
+                kept.update(self._add_freed(calls, *event[1:]))
+            group, n = of, n + 1
+        known = self._pool_of.get(group)
+        if known is None or not calls or not known[0].tell_now(calls, known[1]):
+            return 0
+        idle -= evicted
+        idle |= kept
+        if new:
+            self._note_group(new, group)
+        return n
+
+    def _group_that_gives_up(self, event: tuple[Any, ...]) -> int:
+        """The group of the blocks that a request gives up; -1 if that is not what happened, or not all that is to be
+        looked at."""
+        if event[0] != FREED or self._pending or len(self._groups) != 1:
+            return -1
+        _, kept, left, _ = event
+        known, (group,) = self.group.keys(), self._groups
+        odd = len(known & kept) < len(kept) or len(known & left) < len(left) or not self.idle.isdisjoint(left)
+        return -1 if odd else group
+
+    @staticmethod
+    def _add_freed(calls: list[_Call], kept: list[int], left: list[int], request: str | None) -> list[int]:
+        """Add the calls of an event of :meth:`freed`; which blocks the cache keeps."""
+        if kept:
+            calls.append((_HAND_OVER, kept, CACHE))
+        if left:
+            calls.append((_RELEASE, left, request))
+        return kept
 
     def _note_group(self, blocks: Sequence[int], group: int) -> None:
         self.group.update(dict.fromkeys(blocks, group))
@@ -134,7 +187,9 @@ class Books:
 
     def _all_of(self, blocks: Sequence[int], group: int) -> bool:
         """Whether blocks that were handed out before were all of a group."""
-        return self._groups == {group} or all(self.group.get(block) == group for block in blocks)
+        return (len(self._groups) == 1 and group in self._groups) or all(
+            self.group.get(block) == group for block in blocks
+        )
 
     def _evict(self, ids: Sequence[int]) -> None:
         """The prefix cache gives up those of the blocks that it holds."""
@@ -240,6 +295,7 @@ class Books:
         sessions = self._sessions()
         if sessions != self._seen:
             self._seen = list(sessions)
+            self._pool_of.clear()
             named = [item for session in sessions for item in session.pools.items()]
             self._pools = {name: (pool, pool.declared.table_page_size) for name, pool in named}
         return self._pools

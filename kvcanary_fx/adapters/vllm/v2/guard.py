@@ -16,7 +16,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -199,21 +199,25 @@ class GuardV2(Guard):
             or scheduled.kv_cache_block_copies
             or getattr(scheduled, "new_block_ids_to_zero", None)
         )
+        ended = scheduled.finished_req_ids
         alike = plain and not (
             scheduled.scheduled_new_reqs
-            or scheduled.finished_req_ids
             or scheduled.preempted_req_ids
             or cached.resumed_req_ids
+            or (ended and self._forwards.images.any)
         )
         if plain and events and not told.stacks:
             for new in scheduled.scheduled_new_reqs:
                 self.session.ids.hash(new.req_id)
-            events = self.books.hand_out(events)
+            events = self.books.tell_now(events)
         self._alike = alike and not events
         if not self._alike:
             self._take(scheduled, told, events)
-        elif any(cached.new_block_ids):
-            self._rows.more(cached.req_ids, cached.new_block_ids)
+        else:
+            if ended:
+                self._ended(ended)
+            if any(cached.new_block_ids):
+                self._rows.more(cached.req_ids, cached.new_block_ids)
         self.scheduled = scheduled
 
     def _take(self, scheduled: Any, told: Message, events: Sequence[tuple[Any, ...]]) -> None:
@@ -228,13 +232,22 @@ class GuardV2(Guard):
                 self.books.apply(events, told.stacks)
                 self._forget_copies(scheduled)
                 self.compare_what_is_refilled(scheduled)
-        for request in scheduled.finished_req_ids:  # whose ids may be given again
-            self.namespaces.pop(request, None)
+        self._forget_namespaces(scheduled.finished_req_ids)
         if told.namespaces:
             self.namespaces.update(told.namespaces)
         self._rows.take(scheduled)
         if scheduled.scheduled_new_reqs or self._forwards.images.any:
             self._forwards.images.take(scheduled)
+
+    def _ended(self, requests: Iterable[str]) -> None:
+        """Requests have ended that were in no batch of late, and nothing else is new in a step: it may go on."""
+        self._forget_namespaces(requests)
+        self._rows.ended(requests)
+
+    def _forget_namespaces(self, requests: Iterable[str]) -> None:
+        """Of requests that have ended, whose ids may be given again."""
+        for request in requests:
+            self.namespaces.pop(request, None)
 
     def end_step(self) -> None:
         """The step is over, also if something in it raised.  Where nothing is open, ``scheduled = None`` is all."""

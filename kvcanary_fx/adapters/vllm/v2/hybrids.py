@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -141,6 +141,10 @@ class GuardOfHybridV2(GuardV2):
     def _take(self, scheduled: Any, told: Message, events: Sequence[tuple[Any, ...]]) -> None:
         self.states.ended((*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())))
         super()._take(scheduled, told, events)
+
+    def _ended(self, requests: Iterable[str]) -> None:
+        self.states.ended(requests)
+        super()._ended(requests)
 
     def forget_stored(self) -> None:
         """The KV cache's memory is about to be given back: sleep mode."""

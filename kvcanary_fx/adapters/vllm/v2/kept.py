@@ -197,7 +197,8 @@ class KeptSteps:
         requests, tokens = self._size
         going = self._checks.going_on() if requests == tokens else None  # no drafts, which the device may drop
         if going is not None:
-            self._goes_on = _GoesOn(self._known[0], batch.num_tokens_after_padding, *going)
+            requested, moved = self._known[:2]
+            self._goes_on = _GoesOn(requested, moved, batch.num_tokens_after_padding, *going)
 
     def go_on(self, batch: Any) -> bool:
         """Begin the step of a batch whose requests are those of the last one, if all else is as it was; it ends with
@@ -209,7 +210,7 @@ class KeptSteps:
         last, (requests, tokens) = self._goes_on, self._size
         if last is None or batch.num_tokens != tokens or batch.num_tokens_after_padding != last.graph:
             return False
-        if batch.req_ids != last.requests or not last.passes("step", self._stored):
+        if batch.req_ids != last.requests or self._rows.moved != last.moved or not last.passes("step", self._stored):
             return False
         pages: Sequence[int] = ()
         if self._rows.changed:
@@ -248,9 +249,11 @@ class KeptSteps:
 
 
 class _GoesOn(NamedTuple):
-    """A step that may come again: its requests, its graph's tokens, and what :meth:`.LayerChecks.going_on` gave."""
+    """A step that may come again: its requests, whether they have other rows by now (:attr:`.Rows.moved`), its graph's
+    tokens, and what :meth:`.LayerChecks.going_on` gave."""
 
     requests: list[str]
+    moved: int
     graph: int
     begin: Callable[[], int]
     passes: Callable[[Hashable, float], bool]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -43,6 +43,11 @@ class Rows(Ledger):
                 self._forget(request)
         super().take(scheduled)
 
+    def ended(self, requests: Iterable[str]) -> None:
+        """Requests have ended, and give back their rows."""
+        for request in requests:
+            self._forget(request)
+
     def more(self, requests: Sequence[str], pages: Sequence[Sequence[Sequence[int]] | None]) -> None:
         """Requests that have rows got more pages, and nothing else happened; few functions, for a step that waits for
         the host.
@@ -50,9 +55,10 @@ class Rows(Ledger):
         Args:
             pages: of each request, by group; None: no more.
         """
-        for request, new in zip(requests, pages, strict=True):
+        for number, new in enumerate(pages):
             if new is None:
                 continue
+            request = requests[number]
             known, row, sent = self._requests[request], self._row_of.get(request), self._sent.get(request)
             if row is None or sent is None or sent[0] != known.version:
                 self._extend(request, new)
