@@ -33,6 +33,8 @@ def split(request, models, tmp_path_factory):
         cache = tmp_path_factory.mktemp(name)  # one of its own: what comes from a cache is not split
         (found,) = vllm_runs.results(models, [run], mode, VLLM_CACHE_ROOT=str(cache))
         setattr(request.cls, name, found["pieces"])
+        if mode == "log":
+            request.cls.forwards, request.cls.told = found["forwards"], found["told"]
 
 
 @pytest.mark.usefixtures("split")
@@ -54,3 +56,8 @@ submod_4""",
 
     def test_pieces_are_those_without_the_canary(self):
         assert as_vllm_has_it(self.guarded) == self.plain
+
+    def test_somebody_is_told_before_each_layer_writes(self):
+        """As what comes first in a graph of the model relies on, see ``LayerChecks.writes``."""
+        assert self.forwards >= 4
+        assert self.told == 2 * self.forwards

@@ -167,7 +167,10 @@ def _counts() -> dict[str, Any]:
 
 
 def split_graph(directory: pathlib.Path, model: str) -> dict[str, Any]:
-    """The pieces into which vLLM splits a graph: name, and the ops of those that are not compiled (None: compiled)."""
+    """The pieces into which vLLM splits a graph: name, and the ops of those that are not compiled (None: compiled).
+
+    And the forwards that ran, and how often it was told that a layer writes.
+    """
     from vllm.compilation import backends
 
     from kvcanary_fx.passes.write_ops import op_name
@@ -184,8 +187,20 @@ def split_graph(directory: pathlib.Path, model: str) -> dict[str, Any]:
 
     backends.split_graph = kept
     # vLLM compiles while it makes the engine
-    Rig(model, directory, enforce_eager=False, compilation_config={"mode": 3}).close()
-    return {"pieces": pieces}
+    rig = Rig(model, directory, enforce_eager=False, compilation_config={"mode": 3})
+    told: list[int] = []
+    if rig.guard is None:
+        rig.close()
+        return {"pieces": pieces}
+    from kvcanary_fx.adapters.vllm import ops
+
+    before = rig.session.stats().forwards
+    rig.add("A", prompt(50, 40), length=4)
+    with ops.telling_writes(lambda: told.append(1)):
+        rig.run()
+    forwards = rig.session.stats().forwards - before
+    rig.close()
+    return {"pieces": pieces, "forwards": forwards, "told": len(told)}
 
 
 @contextlib.contextmanager
