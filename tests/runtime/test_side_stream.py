@@ -218,15 +218,14 @@ def test_without_the_content_check_a_layer_forks_once(beside):
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_who_is_in_the_slots_is_stored_once_and_beside_a_captured_model(beside, captured, monkeypatch):
+def test_who_is_in_the_slots_is_stored_once_before_the_layers_record(beside, captured, monkeypatch):
     rig, order = Rig(), []
-    for name, module in (("walk", gpu_requests), ("store", gpu_requests), ("record", gpu_layer.LayerRecord)):
+    for name, module in (("walk", gpu_requests), ("_store", gpu_requests), ("record", gpu_layer.LayerRecord)):
         original = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, f=original, n=name: order.append(n) or f(*a))
+        monkeypatch.setattr(module, name, lambda *a, f=original, n=name, **kw: order.append(n) or f(*a, **kw))
     monkeypatch.setattr(engine_forward, "capturing", lambda: captured)
     rig.step([3, 4, 5])
-    layers = ["record"] * LAYERS
-    assert order == (["walk", "store", *layers] if captured else ["walk", *layers, "store"])
+    assert order == ["walk", "_store", *["record"] * LAYERS]
     rig.step([6])
     rig.session.pool.space.tokens[4] += 1  # of position 1
     rig.step([7])
