@@ -38,6 +38,7 @@ _HEAD = packing(HEAD)
 #: Where the pages begin.
 FIRST_PAGE = HEAD + CALLS * COLUMNS
 
+#: Entries of a half of the ring, and the byte of an entry at which its pages begin.
 _HALF, _PAGES_AT = AHEAD // 2, 8 * FIRST_PAGE
 
 

@@ -44,7 +44,7 @@ def step_inputs(
 
     def owners(batch: Any, filled: StepInputs) -> torch.Tensor | array[int] | list[int]:
         given = fields_of(batch)("request_ids", None)
-        if type(given) is list:
+        if type(given) is list:  # as in most steps: to ask whether it is a tensor takes longer
             return ids.packed(given)
         if isinstance(given, torch.Tensor):
             return given

@@ -47,14 +47,15 @@ class Forward:
         index: number of the forward within its step, as the engine counts.
         plans: what the forward reads and writes in each pool, by the number of its slot space.
         remembered: the identity of the slots that it writes is stored already.
-        stored_ahead: it was before the model runs, outside of a graph: if the model fails, it is taken back.
+        stored_ahead: the numbers of the slot spaces that have it since before the model runs, outside of a graph: if
+            the forward fails, it is taken back there.
         captured: it began in the capture of a CUDA graph, so its end is in the graph.
     """
 
     index: int
     plans: dict[int, RequestPlan]
     remembered: bool = False
-    stored_ahead: bool = False
+    stored_ahead: set[int] = dataclasses.field(default_factory=set)
     captured: bool = dataclasses.field(default_factory=lambda: capturing())
 
     def __post_init__(self) -> None:
@@ -136,11 +137,14 @@ def on_sides(sides: Collection[SideStream]) -> Iterator[None]:
         yield
 
 
-def check_before(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPlan], ahead: bool = False) -> None:
+def check_before(
+    pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPlan], ahead: set[int] | None = None
+) -> None:
     """Check what a forward is about to read and write in each pool, by the number of its slot space.
 
     Args:
-        ahead: then store who is going to be in the slots that it writes, if all plans :func:`may_be_stored_ahead`.
+        ahead: then store who is going to be in the slots that it writes, if all plans :func:`may_be_stored_ahead`; gets
+            the number of each slot space that has it.  None: do not.
     """
     for number, plan in plans.items():
         pool = pools[number]
@@ -148,10 +152,11 @@ def check_before(pools: Mapping[int, EnginePool], plans: Mapping[int, RequestPla
         if plan.in_flight:
             _name_ahead(pool, plan)
         kernels = request_kernels_for(space.block.device)
-        if ahead:
-            kernels.check_and_store(space, plan)
-        else:
+        if ahead is None:
             kernels.check_before(space, plan)
+        else:
+            kernels.check_and_store(space, plan)
+            ahead.add(number)
         pool.scales.check()
         if pool.declared.layout.once:
             # the graphs that read them may never write them, and then guard nothing
@@ -213,13 +218,11 @@ def may_be_stored_ahead(pools: Mapping[int, EnginePool], plans: Mapping[int, Req
 
 def take_back(pools: Mapping[int, EnginePool], running: Forward) -> None:
     """A forward failed, and who is going to be in the slots that it writes was stored ahead: nobody is in them."""
-    if not running.stored_ahead:
-        return
-    running.stored_ahead = False
     with contextlib.suppress(RuntimeError):  # out of memory, or a device that nothing runs on any more: as the model
-        for number, plan in running.plans.items():
+        while running.stored_ahead:
+            number = running.stored_ahead.pop()
             space = pools[number].on_device[0]
-            request_kernels_for(space.block.device).take_back(space, plan)
+            request_kernels_for(space.block.device).take_back(space, running.plans[number])
 
 
 def remember(pools: Mapping[int, EnginePool], running: Forward) -> None:

@@ -48,6 +48,7 @@ SLOTS = 1 << 16
 #: Numbers of a place, at most, that travel along: a graph is captured for each size of their launch.
 ALONG = 4 * BLOCK
 
+#: The first room, and words of all calls that there is room for.
 _FEW, _WORDS = ROOMS[0], CALLS * COLUMNS
 
 

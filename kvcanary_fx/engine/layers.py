@@ -118,7 +118,7 @@ class LayerChecks:
                 raise
             self.held.flush()
 
-    def writes(self) -> None:
+    def about_to_write(self) -> None:
         """Within :meth:`captured`: a layer is about to write K and V.
 
         Optional.  If all layers of a model say so, what comes ``first`` in its graph (:meth:`keep`) runs beside the
@@ -182,7 +182,7 @@ class LayerChecks:
                 tells which attention is the last.  In a capture without them each layer records.
             before: of at least so many requests and tokens: its checks before the model are in the graph, beside the
                 model, if the forward writes to nothing that is compared, and so is what comes first, if the layers
-                say when they write (:meth:`writes`).  The records come after them.  *Each* replay
+                say when they write (:meth:`about_to_write`).  The records come after them.  *Each* replay
                 then takes in a batch, see :meth:`keep`; it is one of :meth:`kept` with ``in_graph``, or its live
                 counts say that there is no forward.  Only for a model that is captured whole.
 
@@ -207,8 +207,8 @@ class LayerChecks:
                 yield
             if hold and not capturing():
                 self._held_in[requests, tokens] = self.held.taken
-                if self._writes == self.held.taken:
-                    self._say_writes.add((requests, tokens))
+                say = self._say_writes.add if 0 < self._writes == self.held.taken else self._say_writes.discard
+                say((requests, tokens))
         finally:
             if hold:
                 self.held.begin()

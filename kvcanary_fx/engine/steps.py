@@ -355,8 +355,8 @@ class Steps:
                 remember(self.pools_by_space, running)
         else:
             ahead = self._ahead and not running.captured and running.plans is self._numbered
-            running.remembered = running.stored_ahead = ahead
-            check_before(self.pools_by_space, running.plans, ahead)
+            running.remembered = ahead
+            check_before(self.pools_by_space, running.plans, running.stored_ahead if ahead else None)
         if self._on_host and self._config.mode != "log":
             self._look()  # free on the CPU, and the write has not happened yet
 

@@ -58,6 +58,6 @@ submod_4""",
         assert as_vllm_has_it(self.guarded) == self.plain
 
     def test_somebody_is_told_before_each_layer_writes(self):
-        """As what comes first in a graph of the model relies on, see ``LayerChecks.writes``."""
+        """As what comes first in a graph of the model relies on, see ``LayerChecks.about_to_write``."""
         assert self.forwards >= 4
         assert self.told == 2 * self.forwards

@@ -113,6 +113,29 @@ def test_a_forward_that_fails_has_stored_nothing(graphs, monkeypatch, steps):
 
 
 @interpreted
+def test_a_forward_whose_checks_fail_takes_nothing_back(graphs, monkeypatch):
+    """What the slots of the step before had held is still in memory."""
+    use_gpu_kernels(monkeypatch.setattr)
+    toy = Toy(history=False)
+    toy.add("A", [1, 2, 3])
+    decode(toy, 3)
+    before = toy.session.pool.space.block.clone()
+
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError
+
+    toy.take("A", [4])
+    plan = toy.plan({"A": [4]})
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(gpu, "check_and_store", fail)
+        with toy.session.step(plan), toy.session.forward():
+            pass
+    columns = [Column.TOKEN, Column.POSITION, Column.CHAIN, Column.CHAIN + 1]
+    assert torch.equal(toy.session.pool.space.block[:-1, columns], before[:-1, columns])
+    assert int(toy.session.pool.space.flags[3]) & Flag.WRITTEN
+
+
+@interpreted
 @pytest.mark.parametrize("most", [1, 2])
 def test_what_long_prompts_write_is_stored_behind_the_model(graphs, monkeypatch, most):
     use_gpu_kernels(monkeypatch.setattr)

@@ -79,7 +79,7 @@ class Engine:
         rows = rows + self.given["positions"][:, None, None]
         for i, (name, halves) in enumerate(zip(self.names, self.kv, strict=True)):
             if i in self.says:
-                self.checks.writes()
+                self.checks.about_to_write()
             for half, slip in zip(halves, (torch.zeros_like(self.slip), self.slip), strict=True):
                 half.view(-1, HEADS, DIM)[slots] = rows + i + slip
             verify_layer(rows.device, name)

@@ -154,7 +154,7 @@ class GuardV2(Guard):
             return
         before = self._forwards.for_graph(tokens) if whole and capturing() else None
         layers = self._layers.captured(min(self._room[0], tokens), tokens, whole, self._forwards.holds, before=before)
-        with layers, ops.telling_writes(self._layers.writes), ops.one_forward() as guarded:
+        with layers, ops.telling_writes(self._layers.about_to_write), ops.one_forward() as guarded:
             yield
         if capturing():
             self.layers_in_graphs[tokens] = len(guarded.in_graph) + len(guarded.outside)
