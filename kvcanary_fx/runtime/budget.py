@@ -17,9 +17,10 @@ subtracted from the budget as far as it is known: the host's time while the devi
 (:func:`usually`), and a typical time for each op of a graph (:data:`SECONDS_PER_OP`), at most :data:`GUESS_AT_MOST` of
 the budget.
 
-All of these are fractions of a step, from the begin of one call to that of the next, not of the time that the call
-takes its device: a served model whose graph ran for 0.13 ms (H200) had a step each 2.2 ms, since its engine waited for
-the host.  As a fraction of the 0.13 ms, 20 us of our Python were 15 %, and N was 4,096 for half a minute.
+All of these are fractions of a step, which lasts from the start of one call to the start of the next, and not of the
+time that a call takes its device.  A served model whose graph ran for 0.13 ms (H200) made a step every 2.2 ms, since
+its engine waited for the host.  As a fraction of the 0.13 ms, 20 us of our Python were 15 %, and N was 4,096 for half
+a minute.
 
 What a share costs grows with what is stored.  With a price learned from one request, 64 requests of the same context
 took 4.6 % longer for hundreds of steps (H200), since a step itself was only 1.4 times as long.  So a price is that of
@@ -77,7 +78,8 @@ LEFT_FOR_BYTES = 1 / 8
 #: whose Python runs for the first times.
 CERTAIN = 3
 
-#: Seconds from the end of a call to the next that count as a step's: behind more, the caller may have been idle.
+#: So many seconds between the end of a call and the next one are part of a step, at most: in a longer pause the caller
+#: may have been idle.
 IDLE = 5e-3
 
 #: N is lowered only if the larger share fits with this much room to spare, so that N does not oscillate.
