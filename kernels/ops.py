@@ -109,6 +109,19 @@ def _gpu_module(name: str) -> ModuleType:
     return importlib.import_module(name, __package__)
 
 
+def import_gpu_kernels() -> None:
+    """Import what the first call of a compiled graph needs on a GPU, if this process sees one; no context is made.
+
+    Half of it is Triton, which reads the source of each kernel when its module is imported, and imports its descriptors
+    for other GPUs behind the first launch.  In a first call of 3 s with warm caches it took 0.15 s.
+    """
+    if torch.version.cuda is None or not torch.cuda.device_count():  # NVML is asked
+        return
+    with contextlib.suppress(ImportError):  # without Triton: a graph on a GPU says so
+        _gpu_module(".content.gpu")
+        importlib.import_module("triton.experimental.gluon.nvidia.hopper")
+
+
 def kernels_for(device: torch.device) -> ModuleType:
     """The implementation of the checks for a device; Triton is imported only when a GPU needs it."""
     return _gpu_module(".content.gpu") if device.type == "cuda" else cpu

@@ -39,6 +39,7 @@ from .kernels.context import (
     has_forward_context,
     override_forward_context,
 )
+from .kernels.ops import import_gpu_kernels
 from .passes.attention_ops import register_attention_op
 from .passes.write_ops import register_kv_write
 from .reports.violation import KVCacheViolation, Violation
@@ -94,3 +95,4 @@ __all__ = [
 __version__ = "0.1.0"
 
 register_name()
+import_gpu_kernels()

@@ -18,6 +18,7 @@ from ..passes.graph_plan import GraphPlan
 from ..passes.pipeline import passes, run_passes
 from ..runtime.session import CanarySession
 from . import coverage
+from .cache_names import computing_names
 from .rehearsal import rehearse
 
 _SESSIONS: dict[tuple[object, ...], CanarySession] = {}
@@ -151,7 +152,8 @@ def compile_graph(
     chain, pools_in = "chain" in config.checks, owner.hooks.pools_in
     ordered = passes(chain, config.rewrite, pools_in, side, config.checks_at_once, recorded, declared)
     try:
-        rewritten, plan = run_passes(gm, example_inputs, ordered, config.dump)
+        with computing_names(example_inputs, config.inner):
+            rewritten, plan = run_passes(gm, example_inputs, ordered, config.dump)
     except Exception as e:
         # Not every exception may reach Dynamo: it treats some as graph breaks, and runs on unguarded.
         owner.report_lost(AnalysisError(e), e)

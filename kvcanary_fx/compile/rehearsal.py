@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensor
 
 from ..config import CanaryConfig
 from ..kernels.buffers import Site
-from ..kernels.compile_ahead import InBackground, compiles_for, name_of_triton
+from ..kernels.compile_ahead import InBackground, compiles_for
 from ..kernels.context import ForwardContext
 from ..kernels.ops import kernels_for
 from ..passes.axis_flow import hint
@@ -59,9 +59,6 @@ def rehearse(
         return None
     if any(isinstance(cache, FakeTensor) for cache in caches) or any(site.output is not None for site in plan.sites):
         return None  # nobody has the memory that the first call will be given
-    # Inductor needs it, too, and it is computed once.  Seen: by two threads at a time, of which each waits for its turn
-    # in Python after every block that it reads, it took 1.1 s instead of 0.3, and Inductor 0.2 s more.
-    name_of_triton()
     rehearsal, ahead = _Rehearsal(gm, example_inputs, plan, config), InBackground()
     for device in devices:
         ahead.compile(functools.partial(rehearsal.run, device), device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -52,6 +53,22 @@ def test_importing_us_does_not_import_triton_or_transformers():
     program = "import kvcanary_fx, sys; print([m for m in ('triton', 'transformers') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT)
     assert "transformers" not in out.stdout
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_what_a_gpu_needs_is_imported_with_us_where_one_is_seen(gpus):
+    """So that a first call need not; CUDA is not initialized, since the process may fork."""
+    program = (
+        f"import sys, torch; torch.version.cuda = '13.0'; torch.cuda.device_count = lambda: {gpus}\n"
+        "import kvcanary_fx\n"
+        "wanted = 'kvcanary_fx.kernels.content.gpu', 'triton.experimental.gluon.nvidia.hopper'\n"
+        "print([name in sys.modules for name in wanted], torch.cuda.is_initialized())"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    out = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert out.stdout == f"[{bool(gpus)}, {bool(gpus)}] False\n"
 
 
 def files_of(package: Path) -> set[str]:
