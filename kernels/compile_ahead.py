@@ -136,12 +136,7 @@ class InBackground:
 
         What ``run`` raises is logged: it prepares launches to come, and what keeps them from being made they raise.
         """
-        self.run(lambda: compile_ahead(run, device))
-
-    def run(self, function: Callable[[], object]) -> None:
-        """A function, behind what is under way; it compiles or prepares to, and raises nothing but what compiling or
-        launching raises again."""
-        self._under_way.append(self._thread.submit(_told_of_errors, function))
+        self._under_way.append(self._thread.submit(_told_of_errors, run, device))
 
     def wait(self) -> None:
         """Until all is compiled; any thread may call it, again as well."""
@@ -149,10 +144,10 @@ class InBackground:
         self._thread.shutdown(wait=False)
 
 
-def _told_of_errors(function: Callable[[], object]) -> None:
+def _told_of_errors(run: Callable[[], object], device: torch.device) -> None:
     try:
         with SHORT_TURNS:
-            function()
+            compile_ahead(run, device)
     except Exception:
         log.warning("kvcanary.compile kernels are compiled when they are launched, not before", exc_info=True)
 

@@ -39,6 +39,8 @@ class Deferred:
         self._context, self._held = context, context.held
         self._name_of, self._taken = name_of, taken
         self.written: list[_Noted] = [first]
+        if self._held.deferred is not None:  # what was noted elsewhere is still to be recorded
+            self._held.deferred()
         self._held.expect(first[1], first[2])
         self.room = self._held.room
         self._held.deferred = self.take_in

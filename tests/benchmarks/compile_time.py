@@ -113,14 +113,18 @@ def variants(found: dict[str, Any]) -> int:
 
 
 def measure(variant: str, device: str, profile: Path | None = None) -> dict[str, Any]:
-    """One run, in this process: seconds of the first call, of our passes and kernels, and what the caches said."""
+    """One run, in this process: seconds of the first call, of importing us before it, of our passes and kernels, and
+    what the caches said."""
 
     import torch
     import torch._inductor.compile_fx  # else the unguarded run imports it before its clock starts
     from torch._dynamo.utils import counters
     from transformers import StaticCache
 
+    began = time.perf_counter()
     import kvcanary_fx
+
+    importing = time.perf_counter() - began
     from kvcanary_fx.adapters.huggingface.caches import cache_name
     from kvcanary_fx.proof import tiny
 
@@ -149,7 +153,8 @@ def measure(variant: str, device: str, profile: Path | None = None) -> dict[str,
         ),
     }
     made = kernels.parts if kernels is not None else []
-    return {"seconds": seconds, "passes": passes, "recorded": ops, "hits": hits, "kernels": made}
+    found = {"seconds": seconds, "importing": importing, "passes": passes, "recorded": ops, "hits": hits}
+    return {**found, "kernels": made}
 
 
 @contextlib.contextmanager
@@ -205,6 +210,7 @@ def _row(kind: str, plain: list[dict[str, Any]], guarded: list[dict[str, Any]]) 
     a, b = (statistics.median(r["seconds"] for r in group) for group in (plain, guarded))
     ratios = [g["seconds"] / p["seconds"] for p, g in zip(plain, guarded, strict=True)]
     passes = statistics.median(r["passes"] for r in guarded)
+    importing = statistics.median(r["importing"] for r in guarded)
     (fx_hit, fx_miss), (aot_hit, aot_miss) = guarded[-1]["hits"]["fx"], guarded[-1]["hits"]["aot"]
     seconds = [r["seconds"] for r in guarded]
     kernels, ahead = (statistics.median(map(part, guarded)) for part in (in_first_call, beside_it))
@@ -217,6 +223,7 @@ def _row(kind: str, plain: list[dict[str, Any]], guarded: list[dict[str, Any]]) 
         f"{passes * 1e3:.0f} ms",
         f"{kernels * 1e3:.0f} ms",
         f"{ahead * 1e3:.0f} ms",
+        f"{importing * 1e3:.0f} ms",
         f"FX {fx_hit} hit {fx_miss} miss, AOT {aot_hit} hit {aot_miss} miss",
     ]
 
@@ -258,7 +265,7 @@ def parse() -> argparse.Namespace:
 
 
 HEADER = ["caches", "unguarded", "guarded (spread)", "difference", "pairs", "of it our passes", "our kernels"]
-HEADER += ["these beside it", "caches, guarded run"]
+HEADER += ["these beside it", "import kvcanary_fx", "caches, guarded run"]
 
 
 def text(runs: Runs, args: argparse.Namespace) -> str:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from v2_runner import PAGE, Runner, step_of
+from v2_runner import DIM, HEADS, PAGE, Runner, Sizes, step_of
 
 
 @pytest.fixture
@@ -121,6 +121,33 @@ def test_a_flip_is_reported_when_its_steps_tokens_are_read(runner):
     runner.read(runner.step({"y": 1}))
     (found,) = runner.guard.session.known_violations()
     assert (found.check, found.layer, found.half, found.request, found.position) == ("content", "b", "V", "y", 1)
+
+
+class Eager(Runner):
+    """Its layers are those of a model that is not compiled: vLLM's own op runs, with the checks."""
+
+    def _model(self, slots, layers=None):
+        from kvcanary_fx.adapters.vllm import ops
+
+        for layer, halves in self.layers.items():
+            written = [torch.randn(len(slots), HEADS, DIM) for _ in halves]
+
+            def attention(query, key, value, output, layer_name, halves=halves, written=written):
+                for half, rows in zip(halves, written, strict=True):
+                    half.view(-1, HEADS, DIM)[slots] = rows
+
+            ops._guarded(attention, in_graph=False)(None, *written, torch.zeros(1), layer)
+
+
+@pytest.mark.parametrize("layer", ["a", "b", "c"])
+def test_each_layer_of_a_model_that_is_not_compiled_is_recorded(layer):
+    """Seen: only the last one was, with no word of it but in the summary."""
+    runner = Eager(sizes=Sizes(layers=("a", "b", "c")))
+    run(runner)
+    assert runner.guard.session.uncovered == []
+    runner.layers[layer][1][2, 1, 0, 3] += 1  # position 1 of y
+    runner.read(runner.step({"y": 1}))
+    assert [(v.check, v.layer, v.half) for v in runner.guard.session.known_violations()] == [("content", layer, "V")]
 
 
 def test_the_host_hears_of_violations_and_copies_nothing():

@@ -337,7 +337,13 @@ def test_compile_times_are_of_pairs_that_take_turns(monkeypatch, capsys):
 
     def run(variant, device, cache):
         ran.append((variant, cache))
-        return {"seconds": next(seconds), "passes": 0.05, "hits": {"fx": (1, 0), "aot": (1, 0)}, "kernels": []}
+        return {
+            "seconds": next(seconds),
+            "importing": 0.7,
+            "passes": 0.05,
+            "hits": {"fx": (1, 0), "aot": (1, 0)},
+            "kernels": [],
+        }
 
     monkeypatch.setattr(compile_time, "in_new_process", run)
     args = types.SimpleNamespace(device="cpu", repeats=2, warm=2, parts=False)

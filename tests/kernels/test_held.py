@@ -254,6 +254,21 @@ def test_layers_that_are_noted_are_recorded_where_layers_that_are_taken_would_be
     assert layers.run(notes=True) == captured
 
 
+@pytest.mark.parametrize("limit", [70, 1000])
+def test_layers_that_are_noted_in_several_places_are_all_recorded(limit):
+    """Seen: of a vLLM in eager mode only the last layer was."""
+    layers = Layers([8] * 6, limit)
+    plans, record = {8: SimpleNamespace(real_slots=torch.zeros(1))}, SimpleNamespace
+    named = {str(at): record(space=record(space_id=8), writes=True, gate=None) for at in range(6)}
+    taken: set[str] = set()
+    for name in named:
+        context = SimpleNamespace(held=layers.held, requests=plans, layers=named)
+        Deferred(context, str, taken, (name, torch.zeros(8, dtype=torch.uint8), None))
+    layers.held.flush()
+    assert sum(count for _, count in layers.recorded) == 6
+    assert taken == set(named)
+
+
 def test_a_large_gpu_holds_more(monkeypatch):
     cpu, gpu, has = torch.device("cpu"), torch.device("cuda", 0), []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=has[-1]))

@@ -13,6 +13,7 @@ import triton
 import kvcanary_fx
 from kvcanary_fx.compile import backend, cache_names
 from kvcanary_fx.compile.cache_names import computing_names, name_of_triton
+from kvcanary_fx.kernels import compile_ahead
 from kvcanary_fx.kernels.compile_ahead import SHORT_TURNS, InBackground
 
 
@@ -82,11 +83,22 @@ def test_no_name_of_torch_without_inductors_cache(computed, monkeypatch):
     assert [name for name, _ in computed] == ["triton"]
 
 
-def test_turns_are_short_while_something_runs_in_the_background():
+def test_turns_are_short_while_kernels_are_compiled_in_the_background(monkeypatch):
     before, seen = sys.getswitchinterval(), []
+    monkeypatch.setattr(compile_ahead, "compile_ahead", lambda run, device: run())
     ahead = InBackground()
-    ahead.run(lambda: seen.append(sys.getswitchinterval()))
+    ahead.compile(lambda: seen.append(sys.getswitchinterval()), torch.device("cuda"))
     ahead.wait()
+    assert seen == [pytest.approx(2e-4)]
+    assert sys.getswitchinterval() == before
+
+
+def test_turns_are_short_while_a_name_is_computed_beside_the_passes(monkeypatch):
+    before, seen = sys.getswitchinterval(), []
+    monkeypatch.setattr(cache_names, "compiles_for", lambda device: True)
+    monkeypatch.setattr(cache_names, "name_of_triton", lambda: seen.append(sys.getswitchinterval()))
+    with computing_names([torch.zeros(1)], "eager"):
+        pass
     assert seen == [pytest.approx(2e-4)]
     assert sys.getswitchinterval() == before
 
@@ -114,9 +126,12 @@ def test_turns_that_somebody_else_has_set_stay():
         sys.setswitchinterval(before)
 
 
-def test_turns_are_as_they_were_after_an_error():
+def test_turns_are_as_they_were_after_an_error(monkeypatch, capfd):
+    """Whoever needs the name raises it again."""
     before = sys.getswitchinterval()
-    ahead = InBackground()
-    ahead.run(lambda: 1 / 0)  # logged: what it prepares for raises it again
-    ahead.wait()
+    monkeypatch.setattr(cache_names, "compiles_for", lambda device: True)
+    monkeypatch.setattr(cache_names, "name_of_triton", lambda: 1 / 0)
+    with computing_names([torch.zeros(1)], "eager"):
+        pass
     assert sys.getswitchinterval() == before
+    assert capfd.readouterr().err == ""

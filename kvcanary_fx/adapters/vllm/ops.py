@@ -251,7 +251,7 @@ def _guarded(original: Callable[..., None], in_graph: bool) -> Callable[..., Non
             (known.in_graph if in_graph else known.outside).add(layer)
         _verify(context, output, layer)
         original(query, key, value, output, layer_name, *args, **kwargs)
-        if known is not None and known.defers and _may_be_deferred(context):
+        if in_graph and known is not None and known.defers and _may_be_deferred(context):
             known.deferred = Deferred(context, name_of, known.in_graph, first=(layer_name, key, value))
         else:
             record(output, key, value, layer)
