@@ -123,8 +123,13 @@ def test_a_flip_is_reported_when_its_steps_tokens_are_read(runner):
     assert (found.check, found.layer, found.half, found.request, found.position) == ("content", "b", "V", "y", 1)
 
 
-class Eager(Runner):
-    """Its layers are those of a model that is not compiled: vLLM's own op runs, with the checks."""
+class FromPython(Runner):
+    """Its layers run from Python, with the checks in the op of each: ours in the place of vLLM's, where a graph is
+    split, or vLLM's own, of a model that is not compiled."""
+
+    def __init__(self, in_graph, **sizes):
+        self._in_graph = in_graph
+        super().__init__(sizes=Sizes(**sizes))
 
     def _model(self, slots, layers=None):
         from kvcanary_fx.adapters.vllm import ops
@@ -136,18 +141,29 @@ class Eager(Runner):
                 for half, rows in zip(halves, written, strict=True):
                     half.view(-1, HEADS, DIM)[slots] = rows
 
-            ops._guarded(attention, in_graph=False)(None, *written, torch.zeros(1), layer)
+            ops._guarded(attention, self._in_graph)(None, *written, torch.zeros(1), layer)
 
 
+@pytest.mark.parametrize("in_graph", [True, False], ids=["split", "not compiled"])
 @pytest.mark.parametrize("layer", ["a", "b", "c"])
-def test_each_layer_of_a_model_that_is_not_compiled_is_recorded(layer):
-    """Seen: only the last one was, with no word of it but in the summary."""
-    runner = Eager(sizes=Sizes(layers=("a", "b", "c")))
+def test_each_layer_that_runs_from_python_is_recorded(in_graph, layer):
+    """Seen: of a model that is not compiled only the last one was."""
+    runner = FromPython(in_graph, layers=("a", "b", "c"))
     run(runner)
     assert runner.guard.session.uncovered == []
     runner.layers[layer][1][2, 1, 0, 3] += 1  # position 1 of y
     runner.read(runner.step({"y": 1}))
     assert [(v.check, v.layer, v.half) for v in runner.guard.session.known_violations()] == [("content", layer, "V")]
+
+
+def test_layers_that_wrote_and_are_not_recorded_are_told(monkeypatch):
+    """Seen: what they had noted was lost, and they were counted among the guarded ones."""
+    from kvcanary_fx.kernels.deferred import Deferred
+
+    monkeypatch.setattr(Deferred, "take_in", lambda noted: noted.written.clear())
+    runner = FromPython(True, layers=("a", "b", "c"))
+    runner.step({"x": 3}, new={"x": [1]})
+    assert any("only 0 of 3 layers" in why for why in runner.guard.session.uncovered)
 
 
 def test_the_host_hears_of_violations_and_copies_nothing():

@@ -247,14 +247,14 @@ def _guarded(original: Callable[..., None], in_graph: bool) -> Callable[..., Non
         if context is None or layer not in context.layers or _is_checked_elsewhere(known, layer, in_graph):
             original(query, key, value, output, layer_name, *args, **kwargs)
             return
-        if known is not None:
-            (known.in_graph if in_graph else known.outside).add(layer)
         _verify(context, output, layer)
         original(query, key, value, output, layer_name, *args, **kwargs)
         if in_graph and known is not None and known.defers and _may_be_deferred(context):
             known.deferred = Deferred(context, name_of, known.in_graph, first=(layer_name, key, value))
-        else:
-            record(output, key, value, layer)
+            return
+        record(output, key, value, layer)
+        if known is not None:  # not before: guarded is what was recorded
+            (known.in_graph if in_graph else known.outside).add(layer)
 
     return guarded
 
