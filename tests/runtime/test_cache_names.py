@@ -76,9 +76,9 @@ def test_it_is_waited_for_also_if_a_pass_raises(computed):
     assert [name for name, _ in computed] == ["triton"]
 
 
-def test_no_name_of_torch_without_inductors_cache(computed, monkeypatch):
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
-    with computing_names([torch.zeros(1)], "inductor"):
+@pytest.mark.parametrize("setting", [{"fx_graph_cache": False}, {"force_disable_caches": True}])
+def test_no_name_of_torch_without_inductors_cache(computed, setting):
+    with torch._inductor.config.patch(setting), computing_names([torch.zeros(1)], "inductor"):
         pass
     assert [name for name, _ in computed] == ["triton"]
 
