@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import kvcanary_fx
+from kvcanary_fx.kernels import ops
 
 ROOT = Path(__file__).parents[2]
 checkout = pytest.mark.skipif(not (ROOT / "passes").is_dir(), reason="not a checkout")
@@ -69,6 +71,21 @@ def test_what_a_gpu_needs_is_imported_with_us_where_one_is_seen(gpus):
         [sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT, env=environment
     )
     assert out.stdout == f"[{bool(gpus)}, {bool(gpus)}] False\n"
+
+
+def test_a_triton_that_fails_does_not_keep_us_from_being_imported(monkeypatch):
+    """Whoever launches a kernel is told."""
+    asked = []
+
+    def fail(name):
+        asked.append(name)
+        raise RuntimeError("0 active drivers")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(ops, "_gpu_module", fail)
+    ops.import_gpu_kernels()
+    assert asked == [".content.gpu"]
 
 
 def files_of(package: Path) -> set[str]:
