@@ -1,11 +1,14 @@
 """What the canary adds to compile time: a Llama of 8 layers, cold and warm caches, each in a fresh process.
 
     python tests/benchmarks/compile_time.py [--repeats 3] [--warm 4] [--write]
+    python tests/benchmarks/compile_time.py --at-once
     python tests/benchmarks/compile_time.py --profile DIRECTORY
 
 A run compiles one decode step and times the first call, until the device is done.  Cold runs start with an empty cache
 directory; warm runs are other processes with the same directory.  Guarded and unguarded runs take turns, each first in
 every second pair: runs of one kind differ by a third, so what tells is the median of many pairs' own ratios.
+With ``--at-once`` both runs of a pair are made at the same time, each on half of the cores, the other half in the next
+pair: a host whose speed changes from one run to the next says little about runs that follow each other.
 ``--profile`` writes where the time of a warm run goes, guarded and not, as text; ``--parts`` prints what the canary's
 kernels take of it, by variant and thread.
 """
@@ -13,6 +16,7 @@ kernels take of it, by variant and thread.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import cProfile
 import json
@@ -28,6 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cores
 import report
 
 LAYERS = 8
@@ -189,21 +194,37 @@ Runs = dict[tuple[str, str], list[dict[str, Any]]]
 def take_turns(args: argparse.Namespace) -> Runs:
     """All runs, each printed when it is over."""
     runs: Runs = {}
-
-    def run(variant: str, kind: str, cache: str) -> None:
-        found = in_new_process(variant, args.device, cache)
-        runs.setdefault((variant, kind), []).append(found)
-        print(f"{kind:5s} {variant:8s} {found['seconds']:6.2f} s {found['hits']}", flush=True)
-        if args.parts:
-            print_parts(found)
-
     for number in range(args.repeats):
         with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as guarded:
             for turn, kind in enumerate(("cold", *["warm"] * args.warm), number):
-                pair = [("plain", plain), ("guarded", guarded)]
-                for variant, cache in pair if turn % 2 == 0 else reversed(pair):
-                    run(variant, kind, cache)
+                pair = [("plain", plain), ("guarded", guarded)][:: -1 if turn % 2 else 1]
+                for variant, found in run_pair(pair, args):
+                    runs.setdefault((variant, kind), []).append(found)
+                    print(f"{kind:5s} {variant:8s} {found['seconds']:6.2f} s {found['hits']}", flush=True)
+                    if args.parts:
+                        print_parts(found)
     return runs
+
+
+def run_pair(pair: list[tuple[str, str]], args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Runs, given by variant and cache, one after the other or at once."""
+    if not args.at_once:
+        for variant, cache in pair:
+            yield variant, in_new_process(variant, args.device, cache)
+        return
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        found = [
+            (variant, threads.submit(on, cpus, variant, args.device, cache))
+            for (variant, cache), cpus in zip(pair, cores.halves(os.sched_getaffinity(0)), strict=True)
+        ]
+    for variant, run in found:
+        yield variant, run.result()
+
+
+def on(cpus: set[int], *arguments: str) -> dict[str, Any]:
+    """:func:`in_new_process` on some hardware threads; this thread is on no other from here on, either."""
+    os.sched_setaffinity(0, cpus)
+    return in_new_process(*arguments)
 
 
 def _row(kind: str, plain: list[dict[str, Any]], guarded: list[dict[str, Any]]) -> list[str]:
@@ -255,12 +276,15 @@ def parse() -> argparse.Namespace:
         "--profile", type=Path, metavar="DIRECTORY", help="two warm runs, where their time goes; no table"
     )
     parser.add_argument("--parts", action="store_true", help="print what our kernels take, by variant and thread")
+    parser.add_argument("--at-once", action="store_true", help="both runs of a pair, each on half of the cores")
     parser.add_argument("--write", action="store_true", help="update the section in BENCHMARKS.md")
     parser.add_argument("--variant", choices=("plain", "guarded"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     for name in ("repeats", "warm"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: give how many pairs, 1 at least")
+    if args.at_once and len(os.sched_getaffinity(0)) < 2:
+        parser.error("--at-once: there is one hardware thread, and both runs would be on it")
     return args
 
 
@@ -278,11 +302,13 @@ def text(runs: Runs, args: argparse.Namespace) -> str:
             f" The guarded run compiles {count} variants of the canary's Triton kernels too, or takes them from "
             "Triton's cache, however many layers there are: other threads do, while Inductor compiles."
         )
-    command = f"python tests/benchmarks/compile_time.py --repeats {args.repeats} --warm {args.warm} --write"
+    turns = "at once, each on half of the cores" if args.at_once else "taking turns"
+    command = f"python tests/benchmarks/compile_time.py --repeats {args.repeats} --warm {args.warm}"
+    command += " --at-once" * args.at_once + " --write"
     return (
         f"## Compile time\n\n{report.environment(args.device)}. First call of a compiled decode step of a tiny Llama "
         f"of {LAYERS} layers, Inductor, medians of {args.repeats} runs with empty caches and {args.repeats * args.warm}"
-        " with those of one before, in fresh processes, guarded and unguarded taking turns; `pairs`: a guarded run's "
+        f" with those of one before, in fresh processes, guarded and unguarded {turns}; `pairs`: a guarded run's "
         f"time as a share of that of the unguarded one beside it.{kernels} Command: `{command}`\n\n"
         f"{report.table(HEADER, rows)}"
     )

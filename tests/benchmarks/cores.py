@@ -33,6 +33,21 @@ def first_threads(cpus: set[int], root: Path = _CPUS) -> set[int]:
     return found
 
 
+def halves(cpus: set[int], root: Path = _CPUS) -> tuple[set[int], set[int]]:
+    """Two halves of ``cpus``, no core's threads in both; the lower numbers are one half where the system does not say
+    which share a core."""
+    cores: dict[str, set[int]] = {}
+    for cpu in sorted(cpus):
+        try:
+            name = (root / f"cpu{cpu}/topology/thread_siblings_list").read_text()
+        except OSError:
+            name = str(cpu)
+        cores.setdefault(name, set()).add(cpu)
+    found = list(cores.values())
+    half = len(found) // 2
+    return set().union(*found[:half]), set().union(*found[half:])
+
+
 def use_one_thread_of_each() -> str:
     """Let this process, and those that it starts, run on one hardware thread of each core; says what came of it."""
     before = os.sched_getaffinity(0)

@@ -1,17 +1,19 @@
-"""What a branch of a CUDA graph costs the kernels beside it: matrix products in a row, and a few small launches.
+"""What a branch of a CUDA graph costs the kernels beside it, and the host: products of matrices, and small launches.
 
     python tests/benchmarks/graph_branches.py [--layers 24] [--rounds 24]
 
 The small launches are in front of the products, or in a branch that is joined after the first layer or at the end, or
 in one beside the last layers.  Each graph is captured three times and they take turns; shown is the difference of the
-fastest.  ``again`` forks to the stream of a branch that was joined before: then the second one depends on the first
-one's last launch, too, and a branch is open from there on.
+fastest.  The host's time is that of launching a replay while the GPU has nothing to do.  ``again`` forks to the stream
+of a branch that was joined before: then the second one depends on the first one's last launch, too, and a branch is
+open from there on.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable, Iterator
 
 import report
@@ -97,6 +99,14 @@ def microseconds(run: Callable[[], None]) -> float:
     return float(start.elapsed_time(end)) / 2 * 1e3
 
 
+def microseconds_of_host(run: Callable[[], None]) -> float:
+    """Of launching one replay, when the device has ended the last one."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    return (time.perf_counter() - began) * 1e6
+
+
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -113,14 +123,19 @@ def main() -> None:
     torch.cuda.synchronize()
     graphs = {kind: [captured(model, args.layers, *how) for _ in range(CAPTURES)] for kind, how in KINDS.items()}
     taken: dict[str, list[list[float]]] = {kind: [[] for _ in made] for kind, made in graphs.items()}
+    host: dict[str, list[float]] = {kind: [] for kind in graphs}
     for number in range(args.rounds):
         for kind in list(graphs)[:: -1 if number % 2 else 1]:
             for times, graph in zip(taken[kind], graphs[kind], strict=True):
                 times.append(microseconds(graph.replay))
+                host[kind].append(microseconds_of_host(graph.replay))
     fastest = {kind: min(map(statistics.median, times)) for kind, times in taken.items()}
-    rows = [[kind, f"{us:,.1f} us", f"{us - fastest['none']:+.1f} us"] for kind, us in fastest.items()]
+    rows = [
+        [kind, f"{us:,.1f} us", f"{us - fastest['none']:+.1f} us", f"{statistics.median(host[kind]):.1f} us"]
+        for kind, us in fastest.items()
+    ]
     print(report.environment("cuda"))
-    print(report.table(["small launches", "a replay", "more than none"], rows))
+    print(report.table(["small launches", "a replay", "more than none", "host"], rows))
 
 
 if __name__ == "__main__":

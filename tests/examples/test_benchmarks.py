@@ -12,6 +12,7 @@ import threading
 import time
 import types
 from pathlib import Path
+from threading import get_ident
 
 import pytest
 import torch
@@ -51,16 +52,21 @@ def table(out: str) -> list[list[str]]:
     return [[cell.strip() for cell in line] for line in lines[2:]]
 
 
+def name_cores(root, siblings):
+    """Say which hardware threads share a core; None: nothing is said."""
+    for cpu, listed in enumerate(siblings or ()):
+        topology = root / f"cpu{cpu}/topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(listed + "\n")
+
+
 @pytest.mark.parametrize(
     ("siblings", "chosen"),
     [(["0,2", "1,3", "0,2", "1,3"], {0, 1}), (["0-1", "0-1", "2-3", "2-3"], {0, 2}), (None, {0, 1, 2, 3})],
     ids=["halves", "neighbours", "unknown"],
 )
 def test_engines_that_are_compared_get_one_hardware_thread_of_each_core(tmp_path, siblings, chosen):
-    for cpu, listed in enumerate(siblings or ()):
-        topology = tmp_path / f"cpu{cpu}/topology"
-        topology.mkdir(parents=True)
-        (topology / "thread_siblings_list").write_text(listed + "\n")
+    name_cores(tmp_path, siblings)
     assert cores.first_threads({0, 1, 2, 3}, tmp_path) == chosen
 
 
@@ -173,7 +179,7 @@ def test_layers_whose_checks_the_engine_calls_are_checked_in_each_forward(capsys
 
 
 def test_flips_are_found_within_the_steps_that_a_budget_promises(capsys):
-    arguments = ["--tiny", "--device", "cpu", "--budget", "0.5", "--rounds", "1", "--flips", "1", "--seconds", "0.5"]
+    arguments = ["--tiny", "--device", "cpu", "--budget", "0.5", "--rounds", "2", "--flips", "1", "--seconds", "0.5"]
     budget.main(arguments)
     (row,) = table(capsys.readouterr().out)
     assert row[8] == "1 of 1"
@@ -346,7 +352,7 @@ def test_compile_times_are_of_pairs_that_take_turns(monkeypatch, capsys):
         }
 
     monkeypatch.setattr(compile_time, "in_new_process", run)
-    args = types.SimpleNamespace(device="cpu", repeats=2, warm=2, parts=False)
+    args = types.SimpleNamespace(device="cpu", repeats=2, warm=2, parts=False, at_once=False)
     found = compile_time.text(compile_time.take_turns(args), args)
     first, pairs = [variant for variant, _ in ran[::2]], zip(ran[::2], ran[1::2], strict=True)
     assert first == ["plain", "guarded", "plain", "guarded", "plain", "guarded"], "each first in every second pair"
@@ -354,6 +360,46 @@ def test_compile_times_are_of_pairs_that_take_turns(monkeypatch, capsys):
     assert len({cache for _, cache in ran}) == 4, "the caches of one kind, cold and then warm"
     assert "| cold | 9.50 s | 10.45 s (9.90 to 11.00) | +10.0 % | 110.0 % (rounds 110.0 to 110.0) |" in found
     assert "| warm | 3.50 s | 3.75 s (2.40 to 4.40) | +7.1 % | 110.0 % (rounds 105.0 to 120.0) |" in found
+
+
+def test_compile_times_of_a_pair_at_once_are_on_halves_of_the_cores_that_change(monkeypatch, capsys):
+    ran = []
+
+    def run(variant, device, cache):
+        ran.append((variant, os.sched_getaffinity(0)))
+        return {"seconds": 1.0, "importing": 0.7, "passes": 0.05, "hits": {}, "kernels": []}
+
+    monkeypatch.setattr(compile_time, "in_new_process", run)
+    monkeypatch.setattr(compile_time.os, "sched_setaffinity", lambda thread, cpus: here.update({get_ident(): cpus}))
+    monkeypatch.setattr(compile_time.os, "sched_getaffinity", lambda thread: here.get(get_ident(), {0, 1, 2, 3}))
+    here: dict[int, set[int]] = {}
+    compile_time.take_turns(types.SimpleNamespace(device="cpu", repeats=1, warm=1, parts=False, at_once=True))
+    low, high = {0, 1}, {2, 3}
+    assert sorted(ran[:2]) == [("guarded", high), ("plain", low)]
+    assert sorted(ran[2:]) == [("guarded", low), ("plain", high)]
+
+
+def test_a_clock_that_falls_is_no_growth_of_a_step():
+    """As that of a GPU that grows warm: each step takes longer than the one before, first much, then less."""
+    times = [8.0 + 0.2 * (1 - 0.8**number) for number in range(12)]
+    plain, guarded = [], []
+    for number in range(6):
+        for taken, factor in [(plain, 1), (guarded, 1.004)][:: 1 if number % 2 == 0 else -1]:
+            taken.append(factor * times.pop(0))
+    row = budget.Row(None, "captured", 0.005, plain, guarded, 512, 4.0)
+    assert row.growth == pytest.approx(0.004, abs=4e-4)
+    with pytest.raises(SystemExit):
+        budget.parse(["--tiny", "--device", "cpu", "--rounds", "5"])  # one is in one order only
+
+
+@pytest.mark.parametrize(
+    ("siblings", "lower"),
+    [(["0,2", "1,3", "0,2", "1,3"], {0, 2}), (["0-1", "0-1", "2-3", "2-3"], {0, 1}), (None, {0, 1})],
+    ids=["halves", "neighbours", "unknown"],
+)
+def test_halves_of_the_hardware_threads_share_no_core(tmp_path, siblings, lower):
+    name_cores(tmp_path, siblings)
+    assert cores.halves({0, 1, 2, 3}, tmp_path) == (lower, {0, 1, 2, 3} - lower)
 
 
 def test_plot_has_every_line_and_mark():
