@@ -4,7 +4,7 @@
 
 The tests marked ``gpu``, the rest of the suite on this machine's torch (not with ``--marked``), and the examples under
 Inductor, ``mode="reduce-overhead"`` and manual capture, side by side; then the benchmarks, one at a time.  Each job's
-output goes to a file.
+output goes to a file, and of a job that fails the tests that did, and why, are printed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import argparse
 import concurrent.futures
 import importlib.util
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 #: Tests that compile kernels for many layouts, by the number of their blocks: a process for each block.  In one the
 #: first did not get beyond its third block in 200 s (H200); side by side all were done in less.
@@ -25,6 +28,9 @@ BLOCKS = {
     "tests/kernels/test_bit_equality.py::test_gpu_equals_reference_on_random_plans[{}]": 10,
     "tests/kernels/test_slot_spaces.py::test_checks_on_the_gpu_equal_the_reference[{}-triton]": 5,
 }
+
+#: Seconds that a process gets to end after it was interrupted.
+UNTIL_KILLED = 20.0
 
 ARCHITECTURES = ("llama", "qwen3", "gemma3", "mixtral", "deepseek_v3", "gpt2")
 
@@ -44,19 +50,37 @@ class Job:
         log = logs / f"{self.name.replace(' ', '_').replace('/', '_')}.log"
         env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(logs / "cache" / log.stem))
         with log.open("w") as out:
-            try:
-                self.status = subprocess.run(
-                    self.command, stdout=out, stderr=subprocess.STDOUT, timeout=timeout, env=env
-                ).returncode
-            except subprocess.TimeoutExpired:
-                self.status = 124
+            self.status = ended(self.command, timeout, stdout=out, stderr=subprocess.STDOUT, env=env)
         self.seconds = time.perf_counter() - started
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        text = log.read_text(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         self.last_line = lines[-1][:90] if lines else ""
-        print(
-            f"{'ok  ' if self.status == 0 else 'FAIL'} {self.seconds:6.1f} s  {self.name}: {self.last_line}", flush=True
-        )
+        told = [f"{'ok  ' if self.status == 0 else 'FAIL'} {self.seconds:6.1f} s  {self.name}: {self.last_line}"]
+        print("\n".join(told + ([] if self.status == 0 else why_failed(text))), flush=True)
         return self
+
+
+def ended(command: list[str], timeout: float, **arguments: Any) -> int:
+    """The status of a process; 124 if its time was up: it is interrupted then, so that pytest says what has failed."""
+    with subprocess.Popen(command, **arguments) as process:
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(UNTIL_KILLED)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        return 124
+
+
+def why_failed(text: str, most: int = 8) -> list[str]:
+    """Of pytest's output the tests that failed, and the first line of each error, without what repeats."""
+    lines = re.findall(r"^(?:FAILED|ERROR) .*|^E   +\S.*", text, re.MULTILINE)
+    found = list(dict.fromkeys(line[:200] for line in lines))
+    found.sort(key=lambda line: line.startswith("E "))  # the tests before the errors
+    rest = [f"     and {len(found) - most} more lines of this kind"] if len(found) > most else []
+    return [f"     {line}" for line in found[:most]] + rest
 
 
 def kernel_tests(pytest: list[str], parallel: list[str]) -> list[Job]:

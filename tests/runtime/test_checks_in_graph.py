@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from graphlib import TopologicalSorter
 
 import pytest
@@ -150,18 +151,26 @@ def test_the_records_of_a_graph_wait_for_the_checks_beside_it(hold, settings):
     assert beside.session.stats().recorded == inline.session.stats().recorded == 40 * 2 * 2 * len(beside.names)
 
 
+def quickest(run):
+    """Milliseconds on the device, the least of a few times: another process may have its turn there meanwhile."""
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in "ba")
+        before.record()
+        run()
+        after.record()
+        torch.cuda.synchronize()
+        times.append(before.elapsed_time(after))
+    return min(times)
+
+
 def test_the_model_does_not_wait_for_the_checks():
     """Both take as long: beside each other about half of what they take one after the other."""
     engine, times = Engine(hold=True, cycles=10 * LONG, model=10 * LONG), {}
     engine.step()
     for in_graph in (True, False):
-        torch.cuda.synchronize()
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in "ba")
-        before.record()
-        engine.step(in_graph)
-        after.record()
-        torch.cuda.synchronize()
-        times[in_graph] = before.elapsed_time(after)
+        times[in_graph] = quickest(functools.partial(engine.step, in_graph))
     assert times[True] < 0.75 * times[False]
 
 
@@ -185,13 +194,7 @@ def test_what_comes_first_is_beside_the_model_if_all_layers_say_when_they_write(
     for says in (range(1, LAYERS), range(LAYERS)):
         engine = Engine(True, cycles=0, model=10 * LONG, first=10 * LONG, says=says)
         engine.step()
-        torch.cuda.synchronize()
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in "ba")
-        before.record()
-        engine.step()
-        after.record()
-        torch.cuda.synchronize()
-        times[len(says)] = before.elapsed_time(after)
+        times[len(says)] = quickest(engine.step)
     assert times[LAYERS] < 0.75 * times[LAYERS - 1]
 
 

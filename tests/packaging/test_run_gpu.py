@@ -1,0 +1,56 @@
+"""What `run_gpu.py` prints of a job, which is all that is left when the machine with the GPU is gone."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+_SPEC = importlib.util.spec_from_file_location("run_gpu", Path(__file__).parents[1] / "run_gpu.py")
+run_gpu = importlib.util.module_from_spec(_SPEC)
+sys.modules["run_gpu"] = run_gpu  # where dataclasses look for the names of a module
+_SPEC.loader.exec_module(run_gpu)
+
+TESTS = """
+import time
+
+def test_that_fails():
+    assert "one" == "other"
+
+def test_that_takes_long():
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / "test_it.py"
+    path.write_text(TESTS)
+
+    def made(*options):
+        return run_gpu.Job("tests", [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(path), *options])
+
+    return made
+
+
+def test_a_job_that_fails_says_which_test_did_and_why(job, tmp_path, capsys):
+    assert job("-k", "fails").run(tmp_path, timeout=60).status == 1
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("FAIL")
+    assert any("test_that_fails" in line for line in rest)
+    assert any("assert 'one' == 'other'" in line for line in rest)
+
+
+def test_a_job_whose_time_is_up_says_what_had_failed_before(job, tmp_path, capsys):
+    assert job().run(tmp_path, timeout=8).status == 124
+    out = capsys.readouterr().out
+    assert out.startswith("FAIL")
+    assert "test_that_fails" in out
+
+
+def test_a_job_that_passes_is_one_line(tmp_path, capsys):
+    assert run_gpu.Job("it", [sys.executable, "-c", "print('done')"]).run(tmp_path, timeout=60).status == 0
+    assert capsys.readouterr().out.strip().endswith("it: done")
+    assert run_gpu.why_failed("") == []
