@@ -150,7 +150,13 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=500, help="seconds for one job")
     parser.add_argument("--workers", type=int, default=max(2, (os.cpu_count() or 2) // 3))
     args = parser.parse_args()
+    every = [*jobs(args.marked), *([] if args.no_benchmarks else benchmarks())]
+    if not any(args.only in job.name for job in every):
+        parser.error(f"--only {args.only!r}: no job has that in its name: {', '.join(job.name for job in every)}")
     args.logs.mkdir(parents=True, exist_ok=True)
+    lacking = [name for name in ("expecttest", "hypothesis", "xdist") if not importlib.util.find_spec(name)]
+    if lacking:
+        print(f"not installed: {', '.join(lacking)} (pip install -e '.[test]'); their tests fail, or run one by one")
     chosen = [job for job in jobs(args.marked) if args.only in job.name]
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
         done = list(pool.map(lambda job: job.run(args.logs, args.timeout), chosen))
