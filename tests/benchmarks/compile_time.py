@@ -283,8 +283,8 @@ def parse() -> argparse.Namespace:
     for name in ("repeats", "warm"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: give how many pairs, 1 at least")
-    if args.at_once and len(os.sched_getaffinity(0)) < 2:
-        parser.error("--at-once: there is one hardware thread, and both runs would be on it")
+    if args.at_once and not all(cores.halves(os.sched_getaffinity(0))):
+        parser.error("--at-once: there is one core, and both runs would be on it; do without")
     return args
 
 
