@@ -74,6 +74,14 @@ def ended(command: list[str], timeout: float, **arguments: Any) -> int:
         return 124
 
 
+def take_interrupts() -> None:
+    """Let the processes that are started from here on be interrupted.
+
+    A shell that starts a program in the background has it ignore that, and so do all that it starts.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def why_failed(text: str, most: int = 8) -> list[str]:
     """Of pytest's output the tests that failed, and the first line of each error, without what repeats."""
     lines = re.findall(r"^(?:FAILED|ERROR) .*|^E   +\S.*", text, re.MULTILINE)
@@ -154,6 +162,7 @@ def main() -> int:
     if not any(args.only in job.name for job in every):
         parser.error(f"--only {args.only!r}: no job has that in its name: {', '.join(job.name for job in every)}")
     args.logs.mkdir(parents=True, exist_ok=True)
+    take_interrupts()
     lacking = [name for name in ("expecttest", "hypothesis", "xdist") if not importlib.util.find_spec(name)]
     if lacking:
         print(f"not installed: {', '.join(lacking)} (pip install -e '.[test]'); their tests fail, or run one by one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 from pathlib import Path
 
@@ -25,18 +26,22 @@ def test_that_takes_long():
 
 
 @pytest.fixture
-def job(tmp_path):
+def job(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # it starts in a second
     path = tmp_path / "test_it.py"
     path.write_text(TESTS)
 
-    def made(*options):
-        return run_gpu.Job("tests", [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(path), *options])
+    def made(test=""):
+        return run_gpu.Job("tests", [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"{path}{test}"])
 
-    return made
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a shell
+    run_gpu.take_interrupts()
+    yield made
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_job_that_fails_says_which_test_did_and_why(job, tmp_path, capsys):
-    assert job("-k", "fails").run(tmp_path, timeout=60).status == 1
+    assert job("::test_that_fails").run(tmp_path, timeout=60).status == 1
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith("FAIL")
     assert any("test_that_fails" in line for line in rest)
@@ -44,7 +49,7 @@ def test_a_job_that_fails_says_which_test_did_and_why(job, tmp_path, capsys):
 
 
 def test_a_job_whose_time_is_up_says_what_had_failed_before(job, tmp_path, capsys):
-    assert job().run(tmp_path, timeout=8).status == 124
+    assert job().run(tmp_path, timeout=15).status == 124
     out = capsys.readouterr().out
     assert out.startswith("FAIL")
     assert "test_that_fails" in out
