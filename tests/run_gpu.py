@@ -50,7 +50,7 @@ class Job:
         log = logs / f"{self.name.replace(' ', '_').replace('/', '_')}.log"
         env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(logs / "cache" / log.stem))
         with log.open("w") as out:
-            self.status = ended(self.command, timeout, stdout=out, stderr=subprocess.STDOUT, env=env)
+            self.status = status_of(self.command, timeout, stdout=out, stderr=subprocess.STDOUT, env=env)
         self.seconds = time.perf_counter() - started
         text = log.read_text(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -60,7 +60,7 @@ class Job:
         return self
 
 
-def ended(command: list[str], timeout: float, **arguments: Any) -> int:
+def status_of(command: list[str], timeout: float, **arguments: Any) -> int:
     """The status of a process; 124 if its time was up: it is interrupted then, so that pytest says what has failed."""
     with subprocess.Popen(command, **arguments) as process:
         try:
@@ -83,7 +83,7 @@ def take_interrupts() -> None:
 
 
 def why_failed(text: str, most: int = 8) -> list[str]:
-    """Of pytest's output the tests that failed, and the first line of each error, without what repeats."""
+    """Of pytest's output the tests that failed, and then its lines about errors; what repeats is there once."""
     lines = re.findall(r"^(?:FAILED|ERROR) .*|^E   +\S.*", text, re.MULTILINE)
     found = list(dict.fromkeys(line[:200] for line in lines))
     found.sort(key=lambda line: line.startswith("E "))  # the tests before the errors
@@ -158,19 +158,19 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=500, help="seconds for one job")
     parser.add_argument("--workers", type=int, default=max(2, (os.cpu_count() or 2) // 3))
     args = parser.parse_args()
-    every = [*jobs(args.marked), *([] if args.no_benchmarks else benchmarks())]
-    if not any(args.only in job.name for job in every):
-        parser.error(f"--only {args.only!r}: no job has that in its name: {', '.join(job.name for job in every)}")
+    tests, timed = jobs(args.marked), [] if args.no_benchmarks else benchmarks()
+    chosen, alone = ([job for job in those if args.only in job.name] for those in (tests, timed))
+    if not chosen and not alone:
+        names = ", ".join(job.name for job in (*tests, *timed))
+        parser.error(f"--only {args.only!r}: no job has that in its name: {names}")
     args.logs.mkdir(parents=True, exist_ok=True)
     take_interrupts()
     lacking = [name for name in ("expecttest", "hypothesis", "xdist") if not importlib.util.find_spec(name)]
     if lacking:
         print(f"not installed: {', '.join(lacking)} (pip install -e '.[test]'); their tests fail, or run one by one")
-    chosen = [job for job in jobs(args.marked) if args.only in job.name]
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
         done = list(pool.map(lambda job: job.run(args.logs, args.timeout), chosen))
-    if not args.no_benchmarks:
-        done += [job.run(args.logs, args.timeout) for job in benchmarks() if args.only in job.name]
+    done += [job.run(args.logs, args.timeout) for job in alone]
     failed = [job for job in done if job.status != 0]
     print(f"\n{len(done) - len(failed)} of {len(done)} jobs passed" + "".join(f"\n  failed: {j.name}" for j in failed))
     return 1 if failed else 0

@@ -214,14 +214,14 @@ def run_pair(pair: list[tuple[str, str]], args: argparse.Namespace) -> Iterator[
         return
     with concurrent.futures.ThreadPoolExecutor() as threads:
         found = [
-            (variant, threads.submit(on, cpus, variant, args.device, cache))
+            (variant, threads.submit(in_new_process_on, cpus, variant, args.device, cache))
             for (variant, cache), cpus in zip(pair, cores.halves(os.sched_getaffinity(0)), strict=True)
         ]
     for variant, run in found:
         yield variant, run.result()
 
 
-def on(cpus: set[int], *arguments: str) -> dict[str, Any]:
+def in_new_process_on(cpus: set[int], *arguments: str) -> dict[str, Any]:
     """:func:`in_new_process` on some hardware threads; this thread is on no other from here on, either."""
     os.sched_setaffinity(0, cpus)
     return in_new_process(*arguments)
