@@ -47,6 +47,9 @@ def launch_or_compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **set
     Returns:
         What Triton returns of a launch; None if there was none.
     """
+    from .cache_keys import settle_key  # which needs Triton
+
+    settle_key(kernel)
     if _COLLECTING.now:
         kernel.warmup(*arguments, grid=grid, **settings)
         return None
