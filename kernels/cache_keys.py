@@ -8,20 +8,32 @@ itself and behind ``verify_write_kernel``, had two keys.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from triton.runtime.jit import JITFunction
 
-#: Functions whose keys are settled, by their ids.
-_SETTLED: set[int] = set()
+#: Functions whose keys are settled, by their ids, which are theirs as long as they are here.
+_SETTLED: dict[int, JITFunction[Any]] = {}
+
+#: A thread that finds a function here may rely on the keys of all that it calls.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def settle_key(kernel: Any) -> None:
     """Compute a kernel's key, behind the keys of what it calls; nothing in Triton's interpreter, or the second time."""
-    if id(kernel) in _SETTLED or not isinstance(kernel, JITFunction):
+    if id(kernel) not in _SETTLED and isinstance(kernel, JITFunction):
+        with _ONE_AT_A_TIME:
+            _settle(kernel, set())
+
+
+def _settle(function: JITFunction[Any], under_way: set[int]) -> None:
+    if id(function) in _SETTLED or id(function) in under_way:
         return
-    _SETTLED.add(id(kernel))
-    function = kernel.fn
-    for name in function.__code__.co_names:
-        settle_key(function.__globals__.get(name))
-    _ = kernel.cache_key
+    under_way.add(id(function))
+    for name in function.fn.__code__.co_names:
+        called = function.fn.__globals__.get(name)
+        if isinstance(called, JITFunction):
+            _settle(called, under_way)
+    _ = function.cache_key
+    _SETTLED[id(function)] = function

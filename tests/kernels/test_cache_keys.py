@@ -28,10 +28,10 @@ print(json.dumps({name: key(kernels[name]) for name in sorted(kernels, reverse=s
 """
 
 
-def keys(order: str, script: str = KEYS) -> dict[str, str]:
+def keys(order: str) -> dict[str, str]:
     """Of kernels, in a process in which Triton's compiler is not replaced by its interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", script, order]
+    command = [sys.executable, "-c", KEYS, order]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout)
