@@ -165,13 +165,16 @@ def put_into_box(box_ptr, words_ptr, outside, slot, raw, step, half, check, phas
     zero = tl.zeros_like(slot)
     before = tl.atomic_add(words_ptr + WORD_BOXED + zero, zero + 1, mask=outside, sem="relaxed")
     mine = outside & (before == 0)
-    tl.store(box_ptr + RING_STEP + zero, zero + step, mask=mine)
-    tl.store(box_ptr + RING_HALF + zero, zero + half, mask=mine)
-    tl.store(box_ptr + RING_CHECK + zero, zero + check, mask=mine)
-    tl.store(box_ptr + RING_PHASE + zero, zero + phase, mask=mine)
-    tl.store(box_ptr + RING_SLOT + zero, slot, mask=mine)
-    tl.store(box_ptr + RING_STORED + zero, raw, mask=mine)
-    tl.store(box_ptr + RING_FOUND + zero, slot, mask=mine)
+    for column in range(RING_COLUMNS):  # as in :func:`..triton_ring.append`
+        value = zero
+        value = tl.where(column == RING_STEP, step, value)
+        value = tl.where(column == RING_HALF, half, value)
+        value = tl.where(column == RING_CHECK, check, value)
+        value = tl.where(column == RING_PHASE, phase, value)
+        value = tl.where(column == RING_SLOT, slot, value)
+        value = tl.where(column == RING_STORED, raw, value)
+        value = tl.where(column == RING_FOUND, slot, value)
+        tl.store(box_ptr + column + zero, value, mask=mine)
     tl.store(box_ptr + RING_COLUMNS + zero, zero + 1, mask=mine)
 
 

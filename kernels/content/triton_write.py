@@ -100,17 +100,16 @@ def check_before_write(
             tl.store(stamp_ptr + stamp_count + goes, epoch, mask=twice)
         if BOUNDS:
             outside = (token < n) & (raw != goes)
-            report(
-                words_ptr, ring_ptr, capacity, rows_ptr, positions, half, PHASE_PRE, CHECK, 0, outside, goes, raw, goes,
-                tl.zeros_like(goes), HAS_ROWS,
-            )  # fmt: skip
             again = twice & (before == 1)
             if not HAS_ROWS:  # slot 0 takes the padding
                 again = again & (goes != 0)
-            report(
-                words_ptr, ring_ptr, capacity, rows_ptr, positions, half, PHASE_PRE, CHECK, 0, again, goes, goes, goes,
-                tl.full([TOKENS], 1, tl.int64), HAS_ROWS,
-            )  # fmt: skip
+            for what in range(2):  # two reports, of which one is compiled
+                told = tl.where(what == 0, outside, again)
+                if tl.max(told.to(tl.int32), axis=0) != 0:
+                    report(
+                        words_ptr, ring_ptr, capacity, rows_ptr, positions, half, PHASE_PRE, CHECK, 0, told, goes,
+                        tl.where(what == 0, raw, goes), goes, tl.zeros_like(goes) + what, HAS_ROWS,
+                    )  # fmt: skip
             if HAS_BOX:
                 first_half = outside & boxes
                 put_into_box(box_ptr, words_ptr, first_half, goes, raw, step, half, CHECK, PHASE_PRE)
