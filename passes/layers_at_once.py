@@ -16,19 +16,22 @@ After, beside the model where a CUDA graph is captured (:mod:`.halves_beside`)::
     slots = stack([slots0, slots1])
     verify_layers([k0, v0, k1, v1], [slots], [], True, state, [0, 1, 2, 3], [0, 1, 2, 3])
     ...
-    join([k0, v0, k1, v1, slots, key0, value0], state)
+    join([k0, v0, k1, v1, slots], state)
+    kept0 = as_strided(key0, *form), ...
     index_copy_(k0, key0)
     ...
-    join([key1, value1], state)
+    kept1 = as_strided(key1, *form), ...
     index_copy_(k1, key1)
     ...
-    record_layers([k0, v0, k1, v1], [key0, value0, key1, value1], [slots], [], True, None, state, ...)
+    record_layers([k0, v0, k1, v1], [kept0, ...], [slots], [], True, None, state, ...)
     ...
     join([k0, ..., value1, slots], state)
 
-The model waits in front of its first write: what a write replaces is compared before.  The other joins are there for
-what is about to be written, so that Inductor stores it once, in front of the write.  It is held until it was compared,
-so a graph for a prompt keeps a check in each layer.
+The model waits in front of its first write: what a write replaces is compared before.  What is about to be written
+passes ``as_strided`` as it is: Inductor stores it then, once, and the kernel that computes it also writes it to the
+cache.  Behind an op of ours in its place stood a kernel of its own for that write, in each layer.  (A part of a larger
+tensor goes through ``join`` instead, as its place in memory is Inductor's to choose.)  It is held until it was
+compared, so a graph for a prompt keeps a check in each layer.
 
 A layer's slots are computed from what the layer has, such as a count of its own tokens in transformers' static caches.
 Stacked, Inductor computes them in one kernel, and the model's own write does so by itself, as without a check.
@@ -204,18 +207,52 @@ def _join(gm: fx.GraphModule, layers: Sequence[_Layer], moved: Sequence[fx.Node]
         graph.call_function(
             torch.ops.kvcanary.verify_layers.default, (caches, index, extent, apart, state, sites, writes)
         )
+    with graph.inserting_before(first.verify):
+        graph.call_function(_JOIN, (list(dict.fromkeys([*caches, *index])), state))
+    stored: dict[fx.Node, fx.Node] = {}
+    for layer in layers:
+        with graph.inserting_before(layer.verify):
+            _store_once(graph, layer.values, stored, state)
+    values = [stored[value] for value in values]
     with graph.inserting_after(last.record):
         given = (caches, values, index, extent, apart, positions, state, sites, writes)
         graph.call_function(torch.ops.kvcanary.record_layers.default, given)
     for layer in layers:
-        held = list(dict.fromkeys([*([*caches, *index] if layer is first else []), *layer.values]))
-        with graph.inserting_before(layer.verify):
-            graph.call_function(_JOIN, (held, state))
         graph.erase_node(layer.verify)
         graph.erase_node(layer.record)
     ends = [positions] if isinstance(positions, fx.Node) else []
     with graph.inserting_before(graph.output_node()):
         graph.call_function(_JOIN, (list(dict.fromkeys([*caches, *values, *index, *ends])), state))
+
+
+def _store_once(graph: fx.Graph, values: Sequence[fx.Node], stored: dict[fx.Node, fx.Node], state: Any) -> None:
+    """Have Inductor store what a layer is about to write, which the write and the check then read.
+
+    Args:
+        stored: gets what the check is given for each value.
+    """
+    held = []
+    for value in values:
+        if value in stored:
+            continue
+        stored[value] = value
+        if _is_whole(value):
+            (fake,) = fake_values([value])
+            stored[value] = graph.call_function(torch.as_strided, (value, tuple(fake.shape), fake.stride()))
+            stored[value].meta["example_value"] = fake  # the rehearsal of the launches wants its form
+        elif value.op != "placeholder":
+            held.append(value)
+    if held:
+        graph.call_function(_JOIN, (held, state))
+
+
+def _is_whole(value: fx.Node) -> bool:
+    """Whether a node computes a tensor that is all of its memory, so that ``as_strided`` names it wherever it lies."""
+    (fake,) = fake_values([value])
+    size = fake.untyped_storage().nbytes()
+    if value.op == "placeholder" or not isinstance(size, int):
+        return False
+    return bool(fake.storage_offset() == 0 and size == fake.numel() * fake.element_size())
 
 
 def _stacked(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:

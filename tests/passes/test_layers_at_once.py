@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_halves_beside import caches, canary_lines, counted, counted_together, guarded, two_layers
 
+from kvcanary_fx import CanaryBackend, CanaryConfig
 from kvcanary_fx.adapters.huggingface.caches import cache_name
 from kvcanary_fx.passes import held_values
 from kvcanary_fx.passes.halves_beside import check_halves_beside
@@ -34,20 +35,19 @@ class Goldens(expecttest.TestCase):
             """\
 canary.begin(state)
 canary.verify_layers([caches[0][0], caches[0][1], caches[1][0], caches[1][1]], [position], [], False, state, [0, 1, 2, 3], [0, 1, 2, 3])
-canary.join([caches[0][0], caches[0][1], caches[1][0], caches[1][1], position, key, value], state)
+canary.join([caches[0][0], caches[0][1], caches[1][0], caches[1][1], position], state)
 index_copy_(caches[0][0], 2, position, key)
 index_copy_(caches[0][1], 2, position, value)
 matmul(x, transpose)
 softmax(matmul, -1)
 matmul(softmax, caches[0][1])
-canary.join([key_1, value_1], state)
 index_copy_(caches[1][0], 2, position, key_1)
 index_copy_(caches[1][1], 2, position, value_1)
-canary.record_layers([caches[0][0], caches[0][1], caches[1][0], caches[1][1]], [key, value, key_1, value_1], [position], [], False, None, state, [0, 1, 2, 3], [0, 1, 2, 3])
+canary.record_layers([caches[0][0], caches[0][1], caches[1][0], caches[1][1]], [as_strided, as_strided_1, as_strided_2, as_strided_3], [position], [], False, None, state, [0, 1, 2, 3], [0, 1, 2, 3])
 matmul(x, transpose_1)
 softmax(matmul_2, -1)
 matmul(softmax_1, caches[1][1])
-canary.join([caches[0][0], caches[0][1], caches[1][0], caches[1][1], key, value, key_1, value_1, position], state)
+canary.join([caches[0][0], caches[0][1], caches[1][0], caches[1][1], as_strided, as_strided_1, as_strided_2, as_strided_3, position], state)
 """,
         )
 
@@ -75,22 +75,61 @@ add_""",
             """\
 canary.begin(state)
 canary.verify_layers([caches[0][0], caches[0][1], caches[1][0], caches[1][1]], [stack], [], True, state, [0, 1, 2, 3], [0, 1, 2, 3])
-canary.join([caches[0][0], caches[0][1], caches[1][0], caches[1][1], stack, x], state)
+canary.join([caches[0][0], caches[0][1], caches[1][0], caches[1][1], stack], state)
 index_copy_(caches[0][0], 2, position, x)
 index_copy_(caches[0][1], 2, position, x)
 matmul(x, transpose)
 softmax(matmul, -1)
 matmul(softmax, caches[0][1])
-canary.join([x], state)
 index_copy_(caches[1][0], 2, position_1, x)
 index_copy_(caches[1][1], 2, position_1, x)
-canary.record_layers([caches[0][0], caches[0][1], caches[1][0], caches[1][1]], [x, x, x, x], [stack], [], True, None, state, [0, 1, 2, 3], [0, 1, 2, 3])
+canary.record_layers([caches[0][0], caches[0][1], caches[1][0], caches[1][1]], [x, x, as_strided, as_strided], [stack], [], True, None, state, [0, 1, 2, 3], [0, 1, 2, 3])
 matmul(x, transpose_1)
 softmax(matmul_2, -1)
 matmul(softmax_1, caches[1][1])
-canary.join([caches[0][0], caches[0][1], caches[1][0], caches[1][1], x, x, stack], state)
+canary.join([caches[0][0], caches[0][1], caches[1][0], caches[1][1], x, as_strided, stack], state)
 """,
         )
+
+
+def halves_of_one(x: torch.Tensor, position: torch.Tensor, caches: list[list[torch.Tensor]]) -> torch.Tensor:
+    """K is computed, V is a part of what one product gave."""
+    for k, v in caches:
+        query, key, value = (torch.cat([x, x * 2, x + 1], -1) * 0.5).chunk(3, -1)
+        key, value = (key * 1.5 - query).to(k.dtype), value.to(v.dtype)
+        k.index_copy_(2, position, key)
+        v.index_copy_(2, position, value)
+        read = torch.softmax(torch.matmul(query, k.to(x.dtype).transpose(2, 3)), -1)
+        x = x + torch.matmul(read, v.to(x.dtype))
+    return x
+
+
+def test_a_part_of_a_larger_tensor_is_joined() -> None:
+    """Where it begins in memory is Inductor's to choose."""
+    gm, plan = guarded(halves_of_one, *INPUTS)
+    check_layers_at_once(gm, [], plan)
+    lines = canary_lines(gm).splitlines()
+    joins = [line for line in lines if line.startswith("canary.join(")]
+    assert [line.split("]")[0] for line in joins[1:-1]] == ["canary.join([value_1", "canary.join([value_3"]
+    (record,) = (line for line in lines if line.startswith("canary.record_layers("))
+    assert "[as_strided, value_1, as_strided_1, value_3]" in record
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_the_caches_get_what_was_recorded(dtype: torch.dtype) -> None:
+    """By Inductor, which stores what is written for the check and the cache."""
+    x = INPUTS[0].to(torch.float32 if dtype is torch.float8_e4m3fn else dtype)
+    backend = CanaryBackend(CanaryConfig(mode="log", verify_fraction="1/2"))
+    stored = []
+    for compiled in torch.compile(halves_of_one, backend=backend), torch.compile(halves_of_one):
+        torch._dynamo.reset()
+        pairs = [[half.to(dtype) for half in layer] for layer in caches(2)]
+        outs = [compiled(x * (i + 1), torch.tensor([i]), pairs) for i in range(4)]
+        stored.append([half.view(torch.uint8) for layer in pairs for half in layer] + outs)
+    assert [plan.layers_at_once for plan in backend.session.plans] == [2]
+    assert all(map(torch.equal, *stored))
+    assert backend.session.violations() == []
+    assert backend.session.stats().recorded > 0
 
 
 def single(x: torch.Tensor, position: torch.Tensor, caches: list[list[torch.Tensor]]) -> torch.Tensor:
