@@ -18,7 +18,8 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,9 +31,9 @@ THREADS = 32
 
 
 class _Collecting(threading.local):
-    """Of a thread: whether its launches are compiled and left at that."""
+    """Of a thread: the mode in which its launches are compiled and left at that, if they are."""
 
-    now = False
+    mode: Any = None
 
 
 _COLLECTING = _Collecting()
@@ -50,7 +51,8 @@ def launch_or_compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **set
     from .cache_keys import settle_key  # which needs Triton
 
     settle_key(kernel)
-    if _COLLECTING.now:
+    if _COLLECTING.mode is not None:
+        _COLLECTING.mode.of(kernel)
         kernel.warmup(*arguments, grid=grid, **settings)
         return None
     launched = kernel[grid](*arguments, **settings)
@@ -60,29 +62,31 @@ def launch_or_compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **set
 
 def compiling_ahead() -> bool:
     """Whether this thread's launches are compiled and left at that."""
-    return _COLLECTING.now
+    return _COLLECTING.mode is not None
 
 
-def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
+def compile_ahead(
+    run: Callable[[], object], device: torch.device, turn: AbstractContextManager[Any] | None = None
+) -> None:
     """Compile what ``run`` would launch from this thread, several kernels at a time; its launches do nothing else.
 
     Nothing happens on a CPU, or in Triton's interpreter.
 
     Args:
         run: what it calls of PyTorch is done; it must not capture a graph, nor wait for what a kernel would write.
+        turn: entered by each thread that compiles a kernel; not for one that Triton's cache has.
     """
-    if _COLLECTING.now or not compiles_for(device):
+    if _COLLECTING.mode is not None or not compiles_for(device):
         return
-    import triton  # which only a GPU needs
+    from .compile_mode import CompileMode  # which needs Triton
 
     threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="kvcanary compile")
-    # an error is the launch's, later: Triton would not leave the mode
-    with threads, triton.AsyncCompileMode(_Loading(threads, device), ignore_errors=True):
-        _COLLECTING.now = True
+    with threads, CompileMode(threads, device, turn or nullcontext()) as mode:
+        _COLLECTING.mode = mode
         try:
             run()
         finally:
-            _COLLECTING.now = False
+            _COLLECTING.mode = None
 
 
 def compiles_for(device: torch.device) -> bool:
@@ -124,8 +128,28 @@ class _ShortTurns:
 SHORT_TURNS = _ShortTurns(2e-4)
 
 
+class _OneAtATime:
+    """Lets one thread after the other in; all at once when somebody waits for them."""
+
+    def __init__(self) -> None:
+        self._places = threading.Semaphore(1)
+
+    def __enter__(self) -> None:
+        self._places.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._places.release()
+
+    def all_at_once(self) -> None:
+        self._places.release(THREADS)
+
+
 class InBackground:
     """Compiles what functions would launch, one function after the other, while the caller does something else.
+
+    So long as nobody waits, what Triton's cache lacks is compiled one kernel at a time: each has 0.2 to 0.4 s of
+    Python, for which the caller's would have to wait.  Seen (H200): AOTAutograd took 2.5 to 4.4 s beside four kernels,
+    and 1.2 to 1.7 beside none.
 
     A kernel that cannot be compiled says so when it is launched, as it does without this.
     """
@@ -133,39 +157,25 @@ class InBackground:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvcanary ahead")
         self._under_way: list[Future[None]] = []
+        self._turn = _OneAtATime()
 
     def compile(self, run: Callable[[], object], device: torch.device) -> None:
         """:func:`compile_ahead`, behind what is under way.
 
         What ``run`` raises is logged: it prepares launches to come, and what keeps them from being made they raise.
         """
-        self._under_way.append(self._thread.submit(_told_of_errors, run, device))
+        self._under_way.append(self._thread.submit(_told_of_errors, run, device, self._turn))
 
     def wait(self) -> None:
         """Until all is compiled; any thread may call it, again as well."""
+        self._turn.all_at_once()
         futures.wait(self._under_way)
         self._thread.shutdown(wait=False)
 
 
-def _told_of_errors(run: Callable[[], object], device: torch.device) -> None:
+def _told_of_errors(run: Callable[[], object], device: torch.device, turn: AbstractContextManager[Any]) -> None:
     try:
         with SHORT_TURNS:
-            compile_ahead(run, device)
+            compile_ahead(run, device, turn)
     except Exception:
         log.warning("kvcanary.compile kernels are compiled when they are launched, not before", exc_info=True)
-
-
-class _Loading(Executor):
-    """Loads each kernel in the thread that compiled it: Triton 3.6 compiles a launcher in C for it first, in 0.26 s."""
-
-    def __init__(self, threads: Executor, device: torch.device):
-        self._threads, self._device = threads, device
-
-    def submit(self, compiling: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        def loaded() -> Any:
-            kernel = compiling(*args, **kwargs)
-            with torch.cuda.device(self._device):
-                _ = kernel.run
-            return kernel
-
-        return self._threads.submit(loaded)

@@ -15,7 +15,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from kvcanary_fx.kernels.bound_launch import BoundLaunch
-from kvcanary_fx.kernels.compile_ahead import compile_ahead, launch_or_compile
+from kvcanary_fx.kernels.compile_ahead import InBackground, compile_ahead, launch_or_compile
 
 CPU = torch.device("cpu")
 
@@ -93,6 +93,59 @@ def test_a_kernel_that_cannot_be_compiled_says_so_when_it_is_launched(compiler):
     with pytest.raises(triton.CompilationError):
         kernel[(1,)](out, 4, BLOCK=7)
     compile_ahead(lambda: launch_or_compile(kernel, (1,), out, 4, BLOCK=8), torch.device("cuda"))
+
+
+def test_one_kernel_is_compiled_at_a_time_until_somebody_waits(compiler, monkeypatch):
+    compiling, busy, seen, beside = triton.compiler.compile, [], [], []
+    waiting, fourth = threading.Event(), threading.Event()
+
+    def noted(source, **settings):
+        busy.append(source)
+        seen.append(len(busy))
+        if not waiting.is_set():
+            waiting.wait(1)  # long enough for another one to begin
+        elif len(seen) < 4:
+            beside.append(fourth.wait(20))
+        else:
+            fourth.set()
+        busy.remove(source)
+        return compiling(source, **settings)
+
+    monkeypatch.setattr(triton.compiler, "compile", noted)
+    out, kernel = torch.zeros(4), JITFunction(fill)
+
+    def warm_up():
+        for block in (8, 16, 32, 64):
+            launch_or_compile(kernel, (1,), out, 4, BLOCK=block)
+
+    ahead = InBackground()
+    ahead.compile(warm_up, torch.device("cuda"))
+    while len(seen) < 2:
+        threading.Event().wait(0.01)
+    assert seen == [1, 1]
+    waiting.set()
+    ahead.wait()
+    assert beside == [True]  # the third saw the fourth begin
+    assert len(compiler[1]) == 4
+
+
+def test_what_tritons_cache_has_is_loaded_out_of_turn(compiler):
+    out = torch.zeros(4)
+
+    def warm_up(kernel):
+        return lambda: launch_or_compile(kernel, (1,), out, 4, BLOCK=8)
+
+    turns = []
+
+    @contextlib.contextmanager
+    def turn():
+        turns.append(threading.current_thread())
+        yield
+
+    for _ in range(2):  # as by another process
+        compile_ahead(warm_up(JITFunction(fill)), torch.device("cuda"), turn())
+    assert len(turns) == 1
+    assert len(compiler[0]) == 2
 
 
 def test_launches_of_other_threads_go_on(compiler, monkeypatch):

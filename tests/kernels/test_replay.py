@@ -42,12 +42,12 @@ def test_what_runs_often_is_captured_once(graphs):
 
 def test_what_is_compiled_ahead_was_not_run(graphs):
     replayed = Replayed(torch.device("cpu"))
-    _COLLECTING.now = True
+    _COLLECTING.mode = object()
     try:
         for _ in range(2 * ONE_BY_ONE):
             replayed(lambda: None)
     finally:
-        _COLLECTING.now = False
+        _COLLECTING.mode = None
     assert not graphs
 
 

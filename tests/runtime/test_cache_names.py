@@ -85,7 +85,7 @@ def test_no_name_of_torch_without_inductors_cache(computed, setting):
 
 def test_turns_are_short_while_kernels_are_compiled_in_the_background(monkeypatch):
     before, seen = sys.getswitchinterval(), []
-    monkeypatch.setattr(compile_ahead, "compile_ahead", lambda run, device: run())
+    monkeypatch.setattr(compile_ahead, "compile_ahead", lambda run, device, turn: run())
     ahead = InBackground()
     ahead.compile(lambda: seen.append(sys.getswitchinterval()), torch.device("cuda"))
     ahead.wait()

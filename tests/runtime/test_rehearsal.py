@@ -39,7 +39,7 @@ def test_a_process_ends_while_kernels_are_compiled_in_the_background():
     code = (
         "import threading, torch\n"
         "from kvcanary_fx.kernels import compile_ahead\n"
-        "compile_ahead.compile_ahead = lambda run, device: run()\n"
+        "compile_ahead.compile_ahead = lambda run, device, turn: run()\n"
         "ahead = compile_ahead.InBackground()\n"
         "ahead.compile(lambda: threading.Event().wait(0.5), torch.device('cuda'))\n"
         "print('over')\n"

@@ -387,7 +387,7 @@ def test_what_is_compiled_ahead_takes_no_turn_of_the_ring(launches, monkeypatch)
     toy.session.flush()
     ring = toy.pool._events._kept._ring
     turn = ring._turn
-    monkeypatch.setattr(compile_ahead._COLLECTING, "now", True)
+    monkeypatch.setattr(compile_ahead._COLLECTING, "mode", object())
     monkeypatch.setattr(bound_launch, "launch_or_compile", lambda *_, **__: None)
     toy.pool.allocate([12], owner="C")
     toy.session.flush()
