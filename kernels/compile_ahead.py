@@ -52,7 +52,7 @@ def launch_or_compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **set
 
     settle_key(kernel)
     if _COLLECTING.mode is not None:
-        _COLLECTING.mode.of(kernel)
+        _COLLECTING.mode.about_to_launch(kernel)
         kernel.warmup(*arguments, grid=grid, **settings)
         return None
     launched = kernel[grid](*arguments, **settings)
@@ -147,9 +147,9 @@ class _OneAtATime:
 class InBackground:
     """Compiles what functions would launch, one function after the other, while the caller does something else.
 
-    So long as nobody waits, what Triton's cache lacks is compiled one kernel at a time: each has 0.2 to 0.4 s of
-    Python, for which the caller's would have to wait.  Seen (H200): AOTAutograd took 2.5 to 4.4 s beside four kernels,
-    and 1.2 to 1.7 beside none.
+    What Triton's cache lacks is compiled one kernel at a time until somebody waits for it, and then all at once:
+    compiling a kernel is in part Python, and the caller's Python waits meanwhile.  Seen (H200): AOTAutograd took 2.5
+    to 4.4 s beside four kernels at a time, and 1.2 to 1.7 beside none.
 
     A kernel that cannot be compiled says so when it is launched, as it does without this.
     """

@@ -26,14 +26,13 @@ class CompileMode(triton.AsyncCompileMode):
     """
 
     def __init__(self, threads: Executor, device: torch.device, turn: contextlib.AbstractContextManager[Any]):
-        super().__init__(
-            threads, ignore_errors=True
-        )  # an error is the launch's, later: Triton would not leave the mode
+        # an error is the launch's, later: Triton would not leave the mode
+        super().__init__(threads, ignore_errors=True)
         self._device, self._turn = device, turn
         self._name = ""
 
-    def of(self, kernel: Any) -> None:
-        """Say which kernel is launched next."""
+    def about_to_launch(self, kernel: Any) -> None:
+        """Called in front of each launch: :meth:`submit` is not told whose it is."""
         self._name = kernel.__name__
 
     def submit(self, key: str, compiling: Callable[[], Any], finalize: Callable[[Any], None]) -> Any:

@@ -27,11 +27,11 @@ After, beside the model where a CUDA graph is captured (:mod:`.halves_beside`)::
     ...
     join([k0, ..., value1, slots], state)
 
-The model waits in front of its first write: what a write replaces is compared before.  What is about to be written
-passes ``as_strided`` as it is: Inductor stores it then, once, and the kernel that computes it also writes it to the
-cache.  Behind an op of ours in its place stood a kernel of its own for that write, in each layer.  (A part of a larger
-tensor goes through ``join`` instead, as its place in memory is Inductor's to choose.)  It is held until it was
-compared, so a graph for a prompt keeps a check in each layer.
+The model waits in front of its first write: what a write replaces is compared before.  ``as_strided`` changes nothing
+of what is about to be written, but has Inductor store it, once: the kernel that computes K then writes it to the cache
+as well.  An op of ours in that place, as until 2026-11-28, splits that kernel in two.  A part of a larger tensor still
+goes through ``join``: where it lies in memory is Inductor's to choose.  What is written is held until it was compared,
+so a graph for a prompt keeps a check in each layer.
 
 A layer's slots are computed from what the layer has, such as a count of its own tokens in transformers' static caches.
 Stacked, Inductor computes them in one kernel, and the model's own write does so by itself, as without a check.
@@ -207,12 +207,14 @@ def _join(gm: fx.GraphModule, layers: Sequence[_Layer], moved: Sequence[fx.Node]
         graph.call_function(
             torch.ops.kvcanary.verify_layers.default, (caches, index, extent, apart, state, sites, writes)
         )
-    with graph.inserting_before(first.verify):
-        graph.call_function(_JOIN, (list(dict.fromkeys([*caches, *index])), state))
     stored: dict[fx.Node, fx.Node] = {}
     for layer in layers:
         with graph.inserting_before(layer.verify):
-            _store_once(graph, layer.values, stored, state)
+            held = _store_once(graph, layer.values, stored)
+            if layer is first:
+                held = [*caches, *index, *held]
+            if held:
+                graph.call_function(_JOIN, (list(dict.fromkeys(held)), state))
     values = [stored[value] for value in values]
     with graph.inserting_after(last.record):
         given = (caches, values, index, extent, apart, positions, state, sites, writes)
@@ -225,11 +227,14 @@ def _join(gm: fx.GraphModule, layers: Sequence[_Layer], moved: Sequence[fx.Node]
         graph.call_function(_JOIN, (list(dict.fromkeys([*caches, *values, *index, *ends])), state))
 
 
-def _store_once(graph: fx.Graph, values: Sequence[fx.Node], stored: dict[fx.Node, fx.Node], state: Any) -> None:
+def _store_once(graph: fx.Graph, values: Sequence[fx.Node], stored: dict[fx.Node, fx.Node]) -> list[fx.Node]:
     """Have Inductor store what a layer is about to write, which the write and the check then read.
 
     Args:
         stored: gets what the check is given for each value.
+
+    Returns:
+        What has to be joined for that.
     """
     held = []
     for value in values:
@@ -242,8 +247,7 @@ def _store_once(graph: fx.Graph, values: Sequence[fx.Node], stored: dict[fx.Node
             stored[value].meta["example_value"] = fake  # the rehearsal of the launches wants its form
         elif value.op != "placeholder":
             held.append(value)
-    if held:
-        graph.call_function(_JOIN, (held, state))
+    return held
 
 
 def _is_whole(value: fx.Node) -> bool:
