@@ -20,6 +20,7 @@ from ..runtime.session import CanarySession
 from . import coverage
 from .cache_names import computing_names
 from .rehearsal import rehearse
+from .stack_room import with_stack_room
 
 _SESSIONS: dict[tuple[object, ...], CanarySession] = {}
 _LOCK = threading.Lock()
@@ -63,7 +64,7 @@ def kvcanary_backend(
         LintError: ``kvcanary.lint="raise"`` and the compiled code copies a pool.
     """
     config, rest = resolve(None, options)
-    return compile_graph(gm, example_inputs, config, session(config), mode, rest)
+    return with_stack_room(compile_graph, gm, example_inputs, config, session(config), mode, rest)
 
 
 def _reset() -> None:
@@ -120,7 +121,7 @@ class CanaryBackend:
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
         config, rest = resolve(self.config, options)
-        return compile_graph(gm, example_inputs, config, self.session, mode, rest)
+        return with_stack_room(compile_graph, gm, example_inputs, config, self.session, mode, rest)
 
     def reset(self) -> None:
         """Called by torch._dynamo.reset()."""
