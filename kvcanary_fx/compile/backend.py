@@ -64,7 +64,7 @@ def kvcanary_backend(
         LintError: ``kvcanary.lint="raise"`` and the compiled code copies a pool.
     """
     config, rest = resolve(None, options)
-    return with_stack_room(compile_graph, gm, example_inputs, config, session(config), mode, rest)
+    return compile_graph(gm, example_inputs, config, session(config), mode, rest)
 
 
 def _reset() -> None:
@@ -121,7 +121,7 @@ class CanaryBackend:
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
         config, rest = resolve(self.config, options)
-        return with_stack_room(compile_graph, gm, example_inputs, config, self.session, mode, rest)
+        return compile_graph(gm, example_inputs, config, self.session, mode, rest)
 
     def reset(self) -> None:
         """Called by torch._dynamo.reset()."""
@@ -135,6 +135,7 @@ class CanaryBackend:
         return self  # Hugging Face's CompileConfig copies its backend; the session must stay the same
 
 
+@with_stack_room
 def compile_graph(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],

@@ -1,4 +1,4 @@
-"""A function called where no call below it crosses the border of a piece of Python's stack.
+"""Functions whose calls do not cross the border of a piece of Python's stack.
 
 CPython (since 3.11) keeps the frames of Python functions in pieces of 16 KiB.  A call that does not fit into the piece
 takes a new one from the system and gives it back when it returns: 7 us and more, in place of 0.05.  Which call that is
@@ -14,6 +14,7 @@ Source: ``_PyThreadState_PushFrame`` and ``push_chunk`` in CPython's ``Python/py
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -32,10 +33,15 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 _call_with_room = types.FunctionType(_call.__code__.replace(co_stacksize=CLAIMED), globals(), "_call_with_room")
 
 
-def with_stack_room(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Return ``function(*args, **kwargs)``, called with about 520,000 bytes of Python's stack in one piece.
+def with_stack_room(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A decorator: calls of ``function`` have about 520,000 bytes of Python's stack in one piece.
 
     Not for what is called often: the piece itself is taken from the system and given back.
     """
-    result: _T = _call_with_room(function, args, kwargs)
-    return result
+
+    @functools.wraps(function)
+    def roomy(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        result: _T = _call_with_room(function, args, kwargs)
+        return result
+
+    return roomy

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 import kvcanary_fx
-from kvcanary_fx.compile.stack_room import with_stack_room
+from kvcanary_fx.compile.stack_room import CLAIMED, with_stack_room
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="frames are not kept in pieces")
 
@@ -37,14 +39,14 @@ def _slowest(depth: int) -> float:
 
 def test_no_call_waits_for_a_piece_of_the_stack() -> None:
     bare = max(_slowest(DEPTHS) for _ in range(2))
-    roomy = with_stack_room(_slowest, DEPTHS)
+    roomy = with_stack_room(_slowest)(DEPTHS)
     assert roomy < bare / 2, (roomy, bare)
 
 
 def test_the_result_and_the_exception_are_those_of_the_function() -> None:
-    assert with_stack_room(dict, [("a", 1)], b=2) == {"a": 1, "b": 2}
+    assert with_stack_room(dict)([("a", 1)], b=2) == {"a": 1, "b": 2}
     with pytest.raises(ZeroDivisionError):
-        with_stack_room(lambda: 1 // 0)
+        with_stack_room(lambda: 1 // 0)()
 
 
 def test_a_deep_recursion_still_raises() -> None:
@@ -52,17 +54,22 @@ def test_a_deep_recursion_still_raises() -> None:
         deep()
 
     with pytest.raises(RecursionError):
-        with_stack_room(deep)
+        with_stack_room(deep)()
 
 
-def test_graphs_are_compiled_with_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[Any] = []
+@pytest.mark.parametrize("own", [True, False], ids=["a backend with its own session", "kvcanary_backend"])
+def test_graphs_are_compiled_with_room(own: bool) -> None:
+    claimed: list[int] = []
 
-    def counted(function: Callable[..., Any], *args: Any) -> Any:
-        called.append(function)
-        return function(*args)
+    def inner(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            claimed.append(frame.f_code.co_stacksize)
+            frame = frame.f_back
+        return gm.forward
 
-    monkeypatch.setattr("kvcanary_fx.compile.backend.with_stack_room", counted)
-    backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(inner="eager"))
-    torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(2))
-    assert len(called) == 1
+    config = kvcanary_fx.CanaryConfig(inner=inner)
+    backend = kvcanary_fx.CanaryBackend(config) if own else kvcanary_fx.kvcanary_backend
+    options = None if own else {"kvcanary.inner": inner}
+    torch.compile(lambda x: x + 1, backend=backend, options=options)(torch.zeros(2))
+    assert claimed.count(CLAIMED) == 1
