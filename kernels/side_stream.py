@@ -26,9 +26,24 @@ besides the default one, each of its kernels takes longer, in all graphs: 0.18 t
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 
 import torch
+
+_LOCK = threading.Lock()
+_BESIDE: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a process for copies that wait for nothing else, one on each device.
+
+    One, since each kernel of a process takes longer once it has used many (``tests/benchmarks/streams.py``).
+    """
+    with _LOCK:
+        if device not in _BESIDE:
+            _BESIDE[device] = torch.cuda.Stream(device)
+        return _BESIDE[device]
 
 
 class SideStream:

@@ -45,6 +45,13 @@ HALVES = 2
 #: slots of 2,048 bytes in heads of 256 (2.2 ms, the others 2.4 to 5.7; H200).
 TURNS = Tile(4, 256, 1)
 
+#: Of the programs that keep a device busy, one in so many looks for slots that are due out of turn, in all halves
+#: together: as many as run at a time.  Most find none.
+LOOKED_BY = 4
+
+#: Rows that they compare with all tokens at a time.
+LOOKED_AT = 16
+
 
 def verify_layers(
     sites: Sequence[Site],
@@ -268,10 +275,12 @@ def _before(group: _Group, write_id: int, ops: int, index_at: int) -> _Launches:
     site, words = first.site, first.site.layout.words
     programs = programs_of(site, group.tokens.n)
     arguments = verify_args(first, first, group.tokens, group.plan, write_id, ops, programs.scanners)
+    arguments["ROWS"] = LOOKED_AT
     in_turn = arguments | dict(BLOCK=TURNS.slots, BLOCK_WORDS=min(TURNS.words, triton.next_power_of_2(words)))
     turns = -(-strided_grid(site.layout.slots * rows, TURNS.slots, site.gate.device) // rows)
+    lookers = -(-strided_grid(programs.scanners * rows, 1, site.gate.device) // (LOOKED_BY * rows))
     made = [
-        (kernels.verify_layers_kernel, arguments, programs.writers + programs.scanners, VERIFY_WARPS),
+        (kernels.verify_layers_kernel, arguments, programs.writers + lookers, VERIFY_WARPS),
         (kernels.verify_turns_kernel, in_turn, turns, TURNS.warps),
     ]
     return _bound(group, made, [None] * rows, _indices(group, index_at))

@@ -45,7 +45,14 @@ _DUE: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
+def starts_elsewhere(begins, after, LENIENT: tl.constexpr):
+    """Whether a write to come, from ``begins`` on, is not where its row goes on, so that slots out of turn are due."""
+    return (begins != NOWHERE_WRITTEN) & ((begins > after) | (LENIENT & (begins != after)))
+
+
+@triton.jit
 def check_before_write(
+    program, programs,
     base, counters_ptr, baseline_ptr, digest_ptr, rows_ptr, seed1, seed2, half, gate_ptr, ops, stamps, boxes,
     stamp_ptr, stamp_count, write_id, box_ptr, coef_ptr, words_ptr, ring_ptr, capacity,
     slots_total, words_in_row, positions, every, slot_stride0, slot_stride1, units, n1, n2, n3, d0, d1, d2, d3,
@@ -55,7 +62,7 @@ def check_before_write(
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, OWN_ROWS: tl.constexpr, BY_BUDGET: tl.constexpr,
     KEEPS: tl.constexpr, LENIENT: tl.constexpr, CONTENT: tl.constexpr, CHECK: tl.constexpr, BOUNDS: tl.constexpr,
     HAS_BOX: tl.constexpr, UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Of one half, the bounds of a write to come, and the bytes of all slots that are due.
 
@@ -65,24 +72,27 @@ def check_before_write(
     slots, of which one in eight had its turn, the two halves of 65,536 slots took 65 us of an H200.)
 
     Args:
+        program, programs: which of how many this is.
         stamps: whether this half marks where the write goes; halves of a layer mark the same slots.
         boxes: whether it leaves an index outside in host memory.
+        TURNS: whether there are programs for the slots whose turn it is.
     """
     share = tl.load(words_ptr + WORD_EVERY) if BY_BUDGET else tl.zeros([], tl.int64) + every
     call = tl.load(gate_ptr + GATE_STEP)
     writers = tl.cdiv(n, BLOCK)
-    part = tl.program_id(0) - writers
+    part = program - writers
     first_due = (share - call % share) % share
     due_count = tl.maximum(slots_total - first_due + share - 1, 0) // share
-    if (part - scanners) * BLOCK >= due_count:  # of those that share the turns, and never the first program of all
-        return
+    if TURNS:
+        if (part - scanners) * BLOCK >= due_count:  # never the first program of all
+            return
     token = tl.arange(0, TOKENS).to(tl.int64)
     goes, raw = slots_of_tokens(
         token, n, g1, g2, a_ptr, a_start, a0, a1, a2, a_size, b_ptr, b_start, b0, b1, b2, b_size,
         A_TENSOR, B_TENSOR, WRITE_AXES == 2, WRAPS, SKIPS,
     )  # fmt: skip
     reached = goes >= 0
-    if tl.program_id(0) == 0:
+    if program == 0:
         step = tl.load(words_ptr + WORD_STEP)
         before = tl.zeros([TOKENS], tl.int32)  # tokens before this one that go to the same slot
         for j0 in range(0, n, _COMPARED):
@@ -117,12 +127,12 @@ def check_before_write(
     # the part of this program, and which k it takes of it
     zero = tl.zeros([], tl.int64)
     kind, origin = zero + _REPLACED, zero
-    k_first, k_stop, k_step = zero + tl.program_id(0) * BLOCK, zero + n, zero + n + BLOCK
+    k_first, k_stop, k_step = zero + program * BLOCK, zero + n, zero + n + BLOCK
     if part >= scanners:
         kind = zero + _DUE
         origin, k_stop = first_due, due_count
         k_first = zero + (part - scanners) * BLOCK
-        k_step = zero + (tl.num_programs(0) - writers - scanners) * BLOCK
+        k_step = zero + (programs - writers - scanners) * BLOCK
     elif part >= 0:
         kind = zero + _OTHERS
         span = positions if HAS_ROWS else slots_total
@@ -137,7 +147,7 @@ def check_before_write(
             ours = reached & (goes // positions == row)
             begins = tl.min(tl.where(ours, goes % positions, NOWHERE_WRITTEN), axis=0)
             after = tl.load(rows_ptr + row * ROW_COLUMNS + ROW_NEXT)
-            wanted = wanted | ((begins != NOWHERE_WRITTEN) & ((begins > after) | (LENIENT & (begins != after))))
+            wanted = wanted | starts_elsewhere(begins, after, LENIENT)
         if wanted | KEEPS:
             slot = origin + tl.arange(0, WIDE)
             slot = tl.where(tl.arange(0, WIDE) < k_stop, slot, slots_total)
@@ -223,13 +233,14 @@ def verify_write_kernel(
     seed1, seed2 = tl.where(other, other_seed1, seed1), tl.where(other, other_seed2, seed2)
     half = tl.where(other, other_half, half)
     check_before_write(
+        tl.program_id(0), tl.num_programs(0),
         base, counters_ptr, baseline_ptr, digest_ptr, rows_ptr, seed1, seed2, half, gate_ptr, tl.where(other, 0, ops),
         tl.program_id(1) == tl.num_programs(1) - 1, tl.program_id(1) == 0,  # of two halves the last one's stamps stay
         stamp_ptr, stamp_count, write_id, box_ptr, coef_ptr, words_ptr, ring_ptr, capacity,
         slots_total, words_in_row, positions, every, slot_stride0, slot_stride1, units, n1, n2, n3, d0, d1, d2, d3,
         scanners, n, g1, g2, a_ptr, a_start, a0, a1, a2, a_size, b_ptr, b_start, b0, b1, b2, b_size,
         A_TENSOR, B_TENSOR, WRITE_AXES, WRAPS, SKIPS, TOKENS, HAS_ROWS, TWO_AXES, OWN_ROWS, BY_BUDGET, KEEPS, LENIENT,
-        CONTENT, CHECK, BOUNDS, HAS_BOX, UNIT, ELEMENT, PLANES, WIDE, BLOCK, BLOCK_WORDS,
+        CONTENT, CHECK, BOUNDS, HAS_BOX, UNIT, ELEMENT, PLANES, WIDE, BLOCK, BLOCK_WORDS, True,
     )  # fmt: skip
 
 

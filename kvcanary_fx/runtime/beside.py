@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator
 
 import torch
 
+from ..kernels.side_stream import stream_beside
 from .binding import Controls
-
-_LOCK = threading.Lock()
-_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 @contextlib.contextmanager
@@ -20,8 +17,7 @@ def streams_beside(controls: Iterable[Controls]) -> Iterator[None]:
     these controls.
 
     Under a lock in the place of that, a reader kept a runner that is ahead of its device waiting until the device had
-    caught up, in every reading.  All readers of a process share a device's stream: each kernel of a process takes
-    longer once it has used many (``tests/benchmarks/streams.py``).
+    caught up, in every reading.  All readers of a process share a device's stream.
 
     While a model runs, only copy to the host here.  A reader that launched seven small kernels every two seconds made
     each kernel of a served 8B follow the one before it 0.3 us later, from such a reading on until the engine was idle:
@@ -29,12 +25,5 @@ def streams_beside(controls: Iterable[Controls]) -> Iterator[None]:
     """
     with contextlib.ExitStack() as streams:
         for device in {d for each in controls for d in each.by_device if d.type == "cuda"}:
-            streams.enter_context(torch.cuda.stream(_stream_of(device)))
+            streams.enter_context(torch.cuda.stream(stream_beside(device)))
         yield
-
-
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    with _LOCK:
-        if device not in _STREAMS:
-            _STREAMS[device] = torch.cuda.Stream(device)
-        return _STREAMS[device]

@@ -29,8 +29,8 @@ CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
 }
 
 
-#: Calls after which a budget has chosen the share of the bytes that is compared.
-UNTIL_SETTLED = 80
+#: Calls, at most, after which a budget has chosen the share of the bytes that is compared, and between looks for it.
+UNTIL_SETTLED, LOOKS = 1500, 20
 
 
 class PlainLayer(nn.Module):
@@ -98,14 +98,28 @@ class PlainRunner:
             how |= dict(inner="eager") if eager else dict(compile_mode="reduce-overhead")
             kvcanary_fx.protect(self._model, **settings, **how)
         self.session = None if settings is None else kvcanary_fx.session_of(self._model)
-        budget = settings is not None and "verify_fraction" not in settings and not eager
-        for _ in range(UNTIL_SETTLED if budget else 4):  # compiles, takes in what is stored, captures Inductor's graph
+        for _ in range(4):  # compiles, takes in what is stored, captures Inductor's graph
             self._call()
+        self._settle()
         if not eager:
             torch.cuda.synchronize()
         self.runs: list[Callable[[], Any]] = [self._call]
         self._before = self._read()
         self.seconds = time.perf_counter() - started
+
+    def _settle(self) -> None:
+        """Call until a budget, if there is one, has chosen: until then it looks for its share with a few dear calls."""
+        pace = None if self.session is None else self.session.pace
+        if pace is None:
+            return
+        for number in range(UNTIL_SETTLED):
+            if number % LOOKS == 0:
+                if pace.controller.settled:
+                    return
+                if self._ids.is_cuda:
+                    torch.cuda.synchronize()
+            self._call()
+        self.problems.append(f"the budget had chosen no share after {UNTIL_SETTLED} calls")
 
     def _call(self) -> None:
         torch.compiler.cudagraph_mark_step_begin()

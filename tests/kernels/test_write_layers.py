@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import threading
 from array import array
@@ -13,13 +14,13 @@ from scenes import fill, random_scene, row_of
 from test_write import DEVICE, SEEDS, Layer, Noted, Write, random_write, write_rows
 
 from kvcanary_fx.kernels import ops
-from kvcanary_fx.kernels.buffers import Count, Gate
-from kvcanary_fx.kernels.content import cpu, gpu, gpu_write_layers
+from kvcanary_fx.kernels.buffers import Count, Gate, RowState
+from kvcanary_fx.kernels.content import cpu, gpu, gpu_write, gpu_write_layers, layer_tables
 from kvcanary_fx.kernels.content.layer_tables import BEFORE, WORDS_OF_HALF, LayerTables
 from kvcanary_fx.kernels.content.triton_pool import TABLE_COLUMNS
 from kvcanary_fx.kernels.content.triton_write_layers import GIVEN_COLUMNS
 from kvcanary_fx.kernels.context import ForwardContext, forward_context
-from kvcanary_fx.kernels.ring import Word
+from kvcanary_fx.kernels.ring import BY_BUDGET, Word
 
 LAYERS = 3
 
@@ -128,13 +129,22 @@ def states(model: Model) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "at_once", "most"),
-    [(cpu, True, 256), (gpu, True, 256), (gpu, True, 0), (gpu, False, 256)],
-    ids=["plain code", "one launch", "many tokens", "a launch in each layer"],
+    ("kernels", "at_once", "most", "piece"),
+    [
+        (cpu, True, 256, 1024),
+        (gpu, True, 256, 1024),
+        (gpu, True, 256, 2),
+        (gpu, True, 0, 1024),
+        (gpu, False, 256, 1024),
+    ],
+    ids=["plain code", "one launch", "long rows", "many tokens", "a launch in each layer"],
 )
-def test_all_layers_at_once_leave_what_one_after_the_other_leave(kernels, at_once, most, monkeypatch):
+def test_all_layers_at_once_leave_what_one_after_the_other_leave(kernels, at_once, most, piece, monkeypatch):
+    """``piece``: slots of a row that are looked at together; with few of them, rows are looked at one by one."""
     device = DEVICE if kernels is gpu else torch.device("cpu")
     monkeypatch.setattr(gpu_write_layers, "MOST_TOKENS", most)
+    monkeypatch.setattr(gpu_write, "SCANNED", piece)
+    monkeypatch.setattr(gpu_write_layers, "LOOKED_AT", 1 if piece < 16 else gpu_write_layers.LOOKED_AT)
     noted = Noted(kernels, ("verify_layers", "record_layers"))
     for seed in range(2 * SEEDS):
         if random_scene(seed).site.space is not None:
@@ -152,6 +162,48 @@ def test_all_layers_at_once_leave_what_one_after_the_other_leave(kernels, at_onc
     if kernels is gpu and at_once:
         assert any(noted.taken) == (most > 0)
         assert not most or noted.taken.count(True) > len(noted.taken) / 2
+
+
+class Nothing(random.Random):
+    """Nothing is overwritten, and one slot in four has its turn."""
+
+    def random(self) -> float:
+        return 0.9
+
+    def randrange(self, *_: int) -> int:  # type: ignore[override]
+        return 2
+
+
+def _a_token_for_each_row() -> tuple[int, Step]:
+    """The seed of a model whose budget says which slots have their turn, and a write of one position of all rows."""
+    for seed, number in itertools.product(range(199), range(9)):
+        site = random_scene(seed).site
+        layout = site.layout
+        if site.verify_every == BY_BUDGET and layout.has_rows and layout.rows > 1 and layout.positions > 2:
+            step = random_step(random.Random(number), Model(seed, torch.device("cpu")))
+            if step.write.extent and step.write.extent[1] - step.write.extent[0] == 1:
+                return seed, step
+    raise AssertionError("no seed has such a write")
+
+
+def test_a_row_behind_those_that_are_looked_at_together_is_looked_at(monkeypatch):
+    """The last row is new: its slots are taken in as they are when it is first written, whoever has a turn."""
+    monkeypatch.setattr(gpu_write_layers, "LOOKED_AT", 1)
+    seed, step = _a_token_for_each_row()
+    expected, got = Model(seed, torch.device("cpu")), Model(seed, DEVICE)
+    for position in range(3):
+        if position == 2:
+            for scene in (*expected.scenes, *got.scenes):
+                layout, half = scene.site.layout, scene.site.half
+                half.digest.view(-1, layout.rows, layout.positions)[:, -1] = 0
+                half.rows[-1, RowState.NEXT] = 0
+        step.write.extent[:] = position, position + 1
+        monkeypatch.setattr(ops, "kernels_for", lambda device: cpu)
+        run(expected, step, Nothing(), at_once=False)
+        monkeypatch.setattr(ops, "kernels_for", lambda device: Noted(gpu, ("verify_layers", "record_layers")))
+        run(got, step, Nothing(), at_once=True)
+    assert [int(scene.site.counters[Count.ADOPTED]) for scene in expected.scenes] == [2] * len(expected.scenes)
+    assert states(got) == states(expected)
 
 
 def test_counts_are_those_of_each_layer():
@@ -179,6 +231,38 @@ def test_a_thread_is_told_of_its_own_caches():
     thread.join()
     assert seen["without room"] is None
     assert (mine[:20].tolist(), seen["with room"][:20].tolist()) == ([1] * 20, [2] * 20)
+
+
+def _captured(words: array, mode: str) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph that copies what it is told."""
+    tables, out = LayerTables(DEVICE, 2), torch.zeros(len(words), dtype=torch.int64, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=mode):
+        out.copy_(tables.place(BEFORE, words)[: len(words)])
+    out.tables = tables  # lives as long
+    return graph, out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_a_graph_is_told_while_it_is_captured_and_copies_nothing_from_the_host(mode):
+    graph, out = _captured(array("q", range(1, 21)), mode)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    assert out.tolist() == list(range(1, 21))
+    ran = [event.name for event in profile.events()]
+    assert ran
+    assert not [name for name in ran if "HtoD" in name]
+
+
+@pytest.mark.gpu
+def test_a_graph_copies_words_that_did_not_arrive_while_it_was_captured(monkeypatch):
+    monkeypatch.setattr(layer_tables, "ARRIVES_WITHIN", -1.0)
+    monkeypatch.setattr(torch, "equal", lambda *_: False)
+    graph, out = _captured(array("q", range(1, 21)), "global")
+    graph.replay()
+    assert out.tolist() == list(range(1, 21))
 
 
 def test_words_of_a_half_are_the_columns_of_the_kernels():

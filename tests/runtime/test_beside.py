@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import Toy
 
+from kvcanary_fx.kernels import side_stream
 from kvcanary_fx.runtime import beside
 
 GPUS = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -27,7 +28,7 @@ def test_all_readers_of_a_process_share_the_stream_of_a_device(monkeypatch):
         used.append(which)
         yield
 
-    monkeypatch.setattr(beside, "_STREAMS", {})
+    monkeypatch.setattr(side_stream, "_BESIDE", {})
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or f"stream of {device}")
     monkeypatch.setattr(torch.cuda, "stream", stream)
     for devices in (GPUS[:1], GPUS[:1], GPUS, GPUS[1:], (torch.device("cpu"),)):
