@@ -34,7 +34,8 @@ MEANS = {
     True: "`identity`: all checks but content and operand; `recorded`: all but content; `content 1/64` and `content`: "
     "all, with that share of the stored bytes compared in each forward. ",
     False: "`default`: with the default settings, on a GPU a budget of 1 %; `content`: all stored bytes are compared "
-    "in each forward, or 1/64 of them. `raise` also waits for the device after it. Who is in a slot nobody says. ",
+    "in each forward, or 1/64 of them. `raise` also waits for the device after it, as `off, waited for` does without "
+    "the canary. Who is in a slot nobody says. ",
 }
 
 

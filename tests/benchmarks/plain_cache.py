@@ -19,9 +19,14 @@ from torch import nn
 
 import kvcanary_fx
 
+#: Without the canary, and each forward is waited for, as mode ``raise`` does: what the device then waits for the host
+#: is none of the canary's.
+WAITED: dict[str, Any] = {"waited": True}
+
 #: The settings of each configuration; None: compiled by Inductor alone.
 CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
     "off": None,
+    "off, waited for": WAITED,
     "log, default": {"mode": "log"},
     "raise, default": {"mode": "raise"},
     "log, content": {"mode": "log", "verify_fraction": "1"},
@@ -86,7 +91,9 @@ class PlainRunner:
     def __init__(self, case: Case, model: Model, settings: dict[str, Any] | None, device: torch.device):
         started = time.perf_counter()
         self.case, self.settings, self.problems = case, settings, []
-        eager = device.type == "cpu"
+        eager, self._waits = device.type == "cpu", settings is WAITED and device.type != "cpu"
+        if settings is WAITED:
+            settings = None
         self._model = PlainModel(model, case)
         self._ids = torch.randint(case.shape.vocab, (case.requests, 1), device=device)
         self._position = torch.tensor([case.prefix], device=device)
@@ -125,6 +132,8 @@ class PlainRunner:
         torch.compiler.cudagraph_mark_step_begin()
         with torch.no_grad():
             self._model(self._ids, self._position)
+        if self._waits:
+            torch.cuda.synchronize()
 
     def next_turn(self) -> None:
         """Each forward's own count gives ``verify_fraction`` its turn."""
