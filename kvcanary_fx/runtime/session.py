@@ -120,7 +120,8 @@ class CanarySession:
 
         Raises:
             KVCacheViolation: mode ``raise``, and a check failed in this call.
-            CoverageError: mode ``raise``, and checks of the graph did not run.
+            CoverageError: mode ``raise``, and checks of the graph did not run, in this call or, on a GPU, in one of the
+                last 0.1 s (:data:`.readback.BETWEEN`).
             ConcurrentUseError: another thread is in a forward over one of the caches.
             CaptureError: a CUDA graph is being captured over a cache that was never seen.
         """
@@ -230,13 +231,13 @@ class CanarySession:
         try:
             readback = self._readbacks.of(binding)
             if readback.at_once or (self.config.mode == "raise" and not self._late.deferring):
-                readback.start()
+                readback.start(whole=False)
                 readback.wait()
                 self._look_at(readback)
             elif not (self._late.deferring or readback.is_due()):
                 pass  # this call is counted, and read with a later one
             elif not readback.under_way or self._look_if_arrived(readback):
-                readback.start()
+                readback.start(whole=False)
         except RuntimeError as e:  # a failure on the device shows up here
             self._after_failure(binding, e)
             raise

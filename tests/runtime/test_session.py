@@ -6,6 +6,7 @@ import logging
 import re
 
 import pytest
+import torch
 from toys import Rig
 
 import kvcanary_fx
@@ -167,7 +168,7 @@ def test_log_mode_goes_on_while_a_read_back_is_on_its_way_and_loses_no_call(monk
     rig.session._readbacks.of(rig.session.bindings[-1]).at_once = False
     started, there = [], False
     start = Readback.start
-    monkeypatch.setattr(Readback, "start", lambda self: (start(self), started.append(self)))
+    monkeypatch.setattr(Readback, "start", lambda self, **given: (start(self, **given), started.append(self)))
     monkeypatch.setattr(Readback, "arrived", lambda self: there)
     rig.step()
     rig.flip(1, 1, row=0, position=2)
@@ -191,7 +192,7 @@ def test_log_mode_reads_back_now_and_then_and_not_in_every_call(monkeypatch):
     rig.session._readbacks.of(rig.session.bindings[-1]).at_once = False
     monkeypatch.setattr(readback, "BETWEEN", 3600.0)
     started, start = [], Readback.start
-    monkeypatch.setattr(Readback, "start", lambda self: (start(self), started.append(self)))
+    monkeypatch.setattr(Readback, "start", lambda self, **given: (start(self, **given), started.append(self)))
     rig.step()
     rig.flip(1, 1, row=0, position=2)
     for _ in range(3):
@@ -204,6 +205,48 @@ def test_log_mode_reads_back_now_and_then_and_not_in_every_call(monkeypatch):
     for _ in range(3):
         rig.step()
     assert len(started) == 2
+
+
+def test_log_mode_reports_a_violation_two_calls_later_where_a_device_says_so(monkeypatch):
+    """A GPU writes to the host's memory when a check failed."""
+    monkeypatch.setattr(readback, "BETWEEN", 3600.0)
+    rig = Rig.build(mode="log")
+    rig.session.controls(torch.device("cpu")).bell = torch.zeros(2, dtype=torch.int64)
+    rig.step(6)
+    rig.step()
+    rig.session._readbacks.of(rig.session.bindings[-1]).at_once = False
+    started, start = [], Readback.start
+    monkeypatch.setattr(Readback, "start", lambda self, **given: (start(self, **given), started.append(self)))
+    rig.step()
+    assert started == []
+    rig.flip(1, 1, row=0, position=2)
+    rig.step()
+    assert len(started) == 1
+    rig.step()
+    assert [v.check for v in rig.session.known_violations()] == ["content"]
+    rig.step()
+    rig.step()
+    assert len(started) == 2, "once it has been read, nothing is due"
+
+
+def test_raise_mode_copies_nothing_in_most_calls_where_a_device_says_that_a_check_failed(monkeypatch):
+    monkeypatch.setattr(readback, "BETWEEN", 3600.0)
+    rig = Rig.build()
+    rig.session.controls(torch.device("cpu")).bell = torch.zeros(2, dtype=torch.int64)
+    rig.step(6)
+    rig.step()
+    copies, start = [], readback.Words.start
+    monkeypatch.setattr(readback.Words, "start", lambda self: (start(self), copies.append(self)))
+    rig.step()
+    rig.step()
+    assert copies == []
+    rig.flip(1, 1, row=0, position=2)
+    with pytest.raises(KVCacheViolation):
+        rig.step()
+    rig.session._readbacks.of(rig.session.bindings[-1])._started = -3600.0
+    rig.step()
+    rig.step()
+    assert len(copies) == 1, "whether all checks ran is looked at now and then"
 
 
 def test_log_mode_reports_the_last_calls_when_the_process_ends(monkeypatch):

@@ -95,8 +95,8 @@ def test_a_thread_in_the_middle_of_the_graph_is_not_one_whose_checks_did_not_run
     begun.wait(10)
     start = Readback.start
 
-    def start_and_let_go(readback):
-        start(readback)
+    def start_and_let_go(readback, **given):
+        start(readback, **given)
         leave.set()
         while len(set(readback.binding.calls())) > 1:  # until nobody is in the graph
             time.sleep(0.01)
