@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import sys
 import threading
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvcanary_fx import Batch, EngineError, KVPool
 from kvcanary_fx.engine import gathered, kept_calls, slot_events, steps
 from kvcanary_fx.engine.kept_calls import KeptCalls
 from kvcanary_fx.engine.layers import LayerChecks
+from kvcanary_fx.engine.queued_calls import one_by_one
 from kvcanary_fx.engine.step_inputs import StepInputs
 from kvcanary_fx.engine.steps import Steps
 from kvcanary_fx.kernels import bound_launch, compile_ahead, replay
@@ -994,3 +996,38 @@ def test_of_calls_at_once_the_one_with_a_wrong_slot_behind_others_is_left_out_wh
     toy.pool.flush()
     assert (toy.pool.space.flags[[3, 4, 5]] // REFERENCE).tolist() == ([0, 3, 3] if sent else [2, 2, 3])
     assert not toy.pool.calls.pending
+
+
+@pytest.mark.usefixtures("launches")
+@interpreted
+def test_calls_of_several_threads_arrive_once_each_and_in_their_order_while_another_sends_them(monkeypatch):
+    """An engine's allocator in a thread, and another one that reads violations."""
+    toy, calls, sent = prefilled(), 20000, []
+    toy.pool.allocate([12], owner="A")
+    toy.pool.flush()
+    owners = {toy.session.ids.hash(name): name for name in ("B", "C")}
+
+    def send(self, into_step=False):
+        taken = self._calls[:]
+        del self._calls[: len(taken)]
+        sent.extend(one_by_one(taken))
+        return True
+
+    def share(name: str) -> None:
+        for number in range(calls):
+            toy.pool.share([number, number + 1], owner=name)
+
+    monkeypatch.setattr(slot_events.SlotEvents, "_send_few", send)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # several calls come in between
+    try:
+        threads = [threading.Thread(target=share, args=(name,)) for name in owners.values()]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            toy.pool.flush()
+    finally:
+        sys.setswitchinterval(before)
+    toy.pool.flush()
+    for whose in owners:
+        assert [list(pages) for _, pages, owner, _ in sent if owner == whose] == [[n, n + 1] for n in range(calls)]
