@@ -68,7 +68,7 @@ def verify_layers_kernel(
     A_TENSOR: tl.constexpr, B_TENSOR: tl.constexpr, WRITE_AXES: tl.constexpr, WRAPS: tl.constexpr, SKIPS: tl.constexpr,
     TOKENS: tl.constexpr,
     HAS_ROWS: tl.constexpr, TWO_AXES: tl.constexpr, OWN_ROWS: tl.constexpr, BY_BUDGET: tl.constexpr,
-    KEEPS: tl.constexpr, LENIENT: tl.constexpr, CONTENT: tl.constexpr, CHECK: tl.constexpr, BOUNDS: tl.constexpr,
+    LENIENT: tl.constexpr, CONTENT: tl.constexpr, CHECK: tl.constexpr, BOUNDS: tl.constexpr,
     HAS_BOX: tl.constexpr, UNIT: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def verify_layers_kernel(
 
     Few programs share those that :func:`.triton_write.check_before_write` has for each piece of a row, and first look
     whether any row asks for it: usually none does.  (A program for each piece, 4,160 for 64 halves of 16 rows of 4,096
-    slots, took 36 us of an H200 to find that out.)
+    slots, took 36 us of an H200 to find that out.)  No half keeps digests of before the write: that takes all pieces.
     """
     row = tl.program_id(1)
     base, digest_ptr, seed1, seed2, half, rows_ptr, counters_ptr = half_at(table_ptr, row, UNIT, ALIGNED)
@@ -107,7 +107,7 @@ def verify_layers_kernel(
             stamp_ptr, stamp_count, write_id, box_ptr, coef_ptr, words_ptr, ring_ptr, capacity,
             slots_total, words_in_row, positions, every, slot_stride0, slot_stride1, units, n1, n2, n3, d0, d1, d2, d3,
             scanners, n, g1, g2, a_ptr, a_start, a0, a1, a2, a_size, b_ptr, b_start, b0, b1, b2, b_size,
-            A_TENSOR, B_TENSOR, WRITE_AXES, WRAPS, SKIPS, TOKENS, HAS_ROWS, TWO_AXES, OWN_ROWS, BY_BUDGET, KEEPS,
+            A_TENSOR, B_TENSOR, WRITE_AXES, WRAPS, SKIPS, TOKENS, HAS_ROWS, TWO_AXES, OWN_ROWS, BY_BUDGET, False,
             LENIENT, CONTENT, CHECK, BOUNDS, HAS_BOX, UNIT, ELEMENT, PLANES, WIDE, BLOCK, BLOCK_WORDS, False,
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Finds out whether a device has something to report, without waiting for the device.
 
-A GPU writes to the host's memory when a check failed.  Whether all checks ran, a few words show that are copied into
-pinned memory, which is allocated once, now and then; an event shows when they have arrived.
+A GPU writes to the host's memory when a check failed.  A few words show whether all checks ran: they are copied now and
+then, into pinned memory that is allocated once, and an event shows when they have arrived.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ class Readback:
         self.binding = binding
         self._controls = [controls(device) for device in binding.gates]
         self._hears = all(control.bell is not None for control in self._controls)
-        self._whole = True
-        self._words = [Words([controls(device).words, gate]) for device, gate in binding.gates.items()]
+        self._whole = True  # the words are read as well
+        gates = binding.gates.values()
+        self._words = [Words([control.words, gate]) for control, gate in zip(self._controls, gates, strict=True)]
         self.at_once = all(device.type != "cuda" for device in binding.gates)
         self.under_way = self.alone = False
         self._forgiven = 0  # ops that failed calls did not run, by then
@@ -120,8 +121,8 @@ class Readback:
         """Read all that the calls so far leave behind.
 
         Args:
-            whole: also whether all checks ran; without it that is read when it is due, or if a device does not say by
-                itself that one failed.
+            whole: also whether all checks ran.  Without it that is read only if it is due, or where no device says by
+                itself that a check failed.
         """
         self._whole = whole or not self._hears or self._words_are_due()
         if self._whole:

@@ -257,7 +257,7 @@ class CanarySession:
         try:
             yield
             if self._late.deferring:
-                self._catch_up()
+                self.look()  # also whether all checks ran
         finally:
             self._late.deferring = outer
 

@@ -11,6 +11,8 @@ from toys import Rig
 
 import kvcanary_fx
 from kvcanary_fx import CanaryConfig, KVCacheViolation
+from kvcanary_fx.errors import CoverageError
+from kvcanary_fx.kernels.buffers import Gate
 from kvcanary_fx.runtime import at_exit, readback
 from kvcanary_fx.runtime.readback import Readback
 
@@ -293,6 +295,21 @@ def test_in_raise_mode_a_deferred_report_comes_before_the_next_forward_runs():
     with pytest.raises(KVCacheViolation):
         rig.flip(1, 0, row=0, position=2)
         rig.step()  # outside, at once
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_in_raise_mode_checks_that_did_not_run_are_told_at_the_end_of_deferring(monkeypatch):
+    """Calls only look whether a device has said that a check failed."""
+    monkeypatch.setattr(readback, "BETWEEN", 3600.0)
+    rig = Rig.build()
+    rig.session.controls(torch.device("cpu")).bell = torch.zeros(2, dtype=torch.int64)
+    rig.step(4)
+    rig.step()
+    (gate,) = rig.session.bindings[-1].gates.values()
+    with pytest.raises(CoverageError), rig.session.deferring():
+        rig.step()
+        gate[Gate.OPS] -= 1
+        rig.step()
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
