@@ -17,6 +17,7 @@ from kvcanary_fx.kernels.content import triton_half as triton_kernels
 from kvcanary_fx.kernels.content import triton_layer as triton_records
 from kvcanary_fx.kernels.content import triton_write
 from kvcanary_fx.kernels.ring import Word
+from kvcanary_fx.runtime import readback
 
 pytestmark = pytest.mark.gpu
 
@@ -240,6 +241,48 @@ def test_log_mode_reads_back_without_waiting():
     rig.flip(1, 1, row=0, position=2)
     rig.step()
     assert [f[1:] for f in rig.found()] == [("layers.1", "V", 0, 2)]
+
+
+def copied_words(monkeypatch) -> list[readback.Words]:
+    """The words that are copied to the host from here on, if it were not time to copy them anyway."""
+    monkeypatch.setattr(readback, "BETWEEN", 3600.0)
+    copies: list[readback.Words] = []
+    start = readback.Words.start
+    monkeypatch.setattr(readback.Words, "start", lambda self: (start(self), copies.append(self)))
+    return copies
+
+
+def test_log_mode_hears_of_a_violation_without_copying_words(monkeypatch):
+    rig = Rig.build(device="cuda", inner="aot_eager", mode="log")
+    for _ in range(4):
+        rig.step()
+    rig.session.look()
+    copies = copied_words(monkeypatch)
+    for _ in range(6):
+        rig.step()
+    assert copies == []
+    rig.flip(1, 1, row=0, position=2)
+    for _ in range(3):  # a failed check, a look that starts, its end
+        rig.step()
+        torch.cuda.synchronize()
+    told = [(v.layer, v.half, v.index) for v in rig.session.known_violations()]
+    assert told == [("layers.1", "V", 2)]
+    assert copies == []
+
+
+def test_raise_mode_raises_in_the_call_without_copying_words(monkeypatch):
+    rig = Rig.build(device="cuda", inner="aot_eager")
+    for _ in range(4):
+        rig.step()
+    copies = copied_words(monkeypatch)
+    for layer, half in ((0, 1), (1, 0)):
+        rig.step()
+        rig.flip(layer, half, row=0, position=2)
+        with pytest.raises(KVCacheViolation) as caught:
+            rig.step()
+        rig.length += 1
+        assert [(v.layer, v.half, v.index) for v in caught.value.violations] == [(f"layers.{layer}", "KV"[half], 2)]
+    assert copies == []
 
 
 def test_out_of_range_on_the_gpu_survives_the_device_assert(tmp_path):
