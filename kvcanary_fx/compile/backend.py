@@ -18,7 +18,7 @@ from ..passes.graph_plan import GraphPlan
 from ..passes.pipeline import passes, run_passes
 from ..runtime.session import CanarySession
 from . import coverage
-from .cache_names import computing_names
+from .cache_names import begin_with_dynamo, computing_names
 from .rehearsal import rehearse
 from .stack_room import with_stack_room
 
@@ -86,6 +86,7 @@ kvcanary_backend.session_for = _session_for  # type: ignore[attr-defined]
 def register_name() -> None:
     """Register ``backend="kvcanary"`` if no installed package does by its entry point, as in a checkout."""
     coverage.listen()
+    begin_with_dynamo()
     if not importlib.metadata.entry_points(group="torch_dynamo_backends", name="kvcanary"):
         with contextlib.suppress(AssertionError):  # it is registered: the package was imported again
             torch._dynamo.register_backend(kvcanary_backend, name="kvcanary")
@@ -111,6 +112,7 @@ class CanaryBackend:
         self.config = CanaryConfig.from_env() if config is None else require_config(config, "CanaryBackend()")
         self.session = owner or CanarySession(self.config)
         coverage.listen()
+        begin_with_dynamo()
 
     def __call__(
         self,

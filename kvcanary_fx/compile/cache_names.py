@@ -1,8 +1,9 @@
-"""Hashes of PyTorch's and Triton's sources, part of every name in their caches: computed while our passes run.
+"""Hashes of PyTorch's and Triton's sources, part of every name in their caches.
 
 Inductor wants both in the first compilation of a process, one behind the other: 0.1 s for 600 files of PyTorch, 0.4 s
-for Triton and its library.  Nearly all of it is reading and hashing, which other threads need not wait for, so the
-passes (0.1 s) take none of the first call's 3 s with warm caches (H200).
+for Triton and its library.  Of Triton's nearly all is reading and hashing large blocks, which other threads need not
+wait for: it is computed while Dynamo traces, for 1.8 s of a first call of 3 s with warm caches.  PyTorch's small files
+took 1.1 to 1.8 s there, as a thread that asks for its turn behind each file waits for it (H200).
 """
 
 from __future__ import annotations
@@ -13,8 +14,51 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo.callback
 
 from ..kernels.compile_ahead import SHORT_TURNS, compiles_for
+from ..passes.dynamo_calls import backend_at_work
+
+
+class _NameOfTriton:
+    """Triton's name, computed in a thread that is begun once.  A process that is forked meanwhile has no such thread."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Unless it was done."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=_compute, name="kvcanary names")
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Until the thread is done."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+_NAME_OF_TRITON = _NameOfTriton()
+
+
+def begin_with_dynamo() -> None:
+    """From here on, have Triton's name computed while Dynamo traces the first graph for a backend of ours."""
+    if _begin not in torch._dynamo.callback.callback_handler.start_callbacks:
+        torch._dynamo.callback.on_compile_start(_begin)
+
+
+def _begin(args: Any) -> None:
+    """Called by Dynamo when it begins, whatever the backend is."""
+    at_work = backend_at_work()
+    if at_work is not None and getattr(at_work[0], "is_kvcanary", False) and _on_a_gpu():
+        _NAME_OF_TRITON.begin()
+
+
+def _on_a_gpu() -> bool:
+    """Whether a graph is likely to be one for a GPU, which only its inputs would say."""
+    return torch.cuda.is_initialized() and compiles_for(torch.device("cuda"))
 
 
 @contextlib.contextmanager
@@ -31,17 +75,16 @@ def computing_names(inputs: Sequence[Any], inner: Any) -> Iterator[None]:
     if not any(compiles_for(device) for device in {t.device for t in inputs if isinstance(t, torch.Tensor)}):
         yield
         return
-    beside = threading.Thread(target=_compute_beside, name="kvcanary names")
-    beside.start()
+    _NAME_OF_TRITON.begin()  # where Dynamo has not told us
     try:
         yield
         if inner == "inductor":
             name_of_torch()
     finally:
-        beside.join()
+        _NAME_OF_TRITON.wait()
 
 
-def _compute_beside() -> None:
+def _compute() -> None:
     with SHORT_TURNS, contextlib.suppress(Exception):  # who needs the name raises it again
         name_of_triton()
 

@@ -17,11 +17,16 @@ from kvcanary_fx.kernels import compile_ahead
 from kvcanary_fx.kernels.compile_ahead import SHORT_TURNS, InBackground
 
 
+def as_for_a_gpu(monkeypatch):
+    monkeypatch.setattr(cache_names, "compiles_for", lambda device: True)
+    monkeypatch.setattr(cache_names, "_NAME_OF_TRITON", cache_names._NameOfTriton())
+
+
 @pytest.fixture
 def computed(monkeypatch):
     """Graphs compile as if for a GPU; what was computed, and in which thread."""
     found = []
-    monkeypatch.setattr(cache_names, "compiles_for", lambda device: True)
+    as_for_a_gpu(monkeypatch)
     monkeypatch.setattr(cache_names, "name_of_triton", lambda: found.append(("triton", threading.current_thread())))
     monkeypatch.setattr(
         torch._inductor.codecache, "torch_key", lambda: found.append(("torch", threading.current_thread()))
@@ -55,6 +60,43 @@ def test_both_names_are_there_before_inductor_is_asked(computed, monkeypatch):
     threads = dict(before)
     assert threads["torch"] is threading.main_thread()
     assert threads["triton"] is not threading.main_thread()
+
+
+@pytest.mark.parametrize(
+    "backend", [kvcanary_fx.kvcanary_backend, kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(inner="eager"))]
+)
+def test_the_name_of_triton_is_begun_when_dynamo_is(computed, monkeypatch, backend):
+    """Tracing takes longer than it does."""
+    monkeypatch.setattr(cache_names, "_on_a_gpu", lambda: True)
+    cache_names.begin_with_dynamo()  # torch._dynamo.reset() has forgotten it
+
+    @torch.compiler.assume_constant_result
+    def begun_while_dynamo_traces():
+        cache_names._NAME_OF_TRITON.wait()
+        return [name for name, _ in computed] == ["triton"]
+
+    @torch.compile(backend=backend)
+    def write(cache, row, at):
+        if begun_while_dynamo_traces():
+            cache.index_copy_(0, at, row)
+        return cache.sum()
+
+    assert write(torch.zeros(8, 2), torch.ones(1, 2), torch.tensor([3])) == 2
+    assert computed[0][1] is not threading.main_thread()
+
+
+def test_no_name_is_begun_for_other_backends(monkeypatch):
+    monkeypatch.setattr(cache_names, "_on_a_gpu", lambda: True)
+    monkeypatch.setattr(cache_names._NAME_OF_TRITON, "begin", lambda: pytest.fail("begun"))
+    cache_names.begin_with_dynamo()
+    assert torch.compile(torch.sin, backend="eager")(torch.zeros(1)) == 0
+
+
+def test_the_name_of_triton_is_computed_once(computed):
+    for _ in range(2):
+        with computing_names([torch.zeros(1)], "eager"):
+            pass
+    assert [name for name, _ in computed] == ["triton"]
 
 
 def test_the_other_backends_want_no_name_of_torch(computed):
@@ -95,7 +137,7 @@ def test_turns_are_short_while_kernels_are_compiled_in_the_background(monkeypatc
 
 def test_turns_are_short_while_a_name_is_computed_beside_the_passes(monkeypatch):
     before, seen = sys.getswitchinterval(), []
-    monkeypatch.setattr(cache_names, "compiles_for", lambda device: True)
+    as_for_a_gpu(monkeypatch)
     monkeypatch.setattr(cache_names, "name_of_triton", lambda: seen.append(sys.getswitchinterval()))
     with computing_names([torch.zeros(1)], "eager"):
         pass
@@ -129,7 +171,7 @@ def test_turns_that_somebody_else_has_set_stay():
 def test_turns_are_as_they_were_after_an_error(monkeypatch, capfd):
     """Whoever needs the name raises it again."""
     before = sys.getswitchinterval()
-    monkeypatch.setattr(cache_names, "compiles_for", lambda device: True)
+    as_for_a_gpu(monkeypatch)
     monkeypatch.setattr(cache_names, "name_of_triton", lambda: 1 / 0)
     with computing_names([torch.zeros(1)], "eager"):
         pass
