@@ -21,7 +21,7 @@ from ..passes.dynamo_calls import backend_at_work
 
 
 class _NameOfTriton:
-    """Triton's name, computed in a thread that is begun once.  A process that is forked meanwhile has no such thread."""
+    """Triton's name, computed in a thread that is begun once."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -37,7 +37,7 @@ class _NameOfTriton:
     def wait(self) -> None:
         """Until the thread is done."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join()  # returns at once in a process that was forked meanwhile, which has no such thread
 
 
 _NAME_OF_TRITON = _NameOfTriton()
