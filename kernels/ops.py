@@ -412,6 +412,9 @@ def _identify(
 ) -> None:
     context, device = get_forward_context(), state.device
     here, plan = context.sites[site], context.plans[write]
+    if not tokens.numel():  # a step without tokens
+        count_op(here.gate)
+        return
     kernels = kernels_for(device)
     identity = context.identities.get(site)
     tokens, positions = tokens.to(device), _on(device, positions)

@@ -30,7 +30,7 @@ def ends_of_rows(positions: torch.Tensor | None, rows: int, written: int) -> tor
         written: slots written in this step, over all rows; a rolling window writes more than it takes in,
             so its position input alone says how many tokens there are.
     """
-    if positions is None or positions.dim() not in (1, 2) or rows == 0:
+    if positions is None or positions.dim() not in (1, 2) or not positions.numel() or rows == 0:
         return None
     tokens = positions.shape[-1] if positions.dim() == 2 else written // rows
     table = per_row(positions, rows, tokens)

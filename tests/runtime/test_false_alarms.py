@@ -7,6 +7,8 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu_on_cpu import use_gpu_kernels
+from torch import nn
 from toys import Rig, new_caches, write_at_index, write_by_op, write_in_subgraph, write_rolled, write_where
 
 import kvcanary_fx
@@ -857,3 +859,39 @@ def test_custom_op_that_scales_as_it_casts(inner):
     with torch.no_grad():
         run(pool, torch.randn(1, 2, 8, dtype=torch.bfloat16), torch.tensor([9]))
     assert [(v.check, v.slot) for v in backend.session.violations()] == [("content", 4)]
+
+
+class OwnCaches(nn.Module):
+    """A layer whose caches are buffers, and which gives logits for each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(50, 16), nn.Linear(16, 48)
+        self.register_buffer("k_cache", torch.zeros(2, 2, 32, 8))
+        self.register_buffer("v_cache", torch.zeros(2, 2, 32, 8))
+
+    def forward(self, ids, pos):
+        q, k, v = self.qkv(self.embed(ids)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        self.k_cache[:, :, pos] = k
+        self.v_cache[:, :, pos] = v
+        mask = torch.arange(32) <= pos.unsqueeze(1)
+        return F.scaled_dot_product_attention(q, self.k_cache, self.v_cache, attn_mask=mask)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_steps_without_tokens(monkeypatch, kernels):
+    """Seen: such a step raised IndexError in our op, where the graph shows tokens."""
+    if kernels == "triton":
+        use_gpu_kernels(monkeypatch.setattr)
+    model, backend = OwnCaches(), CanaryBackend(CanaryConfig(inner="eager", mode="log"))
+    run, none = torch.compile(model, backend=backend), torch.zeros(2, 0, dtype=torch.int64)
+    with torch.no_grad():
+        run(torch.zeros(2, 5, dtype=torch.int64), torch.arange(5))
+        for n in range(5, 9):
+            assert run(none, torch.arange(n, n)).shape == (2, 2, 0, 8)
+            run(torch.full((2, 1), n), torch.tensor([n]))
+        stats = backend.session.stats()
+        assert (stats.violations, stats.adopted) == (0, 0)
+        model.k_cache.data.view(torch.int32)[1, 0, 3, 2] ^= 4
+        run(none, torch.arange(9, 9))
+    assert [(v.half, v.row, v.index) for v in backend.session.violations()] == [("K", 1, 3)]
