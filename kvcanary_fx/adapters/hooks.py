@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Hook:
-    """A wrapped method, as an attribute of its object.  A copy of the object gets the plain method."""
+    """A wrapped method, as an attribute of its object.  A copy of the object gets the plain method, and so does a pickle."""
 
     def __init__(self, owner: Any, name: str, wrapper: Callable[..., Any]):
         original = getattr(owner, name)
@@ -25,6 +25,9 @@ class Hook:
         if copy is None:  # copied without its object, so it still belongs to that one
             return self
         return types.MethodType(getattr(type(copy), self._name), copy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._owner, self._name)  # as a method is pickled: of an owner that has no attributes yet
 
 
 class Parameter:

@@ -466,6 +466,21 @@ def test_a_copy_is_plain_and_unprotect_takes_everything_off():
         kvcanary_fx.session_of(model)
 
 
+def test_a_protected_model_is_saved_and_read_as_a_plain_one(tmp_path):
+    """Seen: "cannot pickle code objects", from torch.save."""
+    model = huggingface.protect(tiny.build("llama"), inner="eager")
+    ids = tiny.prompt(model, 1, PROMPT)
+    tokens = generate(model, ids)
+    torch.save(model, tmp_path / "model.pt")
+    read = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(generate(read, ids), tokens)
+    with pytest.raises(TypeError, match="not protected"):
+        kvcanary_fx.session_of(read)
+    calls = kvcanary_fx.session_of(model).calls
+    generate(model, ids)
+    assert kvcanary_fx.session_of(model).calls > calls, "the model itself stays protected"
+
+
 def test_what_cannot_be_protected_is_refused():
     with pytest.raises(TypeError, match="guards any other module"):
         huggingface.protect(torch.nn.Linear(2, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_wrappers_are_called_from_the_last_to_the_first_and_come_off_in_that_ord
 def test_other_objects_and_copies_are_plain():
     engine = Engine()
     hook(engine, "step", around("ours"))
-    assert Engine().step() == copy.deepcopy(engine).step() == ["step"]
+    assert Engine().step() == copy.deepcopy(engine).step() == pickle.loads(pickle.dumps(engine)).step() == ["step"]
 
 
 def test_what_an_engine_does_not_have_cannot_be_wrapped():

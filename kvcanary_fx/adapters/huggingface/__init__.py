@@ -34,7 +34,7 @@ def protect(model: Any, **settings: Any) -> Any:
     session over the paged cache: its blocks, tables, indices, tokens and bytes are checked in every batch.
 
     Args:
-        model: a ``PreTrainedModel``, guarded in place.  A deep copy of it is unguarded.
+        model: a ``PreTrainedModel``, guarded in place.  A deep copy or a pickle of it is unguarded.
         settings: those of :func:`kvcanary_fx.protect`, and ``sweep_every``, ``health_every``, ``stats_every`` and
             ``self_test`` of :func:`kvcanary_fx.install_canary`.
 
