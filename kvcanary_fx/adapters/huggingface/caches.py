@@ -78,6 +78,13 @@ def has_tensors(layer: Any) -> bool:
     return getattr(layer, "is_initialized", True) and (not states or any(states))
 
 
+def sizes_of(tokens: torch.Tensor | None, cache: Any) -> tuple[Any, ...]:
+    """By which sizes forwards of one model are compiled anew: those of its tokens, and of its cache."""
+    layers = getattr(cache, "layers", None)
+    length = getattr(layers[-1], "max_cache_len", None) if layers else None
+    return None if tokens is None else tokens.shape, length
+
+
 def needed_length(model: Any, options: dict[str, Any], tokens: torch.Tensor | None) -> int:
     """How many tokens a cache must hold for a call of ``generate``; 0 if unknown.
 

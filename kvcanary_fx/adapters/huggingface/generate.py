@@ -19,7 +19,15 @@ from ...engine.session import EngineSession
 from ...passes import dynamo_calls
 from ..hooks import hook, unhook
 from .batching import GuardedManager
-from .caches import cache_argument, has_tensors, make_room, needed_length, setting, why_not_static
+from .caches import (
+    cache_argument,
+    has_tensors,
+    make_room,
+    needed_length,
+    setting,
+    sizes_of,
+    why_not_static,
+)
 from .causal import CausalPrefills
 from .kept_cache import KeptCache
 
@@ -36,6 +44,12 @@ _WRAPPED = (
 
 #: Fields of a CompileConfig that are passed to torch.compile; the backend is ours.
 _OF_THEIR_CONFIG = ("fullgraph", "dynamic", "mode", "options")
+
+
+#: How often Dynamo may compile the forward of a protected model.  One call of ``generate`` has other sizes than the last:
+#: prefills and steps, each for one sequence and for several, with sizes that become dynamic one after the other, were
+#: more than Dynamo's default of 8 after ten calls.
+VARIANTS = 64
 
 
 class Protection(GuardedCall):
@@ -66,6 +80,7 @@ class Protection(GuardedCall):
         )
         self._kept = KeptCache(self.session)
         self._causal = CausalPrefills(model)
+        self._sizes: set[tuple[Any, ...]] = set()  # of the forwards so far
         self._decoder: tuple[dict[str, Any], Callable[..., Any]] | None = None  # the last one, with its options
 
     @property
@@ -88,6 +103,21 @@ class Protection(GuardedCall):
         if cache is not None and not self._known_ready(cache) and not self._ready(cache, args, kwargs):
             return self._module._call_impl(*args, **kwargs)
         tokens = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
+        sizes = sizes_of(tokens, cache)
+        if sizes not in self._sizes:
+            self._sizes.add(sizes)
+            with dynamo_calls.recompile_limit_at_least(VARIANTS):
+                return self._guard_forward(compiled, cache, tokens, args, kwargs)
+        return self._guard_forward(compiled, cache, tokens, args, kwargs)
+
+    def _guard_forward(
+        self,
+        compiled: Callable[..., Any],
+        cache: Any,
+        tokens: torch.Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         if self._causal.need_no_mask(cache, tokens, kwargs.get("attention_mask")):
             with self._causal.without_mask():
                 return super()._guard(compiled, args, kwargs)
