@@ -76,10 +76,12 @@ def check_generate(arch, **settings):
 
 
 class AfterStep(transformers.StoppingCriteria):
-    """Never stops; flips a bit of a row's slot once, after a forward of generate: 1 is the prefill."""
+    """Never stops; flips a bit of a row's slot, or of those of all, once, after a forward of generate: 1 is the
+    prefill."""
 
-    def __init__(self, model, step, layer, half, slot):
+    def __init__(self, model, step, layer, half, slot, row=1):
         self.model, self.step, self.place, self.slot, self.steps = model, step, (layer, half), slot, 0
+        self.row = row
         self.cache = None
         original = model._prepare_static_cache
 
@@ -93,7 +95,7 @@ class AfterStep(transformers.StoppingCriteria):
         self.steps += 1
         if self.steps == self.step:
             held = {(layer, half): t for layer, half, t in tiny.cache_tensors(self.cache)}
-            held[self.place].data.view(torch.int32)[1, -1, self.slot, -1] ^= 1 << 9
+            held[self.place].data.view(torch.int32)[self.row, -1, self.slot, -1] ^= 1 << 9
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
@@ -464,6 +466,25 @@ def test_a_copy_is_plain_and_unprotect_takes_everything_off():
     assert not {"generate", "generate_batch", "init_continuous_batching"} & set(model.__dict__)
     with pytest.raises(TypeError, match="not protected"):
         kvcanary_fx.session_of(model)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "t5"])
+def test_beams_are_guarded(arch):
+    """Seen: transformers makes new tensors of each reordered cache, so nothing was ever compared, and nothing said so."""
+    plain = tiny.build(arch)
+    model = huggingface.protect(copy.deepcopy(plain), mode="log", inner="eager")
+    for batch, beams, prompt in ((1, 3, PROMPT), (2, 2, PROMPT + 3), (1, 3, PROMPT)):
+        ids = tiny.prompt(plain, batch, prompt)
+        assert torch.equal(generate(model, ids, num_beams=beams), generate(plain, ids, num_beams=beams))
+    session = kvcanary_fx.session_of(model)
+    before = session.stats()
+    assert (before.violations, session.uncovered) == (0, [])
+    assert before.checked > 2 * before.adopted
+    flip = AfterStep(model, NEW - 3, 1, "K", slot=1, row=slice(None))  # some beams do not go on
+    criteria = transformers.StoppingCriteriaList([flip])
+    generate(model, tiny.prompt(plain, 2, PROMPT), num_beams=2, stopping_criteria=criteria)
+    assert {(v.half, v.index) for v in session.violations()} == {("K", 1)}
+    assert "reorder_cache" not in vars(flip.cache), "the cache is as it was"
 
 
 def test_calls_of_many_sizes_stay_below_the_recompile_limit():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Container
 from typing import Any
@@ -83,6 +84,41 @@ def sizes_of(tokens: torch.Tensor | None, cache: Any) -> tuple[Any, ...]:
     layers = getattr(cache, "layers", None)
     length = getattr(layers[-1], "max_cache_len", None) if layers else None
     return None if tokens is None else tokens.shape, length
+
+
+class ReorderedInPlace:
+    """Caches whose beams are reordered in their own tensors while one ``generate`` runs.
+
+    transformers makes new tensors in each step of a beam search, of which nothing is known: all that they hold would be
+    taken as it is, each time.  In place a row must hold what another one held before.
+    """
+
+    def __init__(self) -> None:
+        self._caches: list[Any] = []
+
+    def add(self, cache: Any) -> None:
+        """From here on, until :meth:`end`; nothing where that is so, or there is none."""
+        if cache is not None and not any(known is cache for known in self._caches) and hasattr(cache, "reorder_cache"):
+            self._caches.append(cache)
+            cache.reorder_cache = functools.partial(_reorder, cache)
+
+    def end(self) -> None:
+        """The caches are as they were."""
+        for cache in self._caches:
+            del cache.reorder_cache
+        self._caches.clear()
+
+
+def _reorder(cache: Any, beams: torch.Tensor) -> None:
+    parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+    layers = [vars(layer) for part in (cache, *parts) for layer in getattr(part, "layers", ())]
+    tables = [*layers, *(states for layer in layers for states in layer.values() if isinstance(states, dict))]
+    before = [(table, name, t) for table in tables for name, t in table.items() if isinstance(t, torch.Tensor)]
+    type(cache).reorder_cache(cache, beams)
+    for table, name, tensor in before:
+        new = table[name]
+        if new is not tensor and (new.shape, new.dtype, new.device) == (tensor.shape, tensor.dtype, tensor.device):
+            table[name] = tensor.copy_(new)
 
 
 def needed_length(model: Any, options: dict[str, Any], tokens: torch.Tensor | None) -> int:

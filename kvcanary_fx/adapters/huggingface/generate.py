@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from ...passes import dynamo_calls
 from ..hooks import hook, unhook
 from .batching import GuardedManager
 from .caches import (
+    ReorderedInPlace,
     cache_argument,
     has_tensors,
     make_room,
@@ -52,6 +54,12 @@ _OF_THEIR_CONFIG = ("fullgraph", "dynamic", "mode", "options")
 VARIANTS = 64
 
 
+class _Beams(threading.local):
+    """The caches of the beam search that the thread is in; None: it is in none."""
+
+    running: ReorderedInPlace | None = None
+
+
 class Protection(GuardedCall):
     """The guarded calls of one model: the compiled forward, and the managers of its batches.
 
@@ -80,6 +88,7 @@ class Protection(GuardedCall):
         )
         self._kept = KeptCache(self.session)
         self._causal = CausalPrefills(model)
+        self._beams = _Beams()
         self._sizes: set[tuple[Any, ...]] = set()  # of the forwards so far
         self._decoder: tuple[dict[str, Any], Callable[..., Any]] | None = None  # the last one, with its options
 
@@ -102,6 +111,8 @@ class Protection(GuardedCall):
         cache = kwargs[name] if name is not None else None
         if cache is not None and not self._known_ready(cache) and not self._ready(cache, args, kwargs):
             return self._module._call_impl(*args, **kwargs)
+        if self._beams.running is not None:
+            self._beams.running.add(cache)
         tokens = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
         sizes = sizes_of(tokens, cache)
         if sizes not in self._sizes:
@@ -164,6 +175,9 @@ class Protection(GuardedCall):
         name = cache_argument(kwargs)
         passed = kwargs[name] if name is not None else None
         outer, self._not_static = self._not_static, why_not_static(model, kwargs)
+        beams, self._beams.running = self._beams.running, None
+        if int(setting(model, kwargs, "num_beams") or 1) > 1:
+            self._beams.running = ReorderedInPlace()
         if self.session.pace is not None:
             self.session.pace.new_sequence()
         if passed is not None:
@@ -181,6 +195,9 @@ class Protection(GuardedCall):
             return generated
         finally:
             self._not_static = outer  # early-exit drafting calls generate within generate
+            if self._beams.running is not None:
+                self._beams.running.end()
+            self._beams.running = beams
 
     def _prepare_cache(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         fresh = original(*args, **kwargs)
