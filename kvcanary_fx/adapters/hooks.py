@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Hook:
-    """A wrapped method, as an attribute of its object.  A copy of the object gets the plain method, and so does a pickle."""
+    """A wrapped method, as an attribute of its object.  A copy of that, and a pickle, get the plain method."""
 
     def __init__(self, owner: Any, name: str, wrapper: Callable[..., Any]):
         original = getattr(owner, name)

@@ -1,9 +1,10 @@
 """A module's call, compiled: apart from those of other models, as long as threads allow it.
 
-torch 2.13 gives a compiled callable a cache of its own (``isolate_recompiles``), so that what other models of the class
-have compiled does not count towards its recompile limit.  Which cache is in use it keeps in one place for all threads: a
-call in one thread makes another's look in the wrong one, and compile into it.  Seen: two models in two threads compiled
-in nearly each step, until the limit.  So all calls share a cache once two threads were in such calls at the same time.
+torch 2.13 gives a compiled callable a cache of its own (``isolate_recompiles``), so that what other models of the
+class have compiled does not count towards its recompile limit.  Which cache is in use it keeps in one place for all
+threads: a call in one thread makes another's look in the wrong one, and compile into it.  Seen: two models in two
+threads compiled in nearly each step, until the limit.  So all calls share a cache once two threads were in such calls
+at the same time.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ repaired.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -381,9 +382,31 @@ class _Group:
         several = len(old) >= 2 and 2 * len(old) >= len(later)
         if required != set(self._lead.peers):  # what is above the first layer
             new = later <= old or half.buffers.baseline is not None
+            if half.buffers.baseline is None and not alone:
+                fresh |= self._computed_again(row, held, old)
         else:
             new = several or (held <= old and not alone)
         return fresh | old if new else fresh
+
+    def _computed_again(self, row: int, held: set[int], old: set[int]) -> set[int]:
+        """The slots of a row that were computed anew with a new prompt, which begins as the last one did.
+
+        Products of another size may round otherwise.  Then a token's K and V differ from some layer on, or in one half
+        of the last layer, where nothing else follows from them.  That other tokens are new shows by the newest ones.
+
+        Args:
+            held: the slots that were not empty before.
+            old: those of them that changed in all required halves.
+        """
+        new, rounded, layers = old - self.empty(), set[int](), self._lead.peers
+        newest = list(itertools.takewhile(new.__contains__, sorted(held, reverse=True)))
+        for slot in self.by_slot.keys() - self.empty() if newest else ():
+            changed = {hit[Ring.HALF] for hit in self.by_slot[slot]}
+            lowest = min(layers[half] for half in changed)
+            behind = {half for half, layer in layers.items() if layer >= lowest}
+            if slot // self._length == row and (behind <= changed or len(newest) > 1):
+                rounded.add(slot)
+        return set(newest) | rounded
 
     def _held(self, half: PoolHalf, row: int) -> list[int]:
         """The slots of a row that were not empty before the change."""

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import kvcanary_fx
 from kvcanary_fx import EngineError
 from kvcanary_fx.__main__ import main
 from kvcanary_fx.adapters.versions import Tested
@@ -23,12 +24,16 @@ from kvcanary_fx.adapters.vllm import (
     known,
     layouts,
     patching,
+    ranks,
+    reactions,
     settings,
     verdict,
 )
 from kvcanary_fx.adapters.vllm.advice import ADVICE
 from kvcanary_fx.adapters.vllm.books import CACHE, Books
 from kvcanary_fx.adapters.vllm.journal import Journal
+from kvcanary_fx.adapters.vllm.ranks import RankVerdicts
+from kvcanary_fx.adapters.vllm.reactions import Reactions
 from kvcanary_fx.adapters.vllm.tables import Ledger
 from kvcanary_fx.engine.observers.stats import EngineStats
 from kvcanary_fx.errors import InvalidSettingError
@@ -888,3 +893,76 @@ def test_counts_are_written_by_themselves_also_when_the_engine_is_idle(monkeypat
         time.sleep(0.1)
         assert counts.read_all()[0]["fingerprints_checked"] == 1
     wait_for(2)
+
+
+# ---- ranks
+
+
+def ranks_of(tmp_path, world=3):
+    return [RankVerdicts(tmp_path / "verdicts", rank, world, reads=rank == 0) for rank in range(world)]
+
+
+def of_blocks(*blocks, request="A"):
+    return verdict.Verdict(requests={request}, damaged={0: set(blocks)}, outcome="recompute", total=len(blocks))
+
+
+def test_what_another_rank_finds_is_read_once_by_the_first_one(tmp_path):
+    first, second, third = ranks_of(tmp_path)
+    assert not first.news()
+    assert first.read() is None
+    second.tell(of_blocks(3, 4))
+    assert first.news()
+    told = first.read()
+    assert (told.requests, told.damaged, told.outcome, told.total) == ({"A"}, {0: {3, 4}}, "recompute", 2)
+    assert not first.news()
+    third.tell(of_blocks(7, request="B"))
+    second.tell(of_blocks(5))
+    told = first.read()
+    assert (told.requests, told.damaged, told.total) == ({"A", "B"}, {0: {5, 7}}, 2)
+
+
+def test_a_rank_that_finds_more_before_it_is_read_loses_nothing(tmp_path):
+    first, second, _ = ranks_of(tmp_path)
+    for block in range(5):
+        second.tell(of_blocks(block))
+    assert first.read().damaged == {0: set(range(5))}
+    second.tell(of_blocks(9))
+    assert first.read().damaged == {0: {9}}, "what was read is not told again"
+
+
+def test_too_many_blocks_for_the_room_concern_all_requests(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "ROOM", 256)
+    first, second, _ = ranks_of(tmp_path)
+    second.tell(of_blocks(*range(500)))
+    told = first.read()
+    assert (told.everyone, told.total) == (True, 500)
+    assert told.readers({"X": ([1, 2],)}) == {"X": 0}
+
+
+def test_the_first_rank_sends_what_all_have_found(tmp_path):
+    first, second, _ = ranks_of(tmp_path)
+    recompute = settings.VllmSettings(kvcanary_fx.CanaryConfig(mode="log"), "recompute")
+    here, there = (Reactions(recompute, [16], rank) for rank in (first, second))
+    assert here.take_verdict() is None
+    there.flag(found("content", 16 * 5 + 3))
+    there.told()
+    assert there.take_verdict() is None, "its outputs are dropped"
+    here.flag(found("content", 16 * 7))
+    taken = here.take_verdict()
+    assert (taken.damaged, taken.total, taken.outcome) == ({0: {5, 7}}, 2, "recompute")
+    assert here.take_verdict() is None
+
+
+def test_another_rank_than_the_first_ends_its_process(tmp_path, monkeypatch, caplog):
+    """Seen: its exception reached nobody, and the first rank waited for it for 300 s."""
+    ended = []
+    monkeypatch.setattr(reactions.os, "_exit", ended.append)
+    monkeypatch.setattr(reactions.logging, "shutdown", lambda: None)
+    raises = settings.VllmSettings(kvcanary_fx.CanaryConfig(mode="raise"))
+    first, second, _ = ranks_of(tmp_path)
+    for rank in (first, second):
+        made = Reactions(raises, [16], rank)
+        made.flag(found("content", 3))
+        made.told()
+    assert ended == [1]
+    assert "kv_cache_corruption" in caplog.text

@@ -64,6 +64,27 @@ def test_both_ranks_of_an_engine_are_guarded(models):
     assert guarded["violations"] == {}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("outcome", ["recompute", "raise"])
+def test_damage_on_another_rank_than_the_first_is_contained(models, outcome):
+    """Seen: it was logged there, and the request went on with it; with ``raise`` the ranks waited for each other."""
+    runs = [{"model": "llama", "scene": "ruined on another rank"}]
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # workers are sent functions
+    (found,) = vllm_runs.results(models, runs, "log", KVCANARY_VLLM_ON_VIOLATION=outcome, **environment)
+    if outcome == "raise":
+        assert found["error"] == "EngineDeadError"
+        assert "violations end the engine" in found["stderr"]
+        return
+    (ruined,) = vllm_runs.results(models, runs, "log", KVCANARY_VLLM_ON_VIOLATION="log", **environment)
+    assert found["planted"] == ruined["planted"] == [False, True]
+    running, other, again = found["tokens"]
+    assert running == again, "a clean run's, since the block has left the prefix cache"
+    assert ruined["tokens"][0] != running, "damage is seen in the tokens where nothing keeps it from them"
+    assert ruined["tokens"][1:] == [other, again]
+    assert "recomputed: 0-" in found["stderr"]
+
+
 def test_metrics_of_a_server_name_a_group_that_is_not_guarded_and_why(models, tmp_path):
     found, _ = serve(models, tmp_path, "2", "3", "--enforce-eager", KVCANARY_MODE="log", TINY_MODEL="hybrid")
     assert found["failed"] == 0

@@ -81,6 +81,40 @@ def spawned_flip(directory: pathlib.Path, model: str) -> dict[str, Any]:
     return {"error": error, "stderr": written.getvalue()} | _counts()
 
 
+def ruined_on_another_rank(directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """Two ranks; the second one's part of a block is ruined while a request reads it, and its prompt comes again."""
+    import vllm_filled  # noqa: F401  whose load format the engine is asked for
+    from vllm import LLM, SamplingParams
+
+    ranks = dict(tensor_parallel_size=2, load_format="filled", worker_extension_cls="vllm_ruin.Ruin")
+    with _standard_error() as written:
+        llm = LLM(**tiny_vllm.engine_arguments(model, directory, **ranks))
+        wanted = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+        prompts = [{"prompt_token_ids": prompt(i, 100 - 50 * i)} for i in range(2)]
+        llm.collective_rpc(_ruin_on_the_second_rank)
+        tokens, error = [], None
+        try:
+            for asked in (prompts, prompts[:1]):
+                tokens += [list(o.outputs[0].token_ids) for o in llm.generate(asked, wanted)]
+        except Exception as e:
+            error = type(e).__name__
+        planted = [] if error else llm.collective_rpc(_planted)
+        llm.llm_engine.engine_core.shutdown()
+    return {"tokens": tokens, "error": error, "planted": planted, "stderr": written.getvalue()}
+
+
+def _ruin_on_the_second_rank(worker: Any) -> None:
+    from vllm_ruin import Trap
+
+    worker.trap = Trap(worker.model_runner)
+    if worker.rank == 1:
+        worker.trap.arm(of="0", place=1, decoding=["0"], ended=[], steps=5)
+
+
+def _planted(worker: Any) -> bool:
+    return bool(worker.trap.planted)
+
+
 def _flip_all_pages(worker: Any) -> None:
     cache = worker.model_runner.compilation_config.static_forward_context[LAYER].kv_cache
     pages, heads, size, width = cache.shape
@@ -230,6 +264,7 @@ SCENES = {
     "spawned": spawned,
     "spawned flip": spawned_flip,
     "spawned on two ranks": functools.partial(spawned, tensor_parallel_size=2),
+    "ruined on another rank": ruined_on_another_rank,
     "spawned in two stages": functools.partial(spawned, pipeline_parallel_size=2),
     "connector": connector,
     "hybrid": hybrid,

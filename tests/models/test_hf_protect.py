@@ -470,7 +470,7 @@ def test_a_copy_is_plain_and_unprotect_takes_everything_off():
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "t5"])
 def test_beams_are_guarded(arch):
-    """Seen: transformers makes new tensors of each reordered cache, so nothing was ever compared, and nothing said so."""
+    """Seen: transformers makes new tensors of each reordered cache, so nothing was compared, and nothing said so."""
     plain = tiny.build(arch)
     model = huggingface.protect(copy.deepcopy(plain), mode="log", inner="eager")
     for batch, beams, prompt in ((1, 3, PROMPT), (2, 2, PROMPT + 3), (1, 3, PROMPT)):

@@ -48,9 +48,9 @@ _WRAPPED = (
 _OF_THEIR_CONFIG = ("fullgraph", "dynamic", "mode", "options")
 
 
-#: How often Dynamo may compile the forward of a protected model.  One call of ``generate`` has other sizes than the last:
-#: prefills and steps, each for one sequence and for several, with sizes that become dynamic one after the other, were
-#: more than Dynamo's default of 8 after ten calls.
+#: How often Dynamo may compile the forward of a protected model.  Calls of ``generate`` differ in their sizes: prefills
+#: and steps, each for one sequence and for several, with sizes that become dynamic one after the other, were more than
+#: Dynamo's default of 8 after ten calls.
 VARIANTS = 64
 
 

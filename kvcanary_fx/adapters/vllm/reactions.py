@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from .counts import ENGINE, note_ended
@@ -11,6 +13,7 @@ from .verdict import Verdict, new_id
 
 if TYPE_CHECKING:
     from ...reports.violation import Violation
+    from .ranks import RankVerdicts
 
 log = logging.getLogger("kvcanary")
 
@@ -31,10 +34,11 @@ class Reactions:
         logged: the session logs each violation by itself, also where the engine ends.
         page_sizes: slots of a block of each KV cache group, one of the pools' each.
         verdict: what violations mean for requests and blocks, not yet sent to a scheduler.
+        ranks: the other ranks of the engine; None if there are none.
     """
 
-    def __init__(self, settings: VllmSettings, page_sizes: list[int]):
-        self.settings = settings
+    def __init__(self, settings: VllmSettings, page_sizes: list[int], ranks: RankVerdicts | None = None):
+        self.settings, self.ranks = settings, ranks
         self.news = 0
         self.late = self.logged = False
         self.verdict: Verdict | None = None
@@ -55,14 +59,47 @@ class Reactions:
             given(violation)
 
     def take_verdict(self) -> Verdict | None:
-        """What the violations since the last call mean for requests and blocks, if there were any."""
+        """What the violations since the last call mean for requests and blocks, if there were any, on any rank."""
         taken, self.verdict = self.verdict, None
-        return taken
+        told = self.ranks.read() if self.heard() and self.ranks is not None else None
+        return told if taken is None else taken if told is None else taken.joined(told)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the outputs of this rank are dropped, and another's are read."""
+        return self.ranks is not None and not self.ranks.reads
+
+    def heard(self) -> bool:
+        """Whether another rank has found something, and this is the one whose outputs are read."""
+        return self.ranks is not None and self.ranks.reads and self.ranks.news()
 
     def told(self) -> None:
-        """The violations are in the counts: if the engine is to end, say by which incident."""
+        """The violations are in the counts: tell the rank whose outputs are read, or say by which incident the engine
+        ends.
+
+        vLLM hears of an exception from the former only.  Another rank ends its process, which the engine's first one
+        notices: the ranks would wait for it in the next layer.
+        """
         found, self.news = self.news, 0
+        ranks = self.ranks if self.elsewhere else None
+        if ranks is not None and self.verdict is not None:
+            ranks.tell(self.verdict)
+            self.verdict = None
         if self.settings.on_violation == "raise":
             incident = new_id()
             log.error("kvcanary.vllm kv_cache_corruption %s: %d violations end the engine", incident, found)
             note_ended({ENGINE: incident})
+            if ranks is not None:
+                _end_process(ranks)
+
+
+def _end_process(ranks: RankVerdicts) -> None:
+    """End this process with status 1, whatever it is in the middle of."""
+    error = sys.exc_info()[1]
+    if error is not None:
+        log.error("kvcanary.vllm this rank ends: %s", error)
+    ranks.remove()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import secrets
 from collections.abc import Container
 from typing import TYPE_CHECKING
@@ -67,6 +68,45 @@ class Verdict:
         # what was found when a block changed hands is the past: by now the block may be an innocent request's
         wrong = violation.phase != "life" and (violation.check in _BYTES or violation.why in _WRITES)
         (self.damaged if wrong else self.doubtful).setdefault(group, set()).add(block)
+
+    def joined(self, other: Verdict) -> Verdict:
+        """Of both, as one incident."""
+        blocks: list[dict[int, set[int]]] = []
+        for mine, others in ((self.damaged, other.damaged), (self.doubtful, other.doubtful)):
+            blocks.append({g: mine.get(g, set()) | others.get(g, set()) for g in mine.keys() | others.keys()})
+        return dataclasses.replace(
+            self,
+            requests=self.requests | other.requests,
+            past=self.past | other.past,
+            damaged=blocks[0],
+            doubtful=blocks[1],
+            everyone=self.everyone or other.everyone,
+            late=self.late or other.late,
+            total=self.total + other.total,
+        )
+
+    def as_json(self) -> bytes:
+        """For another process: :meth:`from_json`."""
+        fields = dataclasses.asdict(self)
+        for name in ("requests", "past"):
+            fields[name] = sorted(fields[name])
+        for name in ("damaged", "doubtful"):
+            fields[name] = [[group, sorted(blocks)] for group, blocks in fields[name].items()]
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Verdict:
+        """What :meth:`as_json` made.
+
+        Raises:
+            ValueError: the text is none of it.
+        """
+        fields = json.loads(text)
+        for name in ("requests", "past"):
+            fields[name] = set(fields[name])
+        for name in ("damaged", "doubtful"):
+            fields[name] = {group: set(blocks) for group, blocks in fields[name]}
+        return cls(**fields)
 
     def blocks(self) -> set[int]:
         """All blocks that it names; an id belongs to one group at a time."""

@@ -102,6 +102,7 @@ class GuardV2(Guard):
     def _begin_session(self, session: EngineSession) -> None:
         """Before anything counts."""
         self._news = News(session)
+        self._news.read_lately = not self.reactions.elsewhere
         self._warm_up.run(session, lambda checks: self._forwards_of(session, checks))
         self._forwards = self._forwards_of(session, self._warm_up.layers)
         self.drafting.mark_in(session)
@@ -334,7 +335,7 @@ class GuardV2(Guard):
 
     def _look_at_unread(self) -> None:
         """Read the violations of steps whose tokens nobody reads on this rank."""
-        if self._news.unread(early=self._ends_engine):
+        if self._news.unread(early=self._ends_engine or self.reactions.elsewhere):
             with self._counts.busy():
                 self.session.drain()
                 self._tell_news()
@@ -396,7 +397,8 @@ class GuardV2(Guard):
             self._reads_until_free -= 1
             if not self._reads_until_free:
                 self._layers.held.let_go()
-        unread = self.reactions.verdict is not None or (self._ends_engine and self.session.found.untold)
+        unread = self.reactions.verdict is not None or self.reactions.heard()
+        unread = unread or (self._ends_engine and self.session.found.untold)
         if not self._news.of_step() and not unread:
             return None
         with self._counts.busy():  # this may be another thread than the runner's
