@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -23,10 +24,12 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .dynamo_contract import source_frames
 from .names import function_name
 from .write_ops import schema_of
 
@@ -182,6 +185,18 @@ def _is_pure_view(func: Any) -> bool:
     return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 
+class DependsOnDataError(Exception):
+    """A call needs a number out of a tensor, which a fake tensor does not have.
+
+    Seen of ``cache[rows, :, pos] = k`` with a 0-d ``pos``: Dynamo puts it in a graph without running it.
+    """
+
+    def __init__(self, node: fx.Node):
+        places = [f" ({place})" for place in source_frames(node)[-1:]]
+        self.what = f"{function_name(node)}{''.join(places)} needs a number out of a tensor"  # fx adds to the message
+        super().__init__(self.what)
+
+
 class _Replay(fx.Interpreter):
     """Runs a graph node by node and turns what the recorder saw into accesses."""
 
@@ -200,11 +215,21 @@ class _Replay(fx.Interpreter):
         elif n.op == "call_function" and isinstance(n.target, torch._ops.HigherOrderOperator):
             value = self._run_higher_order(n)
         else:
-            value = super().run_node(n)
+            value = self._run(n)
         (self.found.values if self.outer is None else self.found.inner_values)[n] = self.env[n] = value
         if n.op not in ("placeholder", "get_attr", "output"):
             self._collect(n)
         return value
+
+    def _run(self, n: fx.Node) -> Any:
+        try:
+            return super().run_node(n)
+        except (DataDependentOutputException, DynamicOutputShapeException) as e:
+            raise DependsOnDataError(n) from e
+        except GuardOnDataDependentSymNode as e:
+            if n.target is not operator.setitem:  # Dynamo has run all other calls itself: this one is our fault
+                raise
+            raise DependsOnDataError(n) from e
 
     def _touches_nothing(self, n: fx.Node) -> bool:
         """Whether a call involves no tensor whose writes we look for, so that Dynamo's own value suffices."""

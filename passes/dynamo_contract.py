@@ -76,15 +76,14 @@ def append_static_input(gm: fx.GraphModule, name: str, example: torch.Tensor) ->
 def graph_name(gm: fx.GraphModule) -> str:
     """Where a graph comes from: Dynamo's compile id and the first user line in it."""
     compile_id = gm.meta.get("dynamo_compile_id")
-    place = ""
-    for node in gm.graph.nodes:
-        trace = node.meta.get("stack_trace")
-        if trace:
-            frame = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-            if frame:
-                place = _short(frame[0])
-                break
+    place = next((frames[0] for node in gm.graph.nodes if (frames := source_frames(node))), "")
     return f"graph {compile_id if compile_id is not None else '?'}" + (f" ({place})" if place else "")
+
+
+def source_frames(node: fx.Node) -> list[str]:
+    """Where in the user's code a node comes from, the outermost function first: ``forward, model.py:12``."""
+    trace = node.meta.get("stack_trace") or ""
+    return [_short(line.strip()) for line in trace.splitlines() if line.strip().startswith("File ")]
 
 
 def _short(frame: str) -> str:

@@ -340,8 +340,11 @@ def halves_of_returned(returned: Sequence[Returned], found: Accesses, reads: Att
 def _not_a_pool(root: fx.Node, found: Accesses) -> str | None:
     """Why the input cannot be a KV pool by its type and shape; None if it can."""
     tensor = found.values[root]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.dtype.is_complex:
+        return f"its elements are {dtype}: complex numbers are not compared. Kept as real ones (view_as_real), they are"
     if tensor.dtype not in POOL_DTYPES:
-        return f"its elements are {str(tensor.dtype).removeprefix('torch.')}: a counter, a mask or an index"
+        return f"its elements are {dtype}: a counter, a mask or an index"
     if tensor.dim() < 2:
         return f"it has {tensor.dim()} axes; a pool has slots and rows"
     return None

@@ -34,6 +34,7 @@ from .layers_at_once import check_layers_at_once
 from .names import function_name
 from .only_read import Recorded
 from .rewrite_writes import rewrite_writes
+from .scalar_indices import unsqueeze_scalar_indices
 
 log = logging.getLogger("kvcanary.passes")
 
@@ -71,6 +72,7 @@ def passes(
         declared_axes=declared_axes or (lambda _given, _view: None),
     )
     ordered: list[tuple[str, Pass]] = [
+        ("unsqueeze_scalar_indices", unsqueeze_scalar_indices),
         ("find_functional_caches", find_functional_caches),
         ("insert_canaries", insert),
     ]

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ..config import CanaryConfig, require_config, resolve
 from ..errors import AnalysisError, CaptureError
+from ..passes.accesses import DependsOnDataError
 from ..passes.functional_cache import REPLACED
 from ..passes.graph_plan import GraphPlan
 from ..passes.pipeline import passes, run_passes
@@ -158,6 +160,8 @@ def compile_graph(
     try:
         with computing_names(example_inputs, config.inner):
             rewritten, plan = run_passes(gm, example_inputs, ordered, config.dump)
+    except DependsOnDataError as e:
+        return _depends_on_data(e, gm, example_inputs, config, owner, mode, options)
     except Exception as e:
         # Not every exception may reach Dynamo: it treats some as graph breaks, and runs on unguarded.
         owner.report_lost(AnalysisError(e), e)
@@ -184,6 +188,31 @@ def compile_graph(
         return run(binding, compiled, args)
 
     return guarded
+
+
+def _depends_on_data(
+    cause: DependsOnDataError,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: CanaryConfig,
+    owner: CanarySession,
+    mode: str | None,
+    options: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Compile as without the canary a graph that cannot run on fake tensors, and say what that leaves unguarded.
+
+    Backends that trace it raise what Dynamo takes for a graph break; it calls us again for the pieces.
+    """
+    how = "To guard it, index with a tensor that has an axis: cache[:, :, pos.view(1)] = k, or index_copy_"
+    try:
+        compiled = inner_compile(gm, example_inputs, config, mode, options)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        owner.lose_coverage(
+            f"{cause.what}, so Dynamo breaks the graph there, as without the canary: not guarded. {how}"
+        )
+        raise
+    owner.lose_coverage(f"{cause.what}, so its graph runs unguarded. {how}")
+    return _unguarded(compiled, owner)
 
 
 def _unguarded(compiled: Callable[..., Any], owner: CanarySession) -> Callable[..., Any]:

@@ -428,6 +428,25 @@ def test_a_model_that_transformers_has_no_static_cache_for_keeps_its_own():
     assert "GPTNeoForCausalLM has the same tokens only over a DynamicCache" in kvcanary_fx.session_of(model).summary()
 
 
+@pytest.mark.parametrize("alibi", [False, True])
+def test_falcon_with_alibi_generates_as_without_us_and_is_said_to_be_unguarded(alibi):
+    """Its bias does not fit a static cache, and transformers raises over one."""
+    config = transformers.FalconConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, alibi=alibi, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.FalconForCausalLM(config).eval()
+    ids = torch.randint(3, 64, (2, PROMPT))
+    plain = generate(model, ids)
+    huggingface.protect(model, inner="eager")
+    assert torch.equal(generate(model, ids), plain)
+    session = kvcanary_fx.session_of(model)
+    assert [why.partition(" works only")[0] for why in session.uncovered] == [
+        "FalconForCausalLM with config.alibi"
+    ] * alibi
+    assert ("coverage lost: FalconForCausalLM with config.alibi" in session.summary()) == alibi
+    assert (session.stats().recorded > 0) == (not alibi)
+
+
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
 def test_the_returned_cache_has_room_for_the_next_turns(arch):
     def turns(model):

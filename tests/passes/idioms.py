@@ -92,6 +92,19 @@ def setitem_rows_and_positions(q, k, v, kc, vc, pos):
     return attend(q, kc, vc)
 
 
+def setitem_at_a_number(q, k, v, kc, vc, pos):
+    kc[:, :, pos] = k[:, :, 1]
+    vc[:, :, pos] = v[:, :, 1]
+    return attend(q, kc, vc)
+
+
+def setitem_of_a_row_at_a_number(q, k, v, kc, vc, pos):
+    for row in range(B):
+        kc[row, :, pos] = k[row, :, 1]
+        vc[row, ..., pos, :] = v[row, :, 1]
+    return attend(q, kc, vc)
+
+
 def index_copy(q, k, v, kc, vc, pos):
     kc.index_copy_(2, pos, k)
     vc.index_copy_(2, pos, v)
@@ -346,6 +359,7 @@ class Idiom:
         halves: how many halves must be guarded.
         readable: slots and operand are known, so operand and bounds run.
         writes: how many ops write a half.
+        refused: AOTAutograd refuses the graph as it is.
         name: the function's name.
     """
 
@@ -354,6 +368,7 @@ class Idiom:
     halves: int = 2
     readable: bool = True
     writes: int = 1
+    refused: bool = False
 
     @property
     def name(self) -> str:
@@ -366,6 +381,10 @@ def _qkv(batch: int) -> tuple[torch.Tensor, ...]:
 
 def static_cache() -> tuple[Any, ...]:
     return (*_qkv(B), torch.zeros(B, H, S, D), torch.zeros(B, H, S, D), torch.tensor([3, 4]))
+
+
+def one_position() -> tuple[Any, ...]:
+    return (*static_cache()[:-1], torch.tensor(3))
 
 
 def one_tensor(*shape: int) -> Callable[[], tuple[Any, ...]]:
@@ -381,6 +400,8 @@ IDIOMS = [
     Idiom(setitem_slice, static_cache),
     Idiom(setitem_batch_slice, static_cache),
     Idiom(setitem_rows_and_positions, static_cache),
+    Idiom(setitem_at_a_number, one_position, refused=True),
+    Idiom(setitem_of_a_row_at_a_number, one_position, writes=B, refused=True),
     Idiom(index_copy, static_cache),
     Idiom(index_put, static_cache),
     Idiom(scatter, static_cache),

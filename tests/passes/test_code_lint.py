@@ -34,7 +34,8 @@ def copies(idiom, device: str) -> dict[str, int]:
     counted = {}
 
     def backend(gm, example_inputs):
-        for kind, rewrite in (("plain", False), ("guarded", CanaryConfig().rewrite), ("rewritten", True)):
+        kinds = [("plain", False), ("guarded", CanaryConfig().rewrite), ("rewritten", True)]
+        for kind, rewrite in kinds[1:] if idiom.refused else kinds:
             graph, plan = run_passes(gm, example_inputs, passes(rewrite=rewrite))
             states = [torch.zeros(1, dtype=torch.int32, device=d) for d in plan.devices]
             source = (gm, list(example_inputs)) if kind == "plain" else (graph, [*example_inputs, *states])
@@ -56,7 +57,7 @@ def test_guarding_adds_no_copy_of_a_pool(idiom, device, record_property):
     counted = copies(idiom, device)
     record_property("halves_copied", counted)
     print(f"{idiom.name:28s} {device:5s} halves copied: {counted}")
-    assert counted["guarded"] <= counted["plain"]
+    assert counted["guarded"] <= counted.get("plain", 0)
     if idiom.readable:
         # what a rolling window is rolled into is a buffer of its own in any case
         assert counted["rewritten"] <= (2 if idiom.name == "rolling" else 0)

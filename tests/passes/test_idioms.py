@@ -133,3 +133,25 @@ def test_what_is_not_a_cache_is_named_with_the_reason(caplog):
         "scratch": "an op that hides where it writes changed it, and its name is no cache's",
     }
     assert "no KV cache is written in this graph" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_a_cache_of_complex_numbers_is_not_called_a_counter_and_is_guarded_as_real_ones(dtype):
+    def step(k, k_cache, pos):
+        k_cache[:, :, pos] = k
+        return k_cache.sum()
+
+    def guarded(k, k_cache):
+        torch._dynamo.reset()
+        backend = CanaryBackend(CanaryConfig(inner="eager"))
+        torch.compile(step, backend=backend)(k, k_cache, torch.tensor([3, 4]))
+        return backend.session
+
+    k, k_cache = torch.randn(2, 2, 2, 8, dtype=dtype), torch.zeros(2, 2, 16, 8, dtype=dtype)
+    session = guarded(k, k_cache)
+    name = str(dtype).removeprefix("torch.")
+    why = f"its elements are {name}: complex numbers are not compared. Kept as real ones (view_as_real), they are"
+    assert session.plans[0].unguarded == [("k_cache", why)]
+    real = dtype.to_real()
+    session = guarded(torch.view_as_real(k).flatten(3), torch.zeros(2, 2, 16, 16, dtype=real))
+    assert session.stats().recorded == 2 * 2

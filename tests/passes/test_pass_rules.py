@@ -339,8 +339,9 @@ def test_dump_writes_each_stage(tmp_path):
     gm, inputs = dynamo_graph(INDEX_COPY.run, *INDEX_COPY.make())
     run_passes(gm, inputs, passes(rewrite=True), dump=str(tmp_path))
     names = sorted(p.name.partition(".")[2] for p in tmp_path.iterdir())
-    assert names == ["0_before.txt", "1_find_functional_caches.txt", "2_insert_canaries.txt", "3_rewrite_writes.txt"]
-    assert "kvcanary.verify" in next(tmp_path.glob("*2_insert*")).read_text()
+    done = ["unsqueeze_scalar_indices", "find_functional_caches", "insert_canaries", "rewrite_writes"]
+    assert names == ["0_before.txt", *(f"{number}_{name}.txt" for number, name in enumerate(done, start=1))]
+    assert "kvcanary.verify" in next(tmp_path.glob("*3_insert*")).read_text()
 
 
 @pytest.mark.parametrize("mode", ["raise", "log"])
@@ -361,7 +362,7 @@ def test_debug_log_counts_ops_and_time(caplog):
         _, plan = run_passes(gm, inputs, passes())
     assert "insert_canaries in" in caplog.text
     assert "+1 begin, +1 record_halves, +1 verify_halves" in caplog.text
-    assert set(plan.seconds) == {"find_functional_caches", "insert_canaries"}
+    assert set(plan.seconds) == {"unsqueeze_scalar_indices", "find_functional_caches", "insert_canaries"}
 
 
 def test_insertion_reports_where_the_graph_comes_from():

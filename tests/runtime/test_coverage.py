@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 
 import pytest
@@ -302,6 +303,65 @@ def test_a_pass_that_fails_is_an_error_in_raise_mode_and_a_warning_in_log_mode(m
         rig.step(2)
     assert "NotImplementedError: no such thing" in caplog.text
     assert rig.session.uncovered
+
+
+class OneToken(nn.Module):
+    """A decode step whose position is a 0-d tensor."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.qkv, self.write = nn.Linear(16, 48), write
+        self.register_buffer("k_cache", torch.zeros(2, 2, 8, 8))
+        self.register_buffer("v_cache", torch.zeros(2, 2, 8, 8))
+
+    def forward(self, x, position):
+        q, k, v = (t.view(2, 1, 2, 8).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        self.write(self.k_cache, position, k[:, :, 0])
+        self.write(self.v_cache, position, v[:, :, 0])
+        visible = torch.arange(8)[None] <= position
+        return nn.functional.scaled_dot_product_attention(q, self.k_cache, self.v_cache, attn_mask=visible)
+
+
+def run_one_token(write, inner, mode):
+    """Three steps, with the outputs and the cache of the plain model; the session."""
+    torch._dynamo.reset()
+    plain = OneToken(write)
+    model, backend = copy.deepcopy(plain), CanaryBackend(CanaryConfig(inner=inner, mode=mode))
+    guarded = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        for position in range(3):
+            x, at = torch.randn(2, 1, 16), torch.tensor(position)
+            torch.testing.assert_close(guarded(x, at), plain(x, at))
+    torch.testing.assert_close(model.k_cache, plain.k_cache)
+    return backend.session
+
+
+@pytest.mark.parametrize("mode", ["off", "log", "raise"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_write_at_a_position_of_no_axis_is_guarded(inner, mode):
+    def write(cache, position, new):
+        cache[:, :, position] = new
+
+    session = run_one_token(write, inner, mode)
+    assert session.stats().recorded == (0 if mode == "off" else 3 * 2 * 2)
+    assert session.uncovered == []
+
+
+@pytest.mark.parametrize("mode", ["off", "log", "raise"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_graph_that_depends_on_data_runs_as_without_us_and_says_that_it_is_unguarded(inner, mode):
+    def write(cache, position, new):
+        cache[torch.arange(2), :, position] = new
+
+    session = run_one_token(write, inner, mode)
+    told = session.uncovered
+    assert bool(told) == (mode != "off")
+    for why in told:
+        assert "needs a number out of a tensor" in why
+        assert "test_coverage.py" in why
+        assert ("its graph runs unguarded" if inner == "eager" else "Dynamo breaks the graph there") in why
+        assert "bug" not in why
+    assert mode == "off" or "coverage lost: setitem" in session.summary()
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])

@@ -60,6 +60,12 @@ def why_not_static(model: Any, options: dict[str, Any]) -> str | None:
             "or no drafts"
         )
     name = type(model).__name__
+    if getattr(getattr(model, "config", None), "alibi", False):
+        # seen of Falcon, whose bias is as long as the attention mask: RuntimeError over transformers' own static cache
+        return (
+            f"{name} with config.alibi works only over a DynamicCache, which is rebuilt in each step: its bias is as "
+            "long as the attention mask, and a static cache is longer. Its calls run unguarded"
+        )
     fit = getattr(type(model), "_can_compile_fullgraph", True) or name in _FIT
     if fit and name not in _OTHER_TOKENS:
         return None
