@@ -381,7 +381,11 @@ def _together(records: Iterable[LayerRecord]) -> dict[int, HeldRecords]:
 
 
 class EagerLayers(LayerChecks):
-    """Runs the checks of layers when the engine calls them."""
+    """Runs the checks of layers when the engine calls them.
+
+    In a step but outside ``session.forward()`` that is an error, which mode ``log`` reports once.  In a warm-up, and
+    outside of steps, nothing is checked.
+    """
 
     def __init__(self, session: EngineSession):
         super().__init__(session)
@@ -420,6 +424,7 @@ class EagerLayers(LayerChecks):
         layers.
 
         Raises:
+            SessionStateError: mode ``raise``, and the step that is running has no forward; so in each of these methods.
             UnknownLayerError: no pool has a layer of this name.
         """
         verify_in(self._running(), self._device_of(layer), layer)
@@ -496,12 +501,25 @@ class EagerLayers(LayerChecks):
         """The context of the forward that is running, which begins with its first layer."""
         running = self._steps.running
         if running is None:
+            self._require_no_step()
             return self._outside
         if running is not self._begun:
             self._begun, self._here = running, self._context(running, self.held if self._holding else None)
             self._received = {}
             self._begin(running)
         return self._here
+
+    def _require_no_step(self) -> None:
+        """No forward is running.  Outside of steps an engine's model may run all the same, for a profile or for a rank
+        that is idle; in one it is a forward that was not announced: 200 such steps of a decode, with a changed byte and
+        a freed slot among them, had told nothing.
+
+        Raises:
+            SessionStateError: mode ``raise``, and a step is running.
+        """
+        error = self._steps.outside_forward() if self._steps.open else None
+        if error is not None:
+            self._session.report_lost(error)
 
     def _check_received(self, context: ForwardContext, record: LayerRecord, slots: torch.Tensor) -> None:
         """Are they the planned ones?  Reported once per layer, not for each of its tensors."""

@@ -10,6 +10,7 @@ import torch
 import kvcanary_fx
 from kvcanary_fx import Batch, KVPool
 from kvcanary_fx.engine.layers import EagerLayers
+from kvcanary_fx.errors import SessionStateError
 
 SLOTS, HEADS, DIM = 16, 2, 4
 
@@ -17,14 +18,15 @@ SLOTS, HEADS, DIM = 16, 2, 4
 class Engine:
     """Two layers of one request, written without a graph."""
 
-    def __init__(self, device="cpu", **settings):
+    def __init__(self, device="cpu", mode="log", ready=True, **settings):
         self.kv = [tuple(torch.zeros(SLOTS, HEADS, DIM, device=device) for _ in "kv") for _ in range(2)]
         self.table = torch.zeros(2, 8, dtype=torch.int32, device=device)
         self.table[1] = torch.arange(3, 11)
         pool = KVPool(self.kv, self.table, layer_names=["first", "second"])
-        self.session = kvcanary_fx.install_canary(pool, mode="log", **settings)
+        self.session = kvcanary_fx.install_canary(pool, mode=mode, **settings)
         self.layers = EagerLayers(self.session)
-        self.session.mark_ready()
+        if ready:
+            self.session.mark_ready()
         self.session.pool.allocate(range(3, 11), owner="request")
         self.stored = 0
 
@@ -134,6 +136,54 @@ def test_without_a_forward_there_is_nothing_to_check_against(engine):
     engine.layers.verify("first")
     engine.layers.record("first")
     assert engine.told() == []
+
+
+def decode_without_forward(engine):
+    """A step of one token whose author forgot ``session.forward()``."""
+    slots = engine.table[1, :1].to(torch.int64)
+    given = torch.randn(2, 1, HEADS, DIM, device=slots.device)
+    batch = Batch([1], slots, [1], [0], [1], request_ids=["request"])
+    with engine.session.step(batch):
+        engine.layers.verify("first")
+        for pool, rows in zip(engine.kv[0], given, strict=True):
+            pool[slots] = rows
+        engine.layers.record("first", *given, slots)
+
+
+def test_a_step_without_forward_is_reported_once(engine, caplog):
+    for _ in range(3):
+        decode_without_forward(engine)
+    assert [r.getMessage() for r in caplog.records if "outside session.forward()" in r.getMessage()] == [
+        f"kvcanary.coverage {engine.session.uncovered[0]}"
+    ]
+    assert "coverage lost: the model ran outside session.forward()" in engine.session.summary()
+    engine.step()
+    assert engine.told() == []
+
+
+@pytest.mark.parametrize("call", ["verify", "record", "record_all", "check_received", "begin"])
+def test_in_raise_a_step_without_forward_is_an_error(device, call):
+    engine = Engine(device, mode="raise")
+    slots = engine.table[1, :1].to(torch.int64)
+    arguments = {
+        "begin": (),
+        "verify": ("first",),
+        "record": ("first",),
+        "record_all": (("first", "second"), [None, None], [None, None]),
+        "check_received": ("first", slots),
+    }[call]
+    batch = Batch([1], slots, [1], [0], [1], request_ids=["request"])
+    with pytest.raises(SessionStateError, match=r"outside session\.forward"), engine.session.step(batch):
+        getattr(engine.layers, call)(*arguments)
+    getattr(engine.layers, call)(*arguments)  # a rank that is idle runs the model outside of steps
+
+
+def test_a_warm_up_may_run_without_forward(device):
+    engine = Engine(device, mode="raise", ready=False)
+    decode_without_forward(engine)
+    engine.session.mark_ready()
+    with pytest.raises(SessionStateError):
+        decode_without_forward(engine)
 
 
 def test_a_layer_that_no_pool_has(engine):
