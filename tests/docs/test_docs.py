@@ -43,6 +43,25 @@ def test_readme_code_runs(capsys):
     assert kvcanary_fx.session_of(names["model"]).stats().violations == 1
 
 
+def blocks_of_engines_md():
+    return re.findall(r"<!-- run -->\n```python\n(.*?)```", (ROOT / "docs/engines.md").read_text(), re.DOTALL)
+
+
+def test_layers_called_by_hand_as_documented():
+    by_hand = blocks_of_engines_md()[0]
+    names: dict[str, object] = {}
+    exec(by_hand, names)
+    stats = names["canary"].stats()
+    assert (stats.engine_steps, stats.recorded, stats.violations) == (1, 2 * 2 * 2, 0)
+    wrong = by_hand.replace("= key, value", "= key, value + 1")
+    assert wrong != by_hand
+    with pytest.raises(kvcanary_fx.KVCacheViolation, match="operand"):
+        exec(wrong, {})
+    without_forward = by_hand.replace("canary.step(batch), canary.forward()", "canary.step(batch)")
+    with pytest.raises(kvcanary_fx.errors.SessionStateError):
+        exec(without_forward, {})
+
+
 def test_lines_by_which_the_example_engine_connects_are_its_own():
     block = (ROOT / "README.md").read_text().split("<!-- paged_engine -->\n```python\n")[1].split("```")[0]
     code = "\n".join(p.read_text() for p in sorted((ROOT / "examples/paged_engine").glob("*.py")))
