@@ -53,9 +53,10 @@ def allocate(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0) 
         owner: hash of the owner's id, 0 for anybody.
     """
     findings, at = _checked(space, slots)
-    taken = (space.flags[at] >= REFERENCE) | repeats(at, space.nowhere)
+    twice = repeats(at, space.nowhere)  # in this call, so whoever has it is the owner that is named
+    taken = (space.flags[at] >= REFERENCE) | twice
     if space.owner_known:
-        findings.add(Why.DOUBLE_ALLOCATE, taken, space.owners[at], owner)
+        findings.add(Why.DOUBLE_ALLOCATE, taken, torch.where(twice, owner, space.owners[at]), owner)
     _report(findings, space, slots, at, owner)
     space.flags[at] = REFERENCE
     space.owners[at] = owner

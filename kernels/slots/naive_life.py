@@ -35,7 +35,7 @@ def allocate(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0) 
         entry = Entry(space)
         named = _named(space, entry, slot)
         if named and space.owner_known and (before[slot] >= REFERENCE or slot in taken):
-            entry.add(Why.DOUBLE_ALLOCATE, int(space.owners[slot]), owner)
+            entry.add(Why.DOUBLE_ALLOCATE, owner if slot in taken else int(space.owners[slot]), owner)
         taken.add(slot)
         _tell(entry, space, slot, named, owner)
         entries.append((slot, named))

@@ -154,8 +154,8 @@ def life_kernel(
                     REASON_RESERVED_SLOT,
                 )  # fmt: skip
                 bits, why, stored, found = note(
-                    bits, why, stored, found, allocate, (flags0 >= REFERENCE) | again, holder0, owner, checks,
-                    REASON_DOUBLE_ALLOCATE,
+                    bits, why, stored, found, allocate, (flags0 >= REFERENCE) | again,
+                    tl.where(again, owner, holder0), owner, checks, REASON_DOUBLE_ALLOCATE,
                 )  # fmt: skip
                 bits, why, stored, found = note(
                     bits, why, stored, found, release, free, holder0, owner, checks, REASON_DOUBLE_FREE

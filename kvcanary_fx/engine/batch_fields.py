@@ -31,7 +31,8 @@ class Batch:
             tensor of the device in all steps, nothing is copied.
         in_flight: the prefix of some request has slots that another one writes in this forward, as in engines that list
             a page in their prefix cache before it is computed.  Each layer must write all of its tokens
-            before attention reads any.
+            before attention reads any.  Before the forward call ``pool.hand_over(slots)``, to nobody, and
+            ``pool.share(slots, reader)`` when it has ended: while it runs, no shared slot may be written.
         parents: integer ``[n]`` or None: the added tokens of a request are a tree, and each follows the one with this
             number among them, an earlier one, or the prefix, -1.  Their slots are in the request's row one after the
             other; their position is the prefix's length plus their depth.

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from ..errors import SessionStateError
 from ..kernels.context import ForwardContext
 from ..kernels.ring import Ring
-from ..kernels.side_stream import capturing
 from ..reports.violation import Violation
 from ..runtime.bound_call import BoundCall
 from ..runtime.groups import Group, groups_of
@@ -69,16 +67,9 @@ class EngineHooks(Hooks):
         """Refuse a call of a guarded graph outside a forward."""
         if not call.opaque and all(half.space is None for half in call.halves):
             return
-        if capturing():
-            raise SessionStateError(
-                "a CUDA graph is being captured outside session.forward(): its checks would look at nothing, and "
-                "report clean for ever. Capture in `with session.step(batch), session.forward():`"
-            )
-        if self._steps.ready:
-            raise SessionStateError(
-                "the model ran outside session.forward(): wrap each call, `with session.forward(): model(...)`, "
-                "so that the canary knows what it reads and writes"
-            )
+        error = self._steps.outside_forward()
+        if error is not None:
+            raise error
 
     def before_drain(self) -> bool:
         """Send the allocators' calls to the devices; rows of the warm-up do not count."""

@@ -46,6 +46,7 @@ from ..kernels.ops import held_kernels_for, kernels_for, request_kernels_for
 from ..kernels.ring import Word
 from ..kernels.side_stream import ForkInGraph, capturing, meets_at
 from ..runtime.pace import Sample
+from .arguments import integer_tensor
 from .kept_forward import KeptForward, Reads, keep
 from .kept_step import KeptStep
 
@@ -381,7 +382,11 @@ def _together(records: Iterable[LayerRecord]) -> dict[int, HeldRecords]:
 
 
 class EagerLayers(LayerChecks):
-    """Runs the checks of layers when the engine calls them."""
+    """Runs the checks of layers when the engine calls them.
+
+    In a step but outside ``session.forward()`` that is an error, which mode ``log`` reports once.  In a warm-up, and
+    outside of steps, nothing is checked.
+    """
 
     def __init__(self, session: EngineSession):
         super().__init__(session)
@@ -389,6 +394,7 @@ class EagerLayers(LayerChecks):
         self._outside = self._here = self._context(None)
         self._received: dict[Any, Any] = {}  # of the running forward, where its plans do not keep it
         self._holding = False
+        self._operands = session.given.operands
         self._records_of: dict[tuple[str, ...], list[LayerRecord] | None] = {}  # the layers of each :meth:`record_all`
 
     @contextlib.contextmanager
@@ -402,6 +408,7 @@ class EagerLayers(LayerChecks):
         """
         self._holding = True
         self.held.take_as(shaped)
+        self._operands.take_as(shaped)
         try:
             yield
         except BaseException:
@@ -409,6 +416,7 @@ class EagerLayers(LayerChecks):
             raise
         finally:
             self._holding = False
+            self._operands.take_as(None)
         self.held.flush()
 
     def begin(self) -> None:
@@ -420,6 +428,7 @@ class EagerLayers(LayerChecks):
         layers.
 
         Raises:
+            SessionStateError: mode ``raise``, and the step that is running has no forward; so in each of these methods.
             UnknownLayerError: no pool has a layer of this name.
         """
         verify_in(self._running(), self._device_of(layer), layer)
@@ -435,20 +444,27 @@ class EagerLayers(LayerChecks):
 
         Args:
             key, value: what was written, ``[n, ...]`` in the pool's type, one row per token in the order of the
-                batch; more rows are padding.  None leaves out the operand check.
+                batch; more rows are padding.  None, or another type, leaves out the operand check: the session's
+                summary says how often.
             slots: integer ``[n]``, the slots that the write received.  None leaves out the index check.
 
         Raises:
             UnknownLayerError: no pool has a layer of this name.
+            EngineError: K or V has fewer rows than the forward has tokens, or other rows than the pool; ``slots`` are
+                no tensor of integers.
         """
         record, context = self._layers.get(layer), self._running()
         if slots is not None and record is not None:
             self._check_received(context, record, slots)
-        if context.held is None or record is None or not record.writes:
-            record_in(context, key, value, self._device_of(layer), layer)
+        plan = context.requests.get(record.space.space_id) if record is not None and record.writes else None
+        if record is None or plan is None or plan.real_slots is None:
+            if context.held is None or record is None or not record.writes:
+                record_in(context, key, value, self._device_of(layer), layer)
             return
-        plan = context.requests.get(record.space.space_id)
-        if plan is not None and plan.real_slots is not None:
+        self._operands.look(layer, record, plan, key, value)
+        if context.held is None:
+            record_in(context, key, value, record.gate.device, layer)
+        else:
             context.held.take(record, plan, key, value)
 
     def record_all(
@@ -467,12 +483,16 @@ class EagerLayers(LayerChecks):
 
         Raises:
             UnknownLayerError: no pool has a layer of this name.
+            EngineError: as of :meth:`record`.
         """
         context = self._running()
         if layers not in self._records_of:
             self._records_of[layers] = records_of(layers, self._layers)
-        held = context.held
-        if held is not None and held.take_all(self._records_of[layers], context.requests, keys, values):
+        held, records = context.held, self._records_of[layers]
+        if held is not None and held.take_all(records, context.requests, keys, values):
+            assert records is not None
+            plan = context.requests[records[0].space.space_id]
+            self._operands.look_at_all(layers, records, plan, keys, values)
             return
         for layer, key, value in zip(layers, keys, values, strict=True):
             self.record(layer, key, value)
@@ -486,6 +506,7 @@ class EagerLayers(LayerChecks):
 
         Raises:
             UnknownLayerError: no pool has a layer of this name.
+            EngineError: ``slots`` are no tensor of integers.
         """
         context, record = self._running(), self._layers.get(layer)
         if record is None:
@@ -496,6 +517,7 @@ class EagerLayers(LayerChecks):
         """The context of the forward that is running, which begins with its first layer."""
         running = self._steps.running
         if running is None:
+            self._require_no_step()
             return self._outside
         if running is not self._begun:
             self._begun, self._here = running, self._context(running, self.held if self._holding else None)
@@ -503,8 +525,21 @@ class EagerLayers(LayerChecks):
             self._begin(running)
         return self._here
 
+    def _require_no_step(self) -> None:
+        """No forward is running.  Outside of steps an engine's model may run all the same, for a profile or for a rank
+        that is idle; in one it is a forward that was not announced: 200 such steps of a decode, with a changed byte and
+        a freed slot among them, had told nothing.
+
+        Raises:
+            SessionStateError: mode ``raise``, and a step is running.
+        """
+        error = self._steps.outside_forward() if self._steps.open else None
+        if error is not None:
+            self._session.report_lost(error)
+
     def _check_received(self, context: ForwardContext, record: LayerRecord, slots: torch.Tensor) -> None:
         """Are they the planned ones?  Reported once per layer, not for each of its tensors."""
+        integer_tensor(slots, "the slots that a layer's write received")
         number = record.space.space_id
         plan = context.requests.get(number)
         if plan is None:

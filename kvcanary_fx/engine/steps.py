@@ -262,6 +262,25 @@ class Steps:
         finally:
             self.running = None
 
+    @property
+    def open(self) -> bool:
+        """Whether a step is running that was begun by :meth:`step`."""
+        return self._step is not None
+
+    def outside_forward(self) -> SessionStateError | None:
+        """What is wrong with a model that runs while no forward does; None in a warm-up."""
+        if side_stream.capturing():
+            return SessionStateError(
+                "a CUDA graph is being captured outside session.forward(): its checks would look at nothing, and "
+                "report clean for ever. Capture in `with session.step(batch), session.forward():`"
+            )
+        if self.ready:
+            return SessionStateError(
+                "the model ran outside session.forward(): wrap each call, `with session.forward(): model(...)`, "
+                "so that the canary knows what it reads and writes"
+            )
+        return None
+
     def begin_kept(self, kept: KeptForward, send: Callable[[int], None], requests: int, tokens: int) -> None:
         """A step begins that has one forward, whose checks were kept; whoever calls it launches those before the model.
 

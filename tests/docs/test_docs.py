@@ -43,6 +43,55 @@ def test_readme_code_runs(capsys):
     assert kvcanary_fx.session_of(names["model"]).stats().violations == 1
 
 
+def blocks_of_engines_md():
+    return re.findall(r"<!-- run -->\n```python\n(.*?)```", (ROOT / "docs/engines.md").read_text(), re.DOTALL)
+
+
+def test_layers_called_by_hand_as_documented():
+    by_hand = blocks_of_engines_md()[0]
+    names: dict[str, object] = {}
+    exec(by_hand, names)
+    stats = names["canary"].stats()
+    assert (stats.engine_steps, stats.recorded, stats.violations) == (1, 2 * 2 * 2, 0)
+    wrong = by_hand.replace("= key, value", "= key, value + 1")
+    assert wrong != by_hand
+    with pytest.raises(kvcanary_fx.KVCacheViolation, match="operand"):
+        exec(wrong, {})
+    without_forward = by_hand.replace("canary.step(batch), canary.forward()", "canary.step(batch)")
+    with pytest.raises(kvcanary_fx.errors.SessionStateError):
+        exec(without_forward, {})
+
+
+def test_pages_in_flight_as_documented():
+    names: dict[str, object] = {}
+    for block in blocks_of_engines_md():
+        exec(block, names)
+    canary = names["canary"]
+    canary.pool.release([3, 4, 5, 6], owner="a")
+    canary.pool.release([3, 4, 5, 6, 7], owner="b")
+    assert canary.violations() == []
+    stats = canary.stats()
+    assert (stats.engine_steps, stats.recorded, stats.checked > 0) == (2, 2 * 2 * 5, True)
+
+
+@pytest.mark.parametrize(
+    ("documented", "instead", "told"),
+    [
+        ("canary.pool.hand_over([5, 6])", 'canary.pool.share([5, 6], owner="b")', "several requests share"),
+        ("canary.pool.hand_over([5, 6])", "pass", "belongs to another request"),
+        ("in_flight=True", "in_flight=False", "nobody wrote"),
+    ],
+    ids=["shared before", "not handed over", "no flag"],
+)
+def test_pages_in_flight_need_each_line_that_is_documented(documented, instead, told):
+    names: dict[str, object] = {}
+    by_hand, in_flight = blocks_of_engines_md()
+    exec(by_hand, names)
+    assert documented in in_flight
+    with pytest.raises(kvcanary_fx.KVCacheViolation, match=told):
+        exec(in_flight.replace(documented, instead), names)
+
+
 def test_lines_by_which_the_example_engine_connects_are_its_own():
     block = (ROOT / "README.md").read_text().split("<!-- paged_engine -->\n```python\n")[1].split("```")[0]
     code = "\n".join(p.read_text() for p in sorted((ROOT / "examples/paged_engine").glob("*.py")))

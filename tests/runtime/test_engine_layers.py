@@ -10,6 +10,7 @@ import torch
 import kvcanary_fx
 from kvcanary_fx import Batch, KVPool
 from kvcanary_fx.engine.layers import EagerLayers
+from kvcanary_fx.errors import SessionStateError
 
 SLOTS, HEADS, DIM = 16, 2, 4
 
@@ -17,14 +18,15 @@ SLOTS, HEADS, DIM = 16, 2, 4
 class Engine:
     """Two layers of one request, written without a graph."""
 
-    def __init__(self, device="cpu", **settings):
+    def __init__(self, device="cpu", mode="log", ready=True, **settings):
         self.kv = [tuple(torch.zeros(SLOTS, HEADS, DIM, device=device) for _ in "kv") for _ in range(2)]
         self.table = torch.zeros(2, 8, dtype=torch.int32, device=device)
         self.table[1] = torch.arange(3, 11)
         pool = KVPool(self.kv, self.table, layer_names=["first", "second"])
-        self.session = kvcanary_fx.install_canary(pool, mode="log", **settings)
+        self.session = kvcanary_fx.install_canary(pool, mode=mode, **settings)
         self.layers = EagerLayers(self.session)
-        self.session.mark_ready()
+        if ready:
+            self.session.mark_ready()
         self.session.pool.allocate(range(3, 11), owner="request")
         self.stored = 0
 
@@ -134,6 +136,160 @@ def test_without_a_forward_there_is_nothing_to_check_against(engine):
     engine.layers.verify("first")
     engine.layers.record("first")
     assert engine.told() == []
+
+
+def written(engine, given=lambda rows: rows, received=lambda slots: slots, wrong=0, one_by_one=True):
+    """A prompt of two tokens in both layers, K and V given as ``given`` makes them; all that is stored may be wrong."""
+    slots = engine.table[1, 3:5].to(torch.int64)
+    batch = Batch([1, 2], slots, [1], [0], [2], request_ids=["request"])
+    engine.table[1, :2] = engine.table[1, 3:5]
+    rows = torch.randn(2, 2, 2, HEADS, DIM, device=slots.device)
+    held = contextlib.nullcontext() if one_by_one else engine.layers.holding()
+    with engine.session.step(batch), engine.session.forward(), held:
+        for halves, stored in zip(engine.kv, rows, strict=True):
+            for pool, half in zip(halves, stored, strict=True):
+                pool[slots] = half + wrong
+        keys, values = ([given(layer[half]) for layer in rows] for half in (0, 1))
+        if not one_by_one:
+            engine.layers.record_all(("first", "second"), keys, values)
+            return
+        for name, key, value in zip(("first", "second"), keys, values, strict=True):
+            engine.layers.record(name, key, value, received(slots))
+
+
+def operand_lines(engine):
+    return [line.strip() for line in engine.session.summary().split("\n")[1:] if "operand" in line]
+
+
+@pytest.mark.parametrize("one_by_one", [True, False], ids=["one by one", "at once"])
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (lambda rows: None, "None"),
+        (lambda rows: rows.double(), "torch.float64 where the cache is torch.float32"),
+        (lambda rows: rows[..., :2].bfloat16(), "torch.bfloat16 where the cache is torch.float32"),
+    ],
+    ids=["None", "float64", "packed"],
+)
+def test_the_summary_says_that_no_operand_was_compared(engine, given, why, one_by_one):
+    for _ in range(3):  # the second time, layers that come at once are known
+        written(engine, given, wrong=1, one_by_one=one_by_one)
+    assert engine.told() == []
+    lost = "what a write stored is not compared with what it was given"
+    assert operand_lines(engine) == [f"off operand: of 12 K and V given to EagerLayers.record 12 were {why}: {lost}"]
+    assert "operand" not in engine.session.summary().split("\n")[0]
+    written(engine, one_by_one=one_by_one)
+    told = f"in part operand: of 16 K and V given to EagerLayers.record 12 were {why}: {lost}"
+    assert operand_lines(engine) == [told]
+
+
+@pytest.mark.parametrize("one_by_one", [True, False], ids=["one by one", "at once"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda rows: rows,
+        lambda rows: rows.reshape(2, -1),
+        lambda rows: torch.cat((rows, rows)),
+        lambda rows: rows[None],
+    ],
+    ids=["as stored", "flat", "padded", "a batch of one"],
+)
+def test_operands_that_are_compared(engine, given, one_by_one):
+    for _ in range(2):
+        written(engine, given, one_by_one=one_by_one)
+    assert (engine.told(), operand_lines(engine)) == ([], [])
+    assert "operand" in engine.session.summary().split("\n")[0]
+    written(engine, given, wrong=1, one_by_one=one_by_one)
+    assert {check for check, *_ in engine.told()} == {"operand"}
+
+
+def test_the_warm_up_does_not_count(device):
+    engine = Engine(device, ready=False)
+    written(engine, lambda rows: None)
+    engine.session.mark_ready()
+    assert operand_lines(engine) == []
+
+
+@pytest.mark.parametrize("one_by_one", [True, False], ids=["one by one", "at once"])
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (lambda rows: rows[1:], r"key as \[1, 2, 4\]"),
+        (lambda rows: rows[..., :2], r"key as \[2, 2, 2\]"),
+        (lambda rows: rows.sum(), r"key as \[\]"),
+    ],
+    ids=["fewer rows than tokens", "half a row", "a number"],
+)
+def test_operands_of_a_wrong_shape(engine, given, what, one_by_one):
+    with pytest.raises(kvcanary_fx.EngineError, match=what + r".*\[2, 4\] for each of the forward's 2 tokens"):
+        written(engine, given, one_by_one=one_by_one)
+
+
+def test_operands_that_are_no_tensors(engine):
+    with pytest.raises(kvcanary_fx.EngineError, match="key as a list"):
+        written(engine, lambda rows: rows.tolist())
+
+
+@pytest.mark.parametrize(
+    ("received", "what"), [(torch.Tensor.float, "torch.float32"), (torch.Tensor.tolist, "a list, not a tensor")]
+)
+def test_received_slots_that_are_no_integers(engine, received, what):
+    with pytest.raises(kvcanary_fx.EngineError, match=f"slots that a layer's write received are integers.*{what}"):
+        written(engine, received=received)
+    with (
+        pytest.raises(kvcanary_fx.EngineError, match=what),
+        engine.session.step(),
+        engine.session.forward(),
+    ):
+        engine.layers.check_received("first", received(engine.table[1, :1]))
+
+
+def decode_without_forward(engine):
+    """A step of one token whose author forgot ``session.forward()``."""
+    slots = engine.table[1, :1].to(torch.int64)
+    given = torch.randn(2, 1, HEADS, DIM, device=slots.device)
+    batch = Batch([1], slots, [1], [0], [1], request_ids=["request"])
+    with engine.session.step(batch):
+        engine.layers.verify("first")
+        for pool, rows in zip(engine.kv[0], given, strict=True):
+            pool[slots] = rows
+        engine.layers.record("first", *given, slots)
+
+
+def test_a_step_without_forward_is_reported_once(engine, caplog):
+    for _ in range(3):
+        decode_without_forward(engine)
+    assert [r.getMessage() for r in caplog.records if "outside session.forward()" in r.getMessage()] == [
+        f"kvcanary.coverage {engine.session.uncovered[0]}"
+    ]
+    assert "coverage lost: the model ran outside session.forward()" in engine.session.summary()
+    engine.step()
+    assert engine.told() == []
+
+
+@pytest.mark.parametrize("call", ["verify", "record", "record_all", "check_received", "begin"])
+def test_in_raise_a_step_without_forward_is_an_error(device, call):
+    engine = Engine(device, mode="raise")
+    slots = engine.table[1, :1].to(torch.int64)
+    arguments = {
+        "begin": (),
+        "verify": ("first",),
+        "record": ("first",),
+        "record_all": (("first", "second"), [None, None], [None, None]),
+        "check_received": ("first", slots),
+    }[call]
+    batch = Batch([1], slots, [1], [0], [1], request_ids=["request"])
+    with pytest.raises(SessionStateError, match=r"outside session\.forward"), engine.session.step(batch):
+        getattr(engine.layers, call)(*arguments)
+    getattr(engine.layers, call)(*arguments)  # a rank that is idle runs the model outside of steps
+
+
+def test_a_warm_up_may_run_without_forward(device):
+    engine = Engine(device, mode="raise", ready=False)
+    decode_without_forward(engine)
+    engine.session.mark_ready()
+    with pytest.raises(SessionStateError):
+        decode_without_forward(engine)
 
 
 def test_a_layer_that_no_pool_has(engine):

@@ -378,6 +378,17 @@ def test_what_an_allocator_may_not_do(act, expected):
     assert toy.found()[0].phase == "life"
 
 
+@pytest.mark.parametrize(
+    ("slots", "said"),
+    [([7, 7], ["owner B, given to B"]), ([4, 4], ["owner A, given to B", "owner B, given to B"])],
+    ids=["free before", "another's before"],
+)
+def test_a_slot_twice_in_one_allocation_is_in_use_by_whom_it_names(slots, said):
+    toy = prefilled()
+    toy.pool.allocate(slots, owner="B")
+    assert [v.explain().split("in use (")[1].split(")")[0] for v in toy.found()] == said
+
+
 def test_without_owners_a_content_report_names_the_request_that_read_the_slot():
     toy = prefilled(pools=lambda toy: (KVPool(toy.kv, toy.table, allocations=False),))
     toy.add("B", [1, 2, 3])

@@ -66,7 +66,9 @@ class Observers:
 
     def checks_without_inputs(self) -> dict[str, str]:
         """The checks that cannot run in the session, each with what they lack."""
-        return without_inputs(self.given, self._session.pools, self.sweep.every)
+        plans = self._session.plans
+        compare = any(plan.attention or any(site.has_operand for site in plan.sites) for plan in plans)
+        return without_inputs(self.given, self._session.pools, self.sweep.every, compare)
 
     def checks_in_part(self) -> dict[str, str]:
         """The checks that run without some of their inputs, each with what is lost."""

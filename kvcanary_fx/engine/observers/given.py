@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...kernels.checks import CHECKS, Need
 from ...reports import summary
 from ..batch_fields import fields_of
+from ..operands import Operands
 
 if TYPE_CHECKING:
     from ..guarded_pool import EnginePool
@@ -21,9 +22,14 @@ _FIELDS = tuple(name for _, need in NEEDS for name in need.given if "." not in n
 
 
 class GivenInputs:
-    """Counts the batches that had each input, and the calls that bring the others."""
+    """Counts the batches that had each input, and the calls that bring the others.
+
+    Attributes:
+        operands: K and V of layers whose checks the engine calls.
+    """
 
     def __init__(self) -> None:
+        self.operands = Operands()
         self.reset()
 
     def reset(self) -> None:
@@ -31,6 +37,7 @@ class GivenInputs:
         self._batches, self._called = 0, Counter[str]()
         self._alike: dict[tuple[str, ...], int] = {}  # batches, by the fields that they had
         self._half_a_history = False
+        self.operands.reset()
 
     def note(self, batch: Any) -> None:
         """A batch was given; an empty one needs nothing."""
@@ -84,11 +91,18 @@ class GivenInputs:
         return need.whole and any(not had[name] for name in need.given)
 
 
-def without_inputs(given: GivenInputs, pools: Mapping[str, EnginePool], sweep_every: int) -> dict[str, str]:
+#: What the operand check does not find without K and V.
+_NO_OPERAND = "what a write stored is not compared with what it was given"
+
+
+def without_inputs(
+    given: GivenInputs, pools: Mapping[str, EnginePool], sweep_every: int, graphs_compare: bool
+) -> dict[str, str]:
     """The checks that cannot run in a session, each with what they lack.
 
     Args:
         sweep_every: steps between two scheduled sweeps, 0 for none.
+        graphs_compare: the operand check runs in compiled graphs.
     """
     lacking = {}
     if not any(p.declared.allocations for p in pools.values()):
@@ -98,13 +112,19 @@ def without_inputs(given: GivenInputs, pools: Mapping[str, EnginePool], sweep_ev
     for check, need in NEEDS:
         if given.off(need):
             lacking[check] = f"{given.missing(need)}: {need.lost}"
+    if given.operands.none_compared and not graphs_compare:
+        lacking["operand"] = f"{given.operands.told()}: {_NO_OPERAND}"
     return lacking
 
 
 def in_part(given: GivenInputs, off: Collection[str]) -> dict[str, str]:
     """The checks of a session that run without some of their inputs, each with what is lost; without those ``off``."""
     missing = [(check, need, given.missing(need)) for check, need in NEEDS if check not in off]
-    return {check: f"{why}: {need.lost}" for check, need, why in missing if why is not None}
+    found = {check: f"{why}: {need.lost}" for check, need, why in missing if why is not None}
+    operands = given.operands.told()
+    if operands is not None and "operand" not in off:
+        found["operand"] = f"{operands}: {_NO_OPERAND}"
+    return found
 
 
 def _size(given: Any) -> int:

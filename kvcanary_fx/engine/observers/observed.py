@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ...errors import CanaryError
 from ...reports.log import ViolationLog
@@ -10,6 +10,9 @@ from ...runtime.session import Stats
 from ..forward import Schedule
 from ..guarded_pool import Pools
 from ..request_ids import RequestIds
+
+if TYPE_CHECKING:
+    from ...passes.graph_plan import GraphPlan
 
 
 class Observed(Protocol):
@@ -21,12 +24,14 @@ class Observed(Protocol):
         ids: numbers of request ids.
         schedule: which observer runs how often.
         found: the violations so far.
+        plans: of the compiled graphs.
     """
 
     pools: Pools
     ids: RequestIds
     schedule: Schedule
     found: ViolationLog
+    plans: list[GraphPlan]
 
     @property
     def steps(self) -> int:
