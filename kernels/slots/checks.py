@@ -12,6 +12,7 @@ import torch
 
 from ..checks import Check, Phase, Why
 from ..findings import Findings
+from ..turns import taking_turns
 from .chain import SEED, mix_tensor
 from .history import note_reads, note_writes
 from .planned import plan_writes, rival_writers, unmark_writes
@@ -303,6 +304,7 @@ def _behind_window(
     return behind
 
 
+@taking_turns
 def check_before(space: SlotSpace, plan: RequestPlan) -> None:
     """:func:`walk` and :func:`check_writes`."""
     walk(space, plan.reads or plan)
@@ -315,6 +317,7 @@ def may_store_ahead(plan: RequestPlan) -> bool:
     return False
 
 
+@taking_turns
 def store(space: SlotSpace, plan: RequestPlan) -> None:
     """After a forward: remember who is in the slots that it wrote."""
     if plan.slots.shape[0] == 0 or plan.rows.shape[0] == 0:
