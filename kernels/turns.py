@@ -18,9 +18,9 @@ def taking_turns(body: Callable[P, T]) -> Callable[P, T]:
 
     Threads that share a graph share its counters, and all of a session share the ring.  PyTorch releases the GIL while
     it adds, so two threads that counted at once counted once: seen as checks that had not run.
-    A scheduler's thread allocates and releases while the model's thread runs a forward: a release that had read a slot's
-    flags before the forward set them wrote the old ones back, and what the forward had written was reported as never
-    written.  A GPU's kernels are ordered by their stream.
+    A scheduler's thread allocates and releases while the model's thread runs a forward: a release that had read flags
+    before the forward set them wrote the old ones back, and what the forward had written was reported as never written.
+    A GPU's kernels are ordered by their stream.
     """
 
     @functools.wraps(body)

@@ -17,7 +17,7 @@ from .events import Event
 from .history import note
 from .past import Kind
 from .space import MARKS, REFERENCE, Flag, SlotSpace
-from .tokens import repeats
+from .tokens import kept_bits, repeats
 
 
 @taking_turns
@@ -231,6 +231,7 @@ def identity(
         tokens, positions: int64 ``[n]``.
         namespace: integer ``[1]``.
     """
+    tokens = kept_bits(tokens)
     start = namespace_seed(namespace, torch.tensor([SEED], device=tokens.device))
     return tokens, positions, start + mix_tensor(tokens, positions).cumsum(0)
 

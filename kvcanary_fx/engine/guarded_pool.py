@@ -283,7 +283,8 @@ class EnginePool:
         Args:
             owner: id of the request that they were filled for, if known: filling another request's slot is a violation.
             tokens, positions: who is in the slots, if known; they must be one request's, in order, from
-                position 0.  Without them, the identity of these slots is not checked.
+                position 0.  Without them, the identity of these slots is not checked.  Of a token the low 32 bits are
+                kept, as of a batch's.
             namespace: of the request.
 
         Raises:
