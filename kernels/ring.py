@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .turns import taking_turns
+
 #: One value for all rows, or one each.
 Values = torch.Tensor | int
 
@@ -122,6 +124,7 @@ class Control:
         return self.words[Word.EVERY] if verify_every == BY_BUDGET else verify_every
 
 
+@taking_turns
 def append(
     control: Control,
     mask: torch.Tensor | bool,

@@ -185,6 +185,13 @@ class EngineError(CanaryError, ValueError):
     """An engine described its pools, or used a session, in a way that is invalid."""
 
 
+class RequestIdError(EngineError, TypeError):
+    """What an engine gave for a request's id is none."""
+
+    def __init__(self, given: object):
+        super().__init__(f"a request id is a string or an int, not {type(given).__name__}: {given!r}")
+
+
 class UnknownLayerError(CanaryError, LookupError):
     """An opaque attention op names a layer that no pool has."""
 

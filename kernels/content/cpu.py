@@ -17,6 +17,7 @@ from ..ring import UNKNOWN, Word, append
 from ..slots.identity import identify_with
 from ..slots.planned import is_planned, lost_writes
 from ..slots.space import Flag, SlotSpace
+from ..turns import taking_turns
 from ..writes.layout import SlotLayout, poison_mask
 from ..writes.plan import Resolved, WritePlan
 from ..writes.plan import first_positions as first_positions
@@ -340,6 +341,7 @@ def _keep(site: Site, slots: torch.Tensor, found: torch.Tensor) -> None:
         site.half.baseline[slots] = found[0]
 
 
+@taking_turns
 def verify_halves(sites: Sequence[Site], views: Sequence[torch.Tensor], ops: int = 0, in_flight: bool = False) -> None:
     """:func:`verify` for all halves of a layer of an engine's pool; ``ops`` are counted once."""
     for site, view in zip(sites, views, strict=True):
@@ -439,6 +441,7 @@ def _check_operand(
     report(site, Phase.POST, Check.OPERAND, slots[bad], expected, packed(found)[bad])
 
 
+@taking_turns
 def record_halves(
     sites: Sequence[Site],
     views: Sequence[torch.Tensor],

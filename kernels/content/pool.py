@@ -14,6 +14,7 @@ from ..buffers import Site
 from ..checks import Check, Phase
 from ..findings import Findings
 from ..slots.space import SlotSpace
+from ..turns import taking_turns
 from .cpu import digest_slots, packed, verify_halves
 
 
@@ -45,6 +46,7 @@ def verify_listed(pool: PoolBytes, in_flight: bool, stream: torch.cuda.Stream | 
     verify_halves(pool.sites, pool.views, 0, in_flight)
 
 
+@taking_turns
 def verify_slots(
     pool: PoolBytes,
     slots: torch.Tensor,

@@ -12,6 +12,7 @@ import torch
 
 from ..checks import Check, Phase, Why
 from ..findings import Findings
+from ..turns import taking_turns
 from .chain import SEED, mix_tensor
 from .history import note_reads, note_writes
 from .planned import plan_writes, rival_writers, unmark_writes
@@ -19,6 +20,7 @@ from .space import REFERENCE, Flag, RequestPlan, SlotSpace, SpaceCount
 from .tokens import (
     Written,
     counted_tokens,
+    kept_bits,
     links_up_to,
     of_padding,
     planned_positions,
@@ -231,7 +233,7 @@ def _check_token(
     place = position + space.token_offset
     valid = place < plan.history_lens.to(torch.int64)[requests].clamp(max=plan.history.shape[1])
     of = plan.rows.to(torch.int64).clamp(0, plan.history.shape[0] - 1)[requests] if plan.history_by_row else requests
-    expected = plan.history[of, place.clamp(max=plan.history.shape[1] - 1)].to(torch.int64)
+    expected = kept_bits(plan.history[of, place.clamp(max=plan.history.shape[1] - 1)])
     findings.add(Why.WRONG_TOKEN, valid & (token != expected), expected, token)
 
 
@@ -275,7 +277,7 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
     if plan.positions is not None:
         given = plan.positions.to(torch.int64)
         findings.add(Why.WRONG_POSITION, given != position, position, given)
-    tokens = plan.tokens.to(torch.int64)
+    tokens = kept_bits(plan.tokens)
     _check_token(findings, space, plan, request, position, tokens)
     findings.report(space.control, space.space_id, Phase.PRE, slot, position, request=mine, detail=tokens)
     unmark_writes(space, plan)
@@ -303,6 +305,7 @@ def _behind_window(
     return behind
 
 
+@taking_turns
 def check_before(space: SlotSpace, plan: RequestPlan) -> None:
     """:func:`walk` and :func:`check_writes`."""
     walk(space, plan.reads or plan)
@@ -315,6 +318,7 @@ def may_store_ahead(plan: RequestPlan) -> bool:
     return False
 
 
+@taking_turns
 def store(space: SlotSpace, plan: RequestPlan) -> None:
     """After a forward: remember who is in the slots that it wrote."""
     if plan.slots.shape[0] == 0 or plan.rows.shape[0] == 0:
@@ -327,7 +331,7 @@ def store(space: SlotSpace, plan: RequestPlan) -> None:
     at = torch.where(real, at, space.nowhere)
     expected = planned_positions(plan, request, place)
     position = expected if plan.positions is None else plan.positions.to(torch.int64)
-    tokens = plan.tokens.to(torch.int64)
+    tokens = kept_bits(plan.tokens)
     links = links_up_to(plan, torch.where(real, mix_tensor(tokens, position), 0), place)
     chain = _chain_before(space, plan, Written(at, request, links))[request] + links
     space.tokens[at] = tokens.to(torch.int32)
@@ -428,7 +432,7 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
     findings = Findings(there, space.checks)
     findings.add(Why.NOT_THE_PLANNED_SLOT, got != planned, planned, got)
     position = planned_positions(plan, request, place)
-    findings.report(space.control, half_id, Phase.POST, planned, position, plan.owners[request], plan.tokens)
+    findings.report(space.control, half_id, Phase.POST, planned, position, plan.owners[request], kept_bits(plan.tokens))
 
 
 class ReceivedCheck:

@@ -10,15 +10,17 @@ import torch
 from ..checks import Phase, Why
 from ..findings import Findings
 from ..ring import UNKNOWN
+from ..turns import taking_turns
 from .chain import SEED, mix_tensor
 from .checks import namespace_seed
 from .events import Event
 from .history import note
 from .past import Kind
 from .space import MARKS, REFERENCE, Flag, SlotSpace
-from .tokens import repeats
+from .tokens import kept_bits, repeats
 
 
+@taking_turns
 def apply_one(
     space: SlotSpace, event: Event, slots: torch.Tensor, owner: int, stack: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -69,6 +71,8 @@ def allocate(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0) 
 def release(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0) -> None:
     """Drop one reference to each slot; a slot without references is free.
 
+    Looks at the slots that are named alone, whatever the size of the pool.
+
     Args:
         slots: int64 ``[n]``.
         owner: hash of the id of the request that releases them, 0 if unknown.
@@ -83,15 +87,18 @@ def release(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0) -
     _report(findings, space, slots, at, owner)
     # after its owner's release, a shared slot has no particular owner
     leaves = (flags >= 2 * REFERENCE) & ((owner == 0) | (holder == owner))
-    space.owners[at] = torch.where(leaves, 0, holder)
-    dropped = torch.zeros_like(space.flags).scatter_add(0, at, torch.full_like(at, REFERENCE, dtype=torch.int32))
-    left = (space.flags // REFERENCE * REFERENCE - dropped).clamp(min=0)
-    touched = dropped > 0
-    touched[space.nowhere] = False
-    kept = torch.where(left > 0, space.flags % REFERENCE, 0)
-    space.flags.copy_(torch.where(touched, left + kept, space.flags))
-    space.owners.copy_(torch.where(touched & (left == 0), 0, space.owners))
+    left = (flags // REFERENCE - _times_named(at)).clamp(min=0) * REFERENCE
+    kept = torch.where(left > 0, flags % REFERENCE, 0)
+    space.flags[at] = torch.where(at == space.nowhere, flags, left + kept)
+    space.owners[at] = torch.where(leaves | (left == 0), 0, holder)
     note(space, at, Kind.RELEASE, owner, stack)
+
+
+def _times_named(at: torch.Tensor) -> torch.Tensor:
+    """int32 ``[n]``: how often each entry stands in the list."""
+    ordered = at.sort().values
+    last, first = (torch.searchsorted(ordered, at, right=right) for right in (True, False))
+    return (last - first).to(torch.int32)
 
 
 def share(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0) -> None:
@@ -128,6 +135,7 @@ def hand_over(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0)
     note(space, at, Kind.HAND_OVER, owner, stack)
 
 
+@taking_turns
 def name(
     space: SlotSpace,
     slots: torch.Tensor,
@@ -224,6 +232,7 @@ def identity(
         tokens, positions: int64 ``[n]``.
         namespace: integer ``[1]``.
     """
+    tokens = kept_bits(tokens)
     start = namespace_seed(namespace, torch.tensor([SEED], device=tokens.device))
     return tokens, positions, start + mix_tensor(tokens, positions).cumsum(0)
 

@@ -169,9 +169,14 @@ def _check_token(entry: Entry, space: SlotSpace, plan: RequestPlan, request: int
     place = position + space.token_offset
     if place < min(int(plan.history_lens[request]), plan.history.shape[1]):
         of = min(max(int(plan.rows[request]), 0), plan.history.shape[0] - 1) if plan.history_by_row else request
-        expected = int(plan.history[of, place])
+        expected = _kept_bits(int(plan.history[of, place]))
         if token != expected:
             entry.add(Why.WRONG_TOKEN, expected, token)
+
+
+def _kept_bits(token: int) -> int:
+    """A token id as a slot keeps it."""
+    return ((token + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
 
 
 def _tokens(plan: RequestPlan) -> list[tuple[int, int, int]]:
@@ -248,8 +253,8 @@ def check_writes(space: SlotSpace, plan: RequestPlan) -> None:
             seen.add(slot)
             _check_writer(entry, space, slot, owner)
             _check_against_plan(entry, plan, i, request, place)
-            _check_token(entry, space, plan, request, position, int(plan.tokens[i]))
-        entry.report(Phase.PRE, slot, position, owner, int(plan.tokens[i]))
+            _check_token(entry, space, plan, request, position, _kept_bits(int(plan.tokens[i])))
+        entry.report(Phase.PRE, slot, position, owner, _kept_bits(int(plan.tokens[i])))
     for i, _, _ in _tokens(plan):
         if 0 <= int(plan.slots[i]) < space.slots:
             space.flags[plan.slots[i]] = int(space.flags[plan.slots[i]]) & ~int(Flag.PLANNED)
@@ -302,7 +307,7 @@ def store(space: SlotSpace, plan: RequestPlan) -> None:
     for i, request, place in _tokens(plan):
         parent = _parent(plan, i, place)
         links[request, place] = links[request, parent] if parent >= 0 else 0
-        slot, token = int(plan.slots[i]), int(plan.tokens[i])
+        slot, token = int(plan.slots[i]), _kept_bits(int(plan.tokens[i]))
         if not 0 <= slot < space.slots or int(space.flags[slot]) & Flag.RESERVED:
             continue
         position = _position(plan, i, request, place) if plan.positions is None else int(plan.positions[i])
@@ -346,7 +351,7 @@ def check_received(space: SlotSpace, plan: RequestPlan, received: torch.Tensor, 
         if got != planned and (_takes_tokens(space, got) or not _of_padding(plan, request)):
             entry.add(Why.NOT_THE_PLANNED_SLOT, planned, got)
         position, owner = _position(plan, i, request, place), int(plan.owners[request])
-        entry.report(Phase.POST, planned, position, owner, int(plan.tokens[i]), half_id)
+        entry.report(Phase.POST, planned, position, owner, _kept_bits(int(plan.tokens[i])), half_id)
 
 
 def check_reads(space: SlotSpace, plan: RequestPlan, pages: torch.Tensor, lengths: torch.Tensor, size: int) -> None:

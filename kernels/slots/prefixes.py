@@ -13,6 +13,7 @@ from ..checks import Phase, Why
 from ..findings import Findings
 from .checks import _check_identity, _check_place
 from .space import RequestPlan, SlotSpace
+from .tokens import kept_bits
 
 #: Slots processed together; bounds the scratch memory.
 CHUNK = 1 << 17
@@ -60,7 +61,7 @@ def _check_part(space: SlotSpace, listed: ListedSlots) -> None:
     findings = Findings(torch.ones_like(outside), space.checks)
     _check_place(findings, space, plan, slot, at, outside)
     token, expected = space.tokens[at].to(torch.int64), listed.tokens.unsqueeze(1)
-    findings.add(Why.WRONG_TOKEN, (expected >= 0) & (token != expected), expected, token)
+    findings.add(Why.WRONG_TOKEN, (expected >= 0) & (token != kept_bits(expected)), expected, token)
     before = listed.before.unsqueeze(1)
     known = (before >= 0) & (before < space.slots)
     _check_identity(findings, space, plan, at, torch.where(known, before, space.nowhere), position)

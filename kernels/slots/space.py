@@ -15,6 +15,7 @@ import torch
 
 from ..checks import Check
 from ..ring import UNKNOWN, Control
+from ..turns import taking_turns
 from .past import count_steps_anew, new_past
 
 
@@ -202,6 +203,7 @@ class SlotSpace:
         """The engine's steps are numbered from here; what slots went through was before the first."""
         count_steps_anew(self.past)
 
+    @taking_turns
     def forget_identity(self) -> None:
         """Forget who is in the slots, in place; who owns them stays known."""
         self.tokens.fill_(-1)

@@ -9,6 +9,14 @@ import torch
 from .space import RequestPlan
 
 
+def kept_bits(tokens: torch.Tensor) -> torch.Tensor:
+    """Token ids as a slot keeps them, int64: their low 32 bits, as a signed number.
+
+    Placeholders of images can be any number.  With links of 64 bits, those of 2**31 or more were reported in each step.
+    """
+    return tokens.to(torch.int32).to(torch.int64)
+
+
 def real_requests(plan: RequestPlan) -> torch.Tensor:
     """bool ``[bs]``: requests that are no padding."""
     counted = counted_requests(plan)

@@ -43,6 +43,12 @@ def mix(token, position):
 
 
 @triton.jit
+def kept_bits(token):
+    """See :func:`.tokens.kept_bits`."""
+    return token.to(tl.int32).to(tl.int64)
+
+
+@triton.jit
 def namespace_seed(spaces_ptr, request, mask, HAS_SPACES: tl.constexpr):
     """Where each request's chain starts."""
     seed = tl.zeros_like(request) + SEED
@@ -112,7 +118,7 @@ def expected_token(
         row = tl.load(row_ptr + request, mask=mask, other=0).to(tl.int64)
         of = tl.minimum(tl.maximum(row, 0), history_rows - 1)
     at = history_ptr + of * history_stride + tl.minimum(place, history_width - 1) * history_step
-    return valid, tl.load(at, mask=valid, other=0).to(tl.int64)
+    return valid, kept_bits(tl.load(at, mask=valid, other=0))
 
 
 @triton.jit

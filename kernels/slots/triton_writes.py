@@ -44,6 +44,7 @@ from .triton_shared import (
     entry_of,
     expected_token,
     find_ends,
+    kept_bits,
     mix,
     namespace_seed,
     note,
@@ -98,7 +99,7 @@ def writes_kernel(
     slot = tl.load(slot_ptr + i, mask=counted, other=0).to(tl.int64)
     position = tl.load(prefix_ptr + request, mask=counted, other=0).to(tl.int64) + place
     owner = tl.load(owner_ptr + request, mask=counted, other=0)
-    token = tl.load(token_ptr + i, mask=counted, other=0).to(tl.int64)
+    token = kept_bits(tl.load(token_ptr + i, mask=counted, other=0))
     outside = (slot < 0) | (slot >= slots)
     forward = tl.load(counts_ptr) >= 0  # else another forward's are there
     tl.store(real_ptr + i, tl.where(real & (outside == 0), slot, -1), mask=(i < n) & forward)
@@ -252,7 +253,7 @@ def links_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     request, place, real = token_request(i, n, counts_ptr, ends_ptr, bs, steps, row_ptr, padding, HAS_PADDING)
     _, kept = kept_tokens(block_ptr, slots, slot_ptr, i, real)
-    token = tl.load(token_ptr + i, mask=kept, other=0).to(tl.int64)
+    token = kept_bits(tl.load(token_ptr + i, mask=kept, other=0))
     if HAS_POSITIONS:
         position = tl.load(position_ptr + i, mask=kept, other=0).to(tl.int64)
     else:
@@ -328,5 +329,5 @@ def received_kernel(
     failed = bits != 0
     position = tl.load(prefix_ptr + request, mask=failed, other=0).to(tl.int64) + place
     owner = tl.load(owner_ptr + request, mask=failed, other=0)
-    token = tl.load(token_ptr + i, mask=failed, other=0).to(tl.int64)
+    token = kept_bits(tl.load(token_ptr + i, mask=failed, other=0))
     tell(words_ptr, ring_ptr, capacity, source, bits, why, stored, found, planned, position, owner, token, PHASE_POST)

@@ -17,7 +17,8 @@ class Batch:
     """One forward as an engine plans it.  Any object or mapping with these fields works.
 
     Attributes:
-        input_ids: integer ``[n]``, the tokens to add, request by request.
+        input_ids: integer ``[n]``, the tokens to add, request by request.  Their low 32 bits are kept and compared, as
+            those of ``history``.
         slots: integer ``[n]``, where they go.
         request_rows: integer ``[bs]``, each request's row in the request table.
         prefix_lens: integer ``[bs]``, tokens that are in the pool already.

@@ -133,7 +133,8 @@ class EnginePool:
         """
         for rival in self.rivals:
             slot_life.report_taken(self.space, rival.space, self.slot_tensor(slots, page_size), self._ids.hash(owner))
-        self.live_slots += self._events.add(_ALLOCATE, slots, page_size, owner)
+        named = self._events.add(_ALLOCATE, slots, page_size, owner)
+        self.live_slots += named
 
     def allocate_each(
         self,
@@ -196,7 +197,8 @@ class EnginePool:
             slots, page_size: as :meth:`allocate` takes them.
             owner: id of the request that releases them, if known: releasing another's slot is then a violation.
         """
-        self.live_slots -= self._events.add(_RELEASE, slots, page_size, owner)
+        named = self._events.add(_RELEASE, slots, page_size, owner)
+        self.live_slots -= named
 
     def release_each(self, given: Sequence[tuple[Slots, RequestId | None]], page_size: int = 1) -> None:
         """As many calls of :meth:`release`, in order, for less of the host's time.
@@ -211,7 +213,8 @@ class EnginePool:
 
     def share(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """One reference to each slot was added: a shared slot may be read by several requests and written by none."""
-        self.live_slots += self._events.add(_SHARE, slots, page_size, owner)
+        named = self._events.add(_SHARE, slots, page_size, owner)
+        self.live_slots += named
 
     def share_each(self, given: Sequence[tuple[Slots, RequestId | None]], page_size: int = 1) -> None:
         """As many calls of :meth:`share`, for less of the host's time; arguments as of :meth:`release_each`."""
@@ -280,7 +283,8 @@ class EnginePool:
         Args:
             owner: id of the request that they were filled for, if known: filling another request's slot is a violation.
             tokens, positions: who is in the slots, if known; they must be one request's, in order, from
-                position 0.  Without them, the identity of these slots is not checked.
+                position 0.  Without them, the identity of these slots is not checked.  Of a token the low 32 bits are
+                kept, as of a batch's.
             namespace: of the request.
 
         Raises:

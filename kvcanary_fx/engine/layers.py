@@ -45,6 +45,7 @@ from ..kernels.layer_ops import record_in, verify_in
 from ..kernels.ops import held_kernels_for, kernels_for, request_kernels_for
 from ..kernels.ring import Word
 from ..kernels.side_stream import ForkInGraph, capturing, meets_at
+from ..kernels.slots.checks import taken_of
 from ..runtime.pace import Sample
 from .arguments import integer_tensor
 from .kept_forward import KeptForward, Reads, keep
@@ -549,7 +550,8 @@ class EagerLayers(LayerChecks):
         if check is None:
             kernels = request_kernels_for(record.gate.device)
             check = kept["received", number] = kernels.ReceivedCheck(record.space, plan)
-        given, side = slots.reshape(-1).contiguous(), context.sides.get(record.gate.device)
+        given = taken_of(plan, slots.reshape(-1)).contiguous()
+        side = context.sides.get(record.gate.device)
         if side is not None:
             side.start()
             side.hold(given)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import numbers
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ..errors import EngineError
+from ..errors import EngineError, RequestIdError
 from ..kernels.slots.past import low_half
 
 RequestId = str | int
@@ -47,15 +48,19 @@ class RequestIds:
         """The signed 64-bit hash of an id, the same in every process; 0 for None.
 
         Raises:
-            TypeError: the id is neither a string nor an int.
+            RequestIdError: the id is neither a string nor an int.
         """
         if request is None:
             return 0
         if not isinstance(request, str | int):
-            raise TypeError(f"a request id is a string or an int, not {type(request).__name__}: {request!r}")
+            if not isinstance(request, numbers.Integral):
+                raise RequestIdError(request)
+            request = int(request)  # of NumPy
         known = self.known.get(request)
         if known is None:
-            digest = hashlib.blake2b(f"{type(request).__name__}:{request}".encode(), digest_size=8).digest()
+            # json.loads gives lone surrogates, which UTF-8 has no bytes for
+            text = f"{type(request).__name__}:{request}".encode(errors="surrogatepass")
+            digest = hashlib.blake2b(text, digest_size=8).digest()
             known = int.from_bytes(digest, "little", signed=True) or 1
             self.known[request], self._ids[known] = known, request
             if len(self._ids) > KEPT:

@@ -9,6 +9,7 @@ import torch
 from ..kernels.slots.chain import mix_tensor
 from ..kernels.slots.checks import first_read, table_slots
 from ..kernels.slots.space import RequestPlan, SlotSpace
+from ..kernels.slots.tokens import kept_bits
 
 #: Requests, and positions of each, that are looked at.
 REQUESTS, POSITIONS = 64, 1 << 17
@@ -47,7 +48,7 @@ def _of_request(
     if plan.history is not None and plan.history_lens is not None:
         at = positions + space.token_offset
         known = at < min(int(plan.history_lens[request]), plan.history.shape[1])
-        own = plan.history[request, at.clamp(max=plan.history.shape[1] - 1)].to(torch.int64)
+        own = kept_bits(plan.history[request, at.clamp(max=plan.history.shape[1] - 1)])
         right &= ~known | (tokens == own)
     follows = torch.ones_like(right)
     follows[1:] = chain[1:] - mix_tensor(tokens[1:], space.positions[slots][1:].to(torch.int64)) == chain[:-1]

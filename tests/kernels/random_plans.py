@@ -132,6 +132,11 @@ def random_plan(rng: random.Random, space: SlotSpace, unique: bool, form: Form |
     def integers(n: int, low: int, high: int, wild: int = 0) -> torch.Tensor:
         return torch.tensor([wild if odd() else rng.randint(low, high) for _ in range(n)], dtype=torch.int64)
 
+    def token_ids(n: int) -> torch.Tensor:
+        """Some are larger than a slot keeps them, with the same bits in what it keeps."""
+        above = torch.tensor([rng.choice([1 << 31, 1 << 40, -(1 << 35)]) if odd() else 0 for _ in range(n)])
+        return integers(n, 0, 3) + above.to(torch.int64)
+
     table = integers(table_rows * width, 0, max((space.slots - 1) // size, 0), rng.choice([-1, 999]))
     rows = integers(requests + padding, 0, table_rows - 1, rng.choice([-1, 99]))
     slots = integers(tokens + padding, 0, space.slots - 1, rng.choice([-1, 999]))
@@ -146,7 +151,7 @@ def random_plan(rng: random.Random, space: SlotSpace, unique: bool, form: Form |
         rows=rows.to(form.integer),
         prefix_lens=torch.tensor(prefix + [0] * padding, dtype=torch.int32),
         extend_lens=torch.tensor(extend + [1] * padding, dtype=torch.int32),
-        tokens=integers(2 * (tokens + padding), 0, 3)[::2] if rng.random() < 0.2 else integers(tokens + padding, 0, 3),
+        tokens=token_ids(2 * (tokens + padding))[::2] if rng.random() < 0.2 else token_ids(tokens + padding),
         slots=slots,
         positions=positions if form.positions else None,
         owners=torch.tensor([rng.choice(OWNERS) for _ in range(requests + padding)], dtype=torch.int64),
@@ -156,7 +161,7 @@ def random_plan(rng: random.Random, space: SlotSpace, unique: bool, form: Form |
         page_size=size,
         ring=ring,
         slot_map=integers(space.slots, -1, space.slots - 1) if form.slot_map else None,
-        history=integers((table_rows if form.by_row else requests + padding) * 8, 0, 3).view(-1, 8)
+        history=token_ids((table_rows if form.by_row else requests + padding) * 8).view(-1, 8)
         if form.history
         else None,
         history_by_row=form.by_row,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from forms import FORMS, PAGE
+from gpu_on_cpu import use_gpu_kernels
 from groups import SLOTS, Compressed, Cross, Group, Mapped, Neighbour, Ring, State
 from opaque_engine import DIM, HEADS, METADATA, Model
 from rig import Rig
@@ -17,6 +18,7 @@ from shapes import SHAPES, WINDOW
 import kvcanary_fx
 from kvcanary_fx import Batch, EngineError, KVCacheViolation, KVPool
 from kvcanary_fx.config import CanaryConfig
+from kvcanary_fx.engine.layers import EagerLayers
 from kvcanary_fx.engine.layouts.base import Layout
 from kvcanary_fx.proof import doctor
 from kvcanary_fx.proof.scratch_tensors import scaled_down
@@ -302,6 +304,68 @@ def test_write_that_gets_only_the_completed_slots_is_compared_with_them():
     assert rig.found() == []
     rig.run("A", 7, received=lambda _, slots: slots[::-1])
     assert {v.check for v in rig.found()} == {"index"}
+
+
+class TwoTokens:
+    """Layers that run from Python, over slots of two tokens each: request A has the slots 5 and 6."""
+
+    def __init__(self):
+        self.slots, row = torch.zeros(16, 4), torch.zeros(2, 4, dtype=torch.int32)
+        row[1, :2] = torch.tensor([5, 6])
+        pool = KVPool([(self.slots,)], row, slots_from="c2", tokens_per_slot=2)
+        self.session = kvcanary_fx.install_canary(pool, inner="eager", mode="log")
+        self.layers = EagerLayers(self.session)
+        self.session.mark_ready()
+        self.session.pool.allocate([5, 6], owner="A")
+
+    def step(self, stored, planned, received=()):
+        added = len(planned)
+        batch = dict(
+            input_ids=list(range(added)), c2=planned, request_rows=[1], prefix_lens=[stored], extend_lens=[added],
+            request_ids=["A"],
+        )  # fmt: skip
+        with self.session.step(batch), self.session.forward():
+            self.layers.verify("layers.0")
+            done = [slot for slot in planned if slot]
+            self.slots[done] = torch.randn(len(done), 4)
+            if received:
+                self.layers.record("layers.0", slots=torch.tensor(received))
+
+    def told(self):
+        return [(v.check, v.why, v.slot, v.position) for v in self.session.violations()]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_layer_that_runs_from_python_may_get_a_slot_for_each_token(monkeypatch, kernels):
+    """Seen: it was compared with the slots that are completed, as if it were these."""
+    if kernels == "triton":
+        use_gpu_kernels(monkeypatch.setattr)
+    for received in ([5, 6], [0, 5, 0, 6], [-1, 5, 0, 6]):
+        engine = TwoTokens()
+        engine.step(0, [0, 5, 0, 6], received)
+        assert engine.told() == []
+    for received in ([6, 5], [0, 6, 0, 5]):
+        engine = TwoTokens()
+        engine.step(0, [0, 5, 0, 6], received)
+        assert [told[:3] for told in engine.told()] == [
+            ("index", "NOT_THE_PLANNED_SLOT", 5),
+            ("index", "NOT_THE_PLANNED_SLOT", 6),
+        ]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("added", [0, 1])
+def test_step_that_completes_no_slot_reads_what_the_request_has(monkeypatch, kernels, added):
+    """Seen: where no request added a token, the slots that it read were counted by its tokens."""
+    if kernels == "triton":
+        use_gpu_kernels(monkeypatch.setattr)
+    engine = TwoTokens()
+    engine.step(0, [0, 5, 0, 6], [5, 6])
+    engine.step(4, [0] * added)
+    assert engine.told() == []
+    engine.slots.view(torch.int32)[6, 2] ^= 1 << 7
+    engine.step(4, [0] * added)
+    assert [(check, slot, position) for check, _, slot, position in engine.told()] == [("content", 6, 3)]
 
 
 def test_c128_over_three_hundred_tokens():

@@ -7,11 +7,13 @@ import threading
 
 import pytest
 import torch
+from gpu_on_cpu import use_gpu_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import Toy
 
 import kvcanary_fx
 from kvcanary_fx import Batch, EngineError, KVCacheViolation, KVPool, SessionStateError, StepInputError
+from kvcanary_fx.engine.prefixes import Prefix
 from kvcanary_fx.engine.step_inputs import StepInputs
 from kvcanary_fx.errors import CoverageError
 from kvcanary_fx.kernels.ring import Word, forward_and_step
@@ -1018,3 +1020,33 @@ def test_a_report_that_is_read_late_names_who_had_the_slot(phase, monkeypatch):
     (found,) = toy.found()
     assert (found.check, found.phase, found.slot, found.position) == ("content", phase, 4, 1)
     assert (found.request, found.token) == ("A", None)
+
+
+# ---- token ids
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("history", [True, False], ids=["with history", "without"])
+@pytest.mark.parametrize("image", [2**31, 2**40 + 5, 2**52 + 2**31, -5])
+def test_placeholders_of_images_can_be_any_numbers(monkeypatch, kernels, history, image):
+    """Seen: those of 2**31 or more were reported in each step, as a slot keeps 32 bits of them."""
+    if kernels == "triton":
+        use_gpu_kernels(monkeypatch.setattr)
+    toy = Toy(history=history)
+    toy.add("A", [image, 5, image + 1, 7, 8])
+    toy.run({"A": [3, 4, 5]})
+    toy.run({"A": [6]})
+    toy.add("B", toy.requests["A"].tokens[:4])
+    toy.take("B", [9, 10, 11])
+    for pair in toy.kv:
+        for tensor in pair:
+            tensor[[9, 10, 11]] = 3.0
+    toy.pool.adopt([9, 10, 11], tokens=toy.requests["B"].tokens[:3], positions=[0, 1, 2], owner="B")
+    toy.requests["B"].stored = 3
+    toy.run({"A": [7], "B": [12]})
+    toy.session.sweep.run(prefixes=[Prefix([9, 10, 11], tokens=toy.requests["B"].tokens[:3])])
+    assert told(toy) == []
+    toy.add("C", [image ^ 1, 5, 6], prefix=[3, 4])
+    toy.pool.hand_over([3, 4])
+    toy.run({"C": [13]})
+    assert told(toy) == ([("token", "WRONG_TOKEN", 3, "C")] if history else [])

@@ -17,11 +17,13 @@ from toy import Toy
 from toys import Rig
 
 from kvcanary_fx import IncidentError, KVCacheViolation, Violation
+from kvcanary_fx.__main__ import main
 from kvcanary_fx.errors import MissingExtraError
 from kvcanary_fx.proof import perturb
 from kvcanary_fx.reports.incidents import file, folder, log_tail
 from kvcanary_fx.reports.incidents.incident import Incident, Row
 from kvcanary_fx.reports.incidents.story import story
+from kvcanary_fx.reports.json_lines import JsonLines
 from kvcanary_fx.reports.summary import log, muted
 
 INCIDENT = Incident("2026-01-01T00:00:00+00:00", "violation", (), 0, (), {}, {})
@@ -275,3 +277,39 @@ def test_a_snapshot_that_cannot_be_written_says_so(tmp_path):
         rig.session.snapshot(tmp_path / "nowhere" / "snapshot.zip")
     rig.session.snapshot(tmp_path / "snapshot.zip")
     assert story(file.load(tmp_path / "snapshot.zip")) == ["No check had failed when this snapshot was taken."]
+
+
+@pytest.mark.parametrize("private", [(), ("ids",)])
+def test_an_id_that_utf_8_has_no_bytes_for_is_in_every_report(tmp_path, capsys, private):
+    """What json.loads makes of a client's "\\ud800".  Seen: UnicodeEncodeError at the first call that named the id."""
+    client = "chat-\ud800"
+    toy = Toy(incidents=tmp_path / "incidents", privacy=private)
+    json_log = logging.StreamHandler(io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+    json_log.setFormatter(JsonLines())
+    text_log = logging.FileHandler(tmp_path / "log", encoding="utf-8")
+    logger = logging.getLogger("kvcanary")
+    for handler in (json_log, text_log):
+        logger.addHandler(handler)
+    try:
+        toy.add(client, [5, 6, 7, 8, 9])
+        toy.run({client: [3, 4]})
+        toy.kv[0][0].view(torch.int32)[3, 0, 1] ^= 1 << 20
+        toy.run({client: [5]})
+        (violation,) = toy.found()
+    finally:
+        for handler in (json_log, text_log):
+            logger.removeHandler(handler)
+            handler.flush()
+    assert violation.request == client
+    violation.explain().encode()
+    toy.session.summary().encode()
+    json_log.stream.seek(0)
+    told = [json.loads(line) for line in json_log.stream]
+    assert [line["request"] for line in told if line["event"] == "kvcanary.violation"] == [client]
+    assert "chat-" in (tmp_path / "log").read_text(encoding="utf-8")
+    (path,) = (tmp_path / "incidents").glob("*.zip")
+    for options in ([], ["--html", str(tmp_path / "page.html")]):
+        assert main(["inspect", str(path), *options]) == 0
+    shown = (tmp_path / "page.html").read_text(encoding="utf-8") + capsys.readouterr().out
+    shown.encode()
+    assert ("chat-" in shown) == (not private)

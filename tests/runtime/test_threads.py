@@ -9,14 +9,17 @@ import time
 import eight_threads
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Rig, new_caches
 
 import kvcanary_fx
-from kvcanary_fx import ConcurrentUseError, MissingContextError, has_forward_context
+from kvcanary_fx import Batch, ConcurrentUseError, KVPool, MissingContextError, has_forward_context
+from kvcanary_fx.engine.layers import EagerLayers
 from kvcanary_fx.kernels import ops
 from kvcanary_fx.kernels.buffers import Gate
 from kvcanary_fx.kernels.content import cpu
 from kvcanary_fx.kernels.ring import Control
+from kvcanary_fx.kernels.slots.space import REFERENCE
 from kvcanary_fx.runtime.binding import Controls
 from kvcanary_fx.runtime.readback import Readback
 
@@ -282,3 +285,107 @@ def test_threads_that_bind_their_first_graphs_at_once_share_the_buffers_of_a_dev
         thread.join()
     assert len({id(control) for control in given}) == 1
     assert given[0].stamps.shape == (2, 48)
+
+
+class Interrupted(TorchDispatchMode):
+    """Before whatever the thread that enters it writes, another thread does something, if that can go on."""
+
+    def __init__(self, doing):
+        super().__init__()
+        self._doing, self._idle, self._go, self._left = doing, threading.Event(), threading.Event(), False
+        self._idle.set()
+        self.raised, self.done = [], 0
+        self._other = threading.Thread(target=self._work)
+
+    def _work(self):
+        while self._go.wait(10) and not self._left:
+            self._go.clear()
+            try:
+                self._doing()
+                self.done += 1
+            except Exception as e:
+                self.raised.append(e)
+            self._idle.set()
+
+    def __enter__(self):
+        self._other.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._idle.wait(10)
+        self._left = True
+        self._go.set()
+        self._other.join()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.is_mutable and self._idle.is_set():
+            self._idle.clear()
+            self._go.set()
+            self._idle.wait(0.05)
+        return func(*args, **kwargs or {})
+
+
+class Decoding:
+    """A request whose tokens come one by one, in an engine whose scheduler has a thread of its own."""
+
+    def __init__(self):
+        self.kv = torch.zeros(400, 1, 4), torch.zeros(400, 1, 4)
+        table = torch.zeros(2, 256, dtype=torch.int32)
+        table[1] = torch.arange(1, 257)
+        self.session = kvcanary_fx.install_canary(KVPool([self.kv], table), mode="log", inner="eager")
+        self.pool, self.layers, self.stored = self.session.pool, EagerLayers(self.session), 0
+        self.session.mark_ready()
+        self.pool.allocate(list(range(1, 257)), owner="A")
+        self.calls = 0
+
+    def step(self):
+        at = self.stored
+        if at == 256:
+            return
+        batch = Batch([at], [at + 1], request_rows=[1], prefix_lens=[at], extend_lens=[1], request_ids=["A"])
+        with self.session.step(batch), self.session.forward():
+            self.layers.verify("layers.0")
+            k, v = torch.full((2, 1, 1, 4), float(at + 1))
+            self.kv[0][at + 1], self.kv[1][at + 1] = k[0], v[0]
+            self.layers.record("layers.0", k, v, torch.tensor([at + 1]))
+        self.stored += 1
+
+    def next_call(self):
+        """Of two others: one has slots, which the other shares, and a prefix of A's."""
+        calls = (
+            lambda: self.pool.allocate([300, 301], owner="B"),
+            lambda: self.pool.share([1, 300], owner="C"),
+            lambda: self.pool.release([300, 301], owner="B"),
+            lambda: self.pool.release([1, 300], owner="C"),
+        )
+        calls[self.calls % 4]()
+        self.calls += 1
+
+    def finish_calls(self):
+        self.next_call()
+        while self.calls % 4:
+            self.next_call()
+
+    def references(self):
+        return (self.pool.space.flags[[1, 2, 300, 301]] // REFERENCE).tolist()
+
+
+@pytest.mark.parametrize("interrupted", ["the allocator's thread", "the model's thread"])
+def test_a_scheduler_has_a_thread_of_its_own(interrupted):
+    """Seen as slots that were "never written": the release of another request's wrote back what it had read before."""
+    engine = Decoding()
+    engine.step()
+    engine.step()
+    mine, theirs = engine.finish_calls, engine.step
+    if interrupted == "the model's thread":
+        mine, theirs = engine.step, engine.next_call
+    with Interrupted(theirs) as between:
+        mine()
+    assert between.raised == []
+    assert between.done
+    engine.finish_calls()
+    engine.step()
+    assert [v.explain() for v in engine.session.violations()] == []
+    assert engine.references() == [1, 1, 0, 0]
+    assert engine.pool.live_slots == 256

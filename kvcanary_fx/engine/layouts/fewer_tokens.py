@@ -82,8 +82,8 @@ class FewerTokens(Layout):
         inputs.register_memory(_name("counts", place), "batch", torch.int64, trailing=(3,))
 
     def narrowed(self, place: int, plan: RequestPlan, view: StepView) -> RequestPlan:
-        if not plan.rows.shape[0] or not plan.slots.shape[0]:
-            return plan
+        if not plan.rows.shape[0]:
+            return plan  # where requests add no tokens, what they read is still counted in slots
         prefix, extend = plan.prefix_lens.to(torch.int64), plan.extend_lens.to(torch.int64)
         before, added = self.completed(plan, prefix, extend)
         request, taken = self._taken(plan.slots.shape[0], prefix, extend, before, added)

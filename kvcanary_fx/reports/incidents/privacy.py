@@ -28,7 +28,7 @@ def hide(incident: Incident, private: Collection[str]) -> Incident:
     salt = secrets.token_bytes(16)
 
     def hashed(value: object) -> int:
-        text = f"{type(value).__name__}:{value}".encode()
+        text = f"{type(value).__name__}:{value}".encode(errors="surrogatepass")
         return int.from_bytes(hashlib.blake2b(text, key=salt, digest_size=7).digest(), "little")
 
     mask = _Mask(private, hashed)
