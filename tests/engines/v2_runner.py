@@ -71,6 +71,7 @@ class Runner:
         from vllm.v1.core.sched.scheduler import Scheduler
 
         self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(world_size=1),
             scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: Scheduler),
             compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
         )

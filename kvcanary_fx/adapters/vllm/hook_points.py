@@ -195,6 +195,7 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
             "a step begins",
         ),
         ("sample_tokens", "self, grammar_output", "its violations are read where its tokens are"),
+        ("pool", "self", "the same of a model that samples nothing"),
         (
             "postprocess_sampled",
             "self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc=...",
@@ -212,6 +213,7 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
             "around a forward that is captured",
         ),
         ("async_utils:AsyncOutput.get_output", "self", "the tokens arrive: violations are read before one leaves"),
+        ("async_utils:AsyncPoolingOutput.get_output", "self", "the same of embeddings and scores"),
     ),
     *_part(
         NEEDS[2],

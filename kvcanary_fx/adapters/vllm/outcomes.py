@@ -19,6 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
+from ...errors import EngineError
 from ...reports.violation import one_line
 from . import counts
 from .blocks import JOURNAL
@@ -102,9 +103,8 @@ def contain(
     readers = verdict.readers(tables, {name for name, tokens in began_with.items() if now.get(name) == tokens})
     if manager.enable_caching:
         manager.evict_blocks(_evicted(verdict, readers, tables, manager.block_pool))
-    preempted = []
-    if verdict.outcome == "recompute":
-        preempted = [r for r in reversed(scheduler.running) if r.request_id in readers and again[r.request_id] < TRIES]
+    begin_again = [r for r in reversed(scheduler.running) if r.request_id in readers and again[r.request_id] < TRIES]
+    preempted = [r for r in begin_again if verdict.outcome == "recompute" or _ends_by_force(r, verdict)]
     for request in preempted:  # in reverse: each goes to the front of the queue
         again[request.request_id] += 1
         began_with[request.request_id] = request.num_output_tokens
@@ -112,6 +112,12 @@ def contain(
             late[request.request_id] = _reason(verdict, request)
         _preempt(scheduler, request)
     left = set(readers) - {request.request_id for request in preempted} if verdict.outcome != "log" else set()
+    stuck = [name for name in left if _ends_by_force(scheduler.requests[name], verdict)]
+    if stuck:
+        raise EngineError(
+            f"kv_cache_corruption {verdict.id}: {_listed(stuck)}: damage that comes back, and vLLM cannot end a request "
+            "of a pooling model with an error. The engine ends: the violations above say what to look for"
+        )
     ended: list[Any] = scheduler.finish_requests(left, RequestStatus.FINISHED_ERROR)
     log.warning(
         "kvcanary.vllm kv_cache_corruption %s: %d violation%s; blocks %s left the prefix cache; recomputed: %s; "
@@ -125,6 +131,12 @@ def contain(
         _sent([*reversed(preempted), *ended]) if verdict.late else "",
     )
     return ended
+
+
+def _ends_by_force(request: Any, verdict: Verdict) -> bool:
+    """Whether a request is a pooling model's that should end: vLLM's output processor takes no error of such a request,
+    and its server would end, so that it begins again instead."""
+    return verdict.outcome != "log" and request.pooling_params is not None
 
 
 def _sent(requests: Sequence[Any]) -> str:

@@ -54,6 +54,13 @@ def guard(runner: Any, settings: VllmSettings, self_test: bool, make: Make | Non
         counts.write_unguarded({"all": f"{type(e).__name__}: {why}", **unguarded})
 
 
+def _attach(guard: Guard, output: Any) -> None:
+    """Let the output of a step carry what its violations mean, if there were any."""
+    verdict = guard.reactions.take_verdict()
+    if verdict is not None:  # an asynchronous output contains the one that goes to the scheduler
+        setattr(getattr(output, "_model_runner_output", output), ATTRIBUTE, verdict)
+
+
 def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict[str, str]) -> Guard:
     refusal = state_groups.why_not_by_the_first(settings.session_config.budget_on(runner.device))
     states = state_groups.state_groups(runner, unguarded, refusal)
@@ -92,7 +99,10 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
         if guard is None or guard.scheduled is not None:
             return original(runner, scheduler_output, *args, **kwargs)
         with guard.step(scheduler_output):
-            return original(runner, scheduler_output, *args, **kwargs)
+            output = original(runner, scheduler_output, *args, **kwargs)
+        if output is not None and getattr(output, "req_ids", None):  # a pooling model's: nothing is sampled
+            _attach(guard, output)
+        return output
 
     def model_forward(
         original: Callable[..., Any],
@@ -112,9 +122,8 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
         output, guard = original(runner, *args, **kwargs), registry.of_runner(runner)
         if guard is not None and guard.drafts is not None:
             guard.drafts.settle()
-        verdict = guard.reactions.take_verdict() if guard is not None else None
-        if verdict is not None:  # an asynchronous output contains the one that goes to the scheduler
-            setattr(getattr(output, "_model_runner_output", output), ATTRIBUTE, verdict)
+        if guard is not None:
+            _attach(guard, output)
         return output
 
     wrap_in_all(GPUModelRunner, "sample_tokens", sample_tokens)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
-from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.async_utils import AsyncOutput, AsyncPoolingOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
@@ -50,11 +50,13 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
     wrap_in_all(GPUModelRunner, "capture_model", _capture_model)
     replace_in_all(GPUModelRunner, "execute_model", _execute_model)
     replace_in_all(GPUModelRunner, "sample_tokens", _sample_tokens)
+    replace_in_all(GPUModelRunner, "pool", _pool)
     replace_in_all(GPUModelRunner, "postprocess_sampled", _postprocess_sampled)
     wrap(TargetDependentARSpeculator, "_prefill", _prefill)
     wrap(StandaloneARSpeculator, "_prefill", _prefill_of_a_model)
     wrap(cudagraph_utils, "set_forward_context", _set_forward_context)
     replace(AsyncOutput, "get_output", _get_output)
+    replace(AsyncPoolingOutput, "get_output", _get_output)
 
 
 def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict[str, str]) -> GuardV2:
@@ -151,6 +153,19 @@ def _sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return sample_tokens
+
+
+def _pool(original: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of :func:`_sample_tokens` where a model samples nothing: embeddings, scores."""
+
+    def pool(runner: Any) -> Any:
+        output, found = original(runner), getattr(runner, registry.OF_RUNNER, None)
+        if found is not None and isinstance(output, AsyncPoolingOutput):
+            found.sampled()
+            setattr(output, ATTRIBUTE, found)
+        return output
+
+    return pool
 
 
 def _postprocess_sampled(original: Callable[..., Any]) -> Callable[..., Any]:
