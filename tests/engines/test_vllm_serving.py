@@ -52,6 +52,18 @@ def test_violation_in_a_spawned_engine_ends_it_with_the_report(models):
     assert f"layer {LAYER}, half V" in found["stderr"]
 
 
+def test_an_engine_in_the_first_process_says_in_vllms_log_that_it_is_guarded(models):
+    """Seen: with VLLM_ENABLE_V1_MULTIPROCESSING=0 no line of the canary came."""
+    code = "import pathlib, sys, tiny_vllm, vllm\n"
+    code += "vllm.LLM(**tiny_vllm.engine_arguments('llama', pathlib.Path(sys.argv[1])))"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("KVCANARY_")}
+    environment.update(tiny_vllm.ENVIRONMENT, KVCANARY_MODE="log", VLLM_LOGGING_LEVEL="INFO")
+    environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    command = [sys.executable, "-c", code, os.fspath(models)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    assert (done.stdout + done.stderr).count("kvcanary.vllm guarded: 1 group") == 1
+
+
 @pytest.mark.slow
 def test_both_ranks_of_an_engine_are_guarded(models):
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

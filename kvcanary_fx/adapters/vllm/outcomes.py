@@ -115,8 +115,8 @@ def contain(
     stuck = [name for name in left if _ends_by_force(scheduler.requests[name], verdict)]
     if stuck:
         raise EngineError(
-            f"kv_cache_corruption {verdict.id}: {_listed(stuck)}: damage that comes back, and vLLM cannot end a request "
-            "of a pooling model with an error. The engine ends: the violations above say what to look for"
+            f"kv_cache_corruption {verdict.id}: {_listed(stuck)}: damage that comes back, and vLLM cannot end a "
+            "request of a pooling model with an error. The engine ends: the violations above say what to look for"
         )
     ended: list[Any] = scheduler.finish_requests(left, RequestStatus.FINISHED_ERROR)
     log.warning(

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from ...errors import CanaryError, EngineError
-from . import counts, cuda_graphs, proof, registry, state_groups, state_proof
+from . import counts, cuda_graphs, known, proof, registry, state_groups, state_proof
 from .guard import Guard
 from .hybrids import GuardOfHybrid
 from .journal import ATTRIBUTE
@@ -38,6 +38,7 @@ def guard(runner: Any, settings: VllmSettings, self_test: bool, make: Make | Non
         EngineError: mode ``raise``, and nothing of its KV cache can be guarded.
         SelfTestError: mode ``raise``, and a changed byte, or another planted fault, is not reported.
     """
+    known.log_as_vllm_does()  # again: in the first process vLLM sets up its log after it has loaded plugins
     if not runner.kv_cache_config.kv_cache_groups:
         why = "this model has no KV cache: there is nothing to guard"
         log.warning("kvcanary.unguarded %s", why)
