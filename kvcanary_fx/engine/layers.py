@@ -45,11 +45,10 @@ from ..kernels.layer_ops import record_in, verify_in
 from ..kernels.ops import held_kernels_for, kernels_for, request_kernels_for
 from ..kernels.ring import Word
 from ..kernels.side_stream import ForkInGraph, capturing, meets_at
-from ..kernels.slots.checks import taken_of
 from ..runtime.pace import Sample
-from .arguments import integer_tensor
 from .kept_forward import KeptForward, Reads, keep
 from .kept_step import KeptStep
+from .operands import received
 
 if TYPE_CHECKING:
     from .forward import Forward
@@ -540,17 +539,16 @@ class EagerLayers(LayerChecks):
 
     def _check_received(self, context: ForwardContext, record: LayerRecord, slots: torch.Tensor) -> None:
         """Are they the planned ones?  Reported once per layer, not for each of its tensors."""
-        integer_tensor(slots, "the slots that a layer's write received")
         number = record.space.space_id
         plan = context.requests.get(number)
-        if plan is None:
+        given = received(slots, plan)
+        if plan is None or given is None:
             return
         kept = plan.launches if plan.launches is not None else self._received  # a plan that comes again binds it once
         check = kept.get(("received", number))
         if check is None:
             kernels = request_kernels_for(record.gate.device)
             check = kept["received", number] = kernels.ReceivedCheck(record.space, plan)
-        given = taken_of(plan, slots.reshape(-1)).contiguous()
         side = context.sides.get(record.gate.device)
         if side is not None:
             side.start()

@@ -11,12 +11,24 @@ import torch
 from ..errors import EngineError
 from ..kernels.checks import Check
 from ..kernels.content.layer import LayerRecord
+from ..kernels.slots.checks import taken_of
 from ..kernels.slots.space import RequestPlan
+from .arguments import integer_tensor
 
 #: Shapes whose view is known.
 _SHAPES = 4096
 
 _ARGUMENTS = ("key", "value")
+
+
+def received(slots: Any, plan: RequestPlan | None) -> torch.Tensor | None:
+    """The slots that a layer's write received, int ``[n]``, for as many tokens as were planned; None without a plan.
+
+    Raises:
+        EngineError: they are no tensor of integers.
+    """
+    given = integer_tensor(slots, "the slots that a layer's write received")
+    return None if plan is None else taken_of(plan, given.reshape(-1)).contiguous()
 
 
 class _Stored(NamedTuple):

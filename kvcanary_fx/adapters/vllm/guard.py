@@ -27,7 +27,6 @@ from .counts import Counts
 from .drafts import Drafts, Proposal
 from .journal import ATTRIBUTE, Message
 from .pools import Group, Pooled, draft_groups, longest_encoded
-from .ranks import join
 from .reactions import Reactions
 from .settings import ON_VIOLATION_VARIABLE, VllmSettings
 from .tables import Ledger
@@ -96,7 +95,7 @@ class Guard:
         states.update({group.name: "" for group in (*groups, *self._draft_groups)})
         self._counts = Counts(f"{os.getpid()}-{id(self):x}", states)
         self._requests: list[str] = []  # of the forward, in batch order
-        self.reactions = Reactions(settings, list(self._page_sizes), join(runner.vllm_config.parallel_config))
+        self.reactions = Reactions.of(settings, list(self._page_sizes), runner.vllm_config.parallel_config)
         with torch.inference_mode(False):
             self.ledger = self._make_ledger(runner)
         self.begin(reports_blocks(runner.vllm_config))

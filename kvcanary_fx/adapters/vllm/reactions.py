@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .counts import ENGINE, note_ended
+from .ranks import RankVerdicts, join
 from .settings import VllmSettings
 from .verdict import Verdict, new_id
 
 if TYPE_CHECKING:
     from ...reports.violation import Violation
-    from .ranks import RankVerdicts
 
 log = logging.getLogger("kvcanary")
 
@@ -36,6 +36,15 @@ class Reactions:
         verdict: what violations mean for requests and blocks, not yet sent to a scheduler.
         ranks: the other ranks of the engine; None if there are none.
     """
+
+    @classmethod
+    def of(cls, settings: VllmSettings, page_sizes: list[int], parallel: Any) -> Reactions:
+        """Of a rank.
+
+        Args:
+            parallel: vLLM's ``ParallelConfig``.
+        """
+        return cls(settings, page_sizes, join(parallel))
 
     def __init__(self, settings: VllmSettings, page_sizes: list[int], ranks: RankVerdicts | None = None):
         self.settings, self.ranks = settings, ranks
