@@ -136,6 +136,8 @@ def join(config: Any) -> RankVerdicts | None:
         if name not in _JOINED:
             path = _folder() / f"kvcanary-{name}"
             _JOINED[name] = RankVerdicts(path, dist.get_rank(), dist.get_world_size(), reads)
+            if store.add(f"{key}/joined", 1) == config.world_size:  # vLLM may kill its ranks, which then remove nothing
+                _JOINED[name].remove()
         return _JOINED[name]
     except (RuntimeError, OSError, ValueError, AttributeError) as e:
         log.warning("kvcanary.vllm what other ranks than the first find is logged there, and contains nothing: %s", e)
