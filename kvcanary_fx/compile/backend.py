@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -149,8 +150,9 @@ def compile_graph(
     options: Mapping[str, Any],
 ) -> Callable[..., Any]:
     """Rewrite a graph, compile it with the inner backend, and bracket its calls."""
+    plain = functools.partial(inner_compile, gm, example_inputs, config, mode, options)
     if config.mode == "off":
-        return inner_compile(gm, example_inputs, config, mode, options)
+        return plain()
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise CaptureError("this graph is not compiled yet")
     side, recorded = config.placement == "side", owner.registry.records
@@ -161,15 +163,15 @@ def compile_graph(
         with computing_names(example_inputs, config.inner):
             rewritten, plan = run_passes(gm, example_inputs, ordered, config.dump)
     except DependsOnDataError as e:
-        return _depends_on_data(e, gm, example_inputs, config, owner, mode, options)
+        return _depends_on_data(e, plain, owner)
     except Exception as e:
         # Not every exception may reach Dynamo: it treats some as graph breaks, and runs on unguarded.
         owner.report_lost(AnalysisError(e), e)
-        return _unguarded(inner_compile(gm, example_inputs, config, mode, options), owner)
+        return _unguarded(plain(), owner)
     _announce(plan, owner)
     if not plan.guarded:
         owner.add_graph(plan)
-        return _unguarded(inner_compile(gm, example_inputs, config, mode, options), owner)
+        return _unguarded(plain(), owner)
     coverage.watch_recompile_limit(owner)
     if not owner.calls_are_judged:
         coverage.watch_calls(owner)
@@ -191,21 +193,18 @@ def compile_graph(
 
 
 def _depends_on_data(
-    cause: DependsOnDataError,
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    config: CanaryConfig,
-    owner: CanarySession,
-    mode: str | None,
-    options: Mapping[str, Any],
+    cause: DependsOnDataError, plain: Callable[[], Callable[..., Any]], owner: CanarySession
 ) -> Callable[..., Any]:
     """Compile as without the canary a graph that cannot run on fake tensors, and say what that leaves unguarded.
 
     Backends that trace it raise what Dynamo takes for a graph break; it calls us again for the pieces.
+
+    Args:
+        plain: compiles it so.
     """
     how = "To guard it, index with a tensor that has an axis: cache[:, :, pos.view(1)] = k, or index_copy_"
     try:
-        compiled = inner_compile(gm, example_inputs, config, mode, options)
+        compiled = plain()
     except (DataDependentOutputException, DynamicOutputShapeException):
         owner.lose_coverage(
             f"{cause.what}, so Dynamo breaks the graph there, as without the canary: not guarded. {how}"

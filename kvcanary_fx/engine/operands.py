@@ -77,7 +77,8 @@ class Operands:
         value: torch.Tensor | None,
         times: int = 1,
     ) -> None:
-        """
+        """Can the K and V of a layer be compared?
+
         Args:
             plan: of the forward, in the pool of the layer.
             times: how many layers were given such.

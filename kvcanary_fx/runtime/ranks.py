@@ -13,14 +13,13 @@ import contextlib
 import itertools
 import mmap
 import os
-import tempfile
-import uuid
 import weakref
 from pathlib import Path
 
 import torch.distributed as dist
 
 from ..reports.summary import log
+from .shared_file import agreed_name, open_shared, path_of
 
 #: Bytes of a rank's word: its budget in millionths in the upper half, the N that it needs in the lower one, or
 #: 0 there if it is not known yet.  A rank that is not there has 0 in both.  One word, so that no reader sees a half.
@@ -52,12 +51,7 @@ class Ranks:
             OSError: the file can be neither made nor opened.
         """
         self._rank = rank
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            os.ftruncate(handle, world * WORD)  # the size is the same for all; what is there stays
-            self._memory = mmap.mmap(handle, world * WORD)
-        finally:
-            os.close(handle)
+        self._memory = open_shared(path, world * WORD)
         self._seen = bytes(world * WORD)
         self._budget = 0
         self.largest, self.slowest = 1, rank
@@ -95,19 +89,10 @@ def join(number: int) -> Ranks | None:
     if world < 2:
         return None
     try:
-        store = dist.distributed_c10d._get_default_store()
-        name = store.compare_set(_KEY, "", uuid.uuid4().hex).decode()  # the first rank's
-        if not name.isalnum():
-            raise OSError("the store of torch.distributed keeps nothing")
-        return Ranks(_folder() / f"kvcanary-{name}-{number}", dist.get_rank(), world)
+        return Ranks(path_of(f"{agreed_name(_KEY)}-{number}"), dist.get_rank(), world)
     except (RuntimeError, OSError, ValueError, AttributeError) as e:
         log.info("kvcanary.budget each rank keeps to it by itself: %s", e)
         return None
-
-
-def _folder() -> Path:
-    memory = Path("/dev/shm")
-    return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def _write(memory: mmap.mmap, rank: int, word: int) -> None:

@@ -930,6 +930,22 @@ def test_a_rank_that_finds_more_before_it_is_read_loses_nothing(tmp_path):
     assert first.read().damaged == {0: {9}}, "what was read is not told again"
 
 
+def test_what_is_told_while_the_first_one_reads_is_news(tmp_path, monkeypatch):
+    first, second, third = ranks_of(tmp_path)
+    third.tell(of_blocks(3))
+    from_json = verdict.Verdict.from_json
+
+    def and_meanwhile(text):
+        monkeypatch.setattr(verdict.Verdict, "from_json", from_json)
+        second.tell(of_blocks(4))
+        return from_json(text)
+
+    monkeypatch.setattr(verdict.Verdict, "from_json", and_meanwhile)
+    assert first.read().damaged == {0: {3}}
+    assert first.news()
+    assert first.read().damaged == {0: {4}}
+
+
 def test_too_many_blocks_for_the_room_concern_all_requests(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "ROOM", 256)
     first, second, _ = ranks_of(tmp_path)

@@ -415,17 +415,22 @@ def test_drafted_tokens_over_a_static_cache_are_guarded(assistant):
     assert {("content", f"model.layers.{layer}.self_attn") for layer in range(2)} <= told
 
 
+def generates_as_without_us(model):
+    """Protects the model; its session."""
+    ids = torch.randint(3, 64, (2, PROMPT))
+    plain = generate(model.eval(), ids)
+    huggingface.protect(model, inner="eager")
+    assert torch.equal(generate(model, ids), plain)
+    return kvcanary_fx.session_of(model)
+
+
 def test_a_model_that_transformers_has_no_static_cache_for_keeps_its_own():
     config = transformers.GPTNeoConfig(
         vocab_size=64, hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]],
         max_position_embeddings=64, window_size=4,
     )  # fmt: skip
-    model = transformers.GPTNeoForCausalLM(config).eval()
-    ids = torch.randint(3, 64, (2, PROMPT))
-    plain = generate(model, ids)
-    huggingface.protect(model, inner="eager")
-    assert torch.equal(generate(model, ids), plain)
-    assert "GPTNeoForCausalLM has the same tokens only over a DynamicCache" in kvcanary_fx.session_of(model).summary()
+    session = generates_as_without_us(transformers.GPTNeoForCausalLM(config))
+    assert "GPTNeoForCausalLM has the same tokens only over a DynamicCache" in session.summary()
 
 
 @pytest.mark.parametrize("alibi", [False, True])
@@ -434,12 +439,7 @@ def test_falcon_with_alibi_generates_as_without_us_and_is_said_to_be_unguarded(a
     config = transformers.FalconConfig(
         vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, alibi=alibi, pad_token_id=0,
     )  # fmt: skip
-    model = transformers.FalconForCausalLM(config).eval()
-    ids = torch.randint(3, 64, (2, PROMPT))
-    plain = generate(model, ids)
-    huggingface.protect(model, inner="eager")
-    assert torch.equal(generate(model, ids), plain)
-    session = kvcanary_fx.session_of(model)
+    session = generates_as_without_us(transformers.FalconForCausalLM(config))
     assert [why.partition(" works only")[0] for why in session.uncovered] == [
         "FalconForCausalLM with config.alibi"
     ] * alibi

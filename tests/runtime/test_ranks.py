@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from test_pace import Graph
 
-from kvcanary_fx.runtime import ranks
+from kvcanary_fx.runtime import ranks, shared_file
 from kvcanary_fx.runtime.ranks import Ranks
 
 PRICES = 0.7, 5.6  # of comparing all bytes, for each rank: alone they take 1/128 and 1/1024
@@ -24,7 +24,7 @@ def _rank(number: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=number, world_size=2)
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "_folder", lambda: folder)
+        patch.setattr(shared_file, "_folder", lambda: folder)
         graph = Graph(patch, price=PRICES[number])
         for price in (PRICES[number], 0.7):
             graph.price = price
@@ -98,7 +98,7 @@ def test_a_torch_whose_store_cannot_be_reached_leaves_each_rank_to_itself(monkey
 
 
 def test_a_process_without_others_keeps_to_its_budget_alone(monkeypatch, tmp_path):
-    monkeypatch.setattr(ranks, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(shared_file, "_folder", lambda: tmp_path)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
         graph = Graph(monkeypatch)

@@ -116,9 +116,10 @@ class Protection(GuardedCall):
         tokens = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
         sizes = sizes_of(tokens, cache)
         if sizes not in self._sizes:
-            self._sizes.add(sizes)
             with dynamo_calls.recompile_limit_at_least(VARIANTS):
-                return self._guard_forward(compiled, cache, tokens, args, kwargs)
+                result = self._guard_forward(compiled, cache, tokens, args, kwargs)
+            self._sizes.add(sizes)  # not where it raised: it may not have been compiled
+            return result
         return self._guard_forward(compiled, cache, tokens, args, kwargs)
 
     def _guard_forward(

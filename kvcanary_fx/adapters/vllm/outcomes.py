@@ -104,7 +104,7 @@ def contain(
     if manager.enable_caching:
         manager.evict_blocks(_evicted(verdict, readers, tables, manager.block_pool))
     begin_again = [r for r in reversed(scheduler.running) if r.request_id in readers and again[r.request_id] < TRIES]
-    preempted = [r for r in begin_again if verdict.outcome == "recompute" or _ends_by_force(r, verdict)]
+    preempted = [r for r in begin_again if _begins_again(r, verdict.outcome)]
     for request in preempted:  # in reverse: each goes to the front of the queue
         again[request.request_id] += 1
         began_with[request.request_id] = request.num_output_tokens
@@ -112,7 +112,7 @@ def contain(
             late[request.request_id] = _reason(verdict, request)
         _preempt(scheduler, request)
     left = set(readers) - {request.request_id for request in preempted} if verdict.outcome != "log" else set()
-    stuck = [name for name in left if _ends_by_force(scheduler.requests[name], verdict)]
+    stuck = [name for name in left if scheduler.requests[name].pooling_params is not None]
     if stuck:
         raise EngineError(
             f"kv_cache_corruption {verdict.id}: {_listed(stuck)}: damage that comes back, and vLLM cannot end a "
@@ -133,10 +133,10 @@ def contain(
     return ended
 
 
-def _ends_by_force(request: Any, verdict: Verdict) -> bool:
-    """Whether a request is a pooling model's that should end: vLLM's output processor takes no error of such a request,
-    and its server would end, so that it begins again instead."""
-    return verdict.outcome != "log" and request.pooling_params is not None
+def _begins_again(request: Any, outcome: str) -> bool:
+    """Whether a request that read damage is computed again.  One of a pooling model is with ``abort``, too: vLLM's
+    output processor takes no error for it, and its server would end."""
+    return outcome == "recompute" or (outcome == "abort" and request.pooling_params is not None)
 
 
 def _sent(requests: Sequence[Any]) -> str:

@@ -4,7 +4,6 @@ vLLM takes the output of one rank, the first of the last pipeline stage, and dro
 with one of these is lost.  Seen: damage in the second rank's part of a block was logged there, and the request went on
 with it.  So such a rank writes its verdict into a file in memory, which the first one reads where it attaches its own.
 
-The ranks agree on the name of the file through the store of ``torch.distributed``: one round trip in a process's life.
 Ranks on other hosts share no memory: what they find is logged there, and the guard says so when it is made.
 """
 
@@ -15,14 +14,13 @@ import dataclasses
 import logging
 import mmap
 import os
-import tempfile
-import uuid
 import weakref
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from ...runtime.shared_file import agreed_name, open_shared, path_of
 from .verdict import Verdict
 
 log = logging.getLogger("kvcanary")
@@ -52,12 +50,7 @@ class RankVerdicts:
         self.reads = reads
         self._path, self._rank, self._world = path, rank, world
         self._heads = world * _WORDS * _WORD
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            os.ftruncate(handle, self._heads + world * ROOM)  # the size is the same for all; what is there stays
-            self._memory = mmap.mmap(handle, self._heads + world * ROOM)
-        finally:
-            os.close(handle)
+        self._memory = open_shared(path, self._heads + world * ROOM)
         self._seen = self._memory[: self._heads]
         self._pending: Verdict | None = None  # told, and not known to be read
         weakref.finalize(self, _remove, path, os.getpid())
@@ -68,7 +61,7 @@ class RankVerdicts:
 
     def tell(self, verdict: Verdict) -> None:
         """Another rank is to read this verdict, and those that it has not read yet."""
-        number, read = self._head(self._rank)
+        number, read = _head(self._memory, self._rank)
         if self._pending is not None and read != number:
             verdict = self._pending.joined(verdict)
         self._pending = verdict
@@ -78,7 +71,7 @@ class RankVerdicts:
         at = self._heads + self._rank * ROOM
         self._memory[at + _WORD : at + _WORD + len(text)] = text
         self._memory[at : at + _WORD] = len(text).to_bytes(_WORD, "little")
-        self._write(self._rank, 0, number + 1)  # last: the reader looks at this
+        _write(self._memory, self._rank, 0, number + 1)  # last: the reader looks at this
 
     def news(self) -> bool:
         """Whether another rank has told something since the last :meth:`read`; 0.2 us."""
@@ -87,8 +80,9 @@ class RankVerdicts:
     def read(self) -> Verdict | None:
         """What the other ranks have told since the last call, as one."""
         found: Verdict | None = None
+        heads = bytearray(self._memory[: self._heads])  # what is told from here on is news
         for rank in range(self._world):
-            number, read = self._head(rank)
+            number, read = _head(heads, rank)
             if rank == self._rank or number == read:
                 continue
             at = self._heads + rank * ROOM
@@ -96,18 +90,22 @@ class RankVerdicts:
             with contextlib.suppress(ValueError):  # it is being written again: the next call reads it
                 told = Verdict.from_json(self._memory[at + _WORD : at + _WORD + length])
                 found = told if found is None else found.joined(told)
-                self._write(rank, 1, number)
-        self._seen = self._memory[: self._heads]
+                for words in (self._memory, heads):
+                    _write(words, rank, 1, number)
+        self._seen = bytes(heads)
         return found
 
-    def _head(self, rank: int) -> tuple[int, int]:
-        at = rank * _WORDS * _WORD
-        words = self._memory[at : at + _WORDS * _WORD]
-        return int.from_bytes(words[:_WORD], "little"), int.from_bytes(words[_WORD:], "little")
 
-    def _write(self, rank: int, place: int, number: int) -> None:
-        with memoryview(self._memory)[: self._heads] as heads, heads.cast("Q") as words:
-            words[rank * _WORDS + place] = number  # at once, so that no reader sees a half
+def _head(heads: mmap.mmap | bytearray, rank: int) -> tuple[int, int]:
+    at = rank * _WORDS * _WORD
+    words = heads[at : at + _WORDS * _WORD]
+    return int.from_bytes(words[:_WORD], "little"), int.from_bytes(words[_WORD:], "little")
+
+
+def _write(heads: mmap.mmap | bytearray, rank: int, place: int, number: int) -> None:
+    end = (rank + 1) * _WORDS * _WORD
+    with memoryview(heads)[:end] as part, part.cast("Q") as words:
+        words[rank * _WORDS + place] = number  # at once, so that no reader sees a half
 
 
 #: By the name of the file.  They stay as long as the process: others have the file open when a guard is made anew.
@@ -128,25 +126,17 @@ def join(config: Any) -> RankVerdicts | None:
     try:
         if getattr(config, "nnodes", 1) > 1:
             raise OSError("the engine has ranks on several hosts")
-        store = dist.distributed_c10d._get_default_store()
         key = f"kvcanary/verdicts/{config.data_parallel_rank}"
-        name = store.compare_set(key, "", uuid.uuid4().hex).decode()  # the first rank's
-        if not name.isalnum():
-            raise OSError("the store of torch.distributed keeps nothing")
+        name = agreed_name(key)
         if name not in _JOINED:
-            path = _folder() / f"kvcanary-{name}"
-            _JOINED[name] = RankVerdicts(path, dist.get_rank(), dist.get_world_size(), reads)
-            if store.add(f"{key}/joined", 1) == config.world_size:  # vLLM may kill its ranks, which then remove nothing
+            _JOINED[name] = RankVerdicts(path_of(name), dist.get_rank(), dist.get_world_size(), reads)
+            joined = dist.distributed_c10d._get_default_store().add(f"{key}/joined", 1)
+            if joined == config.world_size:  # vLLM may kill its ranks, which then remove nothing
                 _JOINED[name].remove()
         return _JOINED[name]
     except (RuntimeError, OSError, ValueError, AttributeError) as e:
         log.warning("kvcanary.vllm what other ranks than the first find is logged there, and contains nothing: %s", e)
         return None
-
-
-def _folder() -> Path:
-    memory = Path("/dev/shm")
-    return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def _remove(path: Path, process: int) -> None:
