@@ -153,8 +153,9 @@ class EngineSession(CanarySession):
     def flush(self) -> None:
         """Send the allocators' calls so far to the devices, see :meth:`EnginePool.flush`.
 
-        Every step, forward and read of violations does it by itself.  Call it before a CUDA graph is captured, and
-        before the bytes of slots that were just released are rewritten outside a forward.
+        Every step, forward and read of violations does it by itself.  Call it before a CUDA graph is captured, before
+        one is replayed that has forwards in it, if an allocator was called since the step began, and before the bytes
+        of slots that were just released are rewritten outside a forward.
 
         Raises:
             EngineError: a CUDA graph is being captured, and there is something to send.
@@ -224,10 +225,16 @@ class EngineSession(CanarySession):
     def owners(self, request_ids: Sequence[RequestId]) -> torch.Tensor:
         """Request ids for a batch with ids on the device: int64 ``[bs]`` on the first pool's device.
 
-        A captured loop of forwards reads the tensor at each replay; refill it with the ids of the next requests.
+        A captured loop of forwards reads the tensor at each replay; refill it with the ids of the next requests.  What
+        the allocators did for them is sent to the devices, too (:meth:`flush`), as a replay sends nothing: a page that
+        was handed out since the step began was reported as free.
+
+        Raises:
+            EngineError: ``request_ids`` is no sequence of ids, or as of :meth:`flush`.
         """
         device = next(iter(self.pools.values())).declared.device
         require_ids(request_ids)
+        self.flush()
         return torch.tensor(self.ids.hashes(request_ids), dtype=torch.int64, device=device)
 
     def stats(self, drain: bool = True) -> EngineStats:

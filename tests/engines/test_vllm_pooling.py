@@ -7,11 +7,15 @@ import pathlib
 
 import pytest
 import tiny_vllm
+import torch
 from tokenizers import Tokenizer
 from tokenizers import models as models_of_tokenizers
 from vllm_rig import prompt
 
 TEXT = prompt(1, 100)
+
+#: On a GPU, with Model Runner V2 and its graphs.
+ON_A_GPU = dict(dtype="bfloat16", block_size=16, enforce_eager=False, kv_cache_memory_bytes=1 << 28)
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +26,7 @@ def embedder(models, vllm_environment):
     pooling = dict(runner="pooling", convert="embed", load_format="filled", max_num_batched_tokens=128)
     arguments = tiny_vllm.engine_arguments("llama", models / "with a tokenizer", **pooling)
     write_tokenizer(pathlib.Path(arguments["model"]))
-    return LLM(**arguments | dict(skip_tokenizer_init=False))
+    return LLM(**arguments | dict(skip_tokenizer_init=False) | (ON_A_GPU if torch.cuda.is_available() else {}))
 
 
 def write_tokenizer(directory: pathlib.Path) -> None:
@@ -37,7 +41,12 @@ def write_tokenizer(directory: pathlib.Path) -> None:
 
 def embed(llm):
     (output,) = llm.encode([{"prompt_token_ids": TEXT}], pooling_task="embed", use_tqdm=False)
-    return output.outputs.data.tolist()
+    return output.outputs.data.float()
+
+
+def alike(one, other):
+    """A vector of length 1 that the damage has not changed; roundings differ with what the prefix cache has."""
+    return torch.allclose(one, other, atol=1e-2)
 
 
 @pytest.mark.parametrize("outcome", ["recompute", "abort", "log"])
@@ -59,5 +68,5 @@ def test_damage_in_the_prefix_cache_reaches_no_embedding(embedder, outcome):
             half[blocks[0].block_id, 3].mul_(-1e5)
     damaged = embed(embedder)
     assert guard.session.stats().violations > found
-    assert (damaged == clean) is (outcome != "log")
-    assert embed(embedder) == clean, "the block has left the prefix cache"
+    assert alike(damaged, clean) is (outcome != "log")
+    assert alike(embed(embedder), clean), "the block has left the prefix cache"
