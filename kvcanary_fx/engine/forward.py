@@ -17,6 +17,7 @@ from ..kernels.ring import HALF_FORWARD, HALF_STEP, Word
 from ..kernels.side_stream import SideStream, capturing
 from ..kernels.slots import checks as request_checks
 from ..kernels.slots.space import RequestPlan
+from ..kernels.slots.tokens import token_requests
 from ..runtime.binding import Controls
 from .arguments import integer_tensor, require_whole
 
@@ -223,6 +224,20 @@ def take_back(pools: Mapping[int, EnginePool], running: Forward) -> None:
             number = running.stored_ahead.pop()
             space = pools[number].on_device[0]
             request_kernels_for(space.block.device).take_back(space, running.plans[number])
+
+
+def forget_written(pools: Mapping[int, EnginePool], running: Forward) -> None:
+    """A forward failed while the model ran: the slots that it writes hold old bytes or new ones, whose record may not
+    have come.  They are compared again once they are recorded.
+
+    Seen: a request whose slot was rewritten as its forward failed was released, and that slot reported.
+    """
+    if running.captured:
+        return
+    with contextlib.suppress(RuntimeError):  # as above
+        for number, plan in running.plans.items():
+            if plan.slots.numel() and plan.rows.numel():
+                pools[number].on_device[1].forget(plan.slots[token_requests(plan)[2]].to(torch.int64))
 
 
 def remember(pools: Mapping[int, EnginePool], running: Forward) -> None:

@@ -23,6 +23,7 @@ from .forward import (
     check_after,
     check_before,
     check_layers,
+    forget_written,
     may_be_stored_ahead,
     on_sides,
     remember,
@@ -259,6 +260,7 @@ class Steps:
                 self._observers.after_forward(running.plans)
             else:
                 take_back(self.pools_by_space, running)
+                forget_written(self.pools_by_space, running)
         finally:
             self.running = None
 

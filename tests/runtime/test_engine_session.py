@@ -745,6 +745,33 @@ def test_a_forward_that_fails_leaves_the_session_usable():
     assert toy.found() == []
 
 
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_a_slot_that_a_failed_forward_rewrote_may_be_released(kernels, monkeypatch):
+    """Its bytes are new in some layers, and their record has not come."""
+    if kernels == "triton":
+        use_gpu_kernels(monkeypatch.setattr)
+    toy = prefilled()
+    toy.pool.reject([5])
+    toy.requests["A"].stored = 2
+    batch = toy.plan({"A": [5]})
+    with pytest.raises(ZeroDivisionError), toy.session.step(batch), toy.session.forward():
+        toy.kv[1][1][5] += 1
+        raise ZeroDivisionError
+    toy.pool.release([3, 4, 5], owner="A")
+    assert toy.found() == []
+
+
+def test_a_failed_forward_hides_no_damage_to_what_it_read():
+    toy = prefilled()
+    toy.take("A", [6])
+    batch = toy.plan({"A": [6]})
+    with pytest.raises(ZeroDivisionError), toy.session.step(batch), toy.session.forward():
+        toy.kv[1][1][4] += 1
+        raise ZeroDivisionError
+    toy.pool.release([3, 4, 5, 6], owner="A")
+    assert [(v.check, v.slot, v.half) for v in toy.found()] == [("content", 4, "V")]
+
+
 def test_messages_about_order():
     toy = prefilled()
     session = toy.session
