@@ -70,16 +70,32 @@ def _fewer_compiles(reason: object) -> str:
 
 
 class UnrecordedLayersError(CoverageError):
-    """Layers of an engine's pool wrote slots, and nothing fingerprinted them."""
+    """Layers of an engine's pool wrote slots, and nothing fingerprinted them; or they wrote none, where others did."""
 
-    def __init__(self, layers: Sequence[str]):
-        named = ", ".join(layers[:4]) + (f" and {len(layers) - 4} more" if len(layers) > 4 else "")
+    def __init__(self, layers: Sequence[str], stopped: Sequence[str] = ()):
+        """
+        Args:
+            layers: those whose slots have no fingerprint.
+            stopped: others, whose slots have that of an earlier write.
+        """
+        told = []
+        if layers:
+            told.append(f"the last forward left no fingerprint in {_first_of(layers)}")
+        if stopped:
+            told.append(
+                f"of {_first_of(stopped)} no write was recorded for health_every steps in which other layers had some: "
+                "attention there reads what earlier tokens left in these slots, unless they are written unguarded"
+            )
         super().__init__(
-            f"the last forward left no fingerprint in {named}. The model that writes these layers is not compiled with "
+            "; ".join(told) + ". Either these layers write nothing, or the model that writes them is not compiled with "
             "session.backend, its graph came from a cache that was filled without the canary, or it writes other "
             "tensors than those of the KVPool. session.summary() lists what is guarded; checks without 'content' "
             "guard identity alone"
         )
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 class MissingContextError(CanaryError):

@@ -42,6 +42,7 @@ class GraphBinding:
         self._memory = GraphMemory(plan)
         self.states, self.gates = self._memory.states, self._memory.gates
         self.counters: list[torch.Tensor] = []
+        self._of_engine: list[set[int]] = []  # of each site, the halves of an engine's pools that it was bound to
         self._traffic, self._entries = threading.Lock(), [0, 0]  # calls begun, calls ended
         self.forgiven = 0  # ops that failed calls did not run
         self.unsettled = False  # a call failed, and the ops it did not run are not forgiven yet
@@ -85,6 +86,19 @@ class GraphBinding:
             if site.kind != "read" and counts[Count.RECORD_RUNS] < steps:
                 missing.append(f"record {site.name}")
         return missing or ["identify"]
+
+    def record_runs(self) -> dict[int, int]:
+        """How often the writes of each half of an engine's pools were recorded here, by its id; waits for the device.
+
+        Where one site serves several halves in turn, it is said of each how often it was any of them.
+        """
+        if not any(self._of_engine):
+            return {}
+        runs: dict[int, int] = {}
+        for column, ids in zip(_on_host([c[Count.RECORD_RUNS] for c in self.counters]), self._of_engine, strict=True):
+            for number in ids:
+                runs[number] = runs.get(number, 0) + column
+        return runs
 
     def steady(self, args: Sequence[Any]) -> SteadyCall | None:
         """The earlier call with the same tensors, if nothing has written to them since; None: check everything."""
@@ -282,6 +296,9 @@ class GraphBinding:
         device = half.buffers.digest.device
         if number == len(self.counters):
             self.counters.append(torch.zeros(len(Count), dtype=torch.int64, device=device))
+            self._of_engine.append(set())
+        if half.space is not None:
+            self._of_engine[number].add(half.id)
         site = self.plan.sites[number]
         if site.whole and half.buffers.baseline is None:
             half.buffers.baseline = torch.zeros(half.place.layout.slots, dtype=torch.int32, device=device)
@@ -314,6 +331,14 @@ class GraphBinding:
             space=half.space,
             watched=half.kind == "read" and layout.slots > 0,
         )
+
+
+def _on_host(counts: Sequence[torch.Tensor]) -> list[int]:
+    """Numbers of one or several devices, int64 ``[]`` each, in few copies."""
+    if len({count.device for count in counts}) > 1:
+        return [int(count) for count in counts]
+    found: list[int] = torch.stack(list(counts)).tolist()
+    return found
 
 
 class Controls:

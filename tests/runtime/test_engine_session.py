@@ -15,7 +15,7 @@ import kvcanary_fx
 from kvcanary_fx import Batch, EngineError, KVCacheViolation, KVPool, SessionStateError, StepInputError
 from kvcanary_fx.engine.prefixes import Prefix
 from kvcanary_fx.engine.step_inputs import StepInputs
-from kvcanary_fx.errors import CoverageError
+from kvcanary_fx.errors import CoverageError, UnrecordedLayersError
 from kvcanary_fx.kernels.ring import Word, forward_and_step
 
 
@@ -707,6 +707,46 @@ def test_ranks_that_hold_the_same_tokens_have_the_same_digest():
     mine, theirs = one.session.digest([3, 4]), one.session.digest([4, 3])
     assert not one.session.compare_digests(mine, theirs, request="A")
     assert [(v.check, v.request) for v in one.found()] == [("digest", "A")]
+
+
+# ---- layers that nobody records
+
+
+class Skipping:
+    """A model whose second layer stops writing."""
+
+    def __init__(self):
+        self.skips = False
+
+    def __call__(self, pools, x, slots, reads):
+        for number, (k_pool, v_pool) in enumerate(pools):
+            if number == 0 or not self.skips:
+                k_pool[slots] = x.unsqueeze(1)
+                v_pool[slots] = 2 * x.unsqueeze(1)
+            x = x + k_pool[reads].mean() + v_pool[reads].mean()
+        return x
+
+
+def rewrite(toy: Toy, steps: int) -> None:
+    """A draft is rejected in each step, and its slot written again."""
+    for _ in range(steps):
+        toy.pool.reject([5])
+        toy.requests["A"].stored = 2
+        toy.forward(toy.plan({"A": [5]}))
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_a_layer_that_stops_writing_to_slots_that_are_rewritten_is_named(kernels, monkeypatch):
+    """Seen by nobody: these slots have fingerprints, of what was there before."""
+    if kernels == "triton":
+        use_gpu_kernels(monkeypatch.setattr)
+    model = Skipping()
+    toy = prefilled(model=model, health_every=2)
+    object.__setattr__(toy.session.config, "mode", "raise")
+    rewrite(toy, 6)
+    model.skips = True
+    with pytest.raises(UnrecordedLayersError, match=r"of layers.1 K, layers.1 V no write was recorded"):
+        rewrite(toy, 4)
 
 
 # ---- steps, forwards, and what is refused

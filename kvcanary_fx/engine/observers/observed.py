@@ -13,6 +13,7 @@ from ..request_ids import RequestIds
 
 if TYPE_CHECKING:
     from ...passes.graph_plan import GraphPlan
+    from ...runtime.binding import GraphBinding
 
 
 class Observed(Protocol):
@@ -25,6 +26,7 @@ class Observed(Protocol):
         schedule: which observer runs how often.
         found: the violations so far.
         plans: of the compiled graphs.
+        bindings: the same at run time.
     """
 
     pools: Pools
@@ -32,6 +34,7 @@ class Observed(Protocol):
     schedule: Schedule
     found: ViolationLog
     plans: list[GraphPlan]
+    bindings: list[GraphBinding]
 
     @property
     def steps(self) -> int:
