@@ -15,7 +15,9 @@ from vllm_rig import prompt
 TEXT = prompt(1, 100)
 
 #: On a GPU, with Model Runner V2 and its graphs.
-ON_A_GPU = dict(dtype="bfloat16", block_size=16, enforce_eager=False, kv_cache_memory_bytes=1 << 28)
+ON_A_GPU = dict(
+    dtype="bfloat16", block_size=16, enforce_eager=False, kv_cache_memory_bytes=1 << 28, gpu_memory_utilization=0.3
+)
 
 
 @pytest.fixture(scope="module")

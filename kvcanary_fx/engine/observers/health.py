@@ -56,9 +56,10 @@ class Health:
         for number, plan in self.last_plans.items():
             pool = next(p for p in self._session.pools.values() if p.space.space_id == number)
             recorded = self._recorded(pool, plan)
-            still = self._stopped(number, pool) if recorded else []
-            for half, there, without in zip(pool.halves, recorded, still, strict=True):
-                if without or not there:
+            if not recorded:
+                continue
+            for half, there, still in zip(pool.halves, recorded, self._stopped(number, pool), strict=True):
+                if still or not there:
                     (stopped if there else missing).append(f"{half.info.layer} {half.info.half}")
         if missing or stopped:
             self._session.report_lost(UnrecordedLayersError(missing, stopped))
