@@ -22,6 +22,7 @@ from .selection import (
     At,
     Full,
     Indexed,
+    Part,
     Selection,
     Span,
     Unreadable,
@@ -378,13 +379,26 @@ def _inner_slot_axes(node: fx.Node, operand: fx.Node, root: fx.Node, found: Acce
 
 
 def chosen_axes(selection: Selection, ndim: int) -> tuple[int, ...] | None:
-    """The axes that number slots, from one selection: those selected along, and the batch axis before them."""
+    """The axes that number slots, from one selection: those selected along, and the batch axis before them.
+
+    The last axis is one of them only if the place in it is computed, and in no other: K as ``[B, H, D, S]``.  A part of
+    it that is the same in each call is a part of a head.
+    """
     chosen = {a for a, p in enumerate(selection) if not isinstance(p, Full) and a < ndim - 1}
+    if not chosen and ndim >= 3 and len(selection) == ndim and _is_computed(selection[-1]):
+        chosen = {ndim - 1}
     if not chosen:
         return None
     if 0 not in chosen and ndim >= 3:
         chosen.add(0)
     return tuple(sorted(chosen)[:2])
+
+
+def _is_computed(part: Part) -> bool:
+    """Whether the graph computes which part this is."""
+    if isinstance(part, Span):
+        return isinstance(part.start, fx.Node)
+    return isinstance(part, Indexed) or (isinstance(part, At) and isinstance(part.index, fx.Node))
 
 
 def _higher_order_name(node: fx.Node) -> str:

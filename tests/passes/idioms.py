@@ -105,6 +105,18 @@ def setitem_of_a_row_at_a_number(q, k, v, kc, vc, pos):
     return attend(q, kc, vc)
 
 
+def keys_with_positions_last(q, k, v, kc, vc, pos):
+    kc[..., pos] = k.transpose(2, 3)
+    vc[:, :, pos] = v
+    return torch.softmax(q @ kc, -1) @ vc
+
+
+def index_copy_of_positions_last(q, k, v, kc, vc, pos):
+    kc.index_copy_(3, pos, k.transpose(2, 3))
+    vc.index_copy_(2, pos, v)
+    return torch.softmax(q @ kc, -1) @ vc
+
+
 def index_copy(q, k, v, kc, vc, pos):
     kc.index_copy_(2, pos, k)
     vc.index_copy_(2, pos, v)
@@ -383,6 +395,12 @@ def static_cache() -> tuple[Any, ...]:
     return (*_qkv(B), torch.zeros(B, H, S, D), torch.zeros(B, H, S, D), torch.tensor([3, 4]))
 
 
+def keys_turned() -> tuple[Any, ...]:
+    """K as ``[B, H, D, S]``, so that ``q @ k`` needs no transpose."""
+    q, k, v, _, vc, pos = static_cache()
+    return q, k, v, torch.zeros(B, H, D, S), vc, pos
+
+
 def one_position() -> tuple[Any, ...]:
     return (*static_cache()[:-1], torch.tensor(3))
 
@@ -402,6 +420,8 @@ IDIOMS = [
     Idiom(setitem_rows_and_positions, static_cache),
     Idiom(setitem_at_a_number, one_position, refused=True),
     Idiom(setitem_of_a_row_at_a_number, one_position, writes=B, refused=True),
+    Idiom(keys_with_positions_last, keys_turned),
+    Idiom(index_copy_of_positions_last, keys_turned),
     Idiom(index_copy, static_cache),
     Idiom(index_put, static_cache),
     Idiom(scatter, static_cache),

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from idioms import IDIOMS, NOT_KV, STATES, B, Idiom
+from idioms import IDIOMS, NOT_KV, STATES, B, Idiom, S
 
 import kvcanary_fx
 from kvcanary_fx import CanaryBackend, CanaryConfig
@@ -155,3 +155,16 @@ def test_a_cache_of_complex_numbers_is_not_called_a_counter_and_is_guarded_as_re
     real = dtype.to_real()
     session = guarded(torch.view_as_real(k).flatten(3), torch.zeros(2, 2, 16, 16, dtype=real))
     assert session.stats().recorded == 2 * 2
+
+
+@pytest.mark.parametrize("name", ["keys_with_positions_last", "index_copy_of_positions_last"])
+def test_a_report_names_the_position_where_it_is_the_last_axis(name):
+    """Seen: K was cut along the axis in front of it, and the slot of a report was an element of a head."""
+    (idiom,) = (i for i in IDIOMS if i.name == name)
+    backend, run = compiled(idiom, "eager", mode="log")
+    args = idiom.make()
+    run(*args)
+    args[3].data[1, 0, 5, 4] += 1  # of sequence 1, position 4
+    run(*args)
+    found = [(v.check, v.half, v.row, v.slot, v.position) for v in backend.session.violations()]
+    assert found == [("content", "K", 1, 1 * S + 4, 4)]
