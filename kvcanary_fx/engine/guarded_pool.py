@@ -156,13 +156,16 @@ class EnginePool:
         if not (written_in_step and self._add_alike(_ALLOCATE, given, page_size, 1, written_in_step)):
             self._add_each(self.allocate, _ALLOCATE, given, page_size, live=1)
 
-    def tell_now(self, calls: Sequence[tuple[Event, list[int], RequestId | None]], page_size: int) -> bool:
+    def tell_now(
+        self, calls: Sequence[tuple[Event, list[int], RequestId | None]], page_size: int, into_step: bool = True
+    ) -> bool:
         """Several calls in order, for a step that waits for the host: the device is told here and now, with few
         functions, if nothing else waits to be sent.
 
         Args:
             calls: of :meth:`allocate`, as :meth:`allocate_each` makes them with ``written_in_step``, of :meth:`release`
                 and of :meth:`hand_over`: the event, the pages, one at least, and the owner, who is known already.
+            into_step: the device may do it with the next step; False: before whatever is launched next.
 
         Returns:
             False: nothing was done.
@@ -182,7 +185,7 @@ class EnginePool:
                 live += len(some)
             elif event is _RELEASE:
                 live, released = live - len(some), True
-        if not self._events.tell_now(rows, pages, page_size, released):
+        if not self._events.tell_now(rows, pages, page_size, released, into_step):
             return False
         self.live_slots += live * page_size
         return True

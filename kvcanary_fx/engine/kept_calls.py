@@ -153,9 +153,10 @@ class KeptCalls:
             waiting.sent()
         return not ahead
 
-    def tell_now(self, rows: Sequence[int], pages: Sequence[int], page_size: int, released: bool) -> bool:
-        """:meth:`apply` of few calls with ``into_step``, where that is a replay by now and no numbers wait to travel
-        along.
+    def tell_now(
+        self, rows: Sequence[int], pages: Sequence[int], page_size: int, released: bool, into_step: bool = True
+    ) -> bool:
+        """:meth:`apply` of few calls, where that is a replay by now and no numbers wait to travel along.
 
         Returns:
             False: nothing was launched.
@@ -170,7 +171,7 @@ class KeptCalls:
             self.settle()
         if not ring.offer_few(rows, pages, page_size):
             return False
-        if self._step_takes(n, page_size):
+        if into_step and self._step_takes(n, page_size):
             self.waits = known.graph
         else:
             known.graph.replay()

@@ -175,7 +175,9 @@ class SlotEvents:
                 self._looked += 1
         return page_size * n
 
-    def tell_now(self, rows: list[int], pages: list[int], page_size: int, released: bool) -> bool:
+    def tell_now(
+        self, rows: list[int], pages: list[int], page_size: int, released: bool, into_step: bool = True
+    ) -> bool:
         """Calls of which the device is told here and now, if nothing waits for it: no queue, few functions.
 
         Requests of a decode step fill a page now and then, and in a large batch one does in nearly every step: queued
@@ -185,6 +187,7 @@ class SlotEvents:
             rows: :class:`.EventRow` after :class:`.EventRow`, of events.
             pages: of all calls; those that are allocated are written to in the next step at the earliest.
             released: some of them may be released, and their bytes are compared.
+            into_step: with the launches of the next step, if these take them along; False: before anything else.
 
         Returns:
             False: nothing was done, and :meth:`add` takes them.
@@ -200,7 +203,7 @@ class SlotEvents:
                 return False
             if last is not None and self._raw != torch._C._cuda_getCurrentRawStream(last.device_index):
                 return False
-            return kept.tell_now(rows, pages, page_size, released)
+            return kept.tell_now(rows, pages, page_size, released, into_step)
         finally:
             self._lock.release()
 

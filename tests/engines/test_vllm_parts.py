@@ -632,7 +632,7 @@ class ToldAtOnce(TakenOneByOne):
 
         return other
 
-    def tell_now(self, calls, page_size):
+    def tell_now(self, calls, page_size, into_step):
         self.told.append([(event.name, pages, owner) for event, pages, owner in calls])
         return True
 
@@ -740,11 +740,80 @@ def test_blocks_given_up_with_something_odd_about_them_are_applied_one_by_one(wh
         books.touched([5], "B")
     elif what == "of several groups":
         books.apply([("taken", [9], ["H"], [1], 1)])
+        event = ("freed", [4], [9], "H")
     else:
         pool.tell_now = lambda *_: False
     idle = set(books.idle)
     assert books.tell_now([event]) == [event]
     assert (pool.told + second.told, books.idle) == ([], idle)
+
+
+def books_of_a_hybrid(*pools):
+    """Books of two groups: H has blocks 4 and 5 of the first and 14 and 15 of the second, the cache 1 and 11."""
+    books = books_of(*pools, cached=(1, 2, 3), held=(4, 5, 6))
+    books.apply([("taken", [11, 12, 13], ["A"], [3], 1), ("freed", [11], [12, 13], "A")])
+    books.apply([("taken", [14, 15, 16], ["H"], [3], 1)])
+    return books
+
+
+@pytest.mark.parametrize(
+    ("events", "told", "later"),
+    [
+        (  # as in each step of a hybrid: what each group gets and gives up is told in one go
+            [
+                ("taken", [7, 1], ["H", "I"], [1, 1], 0),
+                ("taken", [17], ["H"], [1], 1),
+                ("freed", [14], [], "H"),
+                ("freed", [], [15], "H"),
+                ("freed", [5], [], "H"),
+            ],
+            (
+                [("RELEASE", [1], CACHED), ("ALLOCATE", [7], "H"), ("ALLOCATE", [1], "I"), ("HAND_OVER", [5], CACHED)],
+                [("ALLOCATE", [17], "H"), ("HAND_OVER", [14], CACHED), ("RELEASE", [15], "H")],
+            ),
+            ([], []),
+        ),
+        (  # one group gives a block back and the other gets it
+            [("freed", [], [15], "H"), ("taken", [15], ["I"], [1], 0)],
+            ([("ALLOCATE", [15], "I")], [("RELEASE", [15], "H")]),
+            ([], []),
+        ),
+        (  # and gives it back, too
+            [("taken", [17], ["I"], [1], 1), ("taken", [15], ["I"], [1], 0), ("freed", [], [15], "I")],
+            ([("ALLOCATE", [15], "I")], [("ALLOCATE", [17], "I")]),
+            ([("RELEASE", [15], "I")], []),
+        ),
+    ],
+    ids=["each group's", "from one to the other", "and back"],
+)
+def test_the_groups_of_a_hybrid_are_told_at_once(events, told, later):
+    first, second = ToldAtOnce(), ToldAtOnce()
+    books = books_of_a_hybrid(first, second)
+    before = first.others, second.others
+    assert books.tell_now(events) == []
+    assert [first.told, second.told] == [
+        [calls] + ([more] if more else []) for calls, more in zip(told, later, strict=True)
+    ]
+    assert (first.others, second.others) == before
+    one_by_one = books_of_a_hybrid(ToldAtOnce(), ToldAtOnce())
+    one_by_one.apply(events)
+    assert (one_by_one.idle, one_by_one.group) == (books.idle, books.group)
+
+
+def test_what_the_pool_of_one_group_cannot_be_told_at_once_is_left_in_its_order():
+    first, second = ToldAtOnce(), ToldAtOnce()
+    books = books_of_a_hybrid(first, second)
+    second.tell_now = lambda *_: False
+    events = [
+        ("taken", [17], ["H"], [1], 1),
+        ("taken", [7], ["H"], [1], 0),
+        ("freed", [14], [], "H"),
+        ("freed", [], [15], "H"),
+        ("taken", [15], ["I"], [1], 0),  # of the other group until the event before it is applied
+        ("freed", [5], [], "H"),
+    ]
+    assert books.tell_now(events) == [events[0], *events[2:]]
+    assert first.told == [[("ALLOCATE", [7], "H")]]
 
 
 # ---- whom a violation concerns

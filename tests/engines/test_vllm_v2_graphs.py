@@ -411,7 +411,7 @@ def test_random_steps_that_go_on_do_what_steps_begun_anew_do(seed, claimed):
     go_on = runners[0].guard._forwards.go_on
     runners[0].guard._forwards.go_on = lambda batch: went_on.append(go_on(batch)) or went_on[-1]
     runners[1].guard._forwards.go_on = lambda batch: False
-    runners[1].guard.books.tell_now = lambda events: events
+    runners[1].guard.books.tell_now = lambda events, into_step: events
     load, found = RandomLoad(seed), [[], []]
     for number in range(60):
         step = load.step()

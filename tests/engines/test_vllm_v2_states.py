@@ -8,8 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gpu_on_cpu import Graph, use_gpu_kernels
 from v2_hybrid_runner import HybridRunner
 from v2_runner import PAGE
+
+from kvcanary_fx.adapters.vllm.v2.take_in import TakeIn
+from kvcanary_fx.engine import kept_calls  # noqa: F401  which a session imports when it has calls to send
+from kvcanary_fx.kernels import replay
 
 LAYERS = {"m0": 0, "m1": 1}
 
@@ -51,18 +56,23 @@ def test_a_flip_in_each_state_is_told_with_its_layer_request_and_block(align, gr
 
 
 class Load:
-    """Requests that come and end at random, also before they are done; with a prefix cache some go on from there."""
+    """Requests that come and end at random, also before they are done; with a prefix cache some go on from there.
 
-    def __init__(self, runner, seed):
-        self.runner, self.rng = runner, random.Random(seed)
+    Args:
+        calm: the part of the steps in which all requests add a token, and nobody comes.
+    """
+
+    def __init__(self, runner, seed, calm=0.0):
+        self.runner, self.rng, self.calm = runner, random.Random(seed), calm
         self.left: dict[str, int] = {}  # steps of each running request
         self.number = self.hits = 0
 
     def step(self):
         """What :meth:`HybridRunner.step` is given; None: nothing is to be run."""
         rng, runner = self.rng, self.runner
+        calm = bool(self.calm) and rng.random() < self.calm
         over = {r for r, left in self.left.items() if left <= 0 or runner._stored(r) > 22}
-        finished = [r for r in self.left if r in over or rng.random() < 0.04]
+        finished = [r for r in self.left if r in over or (not calm and rng.random() < 0.04)]
         kept = {page for request in finished for page in runner.keeps(request).pages}
         free = len(runner.free_pages) + sum(len({*runner.pages[r]} - kept) for r in finished)
         for request in finished:
@@ -70,9 +80,9 @@ class Load:
         if runner.cached and (free < 6 or rng.random() < 0.1):
             free += len(runner.cached[0].pages)
             runner.evict()
-        tokens = {r: self.count(runner._stored(r)) for r in self.left if rng.random() < 0.9}
+        tokens = {r: 1 if calm else self.count(runner._stored(r)) for r in self.left if calm or rng.random() < 0.9}
         given = {"new": {}, "more": {}, "taken_up": {}}
-        while len(self.left) < 3 and rng.random() < 0.6 and free > 7:
+        while len(self.left) < 3 and (not calm or not tokens) and rng.random() < 0.6 and free > 7:
             free -= self.begin(given, tokens)
         for request in [r for r in tokens if r not in given["new"]]:
             missing = -(-(runner._stored(request) + tokens[request]) // PAGE) - len(runner.pages[request])
@@ -83,7 +93,8 @@ class Load:
             self.left |= dict.fromkeys(finished, 0)
             return None
         order = list(tokens.items())
-        rng.shuffle(order)
+        if not calm:
+            rng.shuffle(order)
         return {"tokens": dict(order), "finished": finished, **given}
 
     def count(self, stored):
@@ -117,6 +128,7 @@ class Load:
             for request, count in step[name].items():
                 kept = step["taken_up"][request].pages if name == "new" and request in step["taken_up"] else []
                 given[name][request] = kept + [usable.pop(0) for _ in range(count - len(kept))]
+                given["zeroed"] = given.get("zeroed", []) + given[name][request][len(kept) :]
         page = (given["new"].get(first) or runner.pages[first])[0]
         runner.step(**given, **({"wrong": page} if graph and not step["taken_up"] else {}))
         runner.free_pages = usable
@@ -142,6 +154,50 @@ def test_requests_that_come_and_go_are_silent(align, graph, settings):
         assert stats.recorded > 4 * (10 if settings else 40)
         assert stats.checked > stats.recorded / 2
     assert (hits > 12) == bool(align)
+
+
+@pytest.fixture
+def code(request, monkeypatch):
+    """Plain code, or what a GPU runs, over CPU tensors."""
+    if request.param == "kernels":
+        if torch.cuda.is_available():
+            pytest.skip("the interpreter stands in for a missing GPU")
+        use_gpu_kernels(monkeypatch.setattr)
+        monkeypatch.setattr(TakeIn, "__call__", TakeIn.launch)
+        monkeypatch.setattr(replay, "capture", lambda device, run: Graph(run))
+        monkeypatch.setattr(replay, "ONE_BY_ONE", 1)
+
+
+@pytest.mark.parametrize(
+    ("seed", "steps", "code"),
+    [*((seed, 150, "plain code") for seed in range(6)), (5, 25, "kernels")],
+    indirect=["code"],
+)
+def test_steps_that_go_on_with_more_blocks_do_what_steps_begun_anew_do(seed, steps, code):
+    """Blocks of all groups are handed out and given up in steps that go on as the last one did."""
+    settings = {"KVCANARY_VERIFY_AFTER": "0", "KVCANARY_VERIFY_FRACTION": "1/5"}
+    runners = [HybridRunner(align=4, frees=True, **settings) for _ in range(2)]
+    loads = [Load(runner, seed, calm=0.8) for runner in runners]
+    runners[1].guard.books.tell_now = lambda events, into_step: events
+    runners[1].guard._forwards.go_on = lambda batch: False
+    went_on, go_on = [], runners[0].guard._forwards.go_on
+    runners[0].guard._forwards.go_on = lambda batch: went_on.append(go_on(batch)) or went_on[-1]
+    with_blocks = 0
+    for number in range(steps):
+        went_on.clear()
+        for load in loads:
+            torch.manual_seed(number)
+            step = load.step()
+            load.run(step, load.rng.random() < 0.9) if step is not None else None
+        with_blocks += bool(step is not None and any(went_on) and any(step["more"].values()))
+    assert with_blocks > steps / 50
+    assert all(map(silent, runners))
+    sessions = [(runner.guard.session, runner.guard.states.session) for runner in runners]
+    for one, other in zip(*sessions, strict=True):
+        for name, pool in one.pools.items():
+            assert torch.equal(pool.space.block[:-1], other.pools[name].space.block[:-1]), name
+            assert torch.equal(pool.digests, other.pools[name].digests), name
+        assert one.stats() == other.stats()
 
 
 def test_a_flip_in_a_state_of_the_prefix_cache_is_told_when_a_request_takes_it_up():

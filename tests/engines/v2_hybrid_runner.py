@@ -34,10 +34,11 @@ class HybridRunner(Runner):
 
     Args:
         align: tokens of a block, with a prefix cache that keeps the states where blocks end; 0: there is none.
+        frees: requests give up their states but for the last two, as vLLM's do.
     """
 
-    def __init__(self, mode="log", align=0, **settings):
-        self.align, self.free = align, list(range(FIRST, BLOCKS))
+    def __init__(self, mode="log", align=0, frees=False, **settings):
+        self.align, self.frees, self.free = align, frees, list(range(FIRST, BLOCKS))
         self.states: dict[str, list[list[int]]] = {}  # by request: the blocks of each group
         self.planned: dict[str, list[list[int]]] = {}  # of the step's message
         memory = (torch.zeros(BLOCKS, *CONV, dtype=torch.bfloat16), torch.zeros(BLOCKS, *SSM))
@@ -124,6 +125,10 @@ class HybridRunner(Runner):
             if len(group) <= last:
                 group += [0] * (last - len(group)) + [self.free.pop(0)]
                 events.append(("taken", group[-1:], [request], [1], 1 + number))
+                if self.frees and len(group) > 2 and group[-3]:
+                    events.append(("freed", [], [group[-3]], request))
+                    self.free.append(group[-3])
+                    group[-3] = 0
         return [group[n:] for group, n in zip(mine, before, strict=True)]
 
     def evict(self):

@@ -37,6 +37,29 @@ class _Taken(NamedTuple):
 _Call: TypeAlias = tuple[Event, list[int], str | None]
 
 
+class _Some:
+    """Events of one group's blocks, for its pool to be told of at once.
+
+    Attributes:
+        events: those that happened.
+        calls: what the pool is told.
+        new: blocks whose group is to be noted.
+        evicted: those that the prefix cache gives up; ``kept``, that it gets; ``left``, that are nobody's.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+        self.calls: list[_Call] = []
+        self.new: list[int] = []
+        self.evicted: set[int] = set()
+        self.kept: set[int] = set()
+        self.left: set[int] = set()
+
+    def new_to(self, *blocks: Sequence[int]) -> bool:
+        """Whether none of the blocks was handed out in these events to a group that it was not of."""
+        return all(set(self.new).isdisjoint(some) for some in blocks)
+
+
 class Books:
     """What the canary knows about the blocks of one block pool, besides the references that its session counts.
 
@@ -99,87 +122,110 @@ class Books:
             given = [(list(itertools.islice(of_each, n)), r) for r, n in zip(requests, lengths, strict=True)]
             pool.allocate_each(given, page_size, written_in_step=True)
 
-    def tell_now(self, events: Sequence[tuple[Any, ...]]) -> Sequence[tuple[Any, ...]]:
-        """:meth:`apply`, as long as all that happened is that requests got blocks or, of a model with one KV cache
-        group, gave them up: in a step that waits for the host, with few functions and no queue.
+    def tell_now(self, events: Sequence[tuple[Any, ...]], into_step: bool = True) -> Sequence[tuple[Any, ...]]:
+        """:meth:`apply`, as long as all that happened is that requests got blocks or gave them up: in a step that waits
+        for the host, with few functions and no queue.
 
         Once its prefix cache is full, each block that a server hands out is one that the cache gives up: while such
         steps were queued and begun anew, what comes before the model took 115 of the 1,770 ms of a run (1B, 256
-        requests, H200).
+        requests, H200).  In a hybrid, whose requests get and give up blocks of each group, it was 122 of 1,252.
+
+        Args:
+            into_step: as of :meth:`.EnginePool.tell_now`.
 
         Returns:
-            the events from the first on with which nothing was done.
+            the events with which nothing was done, in their order.
         """
-        n = self._tell_some(events)
-        while 0 < n < len(events):
-            events = events[n:]
-            n = self._tell_some(events)
-        return events[n:]
+        left = events
+        while left:
+            rest = self._tell_some(left, into_step)
+            if len(rest) == len(left):
+                break
+            left = rest
+        return left
 
-    def _tell_some(self, events: Sequence[tuple[Any, ...]]) -> int:
-        """Tell the pool of one group at once of the first events; how many these are.
+    def _tell_some(self, events: Sequence[tuple[Any, ...]], into_step: bool) -> Sequence[tuple[Any, ...]]:
+        """Tell each group's pool at once of the first events; those with which nothing was done.
 
-        Nothing is noted here before the pool has been told, so an event that needs what one before it changes is for
-        the next call.
+        Nothing is noted here before a pool has been told, so an event that needs what one before it changes is for the
+        next call.
         """
-        idle, group, n = self.idle, -1, 0
-        calls: list[_Call] = []
-        new: list[int] = []  # blocks whose group is to be noted
-        evicted: set[int] = set()
-        kept: set[int] = set()
+        of_group: dict[int, _Some] = {}
+        n = 0
         for event in events:
-            if event[0] == TAKEN:
-                _, blocks, requests, lengths, of = event
-                if (n and of != group) or not kept.isdisjoint(blocks):
-                    break
-                cached = idle.intersection(blocks)
-                if cached:
-                    # in a full cache each of them is one that the cache gives up
-                    given_up = blocks if len(cached) == len(blocks) else [block for block in blocks if block in cached]
-                    if len(cached) < len(given_up) or not self._all_of(given_up, of) or not evicted.isdisjoint(cached):
-                        break  # handed out twice, or what the cache has of another group: for :meth:`apply`
-                    calls.append((_RELEASE, given_up, CACHE))
-                    evicted |= cached
-                if len(cached) < len(blocks):  # else all were of this group already
-                    new += blocks
-                begin = 0
-                for i, request in enumerate(requests):
-                    end = begin + lengths[i]
-                    calls.append((_ALLOCATE, blocks[begin:end], request))
-                    begin = end
-            else:
-                of = self._group_that_gives_up(event)
-                if of < 0 or (n and of != group):
-                    break
-                kept.update(self._add_freed(calls, *event[1:]))
-            group, n = of, n + 1
-        known = self._pool_of.get(group)
-        if known is None or not calls or not known[0].tell_now(calls, known[1]):
-            return 0
-        idle -= evicted
-        idle |= kept
-        if new:
-            self._note_group(new, group)
-        return n
+            some = self._add_taken(of_group, event) if event[0] == TAKEN else self._add_freed(of_group, event)
+            if some is None:
+                break
+            some.events.append(event)
+            n += 1
+        left: list[tuple[Any, ...]] = []
+        for group, some in of_group.items():
+            known = self._pool_of.get(group)
+            if known is None or not known[0].tell_now(some.calls, known[1], into_step):
+                left += some.events
+                continue
+            self.idle -= some.evicted
+            self.idle |= some.kept
+            if some.new:
+                self._note_group(some.new, group)
+        if not left:
+            return events[n:]
+        undone = {id(event) for event in left}
+        return [event for event in events[:n] if id(event) in undone] + list(events[n:])
 
-    def _group_that_gives_up(self, event: tuple[Any, ...]) -> int:
-        """The group of the blocks that a request gives up; -1 if that is not what happened, or not all that is to be
-        looked at."""
-        if event[0] != FREED or self._pending or len(self._groups) != 1:
-            return -1
-        _, kept, left, _ = event
-        known, (group,) = self.group.keys(), self._groups
-        odd = len(known & kept) < len(kept) or len(known & left) < len(left) or not self.idle.isdisjoint(left)
-        return -1 if odd else group
+    def _add_taken(self, of_group: dict[int, _Some], event: tuple[Any, ...]) -> _Some | None:
+        """Add the calls of an event of :meth:`taken`; None: there is something odd about it."""
+        _, blocks, requests, lengths, group = event
+        for of, some in of_group.items():
+            if not some.kept.isdisjoint(blocks) or (of != group and not some.left.isdisjoint(blocks)):
+                return None  # given up a moment ago, by another group's pool, or to the cache
+        some = of_group.get(group) or _Some()
+        cached = self.idle.intersection(blocks)
+        if cached:
+            # in a full cache each of them is one that the cache gives up
+            given_up = blocks if len(cached) == len(blocks) else [block for block in blocks if block in cached]
+            odd = len(cached) < len(given_up) or not self._all_of(given_up, group)
+            if odd or any(not one.evicted.isdisjoint(cached) for one in of_group.values()):
+                return None  # handed out twice, or what the cache has of another group: for :meth:`apply`
+            some.calls.append((_RELEASE, given_up, CACHE))
+            some.evicted |= cached
+        if len(cached) < len(blocks):  # else all were of this group already
+            some.new += blocks
+        begin = 0
+        for i, request in enumerate(requests):
+            end = begin + lengths[i]
+            some.calls.append((_ALLOCATE, blocks[begin:end], request))
+            begin = end
+        of_group[group] = some
+        return some
 
-    @staticmethod
-    def _add_freed(calls: list[_Call], kept: list[int], left: list[int], request: str | None) -> list[int]:
-        """Add the calls of an event of :meth:`freed`; which blocks the cache keeps."""
+    def _add_freed(self, of_group: dict[int, _Some], event: tuple[Any, ...]) -> _Some | None:
+        """Add the calls of an event of :meth:`freed`; None: it is another event, or not all that is to be looked at."""
+        if event[0] != FREED or self._pending:
+            return None
+        _, kept, left, request = event
+        group = self._group_that_gives_up(kept, left)
+        if group is None or any(of != group and not one.new_to(kept, left) for of, one in of_group.items()):
+            return None
+        some = of_group.setdefault(group, _Some())
         if kept:
-            calls.append((_HAND_OVER, kept, CACHE))
+            some.calls.append((_HAND_OVER, kept, CACHE))
+            some.kept.update(kept)
         if left:
-            calls.append((_RELEASE, left, request))
-        return kept
+            some.calls.append((_RELEASE, left, request))
+            some.left.update(left)
+        return some
+
+    def _group_that_gives_up(self, kept: Sequence[int], left: Sequence[int]) -> int | None:
+        """The group of the blocks that a request gives up; None if they are of several, or odd."""
+        if not self.idle.isdisjoint(left):
+            return None
+        if len(self._groups) == 1:
+            known, (group,) = self.group.keys(), self._groups
+            return None if len(known & kept) < len(kept) or len(known & left) < len(left) else group
+        groups = set(map(self.group.get, (*kept, *left)))
+        twice = len(set(kept)) < len(kept) or len(set(left)) < len(left)
+        return groups.pop() if len(groups) == 1 and not twice else None
 
     def _note_group(self, blocks: Sequence[int], group: int) -> None:
         self.group.update(dict.fromkeys(blocks, group))

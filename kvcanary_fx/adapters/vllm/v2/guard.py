@@ -198,7 +198,6 @@ class GuardV2(Guard):
             or self.drafting.expected  # and here the draft's layers are told of each
             or told.namespaces
             or scheduled.kv_cache_block_copies
-            or getattr(scheduled, "new_block_ids_to_zero", None)
         )
         ended = scheduled.finished_req_ids
         alike = plain and not (
@@ -210,7 +209,8 @@ class GuardV2(Guard):
         if plain and events and not told.stacks:
             for new in scheduled.scheduled_new_reqs:
                 self.session.ids.hash(new.req_id)
-            events = self.books.tell_now(events)
+            # of hybrids the runner clears what is handed out: bytes that were released are compared before that
+            events = self.books.tell_now(events, into_step=not getattr(scheduled, "new_block_ids_to_zero", None))
         self._alike = alike and not events
         if not self._alike:
             self._take(scheduled, told, events)
