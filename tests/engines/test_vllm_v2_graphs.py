@@ -267,8 +267,26 @@ def test_a_block_that_the_prefix_cache_gives_up_is_a_page_to_go_on_with(damaged,
     assert told == [("content", "life", "b", 1)] * damaged
 
 
-@pytest.mark.parametrize("what", [dict(finished=["x"]), dict(zeroed=[7])], ids=["of one that runs", "zeroed"])
-def test_a_step_that_the_scheduler_says_more_of_does_not_go_on(what):
+@both
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_page_that_the_runner_clears_is_compared_before_in_a_step_that_goes_on(damaged, claimed):
+    """As a hybrid's runner does with each page that is handed out: the device is told of it before that."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3, "y": 4}, new={"x": [1], "y": [2, 5]})
+    runner.step({"x": 1}, finished=["y"], cached=True, wrong=1)
+    for number in range(2):
+        runner.step({"x": 1}, more={} if number else {"x": [4]}, wrong=1)
+    runner.step({"x": 1}, more={"x": [5]}, wrong=1)
+    went_on = goes_on(runner)
+    runner.step({"x": 1}, wrong=1)
+    runner.layers["b"][0][2, 1] += damaged
+    runner.read(runner.step({"x": 1}, more={"x": [2]}, zeroed=[2], wrong=1))
+    assert went_on == [True, True]
+    told = [(v.check, v.phase, v.layer, v.position) for v in runner.guard.session.violations()]
+    assert told == [("content", "life", "b", 1)] * damaged
+
+
+def test_a_step_that_the_scheduler_says_more_of_does_not_go_on():
     """Also where nothing happened to blocks: a request that has ended gave back its row."""
     runner = Runner(**IN_GRAPHS)
     runner.step({"x": 2, "y": 2}, new={"x": [1, 4], "y": [2]})
@@ -277,7 +295,7 @@ def test_a_step_that_the_scheduler_says_more_of_does_not_go_on(what):
     went_on = goes_on(runner)
     runner.step({"x": 1}, wrong=1)
     assert went_on == [True]
-    runner.step({"x": 1}, wrong=1, events=[], **what)
+    runner.step({"x": 1}, wrong=1, events=[], finished=["x"])
     assert went_on.count(True) == 1
 
 

@@ -197,7 +197,7 @@ def clean(rig: Rig) -> dict[str, Any]:
     seed, seconds = int(os.environ.get("SEED", "1")), float(os.environ.get("SECONDS_OF_LOAD", "20"))
     _renew(rig)
     rng, ended, number = random.Random(seed), time.monotonic() + seconds, 0
-    before = len(rig.session.violations()) if rig.guard is not None else 0
+    before = len(_lines(rig)) if rig.guard is not None else 0
     turns = [prompt(200 + i, 20 + 9 * i) for i in range(4)]
     while time.monotonic() < ended:
         burst = rng.randint(1, 8)
@@ -218,11 +218,16 @@ def clean(rig: Rig) -> dict[str, Any]:
     found: dict[str, Any] = dict(ok=True, seed=seed, requests=number, preempted=rig.preempted)
     if rig.guard is None:
         return found | dict(tokens=_crcs(rig))
-    told = [str(v.line()) for v in rig.session.violations()[before:]]
+    told = _lines(rig)[before:]
     return found | dict(
         ok=not told and not rig.session.uncovered, violations=told[:5], uncovered=rig.session.uncovered[:3],
         tokens=_crcs(rig),
     )  # fmt: skip
+
+
+def _lines(rig: Rig) -> list[str]:
+    """The violations so far, also of states."""
+    return [str(v.line()) for session in rig.guard.sessions for v in session.violations()]
 
 
 def _crcs(rig: Rig) -> dict[str, int]:
