@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import logging
 import threading
 
@@ -504,6 +506,40 @@ def test_beams_are_guarded(arch):
     generate(model, tiny.prompt(plain, 2, PROMPT), num_beams=2, stopping_criteria=criteria)
     assert {(v.half, v.index) for v in session.violations()} == {("K", 1)}
     assert "reorder_cache" not in vars(flip.cache), "the cache is as it was"
+
+
+@contextlib.contextmanager
+def flip_before(model, forward, row, number, slot):
+    """In this block a bit is flipped before a forward of ``generate``, when beams have been exchanged."""
+    original, forwards = model.prepare_inputs_for_generation, itertools.count(1)
+
+    def prepare(*args, **kwargs):
+        inputs = original(*args, **kwargs)
+        if next(forwards) == forward:
+            tensor = tiny.cache_tensors(inputs[cache_name(model)])[number][2]
+            at = [size - 1 for size in tensor.shape[1:]]
+            if tensor.dim() == 4 and tensor.shape[2] >= PROMPT:
+                at[1] = min(slot, at[1])
+            tensor.data.view(torch.int32)[(row, *at)] ^= 1 << 5
+        return inputs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "prepare_inputs_for_generation", prepare)
+        yield
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "jamba"])
+def test_a_bit_flipped_in_any_beam_is_found(arch):
+    """Seen: in a beam that had got another one's cache twice, it was taken for a token of a new prompt."""
+    model = huggingface.protect(tiny.build(arch), mode="log", inner="eager")
+    session, ids = kvcanary_fx.session_of(model), tiny.prompt(model, 1, PROMPT)
+    for row, number, slot in itertools.product(range(3), range(4), (1, PROMPT + 2)):  # an old one and the newest
+        before = len(session.violations())
+        with flip_before(model, 5, row, number, slot):
+            generate(model, ids, num_beams=3, max_new_tokens=6)
+        told = session.violations()[before:]
+        assert [(v.check, v.row if v.row is not None else v.index) for v in told] == [("content", row)]
+    assert session.uncovered == []
 
 
 def test_calls_of_many_sizes_stay_below_the_recompile_limit():

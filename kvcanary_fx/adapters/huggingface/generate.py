@@ -178,7 +178,7 @@ class Protection(GuardedCall):
         outer, self._not_static = self._not_static, why_not_static(model, kwargs)
         beams, self._beams.running = self._beams.running, None
         if int(setting(model, kwargs, "num_beams") or 1) > 1:
-            self._beams.running = ReorderedInPlace()
+            self._beams.running = ReorderedInPlace(self.session)
         if self.session.pace is not None:
             self.session.pace.new_sequence()
         if passed is not None:
