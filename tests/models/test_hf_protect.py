@@ -435,6 +435,23 @@ def test_a_model_that_transformers_has_no_static_cache_for_keeps_its_own():
     assert "GPTNeoForCausalLM has the same tokens only over a DynamicCache" in session.summary()
 
 
+def test_a_model_whose_generate_is_that_of_a_module_inside_it_is_said_to_be_unguarded():
+    class Outer(transformers.LlamaForCausalLM):
+        """Generates as Blip-2 does."""
+
+        def generate(self, ids, **options):
+            return self.inner[0].generate(ids, **options)
+
+    inner = tiny.build("llama")
+    model = Outer(inner.config)
+    model.inner = [inner]
+    session = generates_as_without_us(model)
+    assert "Outer.generate called no forward of Outer" in session.summary()
+    session = generates_as_without_us(inner)
+    assert (session.uncovered, session.stats().violations) == ([], 0)
+    assert session.stats().checked > 0
+
+
 @pytest.mark.parametrize("alibi", [False, True])
 def test_falcon_with_alibi_generates_as_without_us_and_is_said_to_be_unguarded(alibi):
     """Its bias does not fit a static cache, and transformers raises over one."""
