@@ -464,7 +464,7 @@ class _Group:
 
         A rolling window changes all of them, and shows nothing.
         """
-        changed, held = torch.zeros(self._length, dtype=torch.bool), torch.zeros(self._length, dtype=torch.bool)
+        changed, held = torch.zeros(2, self._length, dtype=torch.bool, device="cpu")
         for half in self._halves:
             if half.buffers.baseline is not None:
                 now, after = self._now(half, row), half.buffers.digest[0].to(torch.int64).cpu() & MASK32
@@ -496,7 +496,7 @@ class _Group:
     def _settled(self, half: PoolHalf, row: int) -> torch.Tensor:
         """bool ``[slots of a row]``: what the slots held before the step's own write is known."""
         if half.buffers.baseline is not None:
-            return torch.ones(self._length, dtype=torch.bool)
+            return torch.ones(self._length, dtype=torch.bool, device="cpu")
         part = slice(row * self._length, (row + 1) * self._length)
         return (self._stamps[0, part] >> 16 < self.step).cpu()
 
@@ -511,8 +511,8 @@ class _Group:
             before, now = known, known.clone()
             changed = self._by_half.get(half.id, [])
             slots = [row[Ring.SLOT] for row in changed]
-            before[slots] = torch.tensor([row[Ring.STORED] & MASK32 for row in changed], dtype=torch.int64)
-            now[slots] = torch.tensor([row[Ring.FOUND] & MASK32 for row in changed], dtype=torch.int64)
+            for view, column in ((before, Ring.STORED), (now, Ring.FOUND)):
+                view[slots] = torch.tensor([row[column] & MASK32 for row in changed], dtype=torch.int64, device="cpu")
             empty = empty_digest(half.seeds)[0] & MASK32
             for view in (before, now):
                 view[view == empty] = 0

@@ -349,6 +349,19 @@ def test_what_a_sequence_holds_now_is(name: str):
     assert change(Cache(**setting)).told(write) == told
 
 
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_sequence_holds_is_told_whatever_the_default_device(name: str, monkeypatch):
+    """Seen under ``torch.set_default_device("cuda")``: RuntimeError where beams were exchanged."""
+    judge_here = judge
+
+    def judge_elsewhere(*args, **kwargs):
+        with torch.device("meta"):  # as good as a GPU
+            return judge_here(*args, **kwargs)
+
+    monkeypatch.setitem(globals(), "judge", judge_elsewhere)
+    test_what_a_sequence_holds_now_is(name)
+
+
 @pytest.mark.parametrize(
     ("write", "by", "told"),
     [
