@@ -39,6 +39,8 @@ itself: at least two slots and half of those from the lowest on, or bytes in slo
 zeros, if the half holds K and V.  After a break between K and V, where graphs of one half each make up a forward of
 several layers, all of them are considered together; in a pool also those of one layer.
 
+While a beam search runs, the second line alone decides, half by half and slot by slot (``exchanges_rows``).
+
 Legal changes are adopted and counted.  So is a change of a reported slot back to the bytes from before: it was
 repaired.
 """
@@ -102,13 +104,15 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
         if group.is_unwritten():
             legal |= group.empty() & cleared[alike]
         cleared[alike] |= group.empty() & legal
+        exchanged = group.exchanged() if lead.exchanges_rows and cut not in lead.peers else None
         for slot, hits in group.by_slot.items():
-            if slot in legal:
+            others = [row for row in hits if exchanged is None or (row[Ring.HALF], slot) not in exchanged]
+            if slot in legal if exchanged is None else not others:
                 verdict.adopted_slots += 1
                 verdict.adopted_fingerprints += len(hits)
                 group.settle(slot)
             else:
-                for row in hits:
+                for row in others:
                     _settle(row, registry, verdict)
     if cut is not None and rows[-1][Ring.LENIENT]:
         verdict.adopted_fingerprints += lost  # more of the same rewrite
@@ -354,6 +358,24 @@ class _Group:
         sources = (column == self._now(half, row)[place]).nonzero().squeeze(1).tolist()
         return any(source != row and self._same(row, source) for source in sources)
 
+    def exchanged(self) -> set[tuple[int, int]]:
+        """Halves and slots of a row that hold what another row did before: the one that is most like it.
+
+        Seen: by the other rules, a bit that was flipped in a beam that had just got another one's cache was taken for a
+        token of a new prompt, since the beam's newest tokens had changed in all halves.
+        """
+        count, came = self._lead.place.layout.slots // self._length, set()
+        shape = (len(self._halves), count, self._length)
+        before, now = (torch.stack(views).view(shape) for views in zip(*map(self._view, self._halves), strict=True))
+        settled = torch.stack([self._settled(half, row) for half in self._halves for row in range(count)]).view(shape)
+        for row in {slot // self._length for slot in self.by_slot}:
+            differs = (now[:, row, None] != before) & settled[:, row, None] & settled
+            source = int(differs.sum((0, 2)).argmin())
+            for number, half in enumerate(self._halves):
+                slots = (~differs[number, source]).nonzero().squeeze(1) + row * self._length
+                came |= {(half.id, slot) for slot in slots.tolist()}
+        return came
+
     def _same(self, row: int, source: int) -> bool:
         for half in self._halves:
             now, before = self._now(half, row), self._before(half, source)
@@ -442,7 +464,7 @@ class _Group:
 
         A rolling window changes all of them, and shows nothing.
         """
-        changed, held = torch.zeros(self._length, dtype=torch.bool), torch.zeros(self._length, dtype=torch.bool)
+        changed, held = torch.zeros(2, self._length, dtype=torch.bool, device="cpu")
         for half in self._halves:
             if half.buffers.baseline is not None:
                 now, after = self._now(half, row), half.buffers.digest[0].to(torch.int64).cpu() & MASK32
@@ -474,7 +496,7 @@ class _Group:
     def _settled(self, half: PoolHalf, row: int) -> torch.Tensor:
         """bool ``[slots of a row]``: what the slots held before the step's own write is known."""
         if half.buffers.baseline is not None:
-            return torch.ones(self._length, dtype=torch.bool)
+            return torch.ones(self._length, dtype=torch.bool, device="cpu")
         part = slice(row * self._length, (row + 1) * self._length)
         return (self._stamps[0, part] >> 16 < self.step).cpu()
 
@@ -489,8 +511,8 @@ class _Group:
             before, now = known, known.clone()
             changed = self._by_half.get(half.id, [])
             slots = [row[Ring.SLOT] for row in changed]
-            before[slots] = torch.tensor([row[Ring.STORED] & MASK32 for row in changed], dtype=torch.int64)
-            now[slots] = torch.tensor([row[Ring.FOUND] & MASK32 for row in changed], dtype=torch.int64)
+            for view, column in ((before, Ring.STORED), (now, Ring.FOUND)):
+                view[slots] = torch.tensor([row[column] & MASK32 for row in changed], dtype=torch.int64, device="cpu")
             empty = empty_digest(half.seeds)[0] & MASK32
             for view in (before, now):
                 view[view == empty] = 0

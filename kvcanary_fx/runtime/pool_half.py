@@ -94,6 +94,7 @@ class PoolHalf:
         peers: ids of the halves of the same slot space, this one included, with their layer numbers.
         latest: the storage of the tensor that holds what a graph returned last, and where in it.
         beside: while no graph writes it, ids of the halves of its layer that its graphs write.
+        exchanges_rows: its rows change by a beam search alone: each then holds what one of them held before.
         order: of the halves of a forward: its number, or that of the half whose bytes it took over.
     """
 
@@ -114,6 +115,7 @@ class PoolHalf:
     changed: dict[int, int] = dataclasses.field(default_factory=dict)
     latest: tuple[StorageWeakRef, Place] | None = None
     beside: set[int] = dataclasses.field(default_factory=set)
+    exchanges_rows: bool = False
     order: int = -1
 
     def __post_init__(self) -> None:

@@ -318,6 +318,12 @@ class PoolRegistry:
             storage.shadows.clear()
         return len(halves) + returned
 
+    def exchange_rows(self, tensor: torch.Tensor, only: bool) -> None:
+        """From now on nothing but an exchange of rows is a legal change of a tensor's halves; or anything again."""
+        storage = self.known(tensor)
+        for half in storage.halves.values() if storage else ():
+            half.exchanges_rows = only
+
     def _forget(self, storage: Storage, half: PoolHalf) -> None:
         del storage.halves[half.place]
         self._by_id.pop(half.id, None)

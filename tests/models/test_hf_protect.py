@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import logging
 import threading
 
@@ -433,6 +435,23 @@ def test_a_model_that_transformers_has_no_static_cache_for_keeps_its_own():
     assert "GPTNeoForCausalLM has the same tokens only over a DynamicCache" in session.summary()
 
 
+def test_a_model_whose_generate_is_that_of_a_module_inside_it_is_said_to_be_unguarded():
+    class Outer(transformers.LlamaForCausalLM):
+        """Generates as Blip-2 does."""
+
+        def generate(self, ids, **options):
+            return self.inner[0].generate(ids, **options)
+
+    inner = tiny.build("llama")
+    model = Outer(inner.config)
+    model.inner = [inner]
+    session = generates_as_without_us(model)
+    assert "Outer.generate called no forward of Outer" in session.summary()
+    session = generates_as_without_us(inner)
+    assert (session.uncovered, session.stats().violations) == ([], 0)
+    assert session.stats().checked > 0
+
+
 @pytest.mark.parametrize("alibi", [False, True])
 def test_falcon_with_alibi_generates_as_without_us_and_is_said_to_be_unguarded(alibi):
     """Its bias does not fit a static cache, and transformers raises over one."""
@@ -504,6 +523,40 @@ def test_beams_are_guarded(arch):
     generate(model, tiny.prompt(plain, 2, PROMPT), num_beams=2, stopping_criteria=criteria)
     assert {(v.half, v.index) for v in session.violations()} == {("K", 1)}
     assert "reorder_cache" not in vars(flip.cache), "the cache is as it was"
+
+
+@contextlib.contextmanager
+def flip_before(model, forward, row, number, slot):
+    """In this block a bit is flipped before a forward of ``generate``, when beams have been exchanged."""
+    original, forwards = model.prepare_inputs_for_generation, itertools.count(1)
+
+    def prepare(*args, **kwargs):
+        inputs = original(*args, **kwargs)
+        if next(forwards) == forward:
+            tensor = tiny.cache_tensors(inputs[cache_name(model)])[number][2]
+            at = [size - 1 for size in tensor.shape[1:]]
+            if tensor.dim() == 4 and tensor.shape[2] >= PROMPT:
+                at[1] = min(slot, at[1])
+            tensor.data.view(torch.int32)[(row, *at)] ^= 1 << 5
+        return inputs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "prepare_inputs_for_generation", prepare)
+        yield
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "jamba"])
+def test_a_bit_flipped_in_any_beam_is_found(arch):
+    """Seen: in a beam that had got another one's cache twice, it was taken for a token of a new prompt."""
+    model = huggingface.protect(tiny.build(arch), mode="log", inner="eager")
+    session, ids = kvcanary_fx.session_of(model), tiny.prompt(model, 1, PROMPT)
+    for row, number, slot in itertools.product(range(3), range(4), (1, PROMPT + 2)):  # an old one and the newest
+        before = len(session.violations())
+        with flip_before(model, 5, row, number, slot):
+            generate(model, ids, num_beams=3, max_new_tokens=6)
+        told = session.violations()[before:]
+        assert [(v.check, v.row if v.row is not None else v.index) for v in told] == [("content", row)]
+    assert session.uncovered == []
 
 
 def test_calls_of_many_sizes_stay_below_the_recompile_limit():

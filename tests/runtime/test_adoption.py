@@ -29,6 +29,7 @@ def registry(layers: int, halves: int, kind: str) -> PoolRegistry:
             peers=peers,
             kind=kind,
             beside=set(),
+            exchanges_rows=False,
             place=SimpleNamespace(layout=layout),
             reported={},
             takes_turns=False,
@@ -151,6 +152,7 @@ class Cache:
                 peers={n: layer_of[n]} if apart else layer_of,
                 kind=kind,
                 beside=set(),
+                exchanges_rows=False,
                 place=SimpleNamespace(layout=self.layout),
                 reported={},
                 takes_turns=apart,
@@ -345,6 +347,19 @@ def test_what_a_sequence_holds_now_is(name: str):
     setting, change, write, told = CHANGES[name]
     torch.manual_seed(0)
     assert change(Cache(**setting)).told(write) == told
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_sequence_holds_is_told_whatever_the_default_device(name: str, monkeypatch):
+    """Seen under ``torch.set_default_device("cuda")``: RuntimeError where beams were exchanged."""
+    judge_here = judge
+
+    def judge_elsewhere(*args, **kwargs):
+        with torch.device("meta"):  # as good as a GPU
+            return judge_here(*args, **kwargs)
+
+    monkeypatch.setitem(globals(), "judge", judge_elsewhere)
+    test_what_a_sequence_holds_now_is(name)
 
 
 @pytest.mark.parametrize(

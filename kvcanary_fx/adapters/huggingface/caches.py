@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ...runtime.session import CanarySession
+
 #: What a forward calls the argument that is its cache: from transformers 5.24 on; before; Mamba's models before.
 _ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
@@ -99,27 +101,40 @@ class ReorderedInPlace:
     taken as it is, each time.  In place a row must hold what another one held before.
     """
 
-    def __init__(self) -> None:
-        self._caches: list[Any] = []
+    def __init__(self, session: CanarySession) -> None:
+        self._session, self._caches = session, list[Any]()
 
     def add(self, cache: Any) -> None:
         """From here on, until :meth:`end`; nothing where that is so, or there is none."""
         if cache is not None and not any(known is cache for known in self._caches) and hasattr(cache, "reorder_cache"):
             self._caches.append(cache)
-            cache.reorder_cache = functools.partial(_reorder, cache)
+            cache.reorder_cache = functools.partial(self._reorder, cache)
 
     def end(self) -> None:
         """The caches are as they were."""
         for cache in self._caches:
             del cache.reorder_cache
+            for _, _, tensor in _tensors(cache):
+                self._session.registry.exchange_rows(tensor, only=False)
         self._caches.clear()
 
+    def _reorder(self, cache: Any, beams: torch.Tensor) -> None:
+        self._session.look()  # what is found later would be compared with rows that moved on
+        for _, _, tensor in _tensors(cache):
+            self._session.registry.exchange_rows(tensor, only=True)
+        _reorder(cache, beams)
 
-def _reorder(cache: Any, beams: torch.Tensor) -> None:
+
+def _tensors(cache: Any) -> list[tuple[dict[Any, Any], Any, torch.Tensor]]:
+    """The tensors of a cache, each with the table that has it, and its name there."""
     parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
     layers = [vars(layer) for part in (cache, *parts) for layer in getattr(part, "layers", ())]
     tables = [*layers, *(states for layer in layers for states in layer.values() if isinstance(states, dict))]
-    before = [(table, name, t) for table in tables for name, t in table.items() if isinstance(t, torch.Tensor)]
+    return [(table, name, t) for table in tables for name, t in table.items() if isinstance(t, torch.Tensor)]
+
+
+def _reorder(cache: Any, beams: torch.Tensor) -> None:
+    before = _tensors(cache)
     type(cache).reorder_cache(cache, beams)
     for table, name, tensor in before:
         new = table[name]

@@ -90,6 +90,7 @@ class Protection(GuardedCall):
         self._causal = CausalPrefills(model)
         self._beams = _Beams()
         self._sizes: set[tuple[Any, ...]] = set()  # of the forwards so far
+        self._forwards = 0  # of the model itself, guarded or not
         self._decoder: tuple[dict[str, Any], Callable[..., Any]] | None = None  # the last one, with its options
 
     @property
@@ -105,6 +106,7 @@ class Protection(GuardedCall):
             hook(model, name, wrappers[i])
 
     def _guard(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._forwards += 1
         if dynamo_calls.tracing_here() or "write_index" in kwargs:  # a batch over a paged cache is guarded at update
             return self._module._call_impl(*args, **kwargs)
         name = cache_argument(kwargs)
@@ -178,7 +180,7 @@ class Protection(GuardedCall):
         outer, self._not_static = self._not_static, why_not_static(model, kwargs)
         beams, self._beams.running = self._beams.running, None
         if int(setting(model, kwargs, "num_beams") or 1) > 1:
-            self._beams.running = ReorderedInPlace()
+            self._beams.running = ReorderedInPlace(self.session)
         if self.session.pace is not None:
             self.session.pace.new_sequence()
         if passed is not None:
@@ -187,18 +189,28 @@ class Protection(GuardedCall):
         elif cached and self._not_static is None:
             kwargs["cache_implementation"] = "static"
         # no token is visible before generate returns, unless it is streamed
-        late = kwargs.get("streamer") is None
+        late, forwards = kwargs.get("streamer") is None, self._forwards
         try:
             with self._kept.around(), self.session.deferring() if late else contextlib.nullcontext():
                 generated = original(*args, **kwargs)
             if self._config.mode == "log":
                 self.session.look()
+            if self._forwards == forwards:
+                self._say_that_another_generated()
             return generated
         finally:
             self._not_static = outer  # early-exit drafting calls generate within generate
             if self._beams.running is not None:
                 self._beams.running.end()
             self._beams.running = beams
+
+    def _say_that_another_generated(self) -> None:
+        """Seen of Blip2, whose generate calls that of its language model: nothing was guarded, and nothing logged."""
+        name = type(self._module).__name__
+        self.session.lose_coverage(
+            f"{name}.generate called no forward of {name}, but modules inside it: what they did is not guarded. "
+            "Protect the one whose generate it calls, such as model.language_model"
+        )
 
     def _prepare_cache(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         fresh = original(*args, **kwargs)
