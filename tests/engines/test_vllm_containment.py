@@ -178,3 +178,23 @@ def test_damage_that_comes_back_ends_the_request(rig, clean):
     assert rig.finished == {"A": "error", "D": "length"}
     assert rig.preempted == 3
     assert rig.tokens["D"] == clean["D"]
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_a_clean_run(rig, clean):
+    """Seen: damage found in the step that ends the prompt, and the client got None for each of its tokens."""
+    from vllm import SamplingParams
+
+    contain(rig, "recompute")
+    text = {"prompt_token_ids": prompt(12, 150)}  # two chunks of 128
+    wanted = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False, prompt_logprobs=1)
+    (undamaged,) = rig.llm.generate([text], wanted, use_tqdm=False)
+    rig.engine.add_request("again", text, wanted)
+    rig.engine.step()
+    ruin(rig, rig.pages("again")[0][0])
+    while rig.engine.has_unfinished_requests():
+        given = rig.engine.step()
+    assert rig.preempted == 1
+    assert [numbers and list(numbers) for numbers in given[0].prompt_logprobs] == [
+        numbers and list(numbers) for numbers in undamaged.prompt_logprobs
+    ]
+    assert given[0].outputs[0].token_ids == undamaged.outputs[0].token_ids

@@ -36,7 +36,7 @@ from kvcanary_fx.adapters.vllm.ranks import RankVerdicts
 from kvcanary_fx.adapters.vllm.reactions import Reactions
 from kvcanary_fx.adapters.vllm.tables import Ledger
 from kvcanary_fx.engine.observers.stats import EngineStats
-from kvcanary_fx.errors import InvalidSettingError
+from kvcanary_fx.errors import InvalidSettingError, UnknownSettingError
 from kvcanary_fx.kernels.checks import TEXTS
 from kvcanary_fx.reports.violation import KVCacheViolation, Violation
 
@@ -116,6 +116,12 @@ def test_deprecated_setting_means_what_it_did_and_says_what_to_write(old, outcom
 def test_wrong_settings_are_refused_by_name(wrong):
     with pytest.raises(InvalidSettingError, match=next(iter(wrong))):
         settings.from_env({"KVCANARY_MODE": "log", **wrong})
+
+
+def test_a_name_without_the_adapters_prefix_is_told_the_one_that_is_meant():
+    """Seen: the error of ``KVCANARY_ON_VIOLATION=abort`` asked for ``KVCANARY_VERIFY_FRACTION``."""
+    with pytest.raises(UnknownSettingError, match=f"did you mean '{ON_VIOLATION}'"):
+        settings.from_env({"KVCANARY_MODE": "log", "KVCANARY_ON_VIOLATION": "abort"})
 
 
 @pytest.mark.parametrize(

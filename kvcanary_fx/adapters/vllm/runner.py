@@ -62,6 +62,23 @@ def _attach(guard: Guard, output: Any) -> None:
         setattr(getattr(output, "_model_runner_output", output), ATTRIBUTE, verdict)
 
 
+def _want_prompt_logprobs_again(runner: Any, cached: Any) -> None:
+    """Let requests that begin again without a token have the log probabilities of their prompts.
+
+    The runner forgets that they are wanted in the step that ends the prompt.  If the scheduler drops that step's
+    output, because damage was found in it, the client got no number for any token of the prompt.
+    """
+    if not cached.resumed_req_ids:
+        return
+    for name, tokens in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+        request = runner.requests.get(name)
+        if tokens or name not in cached.resumed_req_ids or request is None or request.sampling_params is None:
+            continue
+        wanted = request.sampling_params.prompt_logprobs
+        if wanted is not None:
+            runner.num_prompt_logprobs[name] = runner.input_batch.vocab_size if wanted == -1 else wanted
+
+
 def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict[str, str]) -> Guard:
     refusal = state_groups.why_not_by_the_first(settings.session_config.budget_on(runner.device))
     states = state_groups.state_groups(runner, unguarded, refusal)
@@ -99,6 +116,7 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
         guard = registry.of_runner(runner)
         if guard is None or guard.scheduled is not None:
             return original(runner, scheduler_output, *args, **kwargs)
+        _want_prompt_logprobs_again(runner, scheduler_output.scheduled_cached_reqs)
         with guard.step(scheduler_output):
             output = original(runner, scheduler_output, *args, **kwargs)
         if output is not None and getattr(output, "req_ids", None):  # a pooling model's: nothing is sampled

@@ -9,12 +9,15 @@ import os
 from collections.abc import Mapping
 
 from ...config import CanaryConfig, asked_for
-from ...errors import InvalidSettingError
+from ...errors import InvalidSettingError, UnknownSettingError
 
 log = logging.getLogger("kvcanary")
 
 #: What a violation does; by default what ``KVCANARY_MODE`` says.
 ON_VIOLATION_VARIABLE = "KVCANARY_VLLM_ON_VIOLATION"
+
+#: What looks like it: ``on_violation`` is a setting, but a function, which no environment can hold.
+_MISTAKEN = "KVCANARY_ON_VIOLATION"
 
 #: Its values.
 OUTCOMES = ("recompute", "abort", "raise", "log")
@@ -91,6 +94,8 @@ def from_env(environ: Mapping[str, str] | None = None) -> VllmSettings:
     for name in environ:
         if name.startswith("KVCANARY_VLLM_") and name not in _KNOWN:
             raise InvalidSettingError(name, "the environment", environ[name], f"one of {', '.join(_KNOWN)}")
+    if _MISTAKEN in environ:  # of all known names the nearest one was KVCANARY_VERIFY_FRACTION
+        raise UnknownSettingError(_MISTAKEN, f"the environment (did you mean {ON_VIOLATION_VARIABLE!r}?)", _KNOWN)
     config = CanaryConfig.from_env(environ)
     return VllmSettings(config, _on_violation(environ, config.mode))
 
