@@ -75,6 +75,15 @@ class AttentionReads:
             return None
         return index(sources[0], constant, self._values) if constant else sources[0]
 
+    def holds(self, node: fx.Node, whole: fx.Node) -> bool:
+        """Whether a value is made of an input without attention in between."""
+        return any(s.input is whole for s in self._sources.get(node, ()))
+
+    def stays_in(self, node: fx.Node, part: Source, axes: Sequence[int]) -> bool:
+        """Whether a value is made of the input of ``part``, with the indices along its ``axes`` as they were."""
+        own = NO_AXIS.union(*(part.axes[a] for a in axes))
+        return any(s.input is part.input and not s.moved & own for s in self._sources.get(node, ()))
+
     def of(self, part: Source | None) -> list[Read]:
         """The reads that involve a part of an input."""
         return [] if part is None else [r for r in self.reads if part.may_share(r.source)]

@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from .accesses import FACTORIES, Accesses, storage_key
+from .attention_reads import AttentionReads
 from .dynamo_contract import is_fragment, is_kept_by_someone
 from .graph_plan import GraphPlan
 from .names import function_name, source_name, state_named
@@ -80,6 +81,13 @@ def replaced_caches(gm: fx.GraphModule, found: Accesses, guarded: Sequence[fx.No
         for p in inputs
         if any(p in sources[n] and _replaces(n, p) and _is_state(p, n, returned[0], whole) for n in returned)
     ]
+
+
+def passed_on(gm: fx.GraphModule, replaced: Sequence[fx.Node], reads: AttentionReads) -> list[fx.Node]:
+    """Those of :func:`replaced_caches` whose tokens the new tensor holds, as ``torch.roll`` leaves them: the next call
+    gets that tensor, and not the one that attention reads now."""
+    returned = [n for n in gm.graph.output_node().all_input_nodes if isinstance(_value(n), torch.Tensor)]
+    return [p for p in replaced if any(reads.holds(n, p) and _replaces(n, p) for n in returned)]
 
 
 def _may_be_kept(placeholder: fx.Node, found: Accesses) -> bool:

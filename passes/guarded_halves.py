@@ -9,7 +9,7 @@ from torch import fx
 
 from .accesses import Accesses
 from .attention_reads import AttentionReads
-from .functional_cache import REPLACED, caches_born_inside, replaced_caches
+from .functional_cache import REPLACED, caches_born_inside, passed_on, replaced_caches
 from .graph_plan import GraphPlan
 from .halves import DeclaredAxes, Half, find_halves, halves_of_returned
 from .labels import name_halves
@@ -44,14 +44,18 @@ def halves_to_guard(
         found, reads, lambda root: pools_in(given(root)), lambda root, view: declared_axes(given(root), view)
     )
     halves += halves_of_returned(returned, found, reads)
+    replaced = replaced_caches(gm, found, [r.root for r in returned])
+    gone = passed_on(gm, replaced, reads)
     if recorded is not None:
         others = [*plan.functional, *(source_name(r.root) for r in returned)]
+        others += [source_name(n) for n in gone if not recorded(given(n))]
         only_read = find_only_read(found, reads, given, recorded, others)
         besides = find_read_besides(found, halves, given, recorded)
         halves, rejected = halves + only_read[0] + besides, rejected + only_read[1]
     name_halves([h for h in halves if h.slot_axes], found)
     plan.unguarded = [(source_name(r.root), r.why) for r in rejected]
-    replaced = [source_name(n) for n in replaced_caches(gm, found, [r.root for r in returned])]
-    plan.unguarded += [(name, REPLACED) for name in replaced if name not in plan.functional]
+    stays = {h.root for h in halves} - set(gone)  # what attention computes of keys may have their shape
+    named = [source_name(n) for n in replaced if n not in stays]
+    plan.unguarded += [(name, REPLACED) for name in named if name not in plan.functional]
     plan.born = [n.name for n in caches_born_inside(gm, found)]
     return halves

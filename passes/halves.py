@@ -23,7 +23,7 @@ from .pool_names import PoolName, pool_name
 from .returned_caches import Returned
 from .selection import At, Full, Indexed, Part, Selection, Span
 from .states import ancestors, is_running_state, updated_axis
-from .writes import KVWrite, chosen_axes, read_write
+from .writes import IN_PLACE, KVWrite, chosen_axes, read_write
 
 #: From an input and a view of it to the view's slot axes, if an engine declared it as a half.
 DeclaredAxes = Callable[[Any, torch.Tensor], tuple[int, ...] | None]
@@ -37,6 +37,7 @@ class ReadableWrite:
         index, extent: what the canary ops receive for this write: nodes, or ints in ``extent``.
         part: which part of the operand is this half's, where K and V are written at once; () for all of it.
         turned: the operand's axes in the half's order, where the write sees them in another; () if not.
+        stays: it goes to all slots and leaves the tokens where they were, as under a mask: not a window that rolls.
     """
 
     write: KVWrite
@@ -46,6 +47,7 @@ class ReadableWrite:
     part: tuple[Any, ...] = ()
     turned: tuple[int, ...] = ()
     own_value: fx.Node | None = None  # the node made of that part, or in that order
+    stays: bool = False
 
     @property
     def value(self) -> fx.Node | None:
@@ -180,6 +182,8 @@ class _Builder:
                 half.opaque.append(write)
             else:
                 half.readable.append(readable)
+        for readable in half.readable:
+            readable.stays = readable.plan.covers_all and self._stays(readable.write, half)
         return half
 
     def _readable(self, write: KVWrite, to: Destination, half: Half) -> ReadableWrite | None:
@@ -201,6 +205,13 @@ class _Builder:
             skips=write.flat is not None,
         )
         return ReadableWrite(write, plan, index, extent, to.part, to.turned)
+
+    def _stays(self, write: KVWrite, half: Half) -> bool:
+        """Whether a write of all slots leaves the tokens where they were."""
+        if write.value is None:  # keys.mul_(1 - mask).add_(mask * new); what is added to zeros may have been rolled
+            return function_name(write.node) in IN_PLACE and not any(r.write.fill for r in half.readable)
+        part = self.reads.source_of(half.region.node, half.region.index)
+        return part is not None and self.reads.stays_in(write.value, part, half.slot_axes)
 
 
 def _selector(part: Part, axis: int, write: KVWrite, index: list[fx.Node], extent: list[Any]) -> Selector:

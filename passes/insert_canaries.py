@@ -230,7 +230,7 @@ class _Inserter:
         extent = [
             self._sum(fx.map_arg((e.a, e.b), at)) if isinstance(e, Sum) else fx.map_arg(e, at) for e in readable.extent
         ]
-        if readable.plan.covers_all and self._is_batched(self.tokens.tokens):
+        if readable.plan.covers_all and not readable.stays and self._is_batched(self.tokens.tokens):
             extent.append(self._token_count(self.tokens.tokens))
         return [at(n) for n in readable.index], extent
 
@@ -260,7 +260,7 @@ class _Inserter:
 
     def _record(self, site: int, readable: ReadableWrite, view: fx.Node, state: fx.Node) -> None:
         index, extent = self._operands(readable)
-        positions = self.tokens.positions
+        positions = None if readable.stays else self.tokens.positions  # the newest token is not in the last slot
         self._call("record", view, readable.value, index, extent, positions, state, site, readable.plan.write_id)
 
     @contextlib.contextmanager

@@ -513,3 +513,37 @@ def test_layers_that_interleave_in_one_pool_and_are_compiled_one_by_one():
         pool.data.view(torch.int32)[3, 0, 1, 2] ^= 1
         run(pool, 0, torch.randn(1, HEADS, HEAD_DIM), torch.tensor([9]))
     assert [(v.check, v.slot) for v in backend.session.violations()] == [("content", 3)]
+
+
+MASKED = {
+    "where": lambda cache, mask, new: cache.copy_(torch.where(mask, new, cache)),
+    "sums": lambda cache, mask, new: cache.mul_(~mask).add_(mask * new),
+}
+
+
+@pytest.mark.parametrize("put", MASKED.values(), ids=MASKED)
+def test_a_cache_written_whole_under_a_mask_is_no_window_that_rolls(put):
+    """Its last slot does not hold the newest token: positions counted back from there were -6."""
+    k_cache, v_cache = (torch.zeros(2, HEADS, 8, HEAD_DIM) for _ in "KV")
+    embedding = torch.nn.Embedding(50, HEADS * HEAD_DIM)
+
+    def forward(input_ids, input_pos, k_cache, v_cache):
+        new = embedding(input_ids).view(2, -1, HEADS, HEAD_DIM).transpose(1, 2)
+        for cache in (k_cache, v_cache):
+            if input_ids.shape[1] > 1:
+                cache[:, :, input_pos] = new
+            else:
+                put(cache, (torch.arange(8) == input_pos)[:, None], new)
+        mask = torch.arange(8) <= input_pos[:, None]
+        return torch.nn.functional.scaled_dot_product_attention(new, k_cache, v_cache, attn_mask=mask)
+
+    backend = CanaryBackend(CanaryConfig(inner="eager", mode="log"))
+    compiled = torch.compile(forward, backend=backend)
+    with torch.no_grad():
+        compiled(torch.tensor([[7, 8, 9]] * 2), torch.arange(3), k_cache, v_cache)
+        compiled(torch.tensor([[10]] * 2), torch.tensor([3]), k_cache, v_cache)
+        for slot in (2, 3):
+            k_cache.data[1, 0, slot, 0] += 1
+        compiled(torch.tensor([[11]] * 2), torch.tensor([4]), k_cache, v_cache)
+    found = [(v.row, v.index, v.position, v.token) for v in backend.session.violations()]
+    assert found == [(1, 2, 2, 9), (1, 3, None, None)]  # the second token's place is hidden in the mask

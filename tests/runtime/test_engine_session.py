@@ -137,6 +137,15 @@ def test_bytes_that_nobody_is_about_to_read_are_the_sweeps_business():
     assert (v.check, v.phase, v.layer, v.half, v.slot, v.request) == ("content", "sweep", "layers.1", "V", 4, "A")
 
 
+def test_a_sweep_that_the_engine_runs_itself_is_no_check_that_is_off():
+    toy = prefilled()
+    assert "off sweep: no schedule" in toy.session.summary()
+    toy.session.sweep.run()
+    text = toy.session.summary()
+    assert "off sweep" not in text
+    assert "owner, token, sweep, bytes of" in text
+
+
 def test_sweep_in_slices_comes_round():
     toy = prefilled()
     toy.session.sweep.budget = 1

@@ -297,3 +297,53 @@ def test_what_is_no_cache_is_not_watched():
     (plan,) = backend.session.plans
     assert plan.sites == []
     assert plan.functional == ["past_values"]
+
+
+def rolled(cache, new):
+    cache = cache.roll(-1, 2)
+    cache[:, :, -1:] = new
+    return cache
+
+
+REPLACED = {
+    "rolled": rolled,
+    "shifted": lambda cache, new: torch.cat([cache[:, :, 1:], new], 2),
+    "behind sinks": lambda cache, new: torch.cat([cache[:, :, :2], cache[:, :, 3:], new], 2),
+    "evicted": lambda cache, new: torch.cat([cache.index_select(2, torch.arange(S - 1)), new], 2),
+}
+
+
+@pytest.mark.parametrize("replace", REPLACED.values(), ids=REPLACED)
+def test_a_window_that_is_replaced_each_step_is_not_said_to_be_guarded(replace):
+    """Attention reads what was made of the cache, and the next call gets that tensor: nothing would be compared."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.past = [torch.zeros(B, H, S, D) for _ in "KV"]
+
+        def forward(self, q):
+            self.past = [replace(cache, q) for cache in self.past]
+            return F.scaled_dot_product_attention(q, *self.past)
+
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+    with torch.no_grad():
+        torch.compile(Layer(), backend=backend)(torch.randn(B, H, 1, D))
+    (plan,) = backend.session.plans
+    assert plan.sites == []
+    assert [why for _, why in plan.unguarded] == ["replaced by a new tensor each step"] * 2
+
+
+def test_attention_as_large_as_its_keys_does_not_replace_them():
+    """A graph that breaks behind attention returns what it computed."""
+
+    def read(q, key_cache, value_cache):
+        out = F.scaled_dot_product_attention(q, key_cache, value_cache)
+        torch._dynamo.graph_break()
+        return out * 2
+
+    backend = CanaryBackend(CanaryConfig(inner="eager"))
+    with torch.no_grad():
+        torch.compile(read, backend=backend)(*(torch.randn(B, H, S, D) for _ in range(3)))
+    plan = next(p for p in backend.session.plans if p.sites)
+    assert (len(plan.sites), plan.unguarded) == (2, [])

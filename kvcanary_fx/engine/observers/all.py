@@ -68,7 +68,8 @@ class Observers:
         """The checks that cannot run in the session, each with what they lack."""
         plans = self._session.plans
         compare = any(plan.attention or any(site.has_operand for site in plan.sites) for plan in plans)
-        return without_inputs(self.given, self._session.pools, self.sweep.every, compare)
+        swept = bool(self.sweep.every or self.sweep.runs)
+        return without_inputs(self.given, self._session.pools, swept, compare)
 
     def checks_in_part(self) -> dict[str, str]:
         """The checks that run without some of their inputs, each with what is lost."""

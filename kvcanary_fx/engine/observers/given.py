@@ -96,18 +96,18 @@ _NO_OPERAND = "what a write stored is not compared with what it was given"
 
 
 def without_inputs(
-    given: GivenInputs, pools: Mapping[str, EnginePool], sweep_every: int, graphs_compare: bool
+    given: GivenInputs, pools: Mapping[str, EnginePool], swept: bool, graphs_compare: bool
 ) -> dict[str, str]:
     """The checks that cannot run in a session, each with what they lack.
 
     Args:
-        sweep_every: steps between two scheduled sweeps, 0 for none.
+        swept: sweeps have a schedule, or the engine ran one itself.
         graphs_compare: the operand check runs in compiled graphs.
     """
     lacking = {}
     if not any(p.declared.allocations for p in pools.values()):
         lacking["owner"] = "no pool reports allocate and release (KVPool(allocations=False))"
-    if not sweep_every:
+    if not swept:
         lacking["sweep"] = "no schedule (install_canary(sweep_every=N)); session.sweep.run() runs one"
     for check, need in NEEDS:
         if given.off(need):
