@@ -156,6 +156,17 @@ def test_requests_that_come_and_go_are_silent(align, graph, settings):
     assert (hits > 12) == bool(align)
 
 
+def test_blocks_of_a_new_request_are_told_at_once_in_all_groups():
+    runner, left = HybridRunner(align=4), []
+    runner.step({"x": 3}, new={"x": [1]})
+    tell_now = runner.guard.books.tell_now
+    runner.guard.books.tell_now = lambda *given, **how: left.append(tell_now(*given, **how)) or left[-1]
+    runner.step({"x": 1, "y": 3}, new={"y": [2]}, zeroed=[2])
+    runner.step({"x": 1}, finished=["y"], more={"x": [3]}, zeroed=[3])
+    assert left == [[], []]
+    assert silent(runner)
+
+
 @pytest.fixture
 def code(request, monkeypatch):
     """Plain code, or what a GPU runs, over CPU tensors."""

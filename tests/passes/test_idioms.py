@@ -26,7 +26,8 @@ def plainly(idiom: Idiom, args):
 
 
 def on(device, args):
-    return tuple(a.to(device) if isinstance(a, torch.Tensor) else a for a in args)
+    """A number stays on the host: one on a GPU Dynamo refuses to index with, also without us (torch 2.11)."""
+    return tuple(a.to(device) if isinstance(a, torch.Tensor) and a.dim() else a for a in args)
 
 
 def flip_one_bit(backend: CanaryBackend, half, args) -> int:

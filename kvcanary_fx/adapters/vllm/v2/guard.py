@@ -208,7 +208,8 @@ class GuardV2(Guard):
         )
         if plain and events and not told.stacks:
             for new in scheduled.scheduled_new_reqs:
-                self.session.ids.hash(new.req_id)
+                for session in self.sessions:
+                    session.ids.hash(new.req_id)
             # of hybrids the runner clears what is handed out: bytes that were released are compared before that
             events = self.books.tell_now(events, into_step=not getattr(scheduled, "new_block_ids_to_zero", None))
         self._alike = alike and not events
