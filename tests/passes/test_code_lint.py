@@ -46,7 +46,8 @@ def copies(idiom, device: str) -> dict[str, int]:
         counted.update({kind: size // half for kind, size in counted.items()})
         return gm.forward
 
-    args = [a.to(device) if isinstance(a, torch.Tensor) else a for a in idiom.make()]
+    # a number stays on the host: one on a GPU Dynamo refuses to index with
+    args = [a.to(device) if isinstance(a, torch.Tensor) and a.dim() else a for a in idiom.make()]
     with torch.no_grad():
         torch.compile(idiom.run, backend=backend, fullgraph=True)(*args)
     return counted
