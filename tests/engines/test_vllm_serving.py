@@ -158,6 +158,7 @@ def test_client_of_a_damaged_server_is_told_an_id_that_is_in_the_log(models, tmp
         r"kv_cache_corruption: .* see (kvc-[0-9a-f]{8}) in the server's log", found["told"]["error"]["message"]
     )
     assert told, found["told"]
+    assert ("of this request" in told[0], "the engine ended" in told[0]) == (outcome == "abort", outcome == "raise")
     assert f"kv_cache_corruption {told[1]}: " in written
     assert "kvcanary.violation check=content " in written
     if outcome == "abort":  # and goes on

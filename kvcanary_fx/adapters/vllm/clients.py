@@ -22,16 +22,14 @@ log = logging.getLogger("kvcanary")
 STATUS = 1
 
 
-def message(incident: str) -> str:
+def message(incident: str, what: str = "the KV cache of this request was damaged") -> str:
     """The text for a client.
 
     Args:
         incident: as of :func:`.counts.note_ended`.
     """
     number, comma, more = incident.partition(",")
-    return (
-        f"kv_cache_corruption: the KV cache of this request was damaged, see {number} in the server's log{comma}{more}"
-    )
+    return f"kv_cache_corruption: {what}, see {number} in the server's log{comma}{more}"
 
 
 def hook() -> None:
@@ -70,7 +68,8 @@ def _engine_dead(original: Callable[..., None], error: Exception, *args: Any, **
     original(error, *args, **kwargs)
     incident = _incident(counts.ENGINE)
     if incident is not None:
-        error.args = (f"{message(incident)}. {error}",)
+        # whoever waits for the engine hears of it, not only who read the damage
+        error.args = (f"{message(incident, 'the engine ended, as a KV cache was damaged')}. {error}",)
 
 
 async def _build_and_serve(original: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
