@@ -37,6 +37,9 @@ class _Taken(NamedTuple):
 _Call: TypeAlias = tuple[Event, list[int], str | None]
 
 
+_NONE: frozenset[int] = frozenset()
+
+
 class _Some:
     """Events of one group's blocks, for its pool to be told of at once.
 
@@ -47,13 +50,13 @@ class _Some:
         evicted: those that the prefix cache gives up; ``kept``, that it gets; ``left``, that are nobody's.
     """
 
+    __slots__ = "calls", "events", "evicted", "kept", "left", "new"  # made in steps that wait for the host
+
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
         self.calls: list[_Call] = []
         self.new: list[int] = []
-        self.evicted: set[int] = set()
-        self.kept: set[int] = set()
-        self.left: set[int] = set()
+        self.evicted = self.kept = self.left = _NONE
 
     def new_to(self, *blocks: Sequence[int]) -> bool:
         """Whether none of the blocks was handed out in these events to a group that it was not of."""
@@ -164,8 +167,10 @@ class Books:
             if known is None or not known[0].tell_now(some.calls, known[1], into_step):
                 left += some.events
                 continue
-            self.idle -= some.evicted
-            self.idle |= some.kept
+            if some.evicted:
+                self.idle -= some.evicted
+            if some.kept:
+                self.idle |= some.kept
             if some.new:
                 self._note_group(some.new, group)
         if not left:
@@ -210,10 +215,10 @@ class Books:
         some = of_group.setdefault(group, _Some())
         if kept:
             some.calls.append((_HAND_OVER, kept, CACHE))
-            some.kept.update(kept)
+            some.kept = some.kept.union(kept)
         if left:
             some.calls.append((_RELEASE, left, request))
-            some.left.update(left)
+            some.left = some.left.union(left)
         return some
 
     def _group_that_gives_up(self, kept: Sequence[int], left: Sequence[int]) -> int | None:
