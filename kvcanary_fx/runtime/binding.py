@@ -95,8 +95,9 @@ class GraphBinding:
         if not any(self._of_engine):
             return {}
         runs: dict[int, int] = {}
-        for column, ids in zip(_on_host([c[Count.RECORD_RUNS] for c in self.counters]), self._of_engine, strict=True):
-            for number in ids:
+        counted = _on_host([c[Count.RECORD_RUNS] for c in list(self.counters)])
+        for column, ids in zip(counted, list(self._of_engine), strict=False):  # another thread may bind more of them
+            for number in list(ids):
                 runs[number] = runs.get(number, 0) + column
         return runs
 
