@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from v2_runner import PAGE, PAGES, Runner, spec_of
+from v2_runner import Runner, spec_of
 
 #: Blocks of the cache, those of attention among them: the first ones.
 BLOCKS, FIRST = 48, 16
@@ -24,9 +24,13 @@ class Kept(NamedTuple):
 class Places(dict):
     """The index of each request's state, whatever it is said to be."""
 
+    def __init__(self, most):
+        super().__init__()
+        self._most = most
+
     def __setitem__(self, request, _):
         if request not in self:
-            super().__setitem__(request, min({*range(4)} - {*self.values()}))
+            super().__setitem__(request, min({*range(self._most)} - {*self.values()}))
 
 
 class HybridRunner(Runner):
@@ -35,16 +39,18 @@ class HybridRunner(Runner):
     Args:
         align: tokens of a block, with a prefix cache that keeps the states where blocks end; 0: there is none.
         frees: requests give up their states but for the last two, as vLLM's do.
+        blocks: of the cache; the first ones are attention's.
     """
 
-    def __init__(self, mode="log", align=0, frees=False, **settings):
-        self.align, self.frees, self.free = align, frees, list(range(FIRST, BLOCKS))
+    def __init__(self, mode="log", align=0, frees=False, blocks=range(FIRST, BLOCKS), **settings):
+        self.align, self.frees, self.free = align, frees, list(blocks)
         self.states: dict[str, list[list[int]]] = {}  # by request: the blocks of each group
         self.planned: dict[str, list[list[int]]] = {}  # of the step's message
-        memory = (torch.zeros(BLOCKS, *CONV, dtype=torch.bfloat16), torch.zeros(BLOCKS, *SSM))
+        memory = (torch.zeros(blocks.stop, *CONV, dtype=torch.bfloat16), torch.zeros(blocks.stop, *SSM))
         self.state_layers = {"m0": memory, "m1": memory}
         super().__init__(mode, **settings)
-        self.row, self.free_pages, self.cached = Places(), list(range(1, PAGES)), []
+        self.row, self.cached = Places(self.max_num_reqs), []
+        self.free_pages = list(range(1, self.sizes.pages))
 
     def _guarded(self):
         from kvcanary_fx.adapters.vllm.state_groups import StateGroup
@@ -53,7 +59,8 @@ class HybridRunner(Runner):
 
         tokens = self.align or self.max_model_len
         self.kv_cache_config.kv_cache_groups += [spec_of(tokens), spec_of(tokens)]
-        self.block_tables.input_block_tables += [torch.zeros(4, 9, dtype=torch.int32) for _ in "ab"]
+        shape = self.max_num_reqs, self.max_model_len // tokens + 1
+        self.block_tables.input_block_tables += [torch.zeros(shape, dtype=torch.int32) for _ in "ab"]
         groups = self.state_groups = [
             StateGroup(number, {layer: states}, ("conv", "state"), self.align)
             for number, (layer, states) in enumerate(self.state_layers.items(), 1)
@@ -110,9 +117,9 @@ class HybridRunner(Runner):
         """What stays in the prefix cache when a request ends."""
         full = self._stored(request) // self.align if self.align else 0
         blocks = [group[full - 1] if full else 0 for group in self.states[request]]
-        if not all(blocks) or full * self.align > PAGE * len(self.pages[request]):
+        if not all(blocks) or full * self.align > self.sizes.page * len(self.pages[request]):
             return Kept(0, [], [0, 0])
-        return Kept(full * self.align, self.pages[request][: full * self.align // PAGE], blocks)
+        return Kept(full * self.align, self.pages[request][: full * self.align // self.sizes.page], blocks)
 
     def _grow(self, request, after, kept, events):
         """The blocks that a request gets, by group, so that it can have so many tokens."""
