@@ -50,7 +50,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -106,13 +106,13 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
         cleared[alike] |= group.empty() & legal
         exchanged = group.exchanged() if lead.exchanges_rows and cut not in lead.peers else None
         for slot, hits in group.by_slot.items():
-            others = [row for row in hits if exchanged is None or (row[Ring.HALF], slot) not in exchanged]
-            if slot in legal if exchanged is None else not others:
+            illegal = _illegal(slot, hits, legal, exchanged)
+            if not illegal:
                 verdict.adopted_slots += 1
                 verdict.adopted_fingerprints += len(hits)
                 group.settle(slot)
             else:
-                for row in others:
+                for row in illegal:
                     _settle(row, registry, verdict)
     if cut is not None and rows[-1][Ring.LENIENT]:
         verdict.adopted_fingerprints += lost  # more of the same rewrite
@@ -122,6 +122,20 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
         if half is not None and row[Ring.CHECK] == Check.CONTENT:
             half.reported.setdefault(row[Ring.SLOT], row[Ring.STORED])
     return verdict
+
+
+def _illegal(
+    slot: int, hits: list[Row], legal: Collection[int], exchanged: Collection[tuple[int, int]] | None
+) -> list[Row]:
+    """Those of a slot's rows that are violations.
+
+    Args:
+        legal: slots whose change is.
+        exchanged: halves and slots whose change is, if it is judged half by half.
+    """
+    if exchanged is not None:
+        return [row for row in hits if (row[Ring.HALF], slot) not in exchanged]
+    return [] if slot in legal else hits
 
 
 def _with_other_layers(

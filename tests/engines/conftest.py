@@ -6,6 +6,7 @@ import pathlib
 import sys
 
 import pytest
+import torch
 
 sys.path.insert(0, os.path.dirname(__file__))
 
@@ -40,3 +41,24 @@ def _fresh(vllm_environment):
 def models(tmp_path_factory) -> pathlib.Path:
     """Where configurations of models are written."""
     return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Call it for what a GPU runs, over CPU tensors; it skips where there is a GPU."""
+
+    def take_it() -> None:
+        from gpu_on_cpu import Graph, use_gpu_kernels
+
+        from kvcanary_fx.adapters.vllm.v2.take_in import TakeIn
+        from kvcanary_fx.engine import kept_calls  # noqa: F401  which a session imports when it has calls to send
+        from kvcanary_fx.kernels import replay
+
+        if torch.cuda.is_available():
+            pytest.skip("the interpreter stands in for a missing GPU")
+        use_gpu_kernels(monkeypatch.setattr)
+        monkeypatch.setattr(TakeIn, "__call__", TakeIn.launch)
+        monkeypatch.setattr(replay, "capture", lambda device, run: Graph(run))
+        monkeypatch.setattr(replay, "ONE_BY_ONE", 1)
+
+    return take_it

@@ -14,31 +14,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu_on_cpu import Graph, use_gpu_kernels
 from v2_runner import PAGE, PAGES, Runner
 
-from kvcanary_fx.adapters.vllm.v2.take_in import TakeIn
 from kvcanary_fx.engine import kept_calls  # noqa: F401  which a session imports when it has calls to send
 from kvcanary_fx.engine.slot_events import SlotEvents
-from kvcanary_fx.kernels import replay
 
 #: With these, graphs have the checks before the model in them.
 IN_GRAPHS = {"KVCANARY_VERIFY_AFTER": "0"}
 
 
 @pytest.fixture
-def claimed(request, monkeypatch):
+def claimed(request, monkeypatch, as_on_a_gpu):
     """With plain code, and with what a GPU runs, over CPU tensors; in how many steps calls of the allocator went along
     with the step: those of plain code never do."""
     steps, claim = [], SlotEvents.claim
     monkeypatch.setattr(SlotEvents, "claim", lambda self: steps.append(claim(self)) or steps[-1])
     if request.param == KERNELS:
-        if torch.cuda.is_available():
-            pytest.skip("the interpreter stands in for a missing GPU")
-        use_gpu_kernels(monkeypatch.setattr)
-        monkeypatch.setattr(TakeIn, "__call__", TakeIn.launch)
-        monkeypatch.setattr(replay, "capture", lambda device, run: Graph(run))
-        monkeypatch.setattr(replay, "ONE_BY_ONE", 1)
+        as_on_a_gpu()
     yield steps
     assert any(steps) == (request.param == KERNELS)
 

@@ -8,13 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu_on_cpu import Graph, use_gpu_kernels
 from v2_hybrid_runner import HybridRunner
 from v2_runner import PAGE
 
-from kvcanary_fx.adapters.vllm.v2.take_in import TakeIn
 from kvcanary_fx.engine import kept_calls  # noqa: F401  which a session imports when it has calls to send
-from kvcanary_fx.kernels import replay
 
 LAYERS = {"m0": 0, "m1": 1}
 
@@ -168,15 +165,10 @@ def test_blocks_of_a_new_request_are_told_at_once_in_all_groups():
 
 
 @pytest.fixture
-def code(request, monkeypatch):
+def code(request, as_on_a_gpu):
     """Plain code, or what a GPU runs, over CPU tensors."""
     if request.param == "kernels":
-        if torch.cuda.is_available():
-            pytest.skip("the interpreter stands in for a missing GPU")
-        use_gpu_kernels(monkeypatch.setattr)
-        monkeypatch.setattr(TakeIn, "__call__", TakeIn.launch)
-        monkeypatch.setattr(replay, "capture", lambda device, run: Graph(run))
-        monkeypatch.setattr(replay, "ONE_BY_ONE", 1)
+        as_on_a_gpu()
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,6 @@ class _Some:
         self.new: list[int] = []
         self.evicted = self.kept = self.left = _NONE
 
-    def new_to(self, *blocks: Sequence[int]) -> bool:
-        """Whether none of the blocks was handed out in these events to a group that it was not of."""
-        return all(set(self.new).isdisjoint(some) for some in blocks)
-
 
 class Books:
     """What the canary knows about the blocks of one block pool, besides the references that its session counts.
@@ -210,8 +206,10 @@ class Books:
             return None
         _, kept, left, request = event
         group = self._group_that_gives_up(kept, left)
-        if group is None or any(of != group and not one.new_to(kept, left) for of, one in of_group.items()):
-            return None
+        if group is None or any(
+            not {*one.new}.isdisjoint((*kept, *left)) for of, one in of_group.items() if of != group
+        ):
+            return None  # of another group, since an event before this one
         some = of_group.setdefault(group, _Some())
         if kept:
             some.calls.append((_HAND_OVER, kept, CACHE))
