@@ -2,6 +2,7 @@
 
 KVCANARY_MODE=log KVCANARY_BUDGET=none MODEL=mla python tests/engines/vllm_v2_run.py DIRECTORY models
 
+``own`` has attention that is none of vLLM's ops, see :mod:`vllm_own_attention`.
 Of ``hybrid`` (short convolutions) and ``ssm`` (Mamba 2) each state is flipped, too; under a budget until it is told.
 ``PREFIX=0`` runs without a prefix cache: a request has one block of states; else ``mamba_cache_mode`` is ``align``.
 """
@@ -35,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "window": tiny_configs.CONFIGS["gemma3"] | _SIZES,
     "chunks": tiny_configs.OTHERS["llama4"] | _SIZES | dict(num_hidden_layers=4),
     "fp8": tiny_configs.CONFIGS["llama"] | _SIZES,
+    "own": tiny_configs.CONFIGS["llama"] | _SIZES,  # for eager mode, or VLLM_USE_BREAKABLE_CUDAGRAPH=1
     "hybrid": tiny_configs.OTHERS["hybrid"],
     "ssm": tiny_configs.OTHERS["granite"],
     **tiny_families.FAMILIES,

@@ -11,7 +11,8 @@ runner.  Without a GPU it is the first runner, too, and the scenes of :mod:`vllm
 
 ``MODEL`` is one of :mod:`vllm_v2_models`, ``llama`` if not set; ``LAYERS`` says how many it has.  ``DRAFTS`` is the
 method of its speculative decoding: ``ngram``, ``eagle``, ``eagle3``, ``draft_model``, or ``mtp`` with ``MODEL=mtp``.
-``EAGER=1`` is vLLM's ``enforce_eager``, and ``GRAPHS`` its ``cudagraph_mode``.
+``EAGER=1`` is vLLM's ``enforce_eager``, ``GRAPHS`` its ``cudagraph_mode``, and ``VLLM_USE_BREAKABLE_CUDAGRAPH=1``
+vLLM's own: the model is not compiled.
 ``SLEEP=1`` is for the scene ``sleeps``: the KV cache's memory can be given back.
 """
 
@@ -40,6 +41,10 @@ from vllm_rig import Rig, mixed_load, prompt
 def start(directory: pathlib.Path, **changed: Any) -> Rig:
     """An engine whose tokens depend on what its KV cache holds."""
     model = vllm_v2_models.chosen()
+    if model == "own":
+        import vllm_own_attention  # vLLM decorates its attention as it was asked to by then
+
+        vllm_own_attention.install()
     tiny_configs.CONFIGS["v2"] = dict(vllm_v2_models.MODELS[model])
     if os.environ.get("LAYERS"):
         tiny_configs.CONFIGS["v2"]["num_hidden_layers"] = int(os.environ["LAYERS"])

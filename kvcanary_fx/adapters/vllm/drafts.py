@@ -24,7 +24,7 @@ from ...engine.layers import LayerChecks
 from ...engine.session import EngineSession
 from . import ops
 from .batches import tables_of
-from .pools import Group
+from .pools import Group, own_layers
 
 
 class Drafts:
@@ -113,7 +113,7 @@ class Proposal:
         self.forwards += 1
         batch, rows = draft_batch(self, index, slots)
         forward, layers = drafts.session.forward(index, batch), drafts.layers.publish()
-        with forward, layers, ops.one_forward(rows) as guarded:
+        with forward, layers, ops.one_forward(rows, own=own_layers(drafts.groups)) as guarded:
             self._check_tables(metadata, rows)
             yield
         drafts.calls_in_graph += len(guarded.in_graph)

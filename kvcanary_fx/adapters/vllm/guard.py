@@ -26,7 +26,7 @@ from .books import Books
 from .counts import Counts
 from .drafts import Drafts, Proposal
 from .journal import ATTRIBUTE, Message
-from .pools import Group, Pooled, draft_groups, longest_encoded
+from .pools import Group, Pooled, draft_groups, longest_encoded, own_layers
 from .reactions import Reactions
 from .settings import ON_VIOLATION_VARIABLE, VllmSettings
 from .tables import Ledger
@@ -80,7 +80,7 @@ class Guard:
             SelfTestError: a check stays silent.
             EngineError: requests are to be aborted or recomputed, and the scheduler is not vLLM's own.
         """
-        self.groups = groups
+        self.groups, self._own = groups, own_layers(groups)
         self.drafts: Drafts | None = None
         self.in_flight = False
         self.books = Books(functools.partial(_sessions, weakref.ref(self)))  # a guard lives as long as its runner
@@ -225,7 +225,13 @@ class Guard:
         self.books.settle(in_flight)
         try:
             step, layers = session.step(batch), self._layers.publish(ops.runs_from_python(runner.vllm_config))
-            with self._counts.busy(), step, session.forward(), layers, ops.one_forward(defers=True) as guarded:
+            with (
+                self._counts.busy(),
+                step,
+                session.forward(),
+                layers,
+                ops.one_forward(defers=True, own=self._own) as guarded,
+            ):
                 self._check_tables(runner)
                 if self.drafts is not None:
                     self.drafts.expect(get_forward_context().slot_mapping, self.scheduled.total_num_scheduled_tokens)

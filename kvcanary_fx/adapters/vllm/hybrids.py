@@ -31,6 +31,7 @@ from vllm.platforms import current_platform
 
 from ...engine.layers import EagerLayers
 from ...engine.session import EngineSession
+from .breakable import break_capture
 from .guard import Guard
 from .ops import name_of
 from .pools import Group
@@ -179,7 +180,7 @@ def hook_ops(layers: Iterable[type]) -> None:
             parameters = list(inspect.signature(original).parameters)
             if "layer_name" in parameters:
                 _HOOKED.add(name)
-                told = _told(original, parameters.index("layer_name"))
+                told = break_capture(_told(original, parameters.index("layer_name")))
                 _OVERRIDES.impl(name, told, current_platform.dispatch_key, allow_override=True)
 
 

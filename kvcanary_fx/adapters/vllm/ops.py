@@ -16,6 +16,9 @@ backends they take no state: vLLM's graphs are called with the inputs that Dynam
 ``kvcanary_vllm::unified_kv_cache_update(...)``, and the like for MLA
     vLLM's write of K and V, in its place before such an op: both are called directly, see :mod:`.direct`.
 
+A model may have attention of its own, which writes K and V without any of these ops: its layers are recorded from the
+cache when the model has run, and not compared with what was to be written.
+
 If attention runs outside such a graph (eager mode, a model that is not compiled, a step that skips the
 compiled graph), the implementation of vLLM's own op makes the two calls.  Both find what they need in the context that
 :class:`~kvcanary_fx.engine.layers.LayerChecks` publishes, and do nothing without one: in a warm-up, or an
@@ -28,7 +31,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +45,7 @@ from vllm.utils.torch_utils import LayerNameType
 from ...kernels.context import ForwardContext, current_context
 from ...kernels.deferred import Deferred
 from ...kernels.layer_ops import record_in, verify_in
+from .breakable import break_capture, next_piece_overwrites
 from .direct import call_directly, told_before
 
 NAMESPACE = "kvcanary_vllm"
@@ -76,6 +80,7 @@ class Guarded:
         rows: int64 ``[n]``, the rows of keys and values of the planned tokens; None: the first ones, in order.
         defers: what layers wrote need not be taken in before the model has run, if it is held until then.
         deferred: where they note it, from the first of them on.
+        own: layers whose attention may be none of vLLM's ops.
     """
 
     rows: torch.Tensor | None = None
@@ -83,31 +88,48 @@ class Guarded:
     outside: set[str] = dataclasses.field(default_factory=set)
     defers: bool = False
     deferred: Deferred | None = None
+    own: Sequence[str] = ()
 
 
 _GUARDED: contextvars.ContextVar[Guarded | None] = contextvars.ContextVar("kvcanary_vllm_guarded", default=None)
 
 
 @contextlib.contextmanager
-def one_forward(rows: torch.Tensor | None = None, defers: bool = False) -> Iterator[Guarded]:
+def one_forward(rows: torch.Tensor | None = None, defers: bool = False, own: Sequence[str] = ()) -> Iterator[Guarded]:
     """Around the model: no layer has been guarded yet.
 
     Args:
-        rows, defers: as of :class:`Guarded`; with ``defers``, its layers are all known once what is held was recorded.
+        rows, defers, own: as of :class:`Guarded`; with ``defers``, its layers are all known once what is held was
+            recorded.
     """
-    guarded, token = begin_forward(rows, defers)
+    guarded, token = begin_forward(rows, defers, own)
     try:
         yield guarded
+        record_own(guarded)
     finally:
         end_forward(token)
 
 
 def begin_forward(
-    rows: torch.Tensor | None = None, defers: bool = False
+    rows: torch.Tensor | None = None, defers: bool = False, own: Sequence[str] = ()
 ) -> tuple[Guarded, contextvars.Token[Guarded | None]]:
-    """:func:`one_forward` where a generator is too slow; the second is for :func:`end_forward`."""
-    guarded = Guarded(rows, defers=defers)
+    """:func:`one_forward` where a generator is too slow; the second is for :func:`end_forward`.  In between, when the
+    model has run, :func:`record_own` is due."""
+    guarded = Guarded(rows, defers=defers, own=own)
     return guarded, _GUARDED.set(guarded)
+
+
+def record_own(guarded: Guarded) -> None:
+    """The model has run: record the layers whose attention was none of vLLM's ops, from the cache."""
+    context = current_context() if guarded.own else None
+    if context is None:
+        return
+    if guarded.deferred is not None:
+        guarded.deferred.take_in()
+    for layer in guarded.own:
+        if layer in context.layers and layer not in guarded.in_graph and layer not in guarded.outside:
+            record_in(context, None, None, context.layers[layer].gate.device, layer)
+            guarded.outside.add(layer)
 
 
 def end_forward(token: contextvars.Token[Guarded | None]) -> None:
@@ -210,7 +232,8 @@ def register() -> None:
             target_lib=_LIBRARY,
         )
         call_directly(NAMESPACE, name, checked)
-        _OVERRIDES.impl(name, _guarded(original, in_graph=False), current_platform.dispatch_key, allow_override=True)
+        outside = break_capture(_guarded(original, in_graph=False))
+        _OVERRIDES.impl(name, outside, current_platform.dispatch_key, allow_override=True)
 
 
 def _written(op: torch._ops.OpOverload) -> list[str]:
@@ -253,10 +276,19 @@ def _guarded(original: Callable[..., None], in_graph: bool) -> Callable[..., Non
             known.deferred = Deferred(context, name_of, known.in_graph, first=(layer_name, key, value))
             return
         record(output, key, value, layer)
+        if not in_graph and next_piece_overwrites():
+            _let_wait(context, output.device)
         if known is not None:  # not before: guarded is what was recorded
             (known.in_graph if in_graph else known.outside).add(layer)
 
     return guarded
+
+
+def _let_wait(context: ForwardContext, device: torch.device) -> None:
+    """Let the model wait until what a layer wrote was recorded, if that is beside it."""
+    side = context.sides.get(device)
+    if side is not None:
+        side.join()
 
 
 def _may_be_deferred(context: ForwardContext) -> bool:

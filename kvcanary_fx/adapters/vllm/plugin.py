@@ -24,9 +24,17 @@ def register() -> None:
     otel.follow_environment()
     if not asked_for() or _only_inspects():
         return
-    from . import known
+    from .breakable import ops_break
 
     given = settings.from_env()
+    with ops_break():  # vLLM's configuration may ask for it later
+        _connect(given)
+
+
+def _connect(given: settings.VllmSettings) -> None:
+    """Hook into this process's vLLM, if it is one that the canary knows."""
+    from . import known
+
     if not known.can_be_guarded(given.config.mode):
         return
     from . import clients, connect  # imports what is hooked into, torch and the kernels: only if the canary is on

@@ -60,6 +60,7 @@ class Group:
         chunked: those whose attention sees chunks, for which vLLM makes tables of its own.  The group's blocks are kept
             (``chunk`` is None) where it has other layers, too.
         cross: its layers keep K and V of an encoder's output, written in a request's first forward alone.
+        own: those whose class has attention of its own, which may be none of vLLM's ops.
     """
 
     number: int
@@ -73,6 +74,7 @@ class Group:
     drafted: frozenset[str] = frozenset()
     chunked: frozenset[str] = frozenset()
     cross: bool = False
+    own: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -205,21 +207,45 @@ def _groups(
         names = [name for name in group.layer_names if name in wanted]
         if not names:
             continue
-        made, why = _group(runner, number, group.kv_cache_spec, names, cross)
+        left: dict[str, str] = {}
+        made, why = _group(runner, number, group.kv_cache_spec, names, cross, left)
         if made is None:
             note_unguarded(number, draft, names[0], why, unguarded)
-        else:
-            found.append(dataclasses.replace(made, draft=draft))
+            continue
+        found.append(dataclasses.replace(made, draft=draft))
+        if left:
+            _note_left(found[-1], left, unguarded)
     return found
 
 
-def _group(runner: Any, number: int, spec: Any, names: Sequence[str], cross: bool) -> tuple[Group | None, str]:
+def _note_left(group: Group, left: Mapping[str, str], unguarded: dict[str, str] | None) -> None:
+    """Log that some layers of a group are not guarded, and keep the reason.
+
+    Args:
+        left: why each is not, by name.
+        unguarded: as of :func:`note_unguarded`.
+    """
+    layer, why = next(iter(left.items()))
+    log.warning("kvcanary.unguarded %d layers of KV cache group %d (%s, ...): %s", len(left), group.number, layer, why)
+    if unguarded is not None:
+        unguarded[f"{group.name}, {len(left)} of its layers"] = why
+
+
+def _group(
+    runner: Any, number: int, spec: Any, names: Sequence[str], cross: bool, left: dict[str, str]
+) -> tuple[Group | None, str]:
+    """A group; or None, and why it cannot be guarded.
+
+    Args:
+        cross: as of :func:`_groups`.
+        left: gets why some of its layers cannot be guarded, by name, where others can.
+    """
     spec = spec_of_a_layer(spec)
     reach = _reach(spec, cross)
     if isinstance(reach, str):
         return None, reach
     window, chunk = reach
-    layers, mla, kernel_page = {}, False, kernel_page_sizes(runner)[number]
+    layers, kernel_page = {}, kernel_page_sizes(runner)[number]
     known = runner.compilation_config.static_forward_context
     for name in names:
         layer = known[name]
@@ -227,13 +253,49 @@ def _group(runner: Any, number: int, spec: Any, names: Sequence[str], cross: boo
             continue
         halves = _halves(layer, kernel_page)
         if isinstance(halves, str):
-            return None, f"layer {name}: {halves}"
-        layers[name], mla = halves, isinstance(layer, MLAAttention)
+            left[name] = halves
+        else:
+            layers[name] = halves
     if not layers:
-        return None, "its layers have no KV cache of their own"
+        why = next((f"layer {name}: {why}" for name, why in left.items()), "its layers have no KV cache of their own")
+        return None, why
+    own = frozenset(name for name in layers if _has_attention_of_its_own(known[name]))
+    if own:
+        log.info(
+            "kvcanary.vllm %d layers of KV cache group %d (%s, ...) have attention of their own (%s): what they wrote is "
+            "recorded from the cache, and not compared with what was to be written",
+            len(own), number, min(own), type(known[min(own)]).__name__,
+        )  # fmt: skip
+    mla = any(_is_mla(known[name]) for name in layers)
     chunked = frozenset(name for name in layers if isinstance(known[name], ChunkedLocalAttention))
     encoded = isinstance(spec, CrossAttentionSpec)
-    return Group(number, spec.block_size, kernel_page, window, layers, mla, chunk, chunked=chunked, cross=encoded), ""
+    kinds: dict[str, Any] = dict(chunked=chunked, cross=encoded, own=own)
+    return Group(number, spec.block_size, kernel_page, window, layers, mla, chunk, **kinds), ""
+
+
+def _is_mla(layer: Any) -> bool:
+    """Whether a layer stores a latent and a rotary part, as vLLM's own MLA layers do, and knows how to store them."""
+    return isinstance(layer, MLAAttention) or all(
+        hasattr(layer, name) for name in ("kv_lora_rank", "qk_rope_head_dim", "kv_cache_dtype", "_k_scale", "impl")
+    )
+
+
+def _has_attention_of_its_own(layer: Any) -> bool:
+    """Whether a layer's class has a forward of its own, which may be none of vLLM's attention ops.
+
+    Those beside :class:`Attention` come to its forward.
+    """
+    package = Attention.__module__.rpartition(".")[0]
+    return not type(layer).forward.__module__.startswith(f"{package}.")
+
+
+def own_layers(groups: Sequence[Group], drafted: bool = False) -> tuple[str, ...]:
+    """The layers with attention of their own.
+
+    Args:
+        drafted: those of a draft in the target's groups, and not the target's.
+    """
+    return tuple(name for group in groups for name in group.own if (name in group.drafted) == drafted)
 
 
 def kernel_page_sizes(runner: Any) -> list[int]:
@@ -278,7 +340,7 @@ def _halves(layer: Any, page_size: int) -> tuple[torch.Tensor, torch.Tensor] | s
     cache = layer.kv_cache
     if not isinstance(cache, torch.Tensor) or not cache.numel():
         return "it has no KV cache of its own"
-    if isinstance(layer, MLAAttention):
+    if _is_mla(layer):
         shapes: tuple[tuple[int, ...], tuple[int, ...]] = (layer.kv_lora_rank,), (layer.qk_rope_head_dim,)
         write = _mla_write(layer)
     elif isinstance(layer, Attention):

@@ -32,7 +32,7 @@ from ....engine.session import EngineSession
 from ....kernels.context import ForwardContext, forward_context, get_forward_context
 from ....kernels.side_stream import capturing
 from .. import ops
-from ..pools import Group
+from ..pools import Group, own_layers
 from .rejected import Marked, Rejected
 
 
@@ -57,7 +57,7 @@ class Drafting:
     def __init__(self, runner: Any, groups: Sequence[Group]):
         self.layers = sum(len(group.drafted) for group in groups)
         self.expected = bool(runner.num_speculative_steps) or getattr(runner, "speculator", None) is not None
-        self._runner, self._groups = runner, groups
+        self._runner, self._groups, self._own = runner, groups, own_layers(groups, drafted=True)
         self._verifies = False  # the running step has drafts
         self._verified: tuple[torch.Tensor, torch.Tensor] | None = None  # what became of them
         self._context: ForwardContext | None = None  # what the target's ops found in this step
@@ -102,7 +102,7 @@ class Drafting:
             whole: if anything is captured, it is all of the forward, and not pieces of it.
         """
         requests = min(self._runner.max_num_reqs, tokens)
-        with checks.captured(requests, tokens, beside=False), ops.one_forward() as guarded:
+        with checks.captured(requests, tokens, beside=False), ops.one_forward(own=self._own) as guarded:
             yield
         if whole and capturing():
             self._in_graphs = min(self._in_graphs, _count(guarded))
@@ -117,7 +117,7 @@ class Drafting:
         if self._context is None:
             yield
             return
-        with forward_context(self._context), ops.one_forward(rows) as guarded:
+        with forward_context(self._context), ops.one_forward(rows, own=self._own) as guarded:
             yield
         self._seen = _count(guarded)
 

@@ -16,6 +16,7 @@ from ....engine.kept_step import KeptStep
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
 from ..batches import kernel_tables
+from ..breakable import next_piece_overwrites
 from ..ops import layers_are_apart
 from ..pools import Group
 from .batches import histories, make_batch
@@ -70,9 +71,13 @@ class Forwards:
         self._steps.interrupted()
 
     @functools.cached_property
+    def _holds(self) -> bool:
+        return layers_are_apart(self._runner.vllm_config)
+
+    @property
     def holds(self) -> bool:
         """Whether K and V of the layers are held until the model has run, also where they were captured."""
-        return layers_are_apart(self._runner.vllm_config)
+        return self._holds and not next_piece_overwrites()
 
     def begin(
         self,

@@ -155,7 +155,7 @@ class GuardV2(Guard):
             return
         before = self._forwards.for_graph(tokens) if whole and capturing() else None
         layers = self._layers.captured(min(self._room[0], tokens), tokens, whole, self._forwards.holds, before=before)
-        with layers, ops.telling_writes(self._layers.about_to_write), ops.one_forward() as guarded:
+        with layers, ops.telling_writes(self._layers.about_to_write), ops.one_forward(own=self._own) as guarded:
             yield
         if capturing():
             self.layers_in_graphs[tokens] = len(guarded.in_graph) + len(guarded.outside)
@@ -348,6 +348,8 @@ class GuardV2(Guard):
         opened, self.open = self.open, None
         if opened is None:
             return
+        if opened.from_python:
+            ops.record_own(opened.guarded)
         if opened.from_python and self._news.read_lately and self._forwards.holds:
             # the tokens of the step before are read next, while the device waits for the host, and then those of this
             # one, with the next step on the device
@@ -420,7 +422,7 @@ class _Open:
     """
 
     def __init__(self, guard: GuardV2):
-        self._busy, self._books = guard._counts.busy(), guard.books
+        self._busy, self._books, self._own = guard._counts.busy(), guard.books, guard._own
         self._none = ops.Guarded()
         self._token: Any = None
 
@@ -433,7 +435,7 @@ class _Open:
         self.running: contextlib.AbstractContextManager[Any] | None = None
         self.from_python = from_python
         self._busy.acquire()
-        self.guarded, self._token = ops.begin_forward(defers=True) if from_python else (self._none, None)
+        self.guarded, self._token = ops.begin_forward(defers=True, own=self._own) if from_python else (self._none, None)
 
     def end(
         self, kind: type[BaseException] | None = None, error: BaseException | None = None, trace: Any = None
