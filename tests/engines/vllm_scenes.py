@@ -48,13 +48,24 @@ def abort(directory: pathlib.Path, model: str) -> dict[str, Any]:
     }
 
 
+def _find_here() -> None:
+    """Let processes that are spawned, as on a GPU, find the modules of this folder."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+
+
+def _on_a_gpu() -> dict[str, Any]:
+    """What an engine gets besides where there is one: vLLM's own graphs, and no room for a large cache."""
+    if not torch.cuda.is_available():
+        return {}
+    return dict(dtype="bfloat16", kv_cache_memory_bytes=1 << 28, enforce_eager=False)
+
+
 def spawned(directory: pathlib.Path, model: str, **arguments: Any) -> dict[str, Any]:
     """An engine in a process of its own, and its counts as this process sees them."""
     from vllm import LLM, SamplingParams
 
-    if torch.cuda.is_available():
-        arguments |= dict(dtype="bfloat16", kv_cache_memory_bytes=1 << 28, enforce_eager=False)
-    llm = LLM(**tiny_vllm.engine_arguments(model, directory, **arguments))
+    llm = LLM(**tiny_vllm.engine_arguments(model, directory, **arguments, **_on_a_gpu()))
     wanted = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt(i, 40 + 30 * i)} for i in range(4)], wanted)
     found: dict[str, Any] = {"tokens": [list(o.outputs[0].token_ids) for o in outputs]}
@@ -87,8 +98,9 @@ def ruined_on_another_rank(directory: pathlib.Path, model: str) -> dict[str, Any
     from vllm import LLM, SamplingParams
 
     ranks = dict(tensor_parallel_size=2, load_format="filled", worker_extension_cls="vllm_ruin.Ruin")
+    _find_here()
     with _standard_error() as written:
-        llm = LLM(**tiny_vllm.engine_arguments(model, directory, **ranks))
+        llm = LLM(**tiny_vllm.engine_arguments(model, directory, **ranks, **_on_a_gpu()))
         wanted = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
         prompts = [{"prompt_token_ids": prompt(i, 100 - 50 * i)} for i in range(2)]
         llm.collective_rpc(_ruin_on_the_second_rank)

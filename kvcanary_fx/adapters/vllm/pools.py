@@ -262,10 +262,10 @@ def _group(
     own = frozenset(name for name in layers if _has_attention_of_its_own(known[name]))
     if own:
         log.info(
-            "kvcanary.vllm %d layers of KV cache group %d (%s, ...) have attention of their own (%s): what they wrote is "
-            "recorded from the cache, and not compared with what was to be written",
-            len(own), number, min(own), type(known[min(own)]).__name__,
-        )  # fmt: skip
+            "kvcanary.vllm %d layers of KV cache group %d (%s, ...) have attention of their own (%s): what they wrote "
+            "is recorded from the cache, and not compared with K and V",
+            *(len(own), number, min(own), type(known[min(own)]).__name__),
+        )
     mla = any(_is_mla(known[name]) for name in layers)
     chunked = frozenset(name for name in layers if isinstance(known[name], ChunkedLocalAttention))
     encoded = isinstance(spec, CrossAttentionSpec)

@@ -294,7 +294,7 @@ class GuardV2(Guard):
             self._alike
             and self.scheduled is not None
             and metadata is not None
-            and self._news.read_lately
+            and (self._news.read_lately or not self._unread())
             and not self._reading.locked()
             and self._forwards.go_on(batch)
         ):
@@ -336,12 +336,16 @@ class GuardV2(Guard):
 
     def _look_at_unread(self) -> None:
         """Read the violations of steps whose tokens nobody reads on this rank."""
-        if self._news.unread(early=self._ends_engine or self.reactions.elsewhere):
+        if self._unread():
             with self._counts.busy():
                 self.session.drain()
                 self._tell_news()
         if self._ends_engine and self.session.found.untold:
             self.session.check()
+
+    def _unread(self) -> bool:
+        """Whether there are violations in steps whose tokens nobody reads on this rank."""
+        return self._news.unread(early=self._ends_engine or self.reactions.elsewhere)
 
     def after_model(self) -> None:
         """After the model."""

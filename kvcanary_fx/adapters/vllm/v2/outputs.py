@@ -16,7 +16,8 @@ class News:
     are.  To copy the counters to the host as the last node of each step's graph took the device 9 us (H200).
 
     Attributes:
-        read_lately: somebody reads the tokens of steps: there is nothing for :meth:`unread` to find.
+        read_lately: somebody reads the tokens of steps: there is nothing for :meth:`unread` to find.  Never on a rank
+            whose outputs are dropped.
     """
 
     def __init__(self, session: EngineSession):
