@@ -145,10 +145,18 @@ def _stack() -> Iterator[types.FrameType]:
 
 
 def stance() -> str | None:
-    """What the compiler's stance keeps from being compiled, and the remedy; None in the default stance."""
-    name: str = torch._dynamo.eval_frame._stance.stance
+    """What the compiler's stance keeps from being compiled as it was asked for, and the remedy; None in the default
+    stance."""
+    now = torch._dynamo.eval_frame._stance
+    name: str = now.stance
     if name == "default":
-        return None
+        forced = getattr(now, "backend", None)
+        if forced is None:
+            return None
+        return (
+            f"torch.compiler.set_stance(force_backend={forced!r}) is in force, which compiles it in the place of the "
+            "canary: leave it for forwards that are to be guarded"
+        )
     return (
         f"torch.compiler.set_stance({name!r}) is in force, in which compiled functions run eagerly: leave it for "
         "forwards that are to be guarded"

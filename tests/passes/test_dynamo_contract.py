@@ -254,6 +254,8 @@ def test_the_compilers_stance_and_what_keeps_it_from_compiling():
     assert dynamo_calls.stance() is None
     with torch.compiler.set_stance("force_eager"):
         assert "set_stance('force_eager')" in dynamo_calls.stance()
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        assert "set_stance(force_backend='eager')" in dynamo_calls.stance()
     assert dynamo_calls.obstacle() is None
     seen = []
     torch.vmap(lambda x: (seen.append(dynamo_calls.obstacle()), x)[1])(torch.zeros(2))

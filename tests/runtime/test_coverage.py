@@ -108,6 +108,11 @@ def in_the_stance(name):
     return run
 
 
+def with_another_backend(rig):
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        rig.step(1)
+
+
 def with_dynamo_off(rig):
     with torch._dynamo.config.patch(disable=True):
         rig.step(1)
@@ -120,6 +125,7 @@ def under_vmap(rig):
 EAGER = {
     "force_eager": (in_the_stance("force_eager"), "set_stance('force_eager') is in force"),
     "eager_on_recompile": (in_the_stance("eager_on_recompile"), "set_stance('eager_on_recompile') is in force"),
+    "force_backend": (with_another_backend, "set_stance(force_backend='eager') is in force"),
     "disabled": (with_dynamo_off, "compilation is disabled"),
     "vmap": (under_vmap, "under a function transform"),
     "dispatch mode": (counted_under_a_mode, "a TorchDispatchMode is active"),
@@ -207,7 +213,7 @@ def test_recompile_limit_is_noticed_whatever_the_level_of_torchs_log():
         logger.setLevel(level)
 
 
-@pytest.mark.parametrize(("run", "cause"), list(EAGER.values())[:4], ids=list(EAGER)[:4])
+@pytest.mark.parametrize(("run", "cause"), list(EAGER.values())[:5], ids=list(EAGER)[:5])
 def test_a_compiled_model_that_runs_eagerly_after_it_was_guarded(run, cause):
     rig = Rig.build(mode="log", compile_options={"dynamic": False})
     rig.step(2)
