@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .dynamo_contract import source_frames
+from .dynamo_contract import source_frames, untransformed
 from .names import function_name
 from .write_ops import schema_of
 
@@ -143,7 +143,7 @@ COPIES = ("clone", *MASKED_UPDATES, *UPDATES)
 def storage_key(tensor: torch.Tensor) -> StorageWeakRef | None:
     """Identity of a tensor's storage; None for tensors without one (sparse, some subclasses)."""
     try:
-        return StorageWeakRef(tensor.untyped_storage())
+        return StorageWeakRef(untransformed(tensor).untyped_storage())
     except (NotImplementedError, RuntimeError):
         return None
 

@@ -10,6 +10,8 @@ Seen on the versions of torch that pyproject.toml allows:
   type by a name of torch's own making.
 * ``torch._dynamo.mark_dynamic`` leaves an attribute on the tensor, which is the example of a placeholder's
   ``grapharg``; a guard that makes such a size a number is an error.
+* What a function under torch.vmap is given is a wrapper without a storage, around a tensor with one.  Dynamo leaves
+  such wrappers on the nodes, after their level has ended.
 * An appended input counts as static for CUDA graphs only with ``tensor_dict`` metadata that says so.
 """
 
@@ -44,6 +46,19 @@ def clone_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
     graph_output, clone_output = (next(iter(reversed(g.nodes))) for g in (gm.graph, graph))
     clone_output.meta = dict(graph_output.meta)
     return clone
+
+
+def is_transformed(value: Any) -> bool:
+    """Whether a value is a tensor as a function under torch.vmap or torch.func sees it: without the axis that it is
+    mapped over, and without an address."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def untransformed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory a tensor under a transform has; others are themselves."""
+    while is_transformed(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def marked_dynamic(placeholder: fx.Node) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from .accesses import Accesses, extent_of
+from .dynamo_contract import is_transformed
 from .names import function_name
 from .selection import (
     At,
@@ -266,6 +267,8 @@ IN_PLACE = ("fill_", "zero_", "add_", "sub_", "mul_", "div_", "masked_fill_", "c
 def read_write(node: fx.Node, root: fx.Node, found: Accesses) -> list[KVWrite]:
     """The writes that ``node`` makes to the pool behind the placeholder ``root``; at least one."""
     values = found.values
+    if any(is_transformed(values.get(a)) for a in node.all_input_nodes if found.root_of(a) is root):
+        return _opaque(node, root, found, "it is under torch.vmap or torch.func")
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         writes = _opaque(node, root, found, f"it is inside {_higher_order_name(node)}")
         for write in writes:
@@ -350,10 +353,20 @@ def _is_spread(mask: torch.Tensor, axis: int) -> bool:
 
 
 def _operands_on(node: fx.Node, root: fx.Node, found: Accesses) -> list[fx.Node]:
-    """The operands of ``node`` that are views of ``root``; the placeholder itself if a byte is in several."""
-    views = [a for a in node.all_input_nodes if found.root_of(a) is root]
+    """The operands of ``node`` that are views of ``root``; the placeholder itself if a byte is in several.
+
+    Under torch.vmap they are what it was given: what it makes of that has no address.
+    """
+    views = [_before_transform(a, found.values) for a in node.all_input_nodes if found.root_of(a) is root]
     regions = [found.values[without_slots(view, found.values)] for view in views]
     return views if views and all(_are_apart(a, b) for a, b in itertools.combinations(regions, 2)) else [root]
+
+
+def _before_transform(view: fx.Node, values: dict[fx.Node, Any]) -> fx.Node:
+    """What a view under torch.vmap or torch.func is one of."""
+    while is_transformed(values.get(view)):
+        view = view.all_input_nodes[0]
+    return view
 
 
 def _are_apart(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from toys import HEAD_DIM, HEADS, Rig, new_caches, write_by_op, write_in_subgraph, write_rolled, write_where
+from toys import (
+    HEAD_DIM,
+    HEADS,
+    Rig,
+    new_caches,
+    write_by_op,
+    write_in_subgraph,
+    write_mapped,
+    write_rolled,
+    write_where,
+)
 
 import kvcanary_fx
 from kvcanary_fx import CanaryBackend, CanaryConfig, KVCacheViolation
@@ -200,6 +212,26 @@ def test_a_write_that_nobody_can_foresee_is_compared_when_a_fraction_is_checked(
         run(cache, torch.randn(2, HEADS, 1, HEAD_DIM), torch.tensor([position]))
         cache.data[1, 0, 1, 3] += 1
     assert [(v.step, v.row, v.index) for v in backend.session.violations()] == [(3, 1, 1)]
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_cache_that_is_written_under_vmap(inner):
+    rig = Rig.build(write=write_mapped, inner=inner, mode="log")
+    plain = copy.deepcopy(rig.caches)
+    for tokens in (3, 1, 1):
+        at, seed = rig.length, rig.length + 1
+        torch.manual_seed(seed)
+        guarded = rig.step(tokens)
+        rig.caches, plain = plain, rig.caches
+        torch.manual_seed(seed)
+        torch.testing.assert_close(rig.step(tokens, guarded=False, at=at), guarded)
+        rig.caches, plain = plain, rig.caches
+    assert rig.session.violations() == []
+    assert rig.session.stats().recorded == 2 * 2 * 2 * 5  # layers, halves, rows, tokens
+    rig.flip(1, 1, row=1, position=2)
+    rig.step()
+    (found,) = rig.session.violations()
+    assert (found.check, found.layer, found.half, found.row, found.index) == ("content", "layers.1", "V", 1, 2)
 
 
 @pytest.mark.parametrize("write", [write_in_subgraph, write_by_op], ids=["axes shown", "nothing shown"])
