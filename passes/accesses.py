@@ -27,7 +27,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from .dynamo_contract import source_frames, untransformed
 from .names import function_name
@@ -353,8 +353,11 @@ def _fake_mode(placeholders: Sequence[fx.Node], example_inputs: Sequence[Any]) -
 
 
 def _may_be_a_cache(value: Any, given: Any) -> bool:
-    """Whether an input can be written by a forward: a weight that is being trained is not."""
-    return isinstance(value, torch.Tensor) and not (isinstance(given, torch.nn.Parameter) and given.requires_grad)
+    """Whether an input can be written by a forward, and be looked at: a weight that is being trained is not, and the
+    bytes of a DTensor are in a tensor inside it.
+    """
+    trained = isinstance(given, torch.nn.Parameter) and given.requires_grad
+    return isinstance(value, torch.Tensor) and not trained and not is_traceable_wrapper_subclass(value)
 
 
 def _same_storage_offset(tensor: torch.Tensor) -> torch.Tensor:

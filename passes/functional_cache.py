@@ -1,4 +1,5 @@
-"""Caches that cannot be guarded: rebuilt by ``keys = torch.cat([keys, new])``, replaced, or born in the graph.
+"""Caches that cannot be guarded: rebuilt by ``keys = torch.cat([keys, new])``, replaced, born in the graph, or in a
+tensor subclass.
 
 The graph neither writes such a cache nor returns it with some slots written (:mod:`.returned_caches`), so there is no
 pool to guard.  All we can do is name it.
@@ -18,15 +19,19 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .accesses import FACTORIES, Accesses, storage_key
 from .attention_reads import AttentionReads
 from .dynamo_contract import is_fragment, is_kept_by_someone
 from .graph_plan import GraphPlan
-from .names import function_name, source_name, state_named
+from .names import function_name, has_kv_name, source_name, state_named
 
 #: Why an input that comes back as another tensor, computed from it, is not guarded.
 REPLACED = "replaced by a new tensor each step"
+
+#: Why a cache in a subclass of torch.Tensor that wraps other tensors is not guarded.
+WRAPPED = "a tensor subclass, whose bytes are in tensors inside it"
 
 #: Ops whose result replaces their argument.
 _PASSED_ON = ("detach", "clone", "contiguous")
@@ -81,6 +86,18 @@ def replaced_caches(gm: fx.GraphModule, found: Accesses, guarded: Sequence[fx.No
         for p in inputs
         if any(p in sources[n] and _replaces(n, p) and _is_state(p, n, returned[0], whole) for n in returned)
     ]
+
+
+def wrapped_caches(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[fx.Node]:
+    """Inputs called like caches that wrap other tensors: a DTensor, or K and V that a subclass quantizes."""
+    given = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+    wrapping = [p for p, t in given if not isinstance(t, torch.nn.Parameter) and _wraps(_value(p))]
+    return [p for p in wrapping if has_kv_name(source_name(p)) or state_named(source_name(p)) is not None]
+
+
+def _wraps(value: Any) -> bool:
+    kind = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 3
+    return kind and is_traceable_wrapper_subclass(value)
 
 
 def passed_on(gm: fx.GraphModule, replaced: Sequence[fx.Node], reads: AttentionReads) -> list[fx.Node]:

@@ -9,7 +9,7 @@ from torch import fx
 
 from .accesses import Accesses
 from .attention_reads import AttentionReads
-from .functional_cache import REPLACED, caches_born_inside, passed_on, replaced_caches
+from .functional_cache import REPLACED, WRAPPED, caches_born_inside, passed_on, replaced_caches, wrapped_caches
 from .graph_plan import GraphPlan
 from .halves import DeclaredAxes, Half, find_halves, halves_of_returned
 from .labels import name_halves
@@ -57,5 +57,6 @@ def halves_to_guard(
     stays = {h.root for h in halves} - set(gone)  # what attention computes of keys may have their shape
     named = [source_name(n) for n in replaced if n not in stays]
     plan.unguarded += [(name, REPLACED) for name in named if name not in plan.functional]
+    plan.unguarded += [(source_name(n), WRAPPED) for n in wrapped_caches(gm, example_inputs)]
     plan.born = [n.name for n in caches_born_inside(gm, found)]
     return halves

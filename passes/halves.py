@@ -358,6 +358,8 @@ def _not_a_pool(root: fx.Node, found: Accesses) -> str | None:
         return f"its elements are {dtype}: a counter, a mask or an index"
     if tensor.dim() < 2:
         return f"it has {tensor.dim()} axes; a pool has slots and rows"
+    if any(isinstance(size, int) and size == 0 for size in tensor.shape):
+        return "it has no elements: one of its sizes is 0"
     return None
 
 

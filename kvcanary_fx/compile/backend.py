@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from ..config import CanaryConfig, require_config, resolve
 from ..errors import AnalysisError, CaptureError
 from ..passes.accesses import DependsOnDataError
-from ..passes.functional_cache import REPLACED
+from ..passes.functional_cache import REPLACED, WRAPPED
 from ..passes.graph_plan import GraphPlan
 from ..passes.pipeline import passes, run_passes
 from ..runtime.session import CanarySession
@@ -249,11 +249,18 @@ def inner_compile(
 def _announce(plan: GraphPlan, owner: CanarySession) -> None:
     """Log what cannot be guarded, and what to do about it: once for each cache, and once if there is no cache."""
     replaced = [name for name, why in plan.unguarded if why == REPLACED]
+    wrapped = [name for name, why in plan.unguarded if why == WRAPPED]
     if replaced:
         owner.warn_once(
             f"replaced {replaced}",
             f"kvcanary.unguarded {plan.name}: {_some(replaced)}: replaced each step by a new tensor that is computed "
             "as a whole, so it is not guarded. Write it in place (state.copy_(new)), and it is.",
+        )
+    if wrapped:
+        owner.warn_once(
+            f"wrapped {wrapped}",
+            f"kvcanary.unguarded {plan.name}: {_some(wrapped)}: {WRAPPED}, so it is not guarded. Keep the plain tensor as "
+            "the cache (of a DTensor cache.to_local()), and it is.",
         )
     if plan.functional:
         owner.warn_once(
@@ -269,7 +276,7 @@ def _announce(plan: GraphPlan, owner: CanarySession) -> None:
             "call is not guarded; later ones are, if the cache is passed in. Allocate it before the first call: "
             "Hugging Face's cache.early_initialization(...).",
         )
-    elif not plan.guarded and not replaced:
+    elif not plan.guarded and not replaced and not wrapped:
         why = _some([f"{name}: {why}" for name, why in plan.unguarded], "; ") or "it writes none of its inputs"
         owner.warn_once(
             "no cache",  # a model with graph breaks has many such graphs, and the summary lists them

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 from toys import Rig
 
@@ -437,3 +438,29 @@ def test_cache_rebuilt_by_cat_is_named_once(caplog):
     (message,) = unguarded(caplog)
     assert "the cache is rebuilt by cat each step (keys)" in message
     assert "StaticCache" in message
+
+
+@pytest.mark.parametrize("mode", ["raise", "log"])
+def test_cache_in_a_tensor_subclass_is_named_once(mode, caplog):
+    """Like a DTensor: seen in mode raise as checks that did not run, and as a bug of ours."""
+    rig = Rig.build(mode=mode, inner="aot_eager")
+    plain = rig.caches[1]
+    rig.caches[1] = (TwoTensor(plain[0], plain[0].clone()), TwoTensor(plain[1], plain[1].clone()))
+    with caplog.at_level(logging.WARNING, "kvcanary"):
+        rig.step(3)
+        rig.step()
+    (message,) = unguarded(caplog)
+    assert "caches[1][0], caches[1][1]: a tensor subclass, whose bytes are in tensors inside it" in message
+    assert "caches[1][0]: a tensor subclass" in rig.session.summary()
+    assert rig.session.stats().recorded == 2 * 2 * 4  # the other layer: halves, rows, tokens
+    assert rig.session.uncovered == []
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_cache_without_elements_is_none_to_guard(inner, caplog):
+    """As an idle rank has it, whose batch is empty."""
+    rig = Rig.build(batch=0, inner=inner)
+    with caplog.at_level(logging.WARNING, "kvcanary"):
+        assert rig.step(3).shape[0] == 0
+    (message,) = unguarded(caplog)
+    assert "caches[0][0]: it has no elements: one of its sizes is 0" in message
