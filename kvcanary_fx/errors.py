@@ -80,10 +80,10 @@ class UnrecordedLayersError(CoverageError):
         """
         told = []
         if layers:
-            told.append(f"the last forward left no fingerprint in {_first_of(layers)}")
+            told.append(f"the last forward left no fingerprint in {first_of(layers)}")
         if stopped:
             told.append(
-                f"of {_first_of(stopped)} no write was recorded for health_every steps in which other layers had some: "
+                f"of {first_of(stopped)} no write was recorded for health_every steps in which other layers had some: "
                 "attention there reads what earlier tokens left in these slots, unless they are written unguarded"
             )
         super().__init__(
@@ -94,7 +94,8 @@ class UnrecordedLayersError(CoverageError):
         )
 
 
-def _first_of(names: Sequence[str]) -> str:
+def first_of(names: Sequence[str]) -> str:
+    """The first few of many names."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 

@@ -259,8 +259,8 @@ def _announce(plan: GraphPlan, owner: CanarySession) -> None:
     if wrapped:
         owner.warn_once(
             f"wrapped {wrapped}",
-            f"kvcanary.unguarded {plan.name}: {_some(wrapped)}: {WRAPPED}, so it is not guarded. Keep the plain tensor as "
-            "the cache (of a DTensor cache.to_local()), and it is.",
+            f"kvcanary.unguarded {plan.name}: {_some(wrapped)}: {WRAPPED}, so it is not guarded. Keep the plain tensor "
+            "as the cache (of a DTensor cache.to_local()), and it is.",
         )
     if plan.functional:
         owner.warn_once(

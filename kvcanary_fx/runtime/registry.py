@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import Collection, Sequence
 
 import torch
@@ -117,12 +118,16 @@ class Storage:
     aliases: dict[tuple[Place, int], PoolHalf] = dataclasses.field(default_factory=dict)  # of those, by id
     shadows: dict[object, Shadow] = dataclasses.field(default_factory=dict)  # see returned.py
     watched: bool = False  # a graph reads what others record in it
+    shared: bool = False  # another session has halves of the same bytes, and nobody was told yet
     version: int | None = None  # of the pool tensor after our last call; None before, or if it keeps none
     suspects: set[int] = dataclasses.field(default_factory=set)  # ids of halves not checked since something else wrote
 
 
 class PoolRegistry:
     """All storages and halves of one session."""
+
+    _all: weakref.WeakSet[PoolRegistry] = weakref.WeakSet()  # of the process
+    _all_lock = threading.Lock()
 
     def __init__(self, planes: int):
         self._planes = planes
@@ -135,6 +140,8 @@ class PoolRegistry:
         self.shadows_copied = False  # a graph returns its caches: what is known of a tensor may be a copy
         self.generation = 0  # changes when a half is dropped, so that kept bindings are made anew
         self._lock = threading.Lock()
+        with self._all_lock:
+            self._all.add(self)
 
     def storage_of(self, tensor: torch.Tensor) -> Storage:
         """The record of a tensor's storage, made if it is new."""
@@ -163,9 +170,20 @@ class PoolRegistry:
             with self._lock:
                 half = storage.halves[place] = self._make(view, place, site, number)
                 self.generation += storage.watched
+            self._find_in_others(storage, view, place)
         elif half.kind == "read" and site.kind != "read":
             self._gains_writer(half, site)
         return half
+
+    def _find_in_others(self, storage: Storage, view: torch.Tensor, place: Place) -> None:
+        """Note what other sessions guard of a new half; an engine knows what it declares."""
+        with self._all_lock:
+            others = [registry for registry in self._all if registry is not self]
+        for theirs in (registry.known(view) for registry in others):
+            if theirs is None or theirs.declared or storage.declared:
+                continue
+            if any(half.place.overlaps(place) for half in list(theirs.halves.values())):
+                storage.shared = theirs.shared = True
 
     def free_line(self, key: object) -> Line | None:
         """A line whose caches are all gone."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..config import CanaryConfig
-from ..errors import CanaryError, MissedChecksError, RecompileLimitError
+from ..errors import CanaryError, MissedChecksError, RecompileLimitError, first_of
 from ..kernels.buffers import Count, Gate
 from ..kernels.context import publish, withdraw
 from ..passes.graph_plan import GraphPlan
@@ -142,6 +142,7 @@ class CanarySession:
     def _run_anew(self, binding: GraphBinding, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
         """The slow path: other tensors than last time, or something wrote to them."""
         call = self._bind(binding, args, capturing=False)
+        self._say_what_is_shared(binding, call)
 
         def prepared(*given: Any) -> Any:
             self._note_outside_writes(binding, call, args)
@@ -214,6 +215,20 @@ class CanarySession:
             lenient = lenient or not storage.suspects.isdisjoint(call.ids)
         if lenient:
             self._be_lenient(binding)
+
+    def _say_what_is_shared(self, binding: GraphBinding, call: BoundCall) -> None:
+        """Caches that another session guards, too: what it writes is a change from outside for this one."""
+        pools = [pool for storage, _, pool in call.storages if storage.shared]
+        if not pools:
+            return
+        for storage, _, _ in call.storages:
+            storage.shared = False
+        self.lose_coverage(
+            f"{binding.plan.name}: another session guards {first_of(pools)}, too. Neither knows what the other "
+            "recorded and takes it as it is, so what is corrupted between a call of one and a call of the other may not "
+            "be found. Compile all that runs over one cache with one backend object, or with backend='kvcanary' and the "
+            "same settings; protect gives each model a session of its own"
+        )
 
     def _be_lenient(self, binding: GraphBinding) -> None:
         for gate in binding.gates.values():

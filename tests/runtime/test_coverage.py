@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
+import gc
 import logging
 
 import pytest
@@ -464,3 +466,44 @@ def test_cache_without_elements_is_none_to_guard(inner, caplog):
         assert rig.step(3).shape[0] == 0
     (message,) = unguarded(caplog)
     assert "caches[0][0]: it has no elements: one of its sizes is 0" in message
+
+
+def test_a_cache_that_two_sessions_guard_is_named_by_both(caplog):
+    """As a prefill and a decode that are compiled with a backend object each: what is flipped between them is adopted."""
+    prefill = Rig.build(mode="log")
+    decode = dataclasses.replace(Rig.build(mode="log"), caches=prefill.caches)
+    with caplog.at_level(logging.WARNING, "kvcanary"):
+        prefill.step(3)
+        assert prefill.session.uncovered == []
+        for at in (3, 4):
+            decode.step(at=at)
+        prefill.step(3, at=0)
+        decode.step(at=3)
+    assert len(caplog.records) == 2
+    for session in (prefill.session, decode.session):
+        (said,) = session.uncovered
+        assert "another session guards caches[0][0], caches[0][1], caches[1][0], caches[1][1], too" in said
+        assert "with one backend object" in said
+        assert said in session.summary()
+
+
+def test_sessions_over_parts_of_one_tensor_are_none_of_each_others_business():
+    whole = torch.zeros(2, 2, 2, 2, 2, 24, 8)  # model, layer, half: a cache each
+    rigs = [Rig.build(mode="log") for _ in whole]
+    for rig, caches in zip(rigs, whole, strict=True):
+        rig.caches = [(k, v) for k, v in caches]
+        rig.step(3)
+        rig.step()
+    assert [rig.session.uncovered for rig in rigs] == [[], []]
+
+
+def test_a_cache_whose_session_is_gone_is_new():
+    rig = Rig.build(mode="log")
+    rig.step(3)
+    caches = rig.caches
+    del rig
+    torch._dynamo.reset()
+    gc.collect()
+    rig = dataclasses.replace(Rig.build(mode="log"), caches=caches)
+    rig.step(at=3)
+    assert rig.session.uncovered == []
