@@ -8,7 +8,8 @@ Seen on the versions of torch that pyproject.toml allows, or from the one that i
   ``torch.compiler.is_compiling()`` is true in every thread while any of them compiles (2.13).
 * Dynamo skips every function that is called under a functorch transform, under a TorchDispatchMode that is not torch's
   own, or while it is disabled, and skips the same code from then on.
-* ``enter_exit_hooks`` of a compiled callable run around each of its calls, in whatever stance, compiled or not.
+* ``enter_exit_hooks`` of a compiled callable run around each of its calls, in whatever stance, compiled or not.  What
+  was compiled is ``fn`` there.
 * The function that compiles a frame, ``_compile``, has its backend in ``compiler_fn``, in wrappers.
 * The sizes that a code object has seen are in ``pgo.get_code_state()``, by which the next compilation decides which
   are dynamic; without ``automatic_dynamic_shapes`` they are kept there, too.
@@ -111,6 +112,15 @@ def enter_hooks() -> tuple[list[Callable[[], Callable[[], None]]], int] | None:
         context: Any = frame.f_locals.get("self") if frame.f_code.co_name == "compile_wrapper" else None
         if hasattr(context, "enter_exit_hooks"):
             return context.enter_exit_hooks, getattr(context, "_isolate_recompiles_id", -1)
+    return None
+
+
+def module_called() -> torch.nn.Module | None:
+    """The module whose method is the compiled callable that this thread is in; None if it is another function."""
+    for frame in _stack():
+        if frame.f_code.co_name == "compile_wrapper" and "fn" in frame.f_locals:
+            owner = getattr(frame.f_locals["fn"], "__self__", None)
+            return owner if isinstance(owner, torch.nn.Module) else None
     return None
 
 

@@ -15,11 +15,13 @@ import weakref
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from torch._guards import TracingContext
 
 from ..errors import RecompileLimitError, UnguardedForwardError
 from ..passes import dynamo_calls
 from ..runtime.session import CanarySession
+from .left_out import LeftOut
 
 _LOCK = threading.Lock()
 _GUARDED: dict[str, weakref.WeakSet[CanarySession]] = {}  # function, as Dynamo names it -> sessions
@@ -31,16 +33,24 @@ class CallWatch:
     A call without any graph proves nothing by itself: a function may have nothing to compile for some inputs.
     """
 
-    def __init__(self, session: CanarySession, code: types.CodeType, cache: int):
+    def __init__(self, session: CanarySession, code: types.CodeType, cache: int, module: nn.Module | None):
+        """
+        Args:
+            module: whose method it is; None if it is another function.
+        """
         self.session, self._code, self._cache = session, code, cache
+        self._left_out = None if module is None else LeftOut(module, session, first=1)
         self._why: str | None = None  # Dynamo skipped this code once, so it always does from then on
 
     def __call__(self) -> Callable[[], None]:
         """Call it before a call; returns a function to call after it."""
         entered, raised = self.session.entered, sys.exc_info()[1]
         before = entered.guarded, entered.unguarded
+        look = None if self._left_out is None else self._left_out.begin()
 
         def leave() -> None:
+            if look is not None:
+                look()
             if (entered.guarded, entered.unguarded) == before and sys.exc_info()[1] is raised:
                 self._called_no_graph()
 
@@ -66,7 +76,7 @@ def watch_calls(session: CanarySession) -> None:
         return
     hooks, cache = found
     if not any(isinstance(h, CallWatch) and h.session is session for h in hooks):
-        hooks.append(CallWatch(session, code, cache))
+        hooks.append(CallWatch(session, code, cache, dynamo_calls.module_called()))
 
 
 class _RecompileLimitHandler(logging.Handler):

@@ -19,6 +19,7 @@ from ..errors import InvalidSettingError, UnguardedForwardError
 from ..passes import dynamo_calls
 from ..runtime.session import CanarySession
 from .backend import CanaryBackend
+from .left_out import LeftOut
 from .module_call import ModuleCall
 
 M = TypeVar("M", bound=nn.Module)
@@ -42,6 +43,7 @@ class GuardedCall:
         self.session: CanarySession = backend.session
         self.session.calls_are_judged = True
         self._backend, self._options = backend, compile_options
+        self._left_out = LeftOut(module, self.session)
         self._compiled = self._compile_with(compile_options)
         self._apart = dynamo_calls.behind_a_break(_call, _WHY_APART)
         dynamo_calls.constant(_inlined)
@@ -70,7 +72,10 @@ class GuardedCall:
             return self._module._call_impl(*args, **kwargs)
         entered = self.session.entered
         guarded, unguarded = entered.guarded, entered.unguarded
+        look = self._left_out.begin()
         result = compiled(*args, **kwargs)
+        if look is not None:
+            look()
         if (entered.guarded, entered.unguarded) == (guarded, unguarded):
             self._called_no_graph(result, args, kwargs)
         return result

@@ -233,6 +233,21 @@ def test_hooks_run_around_each_call_of_a_compiled_callable(isolated):
         assert dynamo_calls.at_recompile_limit(code, found[0])
 
 
+def test_the_module_whose_method_is_the_compiled_callable():
+    seen, layer = [], Layer()
+
+    def backend(gm, example_inputs):
+        seen.append(dynamo_calls.module_called())
+        return gm.forward
+
+    torch.compile(layer, backend=backend)(*ARGS)
+    torch._dynamo.reset()
+    torch.compile(layer.forward, backend=backend)(*ARGS)
+    torch.compile(lambda *args: layer(*args), backend=backend)(*ARGS)
+    assert seen == [layer, layer, None]
+    assert dynamo_calls.module_called() is None
+
+
 def test_sizes_that_were_seen_are_forgotten():
     dynamic = []
 

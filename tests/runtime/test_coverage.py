@@ -469,7 +469,7 @@ def test_cache_without_elements_is_none_to_guard(inner, caplog):
 
 
 def test_a_cache_that_two_sessions_guard_is_named_by_both(caplog):
-    """As a prefill and a decode that are compiled with a backend object each: what is flipped between them is adopted."""
+    """As a prefill and a decode that are compiled with a backend object each: a flip between them is adopted."""
     prefill = Rig.build(mode="log")
     decode = dataclasses.replace(Rig.build(mode="log"), caches=prefill.caches)
     with caplog.at_level(logging.WARNING, "kvcanary"):
@@ -507,3 +507,50 @@ def test_a_cache_whose_session_is_gone_is_new():
     rig = dataclasses.replace(Rig.build(mode="log"), caches=caches)
     rig.step(at=3)
     assert rig.session.uncovered == []
+
+
+class Holds(nn.Module):
+    """A layer with a cache of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 16)
+        self.register_buffer("k_cache", torch.zeros(1, 2, 16, 4))
+        self.register_buffer("v_cache", torch.zeros(1, 2, 16, 4))
+
+    def forward(self, x, pos):
+        k, v = self.lin(x).view(1, -1, 2, 8).transpose(1, 2).chunk(2, -1)
+        self.k_cache.index_copy_(2, pos, k)
+        self.v_cache.index_copy_(2, pos, v)
+        y = nn.functional.scaled_dot_product_attention(k, self.k_cache, self.v_cache)
+        return x + y.transpose(1, 2).flatten(-2)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Holds(), Holds()])
+
+    def forward(self, x, pos):
+        for layer in self.layers:
+            x = layer(x, pos)
+        return x
+
+
+@pytest.mark.parametrize("left_out", [True, False], ids=["disabled", "traced"])
+@pytest.mark.parametrize("how", ["compile", "protect"])
+def test_a_layer_that_dynamo_leaves_out_is_named(how, left_out, caplog):
+    model, config = TwoLayers(), CanaryConfig(inner="eager")
+    if left_out:
+        model.layers[1].forward = torch.compiler.disable(model.layers[1].forward)
+    backend = CanaryBackend(config)
+    run = torch.compile(model, backend=backend) if how == "compile" else kvcanary_fx.protect(model, inner="eager")
+    session = backend.session if how == "compile" else kvcanary_fx.session_of(model)
+    with caplog.at_level(logging.WARNING, "kvcanary"), torch.no_grad():
+        for at in range(6):
+            run(torch.randn(1, 1, 8), torch.tensor([at]))
+    assert session.stats().recorded == 6 * (2 if left_out else 4)
+    assert len(session.uncovered) == len(caplog.records) == left_out
+    if left_out:
+        assert "TwoLayers writes layers.1.k_cache, layers.1.v_cache in code" in session.summary()
+        assert "torch.compiler.disable keeps code out of graphs" in caplog.text
