@@ -139,6 +139,18 @@ class CanaryBackend:
     def __deepcopy__(self, memo: dict[int, Any]) -> CanaryBackend:
         return self  # Hugging Face's CompileConfig copies its backend; the session must stay the same
 
+    def __copy__(self) -> CanaryBackend:
+        return self
+
+    def __reduce__(self) -> tuple[type[CanaryBackend], tuple[CanaryConfig]]:
+        """A saved backend, as in ``torch.save(compiled)``, has a new session when it is read: it is of other memory."""
+        if type(self.session) is not CanarySession:
+            raise TypeError(
+                "a backend with an engine's session cannot be pickled: the session knows this process's pools. Save "
+                "the model as it was before torch.compile, and compile it with the session of the process that reads it"
+            )
+        return type(self), (self.config,)
+
 
 @with_stack_room
 def compile_graph(

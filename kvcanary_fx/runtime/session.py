@@ -226,8 +226,8 @@ class CanarySession:
         self.lose_coverage(
             f"{binding.plan.name}: another session guards {first_of(pools)}, too. Neither knows what the other "
             "recorded and takes it as it is, so what is corrupted between a call of one and a call of the other may "
-            "not be found. Compile all that runs over one cache with one backend object, or with backend='kvcanary' and "
-            "the same settings; protect gives each model a session of its own"
+            "not be found. Compile all that runs over one cache with one backend object, or with backend='kvcanary' "
+            "and the same settings; protect gives each model a session of its own"
         )
 
     def _be_lenient(self, binding: GraphBinding) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.metadata
 import logging
+import pickle
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from toys import Rig
 
 import kvcanary_fx
-from kvcanary_fx import CanaryBackend, CanaryConfig
+from kvcanary_fx import CanaryBackend, CanaryConfig, KVCacheViolation
 from kvcanary_fx.compile.backend import register_name
 
 
@@ -178,9 +179,28 @@ def test_graph_without_a_cache_goes_to_the_inner_backend_as_it_is(caplog):
     assert "it writes none of its inputs" in caplog.text
 
 
+def test_a_compiled_model_is_saved_with_its_settings_and_guarded_when_it_is_read():
+    rig = Rig.build(inner="eager")
+    rig.step(2)
+    rig.guarded = pickle.loads(pickle.dumps(rig.guarded))
+    rig.step()
+    rig.flip(1, 0, row=0, position=1)
+    with pytest.raises(KVCacheViolation):
+        rig.step()
+    assert rig.session.stats().steps == 1  # the backend that was read has its own
+
+
+def test_a_backend_of_an_engine_is_not_saved():
+    pool = kvcanary_fx.KVPool([(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8))], torch.zeros(2, 4, dtype=torch.int32))
+    engine = kvcanary_fx.install_canary(pool, mode="log", inner="eager")
+    with pytest.raises(TypeError, match="knows this process's pools"):
+        pickle.dumps(engine.backend)
+
+
 def test_a_deep_copied_backend_keeps_its_session():
     backend = CanaryBackend()
     assert copy.deepcopy({"backend": backend})["backend"] is backend
+    assert copy.copy(backend) is backend
 
 
 @pytest.mark.slow
