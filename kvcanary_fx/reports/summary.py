@@ -20,6 +20,11 @@ log = logging.getLogger("kvcanary")
 #: Violations logged one by one; the rest of a burst is counted in one line.
 LINES_PER_DRAIN = 100
 
+_NO_GRAPH = (
+    "no graph was compiled for this session. The model was not called yet; or a function that was compiled with "
+    "another backend calls it, whose graph then has all of it: compile that function with the canary; or nothing of it "
+    "can be compiled (a generator, torch.compiler.disable, TORCHDYNAMO_DISABLE=1): TORCH_LOGS=graph_breaks shows why"
+)
 _OTHER_CUT = (
     "two graphs divide its bytes into different slots, in a way that cannot be translated: what one of them has "
     "written is not checked when the other one reads it"
@@ -96,6 +101,8 @@ def summarise(
     lines += [line for plan in plans for line in describe_plan(plan, config)]
     if eager_layers:
         lines.append(f"  guarded around each call of their own: {', '.join(eager_layers)}")
+    elif not plans:
+        lines.append(f"  nothing is guarded: {_NO_GRAPH}")
     elif not any(plan.guarded for plan in plans):
         lines.append("  nothing is guarded: no compiled graph writes a KV cache in place")
     lines += [f"    not      {pool}: {_OTHER_CUT}" for pool in dict.fromkeys(lost)]

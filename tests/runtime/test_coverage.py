@@ -554,3 +554,17 @@ def test_a_layer_that_dynamo_leaves_out_is_named(how, left_out, caplog):
     if left_out:
         assert "TwoLayers writes layers.1.k_cache, layers.1.v_cache in code" in session.summary()
         assert "torch.compiler.disable keeps code out of graphs" in caplog.text
+
+
+def test_a_model_that_the_canary_never_compiled_says_so_in_its_summary():
+    """Its backend is not called, so the log cannot say it."""
+    rig = Rig.build()
+    assert "no graph was compiled for this session" in rig.session.summary()
+    inner = rig.guarded
+    rig.guarded = torch.compile(lambda *args: inner(*args), backend="eager")
+    rig.step(2)
+    assert "a function that was compiled with another backend calls it" in rig.session.summary()
+    rig.guarded = inner
+    torch._dynamo.reset()
+    rig.step()
+    assert "no graph was compiled" not in rig.session.summary()
