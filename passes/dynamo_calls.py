@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -63,12 +64,20 @@ def obstacle() -> str | None:
             "a TorchDispatchMode is active (a counter of FLOPs, a debugger), under which Dynamo compiles nothing: call "
             "it outside of that mode"
         )
-    if torch._dynamo.config.disable:
-        return (
-            "compilation is disabled (torch._dynamo.config.disable, TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE): "
-            "enable it, or set mode='off' where nothing is to be guarded"
-        )
-    return None
+    return disabled() if torch._dynamo.config.disable else None
+
+
+def disabled() -> str | None:
+    """Why torch.compile leaves everything as it is now, and the remedy; None if it compiles.
+
+    It asks for TORCHDYNAMO_DISABLE when it is called, and for the setting whenever what it made is called.
+    """
+    if not torch._dynamo.config.disable and os.environ.get("TORCHDYNAMO_DISABLE") != "1":
+        return None
+    return (
+        "compilation is disabled (torch._dynamo.config.disable, TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE): "
+        "enable it, or set mode='off' where nothing is to be guarded"
+    )
 
 
 def backend_at_work() -> tuple[Any, Mapping[str, Any]] | None:

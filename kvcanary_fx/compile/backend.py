@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from ..config import CanaryConfig, require_config, resolve
 from ..errors import AnalysisError, CaptureError
+from ..passes import dynamo_calls
 from ..passes.accesses import DependsOnDataError
 from ..passes.functional_cache import REPLACED, WRAPPED
 from ..passes.graph_plan import GraphPlan
@@ -114,6 +115,9 @@ class CanaryBackend:
         """
         self.config = CanaryConfig.from_env() if config is None else require_config(config, "CanaryBackend()")
         self.session = owner or CanarySession(self.config)
+        why = dynamo_calls.disabled() if owner is None and self.config.mode != "off" else None
+        if why is not None:  # nobody will call this backend
+            self.session.lose_coverage(f"what is compiled with this backend runs unguarded: {why}")
         coverage.listen()
         begin_with_dynamo()
 

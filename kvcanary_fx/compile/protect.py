@@ -103,7 +103,7 @@ class GuardedCall:
 
     def _called_no_graph(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Dynamo compiled nothing of the forward: it skipped it, or there is nothing to compile."""
-        why = dynamo_calls.stance()
+        why = dynamo_calls.stance() or dynamo_calls.disabled()
         if why is not None or not self._passes_on(result, (args, kwargs)):
             self._ran_eagerly(why)
 

@@ -178,6 +178,21 @@ def test_a_protected_module_that_dynamo_passes_over_raises():
         model(torch.zeros(2))
 
 
+@pytest.mark.parametrize("by", ["setting", "environment"])
+def test_a_process_in_which_nothing_is_compiled_is_told_so(by, monkeypatch, caplog):
+    """As in a CI that sets TORCHDYNAMO_DISABLE=1: nobody calls a backend there."""
+    if by == "environment":
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with torch._dynamo.config.patch(disable=by == "setting"), caplog.at_level(logging.WARNING, "kvcanary"):
+        rig = Rig.build()
+        rig.step(2)
+        (said,) = rig.backend.session.uncovered
+        assert "what is compiled with this backend runs unguarded: compilation is disabled" in said
+        assert said in caplog.text
+        with pytest.raises(CoverageError, match="single check of its KV cache: compilation is disabled"):
+            Rig.protected_model().step(2)
+
+
 def test_every_instance_of_a_protected_class_is_guarded(caplog):
     with torch._dynamo.config.patch(recompile_limit=2), caplog.at_level(logging.WARNING):
         rigs = [Rig.protected_model(mode="log", break_at=1) for _ in range(3)]
