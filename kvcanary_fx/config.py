@@ -214,16 +214,15 @@ class CanaryConfig:
         return cls(**_from_env(os.environ if environ is None else environ))
 
 
-def given_in_environment(environ: Mapping[str, str] | None = None) -> list[str]:
+def given_in_environment() -> list[str]:
     """The ``KVCANARY_*`` variables of settings that are set, once all of them can be read.
 
     Raises:
         UnknownSettingError: a ``KVCANARY_`` variable names no setting.
         InvalidSettingError: its value cannot be read.
     """
-    environ = os.environ if environ is None else environ
-    CanaryConfig.from_env(environ)
-    return [variable for variable in _settings_in(environ) if environ[variable]]
+    CanaryConfig.from_env()
+    return [variable for variable in _settings_in(os.environ) if os.environ[variable]]
 
 
 def asked_for(environ: Mapping[str, str] | None = None) -> bool:
@@ -244,13 +243,13 @@ def asked_for(environ: Mapping[str, str] | None = None) -> bool:
     return mode not in ("", "off")
 
 
-def eager_inputs_without_copy(environ: Mapping[str, str] | None = None) -> bool:
+def eager_inputs_without_copy() -> bool:
     """The value of the boolean variable of that name.
 
     Raises:
         InvalidSettingError: it is neither true nor false.
     """
-    return _switch(NO_COPY_VARIABLE, environ)
+    return _switch(NO_COPY_VARIABLE, None)
 
 
 def otel_events(environ: Mapping[str, str] | None = None) -> bool:

@@ -1,8 +1,7 @@
 """The identity chain of a row: who is in a slot, and who came before.
 
-``chain_j = chain_{j-1} + mix(token_j, position_j, namespace)`` modulo 2**64, started by the namespace's
-seed.  A sum has no order, so a whole prefill is one parallel prefix sum where SGLang's kv-canary walks
-the tokens one by one.
+``chain_j = chain_{j-1} + mix(token_j, position_j)`` modulo 2**64, started by the namespace's seed.  A sum has no order,
+so a whole prefill is one parallel prefix sum where SGLang's kv-canary walks the tokens one by one.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ def mix_constants() -> tuple[int, int, int]:
     return _as_int64(_A), _as_int64(_B), _as_int64(_C)
 
 
-def mix(token: int, position: int, namespace: int = 0) -> int:
-    """64 bits from who is in a slot: SplitMix64 (Steele, Lea and Flood, 2014) over the three numbers."""
-    x = (token * _A + position * _B + namespace * _C) & MASK64
+def mix(token: int, position: int) -> int:
+    """64 bits from who is in a slot: SplitMix64 (Steele, Lea and Flood, 2014) over both numbers."""
+    x = (token * _A + position * _B) & MASK64
     x = ((x ^ (x >> 30)) * _B) & MASK64
     x = ((x ^ (x >> 27)) * _C) & MASK64
     return x ^ (x >> 31)

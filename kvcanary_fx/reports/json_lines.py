@@ -54,7 +54,7 @@ class _Stderr(logging.Handler):
             self.handleError(record)
 
 
-def follow_environment(environ: Mapping[str, str] | None = None) -> bool:
+def follow_environment() -> bool:
     """Whether ``KVCANARY_LOG`` asks for JSON; if so, write it to stderr from here on.
 
     The lines no longer reach the handlers of other loggers, which would write them again, as text.  Handlers that were
@@ -63,7 +63,7 @@ def follow_environment(environ: Mapping[str, str] | None = None) -> bool:
     Raises:
         InvalidSettingError: its value is neither ``json`` nor ``text``.
     """
-    if log_format(environ) != "json":
+    if log_format() != "json":
         return False
     if not any(isinstance(handler, _Stderr) for handler in log.handlers):
         log.addHandler(handler := _Stderr())

@@ -93,14 +93,14 @@ def _attributes(fields: Mapping[str, Any]) -> dict[str, str | int | float | bool
     return {name: v if isinstance(v, str | bool | int | float) else str(v) for name, v in known.items()}
 
 
-def follow_environment(environ: Mapping[str, str] | None = None) -> bool:
+def follow_environment() -> bool:
     """Whether ``KVCANARY_OTEL`` asks for events; if so, send them from here on.
 
     Raises:
         InvalidSettingError: its value is neither true nor false.
         MissingExtraError: the OpenTelemetry API is not installed.
     """
-    if not otel_events(environ):
+    if not otel_events():
         return False
     if not any(isinstance(one, OtelEvents) for one in log.filters):
         log.addFilter(OtelEvents())

@@ -26,12 +26,8 @@ Part = tuple[int, torch.Tensor, torch.Tensor]
 class RowSearch:
     """Looks for rows in the tensors of one pool."""
 
-    def __init__(self, group: Group, room: int = SEARCHED):
-        """
-        Args:
-            room: bytes that may be read.
-        """
-        self._group, self._room = group, room
+    def __init__(self, group: Group):
+        self._group, self._room = group, SEARCHED
         self._read: dict[int, list[Part]] = {}
 
     def same(self, damage: Damage, others: Sequence[Damage]) -> list[Row]:

@@ -11,6 +11,9 @@ from .incident import STATES, Incident
 MARKS = dict(zip(STATES, ".#-=R~", strict=True))
 DAMAGED = "!"
 
+#: Windows of a pool, at most.
+SHOWN = 3
+
 
 @dataclasses.dataclass(frozen=True)
 class Window:
@@ -30,13 +33,12 @@ class Window:
     tensors: tuple[str, ...]
 
 
-def windows(incident: Incident, number: int, width: int, most: int = 3) -> list[Window]:
+def windows(incident: Incident, number: int, width: int) -> list[Window]:
     """The parts of a pool around its damaged slots; its beginning if there are none.
 
     Args:
         number: of the pool.
         width: slots of a window.
-        most: windows.
     """
     pool = incident.pools[number]
     damaged: dict[int, list[str]] = {}
@@ -50,7 +52,7 @@ def windows(incident: Incident, number: int, width: int, most: int = 3) -> list[
     for slot in sorted(damaged) or [0]:
         if not starts or slot >= starts[-1] + width:
             starts.append(max(0, min(slot - width // 4, pool.slots - width)))
-    return [_window(incident, number, first, min(width, pool.slots - first), damaged) for first in starts[:most]]
+    return [_window(incident, number, first, min(width, pool.slots - first), damaged) for first in starts[:SHOWN]]
 
 
 def _window(incident: Incident, number: int, first: int, width: int, damaged: dict[int, list[str]]) -> Window:
