@@ -62,9 +62,9 @@ def fault(name: str, point: str, **needs: Any) -> Callable[[Act], Act]:
 # ---- helpers
 
 
-def a_reader(engine: Engine, least: int = 1) -> Request | None:
-    """A running request that reads so many slots at its next forward."""
-    found = [r for r in engine.running if len(engine.readable(r)) >= least]
+def a_reader(engine: Engine) -> Request | None:
+    """A running request that reads slots at its next forward."""
+    found = [r for r in engine.running if engine.readable(r)]
     return engine.rng.choice(found) if found else None
 
 

@@ -150,10 +150,10 @@ def reports(engine: Engine, faults: Faults) -> list[kvcanary_fx.Violation]:
     return [v for s, n in zip(served.sessions, before, strict=True) for v in s.violations()[n:]]
 
 
-def first_of(head, batch, number: int = 0) -> tuple[int, int, int, str]:
+def first_of(head, batch) -> tuple[int, int, int, str]:
     """Slot, position, token and request of a draft's inner forward."""
-    at = [int(t[number]) for t in (batch.slots, batch.prefix_lens, batch.input_ids)]
-    return (*at, batch.request_ids[number])
+    at = [int(t[0]) for t in (batch.slots, batch.prefix_lens, batch.input_ids)]
+    return (*at, batch.request_ids[0])
 
 
 class BumpedPositions(Slip):

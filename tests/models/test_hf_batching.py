@@ -293,11 +293,11 @@ def test_a_cached_prefix_that_nobody_reads_is_swept(monkeypatch):
 # ---- bugs of the block manager
 
 
-def bug(monkeypatch, arch="llama", before=None, after=None, inputs=None, new=10, **settings):
+def bug(monkeypatch, arch="llama", before=None, after=None, inputs=None, **settings):
     """What a protected run says in the first step in which it says something."""
     batches.planted(monkeypatch, before, after)
     model = batches.guarded(arch, mode="log")
-    batches.generate(model, inputs or batches.prompts(9, 6, 12), new, **settings)
+    batches.generate(model, inputs or batches.prompts(9, 6, 12), 10, **settings)
     found = huggingface.batch_session(model).violations()
     return [v for v in found if v.step == found[0].step] if found else []
 

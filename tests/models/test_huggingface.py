@@ -27,9 +27,9 @@ def _quiet():
 class Generator:
     """A tiny model whose generate is compiled with a canary backend of its own."""
 
-    def __init__(self, arch: str, inner: str = "eager", backend: CanaryBackend | None = None, seed: int = 0):
+    def __init__(self, arch: str, backend: CanaryBackend | None = None, seed: int = 0):
         self.model = tiny.build(arch, seed=seed)
-        self.backend = backend or CanaryBackend(CanaryConfig(inner=inner))
+        self.backend = backend or CanaryBackend(CanaryConfig(inner="eager"))
         self.config = transformers.CompileConfig(backend=self.backend, mode=None)
         self.config._compile_all_devices = True  # transformers compiles on GPUs only, unless told
         torch.manual_seed(1)

@@ -135,12 +135,10 @@ def test_read_first_and_written_later():
 class EagerWriter:
     """Layers whose caches eager code writes in the middle of the forward, which breaks the graph."""
 
-    def __init__(
-        self, order: tuple[int, ...], layers: int = 2, batch: int = B, attention=F.scaled_dot_product_attention
-    ):
+    def __init__(self, order: tuple[int, ...], layers: int = 2, attention=F.scaled_dot_product_attention):
         self.backend = CanaryBackend(CanaryConfig(inner="eager", mode="log"))
-        self.order, self.batch, self.length = order, batch, 0
-        shape = [(batch, H, S, D)[axis] for axis in order]
+        self.order, self.length = order, 0
+        shape = [(B, H, S, D)[axis] for axis in order]
         self.caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(layers)]
         back = [order.index(axis) for axis in range(4)]
 
@@ -156,8 +154,8 @@ class EagerWriter:
         self.layer = torch.no_grad()(torch.compile(layer, backend=self.backend))
 
     def step(self) -> None:
-        q = torch.randn(self.batch, H, 1, D)
-        mask = torch.zeros(self.batch, S, dtype=torch.bool)
+        q = torch.randn(B, H, 1, D)
+        mask = torch.zeros(B, S, dtype=torch.bool)
         mask[:, self.length % S] = True
         self.length += 1
         for pools in self.caches:

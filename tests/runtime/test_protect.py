@@ -18,17 +18,16 @@ from kvcanary_fx import KVCacheViolation, UnknownSettingError, protect, session_
 class Plain(nn.Module):
     """Attention over a cache in two buffers."""
 
-    def __init__(self, scale: float = 1.0):
+    def __init__(self):
         super().__init__()
         self.lin = nn.Linear(8, 8)
-        self.scale = scale
         for name in ("k_cache", "v_cache"):
             self.register_buffer(name, torch.zeros(1, 16, 8))
 
     def forward(self, x, pos):
         k = self.lin(x)
         self.k_cache[:, pos] = k
-        self.v_cache[:, pos] = k * self.scale
+        self.v_cache[:, pos] = k
         return torch.softmax(x @ self.k_cache.transpose(1, 2), -1) @ self.v_cache
 
 
