@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
+from no_device import NoDevice
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -28,19 +28,6 @@ def fill(out_ptr, n, BLOCK: tl.constexpr):
 def double(out_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + at, 2 * tl.load(out_ptr + at, mask=at < n), mask=at < n)
-
-
-class NoDevice:
-    """In the place of a GPU's driver: says what to compile for."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
 
 
 @pytest.fixture

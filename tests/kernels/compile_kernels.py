@@ -26,12 +26,12 @@ import torch
 import toys
 import triton
 from gpu_on_cpu import use_gpu_kernels
+from no_device import NoDevice
 from scenes import play, random_scene, random_step
 from test_rejected import random_batch
 from test_take_in import random_inputs
 from test_write import Layer, random_write
 from toy import Toy
-from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -45,19 +45,6 @@ from kvcanary_fx.kernels.triton_handed import scatter_from_kernel
 
 #: Layers' kernels without a slot space: seeds that reach all of them, both digest sizes, and every unit of a row.
 SEEDS = (0, 1, 3, 4, 6, 9)
-
-
-class NoDevice:
-    """In the place of a GPU's driver: says what to compile for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
 
 
 class FirstRepresentation:

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import triton
+from no_device import run_scenes
 
 from kvcanary_fx.kernels.compile_ahead import compile_ahead
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
 def test_kernels_are_compiled_beside_each_other_and_not_launched():
-    """In a process of its own: here the interpreter has taken the compiler's place."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    scenes = str(Path(__file__).with_name("compile_ahead_scenes.py"))
-    script = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--noconftest", scenes]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert done.stdout.startswith("....")
+    run_scenes(Path(__file__).with_name("compile_ahead_scenes.py"))
 
 
 def test_nothing_runs_ahead_on_a_cpu():

@@ -77,15 +77,15 @@ def check_generate(arch, **settings):
     assert len(flips.layers) >= 2
 
 
-class AfterStep(transformers.StoppingCriteria):
-    """Never stops; flips a bit of a row's slot, or of those of all, once, after a forward of generate: 1 is the
-    prefill."""
+class Watcher(transformers.StoppingCriteria):
+    """Never stops; acts after each forward of a model's generate: 1 is the prefill.
 
-    def __init__(self, model, step, layer, half, slot, row=1):
-        self.model, self.step, self.place, self.slot, self.steps = model, step, (layer, half), slot, 0
-        self.row = row
-        self.cache = None
-        original = model._prepare_static_cache
+    Attributes:
+        cache: the static cache that it runs over.
+    """
+
+    def __init__(self, model):
+        self.steps, self.cache, original = 0, None, model._prepare_static_cache
 
         def prepare(*args, **kwargs):
             self.cache = original(*args, **kwargs)
@@ -95,10 +95,21 @@ class AfterStep(transformers.StoppingCriteria):
 
     def __call__(self, input_ids, scores, **kwargs):
         self.steps += 1
+        self.act()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class AfterStep(Watcher):
+    """Flips a bit of a row's slot, or of those of all, once, after a forward."""
+
+    def __init__(self, model, step, layer, half, slot, row=1):
+        super().__init__(model)
+        self.step, self.place, self.slot, self.row = step, (layer, half), slot, row
+
+    def act(self):
         if self.steps == self.step:
             held = {(layer, half): t for layer, half, t in tiny.cache_tensors(self.cache)}
             held[self.place].data.view(torch.int32)[self.row, -1, self.slot, -1] ^= 1 << 9
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 def masks(model, tokens, **options):
@@ -156,21 +167,15 @@ def test_log_mode_reports_the_last_steps_of_generate_when_it_returns(monkeypatch
     assert [(v.check, v.row, v.position) for v in session.known_violations()] == [("content", 1, 2)]
 
 
-class Looks(transformers.StoppingCriteria):
-    """Never stops; shows the cache of a call to ``look``."""
+class Looks(Watcher):
+    """Shows the cache to ``look``."""
 
     def __init__(self, model, look):
-        self.look, original = look, model._prepare_static_cache
+        super().__init__(model)
+        self.look = look
 
-        def prepare(*args, **kwargs):
-            self.cache = original(*args, **kwargs)
-            return self.cache
-
-        model._prepare_static_cache = prepare
-
-    def __call__(self, input_ids, scores, **kwargs):
+    def act(self):
         self.look(self.cache)
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 @pytest.mark.parametrize(("arch", "lengths"), [("deepseek_v3", [6]), ("gemma3", [6, 6]), ("llama", [6, 9])])
@@ -351,27 +356,19 @@ def test_an_encoder_decoders_prefill_is_adopted():
     assert stats.checked > 0
 
 
-class FlipEachLayer(transformers.StoppingCriteria):
-    """Never stops; flips a bit of the first row of every layer of the cache of a running generate, after a step."""
+class FlipEachLayer(Watcher):
+    """Flips a bit of the first row of every layer, after a forward."""
 
     def __init__(self, model, step):
-        self.step, self.steps, self.cache, original = step, 0, None, model._prepare_static_cache
-        self.layers: set[int] = set()
+        super().__init__(model)
+        self.step, self.layers = step, set[int]()
 
-        def prepare(*args, **kwargs):
-            self.cache = original(*args, **kwargs)
-            return self.cache
-
-        model._prepare_static_cache = prepare
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.steps += 1
+    def act(self):
         for layer, half, tensor in tiny.cache_tensors(self.cache) if self.steps == self.step else []:
             if layer not in self.layers and "cross" not in half:
                 self.layers.add(layer)
                 written = tensor.data.view(torch.int32).reshape(tensor.shape[0], -1)[0].nonzero()[0]
                 tensor.data.view(torch.int32).view(tensor.shape[0], -1)[0, written] ^= 1 << 5
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 @pytest.mark.parametrize("arch", [a for a in HOLDS if a not in ("gemma3", "deepseek_v3")])  # which have tests above

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -20,6 +19,7 @@ from triton.runtime.jit import JITFunction
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "kernels")]
 import toys
 from gpu_on_cpu import use_gpu_kernels
+from no_device import NoDevice
 
 import kvcanary_fx.compile.backend as compile_backend
 from kvcanary_fx.compile import rehearsal
@@ -32,19 +32,6 @@ AT_ONCE = [
 ]  # fmt: skip
 WITHOUT_CHAIN = ("content", "operand", "bounds", "poison")  # of a prompt, chain computes with what kernels left
 MAIN = threading.main_thread().name
-
-
-class NoDevice:
-    """In the place of a GPU's driver: says what to compile for."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
 
 
 @pytest.fixture

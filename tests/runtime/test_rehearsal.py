@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from no_device import run_scenes
 from toys import Rig
 
 from kvcanary_fx.compile.rehearsal import PARSES_IN_THREADS
@@ -19,13 +19,7 @@ from kvcanary_fx.kernels.compile_ahead import InBackground
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
 def test_first_launches_are_compiled_in_the_background():
-    """In a process of its own: here the interpreter has taken the compiler's place."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    scenes = str(Path(__file__).with_name("rehearsal_scenes.py"))
-    script = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--noconftest", scenes]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert done.stdout.startswith("....")
+    run_scenes(Path(__file__).with_name("rehearsal_scenes.py"))
 
 
 def test_waiting_for_nothing_ends_at_once():

@@ -74,22 +74,29 @@ def test_a_cache_may_change_hands_between_forwards():
     assert isinstance(in_thread(rig.step), kvcanary_fx.KVCacheViolation)
 
 
-def test_a_thread_in_the_middle_of_the_graph_is_not_one_whose_checks_did_not_run(monkeypatch):
-    """Two threads, one graph, a cache for each: what one has not run yet, it will."""
-    begun, leave = threading.Event(), threading.Event()
+def held_in_the_graph(begun, leave):
+    """An inner backend: the thread ``holder`` waits behind the graph's first op, ``stopped`` ends behind a verify."""
 
     def inner(gm, example_inputs):
         class Slow(torch.fx.Interpreter):
             def run_node(self, node):
-                out = super().run_node(node)
-                if "begin" in str(node.target) and threading.current_thread().name == "holder":
+                out, thread = super().run_node(node), threading.current_thread().name
+                if "begin" in str(node.target) and thread == "holder":
                     begun.set()
                     leave.wait(10)
+                if "verify" in str(node.target) and thread == "stopped":
+                    raise KeyboardInterrupt
                 return out
 
         return lambda *args: Slow(gm).run(*args)
 
-    rig = Rig.build(inner=inner)
+    return inner
+
+
+def test_a_thread_in_the_middle_of_the_graph_is_not_one_whose_checks_did_not_run(monkeypatch):
+    """Two threads, one graph, a cache for each: what one has not run yet, it will."""
+    begun, leave = threading.Event(), threading.Event()
+    rig = Rig.build(inner=held_in_the_graph(begun, leave))
     other = dataclasses.replace(rig, caches=new_caches(2, 2, 24, "cpu"))
     rig.step(3)
     other.step(3)
@@ -179,21 +186,7 @@ def test_forwards_beside_compiling_threads_are_guarded_or_reported():
 def test_a_forward_that_fails_beside_another_is_forgiven_to_itself_alone():
     """Two threads in one graph, the one is stopped while the other is in the middle: neither's checks are missing."""
     begun, leave = threading.Event(), threading.Event()
-
-    def inner(gm, example_inputs):
-        class Slow(torch.fx.Interpreter):
-            def run_node(self, node):
-                out = super().run_node(node)
-                if "begin" in str(node.target) and threading.current_thread().name == "holder":
-                    begun.set()
-                    leave.wait(10)
-                if "verify" in str(node.target) and threading.current_thread().name == "stopped":
-                    raise KeyboardInterrupt
-                return out
-
-        return lambda *args: Slow(gm).run(*args)
-
-    rig = Rig.build(inner=inner)
+    rig = Rig.build(inner=held_in_the_graph(begun, leave))
     other = dataclasses.replace(rig, caches=new_caches())
     rig.step(2)
     holder = threading.Thread(target=other.step, args=(2,), name="holder")
