@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
 
 from .accesses import Accesses
+from .axis_flow import argument
 from .names import function_name
 from .state_inputs import is_canary
 from .states import ancestors
@@ -94,13 +96,8 @@ def written_by(node: fx.Node) -> list[fx.Node] | None:
     if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
         target = getattr(target, target.overloads()[0])
     if isinstance(target, torch._ops.OpOverload):
-        written = []
-        for i, argument in enumerate(target._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-                written += [n for n in (given if isinstance(given, (list, tuple)) else [given]) if n is not None]
-        return written if all(isinstance(n, fx.Node) for n in written) else None  # type: ignore[return-value]
-    if isinstance(target, torch._ops.OpOverloadPacket):
+        return _written_by_schema(node, target._schema)
+    if isinstance(target, torch._ops.OpOverloadPacket):  # which overload will run is not known
         overloads = [getattr(target, name) for name in target.overloads()]
         return None if any(overload._schema.is_mutable for overload in overloads) else []
     if isinstance(target, torch._ops.HigherOrderOperator):
@@ -111,3 +108,14 @@ def written_by(node: fx.Node) -> list[fx.Node] | None:
         given = node.args[0] if node.args else None
         return [given] if isinstance(given, fx.Node) else None
     return []
+
+
+def _written_by_schema(node: fx.Node, schema: Any) -> list[fx.Node] | None:
+    """The nodes that an op's schema says it writes to; None if one of them is no node."""
+    written: list[Any] = []
+    for place, parameter in enumerate(schema.arguments):
+        if parameter.alias_info is not None and parameter.alias_info.is_write:
+            given = argument(node, place, parameter.name)
+            written += given if isinstance(given, (list, tuple)) else [given]
+    written = [n for n in written if n is not None]
+    return written if all(isinstance(n, fx.Node) for n in written) else None

@@ -113,27 +113,12 @@ class _Inserter:
         return self.graph.call_function(getattr(torch.ops.kvcanary, op).default, args)
 
     def _guard(self, half: Half) -> None:
+        """Insert the ops of a half: a check in front of its first access, and a record behind each write."""
         site, state, first = len(self.plan.sites), self._state_for(half), half.first_access.node
-        for readable in half.readable:
-            self._match_dtype(readable.write, half.dtype)
-        half.readable = [self._apart(r) for r in half.readable]
-        ahead = None if half.opaque else self._known_before(half, first)
-        others = self._to_other_rows(half, ahead)
-        each = bool(others) and _are_all_rows([r for r in (ahead, *others) if r is not None], half)
-        half.readable = [self._numbered(r, r is ahead or r in others, each) for r in half.readable]
-        known = [r for r in half.readable if r.plan.ahead]
-        ahead, others = next(iter(known), None), known[1:]
+        ahead, others = self._number_writes(half)
         with self.graph.inserting_before(first):
             view = self._view(half.region, first)
-            if half.kind == "read":
-                self._call("watch", view, state, site)
-            elif half.opaque:
-                self._call("observe", view, state, site)
-            elif half.reads_old:
-                write = ahead.plan.write_id if ahead else -1
-                value = ahead.value if ahead and ahead.write.node is first else None
-                index, extent = self._operands(ahead, first) if ahead else ([], [])
-                self._call("verify", view, value, index, extent, state, site, write)
+            self._check(site, half, view, ahead, state)
             leads = ahead is not None and self._identify(site, half, ahead, first, state)
         for other in others:
             with self.graph.inserting_before(other.write.node):
@@ -148,6 +133,37 @@ class _Inserter:
         self.plan.sites.append(self._site_plan(half, leads))
         if half.output is None:  # a returned cache does not exist yet
             self.plan.pool_bytes.append(_bytes_of(half))
+
+    def _number_writes(self, half: Half) -> tuple[ReadableWrite | None, list[ReadableWrite]]:
+        """Give each write of a half its plan and its operand.
+
+        Returns:
+            The first write, if the check in front of the half can have its slots; and with it, in a loop over
+            sequences, those that have checks of their own.
+        """
+        for readable in half.readable:
+            self._match_dtype(readable.write, half.dtype)
+        half.readable = [self._apart(r) for r in half.readable]
+        ahead = None if half.opaque else self._known_before(half, half.first_access.node)
+        others = self._to_other_rows(half, ahead)
+        each = bool(others) and _are_all_rows([r for r in (ahead, *others) if r is not None], half)
+        half.readable = [self._numbered(r, r is ahead or r in others, each) for r in half.readable]
+        known = [r for r in half.readable if r.plan.ahead]
+        return next(iter(known), None), known[1:]
+
+    def _check(self, site: int, half: Half, view: fx.Node, ahead: ReadableWrite | None, state: fx.Node) -> None:
+        """Insert what compares a half before its first access; nothing if the graph overwrites it unseen."""
+        first = half.first_access.node
+        if half.kind == "read":
+            self._call("watch", view, state, site)
+        elif half.opaque:
+            self._call("observe", view, state, site)
+        elif half.reads_old and ahead is None:
+            self._call("verify", view, None, [], [], state, site, -1)
+        elif half.reads_old and ahead is not None:
+            value = ahead.value if ahead.write.node is first else None
+            index, extent = self._operands(ahead, first)
+            self._call("verify", view, value, index, extent, state, site, ahead.plan.write_id)
 
     def _match_dtype(self, write: KVWrite, dtype: torch.dtype) -> None:
         """Make the cast of a write's operand to the pool's dtype a node, which write and record share.

@@ -189,42 +189,42 @@ def _begin(graph: fx.Graph) -> fx.Node:
 
 def _join(gm: fx.GraphModule, layers: Sequence[_Layer], moved: Sequence[fx.Node]) -> None:
     graph, first, last = gm.graph, layers[0], layers[-1]
-    state = first.record.args[5]
+    extent, positions, state = first.record.args[3:6]
+    caches = [cache for layer in layers for cache in layer.caches]
+    sites, writes = ([n for layer in layers for n in layer.record.args[at]] for at in (-2, -1))  # type: ignore[union-attr]
+    apart = any(layer.index != first.index for layer in layers)
     begin = _begin(graph)
     for node in reversed(moved):
         begin.append(node)
-    caches = [cache for layer in layers for cache in layer.caches]
-    values = [value for layer in layers for value in layer.values]
-    sites, writes = ([n for layer in layers for n in layer.record.args[at]] for at in (-2, -1))  # type: ignore[union-attr]
-    apart = any(layer.index != first.index for layer in layers)
-    after = _last_of([begin, *(node for layer in layers for node in layer.index)], graph)
-    with graph.inserting_after(after):
-        index = first.index
-        if apart:
-            index = [_stacked(graph, [layer.index[k] for layer in layers]) for k in range(len(first.index))]
-    extent, positions = first.record.args[3:5]
-    with graph.inserting_after(_last_of([after, *index], graph)):
-        graph.call_function(
-            torch.ops.kvcanary.verify_layers.default, (caches, index, extent, apart, state, sites, writes)
-        )
+    slots_known = _last_of([begin, *(node for layer in layers for node in layer.index)], graph)
+    index = first.index
+    if apart:
+        with graph.inserting_after(slots_known):
+            index = [_stacked(graph, [layer.index[k] for layer in layers]) for k in range(len(index))]
+    with graph.inserting_after(_last_of([slots_known, *index], graph)):
+        given = (caches, index, extent, apart, state, sites, writes)
+        graph.call_function(torch.ops.kvcanary.verify_layers.default, given)
     stored: dict[fx.Node, fx.Node] = {}
     for layer in layers:
         with graph.inserting_before(layer.verify):
             held = _store_once(graph, layer.values, stored)
-            if layer is first:
-                held = [*caches, *index, *held]
-            if held:
-                graph.call_function(_JOIN, (list(dict.fromkeys(held)), state))
-    values = [stored[value] for value in values]
+            _wait_for(graph, [*caches, *index, *held] if layer is first else held, state)
+    values = [stored[value] for layer in layers for value in layer.values]
     with graph.inserting_after(last.record):
-        given = (caches, values, index, extent, apart, positions, state, sites, writes)
-        graph.call_function(torch.ops.kvcanary.record_layers.default, given)
+        recorded = (caches, values, index, extent, apart, positions, state, sites, writes)
+        graph.call_function(torch.ops.kvcanary.record_layers.default, recorded)
     for layer in layers:
         graph.erase_node(layer.verify)
         graph.erase_node(layer.record)
     ends = [positions] if isinstance(positions, fx.Node) else []
     with graph.inserting_before(graph.output_node()):
-        graph.call_function(_JOIN, (list(dict.fromkeys([*caches, *values, *index, *ends])), state))
+        _wait_for(graph, [*caches, *values, *index, *ends], state)
+
+
+def _wait_for(graph: fx.Graph, held: Sequence[fx.Node], state: Any) -> None:
+    """Insert the op that waits for what reads some tensors beside the model; none for no tensors."""
+    if held:
+        graph.call_function(_JOIN, (list(dict.fromkeys(held)), state))
 
 
 def _store_once(graph: fx.Graph, values: Sequence[fx.Node], stored: dict[fx.Node, fx.Node]) -> list[fx.Node]:
