@@ -100,38 +100,46 @@ def _with_rows(
     Args:
         may_turn: follow a sequence's axes in another order, too: ``keys[row].transpose(0, 1)[pos] = k``.
     """
-    turned = list(range(sum(not isinstance(p, At) for p in selection)))
+    order = list(range(sum(not isinstance(p, At) for p in selection)))
     while True:
         whole, axes = _before_reordering(node, found)
         straight = axes == sorted(axes)
         if straight:
             node = whole
+        elif not may_turn:
+            break
         places = [axes.index(a) for a in range(len(axes))]  # of the axes of ``whole`` among those of ``node``
-        # the operand lacks an axis of which one index was picked
-        own = [p for p in places if not isinstance(selection[p], At)]
-        left = [p for p in range(len(axes)) if not isinstance(selection[p], At)]
-        if not straight and may_turn:
-            within = [selection[p] for p in places]
-            if _counts_sequences_first(reads.source_of(whole), selection, within, reads):
-                node, selection, turned = whole, within, [turned[left.index(p)] for p in own]
-                continue
-        picked = _picked_from(whole, found) if straight or may_turn else None
-        if picked is None:
-            break
-        parent, axis, part = picked
-        source = reads.source_of(parent)
-        shown = reads.is_row_axis(source, axis) or reads.is_token_axis(source, axis)
-        if not isinstance(part, Full) and not shown and not loops.is_row_axis(parent, axis):
-            break
         within = [selection[p] for p in places]
-        if isinstance(part, At):
-            within.insert(axis, part)
-        elif isinstance(within[axis], Full):
-            within[axis] = part
-        elif not isinstance(part, Full):
+        left = [p for p, part in enumerate(selection) if not isinstance(part, At)]  # the operand lacks the others
+        turned = [order[left.index(p)] for p in places if p in left]
+        if not straight and _counts_sequences_first(reads.source_of(whole), selection, within, reads):
+            node, selection, order = whole, within, turned
+            continue
+        outer = _in_parent(whole, within, found, reads, loops)
+        if outer is None:
             break
-        node, selection, turned = parent, within, [turned[left.index(p)] for p in own]
-    return node, selection, () if turned == sorted(turned) else tuple(turned)
+        (node, selection), order = outer, turned
+    return node, selection, () if order == sorted(order) else tuple(order)
+
+
+def _in_parent(
+    node: fx.Node, selection: Selection, found: Accesses, reads: AttentionReads, loops: Loops
+) -> tuple[fx.Node, Selection] | None:
+    """The tensor of which ``node`` is some sequences or tokens, and the selection in it; None if it is nothing such."""
+    picked = _picked_from(node, found)
+    if picked is None:
+        return None
+    parent, axis, part = picked
+    if isinstance(part, Full):
+        return parent, selection
+    source = reads.source_of(parent)
+    if not (reads.is_row_axis(source, axis) or reads.is_token_axis(source, axis) or loops.is_row_axis(parent, axis)):
+        return None
+    if isinstance(part, At):
+        return parent, [*selection[:axis], part, *selection[axis:]]
+    if isinstance(selection[axis], Full):
+        return parent, [*selection[:axis], part, *selection[axis + 1 :]]
+    return None
 
 
 def _counts_sequences_first(part: Source | None, seen: Selection, own: Selection, reads: AttentionReads) -> bool:

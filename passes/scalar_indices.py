@@ -69,23 +69,9 @@ def _axes_after(target: Any, parts: Sequence[Any]) -> int | None:
     whole = _tensor(target)
     if whole is None or not any(_tensor(p) is not None for p in parts):
         return None
-    kinds: list[str] = []
-    for part in parts:
-        tensor = _tensor(part)
-        if tensor is not None:
-            if tensor.dim() or tensor.dtype not in (*_INDICES, torch.int8, torch.int16):
-                return None
-            kinds.append("0-d")
-        elif part is None:
-            kinds.append("new")
-        elif part is Ellipsis:
-            kinds.append("rest")
-        elif isinstance(part, slice) and all(map(_is_bound, (part.start, part.stop, part.step))):
-            kinds.append("axis")
-        elif _is_number(part):
-            kinds.append("int")
-        else:
-            return None
+    kinds = [_kind(part) for part in parts]
+    if None in kinds:
+        return None
     taken = sum(k in ("0-d", "axis", "int") for k in kinds)
     rest = ["axis"] * (whole.dim() - taken)
     at = kinds.index("rest") if "rest" in kinds else len(kinds)
@@ -93,6 +79,20 @@ def _axes_after(target: Any, parts: Sequence[Any]) -> int | None:
     places = [i for i, k in enumerate(axes) if k == "0-d"]
     adjacent = places[-1] - places[0] == len(places) - 1
     return len(axes) - len(places) - (places[0] if adjacent else 0)
+
+
+def _kind(part: Any) -> str | None:
+    """What a part of an index is; None if it is something that is left alone."""
+    tensor = _tensor(part)
+    if tensor is not None:
+        return "0-d" if tensor.dim() == 0 and tensor.dtype in (*_INDICES, torch.int8, torch.int16) else None
+    if part is None:
+        return "new"
+    if part is Ellipsis:
+        return "rest"
+    if isinstance(part, slice):
+        return "axis" if all(map(_is_bound, (part.start, part.stop, part.step))) else None
+    return "int" if _is_number(part) else None
 
 
 def _spread(number: fx.Node, device: torch.device) -> fx.Node:

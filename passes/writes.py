@@ -335,12 +335,14 @@ def _masked_axes(node: fx.Node, region: fx.Node, values: dict[fx.Node, Any]) -> 
     elif name in ("setitem", "index_put_"):
         axes, axis = set(), 0
         for part in index if isinstance(index, tuple | list) else (index,):
+            if isinstance(part, slice) or (part is None and name == "index_put_"):  # all of an axis
+                axis += 1
+                continue
             mask = values.get(part) if isinstance(part, fx.Node) else None
-            if not (part is None and name == "index_put_") and not isinstance(part, slice):
-                if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-                    return None
-                axes |= set(range(axis, axis + mask.dim()))
-            axis += mask.dim() if isinstance(mask, torch.Tensor) else 1
+            if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+                return None
+            axes |= set(range(axis, axis + mask.dim()))
+            axis += mask.dim()
     else:
         return None
     return chosen_axes([At(0) if a in axes else Full() for a in range(dims)], dims)

@@ -82,21 +82,11 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
         lost: later rows for which the ring had no room.
     """
     verdict = Verdict([])
-    groups: dict[tuple[int, frozenset[int]], list[Row]] = defaultdict(list)
-    for row in rows:
-        half = registry.by_id(row[Ring.HALF])
-        if half is not None and half.takes_turns and row[Ring.CHECK] == Check.CONTENT:
-            half.changed[row[Ring.SLOT]] = row[Ring.STEP]
-        if row[Ring.LENIENT] and row[Ring.CHECK] == Check.CONTENT and half is not None:
-            groups[(row[Ring.STEP], frozenset(half.peers))].append(row)
-        else:
-            verdict.violations.append(row)
+    changes, verdict.violations = _changes_by_step(rows, registry)
     # Only the last half to report can have lost some rows; those after it lost all of theirs.
     cut = rows[-1][Ring.HALF] if lost else None
     cleared: dict[tuple[int, int, int], set[int]] = defaultdict(set)  # by step and layout, legally
-    for members in groups.values():
-        lead = registry.by_id(members[0][Ring.HALF])
-        assert lead is not None
+    for lead, members in changes:
         group = _Group(members, lead, registry, stamps)
         legal = group.legal() if cut not in lead.peers else group.rewritten(group.required(), group.reported - {cut})
         legal = _with_other_layers(group, legal, lead, rows, registry, stamps)
@@ -122,6 +112,27 @@ def judge(rows: Sequence[Row], registry: PoolRegistry, stamps: torch.Tensor, los
         if half is not None and row[Ring.CHECK] == Check.CONTENT:
             half.reported.setdefault(row[Ring.SLOT], row[Ring.STORED])
     return verdict
+
+
+def _changes_by_step(rows: Sequence[Row], registry: PoolRegistry) -> tuple[list[tuple[PoolHalf, list[Row]]], list[Row]]:
+    """Changes that may be legal, those of a step and of halves that are judged together in one list; and all others.
+
+    Each list comes with the half of its first row.
+    """
+    groups: dict[tuple[int, frozenset[int]], tuple[PoolHalf, list[Row]]] = {}
+    others: list[Row] = []
+    for row in rows:
+        half = registry.by_id(row[Ring.HALF])
+        if half is None or row[Ring.CHECK] != Check.CONTENT:
+            others.append(row)
+            continue
+        if half.takes_turns:
+            half.changed[row[Ring.SLOT]] = row[Ring.STEP]
+        if row[Ring.LENIENT]:
+            groups.setdefault((row[Ring.STEP], frozenset(half.peers)), (half, []))[1].append(row)
+        else:
+            others.append(row)
+    return list(groups.values()), others
 
 
 def _illegal(

@@ -44,26 +44,30 @@ def shown_by_all(
             if incomparable_vetoes:
                 return set()
             continue
-        told = {row[Ring.SLOT] for row in rows if row[Ring.HALF] == number and row[Ring.STEP] >= step}
+        changed = {row[Ring.SLOT] for row in rows if row[Ring.HALF] == number and row[Ring.STEP] >= step}
         earlier = half.order < mine.order  # checked earlier in this forward
-        if earlier:
-            told |= {slot for slot, found in half.changed.items() if 0 <= step - found < mine.forward.span}
-        else:  # a graph that ran before this one may have read all layers
-            told |= {slot for slot, found in half.changed.items() if 0 <= step - found <= mine.forward.ahead}
+        # checked later: a graph that ran before this one may have read all layers
+        ago = range(mine.forward.span if earlier else mine.forward.ahead + 1)
+        changed |= {slot for slot, found in half.changed.items() if step - found in ago}
         if half.place.layout.slots != mine.place.layout.slots:
-            recorded = set(half.buffers.digest[0].nonzero().squeeze(1).tolist())
-            if incomparable_vetoes or (not told and _as_recorded(half, view, recorded) == recorded):
+            if incomparable_vetoes or not (changed or _differs_somewhere(half, view)):
                 return set()
             continue
         if earlier:
-            told |= _written(left, stamps, step - mine.forward.ahead)
-        left -= _as_recorded(half, view, left - told)
+            changed |= _written(left, stamps, step - mine.forward.ahead)
+        left -= _as_recorded(half, view, left - changed)
     return left
 
 
 def _written(slots: set[int], stamps: torch.Tensor, first: int) -> set[int]:
     """The slots that a graph has written since a call began: what they held before is gone."""
     return {slot for slot in slots if int(stamps[0, slot]) >> 16 >= first}
+
+
+def _differs_somewhere(half: PoolHalf, view: torch.Tensor) -> bool:
+    """Whether any slot's bytes are others than those that were recorded."""
+    recorded = set(half.buffers.digest[0].nonzero().squeeze(1).tolist())
+    return _as_recorded(half, view, recorded) != recorded
 
 
 def _as_recorded(half: PoolHalf, view: torch.Tensor, slots: set[int]) -> set[int]:
