@@ -150,13 +150,11 @@ class _Builder:
         part = self.reads.source_of(region.node, region.index)
         read_as = self.reads.half_of(part)
         state = not self.reads.of(part) and is_running_state(root, [write for write, _ in group], self.found)
-        slots = (
-            SlotAxes((0,), paged=False) if state else _slot_axes(group, view, self.reads.slot_axes(part), self.found)
-        )
-        if all(write.flat is not None or write.opaque is not None for write, _ in group):  # no index shows the slots
-            declared = self.declared_axes(root, view)
-            if declared is not None and len(declared) == len(slots.axes):
-                slots = dataclasses.replace(slots, axes=declared)
+        if state:
+            slots = SlotAxes((0,), paged=False)
+        else:
+            slots = _slot_axes(group, view, self.reads.slot_axes(part), self.found)
+        slots = self._declared(root, group, view, slots)
         half = Half(
             root=root,
             region=region,
@@ -175,6 +173,22 @@ class _Builder:
             attention=frozenset(r.attention for r in self.reads.of(part)),
         )
         half.accesses = [a for a in accesses if a.extent.overlaps(half.extent)]
+        self._divide(group, half)
+        return half
+
+    def _declared(
+        self, root: fx.Node, group: list[tuple[KVWrite, Destination]], view: torch.Tensor, slots: SlotAxes
+    ) -> SlotAxes:
+        """The slot axes that an engine declares, where no index of a write shows them; else those that were found."""
+        if any(write.flat is None and write.opaque is None for write, _ in group):
+            return slots
+        declared = self.declared_axes(root, view)
+        if declared is None or len(declared) != len(slots.axes):
+            return slots
+        return dataclasses.replace(slots, axes=declared)
+
+    def _divide(self, group: list[tuple[KVWrite, Destination]], half: Half) -> None:
+        """Give a half its writes: those that show its slots, and the opaque ones."""
         for write, to in group:
             readable = None if to.selection is None else self._readable(write, to, half)
             if readable is None:
@@ -184,7 +198,6 @@ class _Builder:
                 half.readable.append(readable)
         for readable in half.readable:
             readable.stays = readable.plan.covers_all and self._stays(readable.write, half)
-        return half
 
     def _readable(self, write: KVWrite, to: Destination, half: Half) -> ReadableWrite | None:
         """The write in terms of the half's slot axes; None if it selects along another axis."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import fx
 from .accesses import Accesses
 from .attention_reads import AttentionReads
 from .names import function_name, half_named, source_name
-from .selection import At, Full, Span, Unreadable, selected_by
+from .selection import At, Full, Selection, Span, Unreadable, selected_by
 from .writes import KVWrite
 
 REORDERS = ("movedim", "moveaxis", "permute", "transpose", "swapaxes", "swapdims")
@@ -103,32 +103,47 @@ def place(view: torch.Tensor) -> tuple[Any, ...]:
     return (str(view.storage_offset()), *map(str, view.shape), *map(str, view.stride()))
 
 
-def _steps(write: KVWrite, found: Accesses) -> Iterator[_Step]:
+def _steps(write: KVWrite, found: Accesses) -> list[_Step]:
     """The constants of a write's destination: in its own index, or else in that of the view that it writes."""
     if write.value is None or write.selection is None or write.opaque is not None or write.flat is not None:
-        return
+        return []
     ints = {a: p.index for a, p in enumerate(write.selection) if isinstance(p, At) and isinstance(p.index, int)}
-    left = len(write.selection) - len(ints)
+    return _in_index(write, write.selection, ints) if ints else _in_view(write, write.selection, found)
+
+
+def _in_index(write: KVWrite, selection: Selection, ints: dict[int, int]) -> list[_Step]:
+    """A step for each of the constants, by the axis, in the index of a write."""
+    left = len(selection) - len(ints)
+    if not 2 <= left <= 3:
+        return []
+    moved = {a for a, p in enumerate(selection) if not isinstance(p, Full) and a not in ints}
+    steps = []
     for axis, index in ints.items():
-        moved = {a for a, p in enumerate(write.selection) if not isinstance(p, Full) and a not in ints}
-        fixed = tuple((a, i) for a, i in ints.items() if a != axis)
-        if 2 <= left <= 3:
-            yield _Step(write.region, axis, index, fixed, _is_first(axis, moved, {a for a, _ in fixed}, left), write)
-    node, axes = write.region, list(range(len(write.selection)))
+        fixed = {a: i for a, i in ints.items() if a != axis}
+        of_rows = _is_first(axis, moved, set(fixed), left)
+        steps.append(_Step(write.region, axis, index, tuple(fixed.items()), of_rows, write))
+    return steps
+
+
+def _in_view(write: KVWrite, selection: Selection, found: Accesses) -> list[_Step]:
+    """The step of a write to a view that is one index of an axis, its other axes in any order; else none."""
+    node, axes = write.region, list(range(len(selection)))
     while function_name(node) in REORDERS:
         turned = _turned(node, found)
         if turned is None:
-            return
+            return []
         node, axes = node.args[0], [turned[a] for a in axes]  # type: ignore[assignment]
-    picked = None if ints else one_picked(node, found)
-    if picked is not None:
-        whole, axis, index = picked
-        gone = found.values[whole].dim() > found.values[node].dim()
-        chosen = {a for a, p in zip(axes, write.selection, strict=True) if not isinstance(p, Full)}
-        moved = {a + (gone and a >= axis) for a in chosen}
-        left = found.values[whole].dim() - 1
-        if 2 <= left <= 3:
-            yield _Step(whole, axis, index, (), _is_first(axis, moved, set(), left), write)
+    picked = one_picked(node, found)
+    if picked is None:
+        return []
+    whole, axis, index = picked
+    left = found.values[whole].dim() - 1
+    if not 2 <= left <= 3:
+        return []
+    gone = found.values[whole].dim() > found.values[node].dim()
+    chosen = {a for a, p in zip(axes, selection, strict=True) if not isinstance(p, Full)}
+    moved = {a + (gone and a >= axis) for a in chosen}
+    return [_Step(whole, axis, index, (), _is_first(axis, moved, set(), left), write)]
 
 
 def _is_first(axis: int, moved: set[int], fixed: set[int], left: int) -> bool:

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...engine.observers.stats import EngineStats
@@ -88,14 +88,9 @@ class Counts:
             steps = sum(session.steps for session in followed)
             if steps != self._steps:
                 self._steps = steps
-                if beside:
-                    with streams_beside(session.controls for session in followed):
-                        self.write(*(session.stats(drain=False) for session in followed))
-                else:
-                    with self._lock:
-                        for session in followed:
-                            session.drain()
-                        self.write(*(session.stats(drain=False) for session in followed))
+                reading = streams_beside(s.controls for s in followed) if beside else self._between_forwards(followed)
+                with reading:
+                    self.write(*(session.stats(drain=False) for session in followed))
             return True
 
         def keep_writing() -> None:
@@ -112,6 +107,13 @@ class Counts:
             thread.join(10)
 
         atexit.register(end)
+
+    @contextlib.contextmanager
+    def _between_forwards(self, sessions: Sequence[EngineSession]) -> Iterator[None]:
+        with self._lock:
+            for session in sessions:
+                session.drain()
+            yield
 
     def write(self, *stats: EngineStats) -> None:
         """Write the counts, summed over sessions, for the endpoint, which never sees a partial file."""

@@ -103,8 +103,8 @@ def contain(
     readers = verdict.readers(tables, {name for name, tokens in began_with.items() if now.get(name) == tokens})
     if manager.enable_caching:
         manager.evict_blocks(_evicted(verdict, readers, tables, manager.block_pool))
-    begin_again = [r for r in reversed(scheduler.running) if r.request_id in readers and again[r.request_id] < TRIES]
-    preempted = [r for r in begin_again if _begins_again(r, verdict.outcome)]
+    hit = [r for r in reversed(scheduler.running) if r.request_id in readers]
+    preempted = [r for r in hit if again[r.request_id] < TRIES and _begins_again(r, verdict.outcome)]
     for request in preempted:  # in reverse: each goes to the front of the queue
         again[request.request_id] += 1
         began_with[request.request_id] = request.num_output_tokens
@@ -112,13 +112,23 @@ def contain(
             late[request.request_id] = _reason(verdict, request)
         _preempt(scheduler, request)
     left = set(readers) - {request.request_id for request in preempted} if verdict.outcome != "log" else set()
-    stuck = [name for name in left if scheduler.requests[name].pooling_params is not None]
+    _require_ends(verdict, [scheduler.requests[name] for name in left])
+    ended: list[Any] = scheduler.finish_requests(left, RequestStatus.FINISHED_ERROR)
+    _log(verdict, preempted[::-1], ended)
+    return ended
+
+
+def _require_ends(verdict: Verdict, requests: Sequence[Any]) -> None:
+    """Refuse to end a pooling model's request with an error, for which vLLM's output processor has no place."""
+    stuck = [request.request_id for request in requests if request.pooling_params is not None]
     if stuck:
         raise EngineError(
             f"kv_cache_corruption {verdict.id}: {_listed(stuck)}: damage that comes back, and vLLM cannot end a "
             "request of a pooling model with an error. The engine ends: the violations above say what to look for"
         )
-    ended: list[Any] = scheduler.finish_requests(left, RequestStatus.FINISHED_ERROR)
+
+
+def _log(verdict: Verdict, recomputed: Sequence[Any], ended: Sequence[Any]) -> None:
     log.warning(
         "kvcanary.vllm kv_cache_corruption %s: %d violation%s; blocks %s left the prefix cache; recomputed: %s; "
         "aborted: %s%s",
@@ -126,11 +136,10 @@ def contain(
         verdict.total,
         "s" * (verdict.total != 1),
         _listed(sorted(verdict.blocks())),
-        _listed([request.request_id for request in reversed(preempted)]),
+        _listed([request.request_id for request in recomputed]),
         _listed([request.request_id for request in ended]),
-        _sent([*reversed(preempted), *ended]) if verdict.late else "",
+        _sent([*recomputed, *ended]) if verdict.late else "",
     )
-    return ended
 
 
 def _begins_again(request: Any, outcome: str) -> bool:
