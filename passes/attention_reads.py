@@ -16,7 +16,7 @@ from torch import fx
 
 from ..kernels.writes.layout import POOL_DTYPES
 from .accesses import Accesses
-from .axis_flow import NO_AXIS, Axis, Source, argument, follow, index, passes_on
+from .axis_flow import NO_AXIS, Axis, Source, argument, dims_of, follow, index, passes_on
 from .names import function_name
 from .states import ancestors
 
@@ -199,7 +199,7 @@ class AttentionReads:
         operands = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, fx.Node)][:2]
         if len(operands) != 2:
             return
-        dims = _dims(self._values.get(node))
+        dims = dims_of(self._values.get(node))
         made = []
         for operand, other, (summed, left) in zip(operands, reversed(operands), ((-1, -2), (-2, -1)), strict=True):
             for source in self._sources.get(operand, ()):
@@ -266,7 +266,3 @@ def _letters(node: fx.Node) -> list[str] | None:
         return None
     parts = equation.replace(" ", "").replace("->", ",").split(",")
     return parts if len(parts) == 3 else None
-
-
-def _dims(value: Any) -> int:
-    return value.dim() if isinstance(value, torch.Tensor) else 0

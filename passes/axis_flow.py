@@ -112,11 +112,11 @@ def follow(node: fx.Node, operand: fx.Node, source: Source, values: dict[fx.Node
     if rule is not None:
         found = rule(node, source, values)
     elif name in _ELEMENTWISE:
-        found = source.along(*_broadcast(source.axes, _dims(values.get(node))))
+        found = source.along(*_broadcast(source.axes, dims_of(values.get(node))))
     else:
         return None
     value = values.get(node)
-    return found if found is None or not isinstance(value, torch.Tensor) or _dims(value) == len(found.axes) else None
+    return found if found is None or not isinstance(value, torch.Tensor) or dims_of(value) == len(found.axes) else None
 
 
 def index(source: Source, parts: Sequence[Any], values: dict[fx.Node, Any]) -> Source | None:
@@ -326,7 +326,7 @@ def _block(old: list[Any], new: list[Any], i: int, j: int) -> tuple[int, int] | 
 
 
 def _stretch(node: fx.Node, source: Source, values: dict[fx.Node, Any]) -> Source | None:
-    return source.along(*_broadcast(source.axes, _dims(values.get(node))))
+    return source.along(*_broadcast(source.axes, dims_of(values.get(node))))
 
 
 def _broadcast(axes: tuple[Axis, ...], dims: int) -> tuple[Axis, ...]:
@@ -337,7 +337,8 @@ def _repeat_interleave(node: fx.Node, source: Source, values: dict[fx.Node, Any]
     return None if argument(node, 2, "dim") is None else source
 
 
-def _dims(value: Any) -> int:
+def dims_of(value: Any) -> int:
+    """The axes of a tensor; 0 for anything else."""
     return value.dim() if isinstance(value, torch.Tensor) else 0
 
 

@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .accesses import FACTORIES, Accesses, storage_key
+from .accesses import FACTORIES, Accesses, example_value, storage_key
 from .attention_reads import AttentionReads
 from .dynamo_contract import is_fragment, is_kept_by_someone
 from .graph_plan import GraphPlan
@@ -79,7 +79,7 @@ def replaced_caches(gm: fx.GraphModule, found: Accesses, guarded: Sequence[fx.No
     inputs = [p for p in gm.graph.find_nodes(op="placeholder") if p not in known and _may_be_kept(p, found)]
     if not inputs:
         return []
-    returned = [n for n in dict.fromkeys(gm.graph.output_node().all_input_nodes) if isinstance(_value(n), torch.Tensor)]
+    returned = _returned(gm)
     sources, whole = _sources(gm, inputs), not is_fragment(gm)
     return [
         p
@@ -103,12 +103,16 @@ def _wraps(value: Any) -> bool:
 def passed_on(gm: fx.GraphModule, replaced: Sequence[fx.Node], reads: AttentionReads) -> list[fx.Node]:
     """Those of :func:`replaced_caches` whose tokens the new tensor holds, as ``torch.roll`` leaves them: the next call
     gets that tensor, and not the one that attention reads now."""
-    returned = [n for n in gm.graph.output_node().all_input_nodes if isinstance(_value(n), torch.Tensor)]
-    return [p for p in replaced if any(reads.holds(n, p) and _replaces(n, p) for n in returned)]
+    return [p for p in replaced if any(reads.holds(n, p) and _replaces(n, p) for n in _returned(gm))]
+
+
+def _returned(gm: fx.GraphModule) -> list[fx.Node]:
+    """The tensors that a graph returns, each once."""
+    return [n for n in gm.graph.output_node().all_input_nodes if isinstance(example_value(n), torch.Tensor)]
 
 
 def _may_be_kept(placeholder: fx.Node, found: Accesses) -> bool:
-    value = _value(placeholder)
+    value = example_value(placeholder)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or found.root_of(placeholder) is None:
         return False
     return value.dim() >= (2 if is_kept_by_someone(placeholder) else 3)
@@ -124,7 +128,7 @@ def _is_state(placeholder: fx.Node, node: fx.Node, first: fx.Node, whole: bool) 
         return True
     if is_kept_by_someone(placeholder):
         return node is not first
-    shapes = (tuple(map(str, _value(n).shape)) for n in (placeholder, first))
+    shapes = (tuple(map(str, example_value(n).shape)) for n in (placeholder, first))
     return whole and node is not first and len(set(shapes)) == 2
 
 
@@ -139,7 +143,7 @@ def _sources(gm: fx.GraphModule, caches: list[fx.Node]) -> dict[fx.Node, frozens
 
 def _replaces(node: fx.Node, cache: fx.Node) -> bool:
     """Whether a value could take the place of a cache, and is not the cache."""
-    new, old = _value(node), _value(cache)
+    new, old = example_value(node), example_value(cache)
     same = tuple(new.shape) == tuple(old.shape) and new.dtype == old.dtype
     return same and storage_key(new) != storage_key(old)
 
@@ -153,10 +157,5 @@ def _is_cache(node: Any) -> bool:
     """Whether a value is a floating-point input with slots, heads and elements."""
     if not isinstance(node, fx.Node) or node.op != "placeholder":
         return False
-    value = _value(node)
+    value = example_value(node)
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 3
-
-
-def _value(node: fx.Node) -> Any:
-    """The fake value of a node."""
-    return node.meta.get("example_value", node.meta.get("val"))

@@ -117,9 +117,7 @@ def _first(node: fx.Node) -> fx.Node | None:
 def _kind(node: fx.Node, found: Accesses) -> tuple[Any, ...] | None:
     """The properties that two tensors share if one can replace the other."""
     value = found.values.get(node)
-    if not isinstance(value, torch.Tensor):
-        return None
-    return (*map(str, value.shape), value.dtype, value.device)
+    return _kind_of(value) if isinstance(value, torch.Tensor) else None
 
 
 def _masked(node: fx.Node, kind: tuple[Any, ...], found: Accesses) -> _Step | None:

@@ -14,14 +14,15 @@ _B = 0xBF58476D1CE4E5B9
 _C = 0x94D049BB133111EB
 
 
-def _as_int64(x: int) -> int:
+def as_int64(x: int) -> int:
+    """The low 64 bits as a signed number."""
     x &= MASK64
     return x - (1 << 64) if x >> 63 else x
 
 
 def mix_constants() -> tuple[int, int, int]:
     """The factors of :func:`mix` as signed 64-bit integers, for kernels."""
-    return _as_int64(_A), _as_int64(_B), _as_int64(_C)
+    return as_int64(_A), as_int64(_B), as_int64(_C)
 
 
 def mix(token: int, position: int) -> int:
@@ -33,14 +34,14 @@ def mix(token: int, position: int) -> int:
 
 
 #: Where the chain of the default namespace starts, as a signed 64-bit integer.
-SEED = _as_int64(mix(-1, -1))
+SEED = as_int64(mix(-1, -1))
 
 
 def mix_tensor(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """:func:`mix` of int64 tensors, as int64 with the same bits."""
-    x = tokens * _as_int64(_A) + positions * _as_int64(_B)
-    x = (x ^ _shift(x, 30)) * _as_int64(_B)
-    x = (x ^ _shift(x, 27)) * _as_int64(_C)
+    x = tokens * as_int64(_A) + positions * as_int64(_B)
+    x = (x ^ _shift(x, 30)) * as_int64(_B)
+    x = (x ^ _shift(x, 27)) * as_int64(_C)
     return x ^ _shift(x, 31)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ..checks import Check, Phase, Why
 from ..ring import UNKNOWN
-from .chain import MASK64, SEED, mix
+from .chain import SEED, as_int64, mix
 from .naive_entry import Entry
 from .naive_history import note_read, note_write
 from .naive_life import allocate as allocate
@@ -23,13 +23,8 @@ from .naive_life import share as share
 from .space import REFERENCE, Flag, RequestPlan, SlotSpace, SpaceCount
 
 
-def _signed(x: int) -> int:
-    x &= MASK64
-    return x - (1 << 64) if x >> 63 else x
-
-
 def namespace_seed(namespace: int) -> int:
-    return SEED if namespace == 0 else _signed(SEED + mix(namespace, -1))
+    return SEED if namespace == 0 else as_int64(SEED + mix(namespace, -1))
 
 
 def _table_slot(plan: RequestPlan, request: int, position: int) -> int:
@@ -150,7 +145,7 @@ def _check_identity(
     _check_token(entry, space, plan, request, position, token)
     if stored != position:
         entry.add(Why.WRONG_POSITION, position, stored)
-    start = _signed(namespace_seed(_namespace(plan, request)) + mix(token, stored))
+    start = as_int64(namespace_seed(_namespace(plan, request)) + mix(token, stored))
     if position == 0 and stored == position and chain != start:
         entry.add(Why.OTHER_NAMESPACE, start, chain)
     before = _table_slot(plan, request, position - 1) if position > first else -1
@@ -158,7 +153,7 @@ def _check_identity(
         return
     flags = int(space.flags[before])
     if flags & Flag.WRITTEN and not flags & Flag.NAMELESS:
-        after = _signed(int(space.chain[before]) + mix(token, stored))
+        after = as_int64(int(space.chain[before]) + mix(token, stored))
         if chain != after:
             entry.add(Why.WRONG_PREDECESSOR, after, chain)
 
@@ -317,7 +312,7 @@ def store(space: SlotSpace, plan: RequestPlan) -> None:
     before = [_chain_before(space, plan, r, writers) for r in range(int(plan.counts[0]))]
     for slot, token, position, request, added in entries:
         space.tokens[slot], space.positions[slot] = token, position
-        space.chain[slot] = _signed(before[request] + added)
+        space.chain[slot] = as_int64(before[request] + added)
         space.flags[slot] = (int(space.flags[slot]) | Flag.WRITTEN) & ~int(Flag.NAMELESS | Flag.REJECTED)
         note_write(space, slot, int(plan.owners[request]))
         space.counters[SpaceCount.RECORDED] += 1

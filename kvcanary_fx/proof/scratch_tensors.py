@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..engine.pool_content import address_of
+
 #: Identifies a run of slots: the storage, where the run begins, and the distance of its slots, in bytes.
 _Run = tuple[int, int, int]
 
@@ -26,13 +28,9 @@ def scaled_down(layers: Sequence[Sequence[torch.Tensor]], first: int) -> list[li
     memory = {run: _memory(tensors, first) for run, tensors in runs.items()}
     made: dict[tuple[object, ...], torch.Tensor] = {}
     for tensor in (tensor for layer in layers for tensor in layer):
-        if _address(tensor) not in made:
-            made[_address(tensor)] = _view(tensor, first, memory[_run(tensor)])
-    return [[made[_address(tensor)] for tensor in layer] for layer in layers]
-
-
-def _address(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+        if address_of(tensor) not in made:
+            made[address_of(tensor)] = _view(tensor, first, memory[_run(tensor)])
+    return [[made[address_of(tensor)] for tensor in layer] for layer in layers]
 
 
 def _offset(tensor: torch.Tensor) -> int:

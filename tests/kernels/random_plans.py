@@ -222,7 +222,7 @@ def make_it_true(rng: random.Random, space: SlotSpace, plan: RequestPlan) -> Non
             if not 0 <= slot < space.slots or rng.random() < 0.05:
                 continue
             token = rng.randint(0, 3)
-            chain = space_reference._signed(chain + space_reference.mix(token, position))
+            chain = space_reference.as_int64(chain + space_reference.mix(token, position))
             space.tokens[slot], space.positions[slot] = token, position
             space.chain[slot] = chain + (rng.random() < 0.05)
             space.owners[slot] = int(plan.owners[request]) if rng.random() < 0.9 else 0
