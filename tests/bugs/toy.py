@@ -141,3 +141,11 @@ class Toy:
     def found(self) -> list[kvcanary_fx.Violation]:
         """The violations so far."""
         return self.session.violations()
+
+
+def prefilled(**settings: Any) -> Toy:
+    """A toy in which request A has three tokens stored, in slots 3, 4 and 5."""
+    toy = Toy(**settings)
+    toy.add("A", [5, 6, 7, 8, 9, 10, 11])
+    toy.run({"A": [3, 4, 5]})
+    return toy

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from opaque_engine import DIM, HEADS, METADATA, Model
 from toy import DIM as TOY_DIM
 from toy import Toy, embed
+from toy import prefilled as prefilled_on
 
 import kvcanary_fx
 from kvcanary_fx import Batch, KVPool
 
 pytestmark = pytest.mark.gpu
 
-
-def prefilled(**settings) -> Toy:
-    toy = Toy(device="cuda", **settings)
-    toy.add("A", [5, 6, 7, 8, 9, 10, 11])
-    toy.run({"A": [3, 4, 5]})
-    return toy
+prefilled = functools.partial(prefilled_on, device="cuda")
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])

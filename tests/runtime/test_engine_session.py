@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_on_cpu import use_gpu_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy import Toy
+from toy import Toy, prefilled
 
 import kvcanary_fx
 from kvcanary_fx import Batch, EngineError, KVCacheViolation, KVPool, SessionStateError, StepInputError
@@ -17,14 +17,6 @@ from kvcanary_fx.engine.prefixes import Prefix
 from kvcanary_fx.engine.step_inputs import StepInputs
 from kvcanary_fx.errors import CoverageError, UnrecordedLayersError
 from kvcanary_fx.kernels.ring import Word, forward_and_step
-
-
-def prefilled(**settings) -> Toy:
-    """A toy in which request A has three tokens stored, in slots 3, 4 and 5."""
-    toy = Toy(**settings)
-    toy.add("A", [5, 6, 7, 8, 9, 10, 11])
-    toy.run({"A": [3, 4, 5]})
-    return toy
 
 
 def told(toy: Toy) -> list[tuple[str, str, int, str | int | None]]:

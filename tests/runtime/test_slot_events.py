@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_on_cpu import Graph, use_gpu_kernels
-from toy import Toy
+from toy import Toy, prefilled
 
 import kvcanary_fx
 from kvcanary_fx import Batch, EngineError, KVPool
@@ -46,14 +46,6 @@ def launches(monkeypatch):
     monkeypatch.setattr(gpu_life.Apply, "__call__", counted)
     use_gpu_kernels(monkeypatch.setattr)
     return taken
-
-
-def prefilled(**settings) -> Toy:
-    """A toy in which request A has three tokens stored, in slots 3, 4 and 5."""
-    toy = Toy(**settings)
-    toy.add("A", [5, 6, 7, 8, 9, 10, 11])
-    toy.run({"A": [3, 4, 5]})
-    return toy
 
 
 def faulty_life(toy: Toy) -> list[tuple]:
