@@ -409,7 +409,10 @@ class _Group:
         return True
 
     def _new_tokens(self, row: int, slots: set[int], required: set[int]) -> set[int]:
-        """Those of the slots that changed in all required halves that are new tokens of their row."""
+        """Those of the slots that changed in all required halves that are new tokens of their row.
+
+        A slot that was empty is one as it is.  Those that had tokens are, if they are enough for a new prompt.
+        """
         alone = len(required) < 2
         if not slots or (not alone and (not self._lead.place.layout.has_rows or self._lead.kind == "read")):
             return slots
@@ -418,22 +421,23 @@ class _Group:
         given_up = self._given_up(row, slots, half, written)
         held |= {slot for slot in slots if any(slot in self._by_id[h].reported for h in required)}  # emptied by a fault
         slots, held = slots - given_up, held - given_up
+        if written is not None:  # later slots belong to another sequence: as if they had been empty
+            held = {slot for slot in held if slot < written}
         fresh, old = slots - held, slots & held
-        if written is not None:  # later slots belong to another sequence
-            behind = {slot for slot in held if slot >= written}
-            fresh, old, held = fresh | (old & behind), old - behind, held - behind
         if not old:
             return fresh
         held = {slot for slot in held if slot < self._end(half, row, old)}
         later = {slot for slot in held if slot >= min(old)}
-        several = len(old) >= 2 and 2 * len(old) >= len(later)
-        if required != set(self._lead.peers):  # what is above the first layer
-            new = later <= old or half.buffers.baseline is not None
-            if half.buffers.baseline is None and not alone:
-                fresh |= self._computed_again(row, held, old)
+        if required == set(self._lead.peers):  # one layer: equal tokens at a place have equal K and V
+            several = len(old) >= 2 and 2 * len(old) >= len(later)
+            prompt = several or (held <= old and not alone)
+        elif half.buffers.baseline is not None:  # any slot may be written: what follows says nothing
+            prompt = True
         else:
-            new = several or (held <= old and not alone)
-        return fresh | old if new else fresh
+            prompt = later <= old
+            if not alone:
+                fresh |= self._computed_again(row, held, old)
+        return fresh | old if prompt else fresh
 
     def _computed_again(self, row: int, held: set[int], old: set[int]) -> set[int]:
         """The slots of a row that were computed anew with a new prompt, which begins as the last one did.

@@ -131,15 +131,7 @@ def _owners(space: SlotSpace, name_of: Callable[[int], str | int | None]) -> tup
 def _near(
     group: Group, registry: PoolRegistry, near: torch.Tensor, states: torch.Tensor, struck: Sequence[int]
 ) -> Iterable[SlotScene]:
-    known: dict[str, list[int]] = {}
-    space, identity = group.space, registry.identity_of(group.halves[0])
-    if space is not None:
-        there = near.to(space.block.device)
-        columns = dict(tokens=space.tokens, positions=space.positions, owners=space.owners, flags=space.flags)
-        known = {name: column[there].tolist() for name, column in columns.items()}
-    elif identity is not None and identity.tokens.shape[0] > group.slots:
-        there = near.to(identity.tokens.device)
-        known = {"tokens": identity.tokens[there].tolist(), "positions": identity.positions[there].tolist()}
+    space, known = group.space, _identities(group, registry, near)
     fit = prefix_fit.fits(space, group.plan, struck) if space is not None and group.plan is not None else {}
     imported = group.imported[near.to(group.imported.device)].tolist() if group.imported is not None else None
     pasts = group.histories(near.tolist()) if group.histories is not None else [None] * near.numel()
@@ -157,6 +149,18 @@ def _near(
             fits=fit.get(slot),
             past=pasts[i],
         )
+
+
+def _identities(group: Group, registry: PoolRegistry, near: torch.Tensor) -> dict[str, list[int]]:
+    """What is stored of who is in each of the slots, by name; without an engine's slot space not owners and flags."""
+    space, identity = group.space, registry.identity_of(group.halves[0])
+    if space is not None:
+        columns = dict(tokens=space.tokens, positions=space.positions, owners=space.owners, flags=space.flags)
+    elif identity is not None and identity.tokens.shape[0] > group.slots:
+        columns = dict(tokens=identity.tokens, positions=identity.positions)
+    else:
+        return {}
+    return {name: column[near.to(column.device)].tolist() for name, column in columns.items()}
 
 
 def _halves(group: Group, near: torch.Tensor, damaged: set[int], room: int) -> Iterable[HalfScene]:
