@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 
 import pytest
 
@@ -12,3 +13,10 @@ def _what_is_imported_by_now_stays():
     """Else a collection looks at what the tests before have imported and compiled: a second each, several a test."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _quiet_transformers():
+    """Hide what transformers logs of tiny models and small caches."""
+    for name in ("transformers", "ContinuousBatchingLogger"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)

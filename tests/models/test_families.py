@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -33,11 +32,6 @@ HOLDS = {
     "bart": {0: "K V cross K cross V", 1: "K V cross K cross V"},
     "whisper": {0: "K V cross K cross V", 1: "K V cross K cross V"},
 }
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 
 import pytest
 import torch
@@ -32,12 +31,6 @@ in_allocators = pytest.mark.skipif(not HAS_ALLOCATORS, reason="before 5.18 a blo
 
 ARCHITECTURES = ["gemma3", "llama", "mixtral", "qwen3"]
 NAME = "model.layers.{}.self_attn"
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    for name in ("transformers", "ContinuousBatchingLogger"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 #: Five prompts that share three blocks and a part of a fourth, and one of its own; longer than a batch together.

@@ -44,12 +44,6 @@ _NEW_NAMES = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    for name in ("transformers", "ContinuousBatchingLogger"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
 def generate(model, ids, **options):
     defaults = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
     return model.generate(ids, **defaults | options)

@@ -19,11 +19,6 @@ transformers = pytest.importorskip("transformers")
 ARCHITECTURES = sorted(tiny.ARCHITECTURES)
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-
-
 class Generator:
     """A tiny model whose generate is compiled with a canary backend of its own."""
 
