@@ -91,7 +91,7 @@ def replaced_caches(gm: fx.GraphModule, found: Accesses, guarded: Sequence[fx.No
 def wrapped_caches(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[fx.Node]:
     """Inputs called like caches that wrap other tensors: a DTensor, or K and V that a subclass quantizes."""
     given = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
-    wrapping = [p for p, t in given if not isinstance(t, torch.nn.Parameter) and _wraps(_value(p))]
+    wrapping = [p for p, t in given if not isinstance(t, torch.nn.Parameter) and _wraps(example_value(p))]
     return [p for p in wrapping if has_kv_name(source_name(p)) or state_named(source_name(p)) is not None]
 
 
