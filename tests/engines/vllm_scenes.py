@@ -58,7 +58,8 @@ def _on_a_gpu() -> dict[str, Any]:
     """What an engine gets besides where there is one: vLLM's own graphs, and no room for a large cache."""
     if not torch.cuda.is_available():
         return {}
-    return dict(dtype="bfloat16", kv_cache_memory_bytes=1 << 28, enforce_eager=False)
+    # vLLM wants its share of the memory to be free, whatever it needs
+    return dict(dtype="bfloat16", kv_cache_memory_bytes=1 << 28, gpu_memory_utilization=0.1, enforce_eager=False)
 
 
 def spawned(directory: pathlib.Path, model: str, **arguments: Any) -> dict[str, Any]:
