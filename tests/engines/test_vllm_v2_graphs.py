@@ -301,6 +301,31 @@ def test_a_page_that_the_runner_clears_is_compared_before_in_a_step_that_goes_on
     assert told == [("content", "life", "b", 1)] * damaged
 
 
+@both
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_page_that_a_connector_fills_is_compared_before_that(damaged, claimed):
+    """vLLM's OffloadingConnector loads into a page that was given up in the same step, before the model: each such page
+    was a false alarm."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3, "y": 4}, new={"x": [1], "y": [2]})
+    for number in range(2):
+        runner.step({"x": 1}, more={} if number else {"x": [4]}, wrong=1)
+    runner.layers["b"][0][2, 1] += damaged
+
+    def load(*_):
+        for halves in runner.layers.values():
+            for half in halves:
+                half[2] = 7.0
+
+    runner.connector.pre_forward = load
+    events = [("freed", [], [2], "y"), ("taken", [2, 5], ["z"], [2], 0), ("filled_elsewhere", [2])]
+    runner.read(runner.step({"x": 1, "z": 2}, new={"z": [2, 5]}, found={"z": 4}, finished=["y"], events=events))
+    del runner.connector.pre_forward
+    runner.read(runner.step({"x": 1, "z": 1}, wrong=1))
+    told = [(v.check, v.phase, v.layer, v.position, v.request) for v in runner.guard.session.violations()]
+    assert told == [("content", "life", "b", 1, "y")] * damaged
+
+
 def test_a_step_that_the_scheduler_says_more_of_does_not_go_on():
     """Also where nothing happened to blocks: a request that has ended gave back its row."""
     runner = Runner(**IN_GRAPHS)

@@ -3,7 +3,8 @@
 KVCANARY_MODE=log KVCANARY_BUDGET=none MODEL=mla python tests/engines/vllm_v2_run.py DIRECTORY models
 
 ``own`` has attention that is none of vLLM's ops, see :mod:`vllm_own_attention`.
-Of ``hybrid`` (short convolutions) and ``ssm`` (Mamba 2) each state is flipped, too; under a budget until it is told.
+Of ``hybrid`` (short convolutions), ``ssm`` (Mamba 2) and ``gdn`` (gated delta nets) each state is flipped, too; under a
+budget until it is told.
 ``PREFIX=0`` runs without a prefix cache: a request has one block of states; else ``mamba_cache_mode`` is ``align``.
 """
 
@@ -39,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "own": tiny_configs.CONFIGS["llama"] | _SIZES,  # for eager mode, or VLLM_USE_BREAKABLE_CUDAGRAPH=1
     "hybrid": tiny_configs.OTHERS["hybrid"],
     "ssm": tiny_configs.OTHERS["granite"],
+    "gdn": tiny_configs.OTHERS["qwen3_next"],
     **tiny_families.FAMILIES,
 }
 
@@ -50,6 +52,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "fp8": dict(kv_cache_dtype="fp8"),
     "hybrid": dict(block_size=None),  # vLLM's own, so that pages of both kinds have the same bytes
     "ssm": dict(block_size=None),
+    "gdn": dict(block_size=None),
     "gemma3n": dict(kv_sharing_fast_prefill=True),
 }
 

@@ -13,6 +13,7 @@ runner.  Without a GPU it is the first runner, too, and the scenes of :mod:`vllm
 method of its speculative decoding: ``ngram``, ``eagle``, ``eagle3``, ``draft_model``, or ``mtp`` with ``MODEL=mtp``.
 ``EAGER=1`` is vLLM's ``enforce_eager``, ``GRAPHS`` its ``cudagraph_mode``, and ``VLLM_USE_BREAKABLE_CUDAGRAPH=1``
 vLLM's own: the model is not compiled.
+``ENGINE`` is JSON, arguments of ``vllm.LLM`` before these: ``{"attention_config": {"backend": "TRITON_ATTN"}}``.
 ``SLEEP=1`` is for the scene ``sleeps``: the KV cache's memory can be given back.
 """
 
@@ -73,7 +74,7 @@ def start(directory: pathlib.Path, **changed: Any) -> Rig:
         directory.mkdir(parents=True, exist_ok=True)
         given["speculative_config"] = vllm_drafts.settings(os.environ["DRAFTS"], directory, target="v2")
         given["max_num_batched_tokens"] = 128  # vLLM 0.32.0 warms up a draft model with more than the least
-    rig = Rig("v2", directory, **(given | changed))
+    rig = Rig("v2", directory, **(given | json.loads(os.environ.get("ENGINE", "{}")) | changed))
     drafter = getattr(rig.runner, "speculator", None) or getattr(rig.runner, "drafter", None)
     if getattr(drafter, "model", None) is not None:
         fill(drafter.model, seed=1)

@@ -15,7 +15,7 @@ from vllm.v1.core import single_type_kv_cache_manager as managers
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from .journal import FREED, Journal
+from .journal import FILLED, FREED, Journal
 from .patching import replace, wrap, wrap_in_all
 from .settings import from_env
 
@@ -141,5 +141,5 @@ def _external(original: Callable[..., Any], manager: Any, request_id: str, *args
     journal = journal_of(manager.block_pool)
     filled = [b.block_id for b in manager.req_to_blocks[request_id][before:] if not b.is_null]
     if journal is not None and filled:
-        journal.note("filled_elsewhere", filled)
+        journal.note(FILLED, filled)
     return made

@@ -25,7 +25,7 @@ from .batches import make_batch, tables_of
 from .books import Books
 from .counts import Counts
 from .drafts import Drafts, Proposal
-from .journal import ATTRIBUTE, Message
+from .journal import ATTRIBUTE, Message, are_filled
 from .pools import Group, Pooled, draft_groups, longest_encoded, own_layers
 from .reactions import Reactions
 from .settings import ON_VIOLATION_VARIABLE, VllmSettings
@@ -184,20 +184,25 @@ class Guard:
         if told is not None:
             self.books.apply(told.events, told.stacks)
             self.namespaces.update(told.namespaces)
-            self.compare_what_is_refilled(scheduled)
+            self.compare_what_is_refilled(scheduled, told.events)
         self.ledger.take(scheduled)
         try:
             yield
         finally:
             self.scheduled = None
 
-    def compare_what_is_refilled(self, scheduled: Any) -> None:
-        """Let the device compare what was released before the runner fills it outside of a forward.
+    def compare_what_is_refilled(self, scheduled: Any, events: Sequence[tuple[Any, ...]]) -> None:
+        """Let the device compare what was released before it is filled outside of a forward.
 
         Of hybrids, the runner zeroes the blocks that were just handed out, and of a prefix that ends inside a block it
-        copies the block: before its batch is prepared.
+        copies the block: before its batch is prepared.  A KV connector fills blocks before the model, too, once the
+        device has done what it was given by then.
+
+        Args:
+            events: of the step's message.
         """
-        if getattr(scheduled, "new_block_ids_to_zero", None) or getattr(scheduled, "kv_cache_block_copies", None):
+        filled = getattr(scheduled, "new_block_ids_to_zero", None) or getattr(scheduled, "kv_cache_block_copies", None)
+        if filled or are_filled(events):
             for session in self.sessions:
                 session.flush()
 

@@ -7,6 +7,7 @@ travel with the step's message (``SchedulerOutput``) to every worker, which pass
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from ...engine.stacks import CallStacks
@@ -17,6 +18,9 @@ ATTRIBUTE = "kvcanary"
 
 #: The event of :meth:`Journal.taken`, and that of blocks that a request gives up.
 TAKEN, FREED = "taken", "freed"
+
+#: That of blocks that a KV connector is about to fill.
+FILLED = "filled_elsewhere"
 
 #: Events that are looked at, the last ones first, for one that blocks can join: those of two requests, in most models.
 LOOKED_AT = 12
@@ -39,6 +43,11 @@ class Message:
 
 #: Of a step in which nothing happened, as in most; not to be written to.
 NOTHING = Message()
+
+
+def are_filled(events: Sequence[tuple[Any, ...]]) -> bool:
+    """Whether a KV connector is about to fill blocks."""
+    return any(event[0] == FILLED for event in events)
 
 
 class Journal:

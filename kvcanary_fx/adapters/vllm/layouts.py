@@ -80,6 +80,47 @@ def find(
     return halves[0], halves[1]
 
 
+def find_with_scales(
+    cache: torch.Tensor, page_size: int, shapes: tuple[tuple[int, ...], tuple[int, ...]], write: Write
+) -> tuple[HalfLayout, HalfLayout] | None:
+    """The layouts of K and V in a cache that is quantised for each token and head, both with their scales: in bytes.
+
+    vLLM's Triton backend keeps, for each head and slot, the bytes of K, its scale, those of V, and its scale.  So it is
+    shown by writing: a write changes all bytes of its slot, and none else.
+
+    Args:
+        cache: ``[pages, heads, page_size, bytes]``, of elements of one byte; it is not changed.
+        shapes: of one token's key and value.
+
+    Returns:
+        None if it is something else.
+    """
+    if cache.dtype.itemsize != 1 or cache.dim() != 4 or cache.shape[2] != page_size or cache.shape[3] % 2:
+        return None
+    _, heads, _, both = cache.shape
+    of_head, of_slot = cache.stride(1), cache.stride(2)
+    halves = [HalfLayout((heads, both // 2), k_or_v * (both // 2), of_slot, (of_head, 1)) for k_or_v in range(2)]
+    scratch = torch.empty_strided((2, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device)
+    memory = torch.as_strided(scratch.view(torch.uint8), (scratch.untyped_storage().nbytes(),), (1,), 0)
+    made = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, *shape, generator=made).to(cache.device, torch.bfloat16) for shape in shapes]
+
+    def changed(slot: int, before: int) -> torch.Tensor:
+        memory.fill_(before)
+        write(given[0], given[1], scratch, torch.tensor([page_size + slot], device=cache.device))
+        return memory != before
+
+    changed(0, 0)  # what a backend makes at its first write
+    for slot in range(page_size):
+        written = changed(slot, 0x55) | changed(slot, 0xAA)
+        memory.zero_()
+        for half in halves:
+            half.view(scratch, page_size)[1, slot] = 1
+        if not torch.equal(written, memory != 0):
+            return None
+    return halves[0], halves[1]
+
+
 def _places(
     scratch: torch.Tensor, page_size: int, shapes: tuple[tuple[int, ...], ...], half: int, write: Write
 ) -> torch.Tensor | None:

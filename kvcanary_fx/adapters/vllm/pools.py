@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence, Set
@@ -335,6 +336,11 @@ def _reach(spec: Any, cross: bool) -> tuple[int | None, int | None] | str:
     return f"{type(spec).__name__} is not supported by this adapter"
 
 
+#: Types of a KV cache that has a number for each element, and those with scales for each token and head.
+_PLAIN = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
+_WITH_SCALES = "_per_token_head"
+
+
 def _halves(layer: Any, page_size: int) -> tuple[torch.Tensor, torch.Tensor] | str:
     """The two halves of a layer as views ``[pages, page_size, ...]``; or why it cannot be guarded, as text."""
     cache = layer.kv_cache
@@ -348,24 +354,34 @@ def _halves(layer: Any, page_size: int) -> tuple[torch.Tensor, torch.Tensor] | s
         write = _write(layer)
     else:
         return f"{type(layer).__name__} is not supported by this adapter"
-    found = layouts.find(cache, page_size, shapes, write)
+    kind = str(layer.kv_cache_dtype)
+    with_scales = kind.endswith(_WITH_SCALES)
+    if not with_scales and kind not in _PLAIN:
+        return f"a KV cache of {kind} is not supported by this adapter: use another --kv-cache-dtype"
+    found = (layouts.find_with_scales if with_scales else layouts.find)(cache, page_size, shapes, write)
     if found is None:
         return (
             f"its backend {layer.attn_backend.get_name()} does not keep the {cache.dtype} bytes of a slot as one "
             "strided row (AMX tiles and quantised caches do not): use another dtype or attention backend"
         )
+    if with_scales:
+        cache = cache.view(torch.uint8)  # a scale is no number of the others' type, which may say NaN of it
     return found[0].view(cache, page_size), found[1].view(cache, page_size)
 
 
 def _write(layer: Any) -> layouts.Write:
+    backend = copy.copy(layer.impl)  # which may keep something of the first cache that it sees, as where its scales are
+
     def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-        layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
+        backend.do_kv_cache_update(layer, key, value, cache, slots)
 
     return write
 
 
 def _mla_write(layer: Any) -> layouts.Write:
+    backend = copy.copy(layer.impl)
+
     def write(latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-        layer.impl.do_kv_cache_update(latent, rope.unsqueeze(1), cache, slots, layer.kv_cache_dtype, layer._k_scale)
+        backend.do_kv_cache_update(latent, rope.unsqueeze(1), cache, slots, layer.kv_cache_dtype, layer._k_scale)
 
     return write

@@ -27,7 +27,7 @@ from ....errors import EngineError
 from ....kernels.side_stream import capturing
 from .. import ops
 from ..guard import Guard, widths
-from ..journal import ATTRIBUTE, Message
+from ..journal import ATTRIBUTE, Message, are_filled
 from ..pools import Group
 from ..settings import VllmSettings
 from ..verdict import Verdict
@@ -210,8 +210,10 @@ class GuardV2(Guard):
             for new in scheduled.scheduled_new_reqs:
                 for session in self.sessions:
                     session.ids.hash(new.req_id)
-            # of hybrids the runner clears what is handed out: bytes that were released are compared before that
-            events = self.books.tell_now(events, into_step=not getattr(scheduled, "new_block_ids_to_zero", None))
+            # of hybrids the runner clears what is handed out, and a connector fills it: bytes that were released are
+            # compared before that
+            filled = getattr(scheduled, "new_block_ids_to_zero", None) or are_filled(events)
+            events = self.books.tell_now(events, into_step=not filled)
         self._alike = alike and not events
         if not self._alike:
             self._take(scheduled, told, events)
@@ -233,7 +235,7 @@ class GuardV2(Guard):
             with self._counts.busy():  # another thread may be reading violations, and send what is queued
                 self.books.apply(events, told.stacks)
                 self._forget_copies(scheduled)
-                self.compare_what_is_refilled(scheduled)
+                self.compare_what_is_refilled(scheduled, told.events)
         self._forget_namespaces(scheduled.finished_req_ids)
         if told.namespaces:
             self.namespaces.update(told.namespaces)
