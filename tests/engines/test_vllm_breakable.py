@@ -9,12 +9,6 @@ import types
 
 import pytest
 import torch
-from vllm import forward_context
-from vllm.compilation import breakable_cudagraph
-from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
-from vllm.config import CUDAGraphMode
-
-from kvcanary_fx.adapters.vllm import ops
 
 LAYER = "model.layers.0.self_attn.attn"
 
@@ -41,32 +35,42 @@ print("asked for", os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"])
 """
 
 
-class MadeUpCapture(BreakableCUDAGraphCapture):
-    """A capture without a GPU: it keeps ops, and the pieces between them are nothing."""
-
-    def _begin_segment(self):
-        self._capturing = True
-
-    def _end_segment(self):
-        self._capturing = False
-
-
 @pytest.fixture
 def asked_for(monkeypatch):
     """vLLM's configuration asks for such graphs."""
+    from vllm.compilation import breakable_cudagraph
+
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     monkeypatch.setattr(breakable_cudagraph, "weak_ref_tensor", lambda given: given)
 
 
+@pytest.fixture
+def capture():
+    """A capture without a GPU: it keeps ops, and the pieces between them are nothing."""
+    from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
+
+    class MadeUp(BreakableCUDAGraphCapture):
+        def _begin_segment(self):
+            self._capturing = True
+
+        def _end_segment(self):
+            self._capturing = False
+
+    return MadeUp()
+
+
 def forward_of(attention, mode):
     """vLLM's context of a forward with one layer."""
+    from vllm import forward_context
+    from vllm.config import CUDAGraphMode
+
     layer = types.SimpleNamespace(impl=types.SimpleNamespace(forward=attention), kv_cache=torch.zeros(2))
     return forward_context.override_forward_context(
         forward_context.ForwardContext(
             no_compile_layers={LAYER: layer},
             attn_metadata={LAYER: None},
             slot_mapping={},
-            cudagraph_runtime_mode=mode,
+            cudagraph_runtime_mode=CUDAGraphMode[mode],
         )
     )
 
@@ -81,7 +85,9 @@ def test_ops_end_a_piece_also_where_the_plugin_was_loaded_before_vllm_was_config
     assert "kept 3\nasked for 1" in done.stdout, done.stderr[-2000:]
 
 
-def test_what_is_run_again_between_pieces_has_the_checks_in_it(asked_for, monkeypatch):
+def test_what_is_run_again_between_pieces_has_the_checks_in_it(asked_for, capture, monkeypatch):
+    from kvcanary_fx.adapters.vllm import ops
+
     ops.register()
     side = types.SimpleNamespace(joined=0)
     side.join = lambda: setattr(side, "joined", side.joined + 1)
@@ -91,13 +97,12 @@ def test_what_is_run_again_between_pieces_has_the_checks_in_it(asked_for, monkey
     monkeypatch.setattr(ops, "record", lambda output, key, value, layer: recorded.append((key, value, layer)))
     q, k, v, out = (torch.full((2, 1, 4), float(i)) for i in range(4))
 
-    capture = MadeUpCapture()
-    with forward_of(lambda *_, **__: ran.append("captured"), CUDAGraphMode.PIECEWISE), capture:
+    with forward_of(lambda *_, **__: ran.append("captured"), "PIECEWISE"), capture:
         torch.ops.vllm.unified_attention_with_output(q, k, v, out, LAYER)
     assert (ran, recorded, len(capture.segments)) == (["captured"], [], 1), "a warm-up, which nothing checks"
 
     monkeypatch.setattr(ops, "current_context", lambda: context)
-    with forward_of(lambda *_, **__: ran.append("replayed"), CUDAGraphMode.PIECEWISE), ops.one_forward() as guarded:
+    with forward_of(lambda *_, **__: ran.append("replayed"), "PIECEWISE"), ops.one_forward() as guarded:
         capture.replay()
     assert ran == ["captured", "replayed"]
     ((key, value, layer),) = recorded
@@ -108,11 +113,13 @@ def test_what_is_run_again_between_pieces_has_the_checks_in_it(asked_for, monkey
 
 def test_elsewhere_the_model_does_not_wait(asked_for, monkeypatch):
     """In a forward without graphs, and where all of it is captured, K and V stay where they are."""
+    from kvcanary_fx.adapters.vllm import ops
+
     assert not ops.next_piece_overwrites()
-    for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
+    for mode in ("NONE", "FULL"):
         with forward_of(None, mode):
             assert not ops.next_piece_overwrites()
-    with forward_of(None, CUDAGraphMode.PIECEWISE):
+    with forward_of(None, "PIECEWISE"):
         assert ops.next_piece_overwrites()
         monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
         assert not ops.next_piece_overwrites(), "pieces of what vLLM compiled keep K and V"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 
 import pytest
-import vllm_own_attention
-from vllm.model_executor.models import llama
 from vllm_rig import Rig, mixed_load, prompt
 
 LAYERS = [f"model.layers.{i}.self_attn.attn" for i in range(2)]
@@ -14,6 +12,9 @@ LAYERS = [f"model.layers.{i}.self_attn.attn" for i in range(2)]
 
 @pytest.fixture
 def own(models, monkeypatch, caplog):
+    import vllm_own_attention
+    from vllm.model_executor.models import llama
+
     monkeypatch.setattr(llama, "Attention", vllm_own_attention.OwnAttention)
     with caplog.at_level(logging.INFO, "kvcanary"):
         rig = Rig("llama", models)

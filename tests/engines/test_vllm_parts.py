@@ -9,6 +9,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import packed_cache
 import pytest
 import torch
 
@@ -403,35 +404,14 @@ def test_layout_of_a_quantised_cache_is_found(write, shape, order, scale):
         assert torch.equal(half.view(cache, SIZE)[slots // SIZE, slots % SIZE], expected)
 
 
-class PerTokenAndHead:
-    """A backend that keeps K, its scale, V and its scale of each head and slot, and makes a view of the scales once."""
-
-    def __init__(self, misplaced=False):
-        self.scales, self._misplaced = None, misplaced
-
-    def __call__(self, key, value, cache, slots):
-        of_half = cache.shape[3] // 2
-        if self.scales is None:
-            self.scales = [cache[..., end - 4 : end] for end in (of_half, 2 * of_half)]
-            for scale in self.scales:
-                scale.fill_(1)
-        pages, at = slots // SIZE, slots % SIZE
-        for half, given in enumerate((key, value)):
-            most = given.float().abs().amax(-1, keepdim=True)
-            stored = (given.float() / most * 127).round().to(torch.int8)
-            begin = half * of_half
-            cache[pages, :, at, begin : begin + DIM] = stored
-            self.scales[half][pages, :, (at + self._misplaced) % SIZE] = most.view(torch.int8).view(*most.shape[:2], 4)
-
-
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
 def test_layout_of_a_cache_with_scales_for_each_token_and_head_is_found(order):
     shape = [(5, HEADS, SIZE, 2 * DIM + 8)[axis] for axis in order]
     cache = torch.zeros(shape, dtype=torch.int8).permute(order)
-    found = layouts.find_with_scales(cache, SIZE, ((HEADS, DIM), (HEADS, DIM)), PerTokenAndHead())
+    found = layouts.find_with_scales(cache, SIZE, ((HEADS, DIM), (HEADS, DIM)), packed_cache.PerTokenAndHead())
     assert not cache.any()
     slots, (key, value) = torch.tensor([9]), torch.randn(2, 1, HEADS, DIM)
-    PerTokenAndHead()(key, value, cache, slots)
+    packed_cache.PerTokenAndHead()(key, value, cache, slots)
     for half, given in zip(found, (key, value), strict=True):
         row = half.view(cache, SIZE)[slots // SIZE, slots % SIZE]
         most = given.abs().amax(-1, keepdim=True)
@@ -441,43 +421,8 @@ def test_layout_of_a_cache_with_scales_for_each_token_and_head_is_found(order):
 
 def test_cache_whose_scales_are_in_another_slot_is_refused():
     cache = torch.zeros(5, HEADS, SIZE, 2 * DIM + 8, dtype=torch.int8)
-    write = PerTokenAndHead(misplaced=True)
+    write = packed_cache.PerTokenAndHead(misplaced=True)
     assert layouts.find_with_scales(cache, SIZE, ((HEADS, DIM), (HEADS, DIM)), write) is None
-
-
-def test_cache_of_a_type_that_is_not_known_is_refused_before_anything_is_written():
-    """Seen: a backend took the scratch page for its cache, and its kernels wrote there when that was gone."""
-    from kvcanary_fx.adapters.vllm import pools
-
-    layer = pools.Attention.__new__(pools.Attention)
-    torch.nn.Module.__init__(layer)
-    layer.kv_cache, layer.kv_cache_dtype = torch.zeros(5, HEADS, SIZE, DIM, dtype=torch.uint8), "nvfp4"
-    layer.num_kv_heads, layer.head_size, layer.head_size_v = HEADS, DIM, DIM
-    layer.impl = SimpleNamespace(do_kv_cache_update=lambda *_: pytest.fail("written"))
-    assert "a KV cache of nvfp4 is not supported" in pools._halves(layer, SIZE)
-
-
-@pytest.mark.parametrize("kind", ["auto", "int8_per_token_head"])
-def test_what_a_backend_keeps_of_its_first_cache_is_of_its_own(kind):
-    from kvcanary_fx.adapters.vllm import pools
-
-    class Backend:
-        write = None
-
-        def do_kv_cache_update(self, layer, key, value, cache, slots):
-            if self.write is None:
-                self.write = PerTokenAndHead() if kind != "auto" else transposed
-            self.write(key, value, cache, slots)
-
-    layer = pools.Attention.__new__(pools.Attention)
-    torch.nn.Module.__init__(layer)
-    layer.num_kv_heads, layer.head_size, layer.head_size_v = HEADS, DIM, DIM
-    layer.impl, layer.kv_cache_dtype = Backend(), kind
-    width, dtype = (2 * DIM, torch.float32) if kind == "auto" else (2 * DIM + 8, torch.int8)
-    layer.kv_cache = torch.zeros(5, HEADS, SIZE, width, dtype=dtype)
-    key, value = pools._halves(layer, SIZE)
-    assert key.shape == value.shape == (5, SIZE, HEADS, width // 2)
-    assert layer.impl.write is None, "vLLM's own begins with vLLM's cache"
 
 
 def test_quantised_cache_with_scales_between_its_rows_is_refused():

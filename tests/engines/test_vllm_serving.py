@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import tiny_vllm
 import vllm_runs
 from vllm_rig import Rig, prompt
@@ -77,6 +78,7 @@ def test_both_ranks_of_an_engine_are_guarded(models):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="bfloat16: a prompt's tokens depend on what else is in a batch")
 @pytest.mark.parametrize("outcome", ["recompute", "raise"])
 def test_damage_on_another_rank_than_the_first_is_contained(models, outcome):
     """Seen: it was logged there, and the request went on with it; with ``raise`` the ranks waited for each other."""

@@ -24,7 +24,7 @@ def register() -> None:
     otel.follow_environment()
     if not asked_for() or _only_inspects():
         return
-    from .breakable import ops_break
+    from .early_imports import ops_break
 
     given = settings.from_env()
     with ops_break():  # vLLM's configuration may ask for it later
