@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 import pytest
-import torch
 import tiny_vllm
+import torch
 import vllm_runs
 from vllm_rig import Rig, prompt
 
