@@ -45,6 +45,14 @@ def isolation() -> dict[str, Any]:
     return {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
 
 
+def limit_for(callables: int) -> dict[str, Any]:
+    """The argument that lets so many callables share a cache, where torch.compile has it: each may be compiled as often
+    as one alone may."""
+    known = inspect.signature(torch.compile).parameters
+    limit: int = torch._dynamo.config.recompile_limit * callables
+    return {"recompile_limit": limit} if "recompile_limit" in known else {}
+
+
 def recompile_limit_at_least(limit: int) -> contextlib.AbstractContextManager[Any]:
     """Within, this thread's functions may be compiled so often.  It takes 30 us."""
     current: int = torch._dynamo.config.recompile_limit

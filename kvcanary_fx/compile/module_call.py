@@ -4,11 +4,12 @@ torch 2.13 gives a compiled callable a cache of its own (``isolate_recompiles``)
 class have compiled does not count towards its recompile limit.  Which cache is in use it keeps in one place for all
 threads: a call in one thread makes another's look in the wrong one, and compile into it.  Seen: two models in two
 threads compiled in nearly each step, until the limit.  So all calls share a cache once two threads were in such calls
-at the same time.
+at the same time, and its limit is that of all models that were made: else a ninth model was not compiled.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -49,25 +50,37 @@ _THREADS = _Threads()
 class ModuleCall:
     """A module's ``_call_impl``, compiled when it is called."""
 
+    _made = 0  # in this process
+
     def __init__(self, function: Callable[..., Any], backend: Any, options: dict[str, Any]):
         """
         Args:
             options: of torch.compile.
         """
         self._function, self._backend, self._options = function, backend, options
-        self._compile(apart=dynamo_calls.isolation())
-
-    def _compile(self, apart: dict[str, Any]) -> None:
+        ModuleCall._made += 1
+        apart = dynamo_calls.isolation()
         self._apart = bool(apart)
-        self._compiled = torch.compile(self._function, backend=self._backend, **(apart | self._options))
+        self._counted = ModuleCall._made if apart else sys.maxsize  # before there was isolation, all shared one limit
+        self._compile(apart)
+
+    def _compile(self, how: dict[str, Any]) -> None:
+        self._compiled = torch.compile(self._function, backend=self._backend, **(how | self._options))
+
+    def _share(self) -> None:
+        """Have one cache with all others."""
+        self._apart, self._counted = False, ModuleCall._made
+        self._compile(dynamo_calls.limit_for(self._counted))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._apart:
+            if self._counted < ModuleCall._made:
+                self._share()
             return self._compiled(*args, **kwargs)
         _THREADS.enter()
         try:
             if _THREADS.at_once:
-                self._compile(apart={})
+                self._share()
             return self._compiled(*args, **kwargs)
         finally:
             _THREADS.leave()

@@ -14,12 +14,14 @@ from toys import Rig, new_caches
 
 import kvcanary_fx
 from kvcanary_fx import Batch, ConcurrentUseError, KVPool, MissingContextError, has_forward_context
+from kvcanary_fx.compile import module_call
 from kvcanary_fx.engine.layers import EagerLayers
 from kvcanary_fx.kernels import ops
 from kvcanary_fx.kernels.buffers import Gate
 from kvcanary_fx.kernels.content import cpu
 from kvcanary_fx.kernels.ring import Control
 from kvcanary_fx.kernels.slots.space import REFERENCE
+from kvcanary_fx.passes import dynamo_calls
 from kvcanary_fx.runtime.binding import Controls
 from kvcanary_fx.runtime.readback import Readback
 
@@ -181,6 +183,20 @@ def test_forwards_beside_compiling_threads_are_guarded_or_reported():
     assert seen.silent == 0
     assert seen.share >= 0.99
     assert min(seen.guarded, seen.compiled) > 0
+
+
+@pytest.mark.skipif(not dynamo_calls.isolation(), reason="this torch has one cache and one limit for all models")
+def test_models_in_threads_are_more_than_the_recompile_limit(monkeypatch):
+    """They share a cache, since two threads were in calls at once; seen: the ninth model of a class ran unguarded."""
+    monkeypatch.setattr(module_call._THREADS, "at_once", True)
+    rigs = []
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(4):
+            rigs.append(Rig.protected_model())
+            for rig in rigs:
+                rig.step(2)
+    assert [rig.session.uncovered for rig in rigs] == [[]] * 4
+    assert [rig.session.stats().steps for rig in rigs] == [4, 3, 2, 1]
 
 
 def test_a_forward_that_fails_beside_another_is_forgiven_to_itself_alone():
