@@ -533,6 +533,7 @@ def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
 def _require_known(name: str, shown: str, where: str, valid: list[str], member: bool | None = None) -> None:
     if member if member is not None else name in names():
         return
-    close = difflib.get_close_matches(shown, valid, n=1)
-    hint = f"{where} (did you mean {close[0]!r}?)" if close else where
+    prefix = next((p for p in (ENV_PREFIX, OPTION_PREFIX) if shown.startswith(p)), "")  # it would make all alike
+    close = difflib.get_close_matches(shown.removeprefix(prefix), [each.removeprefix(prefix) for each in valid], n=1)
+    hint = f"{where} (did you mean {prefix + close[0]!r}?)" if close else where
     raise UnknownSettingError(shown, hint, valid)

@@ -105,10 +105,17 @@ def test_typo_in_an_option_names_the_close_one_and_lists_all():
     assert all(f"kvcanary.{n}" in str(caught.value) for n in names())
 
 
-def test_typo_in_the_environment_names_the_variable():
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("MOED", " (did you mean 'KVCANARY_MODE'?)"),
+        ("HEALTH", ""),  # and not KVCANARY_LINT, which is as long
+    ],
+)
+def test_typo_in_the_environment_names_the_variable(typo, meant):
     with pytest.raises(UnknownSettingError) as caught:
-        CanaryConfig.from_env({"KVCANARY_MOED": "raise"})
-    assert "unknown setting 'KVCANARY_MOED' in the environment (did you mean 'KVCANARY_MODE'?)" in str(caught.value)
+        CanaryConfig.from_env({f"KVCANARY_{typo}": "raise"})
+    assert f"unknown setting 'KVCANARY_{typo}' in the environment{meant}. " in str(caught.value)
 
 
 @pytest.mark.parametrize(
