@@ -73,3 +73,13 @@ def test_vllm_with_another_signature_is_not_guarded_by_guess(mode, monkeypatch, 
         (message,) = [r.message for r in caplog.records]
         assert message.startswith(f"kvcanary.unguarded nothing is guarded: this vLLM ({vllm.__version__})")
     assert BlockPool.free_blocks is _free_blocks_into
+
+
+def test_vllm_copies_our_settings_to_what_ray_starts(monkeypatch):
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    monkeypatch.setenv("KVCANARY_BUDGET", "2%")
+    monkeypatch.setenv(plugin._CARRIED_BY_RAY, "")
+    assert "KVCANARY_BUDGET" not in get_env_vars_to_copy()
+    plugin.register()
+    assert {"KVCANARY_BUDGET", "KVCANARY_MODE"} <= get_env_vars_to_copy()

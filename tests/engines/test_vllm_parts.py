@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import subprocess
@@ -30,6 +31,7 @@ from kvcanary_fx.adapters.vllm import (
     settings,
     verdict,
 )
+from kvcanary_fx.adapters.vllm import plugin as plugin_module
 from kvcanary_fx.adapters.vllm.advice import ADVICE
 from kvcanary_fx.adapters.vllm.books import CACHE, Books
 from kvcanary_fx.adapters.vllm.journal import Journal
@@ -69,6 +71,21 @@ def test_plugin_connects_when_it_is_asked(monkeypatch):
     monkeypatch.setitem(sys.modules, "kvcanary_fx.adapters.vllm.connect", adapter.connect)
     plugin.register()
     assert [s.config.mode for s in given] == ["log"]
+
+
+@pytest.mark.parametrize("before", [None, "MY_,OUR_", "KVCANARY_"])
+def test_what_ray_starts_gets_the_settings(monkeypatch, before):
+    """vLLM copies some variables to Ray's actors, of itself none of ours: an engine there would be unguarded."""
+    variable = plugin_module._CARRIED_BY_RAY
+    monkeypatch.setenv("KVCANARY_MODE", "log")
+    monkeypatch.setattr(known, "can_be_guarded", lambda mode: False)
+    monkeypatch.setenv(variable, before or "")
+    if before is None:
+        monkeypatch.delenv(variable)
+    for _ in range(2):
+        plugin_module.register()
+    assert set(os.environ[variable].split(",")) == {*(before or "KVCANARY_").split(","), "KVCANARY_"}
+    assert os.environ[variable].count("KVCANARY_") == 1
 
 
 ON_VIOLATION, ABORT = settings.ON_VIOLATION_VARIABLE, settings.ABORT_VARIABLE

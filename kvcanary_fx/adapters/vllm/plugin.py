@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
-from ...config import asked_for
+from ...config import ENV_PREFIX, asked_for
 from ...reports import json_lines, otel
 from . import settings
+
+#: Prefixes, separated by commas, of variables that Ray's actors get from the process that makes them.
+_CARRIED_BY_RAY = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
 
 def register() -> None:
@@ -26,6 +30,7 @@ def register() -> None:
         return
     from .early_imports import ops_break
 
+    _carry_settings()
     given = settings.from_env()
     with ops_break():  # vLLM's configuration may ask for it later
         _connect(given)
@@ -41,6 +46,13 @@ def _connect(given: settings.VllmSettings) -> None:
 
     connect.connect(given)
     clients.hook()
+
+
+def _carry_settings() -> None:
+    """Let Ray's actors have our variables: without them what Ray starts is unguarded, and does not know it."""
+    carried = [prefix for prefix in os.environ.get(_CARRIED_BY_RAY, "").split(",") if prefix]
+    if ENV_PREFIX not in carried:
+        os.environ[_CARRIED_BY_RAY] = ",".join([*carried, ENV_PREFIX])
 
 
 def _only_inspects() -> bool:
