@@ -348,6 +348,21 @@ class EnginePool:
             return
         self.content.receive(shadow, given)
 
+    def copy(self, sources: Slots, targets: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
+        """Slots are about to be copied to others, which somebody has: what is known of them is known of the copies, and
+        who reads these next compares all their bytes.
+
+        Args:
+            sources, targets: as many, as :meth:`allocate` takes them.
+            owner: id of the request that the copies are made for, if known.
+        """
+        given, to = (self.slot_tensor(slots, page_size) for slots in (sources, targets))
+        shadow = self.export(given)
+        who = (shadow.tokens, shadow.positions, shadow.chain)
+        slot_life.name(self.space, to, shadow.marks, who, self._ids.hash(owner))
+        self.content.take_over(shadow, to)
+        self.hand_over(targets, owner, page_size)
+
     def slot_tensor(self, slots: Slots, page_size: int = 1) -> torch.Tensor:
         """Slots, or those of pages, as int64 ``[n]`` on the pool's device.
 

@@ -163,10 +163,14 @@ class PoolContent:
     def receive(self, shadow: ShadowSlice, slots: torch.Tensor) -> None:
         """Expect the bytes that a shadow was exported with, in slots (int64 ``[n]``)."""
         there = (slots >= 0) & (slots < self._space.slots)
-        self.digests[:, :, slots[there]] = shadow.digests[:, :, there]
+        self.take_over(shadow[there], slots[there])
         if self.imported is None:
             self.imported = torch.zeros(self._space.slots + 1, dtype=torch.bool, device=slots.device)
         self.imported[slots[there]] = True
+
+    def take_over(self, shadow: ShadowSlice, slots: torch.Tensor) -> None:
+        """The same in slots that exist, for bytes that do not leave the pool."""
+        self.digests[:, :, slots] = shadow.digests
 
     def _inside(self, slots: torch.Tensor) -> torch.Tensor:
         """The slots that exist; the others are reported elsewhere."""

@@ -318,6 +318,18 @@ def test_what_a_connector_loads_from_files_is_taken_as_it_is(models):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scene", ["loads that fail", "loads that take steps"])
+def test_requests_that_share_what_one_of_them_is_about_to_write_are_silent(models, scene):
+    """A block that could not be loaded is written by one request, while others have it; and a request takes up a block
+    that another is about to write, and waits for what is loaded behind it: it is in no batch yet."""
+    (found,) = vllm_runs.results(models, [{"model": "llama", "scene": scene}], "log")
+    assert found["violations"] == found["uncovered"] == []
+    assert found["failed"] == (scene == "loads that fail")
+    assert all(found["alike"].values())
+    assert found["told"] == [["content", found["layer"], "1"]]
+
+
+@pytest.mark.slow
 def test_attention_of_a_hybrid_is_guarded_beside_states_that_are_not(models):
     (found,) = vllm_runs.results(models, [{"model": "hybrid", "scene": "hybrid"}], "log")
     assert found["halves"] == {"group1": 4}

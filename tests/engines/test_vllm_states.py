@@ -441,6 +441,46 @@ def test_states_that_are_not_one_a_request_are_refused_by_name(spec, config, why
     assert unguarded["group0"].startswith("MambaSpec with ")
 
 
+def copies_of_all_layers(caches, num_blocks, copies):
+    for cache in caches:
+        for copy in copies:
+            cache[copy.dst_block_id] = cache[copy.src_block_id]
+
+
+@pytest.mark.parametrize("copied", ["all", "what vLLM copies", "a damaged source"])
+def test_prefixes_that_end_inside_a_block_are_compared_with_what_was_copied(engine, monkeypatch, copied):
+    """``--prefix-match-unit``: a request gets a copy of the block, which was taken for given up before it was read.
+
+    vLLM 0.32.0 copies the states of such a block alone, where attention's layers begin at the same address.
+    """
+    from vllm.v1.worker import gpu_model_runner
+
+    if copied != "what vLLM copies":
+        monkeypatch.setattr(gpu_model_runner, "copy_kv_cache_blocks_inplace", copies_of_all_layers)
+    rig = engine("hybrid", enable_prefix_caching=True, mamba_cache_mode="align", prefix_match_unit=16)
+    shared = prompt(1, 100)
+    ((layer, module),) = [(n, m) for n, m in rig.layers().items() if isinstance(m.kv_cache, torch.Tensor)][:1]
+    pages = []
+    rig.add("a", shared + prompt(2, 5), length=4)
+    rig.run(lambda step: pages.append(rig.pages("a")[rig.group_of(layer)][0]) if step == 1 else None)
+    if copied == "a damaged source":
+        module.kv_cache[pages[0], 1].view(-1)[7] += 1.0
+    for name, length in (("b", 9), ("c", 3)):
+        rig.add(name, shared + prompt(len(rig.tokens) + 5, length), length=4)
+    rig.run()
+    rig.add("again", shared + prompt(2, 5), length=4)
+    rig.run()
+    assert [rig.cached[name] for name in ("b", "c", "again")] == [96] * 3
+    told = {(v.check, v.layer, v.position) for v in rig.session.violations()}
+    if copied == "all":
+        assert told == set()
+    elif copied == "a damaged source":
+        assert told == {("content", layer, 7)}
+    else:
+        assert {check for check, _, _ in told} == {"content"}
+        assert {position for _, _, position in told} == set(range(96))
+
+
 @pytest.mark.parametrize("model", ["hybrid", "granite"])
 def test_states_that_a_prefix_cache_keeps_are_guarded_with_the_second_runner_alone(engine, model):
     from kvcanary_fx.adapters.vllm import state_groups

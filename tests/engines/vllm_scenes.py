@@ -157,6 +157,52 @@ def connector(directory: pathlib.Path, model: str) -> dict[str, Any]:
     }
 
 
+def loads(directory: pathlib.Path, model: str, steps: int, fails: int) -> dict[str, Any]:
+    """Requests whose prefix a connector loads; then a byte of it is flipped, in what a request wrote.
+
+    Args:
+        steps: of the connector, as ``fails``.
+    """
+    from vllm_memory_connector import MemoryConnector
+
+    config = {
+        "kv_connector": MemoryConnector.__name__,
+        "kv_connector_module_path": MemoryConnector.__module__,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    rig = Rig(model, directory, max_num_batched_tokens=256, kv_transfer_config=config)
+    shared = prompt(1, 96)
+    prompts = {"short": shared[:32] + prompt(2, 40), **{f"{i}": shared + prompt(3 + i, 5 + i) for i in range(3)}}
+    for name in prompts:  # each by itself, from the prefix cache: the right tokens
+        rig.add(name, prompts[name], length=12)
+        rig.run()
+    alone = dict(rig.tokens)
+    rig.engine.reset_prefix_cache()
+    MemoryConnector.steps, MemoryConnector.fails = steps, fails
+    if steps:  # the first block is computed by one request, in the step in which others ask for those behind it
+        del MemoryConnector.stored[tuple(shared[:32])]
+        rig.add("short", prompts["short"], length=12)
+    for i in range(3):
+        rig.add(f"{i}", prompts[f"{i}"], length=12)
+    rig.run()
+    clean = [v.line() for v in rig.session.violations()]
+    rig.engine.reset_prefix_cache()
+    rig.add("0", prompts["0"], length=12)
+    rig.add("1", prompts["1"], length=12)
+    layer = list(rig.layers())[1]
+    rig.run(lambda step: rig.flip(layer, 0, "1", 100) if step == 8 else None)
+    told = {(v.check, v.layer, str(v.request).rpartition("-")[0]) for v in rig.session.violations()[len(clean) :]}
+    return {
+        "violations": clean,
+        "uncovered": rig.session.uncovered,
+        "failed": fails - MemoryConnector.fails,
+        "alike": {name: rig.tokens[name] == alone[name] for name in prompts},
+        "told": sorted(told),
+        "layer": layer,
+    }
+
+
 def hybrid(directory: pathlib.Path, model: str) -> dict[str, Any]:
     """A model of convolutions, whose states have blocks, too, and attention."""
     import vllm_v2_flips
@@ -280,6 +326,8 @@ SCENES = {
     "ruined on another rank": ruined_on_another_rank,
     "spawned in two stages": functools.partial(spawned, pipeline_parallel_size=2),
     "connector": connector,
+    "loads that fail": functools.partial(loads, steps=0, fails=1),
+    "loads that take steps": functools.partial(loads, steps=2, fails=0),
     "hybrid": hybrid,
     "states": states,
     "split graph": split_graph,

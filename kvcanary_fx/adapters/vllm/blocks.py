@@ -15,7 +15,7 @@ from vllm.v1.core import single_type_kv_cache_manager as managers
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from .journal import FILLED, FREED, Journal
+from .journal import FILLED, FREED, TOUCHED, Journal
 from .patching import replace, wrap, wrap_in_all
 from .settings import from_env
 
@@ -54,6 +54,7 @@ def hook() -> None:
     wrap(BlockPool, "touch", _touch)
     replace(BlockPool, "free_blocks", _free_blocks)
     wrap_in_all(managers.SingleTypeKVCacheManager, "allocate_external_computed_blocks", _external)
+    wrap_in_all(managers.SingleTypeKVCacheManager, "_apply_cow", _copied)
 
 
 def _made(original: Callable[..., None], pool: Any, *args: Any, **kwargs: Any) -> None:
@@ -78,7 +79,7 @@ def _touch(original: Callable[..., None], pool: Any, blocks: Any) -> None:
     original(pool, blocks)
     journal, ids = journal_of(pool), [b.block_id for b in blocks if not b.is_null]
     if journal is not None and ids:
-        journal.note("touched", ids, _caller(sys._getframe(1), pool)[0])
+        journal.note(TOUCHED, ids, _caller(sys._getframe(1), pool)[0])
 
 
 def _free_blocks(original: Callable[..., None]) -> Callable[..., None]:
@@ -92,6 +93,9 @@ def _free_blocks(original: Callable[..., None]) -> Callable[..., None]:
         left: list[int] = []
         for b in blocks:
             if not b.is_null and (b.pool is None or b.pool is pool):
+                if journal.retained and journal.retained[b.block_id]:
+                    journal.retained[b.block_id] -= 1  # whoever is first: the last one gives up the block
+                    continue
                 (kept if caches and b.ref_cnt == 0 and b.block_hash is not None else left).append(b.block_id)
         if kept or left:
             journal.note(FREED, kept, left, _caller(sys._getframe(1), pool)[0])
@@ -143,3 +147,14 @@ def _external(original: Callable[..., Any], manager: Any, request_id: str, *args
     if journal is not None and filled:
         journal.note(FILLED, filled)
     return made
+
+
+def _copied(
+    original: Callable[..., None], manager: Any, request_id: str, block_idx: int, source_block: Any, cow_block: Any
+) -> None:
+    """A prefix ends inside a block: the request gets a copy of it, which has one reference more until it is made."""
+    original(manager, request_id, block_idx, source_block, cow_block)
+    journal = journal_of(manager.block_pool)
+    if journal is not None:
+        journal.retained[cow_block.block_id] += 1
+        journal.note("copied", source_block.block_id, cow_block.block_id, request_id)

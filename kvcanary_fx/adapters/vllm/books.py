@@ -86,6 +86,11 @@ class Books:
         """Whether requests have taken up blocks since the last forward."""
         return bool(self._pending)
 
+    @property
+    def taken_up(self) -> list[tuple[int, str | None]]:
+        """These blocks, each with its request."""
+        return [(taken.block, taken.request) for taken in self._pending]
+
     def apply(self, events: Sequence[tuple[Any, ...]], stacks: Sequence[tuple[str, ...]] = ()) -> None:
         """Apply a scheduler's journal, in order.
 
@@ -256,8 +261,8 @@ class Books:
         """A forward begins: report which blocks were taken up.
 
         Args:
-            in_flight: for each group the blocks that the forward writes and another request reads.  Those are shared
-                after it: while it runs, nobody may write a shared slot, and all requests involved may read.
+            in_flight: for each group the blocks that the forward writes and another request takes up.  Those are
+                shared after it: while it runs, nobody may write a shared slot, and all requests involved may read.
         """
         pending, self._pending = self._pending, []
         now: list[_Taken] = []
@@ -315,6 +320,14 @@ class Books:
         self.idle.update(self.group.keys() & kept)
         self._each(left, lambda pool, pages: pool.release(**pages, owner=request))
         self.idle.difference_update(left)
+
+    def copied(self, source: int, copy: int, request: str | None) -> None:
+        """A block is copied to a request's, before the next forward: a prefix that it takes up ends inside of it."""
+        for kind in ("group", "draft"):
+            known = self._known_pools().get(f"{kind}{self.group.get(copy)}")
+            if known is not None:
+                pool, page_size = known
+                pool.copy([source], [copy], request, page_size)
 
     def filled_elsewhere(self, ids: Sequence[int]) -> None:
         """Blocks will be filled by a KV connector, whose writes are not guarded, also in a draft's layers."""

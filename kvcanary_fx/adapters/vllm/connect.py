@@ -6,7 +6,20 @@ import vllm
 from vllm.platforms import current_platform
 
 from ... import __version__
-from . import blocks, cache_key, cpu_attention, cuda_graphs, drafting, graph, metrics, ops, outcomes, runner, sleeping
+from . import (
+    blocks,
+    cache_key,
+    cpu_attention,
+    cuda_graphs,
+    drafting,
+    graph,
+    load_failures,
+    metrics,
+    ops,
+    outcomes,
+    runner,
+    sleeping,
+)
 from .known import TESTED
 from .settings import VllmSettings
 
@@ -28,4 +41,5 @@ def connect(settings: VllmSettings) -> None:
     blocks.hook()
     sleeping.hook()
     outcomes.hook()
+    load_failures.hook()
     metrics.hook()

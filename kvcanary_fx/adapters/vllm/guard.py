@@ -223,8 +223,8 @@ class Guard:
         session = self.session
         self._requests = list(runner.input_batch.req_ids[: runner.input_batch.num_reqs])
         self.ledger.show(self._requests)
-        in_flight = self.ledger.in_flight(self.scheduled, self._page_sizes)
-        self.in_flight, namespaces = any(in_flight), self.namespaces
+        taken_up, namespaces = self.books.taken_up, self.namespaces
+        in_flight, self.in_flight = self.ledger.in_flight(self.scheduled, self._page_sizes, taken_up)
         batch = make_batch(runner, self.scheduled, self.groups, input_ids, positions, namespaces, self.in_flight)
         self.batch = batch
         self.books.settle(in_flight)

@@ -135,6 +135,20 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
             "self, request_id, num_local_computed_tokens, num_external_computed_tokens, record_for_zeroing=...",
             "which blocks a KV connector fills",
         ),
+        (
+            "_apply_cow",
+            "self, request_id, block_idx, source_block, cow_block",
+            "a prefix ends inside a block: the request gets a copy, which is compared with what was copied",
+        ),
+    ),
+    *_part(
+        NEEDS[0],
+        _SCHEDULER,
+        (
+            "_handle_invalid_blocks",
+            "self, invalid_block_ids, num_scheduled_tokens",
+            "blocks that a KV connector could not load are written by one request, and others share them again",
+        ),
     ),
     *_part(
         NEEDS[1],

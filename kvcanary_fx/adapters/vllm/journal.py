@@ -7,6 +7,7 @@ travel with the step's message (``SchedulerOutput``) to every worker, which pass
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +17,8 @@ from ...engine.stacks import CallStacks
 #: :class:`~.verdict.Verdict` if there is one.
 ATTRIBUTE = "kvcanary"
 
-#: The event of :meth:`Journal.taken`, and that of blocks that a request gives up.
-TAKEN, FREED = "taken", "freed"
+#: The event of :meth:`Journal.taken`, and those of blocks that a request gives up, and that it takes up.
+TAKEN, FREED, TOUCHED = "taken", "freed", "touched"
 
 #: That of blocks that a KV connector is about to fill.
 FILLED = "filled_elsewhere"
@@ -51,7 +52,11 @@ def are_filled(events: Sequence[tuple[Any, ...]]) -> bool:
 
 
 class Journal:
-    """Of one block pool."""
+    """Of one block pool.
+
+    Attributes:
+        retained: by block, references that vLLM added without its block pool: of a copy, until it has been made.
+    """
 
     def __init__(self, stacks: int = 0) -> None:
         """
@@ -60,6 +65,7 @@ class Journal:
         """
         self._message = Message()
         self._stacks = CallStacks(stacks) if stacks else None
+        self.retained: Counter[int] = Counter()
 
     def note(self, name: str, *arguments: Any) -> None:
         """Record an operation on blocks."""

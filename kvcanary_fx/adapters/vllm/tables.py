@@ -7,7 +7,7 @@ ledger is built independently from the messages.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -73,34 +73,46 @@ class Ledger:
             if table is not host:
                 table[: len(requests)].copy_(host[: len(requests)])
 
-    def in_flight(self, scheduled: Any, page_sizes: Sequence[int]) -> list[set[int]]:
-        """The pages of each group that one request reads as its prefix and another writes in this forward.
+    def in_flight(
+        self, scheduled: Any, page_sizes: Sequence[int], taken: Collection[tuple[int, str | None]] = ()
+    ) -> tuple[list[set[int]], bool]:
+        """The pages of each group that one request writes in this forward, and another takes up or reads as its prefix.
 
         vLLM lists a page in its prefix cache when it plans to fill it: a request of the same step may take it up, and
-        reads what the same forward has just written.
+        reads what the same forward has just written.  Or it takes it up, and waits for what a KV connector loads behind
+        it.
 
         Args:
             scheduled: the ``SchedulerOutput``, already applied.
             page_sizes: tokens of a page of each group.
+            taken: pages that requests have taken up since the last forward, each with its request.
+
+        Returns:
+            these pages, and whether one of them is read in this forward.
         """
-        cached = scheduled.scheduled_cached_reqs
-        if not cached.resumed_req_ids and not any(new.num_computed_tokens for new in scheduled.scheduled_new_reqs):
-            return [set() for _ in page_sizes]
+        cached, counts = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens
+        joins = any(new.num_computed_tokens for new in scheduled.scheduled_new_reqs)
+        if not (taken or joins or cached.resumed_req_ids):
+            return [set() for _ in page_sizes], False
         stored = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         stored.update({new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs})
-        joined = [new.req_id for new in scheduled.scheduled_new_reqs] + sorted(cached.resumed_req_ids)
-        joined = [request for request in joined if stored[request]]
-        if not joined:
-            return [set() for _ in page_sizes]
-        found = []
+        joined = {new.req_id for new in scheduled.scheduled_new_reqs} | set(cached.resumed_req_ids)
+        joined.update(request for _, request in taken if request is not None)
+        joined = {request for request in joined if stored.get(request)}
+        waiting = {page for page, _ in taken}
+        if not (joined or waiting):
+            return [set() for _ in page_sizes], False
+        found, are_read = [], False
         for group, size in enumerate(page_sizes):
             written = set()
-            for request, count in scheduled.num_scheduled_tokens.items():
+            for request, count in counts.items():
                 first, last = stored[request] // size, (stored[request] + count - 1) // size
                 written.update(self._requests[request].groups[group][first : last + 1])
             read = {page for r in joined for page in self._requests[r].groups[group][: stored[r] // size]}
-            found.append(written & read - {0})  # page 0 stands for none
-        return found
+            written.discard(0)  # page 0 stands for none
+            found.append(written & (read | waiting))
+            are_read = are_read or not written.isdisjoint(read)
+        return found, are_read
 
     def _extend(self, request: str, pages: Sequence[Sequence[int]]) -> None:
         for known, more in zip(self._requests[request].groups, pages, strict=True):

@@ -234,7 +234,6 @@ class GuardV2(Guard):
         if events or scheduled.kv_cache_block_copies or getattr(scheduled, "new_block_ids_to_zero", None):
             with self._counts.busy():  # another thread may be reading violations, and send what is queued
                 self.books.apply(events, told.stacks)
-                self._forget_copies(scheduled)
                 self.compare_what_is_refilled(scheduled, told.events)
         self._forget_namespaces(scheduled.finished_req_ids)
         if told.namespaces:
@@ -274,12 +273,6 @@ class GuardV2(Guard):
         if self.settings.config.mode == "raise":
             raise EngineError(f"{why}, or unset KVCANARY_MODE")
         self.session.lose_coverage(why)
-
-    def _forget_copies(self, scheduled: Any) -> None:
-        """Blocks that the worker copies to others, whose writes are not guarded."""
-        copies = scheduled.kv_cache_block_copies
-        if copies:
-            self.books.filled_elsewhere([copy.dst_block_id for copy in copies])
 
     def before_model(self, runner: Any, batch: Any, metadata: Any) -> None:
         """The inputs of a forward are prepared: before the model.
@@ -331,8 +324,7 @@ class GuardV2(Guard):
         if not self.books.pending:  # nor can a request read what another one writes in this forward
             self.in_flight = False
             return bool(scheduled.scheduled_new_reqs or scheduled.scheduled_cached_reqs.resumed_req_ids)
-        in_flight = self.ledger.in_flight(scheduled, self._page_sizes)
-        self.in_flight = any(in_flight)
+        in_flight, self.in_flight = self.ledger.in_flight(scheduled, self._page_sizes, self.books.taken_up)
         self.books.settle(in_flight)
         return True
 
