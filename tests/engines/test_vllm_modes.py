@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import tiny_configs
+import torch
 import vllm_runs
+
+from kvcanary_fx import EngineError
 
 EAGER = {"enforce_eager": False}
 MODES = {
@@ -87,3 +92,44 @@ def test_settings_that_change_a_graph_are_in_the_cache_key(models, tmp_path):
         KVCANARY_CHECKS="content",
     )
     assert (first["aot_compiled"], other["aot_compiled"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("decode_context_parallel_size", 2, "context parallelism"),
+        ("prefill_context_parallel_size", 2, "context parallelism"),
+        ("enable_dbo", True, "batches in two parts"),
+    ],
+)
+def test_batches_that_the_first_runner_lays_out_in_another_way_are_refused(field, value, why):
+    """Their slots are those of a rank, or lists of those of each part, which ended the engine's first step."""
+    from vllm.config import ParallelConfig
+
+    from kvcanary_fx.adapters.vllm import runner
+
+    parallel = ParallelConfig()
+    assert runner._unguarded(parallel) is None
+    setattr(parallel, field, value)
+    with pytest.raises(EngineError, match=why):
+        runner._guard(SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel)), None, False, {})
+
+
+def test_attention_that_keeps_its_blocks_in_another_way_than_what_it_is_derived_from_is_refused():
+    """With reference windows (R-SWA) blocks are given up between a request's first tokens and its last; static sinks
+    have blocks before a request's; and where a slot has several tokens, tokens are not slots."""
+    from vllm.v1 import kv_cache_interface as specs
+
+    from kvcanary_fx.adapters.vllm import pools
+
+    parts = dict(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    assert pools._reach(specs.FullAttentionSpec(**parts), cross=True) == (None, None)
+    assert pools._reach(specs.MLAAttentionSpec(**parts), cross=True) == (None, None)
+    assert pools._reach(specs.SlidingWindowSpec(**parts, sliding_window=8), cross=True) == (8, None)
+    for spec, name in (
+        (specs.RSWASpec(**parts, rswa_window=8), "RSWASpec"),
+        (specs.SinkFullAttentionSpec(**parts, sink_len=16), "SinkFullAttentionSpec"),
+        (specs.SlidingWindowMLASpec(**parts, sliding_window=8), "SlidingWindowMLASpec"),
+        (specs.MLAAttentionSpec(**parts, tokens_per_state=4), "MLAAttentionSpec with 4 tokens to a slot"),
+    ):
+        assert pools._reach(spec, cross=True) == f"{name} is not supported by this adapter"

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -325,13 +326,17 @@ def _reach(spec: Any, cross: bool) -> tuple[int | None, int | None] | str:
     """The window and the chunk of a group's attention, whose blocks are kept; or why it cannot be guarded, as text."""
     if not isinstance(spec, AttentionSpec) or isinstance(spec, EncoderOnlyAttentionSpec):
         return f"{type(spec).__name__} is not supported by this adapter"
+    if getattr(spec, "tokens_per_state", 1) != 1:
+        return f"{type(spec).__name__} with {spec.tokens_per_state} tokens to a slot is not supported by this adapter"
     if isinstance(spec, CrossAttentionSpec):
         return (None, None) if cross else "cross-attention is guarded with Model Runner V1 only"
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return None, int(spec.attention_chunk_size)
-    if isinstance(spec, SlidingWindowSpec):
+    # of their subclasses one has blocks of its own before the request's, one gives up blocks between its first and its
+    # last tokens, and one computes tokens again that are stored: none is what it is derived from
+    if type(spec) is SlidingWindowSpec:
         return int(spec.sliding_window), None
-    if isinstance(spec, FullAttentionSpec):
+    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return None, None
     return f"{type(spec).__name__} is not supported by this adapter"
 

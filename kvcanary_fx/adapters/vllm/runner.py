@@ -79,7 +79,26 @@ def _want_prompt_logprobs_again(runner: Any, cached: Any) -> None:
             runner.num_prompt_logprobs[name] = runner.input_batch.vocab_size if wanted == -1 else wanted
 
 
+#: Why the batches of a runner cannot be guarded.
+CONTEXTS = "context parallelism, where a slot's position is another one's on each rank, is not supported"
+IN_PARTS = "batches in two parts at a time (--enable-dbo) are not supported"
+
+
+def _unguarded(parallel: Any) -> str | None:
+    """Why the batches of a runner cannot be guarded; None if they can.
+
+    Args:
+        parallel: vLLM's ``ParallelConfig``.
+    """
+    if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
+        return CONTEXTS
+    return IN_PARTS if parallel.use_ubatching else None
+
+
 def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict[str, str]) -> Guard:
+    why = _unguarded(runner.vllm_config.parallel_config)
+    if why is not None:
+        raise EngineError(f"{why}: KVCANARY_MODE=log or off runs it unguarded")
     refusal = state_groups.why_not_by_the_first(settings.session_config.budget_on(runner.device))
     states = state_groups.state_groups(runner, unguarded, refusal)
     groups = guarded_groups(runner, unguarded, state_groups.layers_of_states(runner))

@@ -19,7 +19,7 @@ from .. import registry, state_groups
 from ..journal import ATTRIBUTE
 from ..patching import replace, replace_in_all, wrap, wrap_in_all
 from ..pools import groups_with_drafts
-from ..runner import guard
+from ..runner import CONTEXTS, IN_PARTS, guard
 from ..settings import VllmSettings
 from ..state_groups import StateGroup
 from .connector import Bracket
@@ -100,10 +100,8 @@ def _proved(runner: Any, settings: VllmSettings, states: list[StateGroup], ungua
 def _unguarded(runner: Any) -> str | None:
     """Why the batches of a runner cannot be guarded; None if they can."""
     if runner.dcp_size > 1 or runner.pcp_manager is not None:
-        return "context parallelism, where a slot's position is another one's on each rank, is not supported"
-    if runner.ubatch_runner is not None:
-        return "batches in two parts at a time (--enable-dbo) are not supported"
-    return None
+        return CONTEXTS
+    return IN_PARTS if runner.ubatch_runner is not None else None
 
 
 def _capture_model(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
