@@ -326,6 +326,23 @@ def test_a_page_that_a_connector_fills_is_compared_before_that(damaged, claimed)
     assert told == [("content", "life", "b", 1, "y")] * damaged
 
 
+@both
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_copy_of_a_page_in_which_a_prefix_ends_is_compared_with_what_was_copied(damaged, claimed):
+    """As with ``--prefix-match-unit``: the request's own reference was taken for what vLLM adds for it."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3}, new={"x": [1]})
+    for number in range(2):
+        runner.step({"x": 1}, more={} if number else {"x": [4]}, wrong=1)
+    runner.layers["b"][0][1, 1] += damaged
+    events = [("touched", [1], "z"), ("taken", [5], ["z"], [1], 0), ("copied", 1, 5, "z"), ("freed", [], [1], None)]
+    given = dict(new={"z": [5]}, found={"z": 2}, events=events, copies=[(1, 5)])
+    runner.read(runner.step({"z": 2}, **given))
+    runner.read(runner.step({"z": 1}, more={"z": [6]}, wrong=5))
+    told = [(v.check, v.layer, v.slot, v.position, v.request) for v in runner.guard.session.violations()]
+    assert told == [("content", "b", 5 * PAGE + 1, 1, "z")] * damaged
+
+
 def test_a_step_that_the_scheduler_says_more_of_does_not_go_on():
     """Also where nothing happened to blocks: a request that has ended gave back its row."""
     runner = Runner(**IN_GRAPHS)

@@ -124,6 +124,7 @@ class Runner:
         stray=None,
         stacks=(),
         zeroed=(),
+        copies=(),
         found=None,
         images=None,
         cached=False,
@@ -135,6 +136,7 @@ class Runner:
             stray: a slot that is overwritten by a guess.
             stacks: the scheduler's, of each event.
             zeroed: pages that the runner clears before its batch is prepared.
+            copies: pages that it copies then, each with the copy.
             found: how many tokens of a new request the prefix cache has.
             images: the features of a new request.
             cached: the prefix cache keeps the pages of requests that have finished.
@@ -172,13 +174,15 @@ class Runner:
                 num_computed_tokens=[self._stored(r) for r in tokens if r not in new],
             ),
             num_scheduled_tokens=tokens,
-            kv_cache_block_copies=None,
+            kv_cache_block_copies=[SimpleNamespace(src_block_id=s, dst_block_id=d) for s, d in copies] or None,
             new_block_ids_to_zero=list(zeroed),
         )
         setattr(scheduled, ATTRIBUTE, Message(events, stacks=list(stacks)))
         with step_of(self.guard, scheduled):
             for half in (half for halves in self.layers.values() for half in halves):
                 half[list(zeroed)] = 0
+                for source, copy in copies:
+                    half[copy] = half[source]
             batch, slots = self._prepare(tokens, wrong)
             batch.num_draft_tokens = 0 if rejected is None else len(slots)
             self.kv_connector.pre_forward(scheduled, batch, self._metadata(batch) if wrong is not None else None)

@@ -6,20 +6,7 @@ import vllm
 from vllm.platforms import current_platform
 
 from ... import __version__
-from . import (
-    blocks,
-    cache_key,
-    cpu_attention,
-    cuda_graphs,
-    drafting,
-    graph,
-    load_failures,
-    metrics,
-    ops,
-    outcomes,
-    runner,
-    sleeping,
-)
+from . import blocks, cache_key, cpu_attention, cuda_graphs, drafting, graph, metrics, ops, outcomes, runner, sleeping
 from .known import TESTED
 from .settings import VllmSettings
 
@@ -41,5 +28,4 @@ def connect(settings: VllmSettings) -> None:
     blocks.hook()
     sleeping.hook()
     outcomes.hook()
-    load_failures.hook()
     metrics.hook()

@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 
 from ...errors import EngineError
 from ...reports.violation import one_line
-from . import counts
+from . import counts, load_failures
 from .blocks import JOURNAL
 from .identity import namespace
 from .journal import ATTRIBUTE
@@ -48,6 +48,7 @@ def hook() -> None:
     """Follow every scheduler of this process."""
     replace_in_all(Scheduler, "schedule", _schedule)
     replace_in_all(Scheduler, "update_from_output", _update_from_output)
+    load_failures.hook()
 
 
 def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
