@@ -33,10 +33,8 @@ class LeftOut:
 
     def begin(self) -> Callable[[], None] | None:
         """Call it before a call of the module; returns what to call after it, None if it is not looked at."""
-        if self._calls > _LOOKED_AT[-1]:
-            return None
-        self._calls += 1
-        if self._calls - 1 not in _LOOKED_AT:
+        number, self._calls = self._calls, self._calls + 1
+        if number not in _LOOKED_AT:
             return None
         before = [(name, tensor, tensor._version) for name, tensor in _caches(self._module)]
 

@@ -87,6 +87,7 @@ def test_ops_end_a_piece_also_where_the_plugin_was_loaded_before_vllm_was_config
 
 def test_what_is_run_again_between_pieces_has_the_checks_in_it(asked_for, capture, monkeypatch):
     from kvcanary_fx.adapters.vllm import ops
+    from kvcanary_fx.kernels.context import forward_context
 
     ops.register()
     side = types.SimpleNamespace(joined=0)
@@ -101,8 +102,8 @@ def test_what_is_run_again_between_pieces_has_the_checks_in_it(asked_for, captur
         torch.ops.vllm.unified_attention_with_output(q, k, v, out, LAYER)
     assert (ran, recorded, len(capture.segments)) == (["captured"], [], 1), "a warm-up, which nothing checks"
 
-    monkeypatch.setattr(ops, "current_context", lambda: context)
-    with forward_of(lambda *_, **__: ran.append("replayed"), "PIECEWISE"), ops.one_forward() as guarded:
+    replayed = forward_of(lambda *_, **__: ran.append("replayed"), "PIECEWISE")
+    with replayed, forward_context(context), ops.one_forward() as guarded:
         capture.replay()
     assert ran == ["captured", "replayed"]
     ((key, value, layer),) = recorded

@@ -201,8 +201,7 @@ class Guard:
         Args:
             events: of the step's message.
         """
-        filled = getattr(scheduled, "new_block_ids_to_zero", None) or getattr(scheduled, "kv_cache_block_copies", None)
-        if filled or are_filled(events):
+        if are_refilled(scheduled, events):
             for session in self.sessions:
                 session.flush()
 
@@ -288,6 +287,12 @@ class Guard:
             given = tables_of(group, metadata, runner.seq_lens, count)
             if given is not None:
                 self.session.check_reads(*given, pool=group.name, page_size=group.kernel_page_size)
+
+
+def are_refilled(scheduled: Any, events: Sequence[tuple[Any, ...]]) -> bool:
+    """Whether blocks are filled outside of a forward, see :meth:`Guard.compare_what_is_refilled`."""
+    zeroed, copied = "new_block_ids_to_zero", "kv_cache_block_copies"
+    return bool(getattr(scheduled, zeroed, None) or getattr(scheduled, copied, None)) or are_filled(events)
 
 
 def reports_blocks(config: Any) -> bool:

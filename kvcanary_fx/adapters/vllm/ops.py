@@ -45,6 +45,7 @@ from vllm.utils.torch_utils import LayerNameType
 from ...kernels.context import ForwardContext, current_context
 from ...kernels.deferred import Deferred
 from ...kernels.layer_ops import record_in, verify_in
+from ...kernels.ops import join_side
 from .breakable import break_capture, next_piece_overwrites
 from .direct import call_directly, told_before
 
@@ -277,18 +278,11 @@ def _guarded(original: Callable[..., None], in_graph: bool) -> Callable[..., Non
             return
         record(output, key, value, layer)
         if not in_graph and next_piece_overwrites():
-            _let_wait(context, output.device)
+            join_side(output.device)
         if known is not None:  # not before: guarded is what was recorded
             (known.in_graph if in_graph else known.outside).add(layer)
 
     return guarded
-
-
-def _let_wait(context: ForwardContext, device: torch.device) -> None:
-    """Let the model wait until what a layer wrote was recorded, if that is beside it."""
-    side = context.sides.get(device)
-    if side is not None:
-        side.join()
 
 
 def _may_be_deferred(context: ForwardContext) -> bool:

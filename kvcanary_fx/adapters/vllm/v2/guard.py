@@ -26,8 +26,8 @@ from ....engine.session import EngineSession
 from ....errors import EngineError
 from ....kernels.side_stream import capturing
 from .. import ops
-from ..guard import Guard, widths
-from ..journal import ATTRIBUTE, Message, are_filled
+from ..guard import Guard, are_refilled, widths
+from ..journal import ATTRIBUTE, Message
 from ..pools import Group
 from ..settings import VllmSettings
 from ..verdict import Verdict
@@ -212,8 +212,7 @@ class GuardV2(Guard):
                     session.ids.hash(new.req_id)
             # of hybrids the runner clears what is handed out, and a connector fills it: bytes that were released are
             # compared before that
-            filled = getattr(scheduled, "new_block_ids_to_zero", None) or are_filled(events)
-            events = self.books.tell_now(events, into_step=not filled)
+            events = self.books.tell_now(events, into_step=not are_refilled(scheduled, events))
         self._alike = alike and not events
         if not self._alike:
             self._take(scheduled, told, events)
