@@ -295,11 +295,68 @@ class EnginePool:
         """
         given = self.slot_tensor(slots)
         who = self._identity(given, tokens, positions, namespace)
-        marks = Flag.WRITTEN if who is not None else Flag.WRITTEN | Flag.NAMELESS
-        each = torch.full_like(given, int(marks), dtype=torch.int32)
-        slot_life.name(self.space, given, each, who, self._ids.hash(owner))
+        self._name(given, who, Flag(0) if who is not None else Flag.NAMELESS, owner)
         self.content.fingerprint(given)
         self.adopted += given.numel()
+
+    def announce(
+        self,
+        slots: Slots,
+        history: torch.Tensor | Sequence[int],
+        positions: torch.Tensor | Sequence[int],
+        namespace: int = 0,
+        owner: RequestId | None = None,
+    ) -> None:
+        """The slots are being filled by something that is not guarded, and the next forward reads them: say for which
+        tokens.  Neither bytes nor tokens are compared in that forward; behind it, :meth:`accept` them.
+
+        Args:
+            history: integer ``[m]``, the request's tokens from position 0 on.
+            positions: those that the slots are for, each below ``m``, on the host.
+            namespace, owner: of the request, as for :meth:`adopt`.
+
+        Raises:
+            EngineError: lengths that do not match, or positions that the history does not have.
+        """
+        given = self.slot_tensor(slots)
+        where, tokens = integers(positions, "positions").reshape(-1), integers(history, "history").reshape(-1)
+        if where.numel() != given.numel():
+            raise EngineError(f"announce got {given.numel()} slots, {where.numel()} positions")
+        if where.device.type != "cpu":
+            raise EngineError(f"announce got positions on {where.device}, where they cannot be looked at: give a list")
+        if where.numel() and not 0 <= int(where.min()) <= int(where.max()) < tokens.numel():
+            raise EngineError(f"announce got positions beyond a history of {tokens.numel()} tokens")
+        every = torch.arange(tokens.numel(), device=given.device)
+        spaces = integers([namespace], "namespaces")
+        who, _, chain = slot_life.identity(*(_sent(t, given.device) for t in (tokens, every, spaces)))
+        where = _sent(where, given.device)
+        self.content.forget(given)
+        self._name(given, (who[where], where, chain[where]), Flag.NAMELESS, owner)
+
+    def accept(self, slots: Slots) -> None:
+        """Slots that were announced have been filled: accept their bytes as they are.  From here on they are guarded
+        like any that a forward wrote."""
+        given = self.slot_tensor(slots)
+        space = self.space
+        at = given[(given >= 0) & (given < space.slots)]
+        space.flags[at] &= ~int(Flag.NAMELESS)
+        self.content.fingerprint(given)
+        self.adopted += given.numel()
+
+    def _name(
+        self,
+        slots: torch.Tensor,
+        who: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+        besides: Flag,
+        owner: RequestId | None,
+    ) -> None:
+        """Say that slots (int64 ``[n]``) are filled.
+
+        Args:
+            besides: what they are flagged with, besides that.
+        """
+        marks = torch.full_like(slots, int(Flag.WRITTEN | besides), dtype=torch.int32)
+        slot_life.name(self.space, slots, marks, who, self._ids.hash(owner))
 
     def forget(self, slots: Slots, page_size: int = 1) -> None:
         """Something is going to rewrite the slots: forget their bytes and who is in them.
@@ -369,7 +426,7 @@ class EnginePool:
         Raises:
             EngineError: they are no integers.
         """
-        given = integers(slots, "slots").to(device=self.declared.device, dtype=torch.int64, non_blocking=True)
+        given = _sent(integers(slots, "slots"), self.declared.device)
         return slots_in(given.reshape(-1), page_size)
 
     def _identity(
@@ -388,6 +445,14 @@ class EnginePool:
         if who.numel() != slots.numel() or where.numel() != slots.numel():
             raise EngineError(f"adopt got {slots.numel()} slots, {who.numel()} tokens, {where.numel()} positions")
         return slot_life.identity(who, where, integers([namespace], "namespaces").to(slots.device))
+
+
+def _sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """int64 on a device.  The host does not wait for what the device does, as it would for 64 KiB or more that are not
+    pinned."""
+    numbers = numbers.to(torch.int64)
+    waits = device.type == "cuda" and numbers.device.type == "cpu" and numbers.numel()
+    return (numbers.pin_memory() if waits else numbers).to(device, non_blocking=True)
 
 
 class Pools(dict[str, EnginePool]):

@@ -318,12 +318,72 @@ def test_a_page_that_a_connector_fills_is_compared_before_that(damaged, claimed)
                 half[2] = 7.0
 
     runner.connector.pre_forward = load
-    events = [("freed", [], [2], "y"), ("taken", [2, 5], ["z"], [2], 0), ("filled_elsewhere", [2])]
+    events = [("freed", [], [2], "y"), ("taken", [2, 5], ["z"], [2], 0), ("filled_elsewhere", [2], "z", [0], 4)]
     runner.read(runner.step({"x": 1, "z": 2}, new={"z": [2, 5]}, found={"z": 4}, finished=["y"], events=events))
     del runner.connector.pre_forward
     runner.read(runner.step({"x": 1, "z": 1}, wrong=1))
     told = [(v.check, v.phase, v.layer, v.position, v.request) for v in runner.guard.session.violations()]
     assert told == [("content", "life", "b", 1, "y")] * damaged
+
+
+LOADED = [("taken", [2, 5], ["z"], [2], 0), ("filled_elsewhere", [2], "z", [0], 4)]
+
+
+def fill(runner, page=2):
+    for number, halves in enumerate(runner.layers.values()):
+        for half in halves:
+            half[page] = number + torch.arange(half[page].numel()).reshape(half[page].shape)
+
+
+@both
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_a_connector_has_loaded_is_guarded_from_its_first_forward_on(damaged, waits, claimed):
+    """Before that forward, in whatever step, the page is filled; behind it a flip is told, with who is in the slot."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3}, new={"x": [1]}, events=[("taken", [1], ["x"], [1], 0), *(LOADED if waits else ())])
+    for number in range(2):
+        runner.step({"x": 1}, more={} if number else {"x": [4]}, wrong=1)
+    fill(runner)
+    given = dict(new={"z": [2, 5]}, found={"z": 4}, events=[] if waits else LOADED)
+    runner.read(runner.step({"x": 1, "z": 2}, **given))
+    assert runner.guard.session.pools["group0"].adopted == 4
+    runner.layers["b"][0][2, 1] += damaged
+    runner.read(runner.step({"x": 1, "z": 1}, wrong=1))
+    told = [(v.check, v.layer, v.slot, v.position, v.request) for v in runner.guard.session.violations()]
+    assert told == [("content", "b", 2 * PAGE + 1, 1, "z")] * damaged
+    assert not runner.guard.books.loads
+
+
+def test_what_a_connector_has_loaded_for_other_tokens_is_told_when_it_is_read():
+    """The prefix cache has the page after that, and gives it to a request with other tokens."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3}, new={"x": [1]})
+    fill(runner)
+    runner.read(runner.step({"z": 2}, new={"z": [2, 5]}, found={"z": 4}, events=LOADED))
+    runner.tell("freed", [2], [5], "z")
+    events = [("touched", [2], "w"), ("taken", [5], ["w"], [1], 0)]
+    given = dict(new={"w": [2, 5]}, found={"w": 4}, prompts={"w": [30, 31, 32, 33, 7, 8]})
+    runner.read(runner.step({"w": 2}, finished=["z"], events=events, **given))
+    told = {(v.check, v.slot, v.position, v.request) for v in runner.guard.session.violations()}
+    assert told == {("token", 2 * PAGE + place, place, "w") for place in range(4)}
+
+
+@both
+@pytest.mark.parametrize("why", ["ended", "preempted", "other pages"])
+def test_a_load_that_its_request_no_longer_waits_for_is_not_taken_for_what_was_written(why, claimed):
+    """The page is another request's by then."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3}, new={"x": [1]}, events=[("taken", [1], ["x"], [1], 0), *LOADED])
+    gone = [("freed", [], [2, 5], "z")]
+    if why == "other pages":
+        runner.step({"x": 1}, more={"x": [2]}, events=[*gone, ("taken", [2], ["x"], [1], 0)], wrong=1)
+        runner.step({"x": 1, "z": 6}, new={"z": [6, 7]}, events=[("taken", [6, 7], ["z"], [2], 0)])
+    else:
+        runner.step({"x": 1}, more={"x": [2]}, events=[*gone, ("taken", [2], ["x"], [1], 0)], lost={why: ["z"]})
+        runner.step({"x": 1, "z": 2}, new={"z": [2, 5]}, found={"z": 4}, events=[("taken", [5], ["z"], [1], 0)])
+    assert not runner.guard.books.loads
+    assert runner.guard.session.pools["group0"].adopted == 0
 
 
 @both

@@ -128,6 +128,8 @@ class Runner:
         found=None,
         images=None,
         cached=False,
+        prompts=None,
+        lost=None,
     ) -> Any:
         """One step: ``new`` and ``more`` give requests pages, ``tokens`` says how many each computes.
 
@@ -140,10 +142,13 @@ class Runner:
             found: how many tokens of a new request the prefix cache has.
             images: the features of a new request.
             cached: the prefix cache keeps the pages of requests that have finished.
+            prompts: tokens of a new request, if they are not those that are computed.
+            lost: requests that have ``ended`` or were ``preempted`` while they were in no batch.
         """
         from kvcanary_fx.adapters.vllm.journal import ATTRIBUTE, Message
 
         new, more, found, images = dict(new), dict(more), found or {}, images or {}
+        prompts, lost = prompts or {}, lost or {}
         if events is None:
             given = {**new, **more}
             blocks = [page for pages in given.values() for page in pages]
@@ -155,14 +160,14 @@ class Runner:
         for request, pages in more.items():
             self.pages[request] += pages
         scheduled = SimpleNamespace(
-            finished_req_ids=set(finished),
-            preempted_req_ids=None,
+            finished_req_ids={*finished, *lost.get("ended", ())},
+            preempted_req_ids=set(lost.get("preempted", ())) or None,
             scheduled_new_reqs=[
                 SimpleNamespace(
                     req_id=r,
                     block_ids=self._block_ids(r, p),
                     num_computed_tokens=found.get(r, 0),
-                    prefill_token_ids=list(range(3, 3 + found.get(r, 0) + tokens[r])),
+                    prefill_token_ids=prompts.get(r, list(range(3, 3 + found.get(r, 0) + tokens[r]))),
                     mm_features=images.get(r, []),
                 )
                 for r, p in new.items()

@@ -158,7 +158,7 @@ def connector(directory: pathlib.Path, model: str) -> dict[str, Any]:
 
 
 def loads(directory: pathlib.Path, model: str, steps: int, fails: int) -> dict[str, Any]:
-    """Requests whose prefix a connector loads; then a byte of it is flipped, in what a request wrote.
+    """Requests whose prefix a connector loads; then a byte is flipped in what a request wrote, and in what was loaded.
 
     Args:
         steps: of the connector, as ``fails``.
@@ -191,8 +191,10 @@ def loads(directory: pathlib.Path, model: str, steps: int, fails: int) -> dict[s
     rig.add("0", prompts["0"], length=12)
     rig.add("1", prompts["1"], length=12)
     layer = list(rig.layers())[1]
-    rig.run(lambda step: rig.flip(layer, 0, "1", 100) if step == 8 else None)
-    told = {(v.check, v.layer, str(v.request).rpartition("-")[0]) for v in rig.session.violations()[len(clean) :]}
+    adopted = rig.session.stats().adopted
+    flips = {8: ("1", 100), 9: ("0", 40)}
+    rig.run(lambda step: rig.flip(layer, 0, *flips[step]) if step in flips else None)
+    told = {(v.check, v.layer, v.position) for v in rig.session.violations()[len(clean) :]}
     return {
         "violations": clean,
         "uncovered": rig.session.uncovered,
@@ -200,6 +202,7 @@ def loads(directory: pathlib.Path, model: str, steps: int, fails: int) -> dict[s
         "alike": {name: rig.tokens[name] == alone[name] for name in prompts},
         "told": sorted(told),
         "layer": layer,
+        "adopted": rig.session.stats().adopted - adopted,
     }
 
 

@@ -625,6 +625,26 @@ def test_slots_filled_outside_are_adopted_and_then_guarded():
     assert told(toy) == [("content", None, 9, "B")]
 
 
+@pytest.mark.parametrize("damaged", [None, "tokens", "bytes"])
+def test_slots_that_are_filled_while_a_forward_runs_are_guarded_behind_it(damaged):
+    """A prefix that is shared, and behind it what is loaded: the request goes on with the chain of both."""
+    toy = prefilled()
+    toy.add("B", [*toy.requests["A"].tokens[:2], 8, 9, 7, 6], prefix=[3, 4])
+    toy.pool.share([3, 4], owner="B")
+    toy.take("B", [9, 10])
+    wrong = damaged == "tokens"
+    toy.pool.announce([9, 10], [*toy.requests["B"].tokens[:3], 1 if wrong else 9], [2, 3], owner="B")
+    toy.requests["B"].stored = 4
+    toy.run({"B": [11]})
+    assert toy.found() == []
+    toy.pool.accept([9, 10])
+    if damaged == "bytes":
+        flip(toy, 1, 0, 9)
+    toy.run({"B": [12]})
+    expected = {None: set(), "tokens": {("token", 10)}, "bytes": {("content", 9)}}[damaged]
+    assert {(v.check, v.slot) for v in toy.found()} == expected
+
+
 def test_a_shadow_that_travels_with_its_bytes_finds_what_was_lost():
     here, there = prefilled(), Toy()
     shadow = here.pool.export([3, 4, 5]).to("cpu")

@@ -91,6 +91,16 @@ def _mark(
         mark_features(history[i], 0, images)
 
 
+def mark_prompt(runner: Any, request: str, prompt: torch.Tensor) -> None:
+    """Replace, in place, what stands for no tokens in a request's prompt, as in a forward's ``history``.
+
+    Args:
+        prompt: int64 ``[n]``, from position 0 on.
+    """
+    if not runner.model_config.is_encoder_decoder:
+        mark_features(prompt, 0, features_of(runner.requests[request]))
+
+
 def tables_of(
     group: Group, metadata: Mapping[str, Any], lengths: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -139,13 +139,22 @@ def _look_at(code: CodeType) -> tuple[str, str] | None:
     return _ARGUMENTS.setdefault(code, cast("tuple[str, str] | None", found))
 
 
-def _external(original: Callable[..., Any], manager: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
+def _external(
+    original: Callable[..., Any],
+    manager: Any,
+    request_id: str,
+    num_local_computed_tokens: int,
+    num_external_computed_tokens: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     before = len(manager.req_to_blocks[request_id])
-    made = original(manager, request_id, *args, **kwargs)
-    journal = journal_of(manager.block_pool)
-    filled = [b.block_id for b in manager.req_to_blocks[request_id][before:] if not b.is_null]
+    made = original(manager, request_id, num_local_computed_tokens, num_external_computed_tokens, *args, **kwargs)
+    journal, table = journal_of(manager.block_pool), manager.req_to_blocks[request_id]
+    filled = [place for place in range(before, len(table)) if not table[place].is_null]
     if journal is not None and filled:
-        journal.note(FILLED, filled)
+        end = num_local_computed_tokens + num_external_computed_tokens
+        journal.note(FILLED, [table[place].block_id for place in filled], request_id, filled, end)
     return made
 
 

@@ -8,16 +8,20 @@ to another.  So a block that is freed while a request still reads it is found in
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
 
 from ...engine.stacks import told, told_now
 from ...kernels.slots.events import Event
 from .journal import FREED, TAKEN
+from .loaded import Loads
 
 if TYPE_CHECKING:
     from ...engine.guarded_pool import EnginePool
     from ...engine.session import EngineSession
+    from .tables import Ledger
 
 #: Owner of a block that no request uses and that the prefix cache keeps.
 CACHE = "the prefix cache of vLLM"
@@ -68,12 +72,15 @@ class Books:
     Attributes:
         group: the KV cache group of each block.
         idle: blocks that belong to the prefix cache.
+        loads: what KV connectors are filling.
     """
 
     def __init__(self, sessions: Callable[[], Sequence[EngineSession]]):
         self._sessions = sessions
         self.group: dict[int, int] = {}
         self.idle: set[int] = set()
+        self.loads = Loads()
+        self._announced: list[tuple[EnginePool, torch.Tensor, str | None]] = []  # None: the pool knows for whom
         self._groups: set[int] = set()  # all that there were
         self._pool_of: dict[int, tuple[EnginePool, int]] = {}  # by group, of those whose blocks were handed out
         self._seen: list[EngineSession] = []  # whose pools are known
@@ -323,20 +330,68 @@ class Books:
 
     def copied(self, source: int, copy: int, request: str | None) -> None:
         """A block is copied to a request's, before the next forward: a prefix that it takes up ends inside of it."""
-        for kind in ("group", "draft"):
-            known = self._known_pools().get(f"{kind}{self.group.get(copy)}")
-            if known is not None:
-                pool, page_size = known
-                pool.copy([source], [copy], request, page_size)
+        for pool, page_size in self.pools_of(copy):
+            pool.copy([source], [copy], request, page_size)
 
-    def filled_elsewhere(self, ids: Sequence[int]) -> None:
-        """Blocks will be filled by a KV connector, whose writes are not guarded, also in a draft's layers."""
+    def filled_elsewhere(self, ids: Sequence[int], request: str, places: Sequence[int], end: int) -> None:
+        """Blocks will be filled by a KV connector, whose writes are not guarded, also in a draft's layers.
+
+        Args:
+            places: where each block is in the request's table.
+            end: tokens of that table up to the last one that is loaded.
+        """
+        self._forget(ids)
+        self.loads.expect(request, ids, places, end)
+
+    def announce_loaded(
+        self,
+        scheduled: Any,
+        ledger: Ledger,
+        namespaces: Mapping[str, int],
+        mark: Callable[[str, torch.Tensor], None],
+    ) -> None:
+        """A forward begins: it is the first to read what connectors load for some of its requests.
+
+        Args:
+            scheduled: the ``SchedulerOutput`` of its step.
+            ledger: has the pages of its requests.
+            namespaces: by the request's id, if not 0.
+            mark: replaces, in a request's tokens from position 0 on (int64 ``[n]``), what stands for no tokens.
+        """
+        self._announced.clear()
+        for load in self.loads.arriving(scheduled):
+            request, first = load.request, load.blocks[0]
+            pages = ledger.pages(request, self.group.get(first, 0))
+            history = None if load.tokens is None else torch.tensor(load.tokens[: load.end], dtype=torch.int64)
+            if history is not None:
+                mark(request, history)
+            for number, (pool, page_size) in enumerate(self.pools_of(first)):
+                slots, positions = load.slots(pages, page_size)
+                if history is None or number:  # a draft's layers may have other tokens there
+                    self._announced.append((pool, slots, request))
+                else:
+                    pool.announce(slots, history, positions, namespaces.get(request, 0), request)
+                    self._announced.append((pool, slots, None))
+
+    def accept_loaded(self) -> None:
+        """This forward ended: what it has read is there."""
+        for pool, slots, owner in self._announced:
+            pool.accept(slots) if owner is None else pool.adopt(slots, owner=owner)
+        self._announced.clear()
+
+    def _forget(self, ids: Sequence[int]) -> None:
         for kind in ("group", "draft"):
             self._each(ids, lambda pool, pages: pool.forget(**pages), kind)
 
     def all_gone(self) -> None:
         """The memory of all blocks is given back: what is stored in them is there no more, whoever has them."""
-        self.filled_elsewhere(list(self.group))
+        self._forget(list(self.group))
+        self.loads.clear()
+
+    def pools_of(self, block: int) -> list[tuple[EnginePool, int]]:
+        """The guarded pools that a block is in, each with the tokens of a block: the target's first, then a draft's."""
+        pools, group = self._known_pools(), self.group.get(block)
+        return [pools[name] for name in (f"group{group}", f"draft{group}") if name in pools]
 
     def _each(
         self, blocks: Sequence[int], tell: Callable[[EnginePool, dict[str, Any]], None], kind: str = "group"

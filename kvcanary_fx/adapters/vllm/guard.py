@@ -21,7 +21,7 @@ from ...errors import EngineError
 from ...install import install_canary
 from . import ops
 from .advice import ADVICE
-from .batches import make_batch, tables_of
+from .batches import make_batch, mark_prompt, tables_of
 from .books import Books
 from .counts import Counts
 from .drafts import Drafts, Proposal
@@ -181,6 +181,7 @@ class Guard:
             self.begin(told is not None)
         for request in scheduled.finished_req_ids:  # whose ids may be given again
             self.namespaces.pop(request, None)
+        self.books.loads.lost(scheduled)
         if told is not None:
             self.books.apply(told.events, told.stacks)
             self.namespaces.update(told.namespaces)
@@ -227,6 +228,9 @@ class Guard:
         batch = make_batch(runner, self.scheduled, self.groups, input_ids, positions, namespaces, self.in_flight)
         self.batch = batch
         self.books.settle(in_flight)
+        if self.books.loads:
+            mark = functools.partial(mark_prompt, runner)
+            self.books.announce_loaded(self.scheduled, self.ledger, self.namespaces, mark)
         try:
             step, layers = session.step(batch), self._layers.publish(ops.runs_from_python(runner.vllm_config))
             with (
@@ -242,6 +246,8 @@ class Guard:
                 yield
             self.calls_in_graph += len(guarded.in_graph)
             self.calls_outside += len(guarded.outside)
+            with self._counts.busy():
+                self.books.accept_loaded()
             if self.settings.contains:
                 session.drain()
         finally:

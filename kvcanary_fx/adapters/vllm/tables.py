@@ -58,6 +58,11 @@ class Ledger:
             if pages is not None:
                 (self._replace if request in cached.resumed_req_ids else self._extend)(request, pages)
 
+    def pages(self, request: str, group: int) -> Sequence[int]:
+        """Those of a request in one group, in their order."""
+        known = self._requests.get(request)
+        return () if known is None else known.groups[group]
+
     def show(self, requests: Sequence[str]) -> None:
         """Set row i of each table to the pages of ``requests[i]``."""
         for number, request in enumerate(requests):

@@ -191,6 +191,8 @@ class GuardV2(Guard):
         if told is None:
             self._require_warm_up(scheduled)
             return
+        if self.books.loads:
+            self.books.loads.lost(scheduled)
         cached = scheduled.scheduled_cached_reqs
         events: Sequence[tuple[Any, ...]] = told.events
         plain = not (
@@ -320,6 +322,9 @@ class GuardV2(Guard):
 
     def _settle(self, scheduled: Any) -> bool:
         """Report the blocks that requests have taken up; whether any did, or began in this step: not in most steps."""
+        if self.books.loads:
+            mark = self._forwards.images.mark_prompt
+            self.books.announce_loaded(scheduled, self.ledger, self.namespaces, mark)
         if not self.books.pending:  # nor can a request read what another one writes in this forward
             self.in_flight = False
             return bool(scheduled.scheduled_new_reqs or scheduled.scheduled_cached_reqs.resumed_req_ids)
@@ -445,6 +450,8 @@ class _Open:
         try:
             if self.running is not None:
                 self.running.__exit__(kind, error, trace)
+            if kind is None:
+                self._books.accept_loaded()
         finally:
             self._books.after_forward()
             self._busy.release()

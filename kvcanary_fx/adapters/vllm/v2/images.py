@@ -68,7 +68,11 @@ class Images:
             prompts: int64 ``[bs, length]``.
         """
         for request, prompt in zip(requests, prompts, strict=True):
-            mark_features(prompt, 0, self._of.get(request, ()))
+            self.mark_prompt(request, prompt)
+
+    def mark_prompt(self, request: str, prompt: torch.Tensor) -> None:
+        """The same of one, int64 ``[length]``."""
+        mark_features(prompt, 0, self._of.get(request, ()))
 
 
 def _spans(batch: Any) -> list[tuple[str, int, int]]:
