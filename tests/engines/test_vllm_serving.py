@@ -78,7 +78,7 @@ def test_both_ranks_of_an_engine_are_guarded(models):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="bfloat16: a prompt's tokens depend on what else is in a batch")
+@pytest.mark.skipif(0 < torch.cuda.device_count() < 2, reason="needs two GPUs, or none")
 @pytest.mark.parametrize("outcome", ["recompute", "raise"])
 def test_damage_on_another_rank_than_the_first_is_contained(models, outcome):
     """Seen: it was logged there, and the request went on with it; with ``raise`` the ranks waited for each other."""
@@ -92,10 +92,14 @@ def test_damage_on_another_rank_than_the_first_is_contained(models, outcome):
         return
     (ruined,) = vllm_runs.results(models, runs, "log", KVCANARY_VLLM_ON_VIOLATION="log", **environment)
     assert found["planted"] == ruined["planted"] == [False, True]
-    running, other, again = found["tokens"]
-    assert running == again, "a clean run's, since the block has left the prefix cache"
-    assert ruined["tokens"][0] != running, "damage is seen in the tokens where nothing keeps it from them"
-    assert ruined["tokens"][1:] == [other, again]
+    # bfloat16: a prompt's tokens depend on what else is in a batch, so the model is asked whether it would choose them
+    near = 0.3 if torch.cuda.is_available() else 1e-3
+    assert max(found["below"]) < near, "none was computed from damage"
+    assert ruined["below"][0] > near, "damage is seen in the tokens where nothing keeps it from them"
+    assert max(ruined["below"][1:]) < near
+    if not torch.cuda.is_available():
+        running, _, again = found["tokens"]
+        assert running == again, "a clean run's, since the block has left the prefix cache"
     assert "recomputed: 0-" in found["stderr"]
 
 

@@ -112,8 +112,26 @@ def ruined_on_another_rank(directory: pathlib.Path, model: str) -> dict[str, Any
         except Exception as e:
             error = type(e).__name__
         planted = [] if error else llm.collective_rpc(_planted)
+        asked = [*prompts, prompts[0]]
+        below = (
+            []
+            if error
+            else [_below_the_best(llm, p["prompt_token_ids"], t) for p, t in zip(asked, tokens, strict=True)]
+        )
         llm.llm_engine.engine_core.shutdown()
-    return {"tokens": tokens, "error": error, "planted": planted, "stderr": written.getvalue()}
+    return {"tokens": tokens, "error": error, "planted": planted, "below": below, "stderr": written.getvalue()}
+
+
+def _below_the_best(llm: Any, prompt: list[int], tokens: list[int]) -> float:
+    """How far the log probability of a token is below that of the one which the model would choose behind those before
+    it, at most.  It is asked anew: with log probabilities of a prompt vLLM reads no prefix from its cache."""
+    from vllm import SamplingParams
+
+    asked = SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False)
+    (output,) = llm.generate([{"prompt_token_ids": [*prompt, *tokens]}], asked)
+    found = [one for one in output.prompt_logprobs or () if one][-len(tokens) :]
+    best = [max(known.logprob for known in one.values()) for one in found]
+    return max(b - one[t].logprob for one, b, t in zip(found, best, tokens, strict=True))
 
 
 def _ruin_on_the_second_rank(worker: Any) -> None:

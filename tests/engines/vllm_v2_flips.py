@@ -24,9 +24,39 @@ def flips(rig: Rig, length: int = 40) -> dict[str, Any]:
     return found
 
 
-def _flip(rig: Rig, group: Any, half: torch.Tensor, layer: str, name: str, request: str, length: int) -> dict[str, Any]:
+def loads(rig: Rig) -> dict[str, Any]:
+    """:func:`flips` in blocks that a KV connector has loaded: what is stored is gone from the prefix cache each time.
+
+    With ``ENGINE`` naming a connector, as ``{"kv_transfer_config": {"kv_connector": "OffloadingConnector", ...}}``.
+    """
+    text = prompt(700, 96)
+    rig.add("stored", text, length=8)
+    rig.run()
+    found: dict[str, Any] = {}
+    for group in rig.guard.groups:
+        for layer, halves in group.layers.items():
+            for half, name in zip(halves, ("latent", "rope") if group.mla else "KV", strict=True):
+                rig.engine.reset_prefix_cache()
+                adopted = rig.session.stats().adopted
+                row = _flip(rig, group, half, layer, name, f"{len(found)}", length=16, text=text)
+                row["loaded"] = rig.session.stats().adopted - adopted
+                row["ok"] = row["ok"] and row["loaded"] > POSITION
+                found[f"{layer} {name}"] = row
+    return dict(ok=all(row["ok"] for row in found.values()), table=found)
+
+
+def _flip(
+    rig: Rig,
+    group: Any,
+    half: torch.Tensor,
+    layer: str,
+    name: str,
+    request: str,
+    length: int,
+    text: list[int] | None = None,
+) -> dict[str, Any]:
     before = [len(session.violations()) for session in rig.guard.sessions]
-    rig.add(request, prompt(400 + int(request), 45), length=length)
+    rig.add(request, text or prompt(400 + int(request), 45), length=length)
 
     def at(step: int) -> None:
         if step == STEP:

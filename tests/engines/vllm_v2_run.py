@@ -33,6 +33,7 @@ import tiny_vllm
 import torch
 import vllm_drafts
 import vllm_v2_drafts
+import vllm_v2_flips
 import vllm_v2_models
 import vllm_v2_scenes
 import vllm_v2_sleeps
@@ -248,6 +249,7 @@ def _ruin_idle(rig: Rig) -> None:
 
 SCENES = {"load": load, "flips": flips, "stopped": stopped, "containment": containment}
 SCENES |= vllm_v2_scenes.SCENES | vllm_v2_drafts.SCENES | vllm_v2_models.SCENES
+SCENES["loads"] = vllm_v2_flips.loads
 SCENES["sleeps"] = functools.partial(vllm_v2_sleeps.sleeps, fill=fill)
 
 
