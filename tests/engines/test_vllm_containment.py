@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 from vllm_rig import Rig, prompt
@@ -198,3 +199,47 @@ def test_log_probabilities_of_a_prompt_are_those_of_a_clean_run(rig, clean):
         numbers and list(numbers) for numbers in undamaged.prompt_logprobs
     ]
     assert given[0].outputs[0].token_ids == undamaged.outputs[0].token_ids
+
+
+@pytest.mark.slow
+def test_a_request_that_begins_again_loads_nothing_that_a_connector_has_stored(models):
+    """It may have been stored after it was damaged, and what is loaded is taken as it is."""
+    import vllm_runs
+
+    runs = [{"model": "llama", "scene": "stored damage"}]
+    (found,) = vllm_runs.results(models, runs, "log", KVCANARY_VLLM_ON_VIOLATION="recompute")
+    assert found["stored"] == 3
+    assert found["found"] > 0
+    assert found["preempted"] == 1
+    assert found["tokens"]["A"] == found["tokens"]["clean"]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_connectors_have_stored_of_a_damaged_block_is_dropped_or_said_to_stay(caplog, several):
+    """A store that others may share is not emptied."""
+    from kvcanary_fx.adapters.vllm import stores
+
+    dropped = []
+
+    class OffloadingConnector:
+        def reset_cache(self):
+            dropped.append(self)
+
+    class Mine(OffloadingConnector):
+        """Somebody's subclass."""
+
+    class MooncakeStoreConnector:
+        def reset_cache(self):
+            raise AssertionError("it is not this engine's alone")
+
+    ours = [OffloadingConnector(), Mine()]
+    shared = MooncakeStoreConnector()
+    connector = SimpleNamespace(_connectors=[*ours, shared]) if several else shared
+    stores.drop(SimpleNamespace(connector=connector))
+    assert dropped == ours * several
+    (told,) = [r.message for r in caplog.records]
+    assert "MooncakeStoreConnector has stored" in told
+    request = SimpleNamespace(skip_reading_prefix_cache=False)
+    stores.compute_anew(SimpleNamespace(connector=None), [request])
+    stores.drop(SimpleNamespace(connector=None))
+    assert not request.skip_reading_prefix_cache

@@ -224,6 +224,35 @@ def loads(directory: pathlib.Path, model: str, steps: int, fails: int) -> dict[s
     }
 
 
+def stored_damage(directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """A connector has stored a block that is damaged: the request that has read it begins again."""
+    import vllm_filled  # noqa: F401  whose load format the engine is asked for
+    from vllm_memory_connector import MemoryConnector
+
+    name = MemoryConnector.__name__
+    config = {"kv_connector": name, "kv_connector_module_path": MemoryConnector.__module__, "kv_role": "kv_both"}
+    rig = Rig(model, directory, load_format="filled", kv_transfer_config=config)
+    asked = prompt(1, 100)
+    rig.add("clean", asked, length=12)
+    rig.run()
+    rig.engine.reset_prefix_cache()
+    for layers in MemoryConnector.stored.values():
+        for stored in layers.values():
+            stored.mul_(-1e5)
+
+    def ruin(step: int) -> None:
+        if step == 6:
+            caches = [layer.kv_cache for layer in rig.layers().values()]
+            for cache in caches:
+                cache[rig.pages("A")[0][1]].mul_(-1e5)
+
+    stored, MemoryConnector.stored = MemoryConnector.stored, {}  # it computes its prompt
+    rig.add("A", asked, length=12)
+    rig.run(lambda step: (setattr(MemoryConnector, "stored", stored) if step == 4 else None, ruin(step))[1])
+    found = [v.line() for v in rig.session.violations()]
+    return {"tokens": rig.tokens, "preempted": rig.preempted, "found": len(found), "stored": len(stored)}
+
+
 def hybrid(directory: pathlib.Path, model: str) -> dict[str, Any]:
     """A model of convolutions, whose states have blocks, too, and attention."""
     import vllm_v2_flips
@@ -344,6 +373,7 @@ SCENES = {
     "spawned": spawned,
     "spawned flip": spawned_flip,
     "spawned on two ranks": functools.partial(spawned, tensor_parallel_size=2),
+    "stored damage": stored_damage,
     "ruined on another rank": ruined_on_another_rank,
     "spawned in two stages": functools.partial(spawned, pipeline_parallel_size=2),
     "connector": connector,

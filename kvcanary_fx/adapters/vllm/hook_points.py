@@ -172,6 +172,12 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
         called=True,
     ),
     *_part(
+        NEEDS[1],
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.",
+        ("reset_cache", "self", "what an offloading connector has stored of damaged blocks is dropped"),
+        called=True,
+    ),
+    *_part(
         NEEDS[2],
         "vllm.v1.worker.gpu_worker:Worker.",
         ("sleep", "self, level=...", "the memory of the cache is given back: nothing that was stored is compared"),

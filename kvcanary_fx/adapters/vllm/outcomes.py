@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 
 from ...errors import EngineError
 from ...reports.violation import one_line
-from . import counts, load_failures
+from . import counts, load_failures, stores
 from .blocks import JOURNAL
 from .identity import namespace
 from .journal import ATTRIBUTE
@@ -112,9 +112,11 @@ def contain(
         if verdict.late:
             late[request.request_id] = _reason(verdict, request)
         _preempt(scheduler, request)
+    stores.compute_anew(scheduler, preempted)
     left = set(readers) - {request.request_id for request in preempted} if verdict.outcome != "log" else set()
     _require_ends(verdict, [scheduler.requests[name] for name in left])
     ended: list[Any] = scheduler.finish_requests(left, RequestStatus.FINISHED_ERROR)
+    stores.drop(scheduler)
     _log(verdict, preempted[::-1], ended)
     return ended
 
