@@ -211,7 +211,7 @@ def loads(directory: pathlib.Path, model: str, steps: int, fails: int) -> dict[s
     layer = list(rig.layers())[1]
     adopted = rig.session.stats().adopted
     flips = {8: ("1", 100), 9: ("0", 40)}
-    rig.run(lambda step: rig.flip(layer, 0, *flips[step]) if step in flips else None)
+    rig.run(lambda step: _flip(rig, layer, *flips[step]) if step in flips else None)
     told = {(v.check, v.layer, v.position) for v in rig.session.violations()[len(clean) :]}
     return {
         "violations": clean,
@@ -222,6 +222,17 @@ def loads(directory: pathlib.Path, model: str, steps: int, fails: int) -> dict[s
         "layer": layer,
         "adopted": rig.session.stats().adopted - adopted,
     }
+
+
+def _flip(rig: Rig, layer: str, request: str, position: int) -> None:
+    """A bit of K, wherever this machine's attention keeps it."""
+    (group,) = rig.guard.groups
+    page, offset = rig.pages(request)[0][position // group.page_size], position % group.page_size
+    word = group.layers[layer][0][page, offset][0, 3:4] if torch.cuda.is_available() else None
+    if word is None:
+        rig.flip(layer, 0, request, position)
+    else:
+        word.view(torch.int32).bitwise_xor_(1 << 4)
 
 
 def stored_damage(directory: pathlib.Path, model: str) -> dict[str, Any]:

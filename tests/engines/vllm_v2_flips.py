@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ from vllm_rig import Rig, prompt
 
 #: Of the token that is flipped, and when: the request decodes.
 POSITION, STEP = 5, 4
+
+#: Of one that was loaded: also in a window.
+LOADED_POSITION = 90
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -37,10 +41,14 @@ def loads(rig: Rig) -> dict[str, Any]:
         for layer, halves in group.layers.items():
             for half, name in zip(halves, ("latent", "rope") if group.mla else "KV", strict=True):
                 rig.engine.reset_prefix_cache()
-                adopted = rig.session.stats().adopted
-                row = _flip(rig, group, half, layer, name, f"{len(found)}", length=16, text=text)
-                row["loaded"] = rig.session.stats().adopted - adopted
-                row["ok"] = row["ok"] and row["loaded"] > POSITION
+                before = rig.session.stats().adopted
+
+                def is_loaded(_step: int, before: int = before) -> bool:
+                    return bool(rig.session.stats().adopted > before)
+
+                asked = dict(length=16, text=text, position=LOADED_POSITION, when=is_loaded)
+                row = _flip(rig, group, half, layer, name, f"{len(found)}", **asked)
+                row["loaded"] = rig.session.stats().adopted - before
                 found[f"{layer} {name}"] = row
     return dict(ok=all(row["ok"] for row in found.values()), table=found)
 
@@ -54,20 +62,24 @@ def _flip(
     request: str,
     length: int,
     text: list[int] | None = None,
+    position: int = POSITION,
+    when: Callable[[int], bool] = STEP.__eq__,
 ) -> dict[str, Any]:
     before = [len(session.violations()) for session in rig.guard.sessions]
     rig.add(request, text or prompt(400 + int(request), 45), length=length)
+    flipped: list[int] = []
 
     def at(step: int) -> None:
-        if step == STEP:
-            page = rig.pages(request)[group.number][POSITION // group.page_size]
-            slot = page * group.page_size + POSITION % group.page_size
+        if not flipped and when(step):
+            page = rig.pages(request)[group.number][position // group.page_size]
+            slot = page * group.page_size + position % group.page_size
             row = half[slot // half.shape[1], slot % half.shape[1]]  # the kernel's pages may be smaller
             cell = row[(0,) * row.dim()]
             cell.view(_WORDS[cell.element_size()]).bitwise_xor_(1 << 4)
+            flipped.append(step)
 
     rig.run(at)
     told = [v for session, n in zip(rig.guard.sessions, before, strict=True) for v in session.violations()[n:]]
     where = {(v.check, v.layer, v.half, str(v.request).rpartition("-")[0], v.position) for v in told}
-    right = where == {("content", layer, name, request, POSITION)}
+    right = where == {("content", layer, name, request, position)}
     return dict(ok=right, told=[str(v.line())[:160] for v in told[:2]])
