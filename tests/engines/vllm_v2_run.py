@@ -205,12 +205,13 @@ def containment(rig: Rig) -> dict[str, Any]:
                 finished=dict(rig.finished),
                 preempted=rig.preempted,
                 checks=sorted({c for c, _, _ in rig.told()}),
+                others=[str(v.line())[:200] for v in rig.session.violations() if v.check != "content"][:3],
             )
     return found
 
 
 def _as_new(rig: Rig) -> None:
-    rig.engine.reset_prefix_cache()
+    rig.engine.reset_prefix_cache(reset_connector=True)  # with `log`, damage has been stored
     rig.guard.reactions.take_verdict()
     rig.session.found.clear()
     rig.tokens.clear()
