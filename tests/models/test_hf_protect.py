@@ -616,6 +616,15 @@ def test_a_protected_model_is_saved_and_read_as_a_plain_one(tmp_path):
 def test_what_cannot_be_protected_is_refused():
     with pytest.raises(TypeError, match="guards any other module"):
         huggingface.protect(torch.nn.Linear(2, 2))
+
+    class Diffusion(torch.nn.Linear):
+        """Has a generate of its own, as DiffusionGemmaForBlockDiffusion does.  Seen: an AttributeError."""
+
+        def generate(self, ids):
+            return ids
+
+    with pytest.raises(TypeError, match="Diffusion has a generate of its own, and "):
+        huggingface.protect(Diffusion(2, 2))
     with pytest.raises(kvcanary_fx.UnknownSettingError, match="modus"):
         huggingface.protect(tiny.build("llama"), modus="raise")
     with pytest.raises(TypeError, match="no session over a paged cache"):
