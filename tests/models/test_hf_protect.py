@@ -426,6 +426,40 @@ def test_a_model_that_transformers_has_no_static_cache_for_keeps_its_own():
     assert "GPTNeoForCausalLM has the same tokens only over a DynamicCache" in session.summary()
 
 
+def test_a_model_that_makes_its_cache_itself_is_not_told_to_take_a_static_one():
+    """Seen: MiniMax's summary said that cache_implementation='static' guards it, which transformers ignores for it."""
+    config = transformers.MiniMaxConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1, block_size=4,
+        layer_types=["full_attention", "linear_attention"],
+    )  # fmt: skip
+    session = generates_as_without_us(transformers.MiniMaxForCausalLM(config))
+    assert "coverage lost: MiniMaxForCausalLM makes its cache itself" in session.summary()
+    assert "static" not in session.summary()
+
+
+@pytest.mark.skipif(not hasattr(transformers, "HYV4ForCausalLM"), reason=f"transformers {transformers.__version__}")
+def test_sparse_attention_with_an_indexer_has_the_tokens_that_it_has_without_us():
+    """Seen: HY-V4, GLM-MoE-DSA and AXK2 got the static cache, and with it other tokens, as DeepSeek-V3.2 would."""
+    mla = dict(q_lora_rank=16, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+    config = transformers.HYV4Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, index_n_heads=1, index_head_dim=16, index_topk=3, initializer_range=0.3, pad_token_id=0, **mla,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.HYV4ForCausalLM(config)
+    assert "HYV4ForCausalLM has the same tokens only over a DynamicCache" in generates_as_without_us(model).summary()
+
+
+def test_a_decoder_in_a_pair_of_models_is_asked_whether_a_static_cache_fits():
+    """Seen: VisionEncoderDecoderModel is marked as its decoder is, on the model and not on its class."""
+    model = tiny.build("llama")
+    type_marked, model._can_compile_fullgraph = type(model)._can_compile_fullgraph, False
+    assert type_marked
+    assert "only over a DynamicCache" in generates_as_without_us(model).summary()
+
+
 def test_a_model_whose_generate_is_that_of_a_module_inside_it_is_said_to_be_unguarded():
     class Outer(transformers.LlamaForCausalLM):
         """Generates as Blip-2 does."""
@@ -582,6 +616,15 @@ def test_a_protected_model_is_saved_and_read_as_a_plain_one(tmp_path):
 def test_what_cannot_be_protected_is_refused():
     with pytest.raises(TypeError, match="guards any other module"):
         huggingface.protect(torch.nn.Linear(2, 2))
+
+    class Diffusion(torch.nn.Linear):
+        """Has a generate of its own, as DiffusionGemmaForBlockDiffusion does.  Seen: an AttributeError."""
+
+        def generate(self, ids):
+            return ids
+
+    with pytest.raises(TypeError, match="Diffusion has a generate of its own, and "):
+        huggingface.protect(Diffusion(2, 2))
     with pytest.raises(kvcanary_fx.UnknownSettingError, match="modus"):
         huggingface.protect(tiny.build("llama"), modus="raise")
     with pytest.raises(TypeError, match="no session over a paged cache"):

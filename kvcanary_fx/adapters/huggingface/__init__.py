@@ -17,7 +17,7 @@ from torch import nn
 
 from ...compile.protect import take_compile_options
 from ...config import CanaryConfig, override
-from .generate import Protection, attach, batch_session, unprotect
+from .generate import Protection, attach, batch_session, has_its_own_generate, unprotect
 from .versions import require_known_batches, require_known_version
 
 __all__ = ["Protection", "attach", "batch_session", "protect", "unprotect"]
@@ -42,7 +42,7 @@ def protect(model: Any, **settings: Any) -> Any:
         ``model``; untouched with ``mode="off"``.
 
     Raises:
-        TypeError: ``model`` has no ``generate``.
+        TypeError: ``model`` has no ``generate``, or one that is not transformers' ``GenerationMixin``'s.
         UnknownSettingError, InvalidSettingError: a setting that does not exist, or a value it cannot have.
         SelfTestError: transformers has an untested version, in which a planted fault was not found; for a fault in a
             batch ``generate_batch`` and ``init_continuous_batching`` raise it.
@@ -51,6 +51,11 @@ def protect(model: Any, **settings: Any) -> Any:
         raise TypeError(
             f"huggingface.protect takes a transformers model with generate, not {type(model).__name__}: "
             "kvcanary_fx.protect guards any other module"
+        )
+    if has_its_own_generate(model):
+        raise TypeError(
+            f"{type(model).__name__} has a generate of its own, and huggingface.protect wraps that of transformers' "
+            "GenerationMixin: kvcanary_fx.protect guards each call of the model with a cache that keeps its place"
         )
     options = take_compile_options(settings)
     install = {name: settings.pop(name) for name in _INSTALL if name in settings}

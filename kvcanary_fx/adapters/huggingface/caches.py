@@ -17,9 +17,6 @@ _ARGUMENTS = ("cache", "past_key_values", "cache_params")
 #: Models that work with a compiled static cache (seen in their tests), though transformers does not mark them so.
 _FIT = ("FalconH1ForCausalLM", "MambaForCausalLM", "Zamba2ForCausalLM")
 
-#: Models that it marks, but whose tokens differ between a static and a dynamic cache: seen with 5.23.
-_OTHER_TOKENS = ("DeepseekV32ForCausalLM",)
-
 
 def cache_argument(names: Container[str]) -> str | None:
     """Which of these names, of a forward's arguments, is that of its cache; None if none is."""
@@ -61,21 +58,48 @@ def why_not_static(model: Any, options: dict[str, Any]) -> str | None:
             "them: cache_implementation='static' with transformers 5.24 or later and a model without sliding windows, "
             "or no drafts"
         )
+    return _why_no_static_cache_fits(model)
+
+
+def _why_no_static_cache_fits(model: Any) -> str | None:
+    """Why no call of a model has a static cache unless it asks for one."""
     name = type(model).__name__
-    if getattr(getattr(model, "config", None), "alibi", False):
+    takes_a_cache = getattr(model, "_supports_default_dynamic_cache", None)
+    if takes_a_cache is not None and not takes_a_cache():  # MiniMax, RWKV, xLSTM, Reformer, XLNet
+        return (
+            f"{name} makes its cache itself, and transformers gives it no other, whatever cache_implementation says. "
+            "What it rebuilds in each step is not guarded, and no setting changes that"
+        )
+    config = getattr(model, "config", None)
+    if getattr(config, "alibi", False):
         # seen of Falcon, whose bias is as long as the attention mask: RuntimeError over transformers' own static cache
         return (
             f"{name} with config.alibi works only over a DynamicCache, which is rebuilt in each step: its bias is as "
             "long as the attention mask, and a static cache is longer. Its calls run unguarded"
         )
-    fit = getattr(type(model), "_can_compile_fullgraph", True) or name in _FIT
-    if fit and name not in _OTHER_TOKENS:
+    if _chooses_tokens(config):
+        return (
+            f"{name} has the same tokens only over a DynamicCache, which is rebuilt in each step: its indexer's scores "
+            "can be equal, and which of the equal ones it takes depends on the cache's length. Its calls run "
+            "unguarded; cache_implementation='static' guards them"
+        )
+    if name in _FIT or getattr(model, "_can_compile_fullgraph", True):
         return None
     return (
         f"{name} has the same tokens only over a DynamicCache, which is rebuilt in each step: transformers does not "
-        "support a static one for it, or it gives other tokens. Its calls run unguarded; cache_implementation='static' "
-        "guards them"
+        "support a static one for it. Its calls run unguarded; cache_implementation='static' guards them, if the model "
+        "runs over one: look whether the tokens are the same"
     )
+
+
+def _chooses_tokens(config: Any) -> bool:
+    """Whether attention sees the best tokens by an indexer's scores (DeepSeek-V3.2, GLM-MoE-DSA, HY-V4 and others).
+
+    The scores are sums behind a ReLU, so some are exactly 0, and ``topk`` takes others of them over a longer cache.
+    Seen with two heads of the indexer; with 16 no scores were equal, and the tokens were the same.
+    """
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    return getattr(text, "index_topk", None) is not None
 
 
 def has_tensors(layer: Any) -> bool:

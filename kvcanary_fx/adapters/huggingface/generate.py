@@ -260,6 +260,11 @@ class Protection(GuardedCall):
         return results
 
 
+def has_its_own_generate(model: Any) -> bool:
+    """Whether ``generate`` of a model is not that of ``GenerationMixin`` (DiffusionGemma): methods are missing."""
+    return not all(hasattr(model, name) for name in _WRAPPED)
+
+
 def attach(
     model: Any,
     config: CanaryConfig,
