@@ -373,14 +373,14 @@ class SlotEvents:
             self._stream, self._raw = current, current.cuda_stream
 
     def _send_few(self, into_step: bool) -> bool:
-        """Send all calls, where they are few and some were noted at once, as in most steps: they become numbers where
-        the device reads them.  False: nothing was sent."""
+        """Send all calls, where they are few, as in most steps: they become numbers where the device reads them.  False:
+        nothing was sent."""
         kept, n, page_size = self._kept, len(self._calls), self._calls[0][3]
         most = n + self._at_once
-        if most == n or kept is None or self.histories.stacks is not None or most > kept.most or most > CALLS:
+        if kept is None or self.histories.stacks is not None or most > kept.most or most > CALLS:
             return False
         calls = self._calls[:n]
-        words = in_words(calls)
+        words = in_words(calls, one_by_one=most == n)
         if words is None:
             return False
         rows, parts, pages, released = words
