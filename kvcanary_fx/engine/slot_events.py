@@ -74,6 +74,7 @@ class SlotEvents:
         Args:
             stacks: how many stacks of calls are kept.
         """
+        # One attribute more than these 29, and a step's calls took 4 to 20 us longer: see Python's key-sharing dicts.
         self._space, self._content, self._ids = space, content, ids
         self._known_ids = ids.known
         self.histories = SlotHistories(space, ids, stacks)
@@ -96,7 +97,6 @@ class SlotEvents:
         # Always this list: most calls are appended without the lock, and a flush takes from its head what it has seen.
         self._calls: list[Call] = []
         self._page_size, self._most = 1, 0  # of the last call that was looked at; most pages of another
-        self._stacks = self.histories.stacks
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -121,7 +121,7 @@ class SlotEvents:
         Raises:
             EngineError: slots or page_size are no integers, or a CUDA graph is being captured.
         """
-        stacks, calls = self._stacks, self._calls
+        stacks, calls = self.histories.stacks, self._calls
         stack = 0 if stacks is None else stacks.number()
         try:
             # most calls, of which there are dozens in a step; with calls pending, flush() refuses to be captured.  The
@@ -290,7 +290,7 @@ class SlotEvents:
         self._released = False  # before the look: whoever releases pages behind it says so again
         new = self._calls[self._looked :]
         self._looked += len(new)
-        if self._stacks is None:
+        if self.histories.stacks is None:
             released = [held for kind, held, _, _ in new if kind == _RELEASE]
         else:
             released = [held for kind, held, _, _ in new if kind % STACK_UNIT == _RELEASE]
@@ -396,7 +396,7 @@ class SlotEvents:
         """
         kept, n, page_size = self._kept, len(self._calls), self._calls[0][3]
         most = n + self._at_once
-        if kept is None or self._stacks is not None or most > kept.most or most > CALLS:
+        if kept is None or self.histories.stacks is not None or most > kept.most or most > CALLS:
             return False
         calls = self._calls[:n]
         words = in_words(calls, one_by_one=most == n)
