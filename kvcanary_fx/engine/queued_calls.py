@@ -126,9 +126,15 @@ class Words(NamedTuple):
     released: bool
 
 
-def in_words(calls: Sequence[Call]) -> Words | None:
+def in_words(calls: Sequence[Call], one_by_one: bool = False) -> Words | None:
     """Calls of no stack; None where they are of several page sizes, or name pages of the device, or there are arrays
-    among these: they are joined without a look at each number, which takes the host less than this."""
+    among these: they are joined without a look at each number, which takes the host less than this.
+
+    Args:
+        one_by_one: none of them were noted at once.
+    """
+    if one_by_one:
+        return _in_words(calls)
     rows: list[int] = []
     listed: list[int] = []  # pages of calls that were noted one by one
     parts: list[list[int]] = []
@@ -151,6 +157,19 @@ def in_words(calls: Sequence[Call]) -> Words | None:
         if kind == _RELEASE:
             released = True
     return Words(rows, parts, pages, released)
+
+
+def _in_words(calls: Sequence[Call]) -> Words | None:
+    """The same of calls that were noted one by one, with fewer questions to each."""
+    rows: list[int] = []
+    listed: list[int] = []
+    page_size = calls[0][3]
+    for kind, held, whose, size in calls:
+        if size != page_size or (type(held) is not list and not (type(held) is array and len(held) <= SHORT)):
+            return None
+        rows += (kind, len(listed), whose)  # type: ignore[arg-type]
+        listed += held
+    return Words(rows, [listed], len(listed), _RELEASE in rows[EventRow.EVENT :: COLUMNS])
 
 
 def how_many_fit(

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 #: Limits of the queue: calls, and the pages and slots that they name.  A larger call is sent by itself.
 CALLS, PAGES, SLOTS = 1024, 16384, 1 << 18
 
+_LISTS = frozenset((list,))
 _ALLOCATE, _FORGET, _RELEASE = Event.ALLOCATE, Event.FORGET, Event.RELEASE
 
 #: Numbers of the rows of all calls.
@@ -73,6 +74,7 @@ class SlotEvents:
         Args:
             stacks: how many stacks of calls are kept.
         """
+        # One attribute more than these 29, and a step's calls took 4 to 20 us longer: see Python's key-sharing dicts.
         self._space, self._content, self._ids = space, content, ids
         self._known_ids = ids.known
         self.histories = SlotHistories(space, ids, stacks)
@@ -92,7 +94,7 @@ class SlotEvents:
         self._words = lasting(room, dtype=torch.int64, device=device)
         self._given = lasting(0, dtype=torch.int64, device=device)  # pages that were named on the device
         self._gone = lasting(3, 0, dtype=torch.int64, device=device)
-        # Always this list: a call is appended without the lock, and a flush takes from its head what it has seen.
+        # Always this list: most calls are appended without the lock, and a flush takes from its head what it has seen.
         self._calls: list[Call] = []
         self._page_size, self._most = 1, 0  # of the last call that was looked at; most pages of another
         self._begin_anew()
@@ -102,6 +104,7 @@ class SlotEvents:
         self._at_once = self._noted = 0  # calls that were noted at once with others, and their pages
         self._freed: set[int] | None = set()  # pages that the first calls released; None: not known here
         self._looked = 0  # how many calls these are
+        self._released = True  # pages, by calls behind those; who queues such a call says so next, without the lock
 
     @property
     def pending(self) -> bool:
@@ -120,21 +123,23 @@ class SlotEvents:
         """
         stacks, calls = self.histories.stacks, self._calls
         stack = 0 if stacks is None else stacks.number()
-        # most calls, of which there are dozens in a step; with calls pending, flush() refuses to be captured
-        if calls and page_size == self._page_size and type(slots) is list and 0 < (n := len(slots)) <= self._most:
-            try:
-                whose = self._known_ids.get(owner) if owner is not None else 0
-            except TypeError:  # no id, as hash() is going to say
-                whose = None
-            # the other slots are looked at when the calls are sent
-            if whose is not None and type(slots[0]) is int and len(calls) < CALLS:
-                call = event + stack * STACK_UNIT if stack else event, slots[:], whose, page_size
-                if event is _ALLOCATE or event is _FORGET:  # those of RENEWING
-                    if self._add_renewing(call):
+        try:
+            # most calls, of which there are dozens in a step; with calls pending, flush() refuses to be captured.  The
+            # other slots are looked at when the calls are sent
+            if calls and page_size == self._page_size and type(slots) is list and type(slots[0]) is int:
+                held, n = slots[:], len(slots)
+                whose = 0 if owner is None else self._known_ids[owner]
+                if n <= self._most and len(calls) < CALLS:
+                    call = event + stack * STACK_UNIT if stack else event, held, whose, page_size
+                    if event is _RELEASE:
+                        calls.append(call)
+                        self._released = True
                         return n * page_size
-                else:
-                    calls.append(call)
-                    return n * page_size
+                    if (event is not _ALLOCATE and event is not _FORGET) or not self._may_be_freed(held):
+                        calls.append(call)
+                        return n * page_size
+        except (IndexError, KeyError, TypeError):
+            pass  # it names no slots, a request that is new, or something that is neither
         return self._add_looking(event, slots, page_size, self._ids.hash(owner), stack)
 
     def add_alike(
@@ -171,8 +176,8 @@ class SlotEvents:
             self._at_once += count
             self._noted += n
             calls.append((event, pages, each, page_size))
-            if renewing and self._looked == len(calls) - 1:  # nobody else has: these released nothing
-                self._looked += 1
+            if event is _RELEASE:
+                self._released = True
         return page_size * n
 
     def tell_now(
@@ -232,8 +237,14 @@ class SlotEvents:
         elif n:
             with self._lock:
                 self._make_room(event, n, page_size, pages)
-                held = self._take(pages) if isinstance(pages, torch.Tensor) else pages
+                held: Pages = pages
+                if isinstance(pages, torch.Tensor):
+                    held = self._take(pages)
+                elif type(slots) is list and n <= FEW:  # as those of most calls are held
+                    held = slots[:]
                 self._calls.append((event + stack * STACK_UNIT, held, owner, page_size))
+                if event is _RELEASE:
+                    self._released = True
         return n * page_size
 
     def _may_wait(self, n: int, page_size: int) -> bool:
@@ -258,19 +269,17 @@ class SlotEvents:
         self._taken += len(pages)
         return held.copy_(pages)
 
-    def _add_renewing(self, call: Call) -> bool:
-        """Note a call that gives pages a new owner, unless their bytes must be compared before."""
-        with self._lock:
-            calls, freed = self._calls, self._freed
-            if self._looked < len(calls) or freed is None or len(call[1]) > FEW:
-                if self._were_freed(call[1]):
-                    return False
-            elif freed and not freed.isdisjoint(call[1]):
-                return False
-            calls.append(call)
-            if self._looked == len(calls) - 1:  # nobody else has: this call released nothing
-                self._looked += 1
-            return True
+    def _may_be_freed(self, pages: list[int]) -> bool:
+        """Whether some of the pages may have been released; without the lock where no call has released any since the
+        last look.
+
+        A release in another thread that has not returned yet may be missed: nobody gets its pages before.
+        """
+        freed = self._freed
+        if self._released or freed is None or len(pages) > FEW:
+            with self._lock:
+                return self._were_freed(pages)
+        return not freed.isdisjoint(pages)
 
     def _were_freed(self, pages: Sequence[int] | torch.Tensor, few: int = FEW) -> bool:
         """Whether some of the pages may have been released: their bytes are compared before they get a new owner.
@@ -278,14 +287,21 @@ class SlotEvents:
         Args:
             few: if there are more, it is not looked which.
         """
+        self._released = False  # before the look: whoever releases pages behind it says so again
         new = self._calls[self._looked :]
         self._looked += len(new)
-        released = [held for kind, held, _, _ in new if kind % STACK_UNIT == _RELEASE]
+        if self.histories.stacks is None:
+            released = [held for kind, held, _, _ in new if kind == _RELEASE]
+        else:
+            released = [held for kind, held, _, _ in new if kind % STACK_UNIT == _RELEASE]
         if released and self._freed is not None:
-            if torch.Tensor in map(type, released) or (max(map(len, released)) > FEW and names_many(new, FEW)):
+            if _on_device(released) or (max(map(len, released)) > FEW and names_many(new, FEW)):
                 self._freed = None
             else:
-                self._freed.update(*released)
+                try:
+                    self._freed.update(*released)
+                except TypeError:  # some are no numbers, and their call is refused when it is sent
+                    self._freed = None
         if self._freed is not None and not self._freed:
             return False
         if self._freed is None or isinstance(pages, torch.Tensor) or len(pages) > few:
@@ -373,14 +389,17 @@ class SlotEvents:
             self._stream, self._raw = current, current.cuda_stream
 
     def _send_few(self, into_step: bool) -> bool:
-        """Send all calls, where they are few and some were noted at once, as in most steps: they become numbers where
-        the device reads them.  False: nothing was sent."""
+        """Send all calls, where they are few, as in most steps: they become numbers where the device reads them.
+
+        Returns:
+            False: nothing was sent.
+        """
         kept, n, page_size = self._kept, len(self._calls), self._calls[0][3]
         most = n + self._at_once
-        if most == n or kept is None or self.histories.stacks is not None or most > kept.most or most > CALLS:
+        if kept is None or self.histories.stacks is not None or most > kept.most or most > CALLS:
             return False
         calls = self._calls[:n]
-        words = in_words(calls)
+        words = in_words(calls, one_by_one=most == n)
         if words is None:
             return False
         rows, parts, pages, released = words
@@ -451,6 +470,7 @@ class SlotEvents:
                 return None
             odd = first_odd(pages)
             del self._calls[odd]
+            self._looked, self._released = 0, True  # others are in their places
             raise EngineError(
                 f"slots are integers, and were given as {pages[odd]} ({e}). The allocator's call was left out: give "
                 "whole numbers"
@@ -493,6 +513,11 @@ class SlotEvents:
                 self._gone_shown.clear()
             shown = self._gone_shown[slots] = tuple(row[:slots] for row in self._gone)
         return shown
+
+
+def _on_device(pages: Sequence[Pages]) -> bool:
+    """Whether some are on the device; most are lists, which is known sooner than what else they are."""
+    return not _LISTS.issuperset(map(type, pages)) and torch.Tensor in map(type, pages)
 
 
 def slots_in(pages: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ import random
 import re
 import sys
 import threading
+from array import array
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from kvcanary_fx import Batch, EngineError, KVPool
 from kvcanary_fx.engine import gathered, kept_calls, slot_events, steps
 from kvcanary_fx.engine.kept_calls import KeptCalls
 from kvcanary_fx.engine.layers import LayerChecks
-from kvcanary_fx.engine.queued_calls import one_by_one
+from kvcanary_fx.engine.queued_calls import in_words, one_by_one
 from kvcanary_fx.engine.step_inputs import StepInputs
 from kvcanary_fx.engine.steps import Steps
 from kvcanary_fx.kernels import bound_launch, compile_ahead, replay
@@ -737,6 +738,94 @@ def test_a_call_with_something_else_among_its_slots_is_refused_by_name_and_the_o
         toy.session.flush()
     toy.session.flush()
     assert toy.pool.space.flags[[5, 6, 7]].tolist() == [256, 0, 256]
+
+
+@interpreted
+def test_behind_calls_that_were_left_out_pages_that_are_released_are_known(launches):
+    """Of the calls that were looked at there are fewer."""
+    toy = prefilled()
+    toy.pool.share([3], owner="A")
+    for _ in range(2):
+        toy.pool.share([4, "a"], owner="A")
+    toy.pool.allocate([9], owner="A")
+    for _ in range(2):
+        with pytest.raises(EngineError, match="left out"):
+            toy.session.flush()
+    toy.pool.release([9], owner="A")
+    launches.clear()
+    toy.pool.allocate([9], owner="A")
+    assert launches == [3], "before the new owner writes"
+
+
+@interpreted
+@pytest.mark.parametrize("how", ["a call like most", "at once", "a tuple"])
+def test_pages_that_are_released_behind_an_allocation_are_known_to_the_next(launches, how):
+    toy = prefilled()
+    toy.pool.release([3], owner="A")
+    toy.pool.allocate([9], owner="A")  # looks at what was released so far
+    if how == "at once":
+        toy.pool.release_each([([4], "A"), ([5], "A")])
+    else:
+        toy.pool.release([4] if how == "a call like most" else (4,), owner="A")
+    launches.clear()
+    toy.pool.allocate([4], owner="A")
+    assert launches == [4 if how == "at once" else 3]
+
+
+@interpreted
+def test_something_that_can_be_in_no_set_is_refused_by_name(launches):
+    toy = prefilled()
+    toy.pool.release([3], owner="A")
+    with pytest.raises(EngineError, match="slots"):
+        toy.pool.allocate([9, [10]], owner="A")
+    toy.pool.release([4, [5]], owner="A")
+    with pytest.raises(EngineError, match=re.escape("were given as [4, [5]]")):
+        toy.pool.allocate([9], owner="A")
+    toy.pool.flush()
+    assert (toy.pool.space.flags[[3, 4, 5, 9]] // REFERENCE).tolist() == [0, 1, 1, 0]
+
+
+def in_thread(work) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(0.3)
+    return thread
+
+
+@interpreted
+def test_while_another_thread_sends_calls_an_allocation_waits_only_for_pages_that_may_be_released(launches):
+    toy = prefilled()
+    toy.pool.release([3], owner="A")
+    toy.pool.allocate([9], owner="B")  # looks at what was released so far
+    with toy.pool.calls._lock:
+        other = in_thread(lambda: toy.pool.allocate([10], owner="B"))
+        assert not other.is_alive()
+        same = in_thread(lambda: toy.pool.allocate([3], owner="B"))
+        assert same.is_alive()
+    same.join(10)
+    launches.clear()
+    toy.session.flush()
+    assert launches == [1], "the others were sent before it"
+    toy.pool.release([10], owner="B")
+    with toy.pool.calls._lock:
+        unseen = in_thread(lambda: toy.pool.allocate([11], owner="B"))
+        assert unseen.is_alive(), "nobody has looked at the release yet"
+    unseen.join(10)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_calls_one_by_one_are_the_same_numbers_with_fewer_questions(seed):
+    rng = random.Random(seed)
+    calls: list = []
+    for _ in range(rng.randint(1, 9)):
+        pages = [rng.randint(0, 2**40) for _ in range(rng.choice([1, 1, 3, 20]))]
+        held = array("q", pages) if rng.random() < 0.1 else pages
+        calls.append((rng.choice(list(Event)), held, rng.randint(-(2**63), 2**63 - 1), rng.choice([16] * 20 + [1])))
+    alone, known = in_words(calls, one_by_one=True), in_words(calls)
+    assert (alone is None) == (known is None)
+    if alone is not None and known is not None:
+        assert (alone.rows, alone.pages, alone.released) == (known.rows, known.pages, known.released)
+        assert [*itertools.chain(*alone.parts)] == [*itertools.chain(*known.parts)]
 
 
 # ---- on a GPU
