@@ -62,6 +62,20 @@ def test_k_and_v_of_a_prompt_are_freed_where_the_device_has_the_next_step(runner
     assert kept() == 0
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_a_rank_finds_whose_outputs_are_dropped_says_how_many_tokens_had_been_sent(monkeypatch, elsewhere):
+    """Seen over two H200: one token that was computed from the damage had left."""
+    from kvcanary_fx.adapters.vllm.reactions import Reactions
+
+    monkeypatch.setattr(Reactions, "elsewhere", elsewhere)
+    runner = Runner(KVCANARY_BUDGET="none", KVCANARY_VLLM_ON_VIOLATION="recompute")
+    runner.step({"x": 3}, new={"x": [1]})
+    runner.layers["b"][0][1, 1] += 1
+    runner.step({"x": 1})
+    runner.guard.session.drain()
+    assert runner.guard.reactions.verdict.late == elsewhere
+
+
 def image(name, offset=1, length=2):
     return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
 

@@ -122,16 +122,16 @@ def ruined_on_another_rank(directory: pathlib.Path, model: str) -> dict[str, Any
     return {"tokens": tokens, "error": error, "planted": planted, "below": below, "stderr": written.getvalue()}
 
 
-def _below_the_best(llm: Any, prompt: list[int], tokens: list[int]) -> float:
-    """How far the log probability of a token is below that of the one which the model would choose behind those before
-    it, at most.  It is asked anew: with log probabilities of a prompt vLLM reads no prefix from its cache."""
+def _below_the_best(llm: Any, prompt: list[int], tokens: list[int]) -> list[float]:
+    """How far the log probability of each token is below that of the one which the model would choose behind those
+    before it.  It is asked anew: with log probabilities of a prompt vLLM reads no prefix from its cache."""
     from vllm import SamplingParams
 
     asked = SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False)
     (output,) = llm.generate([{"prompt_token_ids": [*prompt, *tokens]}], asked)
     found = [one for one in output.prompt_logprobs or () if one][-len(tokens) :]
     best = [max(known.logprob for known in one.values()) for one in found]
-    return max(b - one[t].logprob for one, b, t in zip(found, best, tokens, strict=True))
+    return [b - one[t].logprob for one, b, t in zip(found, best, tokens, strict=True)]
 
 
 def _ruin_on_the_second_rank(worker: Any) -> None:

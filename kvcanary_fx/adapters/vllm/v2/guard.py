@@ -84,6 +84,8 @@ class GuardV2(Guard):
         """Make the session."""
         super().begin(allocations)
         self.reactions.logged = True
+        # what such a rank finds is known one of its steps later, or two, and tokens have left by then
+        self.reactions.late = self.reactions.late or self.reactions.elsewhere
         self._reading = self._counts.busy()  # held where violations are read, and in forwards that do more than go on
 
     def _install(self, allocations: bool) -> EngineSession:
