@@ -26,12 +26,15 @@ class MemoryConnector(KVConnectorBase_V1):
         stored: the bytes of a block in each layer, by all tokens up to its end.
         steps: after how many a request's blocks are there; 0: before the model of the step that asks for them.
         fails: of how many requests the first block cannot be loaded.
+        fails_each: of each so many; 0: of none.
     """
 
     stored: ClassVar[dict[tuple[int, ...], dict[str, torch.Tensor]]] = {}
     caches: ClassVar[dict[str, torch.Tensor]] = {}
     steps: ClassVar[int] = 0
     fails: ClassVar[int] = 0
+    fails_each: ClassVar[int] = 0
+    loads: ClassVar[int] = 0
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -49,8 +52,9 @@ class MemoryConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         for request, fills in self._get_connector_metadata().of.items():
             (first, _), *rest = fills
-            if MemoryConnector.fails:
-                MemoryConnector.fails -= 1
+            MemoryConnector.loads += 1
+            if MemoryConnector.fails or (self.fails_each and not self.loads % self.fails_each):
+                MemoryConnector.fails = max(0, self.fails - 1)
                 self._failed.add(first)
                 fills = rest
             if self.steps:
@@ -106,7 +110,8 @@ class MemoryConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         tokens = tuple(request.prompt_token_ids)
-        for i, block in enumerate(block_ids[: len(tokens) // self._size]):
+        full = min(len(tokens), request.num_computed_tokens) // self._size  # it may have been aborted
+        for i, block in enumerate(block_ids[:full]):
             kept = {layer: cache[block].clone() for layer, cache in self.caches.items()}
             self.stored.setdefault(tokens[: (i + 1) * self._size], kept)
         return False, None

@@ -4,11 +4,11 @@
     python tests/engines/vllm_random_load.py --seconds 240 --seed 1 --jobs 6 --tokens-may-differ  # one GPU
 
 Each seed draws a model, features of the engine (prefix caching, size of prompts' chunks, number of blocks, scheduling,
-drafts by prompt lookup, on a CPU whether it is compiled in pieces), and requests: stems that they share, turns of a
-conversation, salts, priorities, ``n`` above one, sampled or greedy, log probabilities of the prompt, aborts, resets of
-the prefix cache.  A line for each engine, and a summary; the exit status is 1 if a seed failed, or none could be
-judged.  A seed whose unguarded engine does not run, or gives no token (drafts may take a small batch until all requests
-are aborted), is listed as ``unable``.
+drafts by prompt lookup, on a CPU whether it is compiled in pieces and whether a KV connector loads blocks, some of
+which cannot be loaded), and requests: stems that they share, turns of a conversation, salts, priorities, ``n`` above
+one, sampled or greedy, log probabilities of the prompt, aborts, resets of the prefix cache.  A line for each engine,
+and a summary; the exit status is 1 if a seed failed, or none could be judged.  A seed whose unguarded engine does not
+run, or gives no token (drafts may take a small batch until all requests are aborted), is listed as ``unable``.
 ``--once SEED`` is that engine in this process, ``--jobs N`` runs N seeds at once.
 
 The settings of the guard are the environment's (``KVCANARY_BUDGET=none`` compares everything).  On a GPU the tokens
@@ -84,6 +84,32 @@ def features(rng: random.Random, models: list[str], on_gpu: bool) -> tuple[str, 
     return model, chosen
 
 
+def connector(seed: int, model: str, chosen: dict[str, Any]) -> dict[str, Any]:
+    """A KV connector, in two of five engines that can have one: ``steps`` and ``fails`` of :class:`.MemoryConnector`.
+
+    A generator of its own, so that the other features of a seed stay as they were.
+    """
+    rng = random.Random(f"connector {seed}")
+    one_group = model in ("llama", "moe", "mla")
+    if (
+        rng.random() > 0.4
+        or not one_group
+        or not chosen.get("enable_prefix_caching")
+        or chosen.get("speculative_config")
+    ):
+        return {}
+    return dict(steps=rng.choice([0, 0, 1, 3]), fails_each=rng.choice([0, 0, 3]))
+
+
+def connect(given: dict[str, Any]) -> dict[str, Any]:
+    """The engine's argument for it; this process has one engine."""
+    from vllm_memory_connector import MemoryConnector
+
+    MemoryConnector.steps, MemoryConnector.fails_each = given["steps"], given["fails_each"]
+    named = dict(kv_connector=MemoryConnector.__name__, kv_connector_module_path=MemoryConnector.__module__)
+    return dict(kv_transfer_config=dict(named, kv_role="kv_both", kv_load_failure_policy="recompute"))
+
+
 class Load:
     """Requests of a seed, added and ended between an engine's steps.
 
@@ -113,7 +139,8 @@ class Load:
                 self._abort()
             if self._rng.random() < 0.01:
                 self.ended["resets"] += 1
-                self._rig.engine.reset_prefix_cache(reset_running_requests=self._rng.random() < 0.5)
+                running = self._rng.random() < 0.5 and self._rig.scheduler.connector is None  # some may wait for loads
+                self._rig.engine.reset_prefix_cache(reset_running_requests=running)
             self._step()
         for _ in range(3):
             self._rig.engine.step()  # the workers hear of what ended
@@ -191,12 +218,15 @@ def once(directory: pathlib.Path, seed: int, models: list[str], requests: int) -
     model, chosen = features(rng, models, torch.cuda.is_available())
     if COMPILED.items() <= chosen.items():
         forced_compile.allow_vllm_compile()
-    rig = Rig(MODELS[model], directory, load_format="filled", **chosen)
+    loads = (
+        {} if torch.cuda.is_available() else connector(seed, model, chosen)
+    )  # on a GPU vLLM fails behind one that fails
+    rig = Rig(MODELS[model], directory, load_format="filled", **chosen, **(connect(loads) if loads else {}))
     load = Load(rig, rng, requests, "speculative_config" in chosen)
     load.run()
     found: dict[str, Any] = dict(
         model=model, chosen=chosen, preempted=rig.preempted, runner=type(rig.runner).__module__, **load.ended,
-        answered=len(load.answered),
+        answered=len(load.answered), connector=loads,
     )  # fmt: skip
     found["tokens"] = {name: zlib.crc32(str(tokens).encode()) for name, tokens in load.tokens.items()}
     if rig.guard is not None:
@@ -206,6 +236,8 @@ def once(directory: pathlib.Path, seed: int, models: list[str], requests: int) -
         told = [str(v.line()) for session in sessions for v in session.violations()]
         counts = [session.stats() for session in sessions]
         found |= dict(violations=told[:5], count=len(told), uncovered=[u for s in sessions for u in s.uncovered][:3])
+        if loads:
+            found["adopted"] = sum(each.adopted for each in counts)
         found |= dict(checked=sum(each.checked for each in counts), recorded=sum(each.recorded for each in counts))
         if len(sessions) > 1:
             found["of the last session"] = counts[-1].recorded

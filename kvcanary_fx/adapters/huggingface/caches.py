@@ -65,7 +65,7 @@ def _why_no_static_cache_fits(model: Any) -> str | None:
     """Why no call of a model has a static cache unless it asks for one."""
     name = type(model).__name__
     takes_a_cache = getattr(model, "_supports_default_dynamic_cache", None)
-    if takes_a_cache is not None and not takes_a_cache():  # MiniMax, RWKV, xLSTM, Reformer, XLNet
+    if callable(takes_a_cache) and not takes_a_cache():  # MiniMax, RWKV, xLSTM, Reformer, XLNet
         return (
             f"{name} makes its cache itself, and transformers gives it no other, whatever cache_implementation says. "
             "What it rebuilds in each step is not guarded, and no setting changes that"

@@ -286,7 +286,8 @@ class Books:
         self._take_up(now)
 
     def after_forward(self) -> None:
-        """A forward ended: share what it wrote for several requests."""
+        """A forward ended, or raised: share what it wrote for several requests."""
+        self._announced.clear()
         if self._shared_later:
             later, self._shared_later = self._shared_later, []
             self._take_up(later)
@@ -358,7 +359,6 @@ class Books:
             namespaces: by the request's id, if not 0.
             mark: replaces, in a request's tokens from position 0 on (int64 ``[n]``), what stands for no tokens.
         """
-        self._announced.clear()
         for load in self.loads.arriving(scheduled):
             request, first = load.request, load.blocks[0]
             pages = ledger.pages(request, self.group.get(first, 0))
@@ -377,7 +377,6 @@ class Books:
         """This forward ended: what it has read is there."""
         for pool, slots, owner in self._announced:
             pool.accept(slots) if owner is None else pool.adopt(slots, owner=owner)
-        self._announced.clear()
 
     def _forget(self, ids: Sequence[int]) -> None:
         for kind in ("group", "draft"):
