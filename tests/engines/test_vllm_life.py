@@ -331,6 +331,17 @@ def test_requests_that_share_what_one_of_them_is_about_to_write_are_silent(model
 
 
 @pytest.mark.slow
+def test_requests_whose_input_comes_in_pieces_are_guarded(models):
+    """The last sampled token of a piece is dropped, and the next piece is written in its place."""
+    runs = [{"model": "llama", "scene": "input in pieces"}]
+    (plain,), (found,) = (vllm_runs.results(models, runs, mode) for mode in (None, "log"))
+    assert found["violations"] == found["uncovered"] == []
+    assert found["tokens"] == plain["tokens"]
+    assert found["left"] == 3
+    assert found["told"] == [["content", "model.layers.1.self_attn.attn", 35]]
+
+
+@pytest.mark.slow
 def test_attention_of_a_hybrid_is_guarded_beside_states_that_are_not(models):
     (found,) = vllm_runs.results(models, [{"model": "hybrid", "scene": "hybrid"}], "log")
     assert found["halves"] == {"group1": 4}

@@ -62,6 +62,20 @@ def test_k_and_v_of_a_prompt_are_freed_where_the_device_has_the_next_step(runner
     assert kept() == 0
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_request_whose_input_comes_in_pieces_begins_again_with_its_pages(damaged):
+    """vLLM's streaming input: it is new in the step of each piece, and has dropped the tokens behind its last one."""
+    runner = Runner(KVCANARY_BUDGET="none")
+    runner.step({"x": 3}, new={"x": [1]})
+    for number in range(3):  # the last one had begun when the piece before it ended
+        runner.step({"x": 1}, more={} if number else {"x": [2]})
+    runner.layers["b"][0][1, 1] += damaged
+    runner.step({"x": 4}, new={"x": [1, 2, 3]}, found={"x": 5}, events=[("taken", [3], ["x"], [1], 0)])
+    runner.read(runner.step({"x": 1}))
+    told = {(v.check, v.layer, v.slot, v.position) for v in runner.guard.session.violations()}
+    assert told == ({("content", "b", PAGE + 1, 1)} if damaged else set())
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_what_a_rank_finds_whose_outputs_are_dropped_says_how_many_tokens_had_been_sent(monkeypatch, elsewhere):
     """Seen over two H200: one token that was computed from the damage had left."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import os
 import pathlib
+import random
 import tempfile
 import time
 from typing import Any
@@ -235,6 +237,67 @@ def _flip(rig: Rig, layer: str, request: str, position: int) -> None:
         word.view(torch.int32).bitwise_xor_(1 << 4)
 
 
+def input_in_pieces(directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """Requests whose input comes in pieces (vLLM's streaming input), beside others with their prefixes; in the end a
+    bit is flipped in what one of them wrote before its last piece."""
+    import vllm_filled  # noqa: F401  whose load format the engine is asked for
+
+    rig = Rig(model, directory, load_format="filled", num_gpu_blocks_override=40)
+    rng = random.Random(3)
+    ids = {f"s{i}": _piece(rig, f"s{i}", None, prompt(i, 40 + i), 5) for i in range(3)}
+    tokens: dict[str, list[int]] = {}
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            for output in rig.engine.step():
+                tokens.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+
+    run(12)
+    for turn in range(4):
+        for i, name in enumerate(ids):
+            _piece(rig, ids[name], name, prompt(100 + 10 * turn + i, rng.choice([1, 7, 40])), rng.choice([1, 4, 9]))
+            if rng.random() < 0.5:
+                rig.add(f"{turn}{i}", prompt(i, 40 + i)[:36] + prompt(50 + turn, 9), length=6)
+            if rng.random() < 0.3:  # while the one before is running
+                _piece(rig, ids[name], name, prompt(300 + 10 * turn + i, 3), 3)
+            run(rng.choice([1, 3, 25]))
+    run(40)
+    found: dict[str, Any] = {
+        "tokens": {name: list(got) for name, got in tokens.items()},
+        "left": len(rig.scheduler.requests),
+    }
+    if rig.guard is not None:
+        found |= {"violations": [v.line() for v in rig.session.violations()], "uncovered": rig.session.uncovered}
+        rig.flip(LAYER, 0, "s0", 35)
+        _piece(rig, ids["s0"], "s0", prompt(900, 5), 4)
+        run(12)
+        found["told"] = sorted({(v.check, v.layer, v.position) for v in rig.session.violations()})
+    return found
+
+
+def _piece(rig: Rig, request: str, known_as: str | None, tokens: list[int], length: int) -> str:
+    """Send one piece of a request's input; the id that vLLM knows it by.
+
+    Args:
+        known_as: what its client calls it; None: it is the first piece.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, kind = rig.engine, RequestOutputKind.DELTA
+    wanted = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False, output_kind=kind)
+    tasks = engine.get_supported_tasks()
+    given = {"prompt_token_ids": tokens}
+    piece = engine.input_processor.process_inputs(request, given, wanted, supported_tasks=tasks, resumable=True)
+    if known_as is None:
+        engine.input_processor.assign_request_id(piece)
+    else:
+        piece.external_req_id = known_as
+    engine.output_processor.add_request(piece, None, None, 0)
+    engine.engine_core.add_request(copy.deepcopy(piece))  # both sides append to its tokens; else a process is between
+    return str(piece.request_id)
+
+
 def stored_damage(directory: pathlib.Path, model: str) -> dict[str, Any]:
     """A connector has stored a block that is damaged: the request that has read it begins again."""
     import vllm_filled  # noqa: F401  whose load format the engine is asked for
@@ -384,6 +447,7 @@ SCENES = {
     "spawned": spawned,
     "spawned flip": spawned_flip,
     "spawned on two ranks": functools.partial(spawned, tensor_parallel_size=2),
+    "input in pieces": input_in_pieces,
     "stored damage": stored_damage,
     "ruined on another rank": ruined_on_another_rank,
     "spawned in two stages": functools.partial(spawned, pipeline_parallel_size=2),
