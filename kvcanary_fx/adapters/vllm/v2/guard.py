@@ -84,7 +84,7 @@ class GuardV2(Guard):
         """Make the session."""
         super().begin(allocations)
         self.reactions.logged = True
-        # what such a rank finds is known one of its steps later, or two, and tokens have left by then
+        # what such a rank finds may be known one of its steps later, or two, and tokens have left by then
         self.reactions.late = self.reactions.late or self.reactions.elsewhere
         self._reading = self._counts.busy()  # held where violations are read, and in forwards that do more than go on
 
@@ -390,6 +390,10 @@ class GuardV2(Guard):
             if uncovered is not None:
                 self.session.lose_coverage(uncovered)
         self._news.step_ended()
+        if self.reactions.elsewhere:
+            # the checks are at the beginning of a step's work: where the host is not far ahead they are done by now,
+            # and the rank whose tokens are read hears of it before they leave
+            self._look_at_unread()
 
     def read(self) -> Verdict | None:
         """A step's tokens have arrived: report its violations.
