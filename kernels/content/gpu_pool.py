@@ -17,7 +17,7 @@ from .launch_args import row_args, strided_grid
 from .pool import PoolBytes
 from .triton_half import as_signed
 from .triton_listed import verify_pool_kernel
-from .triton_pool import verify_slots_kernel
+from .triton_pool import fingerprint_slots_kernel, verify_slots_kernel
 
 #: As of the check of listed slots, see :mod:`.gpu_layer`.
 SLOTS, WORDS = 8, 128
@@ -81,14 +81,18 @@ def _bind_listed(
 
 
 def _slot_args(pool: PoolBytes, members: tuple[int, ...]) -> dict[str, Any]:
-    """The arguments of a launch: from the pool, and from tensors with the same memory layout."""
-    site, view, space = pool.sites[members[0]], pool.views[members[0]], pool.space
+    """The arguments of a launch that reports: from the pool, and from tensors with the same memory layout."""
+    control = pool.space.control
+    told = dict(words_ptr=control.words, ring_ptr=control.ring, capacity=control.capacity)
+    return told | _row_args(pool, members)
+
+
+def _row_args(pool: PoolBytes, members: tuple[int, ...]) -> dict[str, Any]:
+    """Those of them that say where the rows of slots are."""
+    site, view = pool.sites[members[0]], pool.views[members[0]]
     geometry, words = geometry_of(view, site.layout.slot_axes), site.layout.words
     return dict(
         coef_ptr=coefficients(words, view.device),
-        words_ptr=space.control.words,
-        ring_ptr=space.control.ring,
-        capacity=space.control.capacity,
         slots_total=site.layout.slots,
         words_in_row=words,
         positions=site.layout.positions,
@@ -145,3 +149,23 @@ def verify_slots(
             )
 
         launch(form, grid, (slots, n, whose, where), others, known)
+
+
+def fingerprint_slots(pool: PoolBytes, slots: torch.Tensor) -> None:
+    """Keep the digests of slots as they are.  See :func:`.pool.fingerprint_slots`."""
+    n, device = slots.shape[0], pool.space.block.device
+    if n == 0:
+        return
+    if not pool.table:
+        prepare(pool)
+    if not pool.kept_launches:
+        changing = "slots_ptr", "n"
+        pool.kept_launches.extend(BoundLaunches(fingerprint_slots_kernel, device, changing, 1) for _ in pool.table)
+    slots = slots.contiguous()
+    for (table, members), launch in zip(pool.table, pool.kept_launches, strict=True):
+        grid = -(-strided_grid(n * len(members), SLOTS, device) // len(members)), len(members), 1
+
+        def others(table: torch.Tensor = table, members: tuple[int, ...] = members) -> dict[str, Any]:
+            return dict(table_ptr=table, ALIGNED=_aligned(pool, members), **_row_args(pool, members))
+
+        launch(None, grid, (slots, n), others)

@@ -32,6 +32,7 @@ class PoolBytes:
     table: list[tuple[torch.Tensor, tuple[int, ...]]] = dataclasses.field(default_factory=list)  # of the launches
     launches: list[Any] = dataclasses.field(default_factory=list)  # of :func:`verify_listed`, bound
     slot_launches: list[Any] = dataclasses.field(default_factory=list)  # of :func:`verify_slots`, one a table
+    kept_launches: list[Any] = dataclasses.field(default_factory=list)  # of :func:`fingerprint_slots`, one a table
 
 
 def verify_listed(pool: PoolBytes, in_flight: bool, stream: torch.cuda.Stream | None = None) -> None:
@@ -85,3 +86,15 @@ def verify_slots(
         findings.add(Check.CONTENT, bad, packed(stored), packed(found))
         findings.report(space.control, site.half_id, phase, slots, positions, owners)
         site.half.digest[:, slots] = torch.where(recorded, found, stored)
+
+
+@taking_turns
+def fingerprint_slots(pool: PoolBytes, slots: torch.Tensor) -> None:
+    """Keep the digests of the bytes of slots as they are, in all halves.
+
+    Args:
+        slots: integer ``[n]``; those that the pool does not have are skipped.
+    """
+    slots = slots[(slots >= 0) & (slots < pool.space.slots)].to(torch.int64)
+    for site, view in zip(pool.sites, pool.views, strict=True):
+        site.half.digest[:, slots] = digest_slots(site, view, slots)

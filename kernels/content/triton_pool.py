@@ -106,3 +106,33 @@ def verify_slots_kernel(
                 tl.store(digest_ptr + at, h1, mask=bad)
                 if PLANES == 2:
                     tl.store(digest_ptr + slots_total + at, h2, mask=bad)
+
+
+@triton.jit(do_not_specialize=["n", "slots_total"])
+def fingerprint_slots_kernel(
+    table_ptr,  # int64 [halves, TABLE_COLUMNS]
+    slots_ptr, n,  # integer [n], those that the pool does not have are skipped
+    coef_ptr,  # int32 [2, words_in_row]
+    slots_total, words_in_row, positions, slot_stride0, slot_stride1,
+    units, n1, n2, n3, d0, d1, d2, d3,
+    TWO_AXES: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Keep the digests of listed slots as they are."""
+    base, digest_ptr, seed1, seed2, _half, _rows, _counters = half_of(table_ptr, UNIT, ALIGNED)
+    for i0 in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        i = i0 + tl.arange(0, BLOCK)
+        slot = tl.load(slots_ptr + i, mask=i < n, other=-1).to(tl.int64)
+        there = (slot >= 0) & (slot < slots_total)
+        at = tl.where(there, slot, 0)
+        if TWO_AXES:
+            start = at // positions * slot_stride0 + at % positions * slot_stride1
+        else:
+            start = at * slot_stride1
+        h1, h2, _ = digest_of_rows(
+            base, start, there, coef_ptr, seed1, seed2, words_in_row, units, n1, n2, n3, d0, d1, d2, d3,
+            UNIT, PLANES, BLOCK, BLOCK_WORDS, 0, 1, UNIT,
+        )  # fmt: skip
+        tl.store(digest_ptr + at, h1, mask=there)
+        if PLANES == 2:
+            tl.store(digest_ptr + slots_total + at, h2, mask=there)

@@ -136,6 +136,17 @@ def hand_over(space: SlotSpace, slots: torch.Tensor, owner: int, stack: int = 0)
 
 
 @taking_turns
+def accept(space: SlotSpace, slots: torch.Tensor) -> None:
+    """Slots hold the tokens that they are named for: from here on these are checked.
+
+    Args:
+        slots: int64 ``[n]``; those that do not exist are skipped.
+    """
+    at = torch.where((slots < 0) | (slots >= space.slots), space.nowhere, slots)
+    space.flags[at] &= ~int(Flag.NAMELESS)
+
+
+@taking_turns
 def name(
     space: SlotSpace,
     slots: torch.Tensor,

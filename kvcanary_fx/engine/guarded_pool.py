@@ -330,16 +330,14 @@ class EnginePool:
         spaces = integers([namespace], "namespaces")
         who, _, chain = slot_life.identity(*(_sent(t, given.device) for t in (tokens, every, spaces)))
         where = _sent(where, given.device)
-        self.content.forget(given)
+        self.forget(given)
         self._name(given, (who[where], where, chain[where]), Flag.NAMELESS, owner)
 
     def accept(self, slots: Slots) -> None:
         """Slots that were announced have been filled: accept their bytes as they are.  From here on they are guarded
         like any that a forward wrote."""
         given = self.slot_tensor(slots)
-        space = self.space
-        at = given[(given >= 0) & (given < space.slots)]
-        space.flags[at] &= ~int(Flag.NAMELESS)
+        slot_life.accept(self.space, given)
         self.content.fingerprint(given)
         self.adopted += given.numel()
 

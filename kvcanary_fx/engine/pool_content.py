@@ -9,7 +9,6 @@ import torch
 
 from ..kernels.buffers import Count, Gate, HalfBuffers, RowState, Site
 from ..kernels.checks import Check, Phase
-from ..kernels.content.cpu import digest_rows
 from ..kernels.content.digest import coefficients, seeds
 from ..kernels.content.layer import LayerHalf, LayerRecord
 from ..kernels.content.pool import PoolBytes
@@ -155,10 +154,9 @@ class PoolContent:
             self.imported[inside] = False
 
     def fingerprint(self, slots: torch.Tensor) -> None:
-        """Digest the bytes of slots (int64 ``[n]``) as they are, in every layer."""
-        slots = self._inside(slots)
-        for half, view in zip(self.halves, self.views, strict=True):
-            half.buffers.digest[:, slots] = digest_rows(half.place.layout, view, slots, half.seeds, self.planes)
+        """Digest the bytes of slots (int64 ``[n]``; others than exist are skipped) as they are, in every layer."""
+        if self._space.slots:
+            pool_kernels_for(slots.device).fingerprint_slots(self.bytes, slots)
 
     def receive(self, shadow: ShadowSlice, slots: torch.Tensor) -> None:
         """Expect the bytes that a shadow was exported with, in slots (int64 ``[n]``)."""

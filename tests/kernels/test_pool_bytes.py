@@ -126,6 +126,29 @@ def test_what_a_forward_reads_is_compared_in_all_layers_at_once_as_in_each(kind,
     assert counts == [[2, 0, 17 + 17 + len(lost), 0, 0]] * len(pool.halves)
 
 
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("kind", ["slots", "unlike", "interleaved", "HND"])
+@pytest.mark.parametrize("count", [0, 1, 7, 40])
+def test_both_keep_the_digests_of_slots_as_they_are(kind, bits, count, device):
+    """Of any slots, some twice and some that do not exist; all others keep theirs."""
+    rng = random.Random(f"{kind}{bits}{count}")
+    slots = [rng.randrange(-2, SLOTS + 2) for _ in range(count)]
+    one, other = made(kind, bits, "cpu", 64), made(kind, bits, device, 64)
+    before = one.digests.clone()
+    for fingerprint, pool in ((pool_bytes.fingerprint_slots, one), (gpu_pool_bytes.fingerprint_slots, other)):
+        for view in pool.views:
+            view.add_(1)
+        for dtype in (torch.int64, torch.int32):
+            fingerprint(pool.content.bytes, torch.tensor(slots, dtype=dtype, device=pool.space.block.device))
+    assert torch.equal(other.digests.cpu(), one.digests)
+    changed = (one.digests != before).any(0).any(0).nonzero().squeeze(1).tolist()
+    assert changed == sorted({slot for slot in slots if 0 <= slot < SLOTS})
+    if count:
+        one.content.verify(torch.arange(1, SLOTS), None, None, Phase.LIFE)
+        told = {row[Ring.SLOT] for row in rows(one)}
+        assert told == set(range(1, 20)) - set(slots), "only the bytes of those that were not given differ"
+
+
 def test_more_findings_than_the_ring_holds_are_counted(device):
     one, other = made("slots", 32, "cpu", 3), made("slots", 32, device, 3)
     for verify, pool in ((pool_bytes.verify_slots, one), (gpu_pool_bytes.verify_slots, other)):
