@@ -228,17 +228,22 @@ def test_what_connectors_have_stored_of_a_damaged_block_is_dropped_or_said_to_st
     class Mine(OffloadingConnector):
         """Somebody's subclass."""
 
+    class SimpleCPUOffloadConnector:
+        def reset_cache(self):
+            return False  # a transfer is under way
+
     class MooncakeStoreConnector:
         def reset_cache(self):
             raise AssertionError("it is not this engine's alone")
 
     ours = [OffloadingConnector(), Mine()]
     shared = MooncakeStoreConnector()
-    connector = SimpleNamespace(_connectors=[*ours, shared]) if several else shared
+    connector = SimpleNamespace(_connectors=[*ours, SimpleCPUOffloadConnector(), shared]) if several else shared
     stores.drop(SimpleNamespace(connector=connector))
     assert dropped == ours * several
     (told,) = [r.message for r in caplog.records]
-    assert "MooncakeStoreConnector has stored" in told
+    named = "SimpleCPUOffloadConnector and MooncakeStoreConnector" if several else "MooncakeStoreConnector"
+    assert f"what {named} has stored" in told
     request = SimpleNamespace(skip_reading_prefix_cache=False)
     stores.compute_anew(SimpleNamespace(connector=None), [request])
     stores.drop(SimpleNamespace(connector=None))

@@ -30,7 +30,7 @@ def compute_anew(scheduler: Any, requests: Iterable[Any]) -> None:
 
 
 def drop(scheduler: Any) -> None:
-    """Drop all that this engine's connectors have stored, and say which ones keep it.
+    """Drop all that this engine's connectors have stored, and say in the log which ones keep it.
 
     Args:
         scheduler: between two of its steps; requests that end have ended.
@@ -39,13 +39,13 @@ def drop(scheduler: Any) -> None:
         return
     kept = []
     for connector in getattr(scheduler.connector, "_connectors", None) or [scheduler.connector]:  # MultiConnector's
-        if any(kind.__name__ in _OWN for kind in type(connector).__mro__):
-            connector.reset_cache()
-        else:
+        own = any(kind.__name__ in _OWN for kind in type(connector).__mro__)
+        if not own or connector.reset_cache() is False:
             kept.append(type(connector).__name__)
     if kept:
         log.warning(
-            "kvcanary.vllm what %s has stored of these blocks is not dropped, as others may share it: a later request "
-            "may load the damage. Empty that store if the block was damaged before it was stored",
+            "kvcanary.vllm what %s has stored of these blocks is not dropped, as others may share it or a transfer is "
+            "under way: a later request may load the damage. Empty that store if the block was damaged before it was "
+            "stored",
             " and ".join(kept),
         )
