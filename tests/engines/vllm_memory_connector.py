@@ -27,6 +27,7 @@ class MemoryConnector(KVConnectorBase_V1):
         steps: after how many a request's blocks are there; 0: before the model of the step that asks for them.
         fails: of how many requests the first block cannot be loaded.
         fails_each: of each so many; 0: of none.
+        sends: for how many steps the blocks of a request that has ended are still read; 0: they are given back at once.
     """
 
     stored: ClassVar[dict[tuple[int, ...], dict[str, torch.Tensor]]] = {}
@@ -35,6 +36,8 @@ class MemoryConnector(KVConnectorBase_V1):
     fails: ClassVar[int] = 0
     fails_each: ClassVar[int] = 0
     loads: ClassVar[int] = 0
+    sends: ClassVar[int] = 0
+    sending: ClassVar[dict[str, int]] = {}  # steps left, by request
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -67,7 +70,9 @@ class MemoryConnector(KVConnectorBase_V1):
             for layer, cache in self.caches.items():
                 cache[block] = self.stored[tokens][layer]
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        sent = {request for request, steps in self.sending.items() if steps <= 1}
+        MemoryConnector.sending = {name: steps - 1 for name, steps in self.sending.items() if name not in sent}
         ended = set()
         for running in list(self._running):
             running[0] -= 1
@@ -75,7 +80,7 @@ class MemoryConnector(KVConnectorBase_V1):
                 self._running.remove(running)
                 self._fill(running[2])
                 ended.add(running[1])
-        return None, ended
+        return sent, ended
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed = self._failed, set()
@@ -109,9 +114,11 @@ class MemoryConnector(KVConnectorBase_V1):
         return loads
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        if self.sends:
+            self.sending[request.request_id] = self.sends
         tokens = tuple(request.prompt_token_ids)
         full = min(len(tokens), request.num_computed_tokens) // self._size  # it may have been aborted
         for i, block in enumerate(block_ids[:full]):
             kept = {layer: cache[block].clone() for layer, cache in self.caches.items()}
             self.stored.setdefault(tokens[: (i + 1) * self._size], kept)
-        return False, None
+        return bool(self.sends), None

@@ -85,7 +85,7 @@ def features(rng: random.Random, models: list[str], on_gpu: bool) -> tuple[str, 
 
 
 def connector(seed: int, model: str, chosen: dict[str, Any]) -> dict[str, Any]:
-    """A KV connector, in two of five engines that can have one: ``steps`` and ``fails`` of :class:`.MemoryConnector`.
+    """A KV connector, in two of five engines that can have one: what it is told of :class:`.MemoryConnector`.
 
     A generator of its own, so that the other features of a seed stay as they were.
     """
@@ -98,14 +98,15 @@ def connector(seed: int, model: str, chosen: dict[str, Any]) -> dict[str, Any]:
         or chosen.get("speculative_config")
     ):
         return {}
-    return dict(steps=rng.choice([0, 0, 1, 3]), fails_each=rng.choice([0, 0, 3]))
+    return dict(steps=rng.choice([0, 0, 1, 3]), fails_each=rng.choice([0, 0, 3]), sends=rng.choice([0, 0, 2, 5]))
 
 
 def connect(given: dict[str, Any]) -> dict[str, Any]:
     """The engine's argument for it; this process has one engine."""
     from vllm_memory_connector import MemoryConnector
 
-    MemoryConnector.steps, MemoryConnector.fails_each = given["steps"], given["fails_each"]
+    for name, value in given.items():
+        setattr(MemoryConnector, name, value)
     named = dict(kv_connector=MemoryConnector.__name__, kv_connector_module_path=MemoryConnector.__module__)
     return dict(kv_transfer_config=dict(named, kv_role="kv_both", kv_load_failure_policy="recompute"))
 
