@@ -308,11 +308,14 @@ def test_what_the_scheduler_does_to_blocks_is_told_with_its_stack(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_a_connector_loads_from_files_is_taken_as_it_is(models):
-    (found,) = vllm_runs.results(models, [{"model": "llama", "scene": "connector"}], "log")
+@pytest.mark.parametrize("scene", ["connector", "connector, compiled"])
+def test_what_a_connector_loads_from_files_is_taken_as_it_is(models, scene):
+    """It waits for each layer, and saves it, around attention: also where ours is called between compiled pieces."""
+    (found,) = vllm_runs.results(models, [{"model": "llama", "scene": scene}], "log")
     assert found["stored"] == 3
     first, both = found["recorded"]
     assert both - first < first / 2  # most of the second time was loaded
+    assert found["adopted"] > 0
     assert found["violations"] == found["uncovered"] == []
     assert all(found["tokens"][f"1 {i}"] == found["tokens"][f"0 {i}"] for i in range(3))
 

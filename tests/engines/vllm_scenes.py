@@ -13,6 +13,7 @@ import tempfile
 import time
 from typing import Any
 
+import forced_compile
 import tiny_vllm
 import torch
 import vllm_drafts
@@ -154,12 +155,16 @@ def _flip_all_pages(worker: Any) -> None:
     cache.view(pages, heads, size * width)[:, 1, -1:].view(torch.int32).bitwise_xor_(1 << 4)
 
 
-def connector(directory: pathlib.Path, model: str) -> dict[str, Any]:
-    """Prompts whose KV is written to files, and read from there once the prefix cache is empty."""
+def connector(directory: pathlib.Path, model: str, compiled: bool = False) -> dict[str, Any]:
+    """Prompts whose KV is written to files, layer by layer, and read from there once the prefix cache is empty."""
+    pieces: dict[str, Any] = {}
+    if compiled:
+        forced_compile.allow_vllm_compile()
+        pieces = dict(enforce_eager=False, compilation_config={"mode": 3})
     config = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     with tempfile.TemporaryDirectory() as store:
         config["kv_connector_extra_config"] = {"shared_storage_path": store}
-        rig = Rig(model, directory, max_num_batched_tokens=512, kv_transfer_config=config)
+        rig = Rig(model, directory, max_num_batched_tokens=512, kv_transfer_config=config, **pieces)
         recorded = []
         for number in range(2):
             for i in range(3):
@@ -171,6 +176,7 @@ def connector(directory: pathlib.Path, model: str) -> dict[str, Any]:
     return {
         "tokens": rig.tokens,
         "stored": stored,
+        "adopted": rig.session.stats().adopted,
         "recorded": recorded,
         "violations": [v.line() for v in rig.session.violations()],
         "uncovered": rig.session.uncovered,
@@ -452,6 +458,7 @@ SCENES = {
     "ruined on another rank": ruined_on_another_rank,
     "spawned in two stages": functools.partial(spawned, pipeline_parallel_size=2),
     "connector": connector,
+    "connector, compiled": functools.partial(connector, compiled=True),
     "loads that fail": functools.partial(loads, steps=0, fails=1),
     "loads that take steps": functools.partial(loads, steps=2, fails=0),
     "hybrid": hybrid,
