@@ -126,6 +126,7 @@ def engine() -> None:
         pool.content.verify(torch.tensor([3, 4]), None, whose, Phase.LIFE, whose)
         pool.content.verify(pool.space.listed, pool.space.listed_count, None, Phase.POST)
         pool.content.verify_listed(in_flight=False)
+        pool.content.fingerprint(torch.tensor([3, 4]))
     for seed in range(4):
         test_held.Scene(seed, hold=True).run()
 
