@@ -1009,6 +1009,32 @@ def test_counts_are_written_by_themselves_also_when_the_engine_is_idle(monkeypat
     wait_for(2)
 
 
+@pytest.mark.parametrize("name", ["group0", "draft0"])
+def test_what_a_connector_loads_has_the_tokens_of_the_target_alone(name):
+    """A draft's layers may have other tokens at these positions; also where the target's are not guarded."""
+    calls = []
+
+    class Pool:
+        declared = SimpleNamespace(table_page_size=4)
+
+        def __getattr__(self, called):
+            return lambda slots, *given, **named: calls.append((called, torch.as_tensor(slots).tolist()))
+
+    pool = Pool()
+    pool.name = name
+    books = Books(lambda: [SimpleNamespace(pools={name: pool})])
+    books.group = {3: 0, 5: 0}
+    books.filled_elsewhere([3, 5], "a", [0, 1], 7)
+    new = SimpleNamespace(req_id="a", num_computed_tokens=6, prefill_token_ids=list(range(9)))
+    cached = SimpleNamespace(req_ids=[], num_computed_tokens=[])
+    scheduled = SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 3})
+    books.announce_loaded(scheduled, SimpleNamespace(pages=lambda *_: [3, 5]), {}, lambda *_: None)
+    books.accept_loaded()
+    slots = [12, 13, 14, 15, 20, 21]  # the forward writes the seventh itself
+    accepted = [("announce", slots), ("accept", slots)] if name == "group0" else [("adopt", slots)]
+    assert calls == [("forget", [3, 5]), *accepted]
+
+
 # ---- ranks
 
 

@@ -365,9 +365,9 @@ class Books:
             history = None if load.tokens is None else torch.tensor(load.tokens[: load.end], dtype=torch.int64)
             if history is not None:
                 mark(request, history)
-            for number, (pool, page_size) in enumerate(self.pools_of(first)):
+            for pool, page_size in self.pools_of(first):
                 slots, positions = load.slots(pages, page_size)
-                if history is None or number:  # a draft's layers may have other tokens there
+                if history is None or pool.name.startswith("draft"):  # whose layers may have other tokens there
                     self._announced.append((pool, slots, request))
                 else:
                     pool.announce(slots, history, positions, namespaces.get(request, 0), request)
