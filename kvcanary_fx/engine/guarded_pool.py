@@ -325,7 +325,10 @@ class EnginePool:
         if where.device.type != "cpu":
             raise EngineError(f"announce got positions on {where.device}, where they cannot be looked at: give a list")
         if where.numel() and not 0 <= int(where.min()) <= int(where.max()) < tokens.numel():
-            raise EngineError(f"announce got positions beyond a history of {tokens.numel()} tokens")
+            raise EngineError(
+                f"announce got positions beyond a history of {tokens.numel()} tokens: give it the request's tokens "
+                "from position 0 to the last of these"
+            )
         every = torch.arange(tokens.numel(), device=given.device)
         spaces = integers([namespace], "namespaces")
         who, _, chain = slot_life.identity(*(_sent(t, given.device) for t in (tokens, every, spaces)))
