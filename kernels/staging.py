@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .side_stream import capturing
+
 #: Lengths whose views are kept, for each buffer.
 SHOWN = 256
 
@@ -22,6 +24,13 @@ FORMATS = 256
 def packing(n: int) -> struct.Struct:
     """Writes so many whole numbers as int64."""
     return struct.Struct(f"{n}q")
+
+
+def sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device; one of the host is copied there without waiting for the device, but for a capture."""
+    if numbers.device.type == "cpu" and device.type == "cuda" and not capturing():
+        return numbers.pin_memory().to(device, non_blocking=True)
+    return numbers.to(device)
 
 
 class CurrentStream:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import EngineError
+from ..kernels.staging import sent
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -76,3 +77,12 @@ def integers(values: Any, what: str) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError, OverflowError) as e:
         raise EngineError(f"{what} are integers, and were given as a sequence of something else ({e})") from e
     return integer_tensor(made, what).to(torch.int64)
+
+
+def integers_on(device: torch.device, values: Any, what: str) -> torch.Tensor:
+    """:func:`integers` as int64 on a device, sent there without waiting for it.
+
+    Raises:
+        EngineError: they are none.
+    """
+    return sent(integers(values, what).to(torch.int64), device)

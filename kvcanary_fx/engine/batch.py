@@ -14,6 +14,7 @@ from ..errors import EngineError
 from ..kernels.side_stream import capturing
 from ..kernels.slots import checks as request_checks
 from ..kernels.slots.space import RequestPlan
+from ..kernels.staging import sent
 from ..kernels.waiting import Waiting
 from .arguments import integer_tensor
 from .batch_arguments import is_plainly_right, require_batch, stored_in
@@ -292,10 +293,7 @@ def _sub_batch(pool: KVPool, batch: object) -> object:
 
 def _moved(values: Any, device: torch.device) -> torch.Tensor:
     """Values as a tensor of a device; copied from the host without waiting for the device."""
-    given = values if isinstance(values, torch.Tensor) else torch.as_tensor(values, device="cpu")
-    if given.device.type == "cpu" and device.type == "cuda" and not capturing():
-        return given.pin_memory().to(device, non_blocking=True)
-    return given.to(device)
+    return sent(values if isinstance(values, torch.Tensor) else torch.as_tensor(values, device="cpu"), device)
 
 
 def _fixed_history(view: StepView) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from ..kernels.slots.space import Flag, SlotSpace
 from ..reports.violation import ALL_LAYERS, HalfInfo
 from ..runtime.binding import Controls, check_mask
 from ..runtime.registry import PoolRegistry
-from .arguments import integers
+from .arguments import integers, integers_on
 from .kv_pool import KVPool, Slots
 from .pool_content import LayerRecords, PoolContent, address_of
 from .request_ids import RequestId, RequestIds
@@ -329,10 +329,9 @@ class EnginePool:
                 f"announce got positions beyond a history of {tokens.numel()} tokens: give it the request's tokens "
                 "from position 0 to the last of these"
             )
-        every = torch.arange(tokens.numel(), device=given.device)
-        spaces = integers([namespace], "namespaces")
-        who, _, chain = slot_life.identity(*(_sent(t, given.device) for t in (tokens, every, spaces)))
-        where = _sent(where, given.device)
+        device, every = given.device, torch.arange(tokens.numel(), device=given.device)
+        who, where = integers_on(device, tokens, "history"), integers_on(device, where, "positions")
+        who, _, chain = slot_life.identity(who, every, integers_on(device, [namespace], "namespaces"))
         self.forget(given)
         self._name(given, (who[where], where, chain[where]), Flag.NAMELESS, owner)
 
@@ -427,7 +426,7 @@ class EnginePool:
         Raises:
             EngineError: they are no integers.
         """
-        given = _sent(integers(slots, "slots"), self.declared.device)
+        given = integers_on(self.declared.device, slots, "slots")
         return slots_in(given.reshape(-1), page_size)
 
     def _identity(
@@ -446,14 +445,6 @@ class EnginePool:
         if who.numel() != slots.numel() or where.numel() != slots.numel():
             raise EngineError(f"adopt got {slots.numel()} slots, {who.numel()} tokens, {where.numel()} positions")
         return slot_life.identity(who, where, integers([namespace], "namespaces").to(slots.device))
-
-
-def _sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """int64 on a device.  The host does not wait for what the device does, as it would for 64 KiB or more that are not
-    pinned."""
-    numbers = numbers.to(torch.int64)
-    waits = device.type == "cuda" and numbers.device.type == "cpu" and numbers.numel()
-    return (numbers.pin_memory() if waits else numbers).to(device, non_blocking=True)
 
 
 class Pools(dict[str, EnginePool]):

@@ -126,15 +126,9 @@ class Words(NamedTuple):
     released: bool
 
 
-def in_words(calls: Sequence[Call], one_by_one: bool = False) -> Words | None:
+def in_words(calls: Sequence[Call]) -> Words | None:
     """Calls of no stack; None where they are of several page sizes, or name pages of the device, or there are arrays
-    among these: they are joined without a look at each number, which takes the host less than this.
-
-    Args:
-        one_by_one: none of them were noted at once.
-    """
-    if one_by_one:
-        return _in_words(calls)
+    among these: they are joined without a look at each number, which takes the host less than this."""
     rows: list[int] = []
     listed: list[int] = []  # pages of calls that were noted one by one
     parts: list[list[int]] = []
@@ -159,8 +153,8 @@ def in_words(calls: Sequence[Call], one_by_one: bool = False) -> Words | None:
     return Words(rows, parts, pages, released)
 
 
-def _in_words(calls: Sequence[Call]) -> Words | None:
-    """The same of calls that were noted one by one, with fewer questions to each."""
+def in_words_one_by_one(calls: Sequence[Call]) -> Words | None:
+    """:func:`in_words` of calls that were noted one by one, none at once with others: with fewer questions to each."""
     rows: list[int] = []
     listed: list[int] = []
     page_size = calls[0][3]

@@ -30,6 +30,7 @@ from .queued_calls import (
     first_odd,
     how_many_fit,
     in_words,
+    in_words_one_by_one,
     names_many,
     noted_at_once,
     numbers_of_all,
@@ -399,7 +400,7 @@ class SlotEvents:
         if kept is None or self.histories.stacks is not None or most > kept.most or most > CALLS:
             return False
         calls = self._calls[:n]
-        words = in_words(calls, one_by_one=most == n)
+        words = in_words_one_by_one(calls) if most == n else in_words(calls)
         if words is None:
             return False
         rows, parts, pages, released = words

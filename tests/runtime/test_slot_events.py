@@ -20,7 +20,7 @@ from kvcanary_fx import Batch, EngineError, KVPool
 from kvcanary_fx.engine import gathered, kept_calls, slot_events, steps
 from kvcanary_fx.engine.kept_calls import KeptCalls
 from kvcanary_fx.engine.layers import LayerChecks
-from kvcanary_fx.engine.queued_calls import in_words, one_by_one
+from kvcanary_fx.engine.queued_calls import in_words, in_words_one_by_one, one_by_one
 from kvcanary_fx.engine.step_inputs import StepInputs
 from kvcanary_fx.engine.steps import Steps
 from kvcanary_fx.kernels import bound_launch, compile_ahead, replay
@@ -821,7 +821,7 @@ def test_calls_one_by_one_are_the_same_numbers_with_fewer_questions(seed):
         pages = [rng.randint(0, 2**40) for _ in range(rng.choice([1, 1, 3, 20]))]
         held = array("q", pages) if rng.random() < 0.1 else pages
         calls.append((rng.choice(list(Event)), held, rng.randint(-(2**63), 2**63 - 1), rng.choice([16] * 20 + [1])))
-    alone, known = in_words(calls, one_by_one=True), in_words(calls)
+    alone, known = in_words_one_by_one(calls), in_words(calls)
     assert (alone is None) == (known is None)
     if alone is not None and known is not None:
         assert (alone.rows, alone.pages, alone.released) == (known.rows, known.pages, known.released)

@@ -95,8 +95,9 @@ def _why_no_static_cache_fits(model: Any) -> str | None:
 def _chooses_tokens(config: Any) -> bool:
     """Whether attention sees the best tokens by an indexer's scores (DeepSeek-V3.2, GLM-MoE-DSA, HY-V4 and others).
 
-    The scores are sums behind a ReLU, so some are exactly 0, and ``topk`` takes others of them over a longer cache.
-    Seen with two heads of the indexer; with 16 no scores were equal, and the tokens were the same.
+    Seen in tiny models with two heads of the indexer: other tokens over a static cache than over a dynamic one; with 16
+    heads the same.  By the sources the scores are sums behind a ReLU, so some can be exactly 0, and which of these
+    ``topk`` takes depends on the cache's length.
     """
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     return getattr(text, "index_topk", None) is not None

@@ -7,6 +7,7 @@ to another.  So a block that is freed while a request still reads it is found in
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -80,7 +81,7 @@ class Books:
         self.group: dict[int, int] = {}
         self.idle: set[int] = set()
         self.loads = Loads()
-        self._announced: list[tuple[EnginePool, torch.Tensor, str | None]] = []  # None: the pool knows for whom
+        self._to_accept: list[Callable[[], None]] = []  # what the running forward is the first to read
         self._groups: set[int] = set()  # all that there were
         self._pool_of: dict[int, tuple[EnginePool, int]] = {}  # by group, of those whose blocks were handed out
         self._seen: list[EngineSession] = []  # whose pools are known
@@ -287,7 +288,7 @@ class Books:
 
     def after_forward(self) -> None:
         """A forward ended, or raised: share what it wrote for several requests."""
-        self._announced.clear()
+        self._to_accept.clear()
         if self._shared_later:
             later, self._shared_later = self._shared_later, []
             self._take_up(later)
@@ -368,15 +369,15 @@ class Books:
             for pool, page_size in self.pools_of(first):
                 slots, positions = load.slots(pages, page_size)
                 if history is None or pool.name.startswith("draft"):  # whose layers may have other tokens there
-                    self._announced.append((pool, slots, request))
+                    self._to_accept.append(functools.partial(pool.adopt, slots, owner=request))
                 else:
                     pool.announce(slots, history, positions, namespaces.get(request, 0), request)
-                    self._announced.append((pool, slots, None))
+                    self._to_accept.append(functools.partial(pool.accept, slots))
 
     def accept_loaded(self) -> None:
         """This forward ended: what it has read is there."""
-        for pool, slots, owner in self._announced:
-            pool.accept(slots) if owner is None else pool.adopt(slots, owner=owner)
+        for accept in self._to_accept:
+            accept()
 
     def _forget(self, ids: Sequence[int]) -> None:
         for kind in ("group", "draft"):
