@@ -215,7 +215,7 @@ def run_pair(pair: list[tuple[str, str]], args: argparse.Namespace) -> Iterator[
     with concurrent.futures.ThreadPoolExecutor() as threads:
         found = [
             (variant, threads.submit(in_new_process_on, cpus, variant, args.device, cache))
-            for (variant, cache), cpus in zip(pair, cores.halves(os.sched_getaffinity(0)), strict=True)
+            for (variant, cache), cpus in zip(pair, cores.parts(os.sched_getaffinity(0), 2), strict=True)
         ]
     for variant, run in found:
         yield variant, run.result()
@@ -283,7 +283,7 @@ def parse() -> argparse.Namespace:
     for name in ("repeats", "warm"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: give how many pairs, 1 at least")
-    if args.at_once and not all(cores.halves(os.sched_getaffinity(0))):
+    if args.at_once and not all(cores.parts(os.sched_getaffinity(0), 2)):
         parser.error("--at-once: there is one core, and both runs would be on it; do without")
     return args
 

@@ -13,6 +13,7 @@ be the other thread of its core.  :func:`put_alike` lets engines that take turns
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,9 +34,9 @@ def first_threads(cpus: set[int], root: Path = _CPUS) -> set[int]:
     return found
 
 
-def halves(cpus: set[int], root: Path = _CPUS) -> tuple[set[int], set[int]]:
-    """Two halves of ``cpus``, no core's threads in both; the lower numbers are one half where the system does not say
-    which share a core."""
+def parts(cpus: set[int], count: int, root: Path = _CPUS) -> list[set[int]]:
+    """So many parts of ``cpus``, no core's threads in two of them; the lower numbers come first where the system does
+    not say which share a core."""
     cores: dict[str, set[int]] = {}
     for cpu in sorted(cpus):
         try:
@@ -44,8 +45,8 @@ def halves(cpus: set[int], root: Path = _CPUS) -> tuple[set[int], set[int]]:
             name = str(cpu)
         cores.setdefault(name, set()).add(cpu)
     found = list(cores.values())
-    half = len(found) // 2
-    return set().union(*found[:half]), set().union(*found[half:])
+    ends = [part * len(found) // count for part in range(count + 1)]
+    return [set().union(*found[begin:end]) for begin, end in itertools.pairwise(ends)]
 
 
 def use_one_thread_of_each() -> str:

@@ -399,7 +399,7 @@ def test_a_clock_that_falls_is_no_growth_of_a_step():
 )
 def test_halves_of_the_hardware_threads_share_no_core(tmp_path, siblings, lower):
     name_cores(tmp_path, siblings)
-    assert cores.halves({0, 1, 2, 3}, tmp_path) == (lower, {0, 1, 2, 3} - lower)
+    assert cores.parts({0, 1, 2, 3}, 2, tmp_path) == [lower, {0, 1, 2, 3} - lower]
 
 
 def test_plot_has_every_line_and_mark():
