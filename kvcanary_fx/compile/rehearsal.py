@@ -81,7 +81,8 @@ class _Rehearsal:
         """Make the launches on a device, once for the ops that differ in nothing that a kernel is compiled for."""
         config = self._config
         # shadows of its own: a session shall not know of caches before they are used
-        binding = GraphBinding(self._plan, config, PoolRegistry(config.planes), Controls(config.ring_capacity))
+        shadows = PoolRegistry(config.planes, unseen=True)
+        binding = GraphBinding(self._plan, config, shadows, Controls(config.ring_capacity))
         context = binding.bind(self._args, capturing=False, abort=None).context
         if device not in _BEGUN:  # again, it would be launched: that launch is bound for all graphs
             _BEGUN.add(device)

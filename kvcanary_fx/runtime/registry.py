@@ -124,13 +124,18 @@ class Storage:
 
 
 class PoolRegistry:
-    """All storages and halves of one session."""
+    """All storages and halves of one session.
+
+    Args:
+        planes: of a digest.
+        unseen: no session's, so that its halves are in no other session's way, nor those in its own.
+    """
 
     _all: weakref.WeakSet[PoolRegistry] = weakref.WeakSet()  # of the process
     _all_lock = threading.Lock()
 
-    def __init__(self, planes: int):
-        self._planes = planes
+    def __init__(self, planes: int, unseen: bool = False):
+        self._planes, self._unseen = planes, unseen
         self._storages: dict[int, Storage] = {}
         self._retired: dict[tuple[torch.device, int, Place], HalfBuffers] = {}
         self._by_id: dict[int, PoolHalf] = {}
@@ -140,8 +145,9 @@ class PoolRegistry:
         self.shadows_copied = False  # a graph returns its caches: what is known of a tensor may be a copy
         self.generation = 0  # changes when a half is dropped, so that kept bindings are made anew
         self._lock = threading.Lock()
-        with self._all_lock:
-            self._all.add(self)
+        if not unseen:
+            with self._all_lock:
+                self._all.add(self)
 
     def storage_of(self, tensor: torch.Tensor) -> Storage:
         """The record of a tensor's storage, made if it is new."""
@@ -178,7 +184,7 @@ class PoolRegistry:
     def _find_in_others(self, storage: Storage, view: torch.Tensor, place: Place) -> None:
         """Note what other sessions guard of a new half; an engine knows what it declares."""
         with self._all_lock:
-            others = [registry for registry in self._all if registry is not self]
+            others = [] if self._unseen else [registry for registry in self._all if registry is not self]
         for theirs in (registry.known(view) for registry in others):
             if theirs is None or theirs.declared or storage.declared:
                 continue

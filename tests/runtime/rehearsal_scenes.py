@@ -25,6 +25,7 @@ import kvcanary_fx.compile.backend as compile_backend
 from kvcanary_fx.compile import rehearsal
 from kvcanary_fx.kernels import compile_ahead
 from kvcanary_fx.kernels.content import gpu
+from kvcanary_fx.runtime.registry import PoolRegistry
 
 STEP = ["begin_kernel", "identify_write_kernel", "record_write_kernel", "verify_write_kernel"]
 AT_ONCE = [
@@ -168,6 +169,23 @@ def test_a_session_knows_nothing_of_caches_that_were_only_rehearsed(compiled, mo
     rig.step()
     assert known == [{}]
     assert rig.session.registry._storages
+
+
+def test_a_rehearsal_is_no_other_session_over_the_caches(compiled, monkeypatch):
+    """On an H200 every model that protect had compiled was told of one: the rehearsal's shadows were still there."""
+    kept = []
+
+    def registry(*args, **kwargs):
+        kept.append(PoolRegistry(*args, **kwargs))
+        return kept[-1]
+
+    monkeypatch.setattr(rehearsal, "PoolRegistry", registry)
+    rig = toys.Rig.build(mode="log")
+    rig.session.report_lost = lambda *_: None
+    rig.step()
+    assert kept
+    assert kept[0]._storages
+    assert rig.session.uncovered == []
 
 
 def test_what_is_bound_for_all_graphs_is_not_launched_by_a_rehearsal(compiled, monkeypatch):
