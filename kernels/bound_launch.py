@@ -27,16 +27,25 @@ class BoundLaunch:
     """
 
     def __init__(
-        self, kernel: Any, device: torch.device, arguments: Mapping[str, Any], changing: Sequence[str], warps: int
+        self,
+        kernel: Any,
+        device: torch.device,
+        arguments: Mapping[str, Any],
+        changing: Sequence[str],
+        warps: int,
+        registers: int | None = None,
     ):
         """
         Args:
             arguments: of the kernel, by name, all but ``changing``.
             changing: those that each launch passes, in this order.  Triton compiles for their first values: a number
                 that it may specialise on, or an address with another alignment, needs a separate launch.
+            registers: of a thread, at most; None: as many as the compiler likes.
         """
         names = parameters_of(kernel.fn)
-        self._kernel, self._warps = kernel, warps
+        self._kernel, self._settings = kernel, {"num_warps": warps}
+        if registers is not None:
+            self._settings["maxnreg"] = registers
         self._at = [names.index(name) for name in changing]
         self._given = [arguments.get(name) for name in names]
         self._words = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in self._given]
@@ -64,7 +73,7 @@ class BoundLaunch:
         device = torch.cuda.device(self._device) if self._index is not None else contextlib.nullcontext()
         beside = torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
         with device, beside:
-            compiled = self._compiled = launch_or_compile(self._kernel, grid, *given, num_warps=self._warps)
+            compiled = self._compiled = launch_or_compile(self._kernel, grid, *given, **self._settings)
         if isinstance(compiled, CompiledKernel):
             self._run = compiled.run
 

@@ -17,7 +17,7 @@ from ..staging import HostRing, lasting
 from ..writes.geometry import geometry_of
 from . import layer
 from . import triton_layer as records
-from .gpu_layer import MOST_FORMS, Part, operand_parts, record_args, record_tile
+from .gpu_layer import MOST_FORMS, Part, operand_parts, record_args, record_launch, record_tile
 from .gpu_pool import table_row
 from .launch_args import strided_grid
 from .layer_tables import BEHIND, LayerTables
@@ -181,7 +181,7 @@ class HeldRecords(layer.HeldRecords):
         arguments |= dict(table_ptr=self._table, ALIGNED=self._aligned, OPERANDS_ALIGNED=aligned)
         del arguments["ops"]
         changing = "given_ptr", "slot_ptr", "n", "ops"
-        launch = BoundLaunch(records.record_pool_kernel, self._device, arguments, changing, record_tile(n).warps)
+        launch = record_launch(records.record_pool_kernel, self._device, arguments, changing, n)
         places = [half.place if part.operand is not None else None for part, half in zip(parts, one.written)]  # noqa: B905
         steps = [(part.operand or part.geometry).slot_strides[1] for part in parts]
         return _Form(launch, tuple(places), tuple(steps))

@@ -7,7 +7,7 @@ launches.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,10 @@ from .triton_listed import verify_listed_kernel
 LISTED_SLOTS = 8
 LISTED_WORDS = 128
 
+#: Registers of a thread of one-warp programs that read a whole pool: 16 programs fit on a processor then.  Left to
+#: itself, the compiler took 154 for a ring row written in a loop, 12 fitted, and the check took 189 us (H200).
+REGISTERS = 128
+
 
 #: Share of the slots that the grid is made for where a word on the device says which: captured grids stay as they are.
 USUAL_BY_BUDGET = 16
@@ -35,17 +39,18 @@ USUAL_BY_BUDGET = 16
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What one program does at a time: slots, words of a row, and its warps."""
+    """What one program does at a time: slots, words of a row, its warps, and the most registers of a thread."""
 
     slots: int
     words: int
     warps: int
+    registers: int | None = None
 
 
 #: For the slots that a forward writes, few of them and many: of 14 tiles the fastest for 64 slots of 2,048 bytes
 #: (2.6 us, the others up to 5), and of nine for 262,144 (143 us, the others up to 214), on an H200.
 FEW_SLOTS, FEW = 2048, Tile(1, 512, 4)
-MANY = Tile(8, 128, 1)
+MANY = Tile(8, 128, 1, REGISTERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +129,7 @@ def _verify(a: Part, b: Part, space: SlotSpace, ops: int) -> _Bound:
         **other_args(b.site),
     )
     grid = (strided_grid(due, LISTED_SLOTS, device), 1 if a is b else 2, 1)
-    return BoundLaunch(verify_listed_kernel, device, arguments, ("ahead",), warps=1), grid
+    return BoundLaunch(verify_listed_kernel, device, arguments, ("ahead",), warps=1, registers=REGISTERS), grid
 
 
 def most_listed(site: Site, space: SlotSpace) -> int:
@@ -188,7 +193,15 @@ def _record(a: Part, b: Part, n: int, write_id: int, ops: int, planned: bool) ->
     """The launch for about ``n`` slots; the changing arguments are the operands, the slots, and how many."""
     arguments = record_args(a, b, n, write_id, ops, planned)
     changing = ("value_base", "other_value_base", "slot_ptr", "n")
-    return BoundLaunch(records.record_kernel, a.geometry.base.device, arguments, changing, record_tile(n).warps)
+    return record_launch(records.record_kernel, a.geometry.base.device, arguments, changing, n)
+
+
+def record_launch(
+    kernel: Any, device: torch.device, arguments: Mapping[str, Any], changing: Sequence[str], n: int
+) -> BoundLaunch:
+    """A launch of a kernel that records about ``n`` slots."""
+    tile = record_tile(n)
+    return BoundLaunch(kernel, device, arguments, changing, tile.warps, tile.registers)
 
 
 def record_tile(n: int) -> Tile:

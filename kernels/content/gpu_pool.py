@@ -12,7 +12,7 @@ from ..buffers import Site
 from ..checks import Phase
 from ..writes.geometry import Geometry, geometry_of
 from .digest import coefficients
-from .gpu_layer import list_args, most_listed
+from .gpu_layer import REGISTERS, list_args, most_listed
 from .launch_args import row_args, strided_grid
 from .pool import PoolBytes
 from .triton_half import as_signed
@@ -77,7 +77,8 @@ def _bind_listed(
         **list_args(space),
         **_slot_args(pool, members),
     )
-    return BoundLaunch(verify_pool_kernel, view.device, arguments, ("ahead",), warps=1), (programs, len(members), 1)
+    launch = BoundLaunch(verify_pool_kernel, view.device, arguments, ("ahead",), warps=1, registers=REGISTERS)
+    return launch, (programs, len(members), 1)
 
 
 def _slot_args(pool: PoolBytes, members: tuple[int, ...]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ..writes.gpu import BLOCK_TOKENS, TokenGrid
 from ..writes.plan import WritePlan
 from . import triton_half
 from . import triton_layer as records
-from .gpu_layer import Part, in_launches, record_args, record_grid, record_tile
+from .gpu_layer import Part, in_launches, record_args, record_grid, record_launch
 from .kept_launches import Launch, again, first, keep, scratch_of, seen
 from .launch_args import BLOCK_SLOTS, PLAN_TOKENS, plan_args, scan_args
 
@@ -99,7 +99,7 @@ def record_write(
         arguments = record_args(a, b, n, plans[-1].write_id, ops, planned=False) | dict(n=n)
         del arguments["base"], arguments["other_base"]
         changing = ("base", "other_base", "value_base", "other_value_base", "slot_ptr")
-        bound = BoundLaunch(records.record_kernel, made.device, arguments, changing, record_tile(n).warps)
+        bound = record_launch(records.record_kernel, made.device, arguments, changing, n)
         given = [*bases, *operands, (made.slots, len(tensors))]
         made.launches.append(first(bound, record_grid(n, made.device, 1 if a is b else 2), given, made.tensors))
         ops = 0
