@@ -38,7 +38,7 @@ class Compiles:
         self.compiled, self.launched = [], []
 
     def __getitem__(self, grid):
-        def compile_(*given, num_warps):
+        def compile_(*given, num_warps, maxnreg=None):
             self.compiled.append(dict(zip(self.names, given, strict=True)))
             return Compiled(self)
 
