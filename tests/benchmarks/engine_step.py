@@ -9,8 +9,11 @@ left is the session's own time.  With ``--at-once`` the calls of a kind are one:
 ``share_each``.
 
 A second of steps comes before those that count, as an engine's steps come after many; the first are shown as well.
-Seen on one host: 134 us in the first 0.2 s, 88 us from there on.  Hosts differ by as much, so a fixed piece of Python
-is timed in the same process.
+Seen on one host: 134 us in the first 0.2 s, 88 us from there on.
+
+Hosts differ by as much, and one host from one second to the next, by 1.8 times, as if somebody else had the other
+thread of the core.  So a fixed piece of Python is timed between each 25 steps, and the median of those steps before and
+behind which it took about as long as in the quickest tenth is shown beside that of all.
 
 * ``eager``: the session's forward runs in each step; a model's piecewise graphs would be replayed within.
 * ``captured``: the session's forward is part of a CUDA graph, which is replayed.
@@ -37,6 +40,8 @@ from kvcanary_fx import Batch, KVPool
 REQUESTS, PAGE, BLOCKS, CONTEXT = 64, 16, 500, 512
 WARM_UP = 1.0  # seconds of steps before those that count
 FIRST = 200  # of these steps, those whose median is shown
+CHUNK = 25  # steps between two looks at how fast the host is
+SLOWER = 1.1  # at its fast times a host takes at most so many times as long as in the quickest tenth of looks
 PARTS = ("events", "fill", "before", "after", "end of step")
 LAUNCHES = ("launch", "memcpy", "memset")
 
@@ -63,6 +68,11 @@ class Times:
     def share(self, percent: int) -> dict[str, float]:
         """Of each part, the time that so many of a hundred steps stay within."""
         return {part: _share(runs, percent) if runs else 0.0 for part, runs in self.taken.items()}
+
+    def add(self, other: Times) -> None:
+        """Those of other steps, too."""
+        for part, runs in other.taken.items():
+            self.taken[part] += runs
 
     def total(self, percent: int) -> float:
         """The same of the sum."""
@@ -202,14 +212,36 @@ def _split(blocks: range, calls: int, source: str) -> list[object]:
     return [group.cuda() for group in groups] if source == "device" else list(groups)
 
 
-def measure(scene: Scene, run: Callable[[Times], None], steps: int) -> tuple[Times, Times]:
-    """Times of steps behind a warm-up, and of the first of this."""
-    for _ in range(5):
-        run(Times())
-    end, first = time.perf_counter() + WARM_UP, repeat(scene, run, min(steps, FIRST))
-    while time.perf_counter() < end:
-        repeat(scene, run, 1)
-    return repeat(scene, run, steps), first
+class Measured:
+    """Steps, and how fast the host was meanwhile.
+
+    Attributes:
+        all, first: the steps, and the first of the warm-up.
+        fast: of ``all`` those at the host's fast times.
+        python: microseconds of a fixed piece of Python, the median of all looks.
+    """
+
+    def __init__(self, scene: Scene, run: Callable[[Times], None], steps: int):
+        for _ in range(5):
+            run(Times())
+        end, self.first = time.perf_counter() + WARM_UP, repeat(scene, run, min(steps, FIRST))
+        while time.perf_counter() < end:
+            repeat(scene, run, 1)
+        looks, chunks = [speed_of_python()], []
+        for begin in range(0, steps, CHUNK):
+            chunks.append(repeat(scene, run, min(CHUNK, steps - begin)))
+            looks.append(speed_of_python())
+        self.python, most = _share(looks, 50), SLOWER * _share(looks, 10)
+        self.all, self.fast = Times(), Times()
+        for chunk, before, behind in zip(chunks, looks, looks[1:]):  # noqa: B905  one look more
+            self.all.add(chunk)
+            if max(before, behind) <= most:
+                self.fast.add(chunk)
+
+    def at_fast_times(self, percent: int) -> str:
+        """The sum that so many of a hundred steps stay within, and how many of all steps these are."""
+        fast, count = (len(times.taken["fill"]) for times in (self.fast, self.all))
+        return f"{self.fast.total(percent):.0f} ({100 * fast / count:.0f} %)" if fast else ""
 
 
 def repeat(scene: Scene, run: Callable[[Times], None], steps: int) -> Times:
@@ -239,7 +271,7 @@ def launches(scene: Scene, run: Callable[[Times], None]) -> dict[str, str]:
     return {part: f"{c['launch']} + {c['memcpy'] + c['memset']}" for part, c in counts.items()}
 
 
-def speed_of_python() -> float:
+def speed_of_python(pieces: int = 40) -> float:
     """Microseconds of a fixed piece of Python like ours, the median: numbers into lists and a dictionary, and out."""
 
     def piece() -> int:
@@ -247,7 +279,7 @@ def speed_of_python() -> float:
         return sum(first for first, _ in kept.values())
 
     taken = []
-    for _ in range(2000):
+    for _ in range(pieces):
         started = time.perf_counter_ns()
         piece()
         taken.append((time.perf_counter_ns() - started) / 1000)
@@ -283,29 +315,30 @@ def main() -> None:
         scene = Scene(args.device, source, args.calls, layers, args.mode, args.at_once, **default)
         for name in ("eager", "captured") if gpu else ("eager",):
             run = scene.eager if name == "eager" else scene.capture()
-            times, first = measure(scene, run, steps)
-            python = speed_of_python()
+            found = Measured(scene, run, steps)
             counted = launches(scene, run)
             for percent in (50, 10) if stub else (50,):
-                taken = times.share(percent)
+                taken = found.all.share(percent)
                 cells = [f"{taken[part]:.0f}" + (f" ({counted[part]})" if counted else "") for part in PARTS]
                 which = "" if percent == 50 else f", {percent}th percentile"
-                totals = f"{times.total(percent):.0f}", f"{first.total(percent):.0f}"
-                rows.append([f"{name}, {source}{which}", *totals, *cells, f"{python:.0f}"])
+                totals = [f"{times.total(percent):.0f}" for times in (found.all, found.first)]
+                totals.insert(1, found.at_fast_times(percent))
+                rows.append([f"{name}, {source}{which}", *totals, *cells, f"{found.python:.0f}"])
                 print(rows[-1], flush=True)
-        found = scene.session.violations()
-        if found and not stub:
-            raise SystemExit(f"{len(found)} violations, where nothing is wrong: {found[0]}")
+        wrong = scene.session.violations()
+        if wrong and not stub:
+            raise SystemExit(f"{len(wrong)} violations, where nothing is wrong: {wrong[0]}")
     where, command = (", launches left out", "--device none --write") if stub else ("", "--write")
     text = (
         f"## An engine's session, host time of a step{where}\n\n{report.environment(args.device)}. Microseconds, "
         f"medians of {steps} steps after {WARM_UP:g} s of them, whose first {min(steps, FIRST)} are shown as well, and "
-        f"on a GPU launches + copies; `Python`: a fixed piece of it, which tells how fast the host is; {REQUESTS} "
-        f"requests, {BLOCKS} blocks of {PAGE} "
+        "on a GPU launches + copies; `Python`: a fixed piece of it, which tells how fast the host is; `at fast times`: "
+        f"of the steps beside which it took at most {SLOWER:g} times its quickest tenth, and how many these are; "
+        f"{REQUESTS} requests, {BLOCKS} blocks of {PAGE} "
         f"slots handed out, shared or released in {args.calls} calls, {layers} layers, mode `{args.mode}`. No model "
         "runs. What the engine gives are lists of pages, lists of slots, tensors of the host, or of the device. "
         f"Command: `python tests/benchmarks/engine_step.py {command}`\n\n"
-        f"{report.table(['step', 'total', 'at first', *PARTS, 'Python'], rows)}"
+        f"{report.table(['step', 'total', 'at fast times', 'at first', *PARTS, 'Python'], rows)}"
     )
     print(text)
     if args.write:
