@@ -10,6 +10,8 @@ Seen on the versions of torch that pyproject.toml allows, or from the one that i
   own, or while it is disabled, and skips the same code from then on.
 * ``enter_exit_hooks`` of a compiled callable run around each of its calls, in whatever stance, compiled or not.  What
   was compiled is ``fn`` there.
+* A module with ``nn.Module``'s ``__call__``, and with neither hooks nor a ``forward`` of its own, is traced from its
+  class's ``forward`` on: Dynamo does not look at ``_compiled_call_impl``, which Python's call does, nor guards on it.
 * The function that compiles a frame, ``_compile``, has its backend in ``compiler_fn``, in wrappers.
 * The sizes that a code object has seen are in ``pgo.get_code_state()``, by which the next compilation decides which
   are dynamic; without ``automatic_dynamic_shapes`` they are kept there, too.
@@ -103,6 +105,41 @@ def behind_a_break(function: Callable[..., Any], why: str) -> Callable[..., Any]
     """``function`` as Dynamo does not trace it: it breaks the graph and calls it as it is."""
     disabled: Callable[..., Any] = torch.compiler.disable(function, reason=why)
     return disabled
+
+
+def traced_from_its_call(module: torch.nn.Module | type[torch.nn.Module]) -> types.MethodType | None:
+    """Let Dynamo trace a module, or those of a class, from ``__call__`` on, where ``_compiled_call_impl`` is looked at.
+
+    Without it a guarded module was taken into another backend's graph, and nobody got to know.
+
+    Returns:
+        Of a module, its class's ``forward``, which is now an attribute of its own.  Dynamo guards on whether a module
+        has one, so what it compiled for another instance, without a guard, is not taken for this one.  None if nothing
+        was changed: it has another one, or one that is not pickled by its name.
+    """
+    if isinstance(module, type):
+        if module.__call__ is torch.nn.Module.__call__:
+            module.__call__ = _call  # type: ignore[assignment]
+        return None
+    kind = type(module)
+    forward = inspect.getattr_static(kind, "forward", None)
+    if kind.__call__ is not torch.nn.Module.__call__ or "forward" in module.__dict__:
+        return None
+    if not isinstance(forward, types.FunctionType) or getattr(kind, forward.__name__, None) != forward:
+        return None
+    own = types.MethodType(forward, module)
+    module.__dict__["forward"] = own
+    return own
+
+
+def traced_as_usual(module: torch.nn.Module, own: types.MethodType | None) -> None:
+    """Undo :func:`traced_from_its_call` of a module, if nobody has given it another ``forward``."""
+    if own is not None and module.__dict__.get("forward") is own:
+        del module.__dict__["forward"]
+
+
+def _call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return torch.nn.Module.__call__(self, *args, **kwargs)  # which torch.fx replaces for as long as it traces
 
 
 def constant(function: Callable[[], bool]) -> Callable[[], bool]:

@@ -45,6 +45,7 @@ class GuardedCall:
         self._backend, self._options = backend, compile_options
         self._left_out = LeftOut(module, self.session)
         self._compiled = self._compile_with(compile_options)
+        self._forward = dynamo_calls.traced_from_its_call(module) if self.session.config.mode != "off" else None
         self._apart = dynamo_calls.behind_a_break(_call, _WHY_APART)
         dynamo_calls.constant(_inlined)
 
@@ -58,12 +59,24 @@ class GuardedCall:
         Raises:
             UnguardedForwardError: mode ``raise``, and Dynamo did not compile the forward.
         """
+        if torch.compiler.is_dynamo_compiling():
+            if self.session.config.mode != "off" and not _inlined():
+                return self._apart(self, *args, **kwargs)
+        elif self._forward is not None and self._forward.__func__ is not type(self._module).forward:
+            self._follow_the_class()
         return self._guard(self._compiled, args, kwargs)
+
+    def _follow_the_class(self) -> None:
+        """The class of the module was given another ``forward``."""
+        self.traced_as_usual()
+        self._forward = dynamo_calls.traced_from_its_call(self._module)
+
+    def traced_as_usual(self) -> None:
+        """Leave no trace in the module: it is no longer guarded."""
+        dynamo_calls.traced_as_usual(self._module, self._forward)
 
     def _guard(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's call through ``compiled``."""
-        if torch.compiler.is_dynamo_compiling() and self.session.config.mode != "off" and not _inlined():
-            return self._apart(self, *args, **kwargs)
         if dynamo_calls.tracing_here() or self.session.config.mode == "off":
             return self._module._call_impl(*args, **kwargs)
         obstacle = dynamo_calls.obstacle()
@@ -141,12 +154,18 @@ class _ClassHook:
     leaves out: it holds its module, so any other place would keep both alive.
     """
 
-    def __init__(self, config: CanaryConfig | None, compile_options: dict[str, Any]):
+    def __init__(self, config: CanaryConfig, compile_options: dict[str, Any]):
         self._config, self._options = config, compile_options
+        # its locks are nothing for Dynamo
+        self._made: Callable[[nn.Module], GuardedCall] = dynamo_calls.behind_a_break(self._make, _WHY_APART)
+        dynamo_calls.constant(_inlined)
 
     def __get__(self, instance: nn.Module | None, owner: type) -> GuardedCall | None:
-        if instance is None:
+        if instance is None or (torch.compiler.is_dynamo_compiling() and (self._config.mode == "off" or _inlined())):
             return None
+        return self._made(instance)
+
+    def _make(self, instance: nn.Module) -> GuardedCall:
         call = GuardedCall(instance, CanaryBackend(self._config), self._options)
         instance.__dict__["_compiled_call_impl"] = call
         return call
@@ -172,10 +191,9 @@ def protect(target: Any = None, **settings: Any) -> Any:
     place and returned; a copy of it is unguarded until it is protected itself, while copies of an
     instance of a protected class are protected.
 
-    The guard stays if the module is compiled again: ``module.compile(...)`` changes nothing, and
-    ``torch.compile(module, backend=...)`` breaks its graph around the module, unless its backend is the canary's.  A
-    protected part of a bigger model is traced into that model's graph, and guarded if the bigger one's backend is:
-    protect what you call, or compile it with ``backend="kvcanary"``.
+    The guard stays if the module is compiled again: ``module.compile(...)`` changes nothing, and the graph of another
+    backend breaks around the module, be it compiled itself, called in a function, or part of a bigger model.  A graph
+    that the canary compiles takes the module in.
 
     Args:
         target: an ``nn.Module`` class or instance; None when settings are given to the decorator.
@@ -205,6 +223,8 @@ def _protect(target: Any, config: CanaryConfig, compile_options: dict[str, Any])
     if isinstance(target, type) and issubclass(target, nn.Module):
         target.compile = _keeping_the_guard(target.compile)  # type: ignore[method-assign]
         target._compiled_call_impl = _ClassHook(config, compile_options)  # type: ignore[assignment]
+        if config.mode != "off":
+            dynamo_calls.traced_from_its_call(target)
         return target
     if isinstance(target, nn.Module):
         # nn.Module keeps this attribute out of pickles and state dicts

@@ -329,6 +329,32 @@ def test_a_static_cache_of_the_users_own_and_the_chunks_of_a_prefill_are_guarded
     assert stats.recorded == 4 * 2 * (9 + NEW - 1)
 
 
+def test_a_decode_step_that_another_backend_compiles_is_guarded():
+    """As a loop of one's own is compiled: the step, the sampling behind it, and the model within, all at once."""
+    plain = tiny.build("llama")
+    model = huggingface.protect(copy.deepcopy(plain), mode="log")
+    ids = tiny.prompt(plain, 1, PROMPT)
+
+    @torch.compile(backend="eager")
+    def decode(model, token, position, cache):
+        return model(token, position_ids=position, **{cache_name(model): cache}).logits[:, -1:].argmax(-1)
+
+    def run(model):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+        found = []
+        with torch.no_grad():
+            for at in range(PROMPT):
+                found.append(decode(model, ids[:, at : at + 1], torch.tensor([[at]], device=ids.device), cache))
+                if at == PROMPT - 2:
+                    yield torch.cat(found)
+                    cache.layers[1].keys.data[0, 0, 2, 3] += 1
+
+    tokens = [list(run(one)) for one in (plain, model)]  # what was compiled for the one is not taken for the other
+    assert torch.equal(tokens[0][0], tokens[1][0])
+    (found,) = {v.slot for v in kvcanary_fx.session_of(model).violations() if v.check == "content"}
+    assert found == 2
+
+
 def test_a_dynamic_cache_is_said_to_be_unguarded():
     model = huggingface.protect(tiny.build("llama"), inner="eager")
     ids = tiny.prompt(model, 1, PROMPT)

@@ -199,6 +199,95 @@ def test_a_guarded_module_that_is_compiled_again_stays_guarded(kind, caplog):
         run(model, 1, 4)
 
 
+class Bigger(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, pos):
+        return self.inner(x, pos) * 2
+
+
+def in_a_function(model):
+    return torch.compile(lambda x, pos: model(x, pos) * 2, backend="eager")
+
+
+def in_a_bigger_model(model):
+    return torch.compile(Bigger(model), backend="eager")
+
+
+def in_a_model_that_compiles_itself(model):
+    bigger = Bigger(model)
+    bigger.compile(backend="eager")
+    return bigger
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda: protect(Plain(), inner="eager", dynamic=False), Guarded], ids=["one", "class"]
+)
+@pytest.mark.parametrize("way", [in_a_function, in_a_bigger_model, in_a_model_that_compiles_itself])
+def test_a_guarded_module_stays_guarded_in_what_another_backend_compiles(way, kind):
+    """Dynamo traces a module without hooks from its forward on, and does not ask who compiles its calls."""
+    model, plain = kind(), Plain()
+    plain.load_state_dict(model.state_dict())
+    compiled = way(model)
+    assert torch.equal(run(compiled), run(Bigger(plain)))
+    assert session_of(model).stats().steps == 3
+    corrupt(model)
+    with pytest.raises(KVCacheViolation):
+        run(compiled, 1, 3)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda **settings: protect(Plain(), **settings),
+        lambda **settings: protect(type("Decorated", (Plain,), {}), **settings)(),
+    ],
+    ids=["one", "class"],
+)
+def test_a_module_without_a_guard_and_one_in_a_guarded_graph_are_taken_in(kind):
+    off = kind(inner="eager", mode="off")
+    run(torch.compile(lambda x, pos: off(x, pos) * 2, backend="eager", fullgraph=True))
+    guarded = kind(inner="eager")
+    backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(inner="eager"))
+    run(torch.compile(lambda x, pos: guarded(x, pos) * 2, backend=backend, fullgraph=True))
+    assert backend.session.stats().steps == 3
+
+
+def test_code_that_was_compiled_for_an_instance_without_a_guard_is_not_taken_for_one_with_it():
+    """As where one decode function runs a model and its guarded twin, or a model that is put under guard later."""
+    plain, model = Plain(), protect(Plain(), inner="eager", dynamic=False)
+    decode = torch.compile(lambda model, x, pos: model(x, pos) * 2, backend="eager")
+    for one in (plain, model):
+        run(lambda x, pos, one=one: decode(one, x, pos))
+    assert session_of(model).stats().steps == 3
+    protect(plain, inner="eager", dynamic=False)
+    run(lambda x, pos: decode(plain, x, pos), 1, 3)
+    assert session_of(plain).stats().steps == 1
+
+
+def test_a_forward_that_the_class_is_given_later_is_called():
+    kind = type("Patched", (Plain,), {"forward": lambda self, x, pos: Plain.forward(self, x, pos)})
+    kind.forward.__name__ = "forward"
+    plain = kind()
+    model = protect(copy.deepcopy(plain), inner="eager")
+    assert torch.equal(run(model), run(plain))
+    kind.forward = lambda self, x, pos: Plain.forward(self, x, pos) + 1
+    assert torch.equal(run(model, 1, 3), run(plain, 1, 3))
+    assert session_of(model).stats().steps == 4
+
+
+def test_a_forward_that_an_instance_is_given_is_called_and_stays():
+    plain = Plain()
+    model = protect(copy.deepcopy(plain), inner="eager")
+    assert torch.equal(run(model), run(plain))
+    for one in (plain, model):
+        one.forward = mine = lambda x, pos, one=one: Plain.forward(one, x, pos) + 1
+    assert torch.equal(run(model, 1, 3), run(plain, 1, 3))
+    assert model.forward is mine
+
+
 def test_a_guarded_module_in_a_graph_without_breaks_names_the_way_out():
     model = protect(Plain(), inner="eager")
     with pytest.raises(Unsupported, match="compile it with backend='kvcanary', or without fullgraph=True"):

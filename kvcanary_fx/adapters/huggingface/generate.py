@@ -286,6 +286,7 @@ def attach(
 def unprotect(model: Any) -> Any:
     """Remove the guard from a model; returns the model."""
     if isinstance(model._compiled_call_impl, Protection):
+        model._compiled_call_impl.traced_as_usual()
         model._compiled_call_impl = None
         for name in _WRAPPED:
             unhook(model, name)
