@@ -113,9 +113,9 @@ def traced_from_its_call(module: torch.nn.Module | type[torch.nn.Module]) -> typ
     Without it a guarded module was taken into another backend's graph, and nobody got to know.
 
     Returns:
-        Of a module, its class's ``forward``, which is now an attribute of its own.  Dynamo guards on whether a module
-        has one, so what it compiled for another instance, without a guard, is not taken for this one.  None if nothing
-        was changed: it has another one, or one that is not pickled by its name.
+        Of a module, its class's ``forward``, which is now an attribute of its own; copies and pickles do not have it.
+        Dynamo guards on whether a module has one, so what it compiled for another instance, without a guard, is not
+        taken for this one.  None if nothing was changed: it has one already.
     """
     if isinstance(module, type):
         if module.__call__ is torch.nn.Module.__call__:
@@ -125,17 +125,27 @@ def traced_from_its_call(module: torch.nn.Module | type[torch.nn.Module]) -> typ
     forward = inspect.getattr_static(kind, "forward", None)
     if kind.__call__ is not torch.nn.Module.__call__ or "forward" in module.__dict__:
         return None
-    if not isinstance(forward, types.FunctionType) or getattr(kind, forward.__name__, None) != forward:
+    if not isinstance(forward, types.FunctionType):
         return None
     own = types.MethodType(forward, module)
-    module.__dict__["forward"] = own
+
+    def state() -> Any:
+        """What a copy has: the method is bound to this module."""
+        found: Any = kind.__getstate__(module)
+        if not isinstance(found, dict):
+            return found
+        return {name: value for name, value in found.items() if value is not own and value is not state}
+
+    module.__dict__.update(forward=own, __getstate__=state)
     return own
 
 
 def traced_as_usual(module: torch.nn.Module, own: types.MethodType | None) -> None:
     """Undo :func:`traced_from_its_call` of a module, if nobody has given it another ``forward``."""
-    if own is not None and module.__dict__.get("forward") is own:
-        del module.__dict__["forward"]
+    if own is not None:
+        module.__dict__.pop("__getstate__", None)
+        if module.__dict__.get("forward") is own:
+            del module.__dict__["forward"]
 
 
 def _call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -267,6 +267,18 @@ def test_code_that_was_compiled_for_an_instance_without_a_guard_is_not_taken_for
     assert session_of(plain).stats().steps == 1
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "deepcopy", "pickle"]
+)
+def test_a_copy_of_a_guarded_instance_runs_itself(copied):
+    model, plain = protect(Plain(), inner="eager"), Plain()
+    twin = copied(model)
+    assert vars(twin).keys() == vars(plain).keys()
+    twin.lin, twin.k_cache, twin.v_cache = plain.lin, torch.zeros(1, 16, 8), torch.zeros(1, 16, 8)
+    assert torch.equal(run(twin), run(plain))
+    assert session_of(model).calls == 0
+
+
 def test_a_forward_that_the_class_is_given_later_is_called():
     kind = type("Patched", (Plain,), {"forward": lambda self, x, pos: Plain.forward(self, x, pos)})
     kind.forward.__name__ = "forward"
