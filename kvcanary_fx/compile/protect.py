@@ -156,14 +156,14 @@ class _ClassHook:
 
     def __init__(self, config: CanaryConfig, compile_options: dict[str, Any]):
         self._config, self._options = config, compile_options
-        # its locks are nothing for Dynamo
-        self._made: Callable[[nn.Module], GuardedCall] = dynamo_calls.behind_a_break(self._make, _WHY_APART)
+        # Dynamo cannot trace the locks that it makes
+        self._make_apart: Callable[[nn.Module], GuardedCall] = dynamo_calls.behind_a_break(self._make, _WHY_APART)
         dynamo_calls.constant(_inlined)
 
     def __get__(self, instance: nn.Module | None, owner: type) -> GuardedCall | None:
         if instance is None or (torch.compiler.is_dynamo_compiling() and (self._config.mode == "off" or _inlined())):
             return None
-        return self._made(instance)
+        return self._make_apart(instance)
 
     def _make(self, instance: nn.Module) -> GuardedCall:
         call = GuardedCall(instance, CanaryBackend(self._config), self._options)

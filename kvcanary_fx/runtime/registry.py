@@ -128,7 +128,7 @@ class PoolRegistry:
 
     Args:
         planes: of a digest.
-        unseen: no session's, so that its halves are in no other session's way, nor those in its own.
+        unseen: it belongs to no session: other registries do not see its halves, and it does not look for theirs.
     """
 
     _all: weakref.WeakSet[PoolRegistry] = weakref.WeakSet()  # of the process

@@ -3,8 +3,9 @@
     PYTHONPATH=. python tests/benchmarks/goals.py [--only TEXT ...] [--seconds 1800] [--logs DIR]
     python tests/benchmarks/goals.py --list
 
-Each benchmark has a GPU and a share of the hardware threads for itself, and the longest begin first: two hours of one
-GPU, half an hour of four.  What is not done when the time is up is told as such, and what it printed until then counts.
+Each benchmark has a GPU and a share of the hardware threads for itself, and the longest begin first: more than an
+hour of one GPU, twenty minutes of four.  What is not done when the time is up is told as such, and what it printed
+until then counts.
 The goals are those of the table at the top of BENCHMARKS.md that need no engine; vLLM's have scripts of their own.
 Each output goes to a file, and the last lines are a table.
 """
@@ -18,6 +19,7 @@ import os
 import queue
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -68,11 +70,14 @@ class Benchmark:
         script, *arguments = words(self.command)
         env = dict(os.environ, CUDA_VISIBLE_DEVICES=str(gpu))
         command = [sys.executable, str(HERE / script), *arguments]
-        with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env) as process:
+        with (
+            log.open("w") as out,
+            subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True) as process,
+        ):
             try:
                 self.status = process.wait(max(0.0, seconds))
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # and the processes that a benchmark starts
         self.figures = list(self.read(log.read_text(errors="replace")))
 
 

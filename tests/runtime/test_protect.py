@@ -307,15 +307,7 @@ def test_a_guarded_module_in_a_graph_without_breaks_names_the_way_out():
 
 
 def test_a_guarded_module_is_part_of_a_guarded_graph():
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = protect(Plain(), inner="eager")
-
-        def forward(self, x, pos):
-            return self.inner(x, pos) * 2
-
-    for outer in (Outer(), protect(Plain(), inner="eager")):
+    for outer in (Bigger(protect(Plain(), inner="eager")), protect(Plain(), inner="eager")):
         backend = kvcanary_fx.CanaryBackend(kvcanary_fx.CanaryConfig(inner="eager"))
         run(torch.compile(outer, backend=backend, fullgraph=True))
         assert backend.session.stats().steps == 3
