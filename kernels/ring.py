@@ -81,8 +81,7 @@ class Control:
         box = bell = None
         words = torch.zeros(len(Word), dtype=torch.int64, device=device)
         if device.type == "cuda":  # on the host, also where a user has made the GPU the default device
-            box = torch.zeros(len(Ring) + 1, dtype=torch.int64, device="cpu", pin_memory=True)
-            box[Ring.POSITION], box[Ring.FORWARD] = UNKNOWN, -1
+            box = cls.black_box(pinned=True)
             bell = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
             words[Word.BELL] = bell.data_ptr()
         words[Word.FORWARD] = -1
@@ -94,6 +93,13 @@ class Control:
             blackbox=box,
             bell=bell,
         )
+
+    @staticmethod
+    def black_box(pinned: bool) -> torch.Tensor:
+        """int64 ``[len(Ring) + 1]`` on the host, a row that says nothing yet, and whether it does."""
+        box = torch.zeros(len(Ring) + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        box[Ring.POSITION], box[Ring.FORWARD] = UNKNOWN, -1
+        return box
 
     @property
     def flag(self) -> torch.Tensor:

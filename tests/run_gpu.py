@@ -3,8 +3,8 @@
     PYTHONPATH=. python tests/run_gpu.py [--logs DIR] [--only TEXT] [--marked] [--no-benchmarks]
 
 The tests marked ``gpu``, the rest of the suite on this machine's torch (not with ``--marked``), and the examples under
-Inductor, ``mode="reduce-overhead"`` and manual capture, side by side; then the benchmarks, one at a time.  Each job's
-output goes to a file, and of a job that fails the tests that did, and why, are printed.
+Inductor, ``mode="reduce-overhead"`` and manual capture, side by side, on all GPUs of the machine; then the benchmarks,
+one at a time.  Each job's output goes to a file, and of a job that fails the tests that did, and why, are printed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import concurrent.futures
 import importlib.util
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -45,12 +46,16 @@ class Job:
     status: int = -1
     last_line: str = ""
 
-    def run(self, logs: Path, timeout: float) -> Job:
+    def run(self, logs: Path, timeout: float, places: queue.SimpleQueue[dict[str, str]] | None = None) -> Job:
+        """Run it, where there are ``places``, at one of them: the environment for a GPU."""
+        place = {} if places is None else places.get()
         started = time.perf_counter()
         log = logs / f"{self.name.replace(' ', '_').replace('/', '_')}.log"
-        env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(logs / "cache" / log.stem))
+        env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(logs / "cache" / log.stem), **place)
         with log.open("w") as out:
             self.status = status_of(self.command, timeout, stdout=out, stderr=subprocess.STDOUT, env=env)
+        if places is not None:
+            places.put(place)
         self.seconds = time.perf_counter() - started
         text = log.read_text(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -58,6 +63,28 @@ class Job:
         told = [f"{'ok  ' if self.status == 0 else 'FAIL'} {self.seconds:6.1f} s  {self.name}: {self.last_line}"]
         print("\n".join(told + ([] if self.status == 0 else why_failed(text))), flush=True)
         return self
+
+
+def places_for(workers: int, gpus: list[str]) -> queue.SimpleQueue[dict[str, str]] | None:
+    """A place for each of so many jobs at once, the GPUs in turn; None where there is one GPU, or none.
+
+    A job's own GPU is the first that it sees, and it sees the others, too: some tests need two.
+    """
+    if len(gpus) < 2:
+        return None
+    places: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+    for number in range(workers):
+        first = number % len(gpus)
+        places.put({"CUDA_VISIBLE_DEVICES": ",".join(gpus[first:] + gpus[:first])})
+    return places
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of the machine, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",") if named else [str(gpu) for gpu in range(torch.cuda.device_count())]
 
 
 def status_of(command: list[str], timeout: float, **arguments: Any) -> int:
@@ -102,7 +129,7 @@ def kernel_tests(pytest: list[str], parallel: list[str]) -> list[Job]:
 def jobs(marked: bool) -> list[Job]:
     python = sys.executable
     pytest = [python, "-m", "pytest", "-p", "no:cacheprovider", *(["-m", "gpu"] if marked else [])]
-    parallel = ["-n", "6"] if importlib.util.find_spec("xdist") else []
+    parallel = ["-n", str(max(6, (os.cpu_count() or 6) // 4))] if importlib.util.find_spec("xdist") else []
     plans = [python, "tests/kernels/random_plans.py", "--device", "cuda", "--kernels", "triton"]
     made = [
         *kernel_tests(pytest, parallel),
@@ -169,7 +196,8 @@ def main() -> int:
     if lacking:
         print(f"not installed: {', '.join(lacking)} (pip install -e '.[test]'); their tests fail, or run one by one")
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
-        done = list(pool.map(lambda job: job.run(args.logs, args.timeout), chosen))
+        places = places_for(args.workers, visible_gpus())
+        done = list(pool.map(lambda job: job.run(args.logs, args.timeout, places), chosen))
     done += [job.run(args.logs, args.timeout) for job in alone]
     failed = [job for job in done if job.status != 0]
     print(f"\n{len(done) - len(failed)} of {len(done)} jobs passed" + "".join(f"\n  failed: {j.name}" for j in failed))

@@ -29,9 +29,11 @@ from ..words import (
     PHASE_PRE,
     RING_CHECK,
     RING_COLUMNS,
+    RING_FORWARD,
     RING_FOUND,
     RING_HALF,
     RING_PHASE,
+    RING_POSITION,
     RING_SLOT,
     RING_STEP,
     RING_STORED,
@@ -42,6 +44,7 @@ from ..words import (
     UNKNOWN,
     WORD_BOXED,
     WORD_EVERY,
+    WORD_FORWARD,
     WORD_STEP,
     ZERO_STANDS_FOR,
 )
@@ -165,7 +168,7 @@ def put_into_box(box_ptr, words_ptr, outside, slot, raw, step, half, check, phas
     zero = tl.zeros_like(slot)
     before = tl.atomic_add(words_ptr + WORD_BOXED + zero, zero + 1, mask=outside, sem="relaxed")
     mine = outside & (before == 0)
-    for column in range(RING_COLUMNS):  # as in :func:`..triton_ring.append`
+    for column in range(RING_POSITION):  # as in :func:`..triton_ring.append`; where it lies and why stay unknown
         value = zero
         value = tl.where(column == RING_STEP, step, value)
         value = tl.where(column == RING_HALF, half, value)
@@ -175,6 +178,7 @@ def put_into_box(box_ptr, words_ptr, outside, slot, raw, step, half, check, phas
         value = tl.where(column == RING_STORED, raw, value)
         value = tl.where(column == RING_FOUND, slot, value)
         tl.store(box_ptr + column + zero, value, mask=mine)
+    tl.store(box_ptr + RING_FORWARD + zero, tl.load(words_ptr + WORD_FORWARD) + zero, mask=mine)
     tl.store(box_ptr + RING_COLUMNS + zero, zero + 1, mask=mine)
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from ..kernels.checks import CHECKS, Check, Phase
 from ..kernels.ring import UNKNOWN, Control, Ring, Word
 from ..reports.violation import HalfInfo, Violation, decode
 from .adoption import Verdict, judge
 from .registry import PoolRegistry
+
+#: The place of each check's rows in a report.
+_PLACES = {int(check): CHECKS[str(check.name).lower()].place for check in Check}
 
 #: A cache that was dropped before its violations were read.
 _GONE = HalfInfo(-1, "?", "?", "a cache that is gone", None, 1)
@@ -33,7 +39,37 @@ def take_judged(control: Control, registry: PoolRegistry) -> tuple[Verdict, int]
     """The rows in a ring, sorted, and how many checks failed, those included whose rows found the ring full."""
     rows, total = take_rows(control)
     verdict = judge(rows, registry, control.stamps, lost=total - len(rows))
+    verdict.violations = list(in_order(verdict.violations))
     return verdict, total - verdict.adopted_fingerprints
+
+
+def in_order(rows: Iterable[Sequence[int]]) -> Iterator[Sequence[int]]:
+    """Rows in the order of their slots where the device has none.
+
+    The programs of a launch, and launches beside each other, append their rows as they come: of three slots that a
+    wrong stride missed, a GPU told the first one first in one run and the second in the next.  So those before or after
+    the writes of a forward that follow each other are sorted: causes first, then by layer and half, position and slot.
+    An allocator's calls and the slices of a sweep come one after the other, and stay so.
+    """
+    for (_, _, phase), found in itertools.groupby(rows, _found_together):
+        together = list(found)
+        if phase in (Phase.PRE, Phase.POST):
+            together.sort(key=_place)
+        yield from together
+
+
+def _found_together(row: Sequence[int]) -> tuple[int, int, int]:
+    return row[Ring.STEP], row[Ring.FORWARD], row[Ring.PHASE]
+
+
+def _place(row: Sequence[int]) -> tuple[int, ...]:
+    return _first_place(row[Ring.CHECK]), row[Ring.HALF], row[Ring.POSITION], row[Ring.SLOT]
+
+
+@functools.cache
+def _first_place(failed: int) -> int:
+    """The place of the first of the checks that failed for one slot, a bit each."""
+    return min((place for bit, place in _PLACES.items() if failed & bit), default=len(_PLACES))
 
 
 def decode_row(row: Sequence[int], registry: PoolRegistry) -> Violation:

@@ -27,7 +27,7 @@ from kvcanary_fx.kernels.content import (
     naive as reference,
 )
 from kvcanary_fx.kernels.content.digest import MASK32, as_int32, coefficient, mixed
-from kvcanary_fx.kernels.ring import Ring, Word
+from kvcanary_fx.kernels.ring import UNKNOWN, Control, Ring, Word
 from kvcanary_fx.kernels.slots.space import Column, SlotSpace
 from kvcanary_fx.kernels.writes.layout import SlotLayout
 
@@ -167,15 +167,18 @@ def test_interpreted_triton_puts_the_first_index_outside_into_the_black_box():
     scene = random_scene(3).to(device)
     scene.site = dataclasses.replace(scene.site, checks=ALL_CHECKS)
     control = scene.site.control
-    control.blackbox = torch.zeros(len(Ring) + 1, dtype=torch.int64, pin_memory=device == "cuda")
+    control.blackbox = Control.black_box(pinned=device == "cuda")
+    control.words[Word.STEP], control.words[Word.FORWARD] = 7, 3 << 32 | 1
     for raw in ([0, 100], [101, 102]):
         given = torch.tensor(raw, device=device)
         slots = torch.where(given == 0, 0, -1)
         gpu.check_plan(scene.site, slots, given, 0, Phase.PRE)
     if device == "cuda":
         torch.cuda.synchronize()
-    columns = [Ring.HALF, Ring.CHECK, Ring.SLOT, Ring.STORED, Ring.FOUND, -1]
-    assert control.blackbox[columns].tolist() == [scene.site.half_id, Check.BOUNDS, -1, 100, -1, 1]
+    columns = [Ring.STEP, Ring.HALF, Ring.CHECK, Ring.SLOT, Ring.STORED, Ring.FOUND, -1]
+    assert control.blackbox[columns].tolist() == [7, scene.site.half_id, Check.BOUNDS, -1, 100, -1, 1]
+    # which of the engine's forwards it was is known, and where the token is in its request is not
+    assert control.blackbox[[Ring.FORWARD, Ring.POSITION]].tolist() == [3 << 32 | 1, UNKNOWN]
 
 
 @pytest.mark.parametrize("form", ["alike", "of other strides", "of another width", "alone"])

@@ -211,7 +211,8 @@ def test_the_launch_before_a_write_puts_the_first_index_outside_into_the_black_b
     for scene in layer.scenes:
         scene.site = dataclasses.replace(scene.site, checks=ALL_CHECKS, space=None)
     site = layer.scenes[0].site
-    site.control.blackbox = torch.zeros(len(Ring) + 1, dtype=torch.int64, pin_memory=DEVICE.type == "cuda")
+    site.control.blackbox = Control.black_box(pinned=DEVICE.type == "cuda")
+    site.control.words[Word.FORWARD] = -1  # there is no engine
     outside = site.layout.slots + 9
     plan = WritePlan((Selector(Select.FLAT),), 3, True, False, False, False)
     value = torch.zeros(2, *site.layout.row_shape, dtype=site.layout.dtype)
@@ -220,6 +221,7 @@ def test_the_launch_before_a_write_puts_the_first_index_outside_into_the_black_b
         assert layer.step(write, random.Random(0))[0]
     columns = [Ring.HALF, Ring.CHECK, Ring.STORED, -1]
     assert site.control.blackbox[columns].tolist() == [site.half_id, Check.BOUNDS, outside, 1]
+    assert site.control.blackbox[[Ring.FORWARD, Ring.POSITION]].tolist() == [-1, UNKNOWN]
 
 
 class Decoding:

@@ -59,3 +59,19 @@ def test_a_job_that_passes_is_one_line(tmp_path, capsys):
     assert run_gpu.Job("it", [sys.executable, "-c", "print('done')"]).run(tmp_path, timeout=60).status == 0
     assert capsys.readouterr().out.strip().endswith("it: done")
     assert run_gpu.why_failed("") == []
+
+
+def test_jobs_side_by_side_begin_on_all_gpus_and_see_the_others(tmp_path, capsys):
+    places = run_gpu.places_for(3, ["0", "5"])
+    own = [places.get() for _ in range(3)]
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in own] == ["0,5", "5,0", "0,5"]
+    places.put(own[1])
+    told = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
+    for _ in range(2):  # the place is free again when its job has ended
+        assert run_gpu.Job("it", told).run(tmp_path, 60, places).last_line == "5,0"
+    capsys.readouterr()
+
+
+def test_on_one_gpu_a_job_sees_what_it_always_did():
+    assert run_gpu.places_for(3, ["0"]) is None
+    assert run_gpu.places_for(3, []) is None

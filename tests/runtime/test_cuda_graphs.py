@@ -302,10 +302,12 @@ with torch.no_grad():
         run(pool, torch.ones(2, 2, 4, device="cuda"), torch.tensor([3, 8], device="cuda"))
     except kvcanary_fx.KVCacheViolation as e:
         print("REPORTED", e.violations[0].line())
+        print("IN STEP", e.violations[0].step, "AT", e.violations[0].position)
 """
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert "REPORTED kvcanary.violation check=bounds" in out.stdout, out.stdout + out.stderr[-2000:]
     assert "stored=8 found=-1" in out.stdout
+    assert "IN STEP 2 AT None" in out.stdout
 
 
 def test_pools_on_two_devices():
