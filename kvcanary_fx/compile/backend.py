@@ -21,10 +21,10 @@ from ..passes.functional_cache import REPLACED, WRAPPED
 from ..passes.graph_plan import GraphPlan
 from ..passes.pipeline import passes, run_passes
 from ..runtime.session import CanarySession
+from ..runtime.stack_room import with_stack_room
 from . import coverage
 from .cache_names import begin_with_dynamo, computing_names
 from .rehearsal import rehearse
-from .stack_room import with_stack_room
 
 _SESSIONS: dict[tuple[object, ...], CanarySession] = {}
 _LOCK = threading.Lock()

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 import kvcanary_fx
-from kvcanary_fx.compile.stack_room import CLAIMED, with_stack_room
+from kvcanary_fx.runtime.stack_room import CLAIMED, with_stack_room
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="frames are not kept in pieces")
 

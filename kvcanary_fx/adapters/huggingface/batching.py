@@ -23,6 +23,7 @@ from ...engine.session import EngineSession
 from ...errors import CanaryError, UnguardedForwardError
 from ...install import install_canary
 from ...kernels.held import Held
+from ...runtime.stack_room import with_stack_room
 from ..hooks import Parameter, hook
 from . import paged_cache
 from .groups import Group
@@ -50,6 +51,8 @@ class GuardedManager:
         self._processor: GuardedProcessor | None = None
         _turn_off_what_hides_slots(manager.continuous_batching_config)
         hook(manager, "_create_batch_processor", self._create)
+        if hasattr(manager, "_run_generation_loop"):
+            hook(manager, "_run_generation_loop", self._run)
 
     @property
     def of(self) -> Any:
@@ -67,6 +70,10 @@ class GuardedManager:
                 processor, self._manager.model, self._config, self._install, self._before
             )
         return processor
+
+    def _run(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """The loop of the manager's thread, whose steps call each layer of the model."""
+        with_stack_room(original)(*args, **kwargs)
 
     def raise_what_ended_it(self) -> None:
         """Raise the violation that ended the manager's loop: transformers only keeps its text in the requests' results.

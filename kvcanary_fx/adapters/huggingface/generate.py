@@ -18,6 +18,7 @@ from ...compile.protect import GuardedCall
 from ...config import CanaryConfig
 from ...engine.session import EngineSession
 from ...passes import dynamo_calls
+from ...runtime.stack_room import with_stack_room
 from ..hooks import hook, unhook
 from .batching import GuardedManager
 from .caches import (
@@ -192,7 +193,7 @@ class Protection(GuardedCall):
         late, forwards = kwargs.get("streamer") is None, self._forwards
         try:
             with self._kept.around(), self.session.deferring() if late else contextlib.nullcontext():
-                generated = original(*args, **kwargs)
+                generated = with_stack_room(original)(*args, **kwargs)
             if self._config.mode == "log":
                 self.session.look()
             if self._forwards == forwards:
