@@ -4,8 +4,8 @@ CPython (since 3.11) keeps the frames of Python functions in pieces of 16 KiB.  
 takes a new one from the system and gives it back when it returns: 7 us and more, in place of 0.05.  Which call that is
 depends on how deep the stack is.  Where it was one that Inductor's scheduler makes for each pair of kernels, a model of
 32 layers took it 12 s; with room it takes 4 at any depth (torch 2.11, Python 3.11, a CPU core).
-A guarded step of transformers' ``generate`` had 0 to 72 page faults by this, depending on how deep its caller was (without
-the canary 0 to 13); with room it has none (a tiny Llama, Python 3.11).
+A guarded step of transformers' ``generate`` had 0 to 72 page faults by this, depending on how deep its caller was
+(without the canary 0 to 13); with room it has none (a tiny Llama, Python 3.11).
 
 A piece is as large as the frame that it is taken for, rounded up to a power of two.  So a function that claims a frame
 of a little over half a mebibyte leaves a little under half a mebibyte behind it, which is more than a compilation
