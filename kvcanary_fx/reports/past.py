@@ -97,7 +97,9 @@ class SlotHistory:
             yield self.written.told(), ()
         if self.earlier:
             yield ("an earlier event" if self.earlier == 1 else f"{self.earlier} earlier events"), ()
-        yield from ((event.told(), event.stack[1:]) for event in self.events)
+        for before, event in zip((None, *self.events), self.events, strict=False):
+            if event.kind != "forget" or event != before:  # forgotten twice is forgotten; freed twice is a bug
+                yield event.told(), event.stack[1:]
         if self.reads:
             yield self._read(), ()
 

@@ -195,6 +195,19 @@ def test_without_a_history_reports_are_as_before_and_nothing_is_allocated():
     assert "history:" not in toy.found()[0].explain()
 
 
+def test_what_was_forgotten_twice_in_a_step_is_told_once_and_what_was_freed_twice_is_not():
+    """A block that a connector is about to fill is forgotten where that is said, and where its tokens are."""
+    toy = Toy()
+    toy.add("alice", range(1, 9))
+    toy.run({"alice": [2, 3]})
+    for _ in range(2):
+        toy.pool.forget([2])
+        toy.pool.release([3], owner="alice")
+    forgotten, freed = toy.pool.calls.histories([2, 3])
+    assert forgotten.told().count("forgotten") == 1
+    assert freed.told().count("released") == 2
+
+
 def test_only_the_last_distinct_stacks_are_kept():
     stacks = CallStacks(2)
 
