@@ -6,7 +6,7 @@ import pytest
 
 from fuzz.run import run_seed
 
-EACH = 36
+EACH = 24
 
 
 @pytest.mark.parametrize("first", range(0, 6 * EACH, EACH))
