@@ -177,6 +177,7 @@ class Pace:
         # what is called, by the calls that :meth:`passes` lets through
         self._passing: Tour | None = None
         self._passing_key: Hashable = None
+        self._passing_thread = 0
         self._may_pass = self._pass = 0  # so many of them, and how many of these are left
         self._alike = 0.0, 0.0  # with as much stored
         self._trio: _Trio | None = None
@@ -218,6 +219,8 @@ class Pace:
         """``run`` of a session, measured now and then."""
 
         def paced(binding: GraphBinding, compiled: Callable[..., Any], args: Any) -> T:
+            if self._pass and threading.get_ident() == self._passing_thread and self.passes(id(binding), 0):
+                return run(binding, compiled, args)
             plan = binding.plan
             sample = self.begin(id(binding), plan.devices[0], plan.ops)
             if sample is None:
@@ -268,7 +271,7 @@ class Pace:
         """Whether a call begins that nothing is to be done for: it is counted.
 
         Most calls are such.  There are no locks and few other objects in it: a decode step of a small model waits for
-        the host.  Not for what several threads call.
+        the host.  Not for what several threads call: of calls that another thread's interrupt, some are not counted.
 
         Args:
             key, stored: as of :meth:`begin`.
@@ -328,6 +331,7 @@ class Pace:
     def _let_pass(self, key: Hashable, tour: Tour) -> None:
         """Let the calls until the next reading through, if they are like this one."""
         self._passing_key, self._passing, self._may_pass = key, tour, self._wait - 1
+        self._passing_thread = threading.get_ident()
         self._pass = self._may_pass
         near = SLIGHTLY * self._chosen_for
         self._alike = self._chosen_for - near, self._chosen_for + near

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -314,6 +315,37 @@ def test_another_graph_in_between_does_not_compare_more(monkeypatch):
         graph.call(graph.binding, graph._model, ())
         seen = graph.call(other, lambda: graph.every, ())
         assert seen == graph.pace.every or graph.pace._trio.key == id(other)
+
+
+def test_calls_that_pass_are_counted_and_measured_as_others(monkeypatch):
+    looked_at, begin = [], Pace.begin
+    monkeypatch.setattr(Pace, "begin", lambda pace, *given: looked_at.append(given) or begin(pace, *given))
+    seen, looks = {}, {}
+    for passes in (True, False):
+        graph = Graph(monkeypatch)
+        if not passes:
+            monkeypatch.setattr(graph.pace, "passes", lambda key, stored: False)
+        looked_at.clear()
+        told = []
+        for _ in range(40):
+            graph.run(100)
+            told.append((graph.every, graph.pace.every, graph.pace.unseen(), graph.pace._longest().calls))
+        seen[passes], looks[passes] = told, len(looked_at)
+    assert seen[True] == seen[False]
+    assert looks[False] == 4000
+    assert looks[True] < 800
+
+
+def test_calls_of_another_thread_are_looked_at(monkeypatch):
+    graph = Graph(monkeypatch)
+    graph.run(400)
+    assert graph.pace._pass
+    looked_at, begin = [], Pace.begin
+    monkeypatch.setattr(Pace, "begin", lambda pace, *given: looked_at.append(given) or begin(pace, *given))
+    other = threading.Thread(target=graph.run, args=(1,))
+    other.start()
+    other.join()
+    assert len(looked_at) == 1
 
 
 def test_what_had_no_turn_when_a_sequence_ends_is_said(monkeypatch):
