@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from ..kernels.checks import CHECKS, Check, Phase
+from ..kernels.checks import Phase
 from ..kernels.ring import UNKNOWN, Control, Ring, Word
 from ..reports.violation import HalfInfo, Violation, decode
 from .adoption import Verdict, judge
 from .registry import PoolRegistry
-
-#: The place of each check's rows in a report.
-_PLACES = {int(check): CHECKS[str(check.name).lower()].place for check in Check}
 
 #: A cache that was dropped before its violations were read.
 _GONE = HalfInfo(-1, "?", "?", "a cache that is gone", None, 1)
@@ -46,30 +42,29 @@ def take_judged(control: Control, registry: PoolRegistry) -> tuple[Verdict, int]
 def in_order(rows: Iterable[Sequence[int]]) -> Iterator[Sequence[int]]:
     """Rows in the order of their slots where the device has none.
 
-    The programs of a launch, and launches beside each other, append their rows as they come: of three slots that a
-    wrong stride missed, a GPU told the first one first in one run and the second in the next.  So those before or after
-    the writes of a forward that follow each other are sorted: causes first, then by layer and half, position and slot.
-    An allocator's calls and the slices of a sweep come one after the other, and stay so.
+    The programs of a launch append their rows as they come: of three slots that a wrong stride missed, a GPU told the
+    first one first in one run and the second in the next.  So of those that follow each other, before or after the
+    writes of a forward, a request's that failed alike are told together, by layer and half, position and slot.  Which
+    of these is told first stays as it was, since launches do come one after the other, and so do an allocator's calls
+    and the slices of a sweep.
     """
     for (_, _, phase), found in itertools.groupby(rows, _found_together):
-        together = list(found)
-        if phase in (Phase.PRE, Phase.POST):
-            together.sort(key=_place)
-        yield from together
+        if phase not in (Phase.PRE, Phase.POST):
+            yield from found
+            continue
+        alike: dict[tuple[int, int, int], list[Sequence[int]]] = {}
+        for row in found:
+            alike.setdefault((row[Ring.CHECK], row[Ring.WHY], row[Ring.REQUEST]), []).append(row)
+        for same in alike.values():
+            yield from sorted(same, key=_place)
 
 
 def _found_together(row: Sequence[int]) -> tuple[int, int, int]:
     return row[Ring.STEP], row[Ring.FORWARD], row[Ring.PHASE]
 
 
-def _place(row: Sequence[int]) -> tuple[int, ...]:
-    return _first_place(row[Ring.CHECK]), row[Ring.HALF], row[Ring.POSITION], row[Ring.SLOT]
-
-
-@functools.cache
-def _first_place(failed: int) -> int:
-    """The place of the first of the checks that failed for one slot, a bit each."""
-    return min((place for bit, place in _PLACES.items() if failed & bit), default=len(_PLACES))
+def _place(row: Sequence[int]) -> tuple[int, int, int]:
+    return row[Ring.HALF], row[Ring.POSITION], row[Ring.SLOT]
 
 
 def decode_row(row: Sequence[int], registry: PoolRegistry) -> Violation:
