@@ -168,7 +168,7 @@ def put_into_box(box_ptr, words_ptr, outside, slot, raw, step, half, check, phas
     zero = tl.zeros_like(slot)
     before = tl.atomic_add(words_ptr + WORD_BOXED + zero, zero + 1, mask=outside, sem="relaxed")
     mine = outside & (before == 0)
-    for column in range(RING_POSITION):  # as in :func:`..triton_ring.append`; where it lies and why stay unknown
+    for column in range(RING_POSITION):  # as in :func:`..triton_ring.append`; position and reason stay unknown
         value = zero
         value = tl.where(column == RING_STEP, step, value)
         value = tl.where(column == RING_HALF, half, value)

@@ -40,13 +40,13 @@ def take_judged(control: Control, registry: PoolRegistry) -> tuple[Verdict, int]
 
 
 def in_order(rows: Iterable[Sequence[int]]) -> Iterator[Sequence[int]]:
-    """Rows in the order of their slots where the device has none.
+    """Rows of one launch in the order of their slots.
 
-    The programs of a launch append their rows as they come: of three slots that a wrong stride missed, a GPU told the
-    first one first in one run and the second in the next.  So of those that follow each other, before or after the
-    writes of a forward, a request's that failed alike are told together, by layer and half, position and slot.  Which
-    of these is told first stays as it was, since launches do come one after the other, and so do an allocator's calls
-    and the slices of a sweep.
+    The programs of a launch append their rows in any order: of three slots that a wrong stride missed, a GPU told the
+    first one first in one run and the second in the next.  So rows of one forward that follow each other, all before
+    or all after its writes, are grouped by check, reason and request, and each group is sorted by half, position and
+    slot.  The groups keep the order of their first rows, since launches come one after the other.  An allocator's
+    calls and the slices of a sweep also do, and are not sorted.
     """
     for (_, _, phase), found in itertools.groupby(rows, _found_together):
         if phase not in (Phase.PRE, Phase.POST):

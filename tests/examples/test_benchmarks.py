@@ -233,11 +233,11 @@ def test_shadow_of_small_pools_is_what_the_formula_says():
 
 
 def test_decode_steps_of_two_checkouts_take_turns_on_a_cpu():
-    small = ["--layers", "1", "--context", "16", "--rounds", "2", "--steps", "3", "--inner", "eager"]
+    small = ["--layers", "1", "2", "--context", "16", "--rounds", "2", "--steps", "3", "--inner", "eager"]
     done = run("cpu_decode.py", *small, "--before", str(BENCHMARKS.parents[1]), "--repeats", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = table(done.stdout)
-    assert [row[0] for row in rows] == ["1", "1"]
+    assert [row[0] for row in rows] == ["1", "1", "2", "2"]
     assert all(float(cell.removesuffix(" us").replace(",", "")) > 0 for row in rows for cell in (row[2], row[3]))
 
 
