@@ -220,6 +220,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="update the section in BENCHMARKS.md")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no GPU is visible: kernels are timed on one; cpu_decode.py is for a CPU")
     header = ["requests x stored + added", "walk", "walk and check_writes", "store", "violations"]
     copied = copy_speed()
     columns = ["requests x stored + added", "content check", "of 1/64", "record", "with operand"]

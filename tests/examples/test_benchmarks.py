@@ -527,3 +527,10 @@ def test_the_lab_of_vllms_host_says_what_it_needs_and_refuses_what_it_cannot_run
     assert (needs.returncode, odd.returncode) == (1, 2)
     assert "make .venv-vllm/installed" in needs.stderr
     assert "--layers 0: at least 1" in odd.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_kernels_are_not_timed_without_a_gpu():
+    done = run("kernels.py")
+    assert done.returncode == 2
+    assert "no GPU is visible: kernels are timed on one" in done.stderr
