@@ -95,6 +95,12 @@ def graph_name(gm: fx.GraphModule) -> str:
     return f"graph {compile_id if compile_id is not None else '?'}" + (f" ({place})" if place else "")
 
 
+def frame_number(gm: fx.GraphModule) -> int:
+    """Dynamo's number of the frame that a graph comes from: what follows a graph break has a higher one."""
+    number = getattr(gm.meta.get("dynamo_compile_id"), "frame_id", None)
+    return -1 if number is None else int(number)
+
+
 def source_frames(node: fx.Node) -> list[str]:
     """Where in the user's code a node comes from, the outermost function first: ``forward, model.py:12``."""
     trace = node.meta.get("stack_trace") or ""

@@ -132,6 +132,7 @@ class GraphPlan:
 
     Attributes:
         name: where the graph comes from, ``graph 0/0 (forward, model.py:12)``.
+        frame: Dynamo's number of the frame that it comes from, -1 if unknown.
         sites: guarded halves; the position is the site number in the graph's ops.
         writes: the plans of the readable writes; the position is the write number.
         attention: opaque attention ops under guard.
@@ -151,6 +152,7 @@ class GraphPlan:
     """
 
     name: str
+    frame: int = -1
     sites: list[SitePlan] = dataclasses.field(default_factory=list)
     writes: list[WritePlan] = dataclasses.field(default_factory=list)
     attention: list[AttentionPlan] = dataclasses.field(default_factory=list)

@@ -22,7 +22,7 @@ from torch import fx
 
 from .attention_at_once import check_attention_at_once
 from .attention_ops import guard_attention_ops
-from .dynamo_contract import clone_graph_module, graph_name
+from .dynamo_contract import clone_graph_module, frame_number, graph_name
 from .functional_cache import find_functional_caches
 from .graph_lint import check_canary_rules
 from .graph_plan import GraphPlan
@@ -103,7 +103,7 @@ def run_passes(
         dump: directory for the graph's text before the first and after every pass; one that cannot be written to is
             logged.
     """
-    plan = GraphPlan(graph_name(gm))
+    plan = GraphPlan(graph_name(gm), frame_number(gm))
     gm = clone_graph_module(gm)
     _dump(gm, plan, dump, 0, "before")
     for number, (name, run) in enumerate(ordered, start=1):

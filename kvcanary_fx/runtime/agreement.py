@@ -45,7 +45,7 @@ def shown_by_all(
                 return set()
             continue
         changed = {row[Ring.SLOT] for row in rows if row[Ring.HALF] == number and row[Ring.STEP] >= step}
-        earlier = half.order < mine.order  # checked earlier in this forward
+        earlier = mine.forward.runs_before(number, mine.id)  # checked earlier in this forward
         # checked later: a graph that ran before this one may have read all layers
         ago = range(mine.forward.span if earlier else mine.forward.ahead + 1)
         changed |= {slot for slot, found in half.changed.items() if step - found in ago}

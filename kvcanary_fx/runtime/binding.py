@@ -235,6 +235,7 @@ class GraphBinding:
         return Call(
             graph=id(self),
             halves=tuple(half.id for half, _ in recorded),
+            frame=self.plan.frame,
             place=min(half.order for half, _ in recorded),
             both=both,
             heads=len(recorded) // len(named),

@@ -25,6 +25,7 @@ class Call:
     Attributes:
         graph: identifies the graph.
         halves: ids, in order.
+        frame: Dynamo's number of the frame that the graph comes from.
         place: of its first half, :attr:`.pool_half.PoolHalf.order`.
         both: its only half holds K and V.
         heads: ids that a half has, one for each head where these are written one by one.
@@ -33,6 +34,7 @@ class Call:
 
     graph: int
     halves: tuple[int, ...]
+    frame: int = -1
     place: int = 0
     both: bool = False
     heads: int = 1
@@ -45,10 +47,10 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Companions:
-    """The calls of one forward, one per layer.
+    """The calls of one forward, one or two per layer.
 
     Attributes:
-        calls: of the layers, the lowest first.
+        calls: in the order in which they ran.
         span: guarded calls from one forward to the next.
         ahead: guarded calls of a forward from its first one to that of this layer.
     """
@@ -60,6 +62,11 @@ class Companions:
     def several_layers(self) -> bool:
         """Whether there are layers above the first."""
         return len(self.above_first()) < sum(len(call.halves) for call in self.calls)
+
+    def runs_before(self, half: int, other: int) -> bool:
+        """Whether the call that records a half comes before the one that records another."""
+        halves = [number for call in self.calls for number in call.halves]
+        return half in halves and other in halves and halves.index(half) < halves.index(other)
 
     def above_first(self) -> list[int]:
         """The halves that a legal rewrite of a token changes; the first layer's depend on the token alone."""
@@ -95,10 +102,20 @@ class LayerCalls(threading.local):
         if before is None or not 2 <= self._count - 1 - before[0] < _MEMORY:
             return None
         recent = list(self._recent)[before[0] - self._count :]
-        calls = tuple(sorted({one for one, _ in recent[:-1]}, key=lambda c: c.place))
+        calls = _from_first(list(dict.fromkeys(one for one, _ in recent[:-1])))
         latest = {one.halves: before_it for one, before_it in recent}
         return Companions(calls, number - before[1], number - latest[calls[0].halves])
 
     def forget(self) -> None:
         """A forward failed before all of its layers ran."""
         self._last.clear()
+
+
+def _from_first(calls: list[Call]) -> tuple[Call, ...]:
+    """The calls from one to the next of the same graph, turned so that the first of a forward is in front.
+
+    By the frame, and only of one frame by the half: a graph that writes K in front of a break is guarded one call later
+    than the one behind it, which shows that the tensor is a cache, so its half may have the higher number.
+    """
+    first = min(range(len(calls)), key=lambda i: (calls[i].frame, calls[i].place))
+    return (*calls[first:], *calls[:first])

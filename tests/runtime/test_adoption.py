@@ -16,6 +16,7 @@ from kvcanary_fx.kernels.content.digest import empty_digest
 from kvcanary_fx.kernels.ring import Ring
 from kvcanary_fx.kernels.writes.layout import SlotLayout
 from kvcanary_fx.runtime.adoption import Verdict, judge
+from kvcanary_fx.runtime.companions import Call, Companions
 from kvcanary_fx.runtime.registry import PoolRegistry
 
 
@@ -133,8 +134,7 @@ class Cache:
         )
         self.stamps = torch.full((2, 2 * ROW), -1)
         layer_of = {layer * halves + half: layer for layer in range(layers) for half in range(halves)}
-        above = [n for n, layer in layer_of.items() if layer]
-        forward = SimpleNamespace(above_first=lambda: above, several_layers=lambda: layers > 1, span=1, ahead=0)
+        forward = Companions(tuple(Call(n, (n,), both=halves == 1) for n in layer_of), span=1, ahead=0)
         self.views = {n: torch.zeros(2, ROW, 4) for n in layer_of}
         self.halves = {}
         filled = [length + cropped for length in lengths]
@@ -148,7 +148,6 @@ class Cache:
             buffers.digest[0, known] = self.digests(n, known)
             self.halves[n] = SimpleNamespace(
                 id=n,
-                order=n,
                 peers={n: layer_of[n]} if apart else layer_of,
                 kind=kind,
                 beside=set(),

@@ -809,3 +809,53 @@ def test_a_prompt_from_outside_where_each_layer_is_divided_anew_in_its_own_graph
         for layer in layers:
             layer(torch.randn(B, D), kv, 5)
     assert {(v.check, v.row, v.index) for v in caught.value.violations} == {("content", 1, 2)}
+
+
+class KeysGuardedLater:
+    """Slots are positions of all sequences; a graph breaks behind the write of K.
+
+    The first step's position is a constant in its graphs, and that of K takes the one slot for all of the cache.
+    """
+
+    def __init__(self, layers: int):
+        self.caches = [torch.zeros(12, B, H, 2 * D) for _ in range(layers)]
+        self.backend, self.length = CanaryBackend(CanaryConfig(inner="eager")), 0
+        self.layer = torch.no_grad()(torch.compile(self._layer, backend=self.backend))
+        self.pause = torch._dynamo.disable(lambda: None)
+
+    def _layer(self, x, cache, pos, mask):
+        cache.narrow(-1, 0, D).select(0, pos).copy_(x[0])
+        self.pause()
+        cache.narrow(-1, D, D).select(0, pos).copy_(x[0] + 1)
+        k, v = (half.permute(1, 2, 0, 3) for half in cache.split(D, -1))
+        return x + torch.tanh(F.scaled_dot_product_attention(x.permute(1, 2, 0, 3), k, v, mask)).permute(2, 0, 1, 3)
+
+    def step(self, x: torch.Tensor) -> list[tuple[str, int]]:
+        """One token for each sequence, whose first layer stores ``x``; the halves and slots of its violations."""
+        pos, self.length = self.length, self.length + 1
+        known = len(self.backend.session.violations())
+        with contextlib.suppress(kvcanary_fx.KVCacheViolation):
+            for cache in self.caches:
+                x = self.layer(x, cache, pos, (torch.arange(12) <= pos)[None])
+        return [(v.half[0], v.slot) for v in self.backend.session.violations()[known:]]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_sequences_exchanged_where_k_is_guarded_later_than_v(layers):
+    model = KeysGuardedLater(layers)
+    for _ in range(4):
+        assert model.step(torch.randn(1, B, H, D)) == []
+    for cache in model.caches:  # an op that counts
+        cache.copy_(cache.flip(1))
+    assert model.step(torch.randn(1, B, H, D)) == []
+
+
+def test_a_prompt_that_begins_like_the_last_one_where_k_is_guarded_later_than_v():
+    model = KeysGuardedLater(2)
+    for _ in range(4):
+        assert model.step(torch.randn(1, B, H, D)) == []
+    model.caches[0][1:4] = torch.randn(3, B, H, 2 * D)  # its first token is the same, so its first layer's K and V
+    model.caches[1][:4] = torch.randn(4, B, H, 2 * D)
+    assert model.step(torch.randn(1, B, H, D)) == []
+    model.caches[1][1, ..., D:] += 1
+    assert model.step(torch.randn(1, B, H, D)) == [("V", 1)]
