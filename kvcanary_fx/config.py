@@ -85,7 +85,8 @@ class CanaryConfig:
         placement: where the checks of layers run on a GPU (those of opaque attention, those that an engine calls, and
             in a captured graph those around the writes of K and V): ``"side"``, on a stream of their own beside the
             model's, or ``"inline"``, in the model's own.  Inline is for engines that capture a graph in pieces with our
-            ops in them: a piece cannot end while a check runs beside it.  All other checks run inline.
+            ops in them: a piece cannot end while a check runs beside it.  Of many long requests it may take less
+            (measure it), of few it takes more.  All other checks run inline.
         rewrite_writes: replace KV writes by an op that writes in place, where Inductor would copy the pool:
             True for every write, False for none; ``"auto"`` under Inductor for writes to a part of a tensor
             (K and V, or all layers, in one), which it copies whole.

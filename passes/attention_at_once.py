@@ -53,11 +53,13 @@ def check_attention_at_once(
     example_inputs: Sequence[Any],
     plan: GraphPlan,
     wanted: Callable[[torch.device], bool] = lambda _: True,
+    side: bool = True,
 ) -> fx.GraphModule:
     """Join the checks around all opaque attention ops, in place; nothing if one of them has to be where it is.
 
     Args:
         wanted: whether the checks on a device may be moved.
+        side: they may run beside the model.
     """
     if plan.joins or plan.layers_at_once or len(plan.devices) != 1 or not wanted(plan.devices[0]):
         return gm
@@ -68,8 +70,9 @@ def check_attention_at_once(
         return gm
     if not stay_written(gm.graph, {layer.record: layer.given for layer in layers}):
         return gm
-    _join(gm, layers, side_stream.can_fork(plan.devices[0]))
-    plan.joins, plan.layers_at_once = side_stream.can_fork(plan.devices[0]), len(layers)
+    beside = side and side_stream.can_fork(plan.devices[0])
+    _join(gm, layers, beside)
+    plan.joins, plan.layers_at_once = beside, len(layers)
     gm.graph.lint()
     gm.recompile()
     return gm

@@ -68,11 +68,13 @@ def check_layers_at_once(
     example_inputs: Sequence[Any],
     plan: GraphPlan,
     wanted: Callable[[torch.device], bool] = lambda _: True,
+    side: bool = True,
 ) -> fx.GraphModule:
     """Join the checks of all layers, in place; nothing if one of them has to be where it is.
 
     Args:
         wanted: whether the checks on a device may be moved.
+        side: they may run beside the model.
     """
     if plan.joins or len(plan.devices) != 1 or not wanted(plan.devices[0]):
         return gm
@@ -83,7 +85,7 @@ def check_layers_at_once(
     if moved is None or not stay_written(gm.graph, {layer.record: layer.record.all_input_nodes for layer in layers}):
         return gm
     _join(gm, layers, moved)
-    plan.joins, plan.halves_beside = True, side_stream.can_fork(plan.devices[0])
+    plan.joins, plan.halves_beside = True, side and side_stream.can_fork(plan.devices[0])
     plan.layers_at_once = len(layers)
     gm.graph.lint()
     gm.recompile()

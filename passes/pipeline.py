@@ -58,7 +58,7 @@ def passes(
             to a part of an input.
         pools_in: of an engine's session, which knows its pools: how many are in an input of a graph.  Opaque
             attention ops are guarded then, too.
-        side: the checks of opaque attention may run on a stream beside the model's.
+        side: the checks may run on a stream beside the model's.
         at_once: whether the checks of all layers on a device may be one before the first write and one behind the last;
             None: never.
         recorded: guard also what a graph only reads; says of an input whether another graph records it.
@@ -78,14 +78,16 @@ def passes(
     ]
     if pools_in is not None:
         ordered.append(("guard_attention_ops", guard_attention_ops))
+        if at_once is not None:
+            joined = functools.partial(check_attention_at_once, wanted=at_once, side=side)
+            ordered.append(("check_attention_at_once", joined))
         if side:
-            if at_once is not None:
-                ordered.append(("check_attention_at_once", functools.partial(check_attention_at_once, wanted=at_once)))
             ordered.append(("join_side_streams", join_side_streams))
-    elif side:
+    else:
         if at_once is not None and rewrite is not True:
-            ordered.append(("check_layers_at_once", functools.partial(check_layers_at_once, wanted=at_once)))
-        ordered.append(("check_halves_beside", check_halves_beside))
+            ordered.append(("check_layers_at_once", functools.partial(check_layers_at_once, wanted=at_once, side=side)))
+        if side:
+            ordered.append(("check_halves_beside", check_halves_beside))
     if rewrite:
         ordered.append(("rewrite_writes", functools.partial(rewrite_writes, parts_only=rewrite == "parts")))
     return ordered

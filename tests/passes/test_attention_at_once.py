@@ -64,6 +64,15 @@ attention(c_9, c_10, c_11, output_3, layers.3)
         )
         assert lines_of(gm).count("join") == 2
 
+    def test_inline_there_is_one_check_and_one_record_too_and_nothing_to_wait_for(self) -> None:
+        gm, plan = guarded(Model(16, hoisted=False))
+        for _ in range(2):
+            check_attention_at_once(gm, [], plan, side=False)
+        gm.graph.lint()
+        assert (plan.joins, plan.layers_at_once) == (False, 16)
+        ours = [line.split("(")[0] for line in lines_of(gm).splitlines() if "canary." in line]
+        assert ours == ["canary.begin", "canary.verify_layers_at", "canary.record_layers_at"]
+
     def test_a_graph_on_the_cpu_has_no_join(self) -> None:
         gm, plan = guarded(Model(2, hoisted=False))
         plan.devices[:] = [torch.device("cpu")]
