@@ -248,6 +248,7 @@ class Run:
         expected = self._quietly(inputs)
         sites = [site for plan in self.session.plans for site in plan.sites]
         self.oracle.unwritten = bool(sites) and all(site.kind == "read" for site in sites)
+        self.oracle.guessed = self.program.slots_guessed
         self.oracle.alone = self.program.halves_alone
         self.oracle.one_layer = judged_by_layer(self.program, self.outcome.steps)
         checked = self.guarded.cells(self.table)

@@ -12,6 +12,7 @@ Nothing here knows how the canary works.  What is legal follows docs/pools.md:
   has changed in K and V of every layer but the first, and so has every later one in its row.  The later ones are not
   asked where a graph of several layers does not show which slots it writes.  Nor can it where a row holds what another
   one held, as after a reordering: a fault that undoes a legal-looking one leaves that in a row with another's tokens.
+* Where slots were taken for the heads of a sequence, since nothing in a graph shows them, a row is one position.
 * Where each graph holds one half, bytes in a slot that was empty look like a token's, too.
 * To a graph of one layer, or of one half whose writes do not show their slots or that was compiled anew, new tokens
   that are no new prompt by their looks may be reported: at less than two positions of a row that it knows, or less
@@ -45,6 +46,7 @@ class Oracle:
         rows: sequences are rows of the cache, so that a prefill outside is told by where the next write begins.
         later_asked: a position holds new tokens only if the later ones of its row have changed as well.
         unwritten: no guarded graph writes the cache.
+        guessed: slots are heads of sequences, each with all of its positions.
         alone: each graph holds one half.
         one_layer: each graph holds one layer, or one half: whose writes do not show their slots, or which no graph
             of this compilation has held before.
@@ -57,7 +59,7 @@ class Oracle:
         self.guarded = torch.zeros(shape, dtype=torch.bool)
         self.rows, self.merged, self.written_whole = rows, merged, written_whole
         self.later_asked = later_asked
-        self.counted = self.unwritten = self.alone = self.one_layer = False
+        self.counted = self.unwritten = self.guessed = self.alone = self.one_layer = False
         self._legal_looking = {key: torch.zeros(shape, dtype=torch.bool) for key in cells}
         self._reported = {key: torch.zeros(shape, dtype=torch.bool) for key in cells}
         self._unhurt = {key: bytes_.clone() for key, bytes_ in cells.items()}  # before what was reported
@@ -116,6 +118,8 @@ class Oracle:
         layers = {layer for layer, _ in cells}
         wanted = [key for key in cells if len(layers) == 1 or key[0] > min(layers)]
         changed = {key: (cells[key] != self.seen[key]).any(-1) for key in cells}
+        if self.guessed:
+            changed = {key: found.any(1, keepdim=True).expand_as(found) for key, found in changed.items()}
         if self.merged:  # one fingerprint for both
             changed = {(layer, half): changed[layer, 0] | changed[layer, 1] for layer, half in changed}
         if self.unwritten:

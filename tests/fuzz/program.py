@@ -127,6 +127,11 @@ class Program:
         return self.rows and not (several and self.idiom in UNSHOWN)
 
     @property
+    def slots_guessed(self) -> bool:
+        """The slots are taken for heads of sequences: the graph that writes shows neither its slots nor attention."""
+        return self.idiom in UNSHOWN and self.broken == "after" and self.layout.family == "bhsd"
+
+    @property
     def replaced(self) -> tuple[int, ...]:
         """Halves of the first layer that are new tensors when the graph breaks: nobody reads the old ones again."""
         return {"between": (0,), "after": (0, 1)}.get(self.broken, ()) if self.way.unit == "new" else ()
