@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from ..config import CanaryConfig, require_config, resolve
 from ..errors import AnalysisError, CaptureError
+from ..kernels.ops import import_gpu_kernels
 from ..passes import dynamo_calls
 from ..passes.accesses import DependsOnDataError
 from ..passes.functional_cache import REPLACED, WRAPPED
@@ -88,12 +88,9 @@ kvcanary_backend.session_for = _session_for  # type: ignore[attr-defined]
 
 
 def register_name() -> None:
-    """Register ``backend="kvcanary"`` if no installed package does by its entry point, as in a checkout."""
-    coverage.listen()
-    begin_with_dynamo()
-    if not importlib.metadata.entry_points(group="torch_dynamo_backends", name="kvcanary"):
-        with contextlib.suppress(AssertionError):  # it is registered: the package was imported again
-            torch._dynamo.register_backend(kvcanary_backend, name="kvcanary")
+    """Register ``backend="kvcanary"``, where no entry point names it."""
+    with contextlib.suppress(AssertionError):  # it is registered: the package was imported again
+        torch._dynamo.register_backend(kvcanary_backend, name="kvcanary")
 
 
 class CanaryBackend:
@@ -306,3 +303,8 @@ def _announce(plan: GraphPlan, owner: CanarySession) -> None:
 def _some(names: Sequence[str], separator: str = ", ") -> str:
     """The first few of many names."""
     return separator.join(names[:4]) + (f"{separator}and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+coverage.listen()
+begin_with_dynamo()
+import_gpu_kernels()

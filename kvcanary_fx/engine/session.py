@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..compile.backend import CanaryBackend
 from ..config import CanaryConfig
 from ..errors import EngineError, SessionStateError
+from ..kernels.ops import import_gpu_kernels
 from ..kernels.side_stream import capturing
 from ..runtime.session import CanarySession
 from .batch import Inputs
@@ -26,6 +26,9 @@ from .observers.windows import WindowReport
 from .request_ids import RequestId, RequestIds, require_ids
 from .steps import Steps
 
+if TYPE_CHECKING:
+    from ..compile.backend import CanaryBackend
+
 
 class EngineSession(CanarySession):
     """Guards the pools of an engine: bytes, identity and ownership of every slot.
@@ -35,7 +38,6 @@ class EngineSession(CanarySession):
         inputs: the persistent buffers of a step's inputs, shared by captured and eager forwards.
         own_inputs: the same for pools with their own batches, by the batch's field.
         observers: they inspect the pools between steps; ``sweep``, ``health``, ``windows`` and ``given`` are theirs.
-        backend: for ``torch.compile(model, backend=session.backend)``.
     """
 
     def __init__(
@@ -63,12 +65,18 @@ class EngineSession(CanarySession):
         find_rivals(list(self.pools.values()))
         inputs = Inputs(pools, max_requests, max_tokens, self.ids)
         self.inputs, self.own_inputs = inputs.main, inputs.own
-        self.backend = CanaryBackend(config, self)
         self.schedule = schedule or Schedule()
         self.observers = seen = Observers(self)
         self.sweep, self.health, self.windows, self.given = seen.sweep, seen.health, seen.windows, seen.given
         self._stepping = Steps(self.pools, inputs, self.controls, config, seen, self._look, self.drain)
         self.hooks = EngineHooks(self._stepping, self.pools, self.registry, self.ids, seen)
+
+    @functools.cached_property
+    def backend(self) -> CanaryBackend:
+        """For ``torch.compile(model, backend=session.backend)``."""
+        from ..compile.backend import CanaryBackend  # and all passes: engines that compile by themselves need none
+
+        return CanaryBackend(self.config, self)
 
     @property
     def steps(self) -> int:
@@ -285,3 +293,6 @@ class EngineSession(CanarySession):
         self.given.called("compare_digests")
         self._look()
         return mine == theirs
+
+
+import_gpu_kernels()

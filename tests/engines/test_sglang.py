@@ -195,10 +195,10 @@ def test_steps_aside_for_sglangs_own_canary(runner):
 def test_mode_that_is_not_guarded_says_so(runner, caplog, setting, value, said):
     """Asked without a run: none of these modes runs on a CPU with what can be installed there."""
     from kvcanary_fx import CanaryConfig
-    from kvcanary_fx.adapters.sglang import plugin
+    from kvcanary_fx.adapters.sglang import hooks
 
     setattr(runner.server_args, setting, value)
-    plugin._attach(runner, CanaryConfig(mode="log"))
+    hooks.attach(runner, CanaryConfig(mode="log"))
     assert not hasattr(runner, "kvcanary")
     (record,) = caplog.records
     assert record.message.startswith("kvcanary.unguarded model of SGLang: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import re
@@ -51,18 +52,57 @@ def test_submodules_are_importable_under_our_name_only():
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT if (ROOT / "passes").is_dir() else None)
 
 
-def test_importing_us_does_not_import_triton_or_transformers():
-    program = "import kvcanary_fx, sys; print([m for m in ('triton', 'transformers') if m in sys.modules])"
+@pytest.mark.parametrize(("asked", "torch", "passes"), [
+    ("__version__", False, False), ("CanaryConfig", True, False), ("CanaryBackend", True, True),
+])  # fmt: skip
+def test_importing_us_imports_what_is_asked_for(asked, torch, passes):
+    if not importlib.metadata.entry_points(group="torch_dynamo_backends", name="kvcanary"):
+        pytest.skip("the package is not installed, so its import registers its backend")
+    program = f"import sys; from kvcanary_fx import {asked}\nprint(*sys.modules)"
     out = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT)
-    assert "transformers" not in out.stdout
+    seen = set(out.stdout.split())
+    assert [name in seen for name in ("torch", "kvcanary_fx.passes.pipeline")] == [torch, passes]
+    assert "transformers" not in seen
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_whose_canary_is_off_imports_next_to_nothing_of_us(engine):
+    if not importlib.metadata.entry_points(group="torch_dynamo_backends", name="kvcanary"):
+        pytest.skip("the package is not installed, so its import registers its backend")
+    program = f"import sys; from kvcanary_fx.adapters.{engine} import plugin; plugin.register(); print(*sys.modules)"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("KVCANARY_")}
+    out = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    ours = [name for name in out.stdout.split() if name.startswith("kvcanary_fx.")]
+    assert len(ours) < 20 and not {"kvcanary_fx.engine", "kvcanary_fx.runtime", "kvcanary_fx.compile"} & {*ours}
+
+
+def test_every_name_of_the_package_is_there_and_known_to_type_checkers():
+    for name in kvcanary_fx.__all__:
+        assert getattr(kvcanary_fx, name) is not None
+    tree = ast.parse(Path(kvcanary_fx.__file__).read_text())
+    known = {
+        alias.name: f".{node.module}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1
+        for alias in node.names if alias.name != "register_name"
+    }  # fmt: skip
+    assert known == kvcanary_fx._PLACE_OF
+    assert sorted(known) == sorted(kvcanary_fx.__all__)
+    assert set(dir(kvcanary_fx)) >= {*known, "__version__"}
+
+
+def test_a_module_of_the_package_is_an_attribute_of_it_and_no_other_name_is():
+    assert kvcanary_fx.errors.CanaryError is kvcanary_fx.CanaryError
+    with pytest.raises(AttributeError, match="module 'kvcanary_fx' has no attribute 'Canary'"):
+        _ = kvcanary_fx.Canary
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
-def test_what_a_gpu_needs_is_imported_with_us_where_one_is_seen(gpus):
+def test_what_a_gpu_needs_is_imported_with_the_backend_where_one_is_seen(gpus):
     """So that a first call need not; CUDA is not initialized, since the process may fork."""
     program = (
         f"import sys, torch; torch.version.cuda = '13.0'; torch.cuda.device_count = lambda: {gpus}\n"
-        "import kvcanary_fx\n"
+        "from kvcanary_fx import kvcanary_backend\n"
         "wanted = 'kvcanary_fx.kernels.content.gpu', 'triton.experimental.gluon.nvidia.hopper'\n"
         "print([name in sys.modules for name in wanted], torch.cuda.is_initialized())"
     )

@@ -15,7 +15,6 @@ from toys import Rig
 
 import kvcanary_fx
 from kvcanary_fx import CanaryBackend, CanaryConfig, KVCacheViolation
-from kvcanary_fx.compile.backend import register_name
 
 
 def write(kc, k, pos):
@@ -60,8 +59,8 @@ def test_by_name_from_a_checkout_without_an_install(monkeypatch, installed):
         else []
     )
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **query: found)
-    register_name()
-    register_name()  # the package imported anew
+    kvcanary_fx._register_name()
+    kvcanary_fx._register_name()  # the package imported anew
     assert ("kvcanary" in registry._COMPILER_FNS) is not installed
     if not installed:
         torch.compile(write, backend="kvcanary", options={"kvcanary.inner": "eager"})(*args())

@@ -1,4 +1,4 @@
-"""Called by SGLang when it loads its plugins: three hooks of its registry, in each of its processes."""
+"""Called by SGLang when it loads its plugins, in each of its processes: :mod:`.hooks`, if they are asked for."""
 
 from __future__ import annotations
 
@@ -10,14 +10,8 @@ from typing import Any
 from ...config import CanaryConfig, asked_for
 from ...errors import InvalidSettingError
 from ...reports import json_lines, otel
-from ..versions import Tested
-from .runner import GuardedRunner, why_not
 
 log = logging.getLogger("kvcanary")
-
-TESTED = Tested(
-    "sglang", "SGLang", "0.5.23", "0.5.24", "the checks are proved on scratch pools of the same layout first"
-)
 
 #: What to do if SGLang's own kv-canary is on: step ``aside`` or ``replace`` it.
 OWN_CANARY = "SGLANG_KVCANARY_OWN"
@@ -38,8 +32,10 @@ def register() -> None:
     config, replaces = CanaryConfig.from_env(), _replaces_own()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from . import hooks  # imports the kernels: only if the canary is on
+
     def attach(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-        _attach(runner, config)
+        hooks.attach(runner, config)
 
     def no_canary(original: Callable[..., Any], *args: Any, server_args: Any, **kwargs: Any) -> None:
         if server_args.kv_canary != "none":
@@ -47,9 +43,9 @@ def register() -> None:
 
     HookRegistry.register(f"{_RUNNER}._init_post_memory_pool_components", attach, HookType.AFTER)
     HookRegistry.register(
-        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", _keep_history, HookType.AFTER
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", hooks.keep_history, HookType.AFTER
     )
-    HookRegistry.register("sglang.srt.layers.radix_attention.RadixAttention.forward", _attention, HookType.AROUND)
+    HookRegistry.register("sglang.srt.layers.radix_attention.RadixAttention.forward", hooks.attention, HookType.AROUND)
     if replaces:
         HookRegistry.register("sglang.srt.kv_canary.api.install_canary", no_canary, HookType.AROUND)
 
@@ -59,30 +55,3 @@ def _replaces_own() -> bool:
     if given not in ("aside", "replace"):
         raise InvalidSettingError(OWN_CANARY, "the environment", given, "'aside' or 'replace'")
     return given == "replace"
-
-
-def _attach(runner: Any, config: CanaryConfig) -> None:
-    """Guard a model runner whose pools are allocated, or log why not."""
-    reason = why_not(runner)
-    if reason is not None:
-        log.warning("kvcanary.unguarded %s of SGLang: %s", "draft" if runner.is_draft_worker else "model", reason)
-        return
-    import sglang
-
-    runner.kvcanary = GuardedRunner(runner, config, self_test=TESTED.warn_outside(sglang.__version__))
-    log.info("kvcanary.sglang guards %s", runner.kvcanary.session.pool.describe())
-
-
-def _keep_history(result: Any, owner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-    """Attach each request's own tokens to the model's batch: SGLang keeps them on the host."""
-    result.kvcanary_history = [[*r.origin_input_ids, *r.output_ids] for r in batch.reqs]
-
-
-def _attention(
-    original: Callable[..., Any], layer: Any, q: Any, k: Any, v: Any, forward_batch: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """A layer's attention, KV write included, between the check of what it reads and the check of what it wrote."""
-    guard = GuardedRunner.running
-    if guard is None:
-        return original(layer, q, k, v, forward_batch, *args, **kwargs)
-    return guard.attention(layer, k, v, lambda: original(layer, q, k, v, forward_batch, *args, **kwargs))
