@@ -47,11 +47,10 @@ wheel: .venv-test/linters
 	.venv-test/bin/pip install -q --force-reinstall --no-deps dist/*.whl
 	mkdir -p build/wheel-test
 	cp -r tests examples pyproject.toml build/wheel-test
-	cd build/wheel-test && CANARY_TEST_SEEDS=60 OMP_NUM_THREADS=1 ../../.venv-test/bin/pytest \
+	cd build/wheel-test && CANARY_TEST_SEEDS=20 OMP_NUM_THREADS=1 ../../.venv-test/bin/pytest \
 	    -n auto --dist worksteal -m "not slow" \
 	    tests/packaging tests/docs tests/cli tests/kernels/test_ops.py tests/kernels/test_bit_equality.py \
-	    tests/passes/test_goldens.py tests/runtime/test_backend.py tests/runtime/test_engine_session.py \
-	    tests/runtime/test_reports.py tests/runtime/test_doctor.py tests/bugs
+	    tests/passes/test_goldens.py tests/runtime/test_backend.py tests/runtime/test_doctor.py tests/bugs
 
 # The API is read from the sources, without an import: no torch is installed.  The links of a checkout and folders without an
 # __init__.py are not followed, so it reads a copy that has neither.

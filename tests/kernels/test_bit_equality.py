@@ -1,6 +1,6 @@
 """The kernels equal the reference bit for bit, on random pools, layouts, dtypes and steps.
 
-The number of scenes per device comes from CANARY_TEST_SEEDS (default 300).
+The number of scenes per device comes from CANARY_TEST_SEEDS (default 150).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvcanary_fx.kernels.ring import UNKNOWN, Control, Ring, Word
 from kvcanary_fx.kernels.slots.space import Column, SlotSpace
 from kvcanary_fx.kernels.writes.layout import SlotLayout
 
-SEEDS = int(os.environ.get("CANARY_TEST_SEEDS", "300"))
+SEEDS = int(os.environ.get("CANARY_TEST_SEEDS", "150"))
 BLOCKS = 10
 
 

@@ -19,7 +19,7 @@ from kvcanary_fx.kernels.slots import gpu as gpu_requests
 from kvcanary_fx.kernels.slots.past import read_back
 from kvcanary_fx.kernels.slots.space import RequestPlan, SlotSpace, SpaceCount
 
-SEEDS = int(os.environ.get("CANARY_TEST_SEEDS", "300"))
+SEEDS = int(os.environ.get("CANARY_TEST_SEEDS", "150"))
 BLOCKS = 5
 
 
