@@ -307,4 +307,4 @@ def _some(names: Sequence[str], separator: str = ", ") -> str:
 
 coverage.listen()
 begin_with_dynamo()
-import_gpu_kernels()
+import_gpu_kernels()  # not in the first call

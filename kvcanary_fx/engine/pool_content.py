@@ -12,7 +12,7 @@ from ..kernels.checks import Check, Phase
 from ..kernels.content.digest import coefficients, seeds
 from ..kernels.content.layer import LayerHalf, LayerRecord
 from ..kernels.content.pool import PoolBytes
-from ..kernels.ops import layer_kernels_for, pool_kernels_for
+from ..kernels.ops import import_gpu_kernels, layer_kernels_for, pool_kernels_for
 from ..kernels.slots.space import SlotSpace
 from ..kernels.writes.layout import SlotLayout
 from ..reports.violation import HalfInfo
@@ -186,3 +186,6 @@ class _Part(NamedTuple):
 def address_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """What makes two views the same."""
     return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+import_gpu_kernels()  # not in the first step

@@ -12,7 +12,6 @@ import torch
 
 from ..config import CanaryConfig
 from ..errors import EngineError, SessionStateError
-from ..kernels.ops import import_gpu_kernels
 from ..kernels.side_stream import capturing
 from ..runtime.session import CanarySession
 from .batch import Inputs
@@ -293,6 +292,3 @@ class EngineSession(CanarySession):
         self.given.called("compare_digests")
         self._look()
         return mine == theirs
-
-
-import_gpu_kernels()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import kvcanary_fx
 from kvcanary_fx.kernels.content import gpu, gpu_held, gpu_layer
 from kvcanary_fx.kernels.content import gpu_pool as gpu_pool_bytes
 from kvcanary_fx.kernels.slots import gpu as gpu_requests
@@ -27,6 +28,8 @@ def use_gpu_kernels(replace: Callable[[Any, str, Any], None]) -> None:
     Args:
         replace: ``setattr``, or a fixture's that undoes it.
     """
+    for name in kvcanary_fx.__all__:
+        getattr(kvcanary_fx, name)  # imports its module
     for name, module in list(sys.modules.items()):
         for finder, kernels in KERNELS:
             if name.startswith("kvcanary_fx") and hasattr(module, finder):
