@@ -2,8 +2,8 @@
 
 ``torch.compile(model, backend="kvcanary")`` guards every KV cache that the model writes.
 
-What is here is imported when it is first asked for.  An engine that has the package installed and the canary off, or a
-command that looks at files, needs little of it: all of it took 0.45 s in each process of vLLM (CPU core).
+What is here is imported when it is first asked for.  An engine that has the package installed and the canary off needs
+little of it: all of it took 0.45 s in each process of vLLM (CPU core).
 """
 
 from __future__ import annotations

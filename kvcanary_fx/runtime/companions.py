@@ -114,8 +114,9 @@ class LayerCalls(threading.local):
 def _from_first(calls: list[Call]) -> tuple[Call, ...]:
     """The calls from one to the next of the same graph, turned so that the first of a forward is in front.
 
-    By the frame, and only of one frame by the half: a graph that writes K in front of a break is guarded one call later
-    than the one behind it, which shows that the tensor is a cache, so its half may have the higher number.
+    The first has the lowest frame, and among calls of one frame the lowest half.  Halves alone do not tell: seen where
+    K is written at a constant position in front of a break, which the first graph takes for a cache of its own, so that
+    K's half is made one forward later than V's.
     """
     first = min(range(len(calls)), key=lambda i: (calls[i].frame, calls[i].place))
     return (*calls[first:], *calls[:first])
