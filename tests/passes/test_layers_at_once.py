@@ -14,6 +14,7 @@ from kvcanary_fx.adapters.huggingface.caches import cache_name
 from kvcanary_fx.passes import held_values
 from kvcanary_fx.passes.halves_beside import check_halves_beside
 from kvcanary_fx.passes.layers_at_once import check_layers_at_once
+from kvcanary_fx.passes.pipeline import passes
 from kvcanary_fx.proof import tiny
 
 INPUTS = torch.randn(2, 2, 1, 4), torch.tensor([3]), caches(2)
@@ -225,6 +226,15 @@ def test_a_device_that_compares_everything_keeps_a_check_in_each_layer() -> None
     gm, plan = guarded(two_layers, *INPUTS)
     check_layers_at_once(gm, [], plan, wanted=lambda device: False)
     assert not plan.layers_at_once
+
+
+def test_inline_all_layers_are_checked_at_once_and_nothing_runs_beside_the_model() -> None:
+    gm, plan = guarded(two_layers, *INPUTS)
+    check_layers_at_once(gm, [], plan, side=False)
+    assert (plan.layers_at_once, plan.halves_beside) == (2, False)
+    named = [[name for name, _ in passes(at_once=lambda _: True, side=side)] for side in (True, False)]
+    assert named[0] == [*named[1], "check_halves_beside"]
+    assert named[1][-1] == "check_layers_at_once"
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "mixtral"])
