@@ -29,8 +29,12 @@ BLOCK = 256
 #: Numbers of an array that are rather copied twice than by a call of the C library, which takes the host 1 us.
 SHORT = 1024
 
-#: Columns of the table before the numbers, a row a place: its address, its first number, how many.
-COLUMNS = 3
+#: Columns of the table before the numbers, a row a place: its address, its first number, how many, and 0, or the bytes
+#: of an element of what is copied there.
+COLUMNS = 4
+
+#: Numbers that say where a tensor is that is copied along: its address and its stride.
+SAID = 2
 
 #: Numbers that follow others: an array is copied, and a list becomes numbers in the memory of the device's kernels.
 Part: TypeAlias = "array[int] | list[int]"
@@ -121,23 +125,37 @@ def _bytes_of(memory: torch.Tensor) -> memoryview:
 
 
 class Places:
-    """Where numbers go that are handed over again and again, in one order.
+    """Where numbers go that are handed over again and again, in one order, and tensors of the device with them.
 
     Attributes:
         outs: int64, contiguous, on the device.
     """
 
-    def __init__(self, handed: Handed, outs: Sequence[torch.Tensor]):
+    def __init__(
+        self, handed: Handed, outs: Sequence[torch.Tensor], copied: Sequence[tuple[torch.Tensor, torch.dtype]] = ()
+    ):
+        """
+        Args:
+            copied: int64 ``[n]`` on the device, n at least 1, and the dtype of what is copied there: int32 or int64.
+        """
         self.outs = list(outs)
         self._handed, sizes = handed, [out.numel() for out in outs]
-        ends = list(accumulate(sizes, initial=COLUMNS * len(sizes)))
-        rows = zip((out.data_ptr() for out in outs), ends, sizes)  # noqa: B905  there is one end more
+        targets = [out for out, _ in copied]
+        entries = sizes + [out.numel() for out in targets]
+        first = COLUMNS * len(entries)
+        begins = accumulate(sizes + [SAID] * len(targets), initial=first)
+        widths = [0] * len(sizes) + [dtype.itemsize for _, dtype in copied]
+        addresses = [out.data_ptr() for out in (*self.outs, *targets)]
+        rows = zip(addresses, begins, entries, widths)  # noqa: B905  there is one begin more
         self._table = array("q", chain.from_iterable(rows))
-        self._grid = len(sizes), -(-max(sizes) // BLOCK), 1
+        self._grid = len(entries), -(-max(entries) // BLOCK), 1
 
     def fill(self, *parts: Part) -> None:
         """Launch what brings so many numbers as they hold there, in the current stream.  Not while a CUDA graph is
-        captured: a replay would read what the memory holds then."""
+        captured: a replay would read what the memory holds then.
+
+        The last of them are the address and the stride of each ``[n]`` that is copied.
+        """
         self._handed.launch(self._grid, self._table, *parts)
 
     def put(self, *parts: Part) -> Put:

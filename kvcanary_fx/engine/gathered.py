@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from ..kernels.handed import Handed, Part, Places
     from ..kernels.waiting import Put, Waiting
 
+#: Dtypes of tensors of the device that the launch copies which brings the numbers of the host.
+COPIED = frozenset((torch.int32, torch.int64))
+
 #: Sequences that hold nothing but whole numbers, if an array takes them.
 _PLAIN = (list, tuple, range)
 
@@ -79,10 +82,17 @@ class Gathered:
             torch._foreach_copy_(outs, sources)
         self._copies.clear()
 
-    def places(self, places: Sequence[tuple[torch.Tensor, int, int]]) -> Sent | Places:
+    def places(
+        self,
+        places: Sequence[tuple[torch.Tensor, int, int]],
+        copied: Sequence[tuple[torch.Tensor, torch.dtype]] = (),
+    ) -> Sent | Places:
         """Places that numbers are going to be sent to again: an int64 buffer, its first entry, and how many.
 
         On a GPU numbers are read where they are, which is one launch, and nothing is allocated.
+
+        Args:
+            copied: as of :class:`.Places`; only where numbers are handed over.
         """
         outs = [out[start : start + entries] for out, start, entries in places]
         if hands_over(self._device):
@@ -90,7 +100,7 @@ class Gathered:
 
             if self._handed is None:
                 self._handed = Handed(self._device)
-            return Places(self._handed, outs)
+            return Places(self._handed, outs, copied)
         sizes = [out.numel() for out in outs]
         self._make_room(sum(sizes))
         parts = self._landing[: sum(sizes)].split(sizes)

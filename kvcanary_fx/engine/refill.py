@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .batch_fields import fields_of
-from .gathered import Gathered, Sent, numbers_of, packed
+from .gathered import COPIED, Gathered, Sent, hands_over, numbers_of, packed
 from .step_slot import StepSlot
 from .step_view import Axis
 
@@ -30,11 +30,17 @@ _LISTED = frozenset((list, tuple, range))
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A field that was on the device: its dtype, and the head of its buffer."""
+    """A field that was on the device.
+
+    Attributes:
+        out: the head of its buffer.
+        along: it is copied by the launch that brings the numbers of the host.
+    """
 
     name: str
     dtype: torch.dtype
     out: torch.Tensor
+    along: bool
 
     def takes(self, source: Any, owns: Callable[[torch.Tensor], bool]) -> bool:
         """Whether a source is such a field; not if it lies in the buffers itself."""
@@ -52,7 +58,8 @@ class Form:
         absent: fields that it lacks.
         host, device: fields from the host, with their lengths, and from the device.
         computed: slots that are computed as numbers of the host, with their lengths.
-        sent: where the numbers go: those of ``host``, the three counts, the clock's, and those of ``computed``.
+        sent: where the numbers go: those of ``host``, the three counts, the clock's, and those of ``computed``; and
+            what of ``device`` comes along.
         view: the arguments of the view of it, after the batch.
     """
 
@@ -99,7 +106,8 @@ class Form:
             elif isinstance(source, array) or source.device.type == "cpu":
                 (host.append((slot.name, n)) if slot.compute is None else computed.append((slot, n)))
             elif slot.compute is None and slot.buffer is not None:
-                device.append(Device(slot.name, source.dtype, slot.buffer[:n]))
+                along = hands_over(source.device) and source.dtype in COPIED
+                device.append(Device(slot.name, source.dtype, slot.buffer[:n], along))
             else:
                 return None
         by_name = {slot.name: slot for slot in slots}
@@ -108,7 +116,8 @@ class Form:
         places = [(buffer, 0, n) for buffer, n in buffers if buffer is not None]
         real = sizes[Axis.BATCH], sizes[Axis.TOKENS]
         fixed = tuple(absent), tuple(host), tuple(device), tuple(computed)
-        return cls(real, *fixed, gathered.places(places), view)
+        copied = [(field.out, field.dtype) for field in device if field.along]
+        return cls(real, *fixed, gathered.places(places, copied), view)
 
     def fill(
         self,
@@ -139,11 +148,15 @@ class Form:
             parts = self._numbers(batch, inputs, get)
             if parts is None:
                 return False
+            if given:
+                copied = (source for field, source in given if field.along)
+                parts.append([number for source in copied for number in (source.data_ptr(), source.stride(0))])
             numbers = gathered.put(self.sent, parts)
         except (TypeError, OverflowError, struct.error):  # the fill in full says what is wrong
             return False
         for field, source in given:
-            gathered.tensor(field.out, source)
+            if not field.along:
+                gathered.tensor(field.out, source)
         gathered.send_to(self.sent, numbers, waiting)
         return True
 

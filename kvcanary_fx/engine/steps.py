@@ -235,10 +235,11 @@ class Steps:
         self.running = Forward(index, {} if view is _EMPTY else self._plans(view))
         try:
             self.flush()
-            self._clock.begin_forward(index, self.running.captured)
+            self._clock.begin_forward(self.running)
             self._before(self.running)
         except BaseException:
             take_back(self.pools_by_space, self.running)
+            self._clock.end_forward(self.running)
             self.running = None
             raise
         return True
@@ -262,6 +263,8 @@ class Steps:
                 take_back(self.pools_by_space, running)
                 forget_written(self.pools_by_space, running)
         finally:
+            if self.running is not None:
+                self._clock.end_forward(self.running)
             self.running = None
 
     @property

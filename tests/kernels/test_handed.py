@@ -38,6 +38,44 @@ def test_numbers_arrive_where_copies_of_each_part_would(seed):
         assert all(torch.equal(r[0], r[1]) for r in room)
 
 
+def numbers(rng: random.Random, n: int) -> list[int]:
+    return [rng.randrange(-(1 << 62), 1 << 62) for _ in range(n)]
+
+
+def strided(rng: random.Random, n: int) -> torch.Tensor:
+    """``[n]`` of int32 or int64, every so many entries of a tensor of the device."""
+    dtype, stride = rng.choice([torch.int32, torch.int64]), rng.choice([1, 1, 2, 5])
+    most = torch.iinfo(dtype).max
+    whole = torch.tensor([rng.randrange(-most, most) for _ in range(n * stride + 3)], dtype=dtype, device=DEVICE)
+    return whole[3::stride][:n]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tensors_of_the_device_arrive_with_the_numbers_and_nothing_elsewhere(seed):
+    rng = random.Random(seed)
+    sizes = [rng.choice([1, 2, 7, BLOCK, BLOCK + 1]) for _ in range(rng.randint(1, 4))]
+    copied = [rng.choice([1, 3, BLOCK - 1, 2 * BLOCK + 5]) for _ in range(rng.randint(0, 3))]
+    memory = [torch.full((n + 2,), -77, dtype=torch.int64, device=DEVICE) for n in (*sizes, *copied)]
+    outs = [whole[1:-1] for whole in memory]
+    handed = Handed(DEVICE)
+    sources = [strided(rng, n) for n in copied]
+    places = Places(
+        handed, outs[: len(sizes)], [(o, s.dtype) for o, s in zip(outs[len(sizes) :], sources, strict=True)]
+    )
+    for turn in range(2):
+        sent = [numbers(rng, n) for n in sizes]
+        sources = [s if turn else s.clone() for s in sources]  # their addresses and strides are not the same
+        said = [number for s in sources for number in (s.data_ptr(), s.stride(0))]
+        parts = [array("q", part) if rng.random() < 0.5 else part for part in sent]
+        if rng.random() < 0.5:
+            places.fill(*parts, said)
+        else:
+            put = places.put(*parts, said)
+            put.launch(put.grid, put.at)
+        expected = sent + [s.tolist() for s in sources]
+        assert [whole.tolist() for whole in memory] == [[-77, *part, -77] for part in expected]
+
+
 def test_numbers_arrive_from_an_address_that_the_device_is_told():
     outs = [torch.full((n + 2,), -77, dtype=torch.int64, device=DEVICE) for n in (1, BLOCK + 3, 7)]
     places = Places(Handed(DEVICE), [out[1:-1] for out in outs])

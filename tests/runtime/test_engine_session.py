@@ -529,10 +529,13 @@ def test_steps_with_batches_alike_bring_their_number_to_the_device_with_the_batc
     assert fills.count == 0
     with toy.session.step(alike), toy.session.forward(1):
         assert forward_and_step(int(word)) == (1, toy.session.steps + 1)
-    with toy.session.step(alike):  # as without a batch alike: the forward is the last one's, until one begins
+        with pytest.raises(SessionStateError), toy.session.forward(0):
+            pass
         assert forward_and_step(int(word)) == (1, toy.session.steps + 1)
+    with toy.session.step(alike):  # as without a batch alike: 0 outside of a forward
+        assert forward_and_step(int(word)) == (0, toy.session.steps + 1)
     with toy.session.step():
-        assert forward_and_step(int(word)) == (1, toy.session.steps + 1)
+        assert forward_and_step(int(word)) == (0, toy.session.steps + 1)
 
 
 def without_a_write(toy: Toy, slots: list[int]) -> None:

@@ -692,6 +692,30 @@ def test_a_captured_graph_reads_each_steps_inputs():
         assert counts.tolist() == [len(real), 0, 0]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
+def test_tensors_of_the_device_come_with_the_numbers_of_a_batch_alike(monkeypatch, dtype):
+    inputs = StepInputs("cuda", max_requests=4, max_tokens=8)
+    for name, axis in (("rows", "batch"), ("ids", "tokens"), ("positions", "tokens")):
+        inputs.register(name, axis, torch.int64, pad=-1)
+
+    def batch(first: int) -> dict[str, Any]:
+        ids = torch.arange(first, first + 6, dtype=dtype, device="cuda")
+        return {"rows": [first, 1], "ids": ids[::2], "positions": ids[3:].clone()}
+
+    for step in range(3):
+        inputs.fill_from(batch(step))
+    copies, copy = [], torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda outs, given: (copies.append(len(outs)), copy(outs, given)))
+    for first in (20, 30):
+        inputs.fill_from(batch(first))
+        assert inputs.view().rows.tolist() == [first, 1]
+        assert inputs.view().ids.tolist() == [first, first + 2, first + 4]
+        assert inputs.view().positions.tolist() == [first + 3, first + 4, first + 5]
+    assert copies == ([] if dtype is not torch.int16 else [2, 2])
+
+
 @pytest.fixture
 def capture(monkeypatch):
     """Between the two calls of it, fills are part of a graph; what a replay does is done by hand."""
