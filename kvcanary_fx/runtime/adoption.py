@@ -20,6 +20,8 @@ zeros from the next write to the row's end  a crop clears what it cut off       
 other bytes in K and V of every layer       a new prompt, a longer prefix: a token's K and V depend    legal
 above the first, and in every later slot    on all tokens before it, so what follows changes too;
 that is not empty                           the first layer's depend on the token alone
+beside that: other bytes from some layer    a new prompt that begins as the last one did: products     legal
+on                                          of another size may round otherwise
 with one layer, or a latent in two: other   a new prompt, which may share tokens with the old one at   legal
 bytes in both halves of the whole row, or   some places
 of two slots at least and of half of those
@@ -414,8 +416,10 @@ class _Group:
         A slot that was empty is one as it is.  Those that had tokens are, if they are enough for a new prompt.
         """
         alone = len(required) < 2
-        if not slots or (not alone and (not self._lead.place.layout.has_rows or self._lead.kind == "read")):
+        if not slots or (not alone and self._lead.kind == "read"):
             return slots
+        if not alone and not self._lead.place.layout.has_rows:
+            return slots | self._rounded(slots)
         half = self._by_id[min(required)]
         written, held = self._written(row), set(self._held(half, row)) - self.beside
         given_up = self._given_up(row, slots, half, written)
@@ -458,6 +462,24 @@ class _Group:
             if slot // self._length == row and (behind <= changed or len(newest) > 1):
                 rounded.add(slot)
         return set(newest) | rounded
+
+    def _rounded(self, new: set[int]) -> set[int]:
+        """The slots of a pool that were computed anew beside new tokens: other in K and V from some layer on.
+
+        As in :meth:`_computed_again`, but nothing tells which of a pool's slots are of one sequence, so a half by
+        itself is a violation.  Seen: two prompts at once where they had come one by one, of which one was the old one.
+
+        Args:
+            new: the slots that changed in all required halves.
+        """
+        empty, layers = self.empty(), self._lead.peers
+        rounded = set[int]()
+        for slot in self.by_slot.keys() - empty if new - empty else ():
+            changed = {hit[Ring.HALF] for hit in self.by_slot[slot]}
+            lowest = min(layers[half] for half in changed)
+            if len(changed) > 1 and {half for half, layer in layers.items() if layer >= lowest} <= changed:
+                rounded.add(slot)
+        return rounded
 
     def _held(self, half: PoolHalf, row: int) -> list[int]:
         """The slots of a row that were not empty before the change."""

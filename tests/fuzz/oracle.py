@@ -10,8 +10,10 @@ Nothing here knows how the canary works.  What is legal follows docs/pools.md:
 * A fault cannot be told from a legal change, and may be reported or not, where something that PyTorch counts wrote to
   the cache since the last forward, and either the row's next write does not continue its last one, or the position
   has changed in K and V of every layer but the first, and so has every later one in its row.  The later ones are not
-  asked where a graph of several layers does not show which slots it writes.  Nor can it where a row holds what another
-  one held, as after a reordering: a fault that undoes a legal-looking one leaves that in a row with another's tokens.
+  asked where a graph of several layers does not show which slots it writes, nor in a pool; there a position that
+  changed in K and V from some layer on has new tokens, too, beside another one.  Nor can it where a row holds what
+  another one held, as after a reordering: a fault that undoes a legal-looking one leaves that in a row with another's
+  tokens.
 * Where slots were taken for the heads of a sequence, since nothing in a graph shows them, a row is one position.
 * Where each graph holds one half, bytes in a slot that was empty look like a token's, too.
 * To a graph of one layer, or of one half whose writes do not show their slots or that was compiled anew, new tokens
@@ -140,7 +142,18 @@ class Oracle:
             later[:, end:] = True
             closed = later.flip(1).to(torch.int64).cumprod(1).flip(1).to(torch.bool)
             legal &= closed
+        if not self.rows and bool(legal.any()):
+            legal = legal | self._rounded(changed)
         return legal
+
+    def _rounded(self, changed: Cells) -> torch.Tensor:
+        """bool ``[B, S]``: positions that changed in both halves of every layer from some layer on."""
+        from_here = torch.ones_like(self.guarded)
+        rounded = torch.zeros_like(self.guarded)
+        for layer in sorted({layer for layer, _ in changed}, reverse=True):
+            from_here = from_here & changed[layer, 0] & changed[layer, 1]
+            rounded |= from_here
+        return rounded
 
     def _moved(self, cells: Cells, start: int) -> torch.Tensor:
         """bool ``[B, S]``: rows that hold in every half, below the next write, what one other row held."""

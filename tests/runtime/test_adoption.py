@@ -90,6 +90,27 @@ def test_of_two_slots_the_one_that_changed_everywhere_is_adopted():
     assert verdict.adopted_slots == 1
 
 
+@pytest.mark.parametrize(
+    ("hit", "adopted"),
+    [
+        pytest.param([2, 3, 4, 5], True, id="from the second layer on"),
+        pytest.param([4, 5], True, id="in the last layer"),
+        pytest.param([5], False, id="in one half of the last layer"),
+        pytest.param([3, 4, 5], False, id="in one half of the second layer, and in the last"),
+        pytest.param([2, 3], False, id="in the second layer alone"),
+    ],
+)
+def test_beside_new_tokens_of_a_pool_a_slot_that_changed_was(hit: list[int], adopted: bool):
+    """A prompt that begins as the last one did is computed in products of another size, which round otherwise."""
+    new, again = [changed(half, 5) for half in range(6)], [changed(half, 6) for half in hit]
+    assert judge([*new, *again], registry(3, 2, "kv"), STAMPS).violations == ([] if adopted else again)
+    emptied = [changed(half, 5) for half in range(6)]
+    for row in emptied:
+        row[Ring.FOUND] = empty_digest((1, 2))[0]
+    missed = set(hit) >= {2, 3, 4, 5}  # by these alone it would be a token of a new prompt
+    assert judge([*emptied, *again], registry(3, 2, "kv"), STAMPS).violations == ([] if missed else again)
+
+
 def test_a_sequence_given_up_whose_state_was_empty_in_one_layer():
     made = registry(2, 1, "state")
     for half in range(2):
