@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
+import subprocess
+import sys
 import types
 
 import pytest
@@ -73,6 +76,48 @@ def test_vllm_with_another_signature_is_not_guarded_by_guess(mode, monkeypatch, 
         (message,) = [r.message for r in caplog.records]
         assert message.startswith(f"kvcanary.unguarded nothing is guarded: this vLLM ({vllm.__version__})")
     assert BlockPool.free_blocks is _free_blocks_into
+
+
+@pytest.mark.parametrize("mode", ["raise", "log"])
+def test_the_first_runner_is_checked_and_hooked_when_vllm_imports_it(mode):
+    """An engine with the second runner never imports it, nor what it imports: no more does ours."""
+    code = """
+import logging, sys
+from vllm import LLM
+from kvcanary_fx.adapters.vllm import plugin
+from kvcanary_fx.adapters.vllm.hook_points import HOOK_POINTS
+from kvcanary_fx.adapters.vllm.patching import _MARK
+late = {p.where.split(":")[0] for p in HOOK_POINTS if p.late}
+plugin.register()
+assert not late & sys.modules.keys(), late & sys.modules.keys()
+if sys.argv[1:]:  # another version's
+    from kvcanary_fx.adapters.vllm import late_imports
+    (name, hook), = late_imports._WAITING.items()
+    def changed():
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+        del GPUModelRunner.sample_tokens
+        hook()
+    late_imports._WAITING[name] = changed
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+print("hooked", hasattr(GPUModelRunner.execute_model, _MARK), hasattr(SpecDecodeBaseProposer.propose, _MARK))
+"""
+    environment = dict(os.environ, KVCANARY_MODE=mode)
+
+    def run(*arguments):
+        command = [sys.executable, "-c", code, *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    known = run()
+    assert known.stdout.splitlines()[-1] == "hooked True True", known.stderr[-2000:]
+    other = run("changed")
+    missing = "vllm.v1.worker.gpu_model_runner.GPUModelRunner.sample_tokens is missing"
+    assert missing in other.stdout + other.stderr
+    if mode == "raise":
+        assert other.returncode
+        assert "EngineError: this vLLM" in other.stderr
+    else:
+        assert other.stdout.splitlines()[-1] == "hooked False False", other.stderr[-2000:]
 
 
 def test_vllm_copies_our_settings_to_what_ray_starts(monkeypatch):

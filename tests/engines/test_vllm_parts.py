@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 import random
 import re
@@ -24,6 +26,7 @@ from kvcanary_fx.adapters.vllm import (
     hook_points,
     identity,
     known,
+    late_imports,
     layouts,
     patching,
     ranks,
@@ -333,6 +336,66 @@ def test_unknown_vllm_is_refused_and_in_mode_log_runs_unguarded(mode, unknown_ve
             f"kvcanary.unguarded nothing is guarded: {said}or set KVCANARY_MODE=off to run this one unguarded"
         ]
     assert known.can_be_guarded(mode, [])
+
+
+# ---- what vLLM may never import
+
+
+@pytest.fixture
+def rare(monkeypatch, tmp_path):
+    """The name of a module that nobody has imported, and of one that imports it."""
+    (tmp_path / "rare_runner.py").write_text("class Runner:\n    hooked = False\n")
+    (tmp_path / "rare_worker.py").write_text("from rare_runner import Runner\nclass Own(Runner):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(late_imports, "_WAITING", {})
+    yield "rare_runner", "rare_worker"
+    for name in ("rare_runner", "rare_worker"):
+        sys.modules.pop(name, None)
+
+
+def set_hooked() -> None:
+    import rare_runner
+
+    rare_runner.Runner.hooked = True
+
+
+def test_a_module_is_hooked_when_it_is_imported(rare):
+    late_imports.when_imported(rare[0], set_hooked)
+    assert rare[0] not in sys.modules
+    assert importlib.import_module(rare[1]).Own.hooked
+    assert inspect.getsource(sys.modules[rare[0]]).startswith("class Runner")
+
+
+def test_a_module_that_is_there_is_hooked_at_once_and_again_by_the_next_call(rare):
+    runner = importlib.import_module(rare[0]).Runner
+    for _ in range(2):
+        runner.hooked = False
+        late_imports.when_imported(rare[0], set_hooked)
+        assert runner.hooked
+
+
+def test_a_module_waits_for_one_hook_however_often_plugins_are_loaded(rare):
+    called = []
+    for number in range(3):
+        late_imports.when_imported(rare[0], lambda number=number: called.append(number))
+    importlib.import_module(rare[1])
+    assert called == [2]
+    assert sum(isinstance(finder, late_imports._Finder) for finder in sys.meta_path) == 1
+
+
+def test_what_a_hook_raises_the_import_raises(rare):
+    def refuse() -> None:
+        raise EngineError("another signature")
+
+    late_imports.when_imported(rare[0], refuse)
+    with pytest.raises(EngineError, match="another signature"):
+        importlib.import_module(rare[1])
+
+
+def test_a_module_that_is_missing_is_missing_with_a_hook_as_well(rare):
+    late_imports.when_imported("rare_runner_of_tomorrow", set_hooked)
+    with pytest.raises(ModuleNotFoundError, match="rare_runner_of_tomorrow"):
+        importlib.import_module("rare_runner_of_tomorrow")
 
 
 # ---- where a slot's bytes lie

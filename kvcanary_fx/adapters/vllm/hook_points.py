@@ -43,6 +43,7 @@ class HookPoint:
         on_stack: its frame is looked for on the stack, and it is not wrapped.
         on_cpu: it exists only where vLLM runs on a CPU.
         of_server: it is hooked only in the process of a server.
+        late: it is checked and hooked when vLLM imports its module, which many engines never do.
     """
 
     need: str
@@ -54,6 +55,7 @@ class HookPoint:
     on_stack: bool = False
     on_cpu: bool = False
     of_server: bool = False
+    late: bool = False
 
     @property
     def name(self) -> str:
@@ -72,6 +74,9 @@ _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager."
 _POOL = "vllm.v1.core.block_pool:BlockPool."
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler."
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:"
+
+#: Model Runner V1.
+FIRST_RUNNER = "vllm.v1.worker.gpu_model_runner"
 
 #: The table.
 HOOK_POINTS: tuple[HookPoint, ...] = (
@@ -185,7 +190,7 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
     ),
     *_part(
         NEEDS[2],
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.",
+        f"{FIRST_RUNNER}:GPUModelRunner.",
         (
             "initialize_kv_cache",
             "self, kv_cache_config, is_profiling=..., kv_cache_allocation_context=...",
@@ -198,6 +203,7 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
             "what is about to be read is checked before the model runs, what it wrote after",
         ),
         ("sample_tokens", "self, grammar_output", "what failed goes to the scheduler with the tokens"),
+        late=True,
     ),
     *_part(
         NEEDS[2],
@@ -341,6 +347,7 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
             "batch_descriptor=..., ubatch_slices=..., slot_mapping=..., skip_compiled=..., is_padding=...",
             "around a forward of the draft",
         ),
+        late=True,
     ),
     *_part(
         NEEDS[4],

@@ -23,8 +23,11 @@ TESTED = Tested(
 )
 
 
-def can_be_guarded(mode: str, table: Sequence[HookPoint] = HOOK_POINTS) -> bool:
+def can_be_guarded(mode: str, table: Sequence[HookPoint] | None = None) -> bool:
     """Whether this vLLM has all that the canary hooks into, as the table says; if not, it is logged.
+
+    Args:
+        table: by default all that is hooked into at once.
 
     Raises:
         EngineError: it has not, and the mode is ``raise``.
@@ -33,6 +36,7 @@ def can_be_guarded(mode: str, table: Sequence[HookPoint] = HOOK_POINTS) -> bool:
     from vllm.platforms import current_platform
 
     log_as_vllm_does()
+    table = [point for point in HOOK_POINTS if not point.late] if table is None else table
     unknown = differences(table, current_platform.is_cpu())
     if not unknown:
         return True

@@ -22,8 +22,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from vllm.v1.spec_decode.draft_model import DraftModelProposer
-from vllm.v1.spec_decode.eagle import EagleProposer
 
 from ...engine.kv_pool import KVPool
 from . import layouts
@@ -190,6 +188,9 @@ def _unguarded(drafter: Any) -> str | None:
 
     MTP, DFlash and parallel drafting lay out their tokens differently, or leave layers out.
     """
+    from vllm.v1.spec_decode.draft_model import DraftModelProposer  # the second runner never imports them
+    from vllm.v1.spec_decode.eagle import EagleProposer
+
     if type(drafter) not in (EagleProposer, DraftModelProposer) or drafter.method not in GUARDED_DRAFTS:
         return f"drafts of {getattr(drafter, 'method', type(drafter).__name__)} are not supported by this adapter"
     if drafter.parallel_drafting or drafter.constant_draft_positions:

@@ -1,58 +1,22 @@
-"""Hooks on vLLM's model runner: where its KV cache is made, where a step begins, and where the model runs."""
+"""Hooks on vLLM's Model Runner V1: where its KV cache is made, where a step begins, and where the model runs."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from ...errors import CanaryError, EngineError
-from . import counts, cuda_graphs, known, proof, registry, state_groups, state_proof
+from ...errors import EngineError
+from . import cuda_graphs, proof, registry, state_groups, state_proof
 from .guard import Guard
 from .hybrids import GuardOfHybrid
 from .journal import ATTRIBUTE
 from .patching import wrap_in_all
 from .pools import draft_groups, guarded_groups
+from .runners import CONTEXTS, IN_PARTS, guard
 from .settings import VllmSettings
-
-log = logging.getLogger("kvcanary")
-
-
-#: Makes the guard of a runner; its last argument gets the reasons of what is not guarded.
-Make = Callable[[Any, VllmSettings, bool, dict[str, str]], Guard]
-
-
-def guard(runner: Any, settings: VllmSettings, self_test: bool, make: Make | None = None) -> None:
-    """Guard a model runner that got its KV cache, if any of it can be guarded.
-
-    Args:
-        make: for another runner than the first.
-
-    In mode ``log`` nothing of this keeps an engine from starting: it runs unguarded, and the log and the metrics say
-    why.
-
-    Raises:
-        EngineError: mode ``raise``, and nothing of its KV cache can be guarded.
-        SelfTestError: mode ``raise``, and a changed byte, or another planted fault, is not reported.
-    """
-    known.log_as_vllm_does()  # again: in the first process vLLM sets up its log after it has loaded plugins
-    if not runner.kv_cache_config.kv_cache_groups:
-        why = "this model has no KV cache: there is nothing to guard"
-        log.warning("kvcanary.unguarded %s", why)
-        counts.write_unguarded({"all": why})
-        return
-    unguarded: dict[str, str] = {}
-    try:
-        registry.add(runner, (make or _guard)(runner, settings, self_test, unguarded))
-    except Exception as e:  # whatever it is: in mode log an engine must start
-        if settings.config.mode == "raise":
-            raise
-        why = " ".join(str(e).split())
-        log.warning("kvcanary.unguarded nothing is guarded: %s", why, exc_info=not isinstance(e, CanaryError))
-        counts.write_unguarded({"all": f"{type(e).__name__}: {why}", **unguarded})
 
 
 def _attach(guard: Guard, output: Any) -> None:
@@ -77,11 +41,6 @@ def _want_prompt_logprobs_again(runner: Any, cached: Any) -> None:
         wanted = request.sampling_params.prompt_logprobs
         if wanted is not None:
             runner.num_prompt_logprobs[name] = runner.input_batch.vocab_size if wanted == -1 else wanted
-
-
-#: Why the batches of a runner cannot be guarded.
-CONTEXTS = "context parallelism, where a slot's position is another one's on each rank, is not supported"
-IN_PARTS = "batches in two parts at a time (--enable-dbo) are not supported"
 
 
 def _unguarded(parallel: Any) -> str | None:
@@ -126,7 +85,7 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
         made = original(runner, kv_cache_config, *args, **kwargs)
         profiling = kwargs.get("is_profiling", args[0] if args else False)
         if not profiling:
-            guard(runner, settings, self_test)
+            guard(runner, settings, self_test, _guard)
         return made
 
     def execute_model(

@@ -19,7 +19,7 @@ from .. import registry, state_groups
 from ..journal import ATTRIBUTE
 from ..patching import replace, replace_in_all, wrap, wrap_in_all
 from ..pools import groups_with_drafts
-from ..runner import CONTEXTS, IN_PARTS, guard
+from ..runners import CONTEXTS, IN_PARTS, guard
 from ..settings import VllmSettings
 from ..state_groups import StateGroup
 from .connector import Bracket
