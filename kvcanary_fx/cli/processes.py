@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 
 from ..errors import EndpointError
-from ..reports.metrics_text import Reading, read
-from ..reports.violation import one_line
-from ..runtime.status import path_of
+from ..reports.metrics_text import Reading, file_of, read
+from ..reports.untrusted import one_line
 
 #: Names the directory of the files, here and in the process.
 VARIABLE = "KVCANARY_STATUS"
@@ -32,7 +31,7 @@ def reading(pid: int, folder: str | None) -> Reading:
     folder = folder or _variable_of(pid) or os.environ.get(VARIABLE)
     if not folder:
         raise EndpointError(name, "it is not known where its status file is", _REMEDY)
-    texts = [text for each in [pid, *_started_by(pid)] if (text := _text(path_of(folder, each))) is not None]
+    texts = [text for each in [pid, *_started_by(pid)] if (text := _text(file_of(folder, each))) is not None]
     try:
         found = read("".join(texts))
     except ValueError as e:

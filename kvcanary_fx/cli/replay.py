@@ -9,7 +9,7 @@ import argparse
 
 from ..reports.incidents import file
 from ..reports.incidents.replay import Outcome, replay
-from ..reports.violation import one_line
+from ..reports.untrusted import one_line
 
 #: Checks that are listed one by one.
 LISTED = 50

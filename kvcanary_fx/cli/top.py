@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from ..errors import EndpointError
 from ..reports.metrics_text import Reading, read
-from ..reports.violation import one_line
+from ..reports.untrusted import one_line
 from . import processes
 
 #: Seconds in which an endpoint has to answer, and the most bytes that are read of its answer.

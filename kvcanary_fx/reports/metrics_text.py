@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections import defaultdict
+from pathlib import Path
 
 PREFIX = "kvcanary_"
 
@@ -34,6 +36,11 @@ class Reading:
     def healthy(self) -> bool:
         """Whether all is guarded and no check has failed."""
         return bool(self.unguarded) and not any(self.unguarded.values()) and not any(self.violations.values())
+
+
+def file_of(folder: str | os.PathLike[str], pid: int) -> Path:
+    """The file that a process with the setting ``status`` writes."""
+    return Path(folder) / f"kvcanary-{pid}.prom"
 
 
 def read(text: str) -> Reading | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 
 from ..errors import CanaryError
 from ..kernels.checks import REASONS, TEXTS, Check, Phase, Shown, Why, how_shown
 from ..kernels.ring import UNKNOWN, Ring, forward_and_step
 from ..kernels.slots.chain import MASK64
+from .untrusted import one_line, one_word
 
 #: Layer name of a violation that concerns a slot in all layers.
 ALL_LAYERS = "*"
@@ -187,19 +187,6 @@ class LogLine(str):
         line = super().__new__(cls, text)
         line.fields = fields
         return line
-
-
-def one_line(value: object) -> str:
-    """Untrusted text, such as an id, without control characters: it can neither forge a line nor colour it."""
-    text = str(value)
-    return text if text.isprintable() else json.dumps(text)
-
-
-def one_word(value: object) -> str:
-    """The same as one word of a line: a JSON string if it is empty or has spaces or quotes."""
-    text = one_line(value)
-    plain = bool(text) and not any(c.isspace() or c in '"=' for c in text)
-    return text if plain or text != str(value) else json.dumps(text)
 
 
 def _primary(bits: int, why: Why) -> Check:

@@ -8,7 +8,6 @@ import os
 import threading
 import weakref
 from collections import Counter
-from pathlib import Path
 from typing import Protocol
 
 from ..config import CanaryConfig
@@ -50,11 +49,6 @@ class Watched(Protocol):
     def stats(self, drain: bool = True) -> Counted: ...
 
 
-def path_of(folder: str | os.PathLike[str], pid: int) -> Path:
-    """The file of a process."""
-    return Path(folder) / f"kvcanary-{pid}.prom"
-
-
 def follow(session: Watched) -> None:
     """Count a session in the file of its process from here on, if its setting ``status`` names a directory."""
     folder = session.config.status
@@ -76,7 +70,7 @@ class StatusFile:
     """
 
     def __init__(self, folder: str):
-        self.path = path_of(folder, os.getpid())
+        self.path = metrics_text.file_of(folder, os.getpid())
         self.sessions: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._ending, self._failed = threading.Event(), False
         self._one = threading.Lock()  # two at a time would take each other's draft

@@ -52,7 +52,13 @@ _LOGGED = {
 class Start:
     """One engine that starts and ends, in a process of its own."""
 
-    def __init__(self, args: argparse.Namespace, mode: str | None, caches: str, gpu: str | None):
+    def __init__(
+        self, args: argparse.Namespace, mode: str | None, caches: str, gpu: str | None, kept: Path | None = None
+    ):
+        """
+        Args:
+            kept: where its log is kept.
+        """
         environment = {k: v for k, v in os.environ.items() if not k.startswith("KVCANARY_") or mode is not None}
         environment.update({name: f"{caches}/{folder}" for name, folder in _CACHES.items()})
         environment["PYTHONPYCACHEPREFIX"] = args.bytecode
@@ -61,6 +67,7 @@ class Start:
             environment["KVCANARY_MODE"] = mode
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
+        self._kept = kept
         self._parts, self._log = Path(caches) / "parts", Path(caches) / "log"
         self._parts.write_text("")
         command = [sys.executable, __file__, "--worker", "--shape", args.shape, "--engine", json.dumps(args.engine)]
@@ -75,6 +82,8 @@ class Start:
         """Its seconds, until it had started, and those of its parts."""
         out, _ = self._process.communicate()
         log = out + self._log.read_text(errors="replace")
+        if self._kept is not None:
+            self._kept.write_text(log)
         found = re.search(r"STARTED (.*)", log)
         if self._process.returncode or not found:
             sys.exit(f"an engine ended with {self._process.returncode}:\n{log[-4000:]}")
@@ -121,7 +130,8 @@ def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
                     caches = Path(folder) / variant
                     caches.mkdir(exist_ok=True)
                     gpu = args.gpus[order.index(variant)] if args.gpus else None
-                    starting[variant] = Start(args, variants[variant], str(caches), gpu)
+                    kept = args.logs / f"{variant}-{state}-{number}.log" if args.logs else None
+                    starting[variant] = Start(args, variants[variant], str(caches), gpu, kept)
                     if not args.gpus:
                         _keep(runs, f"{variant} {state}", starting.pop(variant))
                 for variant, start in starting.items():
@@ -219,12 +229,15 @@ def main() -> None:
     parser.add_argument("--mode", default="log", choices=["log", "raise"])
     parser.add_argument("--engine", type=json.loads, default={"max_model_len": 8192}, help="JSON, arguments of LLM")
     parser.add_argument("--in-process", action="store_true", help="the engine in the process of LLM")
+    parser.add_argument("--logs", type=Path, help="keep the log of each start in this directory")
     parser.add_argument("--json", type=Path, help="write all starts to this file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args)
         return
+    if args.logs:
+        args.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as args.bytecode:
         write_bytecode(args.bytecode)
         runs = measure(args)

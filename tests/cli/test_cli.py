@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvcanary_fx.__main__ import main
+from kvcanary_fx import cli
+from kvcanary_fx.__main__ import COMMANDS, main
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -21,6 +24,29 @@ def test_demo_shows_same_tokens_and_the_report(capsys):
     assert "4 halves guarded" in out
     assert "[content] the bytes of a slot changed" in out
     assert "layer model.layers.1.self_attn, half K, row 0, position 3" in out
+
+
+def test_each_command_is_listed_with_the_first_line_of_its_help():
+    for name, summary in COMMANDS.items():
+        command = importlib.import_module(f"kvcanary_fx.cli.{name}")
+        assert command.__doc__.splitlines()[0] == summary
+        assert callable(command.run)
+    modules = {path.stem for path in Path(cli.__path__[0]).glob("*.py") if "def add_arguments(" in path.read_text()}
+    assert modules == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", [["--help"], ["top", "--help"]])
+def test_help_and_the_watch_over_a_server_come_without_torch(command):
+    """Importing it takes seconds."""
+    code = """
+import atexit, sys
+from kvcanary_fx.__main__ import main
+atexit.register(lambda: print("torch" in sys.modules))
+main(sys.argv[1:])
+"""
+    ran = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
+    assert ran.stdout.splitlines()[0].startswith("usage: kvcanary")
+    assert ran.stdout.splitlines()[-1] == "False"
 
 
 def test_demo_without_transformers_names_the_extra(monkeypatch, capsys):

@@ -13,6 +13,7 @@ import torch
 from toy import Toy
 
 from kvcanary_fx.__main__ import main
+from kvcanary_fx.reports import metrics_text
 from kvcanary_fx.reports.incidents import file
 from kvcanary_fx.reports.metrics_text import Reading, read, write
 from kvcanary_fx.runtime import status
@@ -53,7 +54,7 @@ def test_a_server_is_asked_by_the_process_that_started_it(tmp_path, capsys):
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         reading = Reading({"kvcanary_forwards_total": 3.0}, {"kv": ""}, {"content": 0.0}, 0.0)
-        status.path_of(tmp_path, int(child.stdout.readline())).write_text(write(reading))
+        metrics_text.file_of(tmp_path, int(child.stdout.readline())).write_text(write(reading))
         assert top(tmp_path) == 0
         child.communicate("")
     assert "3 forwards" in capsys.readouterr().out

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ...reports.violation import one_line
+from ...reports.untrusted import one_line
 from . import counts
 from .hook_points import SERVER
 from .patching import wrap

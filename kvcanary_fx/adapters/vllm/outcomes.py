@@ -20,7 +20,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from ...errors import EngineError
-from ...reports.violation import one_line
+from ...reports.untrusted import one_line
 from . import counts, load_failures, stores
 from .blocks import JOURNAL
 from .identity import namespace

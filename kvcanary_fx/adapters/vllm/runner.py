@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from ...errors import EngineError
 from . import cuda_graphs, proof, registry, state_groups, state_proof
@@ -77,7 +76,8 @@ def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict
 
 
 def hook(settings: VllmSettings, self_test: bool) -> None:
-    """Guard every model runner of this process from now on."""
+    """Guard every first model runner of this process from now on."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # not above: its import calls this function
 
     def initialize_kv_cache(
         original: Callable[..., Any], runner: Any, kv_cache_config: Any, *args: Any, **kwargs: Any

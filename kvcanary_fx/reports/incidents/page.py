@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from ..violation import ALL_LAYERS, one_line
+from ..untrusted import one_line
+from ..violation import ALL_LAYERS
 from . import causes, pool_map, tables
 from .incident import HalfScene, Incident, PoolScene, Record
 from .story import bit_name, story

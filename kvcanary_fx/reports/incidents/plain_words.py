@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from ..past import PastEvent, SlotHistory, party, when
-from ..violation import Violation, one_line
+from ..untrusted import one_line
+from ..violation import Violation
 from .tenants import Tenants, until
 
 #: Reasons for which it matters whether the request ever had the slot: it reads it, or writes it.

@@ -9,7 +9,8 @@ import torch
 
 from ...kernels.checks import Shown, how_shown
 from ..past import SlotHistory, party
-from ..violation import ALL_LAYERS, Violation, one_line
+from ..untrusted import one_line
+from ..violation import ALL_LAYERS, Violation
 from .incident import HalfScene, Incident, PoolScene, Record, SlotScene
 from .plain_words import plain_words
 from .tables import slots_in_words

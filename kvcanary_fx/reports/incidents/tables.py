@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..past import SlotHistory
-from ..violation import one_line
+from ..untrusted import one_line
 from .incident import Incident, PoolScene
 
 #: Rows of a table, and numbers in one of its cells.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ..violation import ALL_LAYERS, one_line
+from ..untrusted import one_line
+from ..violation import ALL_LAYERS
 from . import causes, pool_map, tables
 from .incident import HalfScene, Incident, PoolScene, Record
 from .story import story
