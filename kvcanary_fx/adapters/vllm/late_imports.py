@@ -20,8 +20,7 @@ def when_imported(name: str, hook: Callable[[], None]) -> None:
 
     What it raises then, the import raises.  Of several hooks that wait for a module the last one is called.
     """
-    module = sys.modules.get(name)
-    if module is not None and not getattr(module.__spec__, "_initializing", False):
+    if name in sys.modules:
         hook()
         return
     _WAITING[name] = hook
