@@ -33,6 +33,7 @@ KINDS: dict[str, tuple[int, int, int | None, str]] = {
     "1 in a branch to the end": (0, 1, None, ""),
     "8 in a branch to the end": (0, 8, None, ""),
     "8 in a branch of a layer": (0, 8, 0, ""),
+    "1 in front, 8 in a branch": (1, 8, 0, ""),
     "1 beside the last layers": (0, 0, None, "own"),
     "both": (0, 8, 0, "own"),
     "both, again": (0, 8, 0, "again"),
