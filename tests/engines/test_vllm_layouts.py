@@ -23,9 +23,9 @@ def layer_with(cache, kind, backend):
 
 
 def halves_of(layer):
-    from kvcanary_fx.adapters.vllm import pools
+    from kvcanary_fx.adapters.vllm import layouts, pools
 
-    return pools._halves(layer, SIZE)
+    return pools._halves(layer, SIZE, layouts.Known())
 
 
 class Backend:

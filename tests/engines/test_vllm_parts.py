@@ -442,10 +442,19 @@ def test_layout_is_found_by_writing(dtype):
     assert torch.equal(v[slots // SIZE, slots % SIZE], value)
 
 
-@pytest.mark.parametrize("write", [tiles, scaled])
+def heads_exchanged(key, value, cache, slots):
+    by_rows(key.flip(1), value, cache, slots)
+
+
+@pytest.mark.parametrize("write", [tiles, scaled, heads_exchanged])
 def test_layout_that_is_no_strided_view_is_refused(write):
     cache = torch.zeros(5, HEADS, SIZE, 2 * DIM)
     assert layouts.find(cache, SIZE, ((HEADS, DIM), (HEADS, DIM)), write) is None
+
+
+def test_quantised_layout_whose_strides_are_negative_is_refused():
+    cache = torch.zeros(5, HEADS, SIZE, 2 * DIM, dtype=torch.uint8)
+    assert layouts.find(cache, SIZE, ((HEADS, DIM), (HEADS, DIM)), quantised(heads_exchanged, 1.0)) is None
 
 
 def by_rows(key, value, cache, slots):
@@ -482,6 +491,49 @@ def test_layout_of_a_quantised_cache_is_found(write, shape, order, scale):
     for half, rows in zip(found, (key, value), strict=True):
         expected = (rows / scale).to(torch.float8_e4m3fn).view(torch.uint8)
         assert torch.equal(half.view(cache, SIZE)[slots // SIZE, slots % SIZE], expected)
+
+
+def rows_last(key, value, cache, slots):
+    """The same pages as of :func:`by_rows`, in which V comes first."""
+    by_rows(value, key, cache, slots)
+
+
+def one_number_more(key, value, cache, slots):
+    by_rows(key, value, cache, slots)
+    cache.view(cache.shape[0], -1)[0, 3] = 1
+
+
+@pytest.mark.parametrize("other", [by_rows, rows_last, heads_exchanged, one_number_more, transposed, tiles])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_layer_like_another_one_is_asked_whether_it_has_its_layout(dtype, other):
+    shapes, known, written = ((HEADS, DIM), (HEADS, DIM)), layouts.Known(), []
+    caches = [torch.zeros(5, HEADS, SIZE, 2 * DIM, dtype=dtype) for _ in range(2)]
+
+    def counted(write):
+        stored = quantised(write, 0.5) if dtype == torch.uint8 else write
+        return lambda *given: (written.append(len(given[3])), stored(*given))
+
+    first = known.find(caches[0], SIZE, shapes, counted(by_rows))
+    assert first == layouts.find(caches[0], SIZE, shapes, counted(by_rows)) is not None
+    written.clear()
+    found = known.find(caches[1], SIZE, shapes, counted(other))
+    assert found == layouts.find(caches[1], SIZE, shapes, counted(other)) if other is not by_rows else found == first
+    if other is by_rows:
+        assert written == [SIZE] * (2 if dtype == torch.uint8 else 1)
+    assert not any(cache.any() for cache in caches)
+
+
+def test_a_layer_with_a_cache_of_another_form_is_looked_at_by_itself():
+    known = layouts.Known()
+    for size in (SIZE, 2 * SIZE):
+        cache = torch.zeros(5, 2, size, HEADS, DIM)
+
+        def write(key, value, cache, slots, size=size):
+            for half, given in enumerate((key, value)):
+                cache[slots // size, half, slots % size] = given
+
+        found = known.find(cache, size, ((HEADS, DIM), (HEADS, DIM)), write)
+        assert [half.view(cache, size).shape for half in found] == [(5, size, HEADS, DIM)] * 2
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])

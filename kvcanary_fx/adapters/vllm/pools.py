@@ -248,13 +248,13 @@ def _group(
     if isinstance(reach, str):
         return None, reach
     window, chunk = reach
-    layers, kernel_page = {}, kernel_page_sizes(runner)[number]
+    layers, kernel_page, found = {}, kernel_page_sizes(runner)[number], layouts.Known()
     known = runner.compilation_config.static_forward_context
     for name in names:
         layer = known[name]
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
             continue
-        halves = _halves(layer, kernel_page)
+        halves = _halves(layer, kernel_page, found)
         if isinstance(halves, str):
             left[name] = halves
         else:
@@ -347,8 +347,12 @@ _PLAIN = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2
 _WITH_SCALES = "_per_token_head"
 
 
-def _halves(layer: Any, page_size: int) -> tuple[torch.Tensor, torch.Tensor] | str:
-    """The two halves of a layer as views ``[pages, page_size, ...]``; or why it cannot be guarded, as text."""
+def _halves(layer: Any, page_size: int, known: layouts.Known) -> tuple[torch.Tensor, torch.Tensor] | str:
+    """The two halves of a layer as views ``[pages, page_size, ...]``; or why it cannot be guarded, as text.
+
+    Args:
+        known: what other layers of its group have.
+    """
     cache = layer.kv_cache
     if not isinstance(cache, torch.Tensor) or not cache.numel():
         return "it has no KV cache of its own"
@@ -364,7 +368,7 @@ def _halves(layer: Any, page_size: int) -> tuple[torch.Tensor, torch.Tensor] | s
     with_scales = kind.endswith(_WITH_SCALES)
     if not with_scales and kind not in _PLAIN:
         return f"a KV cache of {kind} is not supported by this adapter: use another --kv-cache-dtype"
-    found = (layouts.find_with_scales if with_scales else layouts.find)(cache, page_size, shapes, write)
+    found = (layouts.find_with_scales if with_scales else known.find)(cache, page_size, shapes, write)
     if found is None:
         return (
             f"its backend {layer.attn_backend.get_name()} does not keep the {cache.dtype} bytes of a slot as one "
