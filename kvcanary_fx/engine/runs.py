@@ -44,14 +44,16 @@ class Runs:
             for table, row, start, numbers in waiting:
                 table[row, start : start + len(numbers)] = torch.tensor(numbers, dtype=torch.int32, device="cpu")
             return
+        from ..kernels.handed import COLUMNS  # only where there is Triton
+
         said: list[int] = []
-        words, first, longest = array("q"), 3 * len(waiting), 1
+        words, first, longest = array("q"), COLUMNS * len(waiting), 1
         last, base, step = None, 0, 0
         for table, row, start, numbers in waiting:
             if table is not last:
                 last, base, step = table, table.data_ptr(), 4 * table.stride(0)
             n = len(numbers) // 2  # two of them are a word of the kernel
-            said += (base + row * step + 4 * start, first, n)
+            said += (base + row * step + 4 * start, first, n, 0)  # no tensor is copied
             if n == 1:
                 words.append(numbers[0] & 0xFFFFFFFF | numbers[1] << 32)
             else:
@@ -61,7 +63,7 @@ class Runs:
         self._launch(len(waiting), longest, array("q", said) + words)
 
     def _launch(self, runs: int, longest: int, words: array[int]) -> None:
-        from ..kernels.handed import BLOCK, Handed  # only where there is Triton
+        from ..kernels.handed import BLOCK, Handed
 
         if self._handed is None:
             self._handed = Handed(self._device)
