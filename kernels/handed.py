@@ -30,7 +30,7 @@ BLOCK = 256
 SHORT = 1024
 
 #: Columns of the table before the numbers, a row a place: its address, its first number, how many, and 0, or the bytes
-#: of an element of what is copied there.
+#: of an element of what is copied there.  Rows are written by :class:`Places`, and by :class:`.Runs` of an engine.
 COLUMNS = 4
 
 #: Numbers that say where a tensor is that is copied along: its address and its stride.

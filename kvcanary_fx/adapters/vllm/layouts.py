@@ -94,7 +94,7 @@ class Known:
     def find(
         self, cache: torch.Tensor, page_size: int, shapes: tuple[tuple[int, ...], tuple[int, ...]], write: Write
     ) -> tuple[HalfLayout, HalfLayout] | None:
-        """:func:`find`, which see."""
+        """As :func:`find`, with what other layers were found to have."""
         form = cache.dtype, cache.shape[1:], cache.stride(), page_size, shapes
         known = self._found.get(form)
         if known is not None and _has(known, cache, page_size, shapes, write):
