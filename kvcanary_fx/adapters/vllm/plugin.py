@@ -28,12 +28,14 @@ def register() -> None:
     otel.follow_environment()
     if not asked_for() or _only_inspects():
         return
+    from .collector import no_collections, set_imports_aside
     from .early_imports import ops_break
 
     _carry_settings()
     given = settings.from_env()
-    with ops_break():  # vLLM's configuration may ask for it later
+    with no_collections(), ops_break():  # vLLM's configuration may ask for it later
         _connect(given)
+    set_imports_aside()
 
 
 def _connect(given: settings.VllmSettings) -> None:
