@@ -48,7 +48,8 @@ def test_a_forked_engine_is_spared_what_was_imported():
 
 def test_without_the_canary_nothing_is_set_aside():
     parent, child, _ = set_aside("off")
-    assert parent == 0 and child < MANY  # Python sets some aside by itself
+    assert parent == 0
+    assert child < MANY  # Python sets some aside by itself
 
 
 def _loads_plugins(found):
@@ -58,7 +59,7 @@ def _loads_plugins(found):
     found.put([gc.get_freeze_count(), gc.isenabled()])
 
 
-@pytest.mark.parametrize("name, spared", [("EngineCore", True), ("VllmWorker-0", True), ("of a user", False)])
+@pytest.mark.parametrize(("name", "spared"), [("EngineCore", True), ("VllmWorker-0", True), ("of a user", False)])
 def test_processes_that_vllm_starts_anew_are_spared_it_too(name, spared, monkeypatch):
     monkeypatch.setenv("KVCANARY_MODE", "log")
     context = multiprocessing.get_context("spawn")
