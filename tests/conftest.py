@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import logging
 import os
@@ -53,27 +52,9 @@ if hasattr(torch._dynamo.config, "side_effect_replay_policy"):
     torch._dynamo.config.side_effect_replay_policy = "silent"
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    # At each call of a function in a kernel the interpreter searches triton.language for what to replace, half of its
-    # time.  What was replaced once stays.  It also makes a table of NumPy's types for each look at it.
-    from triton.runtime import interpreter
+    import quick_interpreter
 
-    @functools.cache
-    def _patch_once(fn, patch=interpreter._patch_lang):
-        patch(fn)
-        # Triton 3.6 calls int() on an array of one number, which NumPy 2.4 refuses.
-        interpreter.tl.tensor.__index__ = lambda self: self.handle.data.item()
-        return interpreter._LangPatchScope()  # with nothing to put back
-
-    interpreter._patch_lang = _patch_once
-    _numpy_types = {}
-
-    def _numpy_type(dtype, look_up=interpreter._get_np_dtype):
-        name = dtype.scalar.name
-        if name not in _numpy_types:
-            _numpy_types[name] = look_up(dtype)
-        return _numpy_types[name]
-
-    interpreter._get_np_dtype = _numpy_type
+    quick_interpreter.install()
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -257,11 +257,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=30, help="at most; two are taken together")
     parser.add_argument("--flips", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10, help="about how long each part of a budget may take")
-    parser.add_argument("--warm-up", type=float, default=20, help="seconds before the first budget, at most")
+    parser.add_argument("--warm-up", type=float, help="seconds before the first budget, at most; default: 20 on a GPU")
     parser.add_argument("--write", action="store_true", help="update the section in BENCHMARKS.md")
     args = parser.parse_args(arguments)
     if args.rounds < 2 or args.rounds % 2:
         parser.error(f"--rounds {args.rounds}: two are taken together, so give an even number")
+    if args.warm_up is None:  # a CPU's steps differ by more than the rounds of a warm one may
+        args.warm_up = 0.0 if args.device == "cpu" else 20.0
     args.how = args.how or ["captured" if args.device == "cuda" else "called"]
     if args.tiny and args.write:
         parser.error("--tiny is no measurement: nothing to --write")

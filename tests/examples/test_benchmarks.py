@@ -25,6 +25,7 @@ import cores
 import decode_models
 import forward
 import forward_scene
+import goals
 import layers
 import plain_cache
 import step_parts
@@ -50,6 +51,13 @@ def table(out: str) -> list[list[str]]:
     """The cells of the rows of the table, without its header."""
     lines = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line] for line in lines[2:]]
+
+
+def with_goals(read, printed: str) -> dict[str, str]:
+    """What `goals.py` reads in it, with the goal of each."""
+    found = list(read(printed))
+    assert all(figure.measured for figure in found)
+    return {figure.what: figure.goal for figure in found}
 
 
 def name_cores(root, siblings):
@@ -181,7 +189,9 @@ def test_layers_whose_checks_the_engine_calls_are_checked_in_each_forward(capsys
 def test_flips_are_found_within_the_steps_that_a_budget_promises(capsys):
     arguments = ["--tiny", "--device", "cpu", "--budget", "0.5", "--rounds", "2", "--flips", "1", "--seconds", "0.5"]
     budget.main(arguments)
-    (row,) = table(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    (row,) = table(printed)
+    assert with_goals(goals.of_budget, printed) == {"budget 50 %, tiny gqa decode 2 x 192, called": "at most +62.5 %"}
     assert row[8] == "1 of 1"
     assert "too late" not in row[10]
 
@@ -191,6 +201,8 @@ def test_a_cache_with_nothing_set_up_is_checked_in_each_forward():
     assert done.returncode == 0, done.stderr
     rows = table(done.stdout)
     assert [row[1] for row in rows] == list(plain_cache.CONFIGURATIONS)
+    of_log = with_goals(goals.of_forward("log, default", 2), done.stdout)
+    assert of_log == {"forward tiny gqa decode 2 x 64, log, default": "at most +2 %"}
     assert [row[6:] for row in rows[2:]] == [["512", "8", "0"]] * 3 + [["16", "8", "0"]]
 
 
@@ -206,6 +218,8 @@ def test_batches_of_hugging_face_take_turns_and_have_parts(device):
         assert all(float(row[6].removesuffix(" ms")) > 0 for row in rows)
         assert rows[1][7:] == ["100 %", "0"]
         assert "graphs off, async off" in done.stdout
+        tokens = {"generate_batch tiny 2 x 24, log, tokens/s": "at least -3 %"}
+        assert with_goals(goals.of_batches, done.stdout) == tokens
         return
     assert [row[0] for row in rows] == ["tiny 2 x 24", "tiny 2 x 24, 10th percentile"]
     assert all(float(cell) > 0 for row in rows for cell in row[1:])

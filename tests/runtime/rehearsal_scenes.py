@@ -35,13 +35,19 @@ WITHOUT_CHAIN = ("content", "operand", "bounds", "poison")  # of a prompt, chain
 MAIN = threading.main_thread().name
 
 
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """What Triton compiled for any of these tests: it is asked for it in each of them, and has it on its disk."""
+    return str(tmp_path_factory.mktemp("triton"))
+
+
 @pytest.fixture
-def compiled(monkeypatch, tmp_path):
+def compiled(monkeypatch, cache):
     """The code of a GPU runs over CPU tensors and launches nothing; kernels as they are compiled, each with its thread.
 
     No variant is known from another test: Triton keeps them with the kernel.
     """
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.cache, "dir", cache)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(CompiledKernel, "run", property(lambda self: None))
     monkeypatch.setattr(compile_ahead, "compiles_for", lambda device: True)
