@@ -18,14 +18,17 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import importlib.util
 import json
 import os
+import queue
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -211,13 +214,33 @@ def _time(owner: Any, name: str, part: str) -> None:
     setattr(owner, name, lambda *args, **kwargs: _timed(original, part, *args, **kwargs))
 
 
+#: Times of parts that are not in the file yet.
+_NOTED: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+#: The guard was made: what comes then is written at once.
+_MADE = threading.Event()
+
+
 def _timed(original: Callable[..., Any], part: str, *args: Any, **kwargs: Any) -> Any:
     began = time.perf_counter()
     try:
         return original(*args, **kwargs)
     finally:
-        with open(os.environ[PARTS], "a") as out:
-            out.write(f"{part} {time.perf_counter() - began}\n")
+        _NOTED.put(f"{part} {time.perf_counter() - began}\n")
+        if part == "guard":
+            _MADE.set()
+        if part != "our kernels" or _MADE.is_set():  # opening the file for each of 357 took 0.2 s of the guard's 0.75
+            _write_down()
+
+
+def _write_down() -> None:
+    """Put the parts so far into the file."""
+    noted = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            noted.append(_NOTED.get_nowait())
+    with open(os.environ[PARTS], "a") as out:
+        out.writelines(noted)
 
 
 def main() -> None:
