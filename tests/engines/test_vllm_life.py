@@ -124,7 +124,7 @@ def test_model_of_which_nothing_can_be_guarded_runs_in_mode_log_and_says_so(engi
 
     monkeypatch.setenv(settings.COUNTS_VARIABLE, str(tmp_path))
     caplog.set_level("WARNING", "kvcanary")
-    monkeypatch.setattr(pools, "_halves", lambda layer, size: "it is a riddle")
+    monkeypatch.setattr(pools, "_halves", lambda *_: "it is a riddle")
     rig = engine()
     assert rig.guard is None
     riddle, nothing = [r.message for r in caplog.records if "kvcanary.unguarded" in r.message]

@@ -320,7 +320,7 @@ def test_states_whose_op_was_not_seen_are_fingerprinted_when_the_model_has_run(e
 def test_states_without_guarded_attention_are_named_as_unguarded(engine, monkeypatch, caplog):
     from kvcanary_fx.adapters.vllm import pools
 
-    monkeypatch.setattr(pools, "_halves", lambda layer, size: "it is a riddle")
+    monkeypatch.setattr(pools, "_halves", lambda *_: "it is a riddle")
     rig = engine("hybrid")
     assert rig.guard is None
     riddle, named, nothing = [r.message for r in caplog.records if "kvcanary.unguarded" in r.message]
