@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from kvcanary_fx.adapters.vllm import collector, known, plugin
 from kvcanary_fx.adapters.vllm.collector import no_collections
 
 #: What vLLM's modules alone are, and more.
@@ -50,6 +51,13 @@ def test_without_the_canary_nothing_is_set_aside():
     parent, child, _ = set_aside("off")
     assert parent == 0
     assert child < MANY  # Python sets some aside by itself
+
+
+def test_a_vllm_that_cannot_be_guarded_is_left_as_it_is(monkeypatch):
+    monkeypatch.setenv("KVCANARY_MODE", "log")
+    monkeypatch.setattr(known, "can_be_guarded", lambda mode: False)
+    monkeypatch.setattr(collector, "set_imports_aside", lambda: pytest.fail("what is not guarded was changed"))
+    plugin.register()
 
 
 def _loads_plugins(found):

@@ -28,14 +28,13 @@ def register() -> None:
     otel.follow_environment()
     if not asked_for() or _only_inspects():
         return
-    from .collector import no_collections, set_imports_aside
+    from .collector import no_collections
     from .early_imports import ops_break
 
     _carry_settings()
     given = settings.from_env()
     with no_collections(), ops_break():  # vLLM's configuration may ask for it later
         _connect(given)
-    set_imports_aside()
 
 
 def _connect(given: settings.VllmSettings) -> None:
@@ -45,9 +44,11 @@ def _connect(given: settings.VllmSettings) -> None:
     if not known.can_be_guarded(given.config.mode):
         return
     from . import clients, connect  # imports what is hooked into, torch and the kernels: only if the canary is on
+    from .collector import set_imports_aside
 
     connect.connect(given)
     clients.hook()
+    set_imports_aside()
 
 
 def _carry_settings() -> None:
