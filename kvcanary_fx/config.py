@@ -85,8 +85,9 @@ class CanaryConfig:
         placement: where the checks of layers run on a GPU (those of opaque attention, those that an engine calls, and
             in a captured graph those around the writes of K and V): ``"side"``, on a stream of their own beside the
             model's, or ``"inline"``, in the model's own.  Inline is for engines that capture a graph in pieces with our
-            ops in them: a piece cannot end while a check runs beside it.  Of many long requests it may take less
-            (measure it), of few it takes more.  All other checks run inline.
+            ops in them: a piece cannot end while a check runs beside it.  ``"auto"``: inline in an engine's session
+            whose layers have one tensor each, as MLA's latents are, where it takes less; else side.  All other checks
+            run inline.
         rewrite_writes: replace KV writes by an op that writes in place, where Inductor would copy the pool:
             True for every write, False for none; ``"auto"`` under Inductor for writes to a part of a tensor
             (K and V, or all layers, in one), which it copies whole.
@@ -116,7 +117,7 @@ class CanaryConfig:
     verify_fraction: str | None = None
     verify_after: bool | Literal["auto"] = "auto"
     digest_bits: int = 32
-    placement: Literal["side", "inline"] = "side"
+    placement: Literal["auto", "side", "inline"] = "auto"
     rewrite_writes: bool | Literal["auto"] = "auto"
     lint: Literal["off", "warn", "raise"] = "off"
     ring_capacity: int = 65536
@@ -165,6 +166,11 @@ class CanaryConfig:
         is checked in front of its own write, so that it is found in the step it happens.
         """
         return self.verify_every_on(device) != 1
+
+    @property
+    def beside(self) -> bool:
+        """Whether checks may run beside the model; an engine's session has decided what ``"auto"`` is."""
+        return self.placement != "inline"
 
     def verifies_after(self, device: torch.device) -> bool:
         """Whether the bytes of a pool on this device are checked after a forward as well."""
@@ -461,7 +467,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "verify_fraction": (_is_fraction, f"'1' or '1/N' with a whole number N, at most {MOST_TURNS}"),
     "verify_after": (lambda v: isinstance(v, bool) or v == "auto", "True, False or 'auto'"),
     "digest_bits": (lambda v: isinstance(v, int) and v in (32, 64), "32 or 64"),
-    "placement": (lambda v: v in ("side", "inline"), "'side' or 'inline'"),
+    "placement": (lambda v: v in ("auto", "side", "inline"), "'auto', 'side' or 'inline'"),
     "rewrite_writes": (lambda v: isinstance(v, bool) or v == "auto", "True, False or 'auto'"),
     "lint": (lambda v: v in ("off", "warn", "raise"), "'off', 'warn' or 'raise'"),
     "ring_capacity": (lambda v: _is_count(v) and v <= MOST_RECORDS, f"a whole number from 1 to {MOST_RECORDS}"),

@@ -168,7 +168,7 @@ def compile_graph(
         return plain()
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise CaptureError("this graph is not compiled yet")
-    side, recorded = config.placement == "side", owner.registry.records
+    side, recorded = config.beside, owner.registry.records
     declared = owner.registry.declared_axes
     chain, pools_in = "chain" in config.checks, owner.hooks.pools_in
     ordered = passes(chain, config.rewrite, pools_in, side, config.checks_at_once, recorded, declared)

@@ -121,7 +121,7 @@ def keep(
     (device,) = {pool.declared.device for pool in pools.values()}
     ((requests, tokens),) = {(plan.rows.shape[0], plan.slots.shape[0]) for plan in forward.plans.values()}
 
-    side = device if can_fork(device) and config.placement == "side" else None
+    side = device if can_fork(device) and config.beside else None
 
     def check(running: Forward) -> None:
         take_in()

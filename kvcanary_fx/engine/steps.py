@@ -110,7 +110,7 @@ class Steps:
         self.pools_by_space = {p.space.space_id: p for p in pools.values()}
         self._flushes = [pool.calls.flush for pool in pools.values()]
         devices = dict.fromkeys(p.declared.device for p in pools.values())
-        beside = [d for d in devices if side_stream.can_fork(d)] if config.placement == "side" else []
+        beside = [d for d in devices if side_stream.can_fork(d)] if config.beside else []
         self.sides = {d: side_stream.SideStream(d) for d in beside}
         self._pool_sides = {d: side_stream.SideStream(d) for d in beside}  # for the forward's end
         self._on_host = all(d.type != "cuda" for d in devices)

@@ -125,15 +125,14 @@ def take_turns(runners: dict[str, AnyRunner], device: torch.device, rounds: int,
     return taken
 
 
-def rows_of(runners: dict[str, AnyRunner], mode: str, placement: str | None, taken: dict[str, Times]) -> Iterator[Row]:
+def rows_of(runners: dict[str, AnyRunner], mode: str, taken: dict[str, Times]) -> Iterator[Row]:
     plain = min(map(statistics.median, taken["off"])) if "off" in taken else None
     for name, runner in runners.items():
         graphs, case = sorted(taken[name], key=statistics.median), runner.case
         times, median = sorted(graphs[0]), statistics.median(graphs[0])
         edge, slowest = len(times) // 10, statistics.median(graphs[-1])
-        row = Row(case.name, mode, name, None, median, times[edge], times[-1 - edge], slowest, len(graphs))
+        row = Row(case.name, mode, name, median, times[edge], times[-1 - edge], slowest, len(graphs))
         row.rounds = len(times)
-        row.placement = placement if runner.session is not None else None
         row.build_seconds = runner.seconds
         if plain is not None and name != "off":
             row.overhead = 100 * (median / plain - 1)
@@ -158,14 +157,11 @@ def measure(turn: Turn, model: Model, args: argparse.Namespace, first: bool) -> 
     device, case, mode, runners = torch.device(args.device), turn.case, turn.mode, {}
     before: dict[str, Times] | None = None
     scene = Scene(case, device) if mode != "zero-configuration" else None
-    for name in turn.configurations:
+    for name, settings in placed(turn, args.placement):
         skipped = counters["inductor"]["cudagraph_skips"]
         if scene is None:
-            runner: AnyRunner = PlainRunner(case, model, plain_cache.CONFIGURATIONS[name], device)
+            runner: AnyRunner = PlainRunner(case, model, settings, device)
         else:
-            settings = CONFIGURATIONS[name]
-            if settings is not None and args.placement:
-                settings = {**settings, "placement": args.placement}
             runner = Runner(scene, model, settings, mode, args.captures if case.added == 1 else 1)
         if counters["inductor"]["cudagraph_skips"] > skipped:
             runner.problems.append("Inductor ran it without CUDA graphs")
@@ -174,8 +170,20 @@ def measure(turn: Turn, model: Model, args: argparse.Namespace, first: bool) -> 
         if name == "off" and len(runners) == 1 and first:
             before = take_turns({BEFORE: runner}, device, args.rounds, args.seconds)
     taken = take_turns(runners, device, args.rounds, args.seconds)
-    rows = list(rows_of(runners, mode, args.placement, taken))
-    return rows if before is None else [*rows_of({BEFORE: runners["off"]}, mode, args.placement, before), *rows]
+    rows = list(rows_of(runners, mode, taken))
+    return rows if before is None else [*rows_of({BEFORE: runners["off"]}, mode, before), *rows]
+
+
+def placed(turn: Turn, placements: Sequence[str]) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """The configurations and their settings; guarded ones once for each placement."""
+    plain = turn.mode == "zero-configuration"
+    for name in turn.configurations:
+        settings = (plain_cache.CONFIGURATIONS if plain else CONFIGURATIONS)[name]
+        if plain or settings is None or not placements:
+            yield name, settings
+            continue
+        for placement in placements:
+            yield f"{name}, {placement}", {**settings, "placement": placement}
 
 
 def held(device: torch.device) -> str:
@@ -205,7 +213,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--configs", nargs="+", choices=list(dict.fromkeys([*CONFIGURATIONS, *plain_cache.CONFIGURATIONS]))
     )
     parser.add_argument("--modes", nargs="+", choices=MODES, help="default: all but eager on a GPU, eager on a CPU")
-    parser.add_argument("--placement", help="the setting of that name: inline, side, ...; default: the canary's own")
+    parser.add_argument(
+        "--placement", nargs="+", default=[], help="the setting of that name, taking turns; default: the canary's own"
+    )
     parser.add_argument("--captures", type=int, default=6, help="graphs of each decode that is captured")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=10, help="about how long the rounds of a forward may take")

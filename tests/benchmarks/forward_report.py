@@ -46,7 +46,6 @@ class Row:
     case: str
     mode: str
     configuration: str
-    placement: str | None
     median: float
     low: float
     high: float
@@ -60,14 +59,14 @@ class Row:
 
     @property
     def key(self) -> tuple[str, ...]:
-        return (self.case, self.mode, self.configuration, *([self.placement] if self.placement else []))
+        return self.case, self.mode, self.configuration
 
     def cells(self) -> list[str]:
         counts = self.counts or {}
         numbers = [counts.get(name) for name in ("identities", "digests", "recorded")]
         return [
             self.case,
-            ", ".join(self.key[2:]),
+            self.configuration,
             f"{self.median:.3f} ms ({self.low:.3f} to {self.high:.3f})",
             f"{self.slowest:.3f} ms" if self.graphs > 1 else "",
             "" if self.overhead is None else f"{self.overhead:+.2f} %",
@@ -107,7 +106,7 @@ class Results:
         rows = [row for row in self.rows.values() if row.mode == mode]
         rounds, graphs = sorted({row.rounds for row in rows}), max(row.graphs for row in rows)
         captured = f"A decode is captured in {graphs} graphs, of which the fastest counts. " if graphs > 1 else ""
-        placement = f" --placement {self.args.placement}" if self.args.placement else ""
+        placement = f" --placement {' '.join(self.args.placement)}" if self.args.placement else ""
         (title, how), engine = HOW[mode], mode != "zero-configuration"
         model = "8B-shaped GQA model (32 layers, 8 KV heads of 128)"
         if any(row.case.startswith("mla") for row in rows):

@@ -1141,3 +1141,14 @@ def test_placeholders_of_images_can_be_any_numbers(monkeypatch, kernels, history
     toy.pool.hand_over([3, 4])
     toy.run({"C": [13]})
     assert told(toy) == ([("token", "WRONG_TOKEN", 3, "C")] if history else [])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "asked", "placement"),
+    [(1, "auto", "inline"), (2, "auto", "side"), (1, "side", "side"), (2, "inline", "inline")],
+)
+def test_checks_of_latents_are_in_the_models_own_stream_unless_something_else_is_asked_for(tensors, asked, placement):
+    layers = [[torch.zeros(8, 1, 4) for _ in range(tensors)] for _ in range(2)]
+    table = torch.zeros(2, 4, dtype=torch.int64)
+    session = kvcanary_fx.install_canary(KVPool(layers, table), placement=asked)
+    assert session.config.placement == placement
