@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -49,7 +49,7 @@ class Blame:
             return None
         number = half.space.space_id
         pool, plan, before = self._pools[number], running.get(number), last.get(number)
-        told = _decode_content(row, half.info, half.space, pool.content.imported, plan, self._ids, before)
+        told = _decode_content(row, half.info, half.space, pool.came_with_transfer, plan, self._ids, before)
         return _in_tokens(told, pool.declared.layout)
 
 
@@ -73,7 +73,7 @@ def _decode_content(
     row: Sequence[int],
     info: HalfInfo,
     space: SlotSpace,
-    imported: torch.Tensor | None,
+    came: Callable[[int], bool],
     plan: RequestPlan | None,
     ids: RequestIds,
     last: RequestPlan | None,
@@ -81,7 +81,7 @@ def _decode_content(
     """The record of a ring row that a layer's op wrote.
 
     Args:
-        imported: bool ``[slots + 1]``, the slots whose bytes came from elsewhere; None if there never were any.
+        came: whether the bytes of a slot came from elsewhere.
         plan: of the running forward, which knows more than the shadow about a slot that it writes; None outside one.
         last: of the last forward, for pools whose allocator reports no owners: one of its requests read the slot.
     """
@@ -106,7 +106,7 @@ def _decode_content(
     )
     if told.check != "content":
         return told
-    return dataclasses.replace(told, text="transfer" if imported is not None and imported[slot] else "engine content")
+    return dataclasses.replace(told, text="transfer" if came(slot) else "engine content")
 
 
 def _reader(plan: RequestPlan | None, slot: int) -> int:

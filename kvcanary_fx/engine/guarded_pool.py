@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,7 @@ class EnginePool:
         self.rivals: list[EnginePool] = []
         self.live_slots = 0  # allocated and not released, as far as the host knows
         self.adopted = 0
+        self._arrived: torch.Tensor | None = None  # int64 [slots + 1], the chain of slots that were expected, or 0
 
     def describe(self) -> str:
         """The pool in one line."""
@@ -319,6 +321,68 @@ class EnginePool:
             EngineError: lengths that do not match, or positions that the history does not have.
         """
         given = self.slot_tensor(slots)
+        who = self._told(given, history, positions, namespace)
+        self.forget(given)
+        self._name(given, who, Flag.NAMELESS, owner)
+
+    def expect(
+        self,
+        slots: Slots,
+        shadow: ShadowSlice,
+        history: torch.Tensor | Sequence[int],
+        positions: torch.Tensor | Sequence[int],
+        namespace: int = 0,
+        owner: RequestId | None = None,
+    ) -> Callable[[], None]:
+        """:meth:`announce` slots that get back the bytes with which a shadow of this pool was exported.
+
+        The next forward compares who is in them with what it is about to read, and all of their bytes.
+
+        Args:
+            shadow: of as many slots.  Those in which it knows no token are announced.
+
+        Returns:
+            to call behind that forward, in the place of :meth:`accept`.
+
+        Raises:
+            EngineError: as of :meth:`announce`, or a shadow of another number of slots.
+        """
+        given = self.slot_tensor(slots)
+        if len(shadow) != given.numel():
+            raise EngineError(f"expect got {given.numel()} slots, and the shadow of {len(shadow)}")
+        told = self._told(given, history, positions, namespace)
+        known = shadow.marks == int(Flag.WRITTEN)
+        was = shadow.tokens, shadow.positions, shadow.chain
+        who = tuple(torch.where(known, stored.to(new.dtype), new) for stored, new in zip(was, told, strict=True))
+        tokens, places, chain = who
+        self.forget(given)
+        marks = torch.where(known, int(Flag.WRITTEN), int(Flag.WRITTEN | Flag.NAMELESS)).to(torch.int32)
+        slot_life.name(self.space, given, marks, (tokens, places, chain), self._ids.hash(owner))
+        self.content.take_over(shadow.of_slots(known), given)
+        self.hand_over(given, owner)
+        if self._arrived is None:
+            self._arrived = torch.zeros(self.declared.slots + 1, dtype=torch.int64, device=given.device)
+        self._arrived[given] = torch.where(known, chain, 0)
+        return functools.partial(self._accept, torch.where(known, -1, given))
+
+    def came_with_transfer(self, slot: int) -> bool:
+        """Whether the bytes of a slot are to be those of others that were exported; for reports, waits for the device.
+
+        A slot that was filled since holds another chain.
+        """
+        imported = self.content.imported
+        if imported is not None and bool(imported[slot]):
+            return True
+        return self._arrived is not None and int(self._arrived[slot]) == int(self.space.chain[slot]) != 0
+
+    def _told(
+        self,
+        given: torch.Tensor,
+        history: torch.Tensor | Sequence[int],
+        positions: torch.Tensor | Sequence[int],
+        namespace: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, positions and chain of slots that were announced."""
         where, tokens = integers(positions, "positions").reshape(-1), integers(history, "history").reshape(-1)
         if where.numel() != given.numel():
             raise EngineError(f"announce got {given.numel()} slots, {where.numel()} positions")
@@ -332,16 +396,19 @@ class EnginePool:
         device, every = given.device, torch.arange(tokens.numel(), device=given.device)
         who, where = integers_on(device, tokens, "history"), integers_on(device, where, "positions")
         who, _, chain = slot_life.identity(who, every, integers_on(device, [namespace], "namespaces"))
-        self.forget(given)
-        self._name(given, (who[where], where, chain[where]), Flag.NAMELESS, owner)
+        return who[where], where, chain[where]
 
     def accept(self, slots: Slots) -> None:
         """Slots that were announced have been filled: accept their bytes as they are.  From here on they are guarded
         like any that a forward wrote."""
         given = self.slot_tensor(slots)
-        slot_life.accept(self.space, given)
-        self.content.fingerprint(given)
+        self._accept(given)
         self.adopted += given.numel()
+
+    def _accept(self, slots: torch.Tensor) -> None:
+        """The same of slots (int64 ``[n]``) of which those below 0 are left as they are."""
+        slot_life.accept(self.space, slots)
+        self.content.fingerprint(slots)
 
     def _name(
         self,

@@ -85,6 +85,10 @@ class ShadowSlice:
         tensors: dict[str, Any] = {n: t[..., which] for n, t in vars(self).items() if isinstance(t, torch.Tensor)}
         return dataclasses.replace(self, **tensors)
 
+    def of_slots(self, known: torch.Tensor) -> ShadowSlice:
+        """The same without the digests of slots of which nothing is known, bool ``[n]``."""
+        return dataclasses.replace(self, digests=self.digests.masked_fill(~known, 0))
+
     def of_layers(self, names: Sequence[str]) -> ShadowSlice:
         """The shadow of some layers, such as those that one stage of a pipeline sends.
 

@@ -130,6 +130,7 @@ class Runner:
         cached=False,
         prompts=None,
         lost=None,
+        transfers=None,
     ) -> Any:
         """One step: ``new`` and ``more`` give requests pages, ``tokens`` says how many each computes.
 
@@ -144,6 +145,7 @@ class Runner:
             cached: the prefix cache keeps the pages of requests that have finished.
             prompts: tokens of a new request, if they are not those that are computed.
             lost: requests that have ``ended`` or were ``preempted`` while they were in no batch.
+            transfers: the message to the KV connector.
         """
         from kvcanary_fx.adapters.vllm.journal import ATTRIBUTE, Message
 
@@ -181,6 +183,7 @@ class Runner:
             num_scheduled_tokens=tokens,
             kv_cache_block_copies=[SimpleNamespace(src_block_id=s, dst_block_id=d) for s, d in copies] or None,
             new_block_ids_to_zero=list(zeroed),
+            kv_connector_metadata=transfers,
         )
         setattr(scheduled, ATTRIBUTE, Message(events, stacks=list(stacks)))
         with step_of(self.guard, scheduled):

@@ -232,6 +232,54 @@ def loads(directory: pathlib.Path, model: str, steps: int, fails: int) -> dict[s
     }
 
 
+def offloaded(
+    directory: pathlib.Path, model: str, fault: str = "", spec: str = "OwnSpec", **extra: Any
+) -> dict[str, Any]:
+    """Requests whose prefix comes back from the host's memory, as it was stored there; then once more, with a fault.
+
+    Args:
+        fault: ``flip``: a bit of what is stored; ``shift``: it comes from the neighbouring chunks.
+        spec: of :mod:`vllm_cpu_store`.
+    """
+    import vllm_cpu_store
+    from vllm_cpu_store import CopyingWorker
+
+    config = vllm_cpu_store.config(spec, **extra)
+    rig = Rig(model, directory, max_num_batched_tokens=256, kv_transfer_config=config)
+    shared = prompt(1, 96)
+    prompts = {f"{i}": shared + prompt(3 + i, 25 + i) for i in range(3)}
+    for name in prompts:
+        rig.add(name, prompts[name], length=12)
+        rig.run()
+    alone = dict(rig.tokens)
+    for _ in range(2):
+        rig.engine.reset_prefix_cache()
+        for name in prompts:
+            rig.add(name, prompts[name], length=12)
+        rig.run()
+    clean, loads, tokens = [v.line() for v in rig.session.violations()], CopyingWorker.loads, dict(rig.tokens)
+    stats = rig.session.stats()
+    rig.engine.reset_prefix_cache()
+    if fault == "flip":
+        cache = next(iter(rig.layers().values())).kv_cache
+        last = (cache.shape[2] - 1) * cache.element_size()  # of the last token, which is in each layer's window
+        CopyingWorker.ruin = lambda chunk: chunk[-1, last : last + 1].bitwise_xor_(1 << 4)
+    CopyingWorker.shifted = int(fault == "shift")
+    rig.add("again", prompts["0"], length=4)
+    rig.run()
+    told = rig.session.violations()[len(clean) :]
+    return {
+        "alike": {name: tokens[name] == alone[name] for name in prompts},
+        "stored": CopyingWorker.stores,
+        "loaded": loads,
+        "adopted": stats.adopted,
+        "violations": clean,
+        "uncovered": rig.session.uncovered,
+        "told": [(v.check, v.phase, v.layer, v.half, v.position, v.slot) for v in told],
+        "said": [str(v) for v in told],
+    }
+
+
 def _flip(rig: Rig, layer: str, request: str, position: int) -> None:
     """A bit of K, wherever this machine's attention keeps it."""
     (group,) = rig.guard.groups
@@ -461,6 +509,10 @@ SCENES = {
     "connector, compiled": functools.partial(connector, compiled=True),
     "loads that fail": functools.partial(loads, steps=0, fails=1),
     "loads that take steps": functools.partial(loads, steps=2, fails=0),
+    "off-loaded": functools.partial(offloaded, fault="flip"),
+    "off-loaded in chunks": functools.partial(offloaded, fault="flip", blocks_per_chunk=2),
+    "off-loaded, mixed up": functools.partial(offloaded, fault="shift"),
+    "off-loaded elsewhere": functools.partial(offloaded, spec="SharedSpec"),
     "hybrid": hybrid,
     "states": states,
     "split graph": split_graph,

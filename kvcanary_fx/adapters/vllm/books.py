@@ -17,7 +17,8 @@ import torch
 from ...engine.stacks import told, told_now
 from ...kernels.slots.events import Event
 from .journal import FREED, TAKEN
-from .loaded import Loads
+from .loaded import Arriving, Loads
+from .offloaded import Arrived, Offloaded, shadow_of
 
 if TYPE_CHECKING:
     from ...engine.guarded_pool import EnginePool
@@ -74,13 +75,16 @@ class Books:
         group: the KV cache group of each block.
         idle: blocks that belong to the prefix cache.
         loads: what KV connectors are filling.
+        offloaded: what they have stored; None: there are none.
     """
+
+    offloaded: Offloaded | None
 
     def __init__(self, sessions: Callable[[], Sequence[EngineSession]]):
         self._sessions = sessions
         self.group: dict[int, int] = {}
         self.idle: set[int] = set()
-        self.loads = Loads()
+        self.loads, self.offloaded = Loads(), None
         self._to_accept: list[Callable[[], None]] = []  # what the running forward is the first to read
         self._groups: set[int] = set()  # all that there were
         self._pool_of: dict[int, tuple[EnginePool, int]] = {}  # by group, of those whose blocks were handed out
@@ -360,19 +364,55 @@ class Books:
             namespaces: by the request's id, if not 0.
             mark: replaces, in a request's tokens from position 0 on (int64 ``[n]``), what stands for no tokens.
         """
+        of_request: dict[str, Mapping[int, Arrived]] = {}
         for load in self.loads.arriving(scheduled):
             request, first = load.request, load.blocks[0]
             pages = ledger.pages(request, self.group.get(first, 0))
             history = None if load.tokens is None else torch.tensor(load.tokens[: load.end], dtype=torch.int64)
             if history is not None:
                 mark(request, history)
+            if request not in of_request:
+                of_request[request] = {} if self.offloaded is None else self.offloaded.arrived(request)
             for pool, page_size in self.pools_of(first):
-                slots, positions = load.slots(pages, page_size)
                 if history is None or pool.name.startswith("draft"):  # whose layers may have other tokens there
+                    slots, _ = load.slots(pages, page_size)
                     self._to_accept.append(functools.partial(pool.adopt, slots, owner=request))
                 else:
-                    pool.announce(slots, history, positions, namespaces.get(request, 0), request)
-                    self._to_accept.append(functools.partial(pool.accept, slots))
+                    namespace, stored = namespaces.get(request, 0), of_request[request]
+                    self._announce(pool, page_size, load, pages, history, namespace, stored)
+
+    def _announce(
+        self,
+        pool: EnginePool,
+        page_size: int,
+        load: Arriving,
+        pages: Sequence[int],
+        history: torch.Tensor,
+        namespace: int,
+        stored: Mapping[int, Arrived],
+    ) -> None:
+        """Tell the pool what arrives for which tokens, and what was stored of it, where that is known."""
+        of_pool = {block for block in load.blocks if block in stored and stored[block].pool == pool.name}
+        for known, part in load.parts(of_pool):
+            slots, positions = part.slots(pages, page_size)
+            if known and slots.numel():
+                shadow = shadow_of(slots, stored, pool, page_size)
+                accept = pool.expect(slots, shadow, history, positions, namespace, load.request)
+            else:
+                pool.announce(slots, history, positions, namespace, load.request)
+                accept = functools.partial(pool.accept, slots)
+            self._to_accept.append(accept)
+
+    def begin_step(self, scheduled: Any) -> None:
+        """A step begins, and nothing of its message was applied: keep what is known of blocks that connectors store.
+
+        Args:
+            scheduled: the ``SchedulerOutput``.
+        """
+        if self.offloaded is None:
+            self.offloaded = Offloaded()
+        pools = self._known_pools()
+        self.offloaded.step(scheduled, lambda block: pools.get(f"group{self.group.get(block)}"))
 
     def accept_loaded(self) -> None:
         """This forward ended: what it has read is there."""
@@ -387,6 +427,8 @@ class Books:
         """The memory of all blocks is given back: what is stored in them is there no more, whoever has them."""
         self._forget(list(self.group))
         self.loads.clear()
+        if self.offloaded is not None:
+            self.offloaded.all_gone()
 
     def pools_of(self, block: int) -> list[tuple[EnginePool, int]]:
         """The guarded pools that a block is in, each with the tokens of a block: the target's first, then a draft's."""

@@ -55,9 +55,10 @@ class Guard:
         scheduled: the ``SchedulerOutput`` of the running step.
         batch: of the running forward, or the last one.
         counts_beside: the counts are read while forwards run.
+        has_connector: KV connectors fill blocks.
     """
 
-    counts_beside = False
+    counts_beside = has_connector = False
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class Guard:
             self.ledger = self._make_ledger(runner)
         self.begin(reports_blocks(runner.vllm_config))
         if getattr(runner.vllm_config, "kv_transfer_config", None) is not None:
+            self.has_connector = True
             self._prepare_for_loads()
 
     def _prepare_for_loads(self) -> None:
@@ -191,6 +193,7 @@ class Guard:
         for request in scheduled.finished_req_ids:  # whose ids may be given again
             self.namespaces.pop(request, None)
         self.books.loads.lost(scheduled)
+        self.park_what_is_stored(scheduled)
         if told is not None:
             self.books.apply(told.events, told.stacks)
             self.namespaces.update(told.namespaces)
@@ -200,6 +203,12 @@ class Guard:
             yield
         finally:
             self.scheduled = None
+
+    def park_what_is_stored(self, scheduled: Any) -> None:
+        """Keep what is known of blocks that KV connectors store, before anything is done to them in a step."""
+        if self.has_connector:
+            with self._counts.busy(), torch.inference_mode(False):
+                self.books.begin_step(scheduled)
 
     def compare_what_is_refilled(self, scheduled: Any, events: Sequence[tuple[Any, ...]]) -> None:
         """Let the device compare what was released before it is filled outside of a forward.

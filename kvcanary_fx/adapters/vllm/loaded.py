@@ -1,13 +1,13 @@
 """What KV connectors load, which is guarded once the first forward that reads it is over.
 
 A connector fills blocks in the steps before that forward, or layer by layer while its model runs, and nobody is told
-when.  What is there then is taken as it is: from there on a change of it is found, also while the prefix cache has it,
-and who reads it is compared with the tokens that it was loaded for.
+when.  What is there then is taken as it is, if nobody knows what was stored (:mod:`.offloaded`): from there on a change
+of it is found, also while the prefix cache has it, and who reads it is compared with the tokens that it was loaded for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,14 @@ class Arriving(NamedTuple):
     places: Sequence[int]
     end: int
     tokens: Sequence[int] | None
+
+    def parts(self, some: Container[int]) -> Iterator[tuple[bool, Arriving]]:
+        """Those of the blocks that are in ``some``, and those that are not; each if there are any."""
+        for inside in (True, False):
+            which = [(b, i) for b, i in zip(self.blocks, self.places, strict=True) if (b in some) is inside]
+            if which:
+                blocks, places = zip(*which, strict=True)
+                yield inside, self._replace(blocks=blocks, places=places)
 
     def slots(self, pages: Sequence[int], page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The slots that were filled, and their positions, int64 ``[n]`` each.

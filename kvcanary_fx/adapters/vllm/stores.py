@@ -1,7 +1,7 @@
 """What KV connectors have stored, when a block turns out to be damaged.
 
-A connector may have stored the block after it was damaged.  What it loads is taken as it is, so a request that begins
-again would read the damage from there, and nothing would be told.
+A connector may have stored the block after it was damaged.  What it loads is taken as it is, or damage that was told
+already is told once more (:mod:`.offloaded`), so a request that begins again would read the damage from there.
 """
 
 from __future__ import annotations

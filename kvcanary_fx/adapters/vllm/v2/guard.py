@@ -195,6 +195,8 @@ class GuardV2(Guard):
             return
         if self.books.loads:
             self.books.loads.lost(scheduled)
+        if self.has_connector:
+            self.park_what_is_stored(scheduled)
         cached = scheduled.scheduled_cached_reqs
         events: Sequence[tuple[Any, ...]] = told.events
         plain = not (
