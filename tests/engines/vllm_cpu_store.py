@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -11,21 +12,24 @@ from vllm.v1.kv_offload.cpu import spec
 
 
 class CopyingWorker(OffloadingWorker):
-    """Copies whole pages between the KV caches and memory of the same size in chunks, and is done at once.
+    """Copies whole pages between the KV caches and memory of the same size in chunks, in the order of the jobs.
 
     Attributes:
+        steps: a job is done when vLLM has asked so many times which are; 0: at once.
         ruin: done once, to the last chunk of what is loaded next: int8 ``[blocks, bytes]`` of the first tensor.
         shifted: chunks are loaded from their neighbours.
         stores, loads: of all workers, in blocks.
     """
 
+    steps: ClassVar[int] = 0
     ruin: ClassVar[Callable[[torch.Tensor], None] | None] = None
     shifted: ClassVar[int] = 0
     stores: ClassVar[int] = 0
     loads: ClassVar[int] = 0
 
     def __init__(self, kv_caches: Any, per_chunk: int, chunks: int):
-        self._per_chunk, self._ended = per_chunk, []
+        self._per_chunk = per_chunk
+        self._jobs: list[list[Any]] = []  # number, steps left, what is left to do
         self._device = [each.tensor for each in kv_caches.tensors]
         self._host = [t.new_zeros(chunks, per_chunk, t.shape[1]) for t in self._device]
         self._refs = kv_caches.group_data_refs
@@ -54,25 +58,45 @@ class CopyingWorker(OffloadingWorker):
         return at
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        CopyingWorker.stores += self._copy(src_spec, dst_spec, store=True)
-        self._ended.append(job_id)
-        return True
+        return self._submit(job_id, functools.partial(self._store, src_spec, dst_spec))
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._submit(job_id, functools.partial(self._load, src_spec, dst_spec))
+
+    def _submit(self, job_id: int, copy: Callable[[], None]) -> bool:
+        self._jobs.append([job_id, self.steps, copy])
+        if not self.steps:
+            self.wait({job_id})
+        return True
+
+    def _store(self, src_spec: Any, dst_spec: Any) -> None:
+        CopyingWorker.stores += self._copy(src_spec, dst_spec, store=True)
+
+    def _load(self, src_spec: Any, dst_spec: Any) -> None:
         if CopyingWorker.ruin is not None:
             CopyingWorker.ruin(self._host[0][int(src_spec.block_ids[-1])])
             CopyingWorker.ruin = None
         CopyingWorker.loads += self._copy(dst_spec, src_spec, store=False)
-        self._ended.append(job_id)
-        return True
 
     def get_finished(self) -> list[TransferResult]:
-        ended, self._ended = self._ended, []
-        return [TransferResult(job_id=job, success=True, transfer_size=None, transfer_time=None) for job in ended]
+        for job in self._jobs:
+            job[1] -= 1
+        ended = [job for job in self._jobs if job[1] <= 0]
+        self.wait({job[0] for job in ended})
+        self._jobs = [job for job in self._jobs if job not in ended]
+        return [TransferResult(job_id=job[0], success=True) for job in ended]
 
-    def wait(self, job_ids: set[int]) -> None: ...
+    def wait(self, job_ids: set[int]) -> None:
+        """Do these, and those before them."""
+        last = max((i for i, job in enumerate(self._jobs) if job[0] in job_ids), default=-1)
+        for job in self._jobs[: last + 1]:
+            job[2]()
+            job[2] = _nothing
 
     def shutdown(self) -> None: ...
+
+
+def _nothing() -> None: ...
 
 
 class CPUOffloadingSpec(spec.CPUOffloadingSpec):

@@ -4,9 +4,10 @@
     python tests/engines/vllm_random_load.py --seconds 240 --seed 1 --jobs 6 --tokens-may-differ  # one GPU
 
 Each seed draws a model, features of the engine (prefix caching, size of prompts' chunks, number of blocks, scheduling,
-drafts by prompt lookup, on a CPU whether it is compiled in pieces and whether a KV connector loads blocks, some of
-which cannot be loaded), and requests: stems that they share, turns of a conversation, salts, priorities, ``n`` above
-one, sampled or greedy, log probabilities of the prompt, aborts, resets of the prefix cache.  A line for each engine,
+drafts by prompt lookup, whether blocks are off-loaded to the host's memory, on a CPU whether it is compiled in pieces
+and whether another KV connector loads blocks, some of which cannot be loaded), and requests: stems that they share,
+turns of a conversation, salts, priorities, ``n`` above one, sampled or greedy, log probabilities of the prompt, aborts,
+resets of the prefix cache.  A line for each engine,
 and a summary; the exit status is 1 if a seed failed, or none could be judged.  A seed whose unguarded engine does not
 run, or gives no token (drafts may take a small batch until all requests are aborted), is listed as ``unable``.
 ``--once SEED`` is that engine in this process, ``--jobs N`` runs N seeds at once.
@@ -101,8 +102,26 @@ def connector(seed: int, model: str, chosen: dict[str, Any]) -> dict[str, Any]:
     return dict(steps=rng.choice([0, 0, 1, 3]), fails_each=rng.choice([0, 0, 3]), sends=rng.choice([0, 0, 2, 5]))
 
 
-def connect(given: dict[str, Any]) -> dict[str, Any]:
-    """The engine's argument for it; this process has one engine."""
+def off_load(seed: int, model: str, chosen: dict[str, Any], always: bool) -> dict[str, Any]:
+    """An OffloadingConnector, in four of ten engines that have no other, or in all that can have one: ``steps`` of
+    :class:`.CopyingWorker`, and what it is configured with."""
+    rng = random.Random(f"off-load {seed}")
+    if (rng.random() > 0.4 and not always) or model in ("conv", "ssm") or not chosen.get("enable_prefix_caching"):
+        return {}
+    extra = dict(blocks_per_chunk=rng.choice([1, 1, 2, 3]), cpu_bytes_to_use=rng.choice([1 << 19, 1 << 22, 1 << 26]))
+    return dict(steps=rng.choice([0, 1, 3]), extra=extra | dict(offload_prompt_only=rng.random() < 0.5))
+
+
+def connect(given: dict[str, Any], on_gpu: bool) -> dict[str, Any]:
+    """The engine's argument for one of both; this process has one engine."""
+    if "extra" in given:
+        import vllm_cpu_store
+
+        vllm_cpu_store.CopyingWorker.steps = given["steps"]
+        config = vllm_cpu_store.config(**given["extra"])
+        if on_gpu:  # where vLLM has copies of its own
+            config["kv_connector_extra_config"] = given["extra"]
+        return dict(kv_transfer_config=config)
     from vllm_memory_connector import MemoryConnector
 
     for name, value in given.items():
@@ -209,7 +228,7 @@ class Load:
         return [self._rng.randrange(3, tiny_configs.VOCABULARY) for _ in range(length)]
 
 
-def once(directory: pathlib.Path, seed: int, models: list[str], requests: int) -> dict[str, Any]:
+def once(directory: pathlib.Path, seed: int, models: list[str], requests: int, off_loads: bool) -> dict[str, Any]:
     """The engine of a seed, in this process."""
     import torch
     import vllm_filled  # noqa: F401  whose load format the engine is asked for
@@ -219,10 +238,11 @@ def once(directory: pathlib.Path, seed: int, models: list[str], requests: int) -
     model, chosen = features(rng, models, torch.cuda.is_available())
     if COMPILED.items() <= chosen.items():
         forced_compile.allow_vllm_compile()
-    loads = (
-        {} if torch.cuda.is_available() else connector(seed, model, chosen)
-    )  # on a GPU vLLM fails behind one that fails
-    rig = Rig(MODELS[model], directory, load_format="filled", **chosen, **(connect(loads) if loads else {}))
+    on_gpu = torch.cuda.is_available()
+    # on a GPU vLLM fails behind one that fails
+    loads = {} if on_gpu or off_loads else connector(seed, model, chosen)
+    loads = loads or off_load(seed, model, chosen, off_loads)
+    rig = Rig(MODELS[model], directory, load_format="filled", **chosen, **(connect(loads, on_gpu) if loads else {}))
     load = Load(rig, rng, requests, "speculative_config" in chosen)
     load.run()
     found: dict[str, Any] = dict(
@@ -239,6 +259,10 @@ def once(directory: pathlib.Path, seed: int, models: list[str], requests: int) -
         found |= dict(violations=told[:5], count=len(told), uncovered=[u for s in sessions for u in s.uncovered][:3])
         if loads:
             found["adopted"] = sum(each.adopted for each in counts)
+        if "extra" in loads and not on_gpu:
+            from vllm_cpu_store import CopyingWorker
+
+            found |= dict(blocks_stored=CopyingWorker.stores, blocks_loaded=CopyingWorker.loads)
         found |= dict(checked=sum(each.checked for each in counts), recorded=sum(each.recorded for each in counts))
         if len(sessions) > 1:
             found["of the last session"] = counts[-1].recorded
@@ -254,7 +278,7 @@ def _child(args: argparse.Namespace, seed: int, guarded: bool, cache: str | None
     if cache is not None:
         environment["VLLM_CACHE_ROOT"] = cache
     command = [sys.executable, os.path.abspath(__file__), "--once", str(seed), "--requests", str(args.requests)]
-    command += ["--models", *args.models]
+    command += ["--models", *args.models] + ["--off-load"] * args.off_load
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.limit, check=False)
     except subprocess.TimeoutExpired as error:
@@ -324,6 +348,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="the first")
     parser.add_argument("--requests", type=int, default=60, help="of each engine")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument(
+        "--off-load", action="store_true", help="in each engine that can have it, and no other connector"
+    )
     parser.add_argument("--limit", type=float, default=600, help="seconds for an engine")
     parser.add_argument("--jobs", type=int, default=1, help="seeds at once")
     parser.add_argument("--tokens-may-differ", action="store_true", help="where vLLM is not deterministic")
@@ -331,7 +358,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.once is not None:
         with tempfile.TemporaryDirectory() as directory:
-            found = once(pathlib.Path(directory), args.once, args.models, args.requests)
+            found = once(pathlib.Path(directory), args.once, args.models, args.requests, args.off_load)
         print(MARK + json.dumps(found), flush=True)
         return
     rows = _seeds(args)
