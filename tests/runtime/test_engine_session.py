@@ -1152,3 +1152,15 @@ def test_checks_of_latents_are_in_the_models_own_stream_unless_something_else_is
     table = torch.zeros(2, 4, dtype=torch.int64)
     session = kvcanary_fx.install_canary(KVPool(layers, table), placement=asked)
     assert session.config.placement == placement
+
+
+@pytest.mark.parametrize("handed_out", [[5], [3, 4, 5]])
+def test_health_leaves_out_slots_that_were_handed_out_since_the_last_forward(handed_out):
+    """And forgotten, as something else was to fill them, and given back."""
+    toy = prefilled()
+    toy.done("A")
+    toy.pool.allocate(handed_out, owner="B")
+    toy.pool.forget(handed_out)
+    toy.pool.release(handed_out, owner="B")
+    toy.session.health.check()
+    assert toy.session.uncovered == []

@@ -9,6 +9,7 @@ import torch
 from ...errors import UnrecordedLayersError
 from ...kernels.buffers import Count
 from ...kernels.checks import Check
+from ...kernels.ring import UNKNOWN
 from ...kernels.slots.space import Flag, RequestPlan
 from ...kernels.slots.tokens import token_requests
 from ...reports import summary
@@ -65,12 +66,17 @@ class Health:
             self._session.report_lost(UnrecordedLayersError(missing, stopped))
 
     def _recorded(self, pool: EnginePool, plan: RequestPlan) -> list[bool]:
-        """Of each half of a pool, whether the slots that were just written have a fingerprint; nothing if none were."""
+        """Of each half of a pool, whether the slots that were just written have a fingerprint; nothing if none were.
+
+        Slots that were handed out since are left out: seen with vLLM, of a request that ended before what a connector
+        was to load for it had come, so that its slots were forgotten and never written.
+        """
         if not pool.checks & Check.CONTENT or not plan.slots.numel():
             return []
         slots = plan.slots[token_requests(plan)[2]].to(torch.int64)
         slots = slots[(slots >= 0) & (slots < pool.space.slots)]
         slots = slots[(pool.space.flags[slots] & int(Flag.RESERVED)) == 0]
+        slots = slots[pool.space.positions[slots] != UNKNOWN]
         if not slots.numel():
             return []
         recorded: list[bool] = (pool.digests[:, 0, slots] != 0).all(1).tolist()
