@@ -192,3 +192,16 @@ def connector(spec_name="CPUOffloadingSpec", replicated=False, canonical=False, 
 )
 def test_only_memory_that_this_worker_alone_writes_is_compared(given, compared):
     assert (offloaded._store_of(given) is not None) == compared
+
+
+@pytest.mark.slow
+def test_no_token_is_computed_from_a_block_that_was_damaged_in_the_hosts_memory(models):
+    """The request begins again.  The store is dropped, and a later one loads what this one has computed."""
+    runs = [{"model": "llama", "scene": "ruined store"}]
+    (plain,) = vllm_runs.results(models, runs, None)
+    (found,) = vllm_runs.results(models, runs, "log", KVCANARY_VLLM_ON_VIOLATION="recompute")
+    right = plain["tokens"]["clean"]
+    assert plain["tokens"]["damaged"] != right
+    assert found["tokens"] == {"clean": right, "damaged": right, "later": right}
+    assert found["preempted"] == 1
+    assert found["loaded_later"] == 3

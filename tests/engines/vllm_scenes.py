@@ -280,6 +280,25 @@ def offloaded(
     }
 
 
+def ruined_store(directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """What is off-loaded is damaged in the host's memory, before a request loads it; also without the canary."""
+    import vllm_cpu_store
+    import vllm_filled  # noqa: F401  whose load format the engine is asked for
+    from vllm_cpu_store import CopyingWorker
+
+    rig = Rig(model, directory, load_format="filled", kv_transfer_config=vllm_cpu_store.config())
+    asked = prompt(1, 100)
+    for name in ("clean", "damaged", "later"):
+        if name == "damaged":
+            dtype = next(iter(rig.layers().values())).kv_cache.dtype
+            CopyingWorker.ruin = lambda chunk: chunk.view(dtype).mul_(-1e5)
+        before = CopyingWorker.loads
+        rig.add(name, asked, length=12)
+        rig.run()
+        rig.engine.reset_prefix_cache()
+    return {"tokens": rig.tokens, "preempted": rig.preempted, "loaded_later": CopyingWorker.loads - before}
+
+
 def _flip(rig: Rig, layer: str, request: str, position: int) -> None:
     """A bit of K, wherever this machine's attention keeps it."""
     (group,) = rig.guard.groups
@@ -512,6 +531,7 @@ SCENES = {
     "off-loaded": functools.partial(offloaded, fault="flip"),
     "off-loaded in chunks": functools.partial(offloaded, fault="flip", blocks_per_chunk=2),
     "off-loaded, mixed up": functools.partial(offloaded, fault="shift"),
+    "ruined store": ruined_store,
     "off-loaded elsewhere": functools.partial(offloaded, spec="SharedSpec"),
     "hybrid": hybrid,
     "states": states,
