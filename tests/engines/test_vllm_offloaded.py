@@ -172,6 +172,17 @@ def test_a_chunk_that_is_stored_anew_has_what_was_stored_last():
     assert told <= {("token", "z")}  # y's tokens are others, and its bytes are there
 
 
+def test_a_part_of_a_chunk_that_is_not_stored_anew_is_not_what_was_there_before():
+    runner = runner_that_off_loads(KVCANARY_VERIFY_AFTER="0")
+    runner.guard.books.offloaded._stores = [offloaded._Store(2)]
+    both = {0: job("x", SimpleNamespace(block_ids=np.array([1, 3]), group_sizes=[2], block_indices=[0]), chunk(7))}
+    first = {1: job("x", block(4), chunk(7))}
+    runner.step({"x": 2 * PAGE}, new={"x": [1, 3]}, transfers=message(both))
+    runner.step({"x": PAGE}, more={"x": [4]}, transfers=message(first))
+    runner.step({"x": 1}, more={"x": [6]}, transfers=message())
+    assert [*runner.guard.books.offloaded._pool_at] == [(0, 7, 0)]
+
+
 def connector(spec_name="CPUOffloadingSpec", replicated=False, canonical=False, per_chunk=2):
     spec = type(spec_name, (), {})()
     spec.config, spec.replicated_layout = SimpleNamespace(canonical_layout=canonical), replicated

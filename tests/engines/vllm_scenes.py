@@ -287,10 +287,9 @@ def ruined_store(directory: pathlib.Path, model: str) -> dict[str, Any]:
     from vllm_cpu_store import CopyingWorker
 
     rig = Rig(model, directory, load_format="filled", kv_transfer_config=vllm_cpu_store.config())
-    asked = prompt(1, 100)
+    asked, dtype = prompt(1, 100), next(iter(rig.layers().values())).kv_cache.dtype
     for name in ("clean", "damaged", "later"):
         if name == "damaged":
-            dtype = next(iter(rig.layers().values())).kv_cache.dtype
             CopyingWorker.ruin = lambda chunk: chunk.view(dtype).mul_(-1e5)
         before = CopyingWorker.loads
         rig.add(name, asked, length=12)

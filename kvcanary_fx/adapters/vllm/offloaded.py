@@ -80,6 +80,8 @@ class Offloaded:
             return
         if self._stores is None:
             self._stores = _stores()
+        if not self._stores:
+            return
         parts = getattr(metadata, "metadata", None)  # of a MultiConnector
         later, self._later = self._later, []
         for number, job in later:
@@ -101,24 +103,29 @@ class Offloaded:
             self._load(number, job)
 
     def _pairs(self, number: int, blocks: Any, chunks: Any) -> Iterator[tuple[int, Place]]:
+        for block, (chunk, part) in pairs(blocks, chunks, self._per_chunk(number)):
+            yield block, (number, chunk, part)
+
+    def _per_chunk(self, number: int) -> int:
         assert self._stores is not None
         store = self._stores[number]
         assert store is not None
-        for block, (chunk, part) in pairs(blocks, chunks, store.blocks_per_chunk):
-            yield block, (number, chunk, part)
+        return store.blocks_per_chunk
 
     def _store(self, number: int, job: Any, pool_of: PoolOf) -> None:
+        stored = list(self._pairs(number, job.src_spec, job.dst_spec))
+        for chunk in {place[:2] for _, place in stored}:  # another one's by now, also what is not stored of it
+            for part in range(self._per_chunk(number)):
+                self._pool_at.pop((*chunk, part), None)
         of_pool: dict[str, tuple[EnginePool, int, list[Place], list[int]]] = {}
-        for block, place in self._pairs(number, job.src_spec, job.dst_spec):
+        for block, place in stored:
             known = pool_of(block)
-            if known is None:
-                self._pool_at.pop(place, None)
-                continue
-            pool, page_size = known
-            self._pool_at[place] = pool.name
-            _, _, places, blocks = of_pool.setdefault(pool.name, (pool, page_size, [], []))
-            places.append(place)
-            blocks.append(block)
+            if known is not None:
+                pool, page_size = known
+                self._pool_at[place] = pool.name
+                _, _, places, blocks = of_pool.setdefault(pool.name, (pool, page_size, [], []))
+                places.append(place)
+                blocks.append(block)
         for pool, page_size, places, blocks in of_pool.values():
             parked = self._parked.get(pool.name)
             if parked is None or parked.pool is not pool:  # a guard that was made anew
@@ -189,8 +196,10 @@ def pairs(blocks: Any, chunks: Any, per_chunk: int) -> Iterator[tuple[int, tuple
 
 def _stores() -> list[_Store | None]:
     """Of the worker's connectors, in order; None: what it loads is taken as it is."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
+    if not has_kv_transfer_group():
+        return []
     connector: Any = get_kv_transfer_group()
     several: Sequence[Any] = getattr(connector, "_connectors", None) or [connector]
     stores = [_store_of(each) for each in several]
