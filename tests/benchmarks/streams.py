@@ -29,7 +29,7 @@ KERNELS = 300
 STREAMS, BRANCHES = 12, 4
 
 #: Decodes that are captured.
-DECODES = 6
+DECODES = 10
 
 
 def nanoseconds_of_a_kernel() -> float:
