@@ -62,9 +62,12 @@ class ParkedShadows:
 
     def _places(self, rows: Sequence[int]) -> Iterable[tuple[torch.Tensor, list[int], list[int]]]:
         """For each piece of memory: which of the rows are in it, and where."""
-        for number in dict.fromkeys(row // ROOM for row in rows):
-            which = [i for i, row in enumerate(rows) if row // ROOM == number]
-            yield self._pieces[number], which, [rows[i] % ROOM for i in which]
+        found: dict[int, tuple[list[int], list[int]]] = {}
+        for i, row in enumerate(rows):
+            which, at = found.setdefault(row // ROOM, ([], []))
+            which.append(i)
+            at.append(row % ROOM)
+        return [(self._pieces[number], which, at) for number, (which, at) in found.items()]
 
     def _packed(self, shadow: ShadowSlice) -> torch.Tensor:
         """int32 ``[pages, columns]``."""
