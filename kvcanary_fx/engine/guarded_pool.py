@@ -36,6 +36,8 @@ class EnginePool:
         declared: the engine's declaration.
         histories: what slots of the pool went through, see :class:`.SlotHistories`.
         rivals: the pools that share some of these tensors, with other pages in them.
+        adopted: slots whose bytes were accepted as they were.
+        expected: slots of which it was said what comes back, see :meth:`expect`.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class EnginePool:
         self.scales = Scales(declared, registry, self._space, config.planes)
         self.rivals: list[EnginePool] = []
         self.live_slots = 0  # allocated and not released, as far as the host knows
-        self.adopted = 0
+        self.adopted = self.expected = 0
         self._arrived: torch.Tensor | None = None  # int64 [slots + 1], the chain of slots that were expected, or 0
 
     def describe(self) -> str:
@@ -363,6 +365,7 @@ class EnginePool:
         if self._arrived is None:
             self._arrived = torch.zeros(self.declared.slots + 1, dtype=torch.int64, device=given.device)
         self._arrived[given] = torch.where(known, chain, 0)
+        self.expected += given.numel()
         return functools.partial(self._accept, torch.where(known, -1, given))
 
     def came_with_transfer(self, slot: int) -> bool:

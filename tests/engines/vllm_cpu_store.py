@@ -15,6 +15,7 @@ class CopyingWorker(OffloadingWorker):
     """Copies whole pages between the KV caches and memory of the same size in chunks, in the order of the jobs.
 
     Attributes:
+        host: int8 ``[chunks, blocks, bytes]`` for each tensor of the engine's.
         steps: a job is done when vLLM has asked so many times which are; 0: at once.
         ruin: done once, to the last chunk of what is loaded next: int8 ``[blocks, bytes]`` of the first tensor.
         shifted: chunks are loaded from their neighbours.
@@ -31,7 +32,7 @@ class CopyingWorker(OffloadingWorker):
         self._per_chunk = per_chunk
         self._jobs: list[list[Any]] = []  # number, steps left, what is left to do
         self._device = [each.tensor for each in kv_caches.tensors]
-        self._host = [t.new_zeros(chunks, per_chunk, t.shape[1]) for t in self._device]
+        self.host = [t.new_zeros(chunks, per_chunk, t.shape[1]) for t in self._device]
         self._refs = kv_caches.group_data_refs
 
     def _copy(self, blocks: Any, chunks: Any, store: bool) -> int:
@@ -46,10 +47,10 @@ class CopyingWorker(OffloadingWorker):
             parts = torch.arange(self._per_chunk).repeat(used)
             of_chunks, parts = of_chunks[skip : skip + n], parts[skip : skip + n]
             if not store:
-                of_chunks = (of_chunks + self.shifted) % self._host[0].shape[0]
+                of_chunks = (of_chunks + self.shifted) % self.host[0].shape[0]
             pages = torch.as_tensor(blocks.block_ids[at : at + n])
             for ref in refs:
-                device, host = self._device[ref.tensor_idx], self._host[ref.tensor_idx]
+                device, host = self._device[ref.tensor_idx], self.host[ref.tensor_idx]
                 if store:
                     host[of_chunks, parts] = device[pages]
                 else:
@@ -74,7 +75,7 @@ class CopyingWorker(OffloadingWorker):
 
     def _load(self, src_spec: Any, dst_spec: Any) -> None:
         if CopyingWorker.ruin is not None:
-            CopyingWorker.ruin(self._host[0][int(src_spec.block_ids[-1])])
+            CopyingWorker.ruin(self.host[0][int(src_spec.block_ids[-1])])
             CopyingWorker.ruin = None
         CopyingWorker.loads += self._copy(dst_spec, src_spec, store=False)
 

@@ -41,16 +41,50 @@ def loads(rig: Rig) -> dict[str, Any]:
         for layer, halves in group.layers.items():
             for half, name in zip(halves, ("latent", "rope") if group.mla else "KV", strict=True):
                 rig.engine.reset_prefix_cache()
-                before = rig.session.stats().adopted
+                before = _loaded(rig)
 
                 def is_loaded(_step: int, before: int = before) -> bool:
-                    return bool(rig.session.stats().adopted > before)
+                    return _loaded(rig) > before
 
                 asked = dict(length=16, text=text, position=LOADED_POSITION, when=is_loaded)
                 row = _flip(rig, group, half, layer, name, f"{len(found)}", **asked)
-                row["loaded"] = rig.session.stats().adopted - before
+                row["loaded"] = _loaded(rig) - before
                 found[f"{layer} {name}"] = row
     return dict(ok=all(row["ok"] for row in found.values()), table=found)
+
+
+def _loaded(rig: Rig) -> int:
+    """Slots that a connector has filled, compared or taken as they are."""
+    return sum(pool.adopted + pool.expected for session in rig.guard.sessions for pool in session.pools.values())
+
+
+def stored(rig: Rig) -> dict[str, Any]:
+    """A bit of each block in the host's memory is flipped and loaded, one tensor of an OffloadingConnector each time.
+
+    ``ok`` if it was told as what came with a transfer, in one layer, another one each time, and nothing else.
+    """
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker = get_kv_transfer_group().connector_worker.worker
+    tensors = worker.host if hasattr(worker, "host") else worker._store_handler.dst_tensors
+    text, found = prompt(700, 96), {}
+    for number, tensor in enumerate(tensors):
+        before = len(rig.session.violations())
+        for request in ("stored", "loaded"):
+            # what is loaded with the bit goes into the store again
+            rig.engine.reset_prefix_cache(reset_connector=request == "stored")
+            if request == "loaded":
+                tensor[..., 0].bitwise_xor_(1 << 4)
+                counted = _loaded(rig)
+            rig.add(f"{request} {number}", text, length=4)
+            rig.run()
+        told = rig.session.violations()[before:]
+        where = {(v.check, v.layer, v.text, str(v.request).rpartition("-")[0]) for v in told}
+        layers = [layer for _, layer, *_ in where]
+        right = where == {("content", *layers[:1], "transfer", f"loaded {number}")}
+        found[f"tensor {number}"] = dict(ok=right, layers=layers, told=len(told), loaded=_loaded(rig) - counted)
+    each = [layer for row in found.values() for layer in row["layers"]]
+    return dict(ok=all(row["ok"] for row in found.values()) and len(each) == len(set(each)), table=found)
 
 
 def _flip(

@@ -250,7 +250,7 @@ def _ruin_idle(rig: Rig) -> None:
 
 SCENES = {"load": load, "flips": flips, "stopped": stopped, "containment": containment}
 SCENES |= vllm_v2_scenes.SCENES | vllm_v2_drafts.SCENES | vllm_v2_models.SCENES
-SCENES["loads"] = vllm_v2_flips.loads
+SCENES |= {"loads": vllm_v2_flips.loads, "stored": vllm_v2_flips.stored}
 SCENES["sleeps"] = functools.partial(vllm_v2_sleeps.sleeps, fill=fill)
 
 
