@@ -240,11 +240,7 @@ def _messages_are_known() -> bool:
 
 
 def _memory_beside(device: torch.device) -> Callable[[int, int], torch.Tensor] | None:
-    """Memory of the host that a device reads and writes as its own, about a five hundredth of what is stored there.
-
-    Returns:
-        None for a device that is the host, and where there is no such memory.
-    """
+    """Memory of the host that a device reads and writes as its own; None where there is none, or the device is the host."""
     if device.type != "cuda":
         return None
     from vllm.utils.platform_utils import is_uva_available
