@@ -240,7 +240,7 @@ def _messages_are_known() -> bool:
 
 
 def _memory_beside(device: torch.device) -> Callable[[int, int], torch.Tensor] | None:
-    """Memory of the host that a device reads and writes as its own; None where there is none, or the device is the host."""
+    """Memory of the host that a device reads and writes as its own; None: there is none, or it is the host."""
     if device.type != "cuda":
         return None
     from vllm.utils.platform_utils import is_uva_available
