@@ -323,7 +323,7 @@ class EnginePool:
             EngineError: lengths that do not match, or positions that the history does not have.
         """
         given = self.slot_tensor(slots)
-        who = self._told(given, history, positions, namespace)
+        who = self._told(given, history, positions, namespace, "announce")
         self.forget(given)
         self._name(given, who, Flag.NAMELESS, owner)
 
@@ -347,12 +347,15 @@ class EnginePool:
             to call behind that forward, in the place of :meth:`accept`.
 
         Raises:
-            EngineError: as of :meth:`announce`, or a shadow of another number of slots.
+            EngineError: as of :meth:`announce`, or the shadow does not fit, as of :meth:`import_`.
         """
         given = self.slot_tensor(slots)
-        if len(shadow) != given.numel():
-            raise EngineError(f"expect got {given.numel()} slots, and the shadow of {len(shadow)}")
-        told = self._told(given, history, positions, namespace)
+        shadow = self._fitted(shadow, given, "expect")
+        if not shadow.exact:
+            raise EngineError(
+                "expect compares bytes, and the shadow is without_bytes(): import_ takes them as they are"
+            )
+        told = self._told(given, history, positions, namespace, "expect")
         known = shadow.marks == int(Flag.WRITTEN)
         was = shadow.tokens, shadow.positions, shadow.chain
         who = tuple(torch.where(known, stored.to(new.dtype), new) for stored, new in zip(was, told, strict=True))
@@ -384,16 +387,17 @@ class EnginePool:
         history: torch.Tensor | Sequence[int],
         positions: torch.Tensor | Sequence[int],
         namespace: int,
+        call: str,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens, positions and chain of slots that were announced."""
         where, tokens = integers(positions, "positions").reshape(-1), integers(history, "history").reshape(-1)
         if where.numel() != given.numel():
-            raise EngineError(f"announce got {given.numel()} slots, {where.numel()} positions")
+            raise EngineError(f"{call} got {given.numel()} slots, {where.numel()} positions")
         if where.device.type != "cpu":
-            raise EngineError(f"announce got positions on {where.device}, where they cannot be looked at: give a list")
+            raise EngineError(f"{call} got positions on {where.device}, where they cannot be looked at: give a list")
         if where.numel() and not 0 <= int(where.min()) <= int(where.max()) < tokens.numel():
             raise EngineError(
-                f"announce got positions beyond a history of {tokens.numel()} tokens: give it the request's tokens "
+                f"{call} got positions beyond a history of {tokens.numel()} tokens: give it the request's tokens "
                 "from position 0 to the last of these"
             )
         device, every = given.device, torch.arange(tokens.numel(), device=given.device)
@@ -463,10 +467,8 @@ class EnginePool:
             EngineError: the shadow is of another number of slots or digest bits, lacks one of the pool's layers, or is
                 of rows with other bytes (``shadow.without_bytes()`` is of any).
         """
-        if not isinstance(shadow, ShadowSlice):
-            raise EngineError(f"import_ takes what export returned, not a {type(shadow).__name__}")
         given = self.slot_tensor(slots)
-        shadow = shadow.fitted(given.numel(), self.content.parts, self.content.planes, self.name).to(given.device)
+        shadow = self._fitted(shadow, given, "import_")
         who = (shadow.tokens, shadow.positions, shadow.chain)
         slot_life.name(self.space, given, shadow.marks, who, self._ids.hash(owner))
         if not shadow.exact:
@@ -474,6 +476,12 @@ class EnginePool:
             self.content.fingerprint(given)
             return
         self.content.receive(shadow, given)
+
+    def _fitted(self, shadow: ShadowSlice, slots: torch.Tensor, call: str) -> ShadowSlice:
+        """The shadow of this pool's tensors, laid over slots (int64 ``[n]``)."""
+        if not isinstance(shadow, ShadowSlice):
+            raise EngineError(f"{call} takes what export returned, not a {type(shadow).__name__}")
+        return shadow.fitted(slots.numel(), self.content.parts, self.content.planes, self.name).to(slots.device)
 
     def copy(self, sources: Slots, targets: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """Slots are about to be copied to others, which somebody has: what is known of them is known of the copies, and

@@ -119,7 +119,7 @@ class ShadowSlice:
             EngineError: naming what differs.
         """
         if len(self) != slots:
-            raise EngineError(f"import_ got the shadow of {len(self)} slots and {slots} slots of pool {pool!r}")
+            raise EngineError(f"the shadow is of {len(self)} slots, and was given {slots} slots of pool {pool!r}")
         if not self.exact:
             return self
         if self.digests.shape[1] != planes:

@@ -12,7 +12,7 @@ import vllm_runs
 from v2_runner import PAGE, Runner
 
 from kvcanary_fx.adapters.vllm import offloaded
-from kvcanary_fx.adapters.vllm.offloaded import Offloaded, pairs
+from kvcanary_fx.adapters.vllm.offloaded import pairs
 
 
 @pytest.mark.slow
@@ -101,8 +101,7 @@ def runner_that_off_loads(**settings):
     """Model Runner V2, made up, with a connector whose loads are compared."""
     runner = Runner(**settings)
     runner.guard.has_connector = True
-    runner.guard.books.offloaded = Offloaded()
-    runner.guard.books.offloaded._stores = [offloaded._Store(1)]
+    runner.guard.books.offloaded._blocks_per_chunk = [1]
     return runner
 
 
@@ -174,7 +173,7 @@ def test_a_chunk_that_is_stored_anew_has_what_was_stored_last():
 
 def test_a_part_of_a_chunk_that_is_not_stored_anew_is_not_what_was_there_before():
     runner = runner_that_off_loads(KVCANARY_VERIFY_AFTER="0")
-    runner.guard.books.offloaded._stores = [offloaded._Store(2)]
+    runner.guard.books.offloaded._blocks_per_chunk = [2]
     both = {0: job("x", SimpleNamespace(block_ids=np.array([1, 3]), group_sizes=[2], block_indices=[0]), chunk(7))}
     first = {1: job("x", block(4), chunk(7))}
     runner.step({"x": 2 * PAGE}, new={"x": [1, 3]}, transfers=message(both))
@@ -202,7 +201,7 @@ def connector(spec_name="CPUOffloadingSpec", replicated=False, canonical=False, 
     ],
 )
 def test_only_memory_that_this_worker_alone_writes_is_compared(given, compared):
-    assert (offloaded._store_of(given) is not None) == compared
+    assert (offloaded.chunk_of(given) is not None) == compared
 
 
 @pytest.mark.slow

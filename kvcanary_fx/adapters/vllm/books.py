@@ -75,16 +75,14 @@ class Books:
         group: the KV cache group of each block.
         idle: blocks that belong to the prefix cache.
         loads: what KV connectors are filling.
-        offloaded: what they have stored; None: there are none.
+        offloaded: what they have stored.
     """
-
-    offloaded: Offloaded | None
 
     def __init__(self, sessions: Callable[[], Sequence[EngineSession]]):
         self._sessions = sessions
         self.group: dict[int, int] = {}
         self.idle: set[int] = set()
-        self.loads, self.offloaded = Loads(), None
+        self.loads, self.offloaded = Loads(), Offloaded()
         self._to_accept: list[Callable[[], None]] = []  # what the running forward is the first to read
         self._groups: set[int] = set()  # all that there were
         self._pool_of: dict[int, tuple[EnginePool, int]] = {}  # by group, of those whose blocks were handed out
@@ -372,7 +370,7 @@ class Books:
             if history is not None:
                 mark(request, history)
             if request not in of_request:
-                of_request[request] = {} if self.offloaded is None else self.offloaded.arrived(request)
+                of_request[request] = self.offloaded.arrived(request)
             for pool, page_size in self.pools_of(first):
                 if history is None or pool.name.startswith("draft"):  # whose layers may have other tokens there
                     slots, _ = load.slots(pages, page_size)
@@ -409,8 +407,6 @@ class Books:
         Args:
             scheduled: the ``SchedulerOutput``.
         """
-        if self.offloaded is None:
-            self.offloaded = Offloaded()
         pools = self._known_pools()
         self.offloaded.step(scheduled, lambda block: pools.get(f"group{self.group.get(block)}"))
 
@@ -427,8 +423,7 @@ class Books:
         """The memory of all blocks is given back: what is stored in them is there no more, whoever has them."""
         self._forget(list(self.group))
         self.loads.clear()
-        if self.offloaded is not None:
-            self.offloaded.all_gone()
+        self.offloaded.all_gone()
 
     def pools_of(self, block: int) -> list[tuple[EnginePool, int]]:
         """The guarded pools that a block is in, each with the tokens of a block: the target's first, then a draft's."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -61,7 +61,8 @@ class Offloaded:
     """What the connectors of one worker have stored."""
 
     def __init__(self) -> None:
-        self._stores: list[_Store | None] | None = None  # of the worker's connectors, in order
+        # of the worker's connectors, in order: blocks of a chunk, or None, where what is loaded is taken as it is
+        self._blocks_per_chunk: list[int | None] | None = None  # not asked yet
         self._parked: dict[str, ParkedShadows] = {}  # by the name of the pool
         self._pool_at: dict[Place, str] = {}  # what was stored there last is of this one
         self._later: list[tuple[int, Any]] = []  # jobs that store what the forward of the last step wrote
@@ -78,16 +79,14 @@ class Offloaded:
         metadata = getattr(scheduled, "kv_connector_metadata", None)
         if metadata is None:
             return
-        if self._stores is None:
-            self._stores = _stores()
-        if not self._stores:
-            return
+        if self._blocks_per_chunk is None:
+            self._blocks_per_chunk = _blocks_per_chunk()
         parts = getattr(metadata, "metadata", None)  # of a MultiConnector
         later, self._later = self._later, []
         for number, job in later:
             self._store(number, job, pool_of)
         for number, part in enumerate(parts if isinstance(parts, tuple) else [metadata]):
-            if number < len(self._stores) and self._stores[number] is not None and hasattr(part, "store_jobs"):
+            if number < len(self._blocks_per_chunk) and self._blocks_per_chunk[number] is not None:
                 self._take(number, part, scheduled, pool_of)
 
     def _take(self, number: int, metadata: Any, scheduled: Any, pool_of: PoolOf) -> None:
@@ -107,10 +106,9 @@ class Offloaded:
             yield block, (number, chunk, part)
 
     def _per_chunk(self, number: int) -> int:
-        assert self._stores is not None
-        store = self._stores[number]
-        assert store is not None
-        return store.blocks_per_chunk
+        known = None if self._blocks_per_chunk is None else self._blocks_per_chunk[number]
+        assert known is not None
+        return known
 
     def _store(self, number: int, job: Any, pool_of: PoolOf) -> None:
         stored = list(self._pairs(number, job.src_spec, job.dst_spec))
@@ -165,16 +163,6 @@ class Offloaded:
         self._later.clear()
 
 
-class _Store(NamedTuple):
-    """A connector whose loads are compared.
-
-    Attributes:
-        blocks_per_chunk: blocks that are stored together.
-    """
-
-    blocks_per_chunk: int
-
-
 def pairs(blocks: Any, chunks: Any, per_chunk: int) -> Iterator[tuple[int, tuple[int, int]]]:
     """Each block of a transfer with its chunk, and its place in it, as vLLM copies them.
 
@@ -194,29 +182,30 @@ def pairs(blocks: Any, chunks: Any, per_chunk: int) -> Iterator[tuple[int, tuple
         begin += -(-(skipped + n) // per_chunk)
 
 
-def _stores() -> list[_Store | None]:
-    """Of the worker's connectors, in order; None: what it loads is taken as it is."""
+def _blocks_per_chunk() -> list[int | None]:
+    """Of each of the worker's connectors, in order."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if not has_kv_transfer_group():
         return []
     connector: Any = get_kv_transfer_group()
-    several: Sequence[Any] = getattr(connector, "_connectors", None) or [connector]
-    stores = [_store_of(each) for each in several]
-    for each, store in zip(several, stores, strict=True):
-        said = "taken as it is" if store is None else "compared with what it stored"
+    found = []
+    for each in getattr(connector, "_connectors", None) or [connector]:  # a MultiConnector's
+        found.append(chunk_of(each))
+        said = "taken as it is" if found[-1] is None else "compared with what it stored"
         log.info("kvcanary.vllm what %s loads is %s", type(each).__name__, said)
-    return stores
+    return found
 
 
-def _store_of(connector: Any) -> _Store | None:
+def chunk_of(connector: Any) -> int | None:
+    """Blocks that a connector stores together; None: what it loads is taken as it is."""
     spec = getattr(getattr(connector, "connector_worker", None), "spec", None)
     if type(spec).__name__ != OWN_MEMORY or not _messages_are_known():
         return None
-    config, per_chunk = getattr(spec, "config", None), getattr(spec, "blocks_per_chunk", None)
+    config, blocks = getattr(spec, "config", None), getattr(spec, "blocks_per_chunk", None)
     # with these, several ranks write one copy
     shared = getattr(spec, "replicated_layout", True) or getattr(config, "canonical_layout", True)
-    return None if shared or not isinstance(per_chunk, int) else _Store(per_chunk)
+    return blocks if isinstance(blocks, int) and not shared else None
 
 
 def _messages_are_known() -> bool:
