@@ -258,7 +258,8 @@ def once(directory: pathlib.Path, seed: int, models: list[str], requests: int, o
         counts = [session.stats() for session in sessions]
         found |= dict(violations=told[:5], count=len(told), uncovered=[u for s in sessions for u in s.uncovered][:3])
         if loads:
-            found["adopted"] = sum(each.adopted for each in counts)
+            pools = [pool for session in sessions for pool in session.pools.values()]
+            found |= dict(adopted=sum(pool.adopted for pool in pools), compared=sum(pool.expected for pool in pools))
         if "extra" in loads and not on_gpu:
             from vllm_cpu_store import CopyingWorker
 
