@@ -24,6 +24,7 @@ from ..runtime.session import CanarySession
 from ..runtime.stack_room import with_stack_room
 from . import coverage
 from .cache_names import begin_with_dynamo, computing_names
+from .collector import no_full_collections
 from .rehearsal import rehearse
 
 _SESSIONS: dict[tuple[object, ...], CanarySession] = {}
@@ -194,7 +195,8 @@ def compile_graph(
         if ahead is not None:
             binding.before_first_call(ahead.wait)
     inputs = [*example_inputs, *binding.states]
-    compiled = inner_compile(rewritten, inputs, config, mode, options, plan)
+    with no_full_collections():
+        compiled = inner_compile(rewritten, inputs, config, mode, options, plan)
 
     entered, run = owner.entered, owner.runner()
 

@@ -94,7 +94,7 @@ class Violation:
             "stored": self._shown(self.stored, self.owners[0]),
             "found": self._shown(self.found, self.owners[1]),
             "detail": self.detail,
-            "why": self.why.lower() if self.why else None,
+            "why": self._shown_why(),
             "also": ",".join(self.also) or None,
             "forward": self.forward,
             "pool": self.pool,
@@ -111,6 +111,10 @@ class Violation:
         text = " ".join(f"{k}={'-' if v is None else one_word(v)}" for k, v in shown.items())
         fields = {"message": self.explain().splitlines()[0], **self.fields(), "history": self.history, **counted}
         return LogLine(f"kvcanary.violation {text}", fields)
+
+    def _shown_why(self) -> str | None:
+        """What failed, and of bytes, whose check has no reason of its own, whether they came with a transfer."""
+        return self.why.lower() if self.why else "transfer" if self.text == "transfer" else None
 
     def _shown(self, value: int, owner: str | int | None = None) -> str:
         if owner is not None:

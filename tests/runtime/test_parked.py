@@ -75,6 +75,7 @@ def test_a_bit_that_changed_meanwhile_is_told_by_the_first_that_reads_it_whateve
     (v,) = toy.found()
     assert (v.check, v.layer, v.half, v.slot, v.position, v.token) == ("content", "layers.1", "KV"[half], 14, 2, 7)
     assert (v.request, v.text) == ("B", "transfer")
+    assert " why=transfer " in v.line()
     toy.run({"B": [17]})
     assert len(toy.found()) == 1  # once
 
