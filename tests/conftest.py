@@ -78,7 +78,8 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch, request):
-    """Every test starts with an empty Dynamo cache (but see ``keeps_compiled``), no settings and no shared sessions.
+    """Every test starts with an empty Dynamo cache (but see ``keeps_compiled``), no settings, no shared sessions and a
+    log that says all: examples lower its level, as the processes do that they are written for.
 
     On a GPU everything is compared in each step, as on a CPU: what a test plants is to be found in the next one.
     """
@@ -94,7 +95,10 @@ def _fresh(monkeypatch, request):
         torch._dynamo.reset()
     backend._SESSIONS.clear()
     torch.manual_seed(0)
+    level, disabled = logging.getLogger("kvcanary").level, logging.root.manager.disable
     yield
+    logging.getLogger("kvcanary").setLevel(level)
+    logging.disable(disabled)
     if not keeps:
         torch._dynamo.reset()
 
