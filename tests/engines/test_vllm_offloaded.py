@@ -42,6 +42,24 @@ def test_chunks_that_are_mixed_up_are_told(models):
 
 
 @pytest.mark.slow
+def test_each_rank_compares_what_it_has_stored(models):
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # workers are sent functions
+    runs = [{"model": "llama", "scene": "off-loaded on two ranks"}]
+    (found,) = vllm_runs.results(models, runs, "log", **environment)
+    first, again, _ = found["tokens"]
+    assert first == again
+    assert found["loads"] == [[0, 0], [3, 3], [6, 6]]
+    assert found["before"] == []
+    assert len(found["after"]) == 3  # a bit in each block
+    for line in found["after"]:
+        assert " check=content " in line
+        assert " why=transfer " in line
+        assert "layer=model.layers.0." in line
+        assert "TP1" in line  # the second rank's process
+
+
+@pytest.mark.slow
 def test_a_store_that_the_canary_does_not_know_is_taken_as_it_is(models):
     (found,) = vllm_runs.results(models, [{"model": "llama", "scene": "off-loaded elsewhere"}], "log")
     assert found["violations"] == found["uncovered"] == found["told"] == []

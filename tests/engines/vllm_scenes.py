@@ -9,6 +9,7 @@ import io
 import os
 import pathlib
 import random
+import sys
 import tempfile
 import time
 from typing import Any
@@ -298,6 +299,48 @@ def ruined_store(directory: pathlib.Path, model: str) -> dict[str, Any]:
     return {"tokens": rig.tokens, "preempted": rig.preempted, "loaded_later": CopyingWorker.loads - before}
 
 
+def off_loaded_on_two_ranks(directory: pathlib.Path, model: str) -> dict[str, Any]:
+    """A prompt comes back from the host's memory of two ranks, then once more, changed in the second one's."""
+    import vllm_cpu_store
+    from vllm import LLM, SamplingParams
+
+    _find_here()
+    with _standard_error() as written:
+        ranks = dict(tensor_parallel_size=2, kv_transfer_config=vllm_cpu_store.config())
+        llm = LLM(**tiny_vllm.engine_arguments(model, directory, **ranks))
+        wanted = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+        tokens, loads = [], []
+        for turn in range(3):
+            if turn == 2:
+                llm.collective_rpc(_flip_in_the_second_ranks_store)
+            (output,) = llm.generate([{"prompt_token_ids": prompt(1, 100)}], wanted)
+            tokens.append(list(output.outputs[0].token_ids))
+            loads.append(llm.collective_rpc(_blocks_loaded))
+            llm.reset_prefix_cache()
+        llm.llm_engine.engine_core.shutdown()
+    before, _, after = written.getvalue().partition(CHANGED)
+    lines = [[line for line in each.splitlines() if "kvcanary.violation" in line] for each in (before, after)]
+    return {"tokens": tokens, "loads": loads, "before": lines[0], "after": lines[1]}
+
+
+#: Written by :func:`_flip_in_the_second_ranks_store`.
+CHANGED = "the store is changed"
+
+
+def _flip_in_the_second_ranks_store(worker: Any) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    if worker.rank == 1:
+        get_kv_transfer_group().connector_worker.worker.host[0][..., 0].bitwise_xor_(1 << 4)
+        print(CHANGED, file=sys.stderr, flush=True)
+
+
+def _blocks_loaded(_worker: Any) -> int:
+    from vllm_cpu_store import CopyingWorker
+
+    return CopyingWorker.loads
+
+
 def _flip(rig: Rig, layer: str, request: str, position: int) -> None:
     """A bit of K, wherever this machine's attention keeps it."""
     (group,) = rig.guard.groups
@@ -531,6 +574,7 @@ SCENES = {
     "off-loaded in chunks": functools.partial(offloaded, fault="flip", blocks_per_chunk=2),
     "off-loaded, mixed up": functools.partial(offloaded, fault="shift"),
     "ruined store": ruined_store,
+    "off-loaded on two ranks": off_loaded_on_two_ranks,
     "off-loaded elsewhere": functools.partial(offloaded, spec="SharedSpec"),
     "hybrid": hybrid,
     "states": states,
