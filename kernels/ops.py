@@ -142,6 +142,11 @@ def life_kernels_for(device: torch.device) -> ModuleType | None:
     return _gpu_module(".slots.gpu_life") if device.type == "cuda" else None
 
 
+def parked_kernels_for(device: torch.device) -> ModuleType | None:
+    """The kernel that copies what is known of pages; None where :mod:`kvcanary_fx.engine.parked` does without."""
+    return _gpu_module(".slots.gpu_parked") if device.type == "cuda" else None
+
+
 def layer_kernels_for(device: torch.device) -> ModuleType:
     """The implementation of a layer's record, with all halves of the layer at once."""
     return _gpu_module(".content.gpu_layer") if device.type == "cuda" else layer_records

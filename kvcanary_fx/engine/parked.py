@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 
+from ..kernels.ops import parked_kernels_for
 from .guarded_pool import EnginePool
 from .transfer import ShadowSlice
 
@@ -33,14 +34,24 @@ class ParkedShadows:
         self._columns = page_size * (WHO + self._tensors * self._planes)
         self._memory = memory or self._own_memory
         self._pieces: list[torch.Tensor] = []
+        kernels = parked_kernels_for(pool.declared.device)
+        self._park = None if kernels is None else kernels.Park(pool.space, pool.digests)
         self._rows: dict[Hashable, int] = {}
 
     def put(self, keys: Sequence[Hashable], pages: Sequence[int]) -> None:
-        """Park what is known of pages, each under its key."""
-        pool = self.pool
-        rows = self._packed(pool.export(pool.slot_tensor(pages, self._page_size)))
-        for piece, which, at in self._places([self._row_of(key) for key in keys]):
-            piece[pool.slot_tensor(at)] = rows if len(at) == len(keys) else rows[pool.slot_tensor(which)]
+        """Park what is known of pages of the pool, each under its key; of a key that is named twice, the last one."""
+        pool, last = self.pool, dict(zip(keys, pages, strict=True))
+        if not last:
+            return
+        rows = [self._row_of(key) for key in last]
+        if self._park is not None:
+            # a connector may store blocks in each step of a server: without it, 40 launches for each request's
+            self._park(list(last.values()), [self._address(row) for row in rows], self._page_size)
+            return
+        slots = pool.slot_tensor(list(last.values()), self._page_size)
+        packed = self._packed(ShadowSlice.take(pool.space, pool.digests, slots, pool.content.parts))
+        for piece, which, at in self._places(rows):
+            piece[pool.slot_tensor(at)] = packed if len(at) == len(rows) else packed[pool.slot_tensor(which)]
 
     def get(self, keys: Sequence[Hashable]) -> ShadowSlice:
         """The shadow of the slots of pages, in order.
@@ -59,6 +70,10 @@ class ParkedShadows:
         while row >= ROOM * len(self._pieces):
             self._pieces.append(self._memory(ROOM, self._columns))
         return row
+
+    def _address(self, row: int) -> int:
+        piece, at = divmod(row, ROOM)
+        return self._pieces[piece].data_ptr() + 4 * self._columns * at
 
     def _places(self, rows: Sequence[int]) -> Iterable[tuple[torch.Tensor, list[int], list[int]]]:
         """For each piece of memory: which of the rows are in it, and where."""

@@ -13,6 +13,7 @@ from v2_runner import PAGE, Runner
 
 from kvcanary_fx.adapters.vllm import offloaded
 from kvcanary_fx.adapters.vllm.offloaded import pairs
+from kvcanary_fx.engine.parked import ParkedShadows
 
 
 @pytest.mark.slow
@@ -174,6 +175,26 @@ def test_what_nothing_is_known_of_is_taken_as_it_is(why):
         runner.step({"x": 1, "z": 2}, **given, transfers=message(load={9: job("w", chunk(7), block(2))}))
     assert runner.guard.session.violations() == []
     assert runner.guard.session.pools["group0"].adopted == PAGE
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_all_that_a_step_stores_is_kept_by_one_launch(damaged, as_on_a_gpu, monkeypatch):
+    as_on_a_gpu()
+    launches, put = [], ParkedShadows.put
+    monkeypatch.setattr(ParkedShadows, "put", lambda *given: launches.append(given[1:]) or put(*given))
+    runner = runner_that_off_loads(KVCANARY_VERIFY_AFTER="0", KVCANARY_VERIFY_FRACTION="1/512")
+    both = {0: job("x", block(1), chunk(7)), 1: job("y", block(3), chunk(8))}
+    prompts = {"y": [90 + i for i in range(PAGE)]}
+    new = {"x": [1], "y": [3]}
+    runner.step({"x": PAGE, "y": PAGE}, new=new, prompts=prompts, transfers=message(both))
+    runner.step({"x": 1}, more={"x": [4]}, transfers=message())
+    assert launches == [([(0, 7, 0), (0, 8, 0)], [1, 3])]
+    copy(runner, 1, 2)
+    runner.layers["a"][1][2, 0] += damaged
+    given = dict(new={"z": [2, 5]}, found={"z": PAGE}, events=LOADED, transfers=message(load=LOAD))
+    runner.read(runner.step({"x": 1, "z": 2}, **given))
+    told = [(v.check, v.layer, v.half, v.slot) for v in runner.guard.session.violations()]
+    assert told == [("content", "a", "V", 2 * PAGE)] * damaged
 
 
 def test_a_chunk_that_is_stored_anew_has_what_was_stored_last():

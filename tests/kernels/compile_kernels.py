@@ -35,6 +35,7 @@ from toy import Toy
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from kvcanary_fx.engine.parked import ParkedShadows
 from kvcanary_fx.kernels.bound_launch import BoundLaunch
 from kvcanary_fx.kernels.checks import Phase
 from kvcanary_fx.kernels.content import gpu
@@ -127,6 +128,7 @@ def engine() -> None:
         pool.content.verify(pool.space.listed, pool.space.listed_count, None, Phase.POST)
         pool.content.verify_listed(in_flight=False)
         pool.content.fingerprint(torch.tensor([3, 4]))
+        ParkedShadows(pool, 2).put(["first", "second"], [2, 3])
     for seed in range(4):
         test_held.Scene(seed, hold=True).run()
 

@@ -10,13 +10,14 @@ import kvcanary_fx
 from kvcanary_fx.kernels.content import gpu, gpu_held, gpu_layer
 from kvcanary_fx.kernels.content import gpu_pool as gpu_pool_bytes
 from kvcanary_fx.kernels.slots import gpu as gpu_requests
-from kvcanary_fx.kernels.slots import gpu_life
+from kvcanary_fx.kernels.slots import gpu_life, gpu_parked
 
 KERNELS = (
     ("kernels_for", gpu),
     ("request_kernels_for", gpu_requests),
     ("pool_kernels_for", gpu_pool_bytes),
     ("life_kernels_for", gpu_life),
+    ("parked_kernels_for", gpu_parked),
     ("layer_kernels_for", gpu_layer),
     ("held_kernels_for", gpu_held),
 )

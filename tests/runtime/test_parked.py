@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
+
 import pytest
+import random_plans
 import torch
 from gpu_on_cpu import use_gpu_kernels
 from toy import Toy
 
 from kvcanary_fx.engine import parked
 from kvcanary_fx.engine.parked import ParkedShadows
+from kvcanary_fx.engine.slot_events import slots_in
 
 TOKENS = [5, 6, 7, 8, 9, 10]
 
@@ -125,7 +130,7 @@ def test_a_slot_of_which_nothing_is_known_is_taken_as_it_is(kernels):
 
 
 @pytest.mark.parametrize("bits", [32, 64])
-def test_what_is_parked_is_read_back_in_any_order_from_any_piece_of_memory(monkeypatch, bits):
+def test_what_is_parked_is_read_back_in_any_order_from_any_piece_of_memory(kernels, monkeypatch, bits):
     monkeypatch.setattr(parked, "ROOM", 2)
     toy = Toy(digest_bits=bits)
     toy.add("A", list(range(30)))
@@ -138,7 +143,7 @@ def test_what_is_parked_is_read_back_in_any_order_from_any_piece_of_memory(monke
 
     store = ParkedShadows(toy.pool, 2, memory)
     store.put([2, 3, 4], [2, 3, 4])
-    store.put([5, 6, 4], [5, 6, 6])  # what was under 4 is overwritten
+    store.put([5, 6, 5, 4], [2, 6, 5, 6])  # what was under 4 is overwritten, and under 5 is the last one
     assert len(made) == 3
     order = [4, 2, 6, 3, 5]
     found, pages = store.get(order), [6, 2, 6, 3, 5]
@@ -148,3 +153,43 @@ def test_what_is_parked_is_read_back_in_any_order_from_any_piece_of_memory(monke
     assert found.parts == expected.parts
     with pytest.raises(KeyError):
         store.get([2, 9])
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_one_launch_leaves_what_the_plain_code_leaves(monkeypatch, seed):
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter stands in for a missing GPU")
+    rng = random.Random(seed)
+    monkeypatch.setattr(parked, "ROOM", rng.choice([1, 3, 256]))
+    size, number, device = rng.choice([1, 2, 3, 16, 80]), rng.randint(1, 5), torch.device("cpu")
+    space = random_plans.random_space(rng)
+    if space.slots < size * number:
+        space = random_plans.SlotSpace.allocate(
+            size * number + rng.randint(0, 2), device, space.control, 7, space.checks
+        )
+    space.block.random_(-(2**31), 2**31 - 1)
+    digests = torch.randint(-(2**31), 2**31 - 1, (rng.choice([1, 2, 17, 40]), rng.choice([1, 2]), space.slots))
+    pool = SimpleNamespace(
+        space=space,
+        digests=digests.to(torch.int32),
+        declared=SimpleNamespace(device=device),
+        content=SimpleNamespace(parts=()),
+    )
+    pool.slot_tensor = lambda slots, page=1: slots_in(torch.tensor(slots, dtype=torch.int64), page)
+    rounds = [rng.sample(range(number), rng.randint(0, number)) for _ in range(3)]
+    left = []
+    for way in range(2):
+        made: list[torch.Tensor] = []
+
+        def memory(rows, columns, made=made):
+            made.append(torch.full((rows, columns), -7, dtype=torch.int32))
+            return made[-1]
+
+        if way:
+            use_gpu_kernels(monkeypatch.setattr)
+        store = ParkedShadows(pool, size, memory)
+        for pages in rounds:
+            store.put([f"{page % 4}" for page in pages], pages)
+        left.append(made)
+    assert len(left[0]) == len(left[1])
+    assert all(map(torch.equal, *left))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
+from ...engine.parked import ParkedShadows
 from ...engine.stacks import told, told_now
 from ...kernels.slots.events import Event
 from .journal import FREED, TAKEN
@@ -400,6 +401,13 @@ class Books:
                 pool.announce(slots, history, positions, namespace, load.request)
                 accept = functools.partial(pool.accept, slots)
             self._to_accept.append(accept)
+
+    def prepare_for_connectors(self) -> None:
+        """Compile now what accepts a loaded block and keeps what is known of a stored one, and not in the step that is
+        the first to have one."""
+        for pool, page_size in self._known_pools().values():
+            pool.content.fingerprint(torch.full((1,), -1, dtype=torch.int64, device=pool.declared.device))
+            ParkedShadows(pool, page_size).put(["a block"], [1])
 
     def begin_step(self, scheduled: Any) -> None:
         """A step begins, and nothing of its message was applied: keep what is known of blocks that connectors store.

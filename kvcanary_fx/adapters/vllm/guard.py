@@ -102,14 +102,8 @@ class Guard:
         self.begin(reports_blocks(runner.vllm_config))
         if getattr(runner.vllm_config, "kv_transfer_config", None) is not None:
             self.has_connector = True
-            self._prepare_for_loads()
-
-    def _prepare_for_loads(self) -> None:
-        """Compile now what accepts what a KV connector has loaded, and not in the step of the first load."""
-        with torch.inference_mode(False):
-            for session in self.sessions:
-                for pool in session.pools.values():
-                    pool.content.fingerprint(torch.full((1,), -1, dtype=torch.int64, device=pool.declared.device))
+            with torch.inference_mode(False):
+                self.books.prepare_for_connectors()
 
     def _make_ledger(self, runner: Any) -> Ledger:
         return Ledger(runner.max_num_reqs, widths(runner, runner.num_spec_tokens), runner.device)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -83,8 +83,7 @@ class Offloaded:
             self._blocks_per_chunk = _blocks_per_chunk()
         parts = getattr(metadata, "metadata", None)  # of a MultiConnector
         later, self._later = self._later, []
-        for number, job in later:
-            self._store(number, job, pool_of)
+        self._store(later, pool_of)
         for number, part in enumerate(parts if isinstance(parts, tuple) else [metadata]):
             if number < len(self._blocks_per_chunk) and self._blocks_per_chunk[number] is not None:
                 self._take(number, part, scheduled, pool_of)
@@ -93,11 +92,11 @@ class Offloaded:
         """The message to one connector.  It stores what a forward wrote in the next step, and at once what has to be
         stored before the forward that comes."""
         at_once = metadata.jobs_to_flush or ()
+        now: list[tuple[int, Any]] = []
         for name, job in metadata.store_jobs.items():
-            if name in at_once or job.req_id in scheduled.finished_req_ids:
-                self._store(number, job, pool_of)
-            else:
-                self._later.append((number, job))
+            flushed = name in at_once or job.req_id in scheduled.finished_req_ids
+            (now if flushed else self._later).append((number, job))
+        self._store(now, pool_of)
         for job in metadata.load_jobs.values():
             self._load(number, job)
 
@@ -110,29 +109,30 @@ class Offloaded:
         assert known is not None
         return known
 
-    def _store(self, number: int, job: Any, pool_of: PoolOf) -> None:
-        stored = list(self._pairs(number, job.src_spec, job.dst_spec))
-        for chunk in {place[:2] for _, place in stored}:  # another one's by now, also what is not stored of it
-            for part in range(self._per_chunk(number)):
-                self._pool_at.pop((*chunk, part), None)
-        of_pool: dict[str, tuple[EnginePool, int, list[Place], list[int]]] = {}
-        for block, place in stored:
-            known = pool_of(block)
-            if known is not None:
-                pool, page_size = known
-                self._pool_at[place] = pool.name
-                _, _, places, blocks = of_pool.setdefault(pool.name, (pool, page_size, [], []))
-                places.append(place)
-                blocks.append(block)
-        for pool, page_size, places, blocks in of_pool.values():
+    def _store(self, jobs: Sequence[tuple[int, Any]], pool_of: PoolOf) -> None:
+        """Jobs store blocks, in their order; what is known of a pool's is kept in one launch."""
+        of_pool: dict[str, tuple[EnginePool, int, dict[Place, int]]] = {}
+        for number, job in jobs:
+            stored = list(self._pairs(number, job.src_spec, job.dst_spec))
+            for chunk in {place[:2] for _, place in stored}:  # another one's by now, also what is not stored of it
+                for part in range(self._per_chunk(number)):
+                    self._pool_at.pop((*chunk, part), None)
+            for block, place in stored:
+                known = pool_of(block)
+                if known is not None:
+                    pool, page_size = known
+                    self._pool_at[place] = pool.name
+                    of_pool.setdefault(pool.name, (pool, page_size, {}))[2][place] = block
+        for pool, page_size, block_at in of_pool.values():
             parked = self._parked.get(pool.name)
             if parked is None or parked.pool is not pool:  # a guard that was made anew
                 parked = ParkedShadows(pool, page_size, _memory_beside(pool.declared.device))
                 if self._parked.get(pool.name) is not None:
-                    new = set(places)
-                    self._pool_at = {at: name for at, name in self._pool_at.items() if name != pool.name or at in new}
+                    self._pool_at = {
+                        at: name for at, name in self._pool_at.items() if name != pool.name or at in block_at
+                    }
                 self._parked[pool.name] = parked
-            parked.put(places, blocks)
+            parked.put(list(block_at), list(block_at.values()))
 
     def _load(self, number: int, job: Any) -> None:
         """Read what was stored now: the chunks may be used again before the forward that reads the blocks."""
