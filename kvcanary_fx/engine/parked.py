@@ -13,7 +13,8 @@ from .transfer import ShadowSlice
 #: Pages of a piece of memory: it grows by so many, and none of it ever moves.
 ROOM = 256
 
-#: int32 entries of a slot besides its digests: token, position, the halves of its chain, marks.
+#: int32 entries of a slot besides its digests: token, position, the halves of its chain, marks; as the kernel of
+#: :mod:`kvcanary_fx.kernels.slots.gpu_parked` has them.
 WHO = 5
 
 
@@ -45,7 +46,7 @@ class ParkedShadows:
             return
         rows = [self._row_of(key) for key in last]
         if self._park is not None:
-            # a connector may store blocks in each step of a server: without it, 40 launches for each request's
+            # a connector may store blocks in each step of a server, and without the kernel that is about 20 launches
             self._park(list(last.values()), [self._address(row) for row in rows], self._page_size)
             return
         slots = pool.slot_tensor(list(last.values()), self._page_size)
