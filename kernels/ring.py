@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from typing import Any
 
 import torch
 
@@ -111,19 +110,19 @@ class Control:
         return self.ring.shape[0] - 1
 
     @functools.cached_property
-    def _heard(self) -> Any:
-        """The bell as the host reads it: an item of an array takes a tenth of a tensor's."""
-        return None if self.bell is None else self.bell.numpy()
+    def heard(self) -> memoryview | None:
+        """The two words of the bell as the host reads them: an item takes a thirtieth of a tensor's."""
+        return None if self.bell is None else self.bell.numpy().data
 
     def rang(self) -> bool:
         """Whether a device has written rows since :meth:`hush`, as far as the host knows; asks the device nothing."""
-        heard = self._heard
-        return heard is not None and bool(heard[0] or heard[1])
+        heard = self.heard
+        return heard is not None and (heard[0] or heard[1]) != 0
 
     def hush(self) -> None:
         """The host is about to read the ring: later rows ring again."""
-        if self._heard is not None:
-            self._heard[:] = 0
+        if self.heard is not None:
+            self.heard[0] = self.heard[1] = 0
 
     def every(self, verify_every: int) -> int | torch.Tensor:
         """``verify_every``, or int64 ``[]`` where the budget's word stands for it."""

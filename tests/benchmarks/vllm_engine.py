@@ -10,6 +10,10 @@ they are started one after the other, twice in all, and the rounds of one start 
 engine's.  Each kernel takes longer once those of its process have run in many streams (``streams.py``); what one takes
 is printed.
 
+Two engines of one kind need not be as fast as each other: of two unguarded ones on the same hardware threads one took
+3 to 9 % longer for each part of a step.  With ``--each 3`` there are three of each kind, in each round an unguarded one
+and a guarded one, and in turn all pairs of them; what each of them does is printed.
+
 Offline throughput: prompts of ``--input`` random token ids, ``--output`` tokens each, random weights (``dummy``), as
 many blocks in both engines.  With ``--mixed`` prompts have half as many tokens at least: the requests of a batch then
 fill their pages in different steps, as those of users do, and not all of them in one step of 16.
@@ -36,7 +40,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +138,13 @@ Pair = tuple[Engine, Engine]
 def start(args: argparse.Namespace, shape: str) -> list[Pair]:
     """The engines, begun: on one GPU one after the other, since vLLM looks at the free memory, unless it is told how
     much to take; on two GPUs a pair on each."""
+    if args.each > 1:
+        kinds = [None, args.mode]
+        made = [
+            [begun(args, shape, mode, f"{mode or 'plain'}-{number}") for mode in kinds[:: -1 if number % 2 else 1]]
+            for number in range(args.each)
+        ]
+        return [(first, second) if number % 2 == 0 else (second, first) for number, (first, second) in enumerate(made)]
     gpus = args.gpus or [None]
     first = [(None, gpu) for gpu in gpus]
     second = [(args.mode, gpu) for gpu in reversed(gpus)]
@@ -153,6 +164,24 @@ def start(args: argparse.Namespace, shape: str) -> list[Pair]:
     return [(plain0, guarded0), (plain1, guarded1)]
 
 
+def begun(args: argparse.Namespace, shape: str, mode: str | None, name: str) -> Engine:
+    """One of several engines on one GPU."""
+    engine = Engine(args, shape, mode, name=name)
+    if not args.kv_gib:
+        engine.wait()
+    return engine
+
+
+def turns(pairs: list[Pair], each: int) -> list[list[Engine]]:
+    """The engines of each round, in their order; behind the last one comes the first again.
+
+    Args:
+        each: engines of a kind on one GPU: any of them is compared with any of the other kind.
+    """
+    mixed = [(pairs[i][0], pairs[(i + k) % each][1]) for k in range(each) for i in range(each)] if each > 1 else pairs
+    return [[*pair[::way]] for way in (1, -1) for pair in mixed]
+
+
 def measure(args: argparse.Namespace, shape: str, pairs: list[Pair], rounds: int) -> list[list[str]]:
     """The rows of a shape."""
     for plain, guarded in pairs:
@@ -165,16 +194,19 @@ def measure(args: argparse.Namespace, shape: str, pairs: list[Pair], rounds: int
     for requests in args.requests:
         for engine in (engine for pair in pairs for engine in pair):
             engine.ask("run", requests, 0)
+        taken: dict[Engine, list[float]] = {engine: [] for pair in pairs for engine in pair}
         seconds: tuple[list[float], list[float]] = ([], [])
         ends = time.monotonic() + args.seconds
-        for number in itertools.count():
-            if number >= rounds and time.monotonic() > ends:
+        for number, engines in enumerate(itertools.cycle(turns(pairs, args.each)), 1):
+            if number > rounds and time.monotonic() > ends:
                 break
-            pair = pairs[number % len(pairs)]
-            for engine in pair[:: -1 if number // len(pairs) % 2 else 1]:
-                seconds[engine is pair[1]].append(engine.ask("run", requests, number + 1))
+            for engine in engines:
+                taken[engine].append(engine.ask("run", requests, number))
+                seconds[any(engine is pair[1] for pair in pairs)].append(taken[engine][-1])
         rows.append(row(shape, requests, args.output, *seconds))
         print(" | ".join(rows[-1]), flush=True)
+        if args.each > 1:
+            print("  " + of_each(pairs, taken, requests * args.output), flush=True)
     for _, guarded in pairs:
         print("guarded:", guarded.ask("stats"), flush=True)
     for engine in (engine for pair in pairs for engine in pair):
@@ -201,6 +233,17 @@ def measure_alone(args: argparse.Namespace, shape: str, rounds: int) -> list[lis
                 print("guarded:", engine.ask("stats"), flush=True)
             engine.close()
     return [row(shape, requests, args.output, *taken[requests]) for requests in args.requests]
+
+
+def of_each(pairs: list[Pair], taken: Mapping[Engine, list[float]], tokens: int) -> str:
+    """What each engine makes a second, and the quickest tenth of its rounds."""
+    kinds = []
+    for name, engines in zip(("plain", "guarded"), zip(*pairs, strict=True), strict=True):
+        rates = []
+        for seconds in (sorted(taken[engine]) for engine in engines if taken[engine]):
+            rates.append(f"{tokens / statistics.median(seconds):,.0f} ({tokens / seconds[len(seconds) // 10]:,.0f})")
+        kinds.append(f"{name} {' '.join(rates)}")
+    return ", ".join(kinds) + " tokens/s"
 
 
 def row(shape: str, requests: int, output: int, plain: list[float], guarded: list[float]) -> list[str]:
@@ -356,6 +399,22 @@ def profiled(run: Callable[[int], Any]) -> str:
     return out.getvalue()
 
 
+def require_sense(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End where settings contradict each other."""
+    if len(args.rounds) not in (1, len(args.shape)):
+        parser.error(f"--rounds has {len(args.rounds)} numbers for {len(args.shape)} shapes: give one, or one for each")
+    if args.ranks > 1 and args.gpus:
+        parser.error("--ranks spreads each engine over several GPUs, --gpus puts engines on each of two: leave one out")
+    if args.each < 1:
+        parser.error(f"--each {args.each}: at least one engine of each kind")
+    if args.each > 1 and (args.gpus or args.alone):
+        parser.error("--each starts all engines on one GPU: leave out --gpus and --alone")
+    if args.alone and (args.gpus or args.seconds):
+        parser.error(
+            "--alone makes as many rounds of both engines as --rounds says, on one GPU: leave out --gpus and --seconds"
+        )
+
+
 def main() -> None:
     """Measure, or be an engine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -369,6 +428,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=12000, help="KV cache blocks of each engine")
     parser.add_argument("--share", type=float, default=0.45, help="of the GPU's memory, for each engine")
     parser.add_argument("--gpus", nargs=2, help="two GPUs, each with both engines; default: one")
+    parser.add_argument("--each", type=int, default=1, help="engines of each kind, all alive at once on one GPU")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs that each engine is spread over, tensor parallel")
     what = "start each engine so often, one after the other; each has the GPU for itself"
     parser.add_argument("--alone", type=int, metavar="STARTS", help=what)
@@ -394,15 +454,8 @@ def main() -> None:
             engine.close()
         return
     print(cores.use_one_thread_of_each(), flush=True)
-    if len(args.rounds) not in (1, len(args.shape)):
-        parser.error(f"--rounds has {len(args.rounds)} numbers for {len(args.shape)} shapes: give one, or one for each")
+    require_sense(parser, args)
     rounds = args.rounds * len(args.shape) if len(args.rounds) == 1 else args.rounds
-    if args.ranks > 1 and args.gpus:
-        parser.error("--ranks spreads each engine over several GPUs, --gpus puts engines on each of two: leave one out")
-    if args.alone and (args.gpus or args.seconds):
-        parser.error(
-            "--alone makes as many rounds of both engines as --rounds says, on one GPU: leave out --gpus and --seconds"
-        )
     # all at once, where nobody looks at what is free
     pairs = {shape: start(args, shape) for shape in args.shape} if args.kv_gib and not args.alone else {}
     rows = []

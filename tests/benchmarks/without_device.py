@@ -11,8 +11,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvcanary_fx.engine import gathered, kept_calls, kept_forward, step_inputs, steps  # noqa: F401  they capture
 from kvcanary_fx.kernels import bound_launch, compile_ahead, replay
+from kvcanary_fx.kernels.ring import Control
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 from gpu_on_cpu import use_gpu_kernels
@@ -60,6 +63,14 @@ def pretend() -> Counter[str]:
     _replace_everywhere(replay.capture, lambda device, run: Graph(counts))
     _replace_everywhere(compile_ahead.launch_or_compile, lambda *_, **__: None)
     step_inputs.StepInputs._gathers = lambda self: not self._captured
+    allocate = Control.allocate
+
+    def with_bell(capacity: int, device: torch.device) -> Control:
+        control = allocate(capacity, device)
+        control.bell = torch.zeros(2, dtype=torch.int64)
+        return control
+
+    Control.allocate = with_bell
     return counts
 
 

@@ -84,6 +84,18 @@ def test_the_host_looks_without_asking_the_device():
     assert poll.news()
 
 
+def test_a_device_that_is_used_later_is_heard_too():
+    controls = Controls(4)
+    poll = Poll(controls)
+    assert not poll.news()
+    control = with_bell(controls(torch.device("cpu")))
+    assert not poll.news()
+    control.bell[0] = 1
+    assert poll.news()
+    control.hush()
+    assert not poll.news()
+
+
 @pytest.mark.gpu
 def test_a_gpu_s_bell_is_in_memory_of_the_host():
     control = Control.allocate(4, torch.device("cuda"))

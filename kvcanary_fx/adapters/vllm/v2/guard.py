@@ -410,7 +410,8 @@ class GuardV2(Guard):
             self._reads_until_free -= 1
             if not self._reads_until_free:
                 self._layers.held.let_go()
-        unread = self.reactions.verdict is not None or self.reactions.heard()
+        reactions = self.reactions
+        unread = reactions.verdict is not None or (reactions.ranks is not None and reactions.heard())
         unread = unread or (self._ends_engine and self.session.found.untold)
         if not self._news.of_step() and not unread:
             return None
@@ -419,7 +420,7 @@ class GuardV2(Guard):
             self._tell_news()
         if self._ends_engine:
             self.session.check()
-        return self.reactions.take_verdict()
+        return reactions.take_verdict()
 
 
 class _Open:
