@@ -232,7 +232,8 @@ def test_steps_of_a_rank_whose_outputs_are_dropped_go_on_until_there_is_somethin
     from kvcanary_fx.adapters.vllm.v2.outputs import News
 
     runner, told = Runner(**IN_GRAPHS), []
-    runner.guard.reactions.ranks = SimpleNamespace(reads=False, tell=told.append)
+    reactions = runner.guard.reactions
+    reactions.ranks, reactions.elsewhere = SimpleNamespace(reads=False, tell=told.append), True
     runner.guard._news.read_lately = False
     runner.step({"x": 3}, new={"x": [1]})
     runner.step({"x": 1}, more={"x": [4, 5]}, wrong=1)
@@ -361,7 +362,7 @@ def test_what_a_connector_has_loaded_is_guarded_from_its_first_forward_on(damage
     runner.read(runner.step({"x": 1, "z": 1}, wrong=1))
     told = [(v.check, v.layer, v.slot, v.position, v.request) for v in runner.guard.session.violations()]
     assert told == [("content", "b", 2 * PAGE + 1, 1, "z")] * damaged
-    assert not runner.guard.books.loads
+    assert not runner.guard.books.loads.of
 
 
 def test_what_a_connector_has_loaded_for_other_tokens_is_told_when_it_is_read():
@@ -391,7 +392,7 @@ def test_a_load_that_its_request_no_longer_waits_for_is_not_taken_for_what_was_w
     else:
         runner.step({"x": 1}, more={"x": [2]}, events=[*gone, ("taken", [2], ["x"], [1], 0)], lost={why: ["z"]})
         runner.step({"x": 1, "z": 2}, new={"z": [2, 5]}, found={"z": 4}, events=[("taken", [5], ["z"], [1], 0)])
-    assert not runner.guard.books.loads
+    assert not runner.guard.books.loads.of
     assert runner.guard.session.pools["group0"].adopted == 0
 
 

@@ -202,7 +202,7 @@ class Books:
             # in a full cache each of them is one that the cache gives up
             given_up = blocks if len(cached) == len(blocks) else [block for block in blocks if block in cached]
             odd = len(cached) < len(given_up) or not self._all_of(given_up, group)
-            if odd or any(not one.evicted.isdisjoint(cached) for one in of_group.values()):
+            if odd or (of_group and any(not one.evicted.isdisjoint(cached) for one in of_group.values())):
                 return None  # handed out twice, or what the cache has of another group: for :meth:`apply`
             some.calls.append((_RELEASE, given_up, CACHE))
             some.evicted |= cached

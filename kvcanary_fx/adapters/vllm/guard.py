@@ -25,7 +25,7 @@ from .batches import make_batch, mark_prompt, tables_of
 from .books import Books
 from .counts import Counts
 from .drafts import Drafts, Proposal
-from .journal import ATTRIBUTE, Message, are_filled
+from .journal import ATTRIBUTE, FILLED, Message
 from .pools import Group, Pooled, draft_groups, longest_encoded, own_layers
 from .reactions import Reactions
 from .settings import ON_VIOLATION_VARIABLE, VllmSettings
@@ -240,7 +240,7 @@ class Guard:
         batch = make_batch(runner, self.scheduled, self.groups, input_ids, positions, namespaces, self.in_flight)
         self.batch = batch
         self.books.settle(in_flight)
-        if self.books.loads:
+        if self.books.loads.of:
             mark = functools.partial(mark_prompt, runner)
             self.books.announce_loaded(self.scheduled, self.ledger, self.namespaces, mark)
         try:
@@ -309,8 +309,9 @@ class Guard:
 
 def are_refilled(scheduled: Any, events: Sequence[tuple[Any, ...]]) -> bool:
     """Whether blocks are filled outside of a forward, see :meth:`Guard.compare_what_is_refilled`."""
-    zeroed, copied = "new_block_ids_to_zero", "kv_cache_block_copies"
-    return bool(getattr(scheduled, zeroed, None) or getattr(scheduled, copied, None)) or are_filled(events)
+    if getattr(scheduled, "new_block_ids_to_zero", None) or getattr(scheduled, "kv_cache_block_copies", None):
+        return True
+    return FILLED in [event[0] for event in events]  # a generator would be a function for each, in steps that wait
 
 
 def reports_blocks(config: Any) -> bool:

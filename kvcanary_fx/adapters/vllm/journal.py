@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from ...engine.stacks import CallStacks
@@ -44,11 +43,6 @@ class Message:
 
 #: Of a step in which nothing happened, as in most; not to be written to.
 NOTHING = Message()
-
-
-def are_filled(events: Sequence[tuple[Any, ...]]) -> bool:
-    """Whether a KV connector is about to fill blocks."""
-    return any(event[0] == FILLED for event in events)
 
 
 class Journal:

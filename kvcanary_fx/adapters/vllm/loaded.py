@@ -60,17 +60,18 @@ class Arriving(NamedTuple):
 
 
 class Loads:
-    """The loads of requests whose first forward is not over; true if there are any."""
+    """The loads of requests whose first forward is not over.
+
+    Attributes:
+        of: those of each request; empty in most steps.
+    """
 
     def __init__(self) -> None:
-        self._of: dict[str, list[_Load]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._of)
+        self.of: dict[str, list[_Load]] = {}
 
     def expect(self, request: str, blocks: Sequence[int], places: Sequence[int], end: int) -> None:
         """A connector is about to fill blocks of one KV cache group."""
-        self._of.setdefault(request, []).append(_Load(blocks, places, end))
+        self.of.setdefault(request, []).append(_Load(blocks, places, end))
 
     def lost(self, scheduled: Any) -> None:
         """Requests have ended, or have given up their blocks, at the end of the step before.
@@ -79,7 +80,7 @@ class Loads:
             scheduled: the ``SchedulerOutput``.
         """
         for request in (*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())):
-            self._of.pop(request, None)
+            self.of.pop(request, None)
 
     def arriving(self, scheduled: Any) -> Iterator[Arriving]:
         """What the forward of a step is the first to read; each load is returned once.
@@ -88,8 +89,8 @@ class Loads:
             scheduled: the ``SchedulerOutput``.
         """
         tokens, stored = _tokens_of(scheduled), _stored(scheduled)
-        for request in [request for request in self._of if request in scheduled.num_scheduled_tokens]:
-            for blocks, places, end in self._of.pop(request):
+        for request in [request for request in self.of if request in scheduled.num_scheduled_tokens]:
+            for blocks, places, end in self.of.pop(request):
                 # a load that failed, or the last token of a prompt that was loaded whole: the forward wrote it itself
                 end = min(end, stored.get(request, 0))
                 given = tokens.get(request)
@@ -97,7 +98,7 @@ class Loads:
 
     def clear(self) -> None:
         """Nothing is there any more."""
-        self._of.clear()
+        self.of.clear()
 
 
 def _stored(scheduled: Any) -> Mapping[str, int]:

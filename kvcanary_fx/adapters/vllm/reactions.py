@@ -35,6 +35,7 @@ class Reactions:
         page_sizes: slots of a block of each KV cache group, one of the pools' each.
         verdict: what violations mean for requests and blocks, not yet sent to a scheduler.
         ranks: the other ranks of the engine; None if there are none.
+        elsewhere: the outputs of this rank are dropped, and another's are read.
     """
 
     @classmethod
@@ -48,6 +49,7 @@ class Reactions:
 
     def __init__(self, settings: VllmSettings, page_sizes: list[int], ranks: RankVerdicts | None = None):
         self.settings, self.ranks = settings, ranks
+        self.elsewhere = ranks is not None and not ranks.reads
         self.news = 0
         self.late = self.logged = False
         self.verdict: Verdict | None = None
@@ -72,11 +74,6 @@ class Reactions:
         taken, self.verdict = self.verdict, None
         told = self.ranks.read() if self.heard() and self.ranks is not None else None
         return told if taken is None else taken if told is None else taken.joined(told)
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether the outputs of this rank are dropped, and another's are read."""
-        return self.ranks is not None and not self.ranks.reads
 
     def heard(self) -> bool:
         """Whether another rank has found something, and this is the one whose outputs are read."""

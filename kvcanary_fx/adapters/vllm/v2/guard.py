@@ -193,7 +193,7 @@ class GuardV2(Guard):
         if told is None:
             self._require_warm_up(scheduled)
             return
-        if self.books.loads:
+        if self.books.loads.of:
             self.books.loads.lost(scheduled)
         if self.has_connector:
             self.park_what_is_stored(scheduled)
@@ -326,7 +326,7 @@ class GuardV2(Guard):
 
     def _settle(self, scheduled: Any) -> bool:
         """Report the blocks that requests have taken up; whether any did, or began in this step: not in most steps."""
-        if self.books.loads:
+        if self.books.loads.of:
             mark = self._forwards.images.mark_prompt
             self.books.announce_loaded(scheduled, self.ledger, self.namespaces, mark)
         if not self.books.pending:  # nor can a request read what another one writes in this forward
