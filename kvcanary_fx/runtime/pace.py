@@ -20,16 +20,13 @@ from ..kernels.ring import Word
 from ..kernels.side_stream import capturing
 from ..reports.summary import log
 from .binding import Controls, GraphBinding
-from .budget import MOST, SECONDS_PER_OP, START, Controller, Reading, Tour
+from .budget import MOST, OFTEN, SECONDS_PER_OP, START, Controller, Reading, Tour
 from .ranks import Ranks, join, next_number
 
 T = TypeVar("T")
 
 #: First calls of a graph, which are not measured: it is warming up, or being captured.
 WARM_UP = 4
-
-#: More or less stored by such a fraction is as much.
-SLIGHTLY = 1 / 16
 
 #: A call that takes a device this many times as long as its launches take the host keeps the device busy.
 AHEAD = 1.25
@@ -179,12 +176,11 @@ class Pace:
         self._passing_key: Hashable = None
         self._passing_thread = 0
         self._may_pass = self._pass = 0  # so many of them, and how many of these are left
-        self._alike = 0.0, 0.0  # with as much stored
+        self._alike = 0.0, 0.0  # with so much stored N need not change
         self._trio: _Trio | None = None
         self._arriving: tuple[_Trio, int, int, float] | None = None  # with N, N of the probe, seconds guessed
-        self._wait = 0  # calls until the next reading
+        self._wait = 0  # calls until the next reading, or until one is looked at
         self._every, self._stored = START, 0.0  # N that the devices have, and what is stored in the running call
-        self._chosen_for = 0.0  # what was stored when N was chosen last
         self._told: int | None = None  # N that was logged
         self._warned = False
         self._running: Sample | None = None
@@ -277,7 +273,9 @@ class Pace:
             key, stored: as of :meth:`begin`.
         """
         left, (least, most) = self._pass, self._alike
-        if not left or key != self._passing_key or not least <= stored <= most:
+        if not left or key != self._passing_key or (stored and not least <= stored <= most):
+            return False
+        if self._ranks is not None and self._ranks.news():
             return False
         self._pass = left - 1
         return True
@@ -301,20 +299,21 @@ class Pace:
             self._count_passed()
             if stored:
                 self._stored = stored
-                if abs(stored - self._chosen_for) > SLIGHTLY * self._chosen_for and not capturing():
+                if not self._alike[0] <= stored <= self._alike[1] and not capturing():
                     self._follow(stored)
             tour = self._tour(key)
             tour.note(self._every)
             self._wait -= 1
             trio = self._trio
-            if self._wait > 0 and trio is None and self._arriving is None and self._ranks is None:
-                self._let_pass(key, tour)
-                return None  # most calls
             if self._ranks is not None and trio is None and not capturing() and self._ranks.changed():
                 self._agree(self._ranks)
-            if (trio is None and self._arriving is None and self._wait > 0) or capturing():
+            if trio is None and self._wait <= 0 and not capturing():
+                self._look(key)
+            if trio is None and self._wait > 0:
+                self._let_pass(key, tour)
+                return None  # most calls
+            if capturing():
                 return None
-            self._look(key)
             if trio is not None and (trio.key != key or trio.thread != threading.get_ident()):
                 self._interrupt(trio)
                 return None
@@ -322,21 +321,19 @@ class Pace:
                 self._give_up()
                 trio = None
             if trio is None:
-                if self._wait > 0 or self._tour(key).calls <= WARM_UP or self._arriving is not None:
+                if tour.calls <= WARM_UP or self._arriving is not None:
                     return None
                 self._find_ranks()
                 trio = self._trio = _Trio(key)
-            return self._sample(trio, device, ops)
+            return self._sample(trio, tour, device, ops)
 
     def _let_pass(self, key: Hashable, tour: Tour) -> None:
         """Let the calls until the next reading through, if they are like this one."""
         self._passing_key, self._passing, self._may_pass = key, tour, self._wait - 1
         self._passing_thread = threading.get_ident()
         self._pass = self._may_pass
-        near = SLIGHTLY * self._chosen_for
-        self._alike = self._chosen_for - near, self._chosen_for + near
 
-    def _sample(self, trio: _Trio, device: torch.device, ops: int) -> Sample:
+    def _sample(self, trio: _Trio, tour: Tour, device: torch.device, ops: int) -> Sample:
         last = trio.samples[-1] if trio.samples else None
         trio.stored = self._stored
         if len(trio.samples) == 1:
@@ -348,7 +345,9 @@ class Pace:
         if len(trio.samples) == 3:
             guessed = ops * SECONDS_PER_OP if device.type == "cuda" else 0.0
             self._arriving = trio, self.every, self._probed, guessed
-            self._trio, self._wait = None, self.controller.period
+            # calls that are looked at are longer: they wait until the reading has arrived, and some more
+            self._trio, self._wait = None, OFTEN
+            self._let_pass(trio.key, tour)
         return sample
 
     @property
@@ -358,20 +357,19 @@ class Pace:
 
     def _follow(self, stored: float) -> None:
         """So many tokens are stored now: compare a share whose cost fits, which need not be the smallest that does."""
-        self._chosen_for = stored
         self.controller.note_stored(stored)
         self._wait = min(self._wait, self.controller.period)
         needed = self.controller.every_for(stored)
-        if needed <= self._every <= 4 * needed:
-            return
-        self._trio = None  # its calls would not be alike
-        self._every = min(needed if self._every < needed else 2 * needed, MOST)
-        self._write(self._every)
+        if not needed <= self._every <= 4 * needed:
+            self._trio = None  # its calls would not be alike
+            self._every = min(needed if self._every < needed else 2 * needed, MOST)
+            self._write(self._every)
+        self._alike = self.controller.alike(self._every, stored)
 
     def _set(self) -> None:
         """Another N is to be in use, as the controller says."""
-        self._chosen_for = self._stored
         self._every = self.controller.every_for(self._stored)
+        self._alike = self.controller.alike(self._every, self._stored)
         self._write(self._every)
 
     def _interrupt(self, trio: _Trio) -> None:
@@ -387,11 +385,12 @@ class Pace:
         self._trio, self._wait = None, self.controller.period
 
     def _look(self, key: Hashable) -> None:
-        """Take in a reading whose calls have arrived."""
+        """Take in a reading, if its calls have arrived, which takes some :data:`OFTEN` of them."""
         if self._arriving is None:
             return
         trio, every, probed, guessed = self._arriving
         before, probe, after = trio.samples
+        self._wait = OFTEN
         if not all(sample.arrived() for sample in trio.samples):  # they need not be of one stream
             if not after.ended and trio.key == key and trio.thread == threading.get_ident():
                 self._arriving = None  # it ended in an exception
@@ -412,6 +411,7 @@ class Pace:
             self._tell_ranks(self.controller.needed)
             self._set()
             self._tell()
+        self._wait = self.controller.period - OFTEN
 
     def _find_ranks(self) -> None:
         """Join the other ranks of the model, if there are any, before the first reading."""

@@ -63,9 +63,13 @@ class Ranks:
         _write(self._memory, self._rank, self._budget << 32 | every)
         self._look()
 
+    def news(self) -> bool:
+        """Whether another rank has written since :meth:`tell` or :meth:`changed`; 0.2 us."""
+        return self._memory[:] != self._seen
+
     def changed(self) -> bool:
-        """Whether another rank has written since the last call, as told in :attr:`largest`; 0.2 us."""
-        if self._memory[:] == self._seen:
+        """As :meth:`news`, which is told in :attr:`largest` from here on."""
+        if not self.news():
             return False
         self._look()
         return True

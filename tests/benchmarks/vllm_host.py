@@ -187,7 +187,7 @@ def main() -> None:
     pretend()
     logging.disable(logging.WARNING)  # what is launched nowhere finds out nothing
     WarmUp.prove = lambda self, config: None  # type: ignore[method-assign]  nor does its proof
-    length = args.prompt + DECODES * (args.requests + 2) + PAGE
+    length = args.prompt + (DECODES + 1) * (args.requests + 2) + PAGE  # a prompt of another one is a step of all
     pages = 2 + (args.requests + 2) * (length // PAGE + 1)
     layers = tuple(f"layers.{number}" for number in range(args.layers))
     sizes = Sizes(PAGE, pages, 2 * args.requests + 2, args.prompt + args.requests + 1, length, layers)

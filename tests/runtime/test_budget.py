@@ -183,6 +183,23 @@ def test_other_work_is_noticed_within_few_calls(grown):
     assert now.settled
 
 
+@given(
+    stored=st.integers(1, 1 << 22),
+    learned=st.integers(0, 1 << 22),
+    needed=st.integers(1, 12),
+    more=st.integers(0, 2),
+    part=st.floats(0, 1),
+)
+def test_nothing_is_to_be_done_while_about_as_much_is_stored(stored, learned, needed, more, part):
+    now = Controller(0.01)
+    now.needed, now.stored = 1 << needed, learned
+    every = min(now.every_for(stored) << more, MOST)  # as a step with more before it left it
+    least, most = now.alike(every, stored)
+    assert least <= stored <= most
+    other = now.every_for(least + part * (most - least))
+    assert other <= every <= 4 * other
+
+
 def test_calls_that_are_not_alike_say_nothing():
     now = Controller(0.01)
     for _ in range(100):

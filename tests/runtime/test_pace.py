@@ -62,7 +62,7 @@ def test_devices_are_told_a_share_that_fits_into_the_budget(monkeypatch):
     graph = Graph(monkeypatch)
     assert graph.every == START
     assert graph.run(100) <= 2 * 0.01, "on the cheap side before anything is known"
-    assert graph.run(5000) <= 1.05 * 0.01
+    assert graph.run(5050) <= 1.05 * 0.01
     assert graph.every == graph.pace.every == 128
     assert graph.pace.within == pytest.approx(128 * 0.005, rel=0.1)
     assert graph.controls(torch.device("meta")).words.shape == (len(Word),), "a device that comes later is told as well"
@@ -147,6 +147,67 @@ def test_steps_that_pass_are_counted_and_measured_as_others(monkeypatch):
     assert looked_at[True] < 1000
 
 
+@pytest.fixture
+def looked_at(monkeypatch):
+    """The steps that do not pass."""
+    begin, found = Pace.begin, []
+    monkeypatch.setattr(Pace, "begin", lambda pace, *given: found.append(given) or begin(pace, *given))
+    return found
+
+
+def test_steps_of_a_host_whose_speed_changes_are_looked_at_as_seldom_as_others(monkeypatch, looked_at):
+    """Each change was a reason to measure anew: 17 steps of 100 were looked at, each 0.16 ms longer (1B, H200)."""
+    steps = Steps(monkeypatch)
+    steps.run(2000, stored=20_000)
+    looked_at.clear()
+    grown = [steps.run(60, 20_000, step) for _ in range(20) for step in (0.002, 0.005)]
+    assert len(looked_at) <= 0.04 * 2400
+    assert sum(grown[10:]) / 30 <= 1.1 * 0.01
+    assert steps.pace.every >= 64, "what 0.002 s ask for"
+
+
+def test_a_host_that_has_become_faster_compares_less_after_one_reading(monkeypatch):
+    steps = Steps(monkeypatch)
+    steps.run(2000, stored=20_000)
+    before = steps.pace.every
+    steps.run(140, 20_000, step=0.002)
+    assert steps.pace.every == 2 * before
+    assert steps.run(400, 20_000, step=0.002) <= 1.1 * 0.01
+
+
+def test_steps_of_requests_that_grow_pass(monkeypatch, looked_at):
+    steps = Steps(monkeypatch)
+    steps.run(2000, stored=512)
+    for _ in range(4):  # and one that comes behind another one
+        for stored in range(512, 640):
+            steps.run(1, stored)
+    looked_at.clear()
+    for stored in range(512, 640):
+        steps.run(1, stored)
+    assert len(looked_at) <= 4
+
+
+def test_steps_of_several_ranks_pass_until_one_of_them_says_something(monkeypatch, looked_at):
+    """None of them did: each step of an engine over two GPUs took its host the longer way."""
+    steps = Steps(monkeypatch)
+    ranks = SimpleNamespace(heard=False, largest=1, slowest=1, tell=lambda *_: None)
+    ranks.news = lambda: ranks.heard
+
+    def changed():
+        heard, ranks.heard = ranks.heard, False
+        return heard
+
+    ranks.changed = changed
+    steps.pace._ranks = ranks
+    steps.run(2000, stored=20_000)
+    looked_at.clear()
+    steps.run(600, stored=20_000)
+    assert len(looked_at) <= 0.05 * 600
+    before, ranks.largest, ranks.heard = steps.pace.every, 8 * steps.pace.every, True
+    steps.run(1, stored=20_000)
+    assert steps.pace.every == 8 * before
+
+
 def test_an_engine_that_does_not_say_what_is_stored_is_within_its_budget_later(monkeypatch):
     steps = Steps(monkeypatch, tell=False)
     steps.run(2000, stored=600)
@@ -158,7 +219,8 @@ def test_an_engine_that_does_not_say_what_is_stored_is_within_its_budget_later(m
 def test_batches_in_turn_do_not_have_the_devices_told_in_each_step(monkeypatch):
     steps, told = Steps(monkeypatch), []
     steps.run(2000, stored=20_000)
-    monkeypatch.setattr(steps.pace, "_write", told.append)
+    write = steps.pace._write
+    monkeypatch.setattr(steps.pace, "_write", lambda every: told.append(every) or write(every))
     for _ in range(200):
         steps.run(1, stored=20_000)
         steps.run(1, stored=28_000)
@@ -167,7 +229,7 @@ def test_batches_in_turn_do_not_have_the_devices_told_in_each_step(monkeypatch):
 
 def test_what_the_host_does_besides_is_taken_off(monkeypatch):
     graph = Graph(monkeypatch, ours=0.00004)
-    assert graph.run(5000) <= 1.05 * 0.01
+    assert graph.run(5050) <= 1.05 * 0.01
     assert graph.every == 512
 
 
