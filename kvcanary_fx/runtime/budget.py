@@ -62,7 +62,8 @@ CAREFUL = 2
 #: Readings of one decision differ by no more in what is stored.
 ALIKE = 2
 
-#: A step that takes this many times longer or shorter than those of the last decision triggers a new one.
+#: A step that takes this many times longer or shorter than those of the last decision triggers a new one, unless it is
+#: known how much is stored: see :meth:`Controller._follow_speed`.
 OTHER_WORK = 1.5
 
 #: What an op of ours adds to a step of a GPU besides comparing: 64 requests of 4,096 tokens, 66 ops beside the model,
@@ -237,7 +238,7 @@ class Controller:
         if self.settled and not shortest / OTHER_WORK < reading.step < longest * OTHER_WORK:
             self._readings.clear()
             if reading.stored and self.stored:
-                changed = self._follow_speed(reading.step)
+                changed = self._follow_speed(reading)
             else:
                 self.settled = False
         if self._readings and not 1 / ALIKE <= (reading.stored or 1) / (self._readings[0].stored or 1) <= ALIKE:
@@ -248,7 +249,7 @@ class Controller:
         self._decide()
         return True
 
-    def _follow_speed(self, step: float) -> bool:
+    def _follow_speed(self, reading: Reading) -> bool:
         """Steps have become faster or slower, with what is stored known: comparing takes as many seconds as before.
 
         Where steps wait for a host whose speed changes by a half from one second to the next, each change was a reason
@@ -257,6 +258,7 @@ class Controller:
         Returns:
             whether a smaller share is due; for a larger one there is time until the next decision.
         """
+        step, self.between = reading.step, reading.between
         self._known = min(self._known[0], step), max(self._known[1], step)
         if step >= self._step or self.price is None:
             return False

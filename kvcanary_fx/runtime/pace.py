@@ -385,7 +385,7 @@ class Pace:
         self._trio, self._wait = None, self.controller.period
 
     def _look(self, key: Hashable) -> None:
-        """Take in a reading, if its calls have arrived, which takes some :data:`OFTEN` of them."""
+        """Take in a reading, if its calls have arrived by now, :data:`OFTEN` calls behind it; else so many later."""
         if self._arriving is None:
             return
         trio, every, probed, guessed = self._arriving

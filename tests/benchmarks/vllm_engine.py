@@ -141,7 +141,7 @@ def start(args: argparse.Namespace, shape: str) -> list[Pair]:
     if args.each > 1:
         kinds = [None, args.mode]
         made = [
-            [begun(args, shape, mode, f"{mode or 'plain'}-{number}") for mode in kinds[:: -1 if number % 2 else 1]]
+            [begin(args, shape, mode, f"{mode or 'plain'}-{number}") for mode in kinds[:: -1 if number % 2 else 1]]
             for number in range(args.each)
         ]
         return [(first, second) if number % 2 == 0 else (second, first) for number, (first, second) in enumerate(made)]
@@ -164,8 +164,8 @@ def start(args: argparse.Namespace, shape: str) -> list[Pair]:
     return [(plain0, guarded0), (plain1, guarded1)]
 
 
-def begun(args: argparse.Namespace, shape: str, mode: str | None, name: str) -> Engine:
-    """One of several engines on one GPU."""
+def begin(args: argparse.Namespace, shape: str, mode: str | None, name: str) -> Engine:
+    """One of several engines that share a GPU, which looks for free memory where it is not told how much to take."""
     engine = Engine(args, shape, mode, name=name)
     if not args.kv_gib:
         engine.wait()

@@ -175,6 +175,15 @@ def test_a_host_that_has_become_faster_compares_less_after_one_reading(monkeypat
     assert steps.run(400, 20_000, step=0.002) <= 1.1 * 0.01
 
 
+def test_a_host_that_has_become_slower_is_said_to_take_longer_until_all_bytes_are_compared(monkeypatch):
+    steps = Steps(monkeypatch)
+    steps.run(2000, stored=20_000, step=0.002)
+    every = steps.pace.every
+    steps.run(140, stored=20_000, step=0.005)
+    assert steps.pace.every == every
+    assert steps.pace.within == pytest.approx(every * 0.005, rel=0.05)
+
+
 def test_steps_of_requests_that_grow_pass(monkeypatch, looked_at):
     steps = Steps(monkeypatch)
     steps.run(2000, stored=512)
