@@ -165,7 +165,7 @@ def start(args: argparse.Namespace, shape: str) -> list[Pair]:
 
 
 def begin(args: argparse.Namespace, shape: str, mode: str | None, name: str) -> Engine:
-    """One of several engines that share a GPU, which looks for free memory where it is not told how much to take."""
+    """Begin one of several engines on a GPU; wait for it where it looks at the free memory."""
     engine = Engine(args, shape, mode, name=name)
     if not args.kv_gib:
         engine.wait()
