@@ -3,7 +3,7 @@
 The host writes them into pinned memory, a ring of entries, and a kernel brings the entry of its turn to the device:
 both sides count the turns.  An entry is int64::
 
-    calls, pages, slots that these are, address of numbers that travel along or 0
+    calls, pages, slots that these are, address of numbers that travel along or 0; 0 calls: the device has read it
     event, begin, owner                     of each call, as :class:`.events.EventRow` says
     page                                    behind the room for all calls
 """
@@ -17,7 +17,7 @@ import torch
 
 from ..bound_launch import BoundLaunch
 from ..handed import Part
-from ..staging import CurrentStream, lasting, packing
+from ..staging import lasting, packing
 from .events import COLUMNS, Due
 from .triton_event_ring import land_kernel
 
@@ -38,8 +38,8 @@ _HEAD = packing(HEAD)
 #: Where the pages begin.
 FIRST_PAGE = HEAD + CALLS * COLUMNS
 
-#: Entries of a half of the ring, and the byte of an entry at which its pages begin.
-_HALF, _PAGES_AT = AHEAD // 2, 8 * FIRST_PAGE
+#: The byte of an entry at which its pages begin.
+_PAGES_AT = 8 * FIRST_PAGE
 
 
 class EventRing:
@@ -56,7 +56,7 @@ class EventRing:
 
     def __init__(self, device: torch.device):
         size, on_gpu = FIRST_PAGE + PAGES, device.type == "cuda"
-        self.ring = lasting(AHEAD, size, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        self.ring = lasting(AHEAD, size, dtype=torch.int64, device="cpu", pin_memory=on_gpu).zero_()
         self.turn = lasting(2, dtype=torch.int64, device=device).zero_()
         self.landed = lasting(size, dtype=torch.int64, device=device)
         self.counts, self.slots = self.landed[:2], self.landed[2:3]
@@ -64,9 +64,8 @@ class EventRing:
         self.rows = self.landed[HEAD:FIRST_PAGE].view(CALLS, COLUMNS)
         self.pages = self.landed[FIRST_PAGE:]
         self._views = [memoryview(entry.numpy()).cast("B") for entry in self.ring]  # type: ignore[arg-type]
-        self._turn, self._current = 0, CurrentStream(device)
-        self._read = [torch.cuda.Event() for _ in "ab"] if on_gpu else []  # of each half of the ring
-        self._device = device
+        self._words = [view.cast("q") for view in self._views]
+        self._turn, self._device, self._on_gpu = 0, device, on_gpu
         self._launch = self._bound(None)
 
     def offer(self, rows: Sequence[int], parts: Sequence[Part], pages: int, page_size: int, along: int = 0) -> bool:
@@ -81,7 +80,10 @@ class EventRing:
             struct.error: one of them is no whole number of 64 bits; the entry is the next one's.
         """
         turn = self._turn
-        if turn % (AHEAD // 2) == 0 and not self._half_is_free(turn // (AHEAD // 2)):
+        following = (turn + 1) % AHEAD
+        # once the next entry has been read, all of the launch before that one is done, which read this one; an event
+        # for each half of the ring took the host as long as several entries
+        if self._words[following][0] and self._on_gpu:
             return False
         words, view, at = len(rows), self._views[turn], 8 * FIRST_PAGE
         _HEAD.pack_into(view, 0, words // COLUMNS, pages, pages * page_size, along)
@@ -90,26 +92,20 @@ class EventRing:
             n = 8 * len(part)
             view[at : at + n] = packing(len(part)).pack(*part) if isinstance(part, list) else part.tobytes()
             at += n
-        self._turn = (turn + 1) % AHEAD
+        self._turn = following
         return True
 
     def offer_few(self, rows: Sequence[int], pages: Sequence[int], page_size: int) -> bool:
         """:meth:`offer` of few calls, with few functions."""
         turn = self._turn
-        if turn % _HALF == 0 and not self._half_is_free(turn // _HALF):
+        following = (turn + 1) % AHEAD
+        if self._words[following][0] and self._on_gpu:
             return False
         words, n, view = len(rows), len(pages), self._views[turn]
         packing(HEAD + words).pack_into(view, 0, words // COLUMNS, n, n * page_size, 0, *rows)
         packing(n).pack_into(view, _PAGES_AT, *pages)
-        self._turn = (turn + 1) % AHEAD
+        self._turn = following
         return True
-
-    def _half_is_free(self, half: int) -> bool:
-        """Whether the device has read a half of the ring, which is written from here on."""
-        if not self._read:
-            return True
-        self._read[1 - half].record(self._current())
-        return bool(self._read[half].query())
 
     def land(self, room: int) -> None:
         """Launch what brings the entry to the device, in the current stream, if it has at most ``room`` pages."""
@@ -142,7 +138,8 @@ def naive(ring: EventRing, due: Due | None = None) -> None:
         ring.landed[:COUNTS] = 0
         return
     turn = int(ring.turn[0])
-    entry = ring.ring[turn].to(ring.landed.device)
+    entry = ring.ring[turn].to(ring.landed.device, copy=True)
+    ring.ring[turn, 0] = 0
     calls, pages = entry[:2].tolist()
     for begin, end in ((0, HEAD + calls * COLUMNS), (FIRST_PAGE, FIRST_PAGE + pages)):
         ring.landed[begin:end] = entry[begin:end]

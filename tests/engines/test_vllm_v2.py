@@ -332,7 +332,7 @@ def test_a_connector_that_does_nothing_is_not_called(runner, monkeypatch):
 
     from kvcanary_fx.adapters.vllm.v2.connector import Bracket
 
-    bracket = runner.kv_connector = Bracket(NO_OP_KV_CONNECTOR, runner, runner.guard)
+    bracket = runner.kv_connector = Bracket(NO_OP_KV_CONNECTOR, runner.guard)
     for name in ("pre_forward", "finish_forward"):
         monkeypatch.setattr(KVConnector, name, lambda *_: pytest.fail("called"))
     run(runner)

@@ -67,7 +67,7 @@ class HybridRunner(Runner):
         ]
         prove_states(self, groups, self.settings.session_config)
         guard = GuardOfHybridV2(self, self.settings, False, [self.group], groups)
-        return guard, BracketOfHybrid(self.connector, self, guard)
+        return guard, BracketOfHybrid(self.connector, guard)
 
     def column(self, tokens):
         return (tokens - 1) // self.align if self.align else 0

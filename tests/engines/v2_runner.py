@@ -102,7 +102,7 @@ class Runner:
         from kvcanary_fx.adapters.vllm.v2.guard import GuardV2
 
         guard = GuardV2(self, self.settings, False, [self.group])
-        return guard, Bracket(self.connector, self, guard)
+        return guard, Bracket(self.connector, guard)
 
     def _block_ids(self, request, pages):
         """Those of a new request, by group."""

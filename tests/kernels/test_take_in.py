@@ -58,7 +58,7 @@ def send(rng, landing, requests, tokens, pages):
 def compare(taking):
     landing, inputs = taking._landing, taking._inputs
     expected, told = copy.deepcopy(inputs), copy.copy(landing)
-    told.fields, told.turn = landing.fields.clone(), landing.turn.clone()
+    told.fields, told.turn, told.ring = landing.fields.clone(), landing.turn.clone(), landing.ring.clone()
     naive(told, expected)
     taking.launch(ROOM, 2 * ROOM)
     for name, got, wanted in zip(Inputs._fields, inputs, expected, strict=True):
@@ -66,6 +66,8 @@ def compare(taking):
         assert all(a == b if name == "groups" else torch.equal(a, b) for a, b in pairs), name
     assert torch.equal(landing.fields, told.fields)
     assert torch.equal(landing.turn, told.turn)
+    assert torch.equal(landing.ring, told.ring)  # the entry is free again
+    assert not landing.ring[:, 0].any()
 
 
 @pytest.mark.parametrize(
@@ -122,6 +124,30 @@ def test_a_replay_that_is_no_forward_takes_its_turn_and_leaves_the_step_before_a
     compare(taking)
     assert taking._inputs.rows[:4].tolist() == [0, 0, 0, left.rows[3]]
     assert taking._inputs.live.tolist() == taking._inputs.counts.tolist() == [3, 3, 6]
+
+
+def test_a_host_that_is_nearly_a_round_ahead_waits_before_it_writes_what_may_still_be_read(monkeypatch):
+    """Here the device reads nothing until the host waits, and then all that there is."""
+    landing, sent, waits = Landing(ROOM, DEVICE), 0, []
+    monkeypatch.setattr(Landing, "_catch_up", lambda self: waits.append(sent) or self.ring[:, 0].zero_())
+    for sent in range(3 * AHEAD):
+        landing.send(2, 2, sent, [])
+    assert waits == [AHEAD - 1, 2 * (AHEAD - 1), 3 * (AHEAD - 1)]
+
+
+@pytest.mark.gpu
+def test_a_host_that_is_far_ahead_overwrites_nothing_of_what_the_device_has_to_read():
+    taking = random_inputs(random.Random(9))
+    taking.launch(ROOM, 2 * ROOM)  # compiled
+    taking._landing.restart()
+    seen = torch.zeros(3 * AHEAD, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(500_000_000)
+    for number in range(3 * AHEAD):
+        taking._landing.send(2, 2, 1000 + number, [])
+        taking.launch(ROOM, 2 * ROOM)
+        seen[number].copy_(taking._inputs.counts[2])
+    assert seen.tolist() == list(range(1000, 1000 + 3 * AHEAD))
 
 
 def test_launches_of_a_warm_up_take_no_turn():

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Collection, Iterable
+from itertools import compress
 from typing import Any
 
 from ...engine.stacks import CallStacks
+from .holders import Holders
 
 #: The attribute of a ``SchedulerOutput`` that has the :class:`Message`; of a ``ModelRunnerOutput``, the
 #: :class:`~.verdict.Verdict` if there is one.
@@ -50,6 +53,9 @@ class Journal:
 
     Attributes:
         retained: by block, references that vLLM added without its block pool: of a copy, until it has been made.
+        holders: who says later which request got the blocks of a call; None: whoever records the call.
+        handed_out: vLLM's blocks of such calls, which are no event yet.
+        undecided: nobody has looked whether there are such holders.
     """
 
     def __init__(self, stacks: int = 0) -> None:
@@ -60,9 +66,14 @@ class Journal:
         self._message = Message()
         self._stacks = CallStacks(stacks) if stacks else None
         self.retained: Counter[int] = Counter()
+        self.holders: Holders | None = None
+        self.handed_out: list[list[Any]] = []
+        self.undecided = not stacks  # where each call has a stack, its caller is known
 
     def note(self, name: str, *arguments: Any) -> None:
         """Record an operation on blocks."""
+        if self.handed_out:
+            self.settle()
         self._message.events.append((name, *arguments))
         if self._stacks is not None:
             self._message.stacks.append(self._stacks.here())
@@ -77,13 +88,36 @@ class Journal:
         Args:
             group: the KV cache group.
         """
+        self._taken(blocks, [request], [len(blocks)], group)
+
+    def _taken(self, blocks: list[int], requests: list[str | None], lengths: list[int], group: int) -> None:
         earlier = self._event_to_join(blocks, group) if self._stacks is None else None
         if earlier is not None:
-            earlier[1].extend(blocks)
-            earlier[2].append(request)
-            earlier[3].append(len(blocks))
+            for of_event, more in zip(earlier[1:4], (blocks, requests, lengths), strict=True):
+                of_event += more
         else:
-            self.note(TAKEN, blocks, [request], [len(blocks)], group)
+            self.note(TAKEN, blocks, requests, lengths, group)
+
+    def settle(self, asked: Iterable[str] = (), gone: Collection[int] = (), of: str | None = None) -> None:
+        """Record the blocks that were handed out, once the tables of those who got them have them.
+
+        Args:
+            asked: as of :meth:`.Holders.of`.
+            gone: blocks that are in no table any more, since the request ``of`` has just given them up.
+        """
+        handed_out, self.handed_out = self.handed_out, []
+        assert self.holders is not None
+        requests = self.holders.of(handed_out, asked)
+        if None in requests:  # the blocks are gone, or of somebody whom the pool's manager does not know
+            known = [
+                (new, of if request is None else request)
+                for new, request in zip(handed_out, requests, strict=True)
+                if request is not None or new[-1].block_id in gone
+            ]
+            handed_out, requests = [new for new, _ in known], [request for _, request in known]
+        if requests:
+            blocks = [block.block_id for new in handed_out for block in new]
+            self._taken(blocks, requests, [*map(len, handed_out)], self.holders.group)
 
     def _event_to_join(self, blocks: list[int], group: int) -> tuple[Any, ...] | None:
         """The event of a group that these blocks could have been handed out in: nothing behind it is about them."""
@@ -100,8 +134,17 @@ class Journal:
         """Record a request's namespace."""
         self._message.namespaces[request] = namespace
 
-    def take(self) -> Message:
-        """The recorded events, not to be written to; each is returned once."""
+    def take(self, output: Any = None) -> Message:
+        """The recorded events, not to be written to; each is returned once.
+
+        Args:
+            output: the ``SchedulerOutput`` that they go with.
+        """
+        if self.handed_out:
+            # it says for whom to look, and not who has a block: one that it gives to another request is told by this
+            cached = output.scheduled_cached_reqs
+            new = [request.req_id for request in output.scheduled_new_reqs]
+            self.settle([*compress(cached.req_ids, cached.new_block_ids), *new])
         taken = self._message
         if not (taken.events or taken.namespaces):
             return NOTHING

@@ -22,7 +22,7 @@ from vllm.v1.request import RequestStatus
 from ...errors import EngineError
 from ...reports.untrusted import one_line
 from . import counts, load_failures, stores
-from .blocks import JOURNAL
+from .blocks import JOURNAL, look_for_holders
 from .identity import namespace
 from .journal import ATTRIBUTE
 from .patching import replace_in_all
@@ -60,7 +60,9 @@ def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
                 request = scheduler.requests[new.req_id]
                 if request.lora_request is not None or request.cache_salt:
                     journal.name(new.req_id, namespace(request.lora_request, request.cache_salt))
-            setattr(output, ATTRIBUTE, journal.take())
+            setattr(output, ATTRIBUTE, journal.take(output))
+            if journal.undecided:
+                look_for_holders(scheduler, journal)
         return output
 
     return schedule

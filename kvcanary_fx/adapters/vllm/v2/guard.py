@@ -279,18 +279,19 @@ class GuardV2(Guard):
             raise EngineError(f"{why}, or unset KVCANARY_MODE")
         self.session.lose_coverage(why)
 
-    def before_model(self, runner: Any, batch: Any, metadata: Any) -> None:
-        """The inputs of a forward are prepared: before the model.
+    def before_model(self, scheduler_output: Any, input_batch: Any = None, attn_metadata: Any = None) -> None:
+        """The inputs of a forward are prepared: before the model, with the arguments of vLLM's connectors.
 
         Args:
-            batch: vLLM's ``InputBatch``.
-            metadata: of attention, by layer; None: in the forward context.
+            input_batch: vLLM's; None: there is no forward.
+            attn_metadata: of attention, by layer; None: in the forward context.
 
         Raises:
             KVCacheViolation: the engine is to end, a check of an earlier step failed, and this rank's outputs are not
                 read.
         """
-        if (
+        batch, metadata = input_batch, attn_metadata
+        if batch is None or (
             self._alike
             and self.scheduled is not None
             and metadata is not None

@@ -72,10 +72,10 @@ def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict
         raise EngineError(f"{why}: KVCANARY_MODE=log or off runs it unguarded")
     if _proved(runner, settings, states, unguarded):
         hybrid = GuardOfHybridV2(runner, settings, self_test, groups, states, unguarded)
-        runner.kv_connector = BracketOfHybrid(runner.kv_connector, runner, hybrid)
+        runner.kv_connector = BracketOfHybrid(runner.kv_connector, hybrid)
         return hybrid
     made = GuardV2(runner, settings, self_test, groups, unguarded)
-    runner.kv_connector = Bracket(runner.kv_connector, runner, made)
+    runner.kv_connector = Bracket(runner.kv_connector, made)
     return made
 
 
