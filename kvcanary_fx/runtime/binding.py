@@ -35,10 +35,15 @@ MAX_BINDINGS = 1024
 
 
 class GraphBinding:
-    """One compiled graph at run time: its counters, and the binding of its last call."""
+    """One compiled graph at run time: its counters, and the binding of its last call.
+
+    Attributes:
+        key: its ``id``, of which each look is an audit event: where filelock was imported its hook runs for each.
+    """
 
     def __init__(self, plan: GraphPlan, config: CanaryConfig, registry: PoolRegistry, controls: Controls):
         self.plan, self._config, self._registry, self._controls = plan, config, registry, controls
+        self.key = id(self)
         self._memory = GraphMemory(plan)
         self.states, self.gates = self._memory.states, self._memory.gates
         self.counters: list[torch.Tensor] = []
@@ -233,7 +238,7 @@ class GraphBinding:
         both = len(recorded) == 1 and recorded[0][1].both
         recorded.sort(key=lambda one: one[0].layer_number)  # V of a layer before K of the next, however returned
         return Call(
-            graph=id(self),
+            graph=self.key,
             halves=tuple(half.id for half, _ in recorded),
             frame=self.plan.frame,
             place=min(half.order for half, _ in recorded),

@@ -215,10 +215,10 @@ class Pace:
         """``run`` of a session, measured now and then."""
 
         def paced(binding: GraphBinding, compiled: Callable[..., Any], args: Any) -> T:
-            if self._pass and threading.get_ident() == self._passing_thread and self.passes(id(binding), 0):
+            if self._pass and threading.get_ident() == self._passing_thread and self.passes(binding.key, 0):
                 return run(binding, compiled, args)
             plan = binding.plan
-            sample = self.begin(id(binding), plan.devices[0], plan.ops)
+            sample = self.begin(binding.key, plan.devices[0], plan.ops)
             if sample is None:
                 return run(binding, compiled, args)
 

@@ -197,9 +197,9 @@ class Readbacks(threading.local):
 
     def of(self, binding: GraphBinding) -> Readback:
         """That of one graph."""
-        found = self._of.get(id(binding))
+        found = self._of.get(binding.key)
         if found is None:
-            found = self._of[id(binding)] = Readback(binding, self._controls)
+            found = self._of[binding.key] = Readback(binding, self._controls)
         return found
 
     def far(self) -> list[Readback]:

@@ -40,6 +40,20 @@ def test_steps_of_a_runner_that_reorders_its_batch_are_silent(runner):
     assert runner.connector.calls == ["pre_forward", "finish_forward"] * 6
 
 
+@pytest.mark.parametrize("most", [0, 2])
+def test_more_new_pages_than_a_launch_takes_in_are_sent_before_it(runner, monkeypatch, most):
+    """As those of many prompts: here of one."""
+    from kvcanary_fx.adapters.vllm.v2 import kept
+    from kvcanary_fx.adapters.vllm.v2.rows import Rows
+
+    sent, write = [], Rows.write
+    monkeypatch.setattr(kept, "most_pages", lambda tokens: most)
+    monkeypatch.setattr(Rows, "write", lambda self, pages: sent.append(len(pages) // 3) or write(self, pages))
+    run(runner)
+    assert runner.guard.read() is None
+    assert sent == ([3, 1, 2] if most == 0 else [3])
+
+
 @pytest.mark.parametrize("frees", ["the next step's tokens", "sleep"])
 def test_k_and_v_of_a_prompt_are_freed_where_the_device_has_the_next_step(runner, frees):
     """And before the engine sleeps, whose memory is another's then."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcanary_fx.adapters.vllm.v2.take_in import AHEAD, BLOCK, Inputs, Landing, TakeIn, naive
+from kvcanary_fx.adapters.vllm.v2.take_in import AHEAD, BLOCK, PAGES, Inputs, Landing, TakeIn, most_pages, naive
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROOM = 300
@@ -32,7 +32,7 @@ def random_inputs(rng, groups=(0, 2), positions=torch.int64):
         tokens=poisoned(2 * ROOM),
         positions=poisoned(2 * ROOM),
         slots=[poisoned(2 * ROOM) for _ in groups],
-        tables=[poisoned(8, 9 + group, dtype=torch.int32) for group in (0, 1, 2)],
+        tables=[poisoned(8, 90 + group, dtype=torch.int32) for group in (0, 1, 2)],
         clock=poisoned(1),
         stored=numbers(rng, ROOM, 5000),
         starts=numbers(rng, ROOM + 1, 9).cumsum(0).to(torch.int32),
@@ -49,7 +49,7 @@ def send(rng, landing, requests, tokens, pages):
     index = np.array([rng.randrange(ROOM) for _ in range(requests)], dtype=np.int64)
     added = [rng.choice((-1, 0, 1, 5)) for _ in range(requests)]
     landing.requests(*fields, index, added)
-    places = rng.sample(range(8 * 9), min(pages, 72))
+    places = rng.sample(range(8 * 90), pages)
     landing.send(
         requests, tokens, rng.randrange(2**31), [n for p in places for n in (rng.randrange(3), p, rng.randrange(9999))]
     )
@@ -71,13 +71,19 @@ def compare(taking):
 
 
 @pytest.mark.parametrize(
-    ("requests", "tokens", "pages"), [(0, 0, 0), (1, 1, 1), (ROOM, 2 * ROOM, 72), (7, BLOCK + 1, 3), (BLOCK, 5, 0)]
+    ("requests", "tokens", "pages"),
+    [(0, 0, 0), (1, 1, 1), (ROOM, 2 * ROOM, most_pages(2 * ROOM)), (7, BLOCK + 1, 3), (BLOCK, 5, 0)],
 )
 def test_the_kernel_takes_in_what_the_plain_code_does(requests, tokens, pages):
     rng = random.Random(requests)
     taking = random_inputs(rng, positions=rng.choice((torch.int32, torch.int64)))
     send(rng, taking._landing, requests, tokens, pages)
     compare(taking)
+
+
+def test_a_launch_for_many_tokens_takes_in_many_pages():
+    """It has a program for each block of them, and an entry has room for ``PAGES``."""
+    assert [most_pages(n) for n in (1, 256, 600, 16384)] == [512, 512, 600, PAGES]
 
 
 def test_requests_that_were_told_before_are_kept_on_the_device():

@@ -33,7 +33,7 @@ class Graph:
         self.controls = Controls(8)
         self.control = self.controls(CPU)
         self.pace = Pace(budget, self.controls)
-        self.binding = SimpleNamespace(plan=SimpleNamespace(devices=[CPU], ops=4))
+        self.binding = SimpleNamespace(key=1, plan=SimpleNamespace(devices=[CPU], ops=4))
         self.call = self.pace.calls(self._run)
 
     @property
@@ -381,7 +381,7 @@ def test_a_call_that_fails_leaves_the_share_as_it_was(monkeypatch):
 
 def test_another_graph_in_between_does_not_compare_more(monkeypatch):
     graph = Graph(monkeypatch)
-    other = SimpleNamespace(plan=graph.binding.plan)
+    other = SimpleNamespace(key=2, plan=graph.binding.plan)
     for _ in range(400):
         graph.call(graph.binding, graph._model, ())
         seen = graph.call(other, lambda: graph.every, ())

@@ -32,13 +32,13 @@ class Holders:
             asked: requests that probably made the calls, whose tables are looked at first.
         """
         tables: Mapping[str, Sequence[Any]] = self._manager.req_to_blocks
-        last = {id(tables[request][-1]): request for request in asked if tables.get(request)}
-        found = [last.get(id(blocks[-1])) for blocks in handed_out]
+        last = {tables[request][-1].block_id: request for request in asked if tables.get(request)}
+        found = [last.get(blocks[-1].block_id) for blocks in handed_out]
         if None in found:  # some of others: of requests that are not in the step, say
-            everyone = {id(table[-1]): request for request, table in tables.items() if table}
+            everyone = {table[-1].block_id: request for request, table in tables.items() if table}
             for number, blocks in enumerate(handed_out):
                 if found[number] is None:
-                    found[number] = everyone.get(id(blocks[-1])) or _has(tables, blocks[-1])
+                    found[number] = everyone.get(blocks[-1].block_id) or _has(tables, blocks[-1])
         return found
 
 

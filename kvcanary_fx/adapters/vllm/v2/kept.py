@@ -17,7 +17,8 @@ from ....engine.session import EngineSession
 from ....kernels.staging import lasting
 from ..pools import Group
 from .rows import Rows
-from .take_in import PAGES, Inputs, Landing, TakeIn
+from .take_in import FEW as FEW_PAGES
+from .take_in import Inputs, Landing, TakeIn, most_pages
 
 #: Requests of a batch with prompts in it: graphs of their own for few, since one for many has programs for all of them.
 FEW = 16
@@ -153,7 +154,7 @@ class KeptSteps:
         self._goes_on = None
         self._tell_requests(batch, namespaces)
         self._pages = pages = self._rows.new_pages()
-        if len(pages) > 3 * PAGES:
+        if len(pages) > 3 * most_pages(kept.tokens):
             self._rows.write(pages)
             self._pages = []
         requests, tokens = size = batch.num_reqs, batch.num_tokens
@@ -215,7 +216,7 @@ class KeptSteps:
         pages: Sequence[int] = ()
         if self._rows.changed:
             pages = self._rows.new_pages()
-            if len(pages) > 3 * PAGES:
+            if len(pages) > 3 * FEW_PAGES:
                 self._rows.write(pages)
                 pages = ()
         calls = self._calls is not None and self._calls.claim()  # before the begin, which would send them
