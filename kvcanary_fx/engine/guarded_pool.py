@@ -194,6 +194,43 @@ class EnginePool:
         self.live_slots += live * page_size
         return True
 
+    def tell_handed_out(
+        self,
+        given_up: Sequence[int],
+        holder: RequestId,
+        pages: list[int],
+        owners: Sequence[RequestId | None],
+        lengths: Sequence[int],
+        page_size: int,
+        into_step: bool = True,
+    ) -> bool:
+        """:meth:`tell_now` of pages that were handed out, in a call for each owner: most such steps have nothing else.
+
+        Args:
+            given_up: those of them that ``holder`` had, which releases them first.
+            pages: of all owners, one after the other, one at least.
+            owners, lengths: of each call, who gets its pages, and how many these are.
+        """
+        if self.rivals:
+            return False
+        known, rows, at = self._ids.known, [], 0
+        if given_up:
+            whose = known.get(holder)
+            if whose is None:
+                return False
+            rows, at = [_RELEASE, 0, whose], len(given_up)
+        for owner, n in zip(owners, lengths, strict=True):
+            whose = known.get(owner)
+            if whose is None:
+                return False
+            rows += _ALLOCATE, at, whose
+            at += n
+        named = [*given_up, *pages]
+        if not self._events.tell_now(rows, named, page_size, bool(given_up), into_step):
+            return False
+        self.live_slots += (len(pages) - len(given_up)) * page_size
+        return True
+
     def release(self, slots: Slots, owner: RequestId | None = None, page_size: int = 1) -> None:
         """One reference to each slot was dropped; a slot without references is free.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import os
 import random
 import re
@@ -794,6 +795,15 @@ class ToldAtOnce(TakenOneByOne):
 
     def tell_now(self, calls, page_size, into_step):
         self.told.append([(event.name, pages, owner) for event, pages, owner in calls])
+        return True
+
+    def tell_handed_out(self, given_up, holder, pages, owners, lengths, page_size, into_step):
+        of_each = iter(pages)
+        calls = [("RELEASE", list(given_up), holder)] if given_up else []
+        calls += [
+            ("ALLOCATE", list(itertools.islice(of_each, n)), owner) for owner, n in zip(owners, lengths, strict=True)
+        ]
+        self.told.append(calls)
         return True
 
 

@@ -93,14 +93,34 @@ def test_calls_become_a_replay_and_report_the_same(launches, monkeypatch):
 
 def hand_out(pool, pages, owners, lengths, page_size, released=(), by=None) -> bool:
     """Owners get pages, and before that somebody releases some: whether the pool was told at once."""
-    ends = itertools.accumulate(lengths)
-    calls = [(Event.ALLOCATE, pages[end - n : end], o) for o, n, end in zip(owners, lengths, ends, strict=True)]
-    return pool.tell_now([*([(Event.RELEASE, released, by)] if released else []), *calls], page_size)
+    return pool.tell_handed_out(released, by, pages, owners, lengths, page_size)
+
+
+@pytest.mark.parametrize("released", [[], [5], [9, 5]])
+def test_pages_that_are_handed_out_are_told_as_the_calls_that_they_are(released, monkeypatch):
+    toy, told = prefilled(), []
+    monkeypatch.setattr(type(toy.pool._events), "tell_now", lambda self, *given: told.append(given) or True)
+    calls = [(Event.RELEASE, released, "B")] if released else []
+    calls += [(Event.ALLOCATE, [5, 8], "A"), (Event.ALLOCATE, [9], "C")]
+    live = toy.pool.live_slots
+    for owner in "ABC":
+        toy.session.ids.hash(owner)
+    for by_calls in (False, True):
+        if by_calls:
+            assert toy.pool.tell_now(calls, 2, into_step=False)
+        else:
+            assert toy.pool.tell_handed_out(released, "B", [5, 8, 9], ["A", "C"], [2, 1], 2, into_step=False)
+        assert toy.pool.live_slots - live == 2 * (3 - len(released))
+        live = toy.pool.live_slots
+    assert told[0] == told[1]
+    assert not toy.pool.tell_handed_out([5], "nobody", [5], ["A"], [1], 2)
+    assert not toy.pool.tell_handed_out([], "B", [5], ["nobody"], [1], 2)
+    assert len(told) == 2
 
 
 def handed_out(toy: Toy, other: Toy, steps: int) -> int:
     """Requests of both get pages of two slots, some of which were never released; how often the first one's
-    :meth:`.EnginePool.tell_now` did it."""
+    :meth:`.EnginePool.tell_handed_out` did it."""
     done = 0
     for number in range(steps):
         pages, owners = [4 + 2 * (number % 2), 7], ["A", "C"]
