@@ -121,12 +121,15 @@ class Journal:
 
     def _event_to_join(self, blocks: list[int], group: int) -> tuple[Any, ...] | None:
         """The event of a group that these blocks could have been handed out in: nothing behind it is about them."""
+        mine: set[int] = set()
         for event in self._message.events[: -1 - LOOKED_AT : -1]:
             name = event[0]
             if name == TAKEN:
                 if event[4] == group:
                     return event
-            elif name != FREED or any(block in event[1] or block in event[2] for block in blocks):
+                continue
+            mine = mine or set(blocks)
+            if name != FREED or not (mine.isdisjoint(event[1]) and mine.isdisjoint(event[2])):
                 return None
         return None
 
