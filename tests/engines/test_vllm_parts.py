@@ -688,11 +688,11 @@ def test_blocks_that_are_handed_out_one_call_after_the_other_are_one_event():
     """Unless something happened to blocks in between, or the stack of each call is kept."""
     for stacks, expected in ((0, 4), (8, 5)):
         journal = Journal(stacks)
-        journal.taken([1, 2], "A", 0)
-        journal.taken([3], "B", 0)
-        journal.taken([4], "B", 1)
+        journal.taken([1, 2], ["A"], [2], 0)
+        journal.taken([3], ["B"], [1], 0)
+        journal.taken([4], ["B"], [1], 1)
         journal.note("touched", [1], "C")
-        journal.taken([5], "C", 1)
+        journal.taken([5], ["C"], [1], 1)
         message = journal.take()
         assert len(message.events) == expected
         assert len(message.stacks) == expected * (stacks > 0)
@@ -709,7 +709,7 @@ def test_requests_of_a_model_with_several_groups_get_their_blocks_in_an_event_fo
     for request in range(8):
         journal.note("freed", [100 + request], [], f"r{request}")
         for group in range(3):
-            journal.taken([3 * request + group], f"r{request}", group)
+            journal.taken([3 * request + group], [f"r{request}"], [1], group)
     events = journal.take().events
     assert [event[4] for event in events if event[0] == "taken"] == [0, 1, 2]
     assert len(events) == 8 + 3
@@ -725,7 +725,7 @@ def test_blocks_that_join_an_earlier_event_were_free_by_then(seed):
         if what == "taken" and free:
             blocks, group = [free.pop(0) for _ in range(min(len(free), rng.choice([1, 1, 2])))], rng.randrange(3)
             cached, mine = [b for b in cached if b not in blocks], mine + blocks
-            journal.taken(list(blocks), "r", group)
+            journal.taken(list(blocks), ["r"], [len(blocks)], group)
             made += [("taken", block, group) for block in blocks]
         elif what == "freed" and mine:
             block = mine.pop(rng.randrange(len(mine)))

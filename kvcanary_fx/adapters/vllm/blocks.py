@@ -87,7 +87,7 @@ def _get_new_blocks(original: Callable[..., Any]) -> Callable[..., Any]:
                 return blocks
             request, group = _caller(sys._getframe(1), pool)
             if group is not None:
-                journal.taken([b.block_id for b in blocks], request, group)
+                journal.taken([b.block_id for b in blocks], [request], [len(blocks)], group)
         return blocks
 
     return get_new_blocks

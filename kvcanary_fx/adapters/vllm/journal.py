@@ -78,7 +78,7 @@ class Journal:
         if self._stacks is not None:
             self._message.stacks.append(self._stacks.here())
 
-    def taken(self, blocks: list[int], request: str | None, group: int) -> None:
+    def taken(self, blocks: list[int], requests: list[str | None], lengths: list[int], group: int) -> None:
         """Record that blocks were handed out; such calls for a group are one event (:meth:`.Books.taken`), also if in
         between other groups got blocks, and others were freed, as for each request of a model with several groups.
 
@@ -86,15 +86,15 @@ class Journal:
         Python's garbage collector, and for each of their readers.
 
         Args:
+            blocks: of all calls, one after the other.
+            requests, lengths: of each call, its request and the number of its blocks.
             group: the KV cache group.
         """
-        self._taken(blocks, [request], [len(blocks)], group)
-
-    def _taken(self, blocks: list[int], requests: list[str | None], lengths: list[int], group: int) -> None:
         earlier = self._event_to_join(blocks, group) if self._stacks is None else None
         if earlier is not None:
-            for of_event, more in zip(earlier[1:4], (blocks, requests, lengths), strict=True):
-                of_event += more
+            earlier[1].extend(blocks)
+            earlier[2].extend(requests)
+            earlier[3].extend(lengths)
         else:
             self.note(TAKEN, blocks, requests, lengths, group)
 
@@ -117,7 +117,7 @@ class Journal:
             handed_out, requests = [new for new, _ in known], [request for _, request in known]
         if requests:
             blocks = [block.block_id for new in handed_out for block in new]
-            self._taken(blocks, requests, [*map(len, handed_out)], self.holders.group)
+            self.taken(blocks, requests, [*map(len, handed_out)], self.holders.group)
 
     def _event_to_join(self, blocks: list[int], group: int) -> tuple[Any, ...] | None:
         """The event of a group that these blocks could have been handed out in: nothing behind it is about them."""
