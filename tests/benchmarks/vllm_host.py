@@ -1,6 +1,7 @@
 """What a step of Model Runner V2 takes the canary's own host code, by part, without a device.
 
     PYTHONPATH=. .venv-vllm/bin/python tests/benchmarks/vllm_host.py [--requests 12] [--layers 32] [--prompt 512]
+    PYTHONPATH=. .venv-vllm/bin/python tests/benchmarks/vllm_host.py --at-once 32 --requests 128 --layers 16 --rounds 24
 
 A laboratory: batches are those of a runner that is made up (``tests/engines/v2_runner.py``), and the host code of a GPU
 runs over CPU tensors and launches nothing (:mod:`without_device`).  Between our parts the made-up runner prepares its
@@ -8,9 +9,9 @@ batch in plain code, which empties the core's caches as vLLM's own does, as do 4
 parts, which are where tokens have been sampled and where they are read: a served 8B on an H200, with clocks around the
 same parts, took 0.15, 0.33 and 0.33 ms of a prompt's step where this takes 0.13, 0.20 and 0.24.
 
-Requests come one after the other, each with a prompt, and the oldest ends.  The kinds of a step:
+Requests come one after the other, or so many at once, each with a prompt, and the oldest end.  The kinds of a step:
 
-* ``prompt``: one with a prompt, whose layers run from Python;
+* ``prompt``: one with prompts, whose layers run from Python;
 * ``behind``: the one behind it;
 * ``left``: the oldest request is in the batch no more;
 * ``told``: the step after that, when its blocks are given up;
@@ -104,26 +105,27 @@ class Host(Runner):
 class Load:
     """Requests that come, get pages and end."""
 
-    def __init__(self, host: Host, requests: int, prompt: int):
-        self._host, self._most, self._prompt = host, requests, prompt
+    def __init__(self, host: Host, requests: int, prompt: int, at_once: int):
+        self._host, self._most, self._prompt, self._at_once = host, requests, prompt, at_once
         self._free = list(range(1, host.sizes.pages))
         self._live: dict[str, list[int]] = {}
         self._gone: dict[str, list[int]] = {}  # they have left, and nobody was told
         self._began = 0
 
     def round(self) -> None:
-        """A prompt, and the decode steps up to the next one."""
-        self._began += 1
-        name = f"request {self._began}"
-        more, pages = self._more(), self._take(self._prompt // PAGE + 1)
-        tokens = {**dict.fromkeys(self._live, 1), name: self._prompt}
-        self._live[name] = pages
-        self._step("prompt", tokens, new={name: list(pages)}, more=more)
+        """Prompts, and the decode steps up to the next ones."""
+        more, tokens = self._more(), dict.fromkeys(self._live, 1)
+        new = {}
+        for _ in range(self._at_once):
+            self._began += 1
+            name = f"request {self._began}"
+            self._live[name] = pages = self._take(self._prompt // PAGE + 1)
+            tokens[name], new[name] = self._prompt, list(pages)
+        self._step("prompt", tokens, new=new, more=more)
         for number in range(DECODES):
             told = bool(self._gone)
             left = number == LEAVES and len(self._live) > self._most
-            if left:
-                oldest = next(iter(self._live))
+            for oldest in list(self._live)[: self._at_once] if left else ():
                 self._gone[oldest] = self._live.pop(oldest)
             kind = "left" if left else "behind" if not number else "told" if told else ""
             self._decode(kind, list(self._gone) if told else [])
@@ -173,11 +175,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=12, help="that run at once")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
-    parser.add_argument("--rounds", type=int, default=60, help="prompts, each with ten decode steps behind it")
+    parser.add_argument("--at-once", type=int, default=1, help="prompts of a step")
+    parser.add_argument("--rounds", type=int, default=60, help="steps with prompts, ten others behind each")
     args = parser.parse_args()
-    for name in ("requests", "layers", "prompt", "rounds"):
+    for name in ("requests", "layers", "prompt", "at_once", "rounds"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)}: at least 1")
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
     try:
         from kvcanary_fx.adapters.vllm import ops
         from kvcanary_fx.adapters.vllm.v2.warm_up import WarmUp
@@ -187,12 +190,14 @@ def main() -> None:
     pretend()
     logging.disable(logging.WARNING)  # what is launched nowhere finds out nothing
     WarmUp.prove = lambda self, config: None  # type: ignore[method-assign]  nor does its proof
-    length = args.prompt + (DECODES + 1) * (args.requests + 2) + PAGE  # a prompt of another one is a step of all
-    pages = 2 + (args.requests + 2) * (length // PAGE + 1)
+    alive = args.requests + 2 * args.at_once  # those that nobody was told have ended among them
+    # others' prompts are steps of all
+    length = args.prompt + (DECODES + 1) * (args.requests // args.at_once + 2) + PAGE
+    pages = 2 + alive * (length // PAGE + 1)
     layers = tuple(f"layers.{number}" for number in range(args.layers))
-    sizes = Sizes(PAGE, pages, 2 * args.requests + 2, args.prompt + args.requests + 1, length, layers)
+    sizes = Sizes(PAGE, pages, args.requests + alive, args.at_once * args.prompt + args.requests + 1, length, layers)
     host = Host(sizes, ops._guarded(lambda *_, **__: None, in_graph=True))
-    load = Load(host, args.requests, args.prompt)
+    load = Load(host, args.requests, args.prompt, args.at_once)
     for _ in range(args.rounds):
         load.round()
     print(f"{report.environment('cpu')}. Microseconds, medians; launches left out.\n")
