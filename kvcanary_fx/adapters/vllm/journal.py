@@ -25,9 +25,6 @@ TAKEN, FREED, TOUCHED = "taken", "freed", "touched"
 #: That of blocks that a KV connector is about to fill.
 FILLED = "filled_elsewhere"
 
-#: Events that are looked at, the last ones first, for one that blocks can join: those of two requests, in most models.
-LOOKED_AT = 12
-
 
 @dataclasses.dataclass
 class Message:
@@ -69,11 +66,18 @@ class Journal:
         self.holders: Holders | None = None
         self.handed_out: list[list[Any]] = []
         self.undecided = not stacks  # where each call has a stack, its caller is known
+        # by group, the event that blocks can join, and what was freed since
+        self._joined: dict[int, tuple[tuple[Any, ...], set[int]]] = {}
 
     def note(self, name: str, *arguments: Any) -> None:
         """Record an operation on blocks."""
         if self.handed_out:
             self.settle()
+        if name == FREED:
+            for _, freed in self._joined.values():
+                freed.update(*arguments[:2])
+        elif name != TAKEN:
+            self._joined.clear()
         self._message.events.append((name, *arguments))
         if self._stacks is not None:
             self._message.stacks.append(self._stacks.here())
@@ -90,13 +94,16 @@ class Journal:
             requests, lengths: of each call, its request and the number of its blocks.
             group: the KV cache group.
         """
-        earlier = self._event_to_join(blocks, group) if self._stacks is None else None
-        if earlier is not None:
-            earlier[1].extend(blocks)
-            earlier[2].extend(requests)
-            earlier[3].extend(lengths)
-        else:
-            self.note(TAKEN, blocks, requests, lengths, group)
+        joined = self._joined.get(group)
+        if joined is not None and joined[1].isdisjoint(blocks):
+            _, to_blocks, to_requests, to_lengths, _ = joined[0]
+            to_blocks += blocks
+            to_requests += requests
+            to_lengths += lengths
+            return
+        self.note(TAKEN, blocks, requests, lengths, group)
+        if self._stacks is None:
+            self._joined[group] = self._message.events[-1], set()
 
     def settle(self, asked: Iterable[str] = (), gone: Collection[int] = (), of: str | None = None) -> None:
         """Record the blocks that were handed out, once the tables of those who got them have them.
@@ -119,20 +126,6 @@ class Journal:
             blocks = [block.block_id for new in handed_out for block in new]
             self.taken(blocks, requests, [*map(len, handed_out)], self.holders.group)
 
-    def _event_to_join(self, blocks: list[int], group: int) -> tuple[Any, ...] | None:
-        """The event of a group that these blocks could have been handed out in: nothing behind it is about them."""
-        mine: set[int] = set()
-        for event in self._message.events[: -1 - LOOKED_AT : -1]:
-            name = event[0]
-            if name == TAKEN:
-                if event[4] == group:
-                    return event
-                continue
-            mine = mine or set(blocks)
-            if name != FREED or not (mine.isdisjoint(event[1]) and mine.isdisjoint(event[2])):
-                return None
-        return None
-
     def name(self, request: str, namespace: int) -> None:
         """Record a request's namespace."""
         self._message.namespaces[request] = namespace
@@ -152,4 +145,5 @@ class Journal:
         if not (taken.events or taken.namespaces):
             return NOTHING
         self._message = Message()
+        self._joined.clear()
         return taken
