@@ -158,6 +158,9 @@ def test_a_block_that_replaces_a_shared_one_is_found_inside_of_its_table():
     cache.journal.note("touched", [7], "B")
     assert cache.journal.take(output({})).events == [("taken", [copy.block_id], ["A"], [1], 0), ("touched", [7], "B")]
     assert lost.block_id != copy.block_id
+    assert cache.journal.holders is None  # from now on callers are asked: the tables did not say all
+    (block,) = cache.more("A", PAGE)
+    assert cache.journal.take(output({})).events == [("taken", [block], ["A"], [1], 0)]
 
 
 def test_callers_are_asked_where_the_tables_do_not_say_it(monkeypatch):

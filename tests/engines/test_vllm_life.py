@@ -283,7 +283,11 @@ def test_random_load_with_few_pages_is_silent(engine, model):
     assert rig.session.uncovered == []
     assert rig.session.stats().recorded > 5000
     if model == "llama":
+        from kvcanary_fx.adapters.vllm.blocks import journal_of
+
         assert rig.preempted > 0
+        # all along the tables of the one manager have said who got blocks
+        assert journal_of(rig.scheduler.kv_cache_manager.block_pool).holders is not None
 
 
 def test_what_the_scheduler_does_to_blocks_is_told_with_its_stack(monkeypatch):

@@ -50,7 +50,8 @@ class Journal:
 
     Attributes:
         retained: by block, references that vLLM added without its block pool: of a copy, until it has been made.
-        holders: who says later which request got the blocks of a call; None: whoever records the call.
+        holders: who says later which request got the blocks of a call; None: whoever records the call, also once there
+            was a call that they did not know.
         handed_out: vLLM's blocks of such calls, which are no event yet.
         undecided: nobody has looked whether there are such holders.
     """
@@ -113,18 +114,21 @@ class Journal:
             gone: blocks that are in no table any more, since the request ``of`` has just given them up.
         """
         handed_out, self.handed_out = self.handed_out, []
-        assert self.holders is not None
-        requests = self.holders.of(handed_out, asked)
-        if None in requests:  # the blocks are gone, or of somebody whom the pool's manager does not know
+        holders = self.holders
+        assert holders is not None
+        requests = holders.of(handed_out, asked)
+        if None in requests:
             known = [
                 (new, of if request is None else request)
                 for new, request in zip(handed_out, requests, strict=True)
                 if request is not None or new[-1].block_id in gone
             ]
+            if len(known) < len(handed_out):  # of nobody that the manager knows: its tables do not say all
+                self.holders = None
             handed_out, requests = [new for new, _ in known], [request for _, request in known]
         if requests:
             blocks = [block.block_id for new in handed_out for block in new]
-            self.taken(blocks, requests, [*map(len, handed_out)], self.holders.group)
+            self.taken(blocks, requests, [*map(len, handed_out)], holders.group)
 
     def name(self, request: str, namespace: int) -> None:
         """Record a request's namespace."""
