@@ -81,8 +81,8 @@ class EventRing:
         """
         turn = self._turn
         following = (turn + 1) % AHEAD
-        # once the next entry has been read, all of the launch before that one is done, which read this one; an event
-        # for each half of the ring took the host as long as several entries
+        # the launch that read this entry has ended once the next entry has been read; an event for each half of the
+        # ring took the host as long as several entries
         if self._words[following][0] and self._on_gpu:
             return False
         words, view, at = len(rows), self._views[turn], 8 * FIRST_PAGE

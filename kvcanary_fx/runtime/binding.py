@@ -38,7 +38,7 @@ class GraphBinding:
     """One compiled graph at run time: its counters, and the binding of its last call.
 
     Attributes:
-        key: its ``id``, of which each look is an audit event: where filelock was imported its hook runs for each.
+        key: its ``id``, which is asked once: each call of ``id`` is an audit event, and filelock has a hook for these.
     """
 
     def __init__(self, plan: GraphPlan, config: CanaryConfig, registry: PoolRegistry, controls: Controls):

@@ -90,8 +90,8 @@ class Landing:
         """
         turn = self._turn
         following = self._turn = (turn + 1) % AHEAD
-        # once the next entry has been read, all of the launch before that one is done, which read this one.  An event
-        # for each half of the ring took 50 to 65 us in one step of 16 (1B, H200)
+        # the launch that read this entry has ended once the next entry has been read.  An event for each half of the
+        # ring took 50 to 65 us in one step of 16 (1B, H200)
         if self._words[following][0]:
             self._catch_up()
         count, fresh = len(pages) // 3, told and self._fresh
