@@ -344,6 +344,20 @@ class SlotEvents:
             waited, kept.waits = kept.waits is not None, None
             return waited
 
+    def claim_or_flush(self) -> bool:
+        """A step begins that has what :meth:`in_step` launches in it, and launches nothing else of ours: :meth:`claim`,
+        and send what cannot be claimed."""
+        last, kept = self._stream, self._kept
+        if last is not None and self._raw != torch._C._cuda_getCurrentRawStream(last.device_index):
+            self._follow_the_last_flush()
+        if not self._calls:
+            if kept is None or kept.waits is None:
+                return False  # most steps: one function
+            if self.claim():
+                return True
+        self.flush()
+        return False
+
     def flush(self, into_step: bool = False) -> None:
         """Send the calls to the device.
 

@@ -85,6 +85,7 @@ class Steps:
         done: steps that ended without an error.
         ready: the warm-up ended.
         closed: no further step may begin.
+        thread: the thread that is in a step; None: there is none.
         pools_by_space: the pools by the number of their slot space.
         sides: streams of the work that a layer waits for, if checks run beside the model.
     """
@@ -126,7 +127,7 @@ class Steps:
         self._named: dict[str, RequestPlan] = {}
         self._numbered: dict[int, RequestPlan] = {}
         self._ahead = False  # what these write may be stored with the checks before the model
-        self._thread: int | None = None  # the thread that is in a step
+        self.thread: int | None = None
 
     def _let_wait(self) -> Waiting | None:
         """Let a step's numbers travel with the calls of its allocator; None where these are of several pools."""
@@ -162,10 +163,10 @@ class Steps:
             raise SessionStateError("this session is closed: install_canary(...) makes a new one")
 
     def _require_no_step(self) -> None:
-        if self._thread is None:
+        if self.thread is None:
             return
-        if self._thread != threading.get_ident():
-            other = next((t.name for t in threading.enumerate() if t.ident == self._thread), "that has ended")
+        if self.thread != threading.get_ident():
+            other = next((t.name for t in threading.enumerate() if t.ident == self.thread), "that has ended")
             raise SessionStateError(
                 f"thread {threading.current_thread().name!r} entered step() while thread {other!r} is in "
                 "one. A session serves one thread at a time: give each engine a session of its own, or take turns"
@@ -182,10 +183,10 @@ class Steps:
 
     def begin(self, batch: Any) -> None:
         """A step begins."""
-        if self.closed or self._thread is not None:
+        if self.closed or self.thread is not None:
             self.require_open()
             self._require_no_step()
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self.begun += 1
         try:
             if batch is None:
@@ -212,7 +213,7 @@ class Steps:
 
     def leave(self) -> None:
         """The step is over, also if something in it raised."""
-        self._step = self._thread = None
+        self._step = self.thread = None
         if self._waiting is not None:
             self._waiting.drop()  # their places may be gone in the next step
 
@@ -225,7 +226,7 @@ class Steps:
 
         Launches only, and reads nothing back, unless mode ``raise`` looks at a CPU's rings.
         """
-        here = self._thread == threading.get_ident()
+        here = self.thread == threading.get_ident()
         if self.running is not None and here:
             self.running.require(index)
             return False
@@ -291,10 +292,10 @@ class Steps:
 
         See :meth:`.LayerChecks.kept`.
         """
-        if self.closed or self._thread is not None:
+        if self.closed or self.thread is not None:
             self.require_open()
             self._require_no_step()
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self.begun += 1
         self.flush(into_step=kept.first is not None)
         send(self.begun)
@@ -309,24 +310,14 @@ class Steps:
         self._observers.after_step()
 
     def may_go_on(self) -> bool:
-        """Whether :meth:`go_on` may take the place of a step that has all checks in the model's graph."""
+        """Whether nothing is to be done in a step that has all checks in the model's graph, but what
+        :meth:`.LayerChecks.going_on` says."""
         return self.ready and self._observers.idle
-
-    def go_on(self) -> int:
-        """The last step again, in a replay of the same graph: it has begun, and it ends with the replay; its number."""
-        if self.closed or self._thread is not None:
-            self.require_open()
-            self._require_no_step()
-        for flush in self._flushes:
-            flush()
-        self.begun += 1
-        self.done += 1
-        return self.begun
 
     def leave_kept(self) -> None:
         """The step is over, also if the model raised."""
-        if self._thread == threading.get_ident():
-            self.running = self._thread = None
+        if self.thread == threading.get_ident():
+            self.running = self.thread = None
 
     def padded(self, requests: int, tokens: int) -> Forward:
         """A forward of no requests, for a graph whose replays run inside other forwards.  See

@@ -158,12 +158,36 @@ class _Step(contextlib.AbstractContextManager[T]):
         return done
 
 
+class Passing:
+    """Calls that may begin without a look at them, see :meth:`Pace.passes`.
+
+    Attributes:
+        key: what is called.
+        thread: whose calls they are.
+        left: how many are left; whoever lets one through takes it off.
+        of: how many there were.
+        least, most: about how many tokens may be stored; more or fewer, and another N may be due.
+        ranks: one that has news is looked at; None: there are no other ranks.
+    """
+
+    __slots__ = ("key", "least", "left", "most", "of", "ranks", "thread")
+
+    def __init__(self) -> None:
+        self.key: Hashable = None
+        self.thread = self.left = self.of = 0
+        self.least = self.most = 0.0
+        self.ranks: Ranks | None = None
+
+
 class Pace:
     """The share of the bytes that is compared in each step of a session, kept within a budget.
 
     Args:
         budget: how much longer a step may take, as a fraction.
         controls: whose words the kernels read.
+
+    Attributes:
+        passing: the calls that :meth:`passes` lets through.
     """
 
     def __init__(self, budget: float, controls: Controls):
@@ -171,12 +195,8 @@ class Pace:
         self._controls = controls
         self._lock = threading.Lock()
         self._tours: dict[Hashable, Tour] = {}
-        # what is called, by the calls that :meth:`passes` lets through
-        self._passing: Tour | None = None
-        self._passing_key: Hashable = None
-        self._passing_thread = 0
-        self._may_pass = self._pass = 0  # so many of them, and how many of these are left
-        self._alike = 0.0, 0.0  # with so much stored N need not change
+        self.passing = Passing()
+        self._passing: Tour | None = None  # that they count in
         self._trio: _Trio | None = None
         self._arriving: tuple[_Trio, int, int, float] | None = None  # with N, N of the probe, seconds guessed
         self._wait = 0  # calls until the next reading, or until one is looked at
@@ -215,7 +235,7 @@ class Pace:
         """``run`` of a session, measured now and then."""
 
         def paced(binding: GraphBinding, compiled: Callable[..., Any], args: Any) -> T:
-            if self._pass and threading.get_ident() == self._passing_thread and self.passes(binding.key, 0):
+            if self.passing.left and threading.get_ident() == self.passing.thread and self.passes(binding.key, 0):
                 return run(binding, compiled, args)
             plan = binding.plan
             sample = self.begin(binding.key, plan.devices[0], plan.ops)
@@ -272,17 +292,18 @@ class Pace:
         Args:
             key, stored: as of :meth:`begin`.
         """
-        left, (least, most) = self._pass, self._alike
-        if not left or key != self._passing_key or (stored and not least <= stored <= most):
+        passing = self.passing
+        if not passing.left or key != passing.key or (stored and not passing.least <= stored <= passing.most):
             return False
-        if self._ranks is not None and self._ranks.news():
+        if passing.ranks is not None and passing.ranks.news():
             return False
-        self._pass = left - 1
+        passing.left -= 1
         return True
 
     def _count_passed(self) -> None:
         """Count what :meth:`passes` let through; a later call is looked at."""
-        passed, self._may_pass, self._pass = max(0, self._may_pass - self._pass), 0, 0
+        passing = self.passing
+        passed, passing.of, passing.left = max(0, passing.of - passing.left), 0, 0
         if self._passing is not None:
             self._passing.note(self._every, passed)
         self._wait -= passed
@@ -299,7 +320,7 @@ class Pace:
             self._count_passed()
             if stored:
                 self._stored = stored
-                if not self._alike[0] <= stored <= self._alike[1] and not capturing():
+                if not self.passing.least <= stored <= self.passing.most and not capturing():
                     self._follow(stored)
             tour = self._tour(key)
             tour.note(self._every)
@@ -329,9 +350,9 @@ class Pace:
 
     def _let_pass(self, key: Hashable, tour: Tour) -> None:
         """Let the calls until the next reading through, if they are like this one."""
-        self._passing_key, self._passing, self._may_pass = key, tour, self._wait - 1
-        self._passing_thread = threading.get_ident()
-        self._pass = self._may_pass
+        passing, self._passing = self.passing, tour
+        passing.key, passing.thread = key, threading.get_ident()
+        passing.of = passing.left = self._wait - 1
 
     def _sample(self, trio: _Trio, tour: Tour, device: torch.device, ops: int) -> Sample:
         last = trio.samples[-1] if trio.samples else None
@@ -364,13 +385,17 @@ class Pace:
             self._trio = None  # its calls would not be alike
             self._every = min(needed if self._every < needed else 2 * needed, MOST)
             self._write(self._every)
-        self._alike = self.controller.alike(self._every, stored)
+        self._note_alike(stored)
 
     def _set(self) -> None:
         """Another N is to be in use, as the controller says."""
         self._every = self.controller.every_for(self._stored)
-        self._alike = self.controller.alike(self._every, self._stored)
+        self._note_alike(self._stored)
         self._write(self._every)
+
+    def _note_alike(self, stored: float) -> None:
+        """With about so much stored N need not change."""
+        self.passing.least, self.passing.most = self.controller.alike(self._every, stored)
 
     def _interrupt(self, trio: _Trio) -> None:
         """Something else is called before a reading is complete: it must not compare the larger share."""
@@ -418,6 +443,7 @@ class Pace:
         if self._asked or not (dist.is_available() and dist.is_initialized()):
             return
         self._asked, self._ranks = True, join(self._number)
+        self.passing.ranks = self._ranks
         self._tell_ranks(0)
         self._set()
 

@@ -71,7 +71,7 @@ def test_k_and_v_of_a_prompt_are_freed_where_the_device_has_the_next_step(runner
         runner.read()
     assert kept() == 0
     runner.step({"x": 1})
-    runner.guard._news.read_lately = False  # another rank's are read, and nobody would free them here
+    runner.guard._news.patience = -1  # another rank's are read, and nobody would free them here
     runner.step({"x": 1}, more={"x": [2]})
     assert kept() == 0
 
@@ -217,19 +217,17 @@ def test_the_host_hears_of_violations_and_copies_nothing():
     control = Control.allocate(4, torch.device("cpu"))
     control.bell = torch.zeros(2, dtype=torch.int64)
     news = News(SimpleNamespace(controls=SimpleNamespace(by_device={"cpu": control})))
-    news.step_ended()
-    assert not news.of_step()
+    assert not news.news()
     append(control, True, half=0, check=1, phase=0, slot=3, stored=1, found=2)
     assert news.unread(early=True)
     assert not news.unread(early=False), "its tokens may be read yet"
-    assert news.of_step()
+    assert news.news()
     assert len(take_rows(control)[0]) == 1
-    assert not news.of_step()
+    assert not news.news()
     append(control, True, half=0, check=1, phase=0, slot=3, stored=1, found=2)
-    for _ in range(UNREAD + 1):
-        assert news.read_lately
-        news.step_ended()
-    assert not news.read_lately
+    news.dropped = UNREAD
+    assert not news.unread(early=False)
+    news.dropped += 1
     assert news.unread(early=False), "nobody reads the tokens of this rank"
 
 

@@ -234,7 +234,8 @@ def test_steps_of_a_rank_whose_outputs_are_dropped_go_on_until_there_is_somethin
     runner, told = Runner(**IN_GRAPHS), []
     reactions = runner.guard.reactions
     reactions.ranks, reactions.elsewhere = SimpleNamespace(reads=False, tell=told.append), True
-    runner.guard._news.read_lately = False
+    runner.guard.follows_samples = True
+    runner.guard._news.patience = -1
     runner.step({"x": 3}, new={"x": [1]})
     runner.step({"x": 1}, more={"x": [4, 5]}, wrong=1)
     went_on = goes_on(runner)

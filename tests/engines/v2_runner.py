@@ -202,7 +202,8 @@ class Runner:
             self.req_states.num_computed_tokens.gpu[self.row[request]] += count - gone[request]
         if self.draft:
             self._propose(slots, tokens, stray)
-        self.guard.sampled()
+        if self.guard.follows_samples:
+            self.guard.sampled()
 
     def read(self, step=None):
         """The tokens of a step have arrived: what its violations mean, if there are any.

@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from kvcanary_fx.adapters.vllm.v2.take_in import AHEAD, BLOCK, PAGES, Inputs, Landing, TakeIn, most_pages, naive
+from kvcanary_fx.adapters.vllm.v2.take_in import (
+    AHEAD,
+    BLOCK,
+    DUE,
+    PAGES,
+    WRITTEN,
+    Inputs,
+    Landing,
+    TakeIn,
+    most_pages,
+    naive,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROOM = 300
@@ -72,7 +83,7 @@ def compare(taking):
 
 @pytest.mark.parametrize(
     ("requests", "tokens", "pages"),
-    [(0, 0, 0), (1, 1, 1), (ROOM, 2 * ROOM, most_pages(2 * ROOM)), (7, BLOCK + 1, 3), (BLOCK, 5, 0)],
+    [(1, 0, 0), (1, 1, 1), (ROOM, 2 * ROOM, most_pages(2 * ROOM)), (7, BLOCK + 1, 3), (BLOCK, 5, 0)],
 )
 def test_the_kernel_takes_in_what_the_plain_code_does(requests, tokens, pages):
     rng = random.Random(requests)
@@ -106,11 +117,41 @@ def test_the_ring_is_gone_through_more_than_once():
     taking = random_inputs(rng)
     for number in range(2 * AHEAD + 3):
         if number % 3:
-            taking._landing.send(number % 2, 1, number, [])
+            taking._landing.send(1 + number % 2, 1, number, [])
         else:
             send(rng, taking._landing, 1 + number, 2, 1)
         compare(taking)
         assert taking._inputs.counts[2] == number or number % 3 == 0
+
+
+@pytest.mark.parametrize("groups", [(0,), (0, 2)])
+def test_a_launch_of_which_nothing_is_said_goes_on_as_the_last_one_did(groups):
+    """With the next step, the requests that were told last, no new pages and no calls of the allocator."""
+    rng = random.Random(10)
+    taking = random_inputs(rng, groups)
+    landing, inputs = taking._landing, taking._inputs
+    for number in range(1, 2 * AHEAD + 3):
+        if landing.next % WRITTEN and number % 5:
+            before, step = inputs.counts.tolist()[:2], int(inputs.counts[2])
+            inputs.stored.add_(1)
+            landing.ring[landing.next, 1:] = -77  # what an earlier round left
+            landing.ring[landing.next, DUE] = 0
+            landing.next = (landing.next + 1) % AHEAD
+            compare(taking)
+            assert inputs.counts.tolist() == inputs.live.tolist() == [*before, step + 1]
+        else:
+            send(rng, landing, 1 + rng.randrange(ROOM), 1 + rng.randrange(ROOM), 2)
+            compare(taking)
+    assert not landing.ring[:, DUE].any()
+
+
+def test_an_entry_whose_calls_were_taken_says_so_no_longer():
+    """Else the step that goes on there a round later would launch them again."""
+    taking = random_inputs(random.Random(11))
+    taking._landing.send(3, 3, 1, [], calls=True)
+    assert taking._landing.ring[0, DUE] == 1
+    compare(taking)
+    assert taking._landing.ring[0, DUE] == 0
 
 
 def test_a_replay_that_is_no_forward_takes_its_turn_and_leaves_the_step_before_as_it_is():
@@ -138,11 +179,19 @@ def test_a_host_that_is_nearly_a_round_ahead_waits_before_it_writes_what_may_sti
     monkeypatch.setattr(Landing, "_catch_up", lambda self: waits.append(sent) or self.ring[:, 0].zero_())
     for sent in range(3 * AHEAD):
         landing.send(2, 2, sent, [])
-    assert waits == [AHEAD - 1, 2 * (AHEAD - 1), 3 * (AHEAD - 1)]
+    assert waits == [WRITTEN * n for n in range(1, 6)]
+    landing, waits[:] = Landing(ROOM, DEVICE), []
+    for sent in range(3 * AHEAD):
+        if landing.next % WRITTEN:
+            landing.next = (landing.next + 1) % AHEAD
+        else:
+            landing.send(2, 2, sent, [])
+    assert waits == [WRITTEN * n for n in range(1, 6)], "also where most entries are left as they are"
 
 
 @pytest.mark.gpu
-def test_a_host_that_is_far_ahead_overwrites_nothing_of_what_the_device_has_to_read():
+@pytest.mark.parametrize("said", [lambda _: True, lambda n: not n % WRITTEN, lambda n: not n % WRITTEN or n % 3 == 1])
+def test_a_host_that_is_far_ahead_overwrites_nothing_of_what_the_device_has_to_read(said):
     taking = random_inputs(random.Random(9))
     taking.launch(ROOM, 2 * ROOM)  # compiled
     taking._landing.restart()
@@ -150,7 +199,10 @@ def test_a_host_that_is_far_ahead_overwrites_nothing_of_what_the_device_has_to_r
     torch.cuda.synchronize()
     torch.cuda._sleep(500_000_000)
     for number in range(3 * AHEAD):
-        taking._landing.send(2, 2, 1000 + number, [])
+        if said(number):
+            taking._landing.send(2, 2, 1000 + number, [])
+        else:
+            taking._landing.next = (taking._landing.next + 1) % AHEAD
         taking.launch(ROOM, 2 * ROOM)
         seen[number].copy_(taking._inputs.counts[2])
     assert seen.tolist() == list(range(1000, 1000 + 3 * AHEAD))
@@ -158,8 +210,11 @@ def test_a_host_that_is_far_ahead_overwrites_nothing_of_what_the_device_has_to_r
 
 def test_launches_of_a_warm_up_take_no_turn():
     taking = random_inputs(random.Random(7))
-    taking.launch(ROOM, 2 * ROOM)
+    taking._inputs.live.zero_()  # as it was made
+    for _ in range(3):
+        compare(taking)
+        assert taking._inputs.counts[:2].tolist() == [0, 0], "and are of no request"
     taking._landing.restart()
-    taking._landing.send(0, 0, 5, [])
+    taking._landing.send(1, 1, 5, [])
     compare(taking)
-    assert taking._inputs.counts.tolist() == [0, 0, 5]
+    assert taking._inputs.counts.tolist() == [1, 1, 5]

@@ -207,7 +207,7 @@ def test_steps_of_several_ranks_pass_until_one_of_them_says_something(monkeypatc
         return heard
 
     ranks.changed = changed
-    steps.pace._ranks = ranks
+    steps.pace._ranks = steps.pace.passing.ranks = ranks
     steps.run(2000, stored=20_000)
     looked_at.clear()
     steps.run(600, stored=20_000)
@@ -410,7 +410,7 @@ def test_calls_that_pass_are_counted_and_measured_as_others(monkeypatch):
 def test_calls_of_another_thread_are_looked_at(monkeypatch):
     graph = Graph(monkeypatch)
     graph.run(400)
-    assert graph.pace._pass
+    assert graph.pace.passing.left
     looked_at, begin = [], Pace.begin
     monkeypatch.setattr(Pace, "begin", lambda pace, *given: looked_at.append(given) or begin(pace, *given))
     other = threading.Thread(target=graph.run, args=(1,))

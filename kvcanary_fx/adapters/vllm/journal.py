@@ -49,6 +49,7 @@ class Journal:
     """Of one block pool.
 
     Attributes:
+        message: what was recorded since the last :meth:`take`.
         retained: by block, references that vLLM added without its block pool: of a copy, until it has been made.
         holders: who says later which request got the blocks of a call; None: whoever records the call, also once there
             was a call that they did not know.
@@ -61,7 +62,7 @@ class Journal:
         Args:
             stacks: how many distinct stacks are kept; 0: events have none.
         """
-        self._message = Message()
+        self.message = Message()
         self._stacks = CallStacks(stacks) if stacks else None
         self.retained: Counter[int] = Counter()
         self.holders: Holders | None = None
@@ -79,9 +80,9 @@ class Journal:
                 freed.update(*arguments[:2])
         elif name != TAKEN:
             self._joined.clear()
-        self._message.events.append((name, *arguments))
+        self.message.events.append((name, *arguments))
         if self._stacks is not None:
-            self._message.stacks.append(self._stacks.here())
+            self.message.stacks.append(self._stacks.here())
 
     def taken(self, blocks: list[int], requests: list[str | None], lengths: list[int], group: int) -> None:
         """Record that blocks were handed out; such calls for a group are one event (:meth:`.Books.taken`), also if in
@@ -104,7 +105,7 @@ class Journal:
             return
         self.note(TAKEN, blocks, requests, lengths, group)
         if self._stacks is None:
-            self._joined[group] = self._message.events[-1], set()
+            self._joined[group] = self.message.events[-1], set()
 
     def settle(self, asked: Iterable[str] = (), gone: Collection[int] = (), of: str | None = None) -> None:
         """Record the blocks that were handed out, once the tables of those who got them have them.
@@ -132,7 +133,7 @@ class Journal:
 
     def name(self, request: str, namespace: int) -> None:
         """Record a request's namespace."""
-        self._message.namespaces[request] = namespace
+        self.message.namespaces[request] = namespace
 
     def take(self, output: Any = None) -> Message:
         """The recorded events, not to be written to; each is returned once.
@@ -145,9 +146,9 @@ class Journal:
             cached = output.scheduled_cached_reqs
             new = [request.req_id for request in output.scheduled_new_reqs]
             self.settle([*compress(cached.req_ids, cached.new_block_ids), *new])
-        taken = self._message
+        taken = self.message
         if not (taken.events or taken.namespaces):
             return NOTHING
-        self._message = Message()
+        self.message = Message()
         self._joined.clear()
         return taken

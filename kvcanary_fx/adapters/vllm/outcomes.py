@@ -24,7 +24,7 @@ from ...reports.untrusted import one_line
 from . import counts, load_failures, stores
 from .blocks import JOURNAL, look_for_holders
 from .identity import namespace
-from .journal import ATTRIBUTE
+from .journal import ATTRIBUTE, NOTHING
 from .patching import replace_in_all
 from .verdict import Verdict
 
@@ -54,13 +54,15 @@ def hook() -> None:
 def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     def schedule(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(scheduler, *args, **kwargs)
-        journal = getattr(scheduler.kv_cache_manager.block_pool, JOURNAL, None)  # in each step: no call for it
+        journal = getattr(scheduler.kv_cache_manager.block_pool, JOURNAL, None)  # in each step, where each call counts
         if journal is not None:
             for new in output.scheduled_new_reqs:
                 request = scheduler.requests[new.req_id]
                 if request.lora_request is not None or request.cache_salt:
                     journal.name(new.req_id, namespace(request.lora_request, request.cache_salt))
-            setattr(output, ATTRIBUTE, journal.take(output))
+            message = journal.message
+            something = journal.handed_out or message.events or message.namespaces
+            setattr(output, ATTRIBUTE, journal.take(output) if something else NOTHING)
             if journal.undecided:
                 look_for_holders(scheduler, journal)
         return output

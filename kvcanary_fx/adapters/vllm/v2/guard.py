@@ -50,6 +50,7 @@ class GuardV2(Guard):
             it.
         checked_in_graphs: those of them that have the checks before the model in them, too.
         drafting: what is checked of drafts.
+        follows_samples: :meth:`sampled` has something to do.
         open: our step, while the model runs; None in one that goes on as the last did, which ends with the replay.
     """
 
@@ -86,6 +87,7 @@ class GuardV2(Guard):
         self.reactions.logged = True
         # what such a rank finds may be known one of its steps later, or two, and tokens have left by then
         self.reactions.late = self.reactions.late or self.reactions.elsewhere
+        self.follows_samples = self.drafting.expected or self.reactions.elsewhere
         self._reading = self._counts.busy()  # held where violations are read, and in forwards that do more than go on
 
     def _install(self, allocations: bool) -> EngineSession:
@@ -104,7 +106,8 @@ class GuardV2(Guard):
     def _begin_session(self, session: EngineSession) -> None:
         """Before anything counts."""
         self._news = News(session)
-        self._news.read_lately = not self.reactions.elsewhere
+        if self.reactions.elsewhere:
+            self._news.patience = -1
         self._warm_up.run(session, lambda checks: self._forwards_of(session, checks))
         self._forwards = self._forwards_of(session, self._warm_up.layers)
         self.drafting.mark_in(session)
@@ -290,12 +293,15 @@ class GuardV2(Guard):
             KVCacheViolation: the engine is to end, a check of an earlier step failed, and this rank's outputs are not
                 read.
         """
-        batch, metadata = input_batch, attn_metadata
-        if batch is None or (
+        batch, metadata, news = input_batch, attn_metadata, self._news
+        if batch is None:
+            return
+        news.dropped += 1
+        if (
             self._alike
             and self.scheduled is not None
             and metadata is not None
-            and (self._news.read_lately or not self._unread())
+            and (news.dropped <= news.patience or not self._unread())
             and not self._reading.locked()
             and self._forwards.go_on(batch)
         ):
@@ -357,7 +363,7 @@ class GuardV2(Guard):
             return
         if opened.from_python:
             ops.record_own(opened.guarded)
-        if opened.from_python and self._news.read_lately and self._forwards.holds:
+        if opened.from_python and self._news.dropped <= self._news.patience and self._forwards.holds:
             # the tokens of the step before are read next, while the device waits for the host, and then those of this
             # one, with the next step on the device
             self._layers.held.keeps, self._reads_until_free = True, 2
@@ -387,12 +393,12 @@ class GuardV2(Guard):
     # ---- where the tokens are read
 
     def sampled(self) -> None:
-        """The tokens of a step are on their way: :meth:`read` comes when they have arrived."""
+        """The tokens of a step are on their way: :meth:`read` comes when they have arrived.  Where
+        :attr:`follows_samples`."""
         if self.drafting.expected:
             uncovered = self.drafting.end()
             if uncovered is not None:
                 self.session.lose_coverage(uncovered)
-        self._news.step_ended()
         if self.reactions.elsewhere:
             # the checks are at the beginning of a step's work: where the host is not far ahead they are done by now,
             # and the rank whose tokens are read hears of it before they leave
@@ -414,7 +420,8 @@ class GuardV2(Guard):
         reactions = self.reactions
         unread = reactions.verdict is not None or (reactions.ranks is not None and reactions.heard())
         unread = unread or (self._ends_engine and self.session.found.untold)
-        if not self._news.of_step() and not unread:
+        self._news.dropped = 0
+        if not self._news.news() and not unread:
             return None
         with self._counts.busy():  # this may be another thread than the runner's
             self.session.drain()

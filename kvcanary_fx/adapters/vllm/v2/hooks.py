@@ -51,7 +51,6 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
     replace_in_all(GPUModelRunner, "execute_model", _execute_model)
     replace_in_all(GPUModelRunner, "sample_tokens", _sample_tokens)
     replace_in_all(GPUModelRunner, "pool", _pool)
-    replace_in_all(GPUModelRunner, "postprocess_sampled", _postprocess_sampled)
     wrap(TargetDependentARSpeculator, "_prefill", _prefill)
     wrap(StandaloneARSpeculator, "_prefill", _prefill_of_a_model)
     wrap(cudagraph_utils, "set_forward_context", _set_forward_context)
@@ -70,6 +69,8 @@ def _guard(runner: Any, settings: VllmSettings, self_test: bool, unguarded: dict
         state_groups.note_alone(states, unguarded)
         why = why or "no KV cache group of this model can be guarded (the warnings above say why)"
         raise EngineError(f"{why}: KVCANARY_MODE=log or off runs it unguarded")
+    if runner.num_speculative_steps:  # only here: it is called in each step, and a call around it takes 3 us (1B, H200)
+        replace_in_all(GPUModelRunner, "postprocess_sampled", _postprocess_sampled)
     if _proved(runner, settings, states, unguarded):
         hybrid = GuardOfHybridV2(runner, settings, self_test, groups, states, unguarded)
         runner.kv_connector = BracketOfHybrid(runner.kv_connector, hybrid)
@@ -119,7 +120,7 @@ def _capture_model(original: Callable[..., Any], runner: Any, *args: Any, **kwar
 def _execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def execute_model(runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         found = getattr(runner, registry.OF_RUNNER, None)
-        dummy = kwargs.get("dummy_run", args[1] if len(args) > 1 else False)
+        dummy = (kwargs or len(args) > 1) and kwargs.get("dummy_run", args[1] if len(args) > 1 else False)
         if found is None or dummy or found.scheduled is not None:
             return original(runner, scheduled, *args, **kwargs)
         found.begin_step(scheduled)
@@ -137,20 +138,27 @@ def _execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
 def _sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     def sample_tokens(runner: Any, *args: Any, **kwargs: Any) -> Any:
         found = getattr(runner, registry.OF_RUNNER, None)
-        if found is None or not found.drafting.expected:
-            output = original(runner, *args, **kwargs)
-        else:
-            token = _SAMPLING.set(found)
-            try:
-                output = original(runner, *args, **kwargs)
-            finally:
-                _SAMPLING.reset(token)
+        if found is not None and found.follows_samples:
+            return _sample_with(found, original, runner, *args, **kwargs)
+        output = original(runner, *args, **kwargs)
         if found is not None and (type(output) is AsyncOutput or isinstance(output, AsyncOutput)):
-            found.sampled()
             setattr(output, ATTRIBUTE, found)
         return output
 
     return sample_tokens
+
+
+def _sample_with(found: GuardV2, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Where the guard follows what becomes of drafts, or looks for violations itself."""
+    token = _SAMPLING.set(found)
+    try:
+        output = original(*args, **kwargs)
+    finally:
+        _SAMPLING.reset(token)
+    if isinstance(output, AsyncOutput):
+        found.sampled()
+        setattr(output, ATTRIBUTE, found)
+    return output
 
 
 def _pool(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +167,8 @@ def _pool(original: Callable[..., Any]) -> Callable[..., Any]:
     def pool(runner: Any) -> Any:
         output, found = original(runner), getattr(runner, registry.OF_RUNNER, None)
         if found is not None and isinstance(output, AsyncPoolingOutput):
-            found.sampled()
+            if found.follows_samples:
+                found.sampled()
             setattr(output, ATTRIBUTE, found)
         return output
 

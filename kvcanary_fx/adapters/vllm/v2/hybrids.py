@@ -165,6 +165,7 @@ class GuardOfHybridV2(GuardV2):
         states.drop()
         if scheduled is None or self._disabled:
             return
+        states.news.dropped += 1
         unread = states.news.unread(early=self._ends_engine)
         idle = states.idle(batch, scheduled)
         if idle and self._alike and not unread:  # most steps
@@ -186,14 +187,10 @@ class GuardOfHybridV2(GuardV2):
         if self._ends_engine:
             self.states.session.check()
 
-    def sampled(self) -> None:
-        """As :meth:`.GuardV2.sampled`, of both sessions."""
-        super().sampled()
-        self.states.news.step_ended()
-
     def read(self) -> Verdict | None:
         """As :meth:`.GuardV2.read`, of both sessions."""
-        if self.states.news.of_step():
+        self.states.news.dropped = 0
+        if self.states.news.news():
             with self._counts.busy():  # this may be another thread than the runner's
                 self._read_states()
             self._end_engine()

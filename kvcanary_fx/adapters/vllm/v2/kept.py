@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,11 +14,13 @@ from ....engine.kept_forward import KeptForward, Reads, smallest
 from ....engine.kept_step import KeptStep
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
+from ....engine.steps import Steps
 from ....kernels.staging import lasting
+from ....runtime.pace import Passing
 from ..pools import Group
 from .rows import Rows
+from .take_in import AHEAD, WRITTEN, Inputs, Landing, TakeIn, most_pages
 from .take_in import FEW as FEW_PAGES
-from .take_in import Inputs, Landing, TakeIn, most_pages
 
 #: Requests of a batch with prompts in it: graphs of their own for few, since one for many has programs for all of them.
 FEW = 16
@@ -62,6 +64,7 @@ class KeptSteps:
         self._calls = pools[0].calls if len(pools) == 1 else None
         page_size = pools[0].declared.table_page_size
         first = None if self._calls is None else self._calls.in_step(self._landing.due, page_size)
+        self._claim_or_flush = self._flush if self._calls is None else self._calls.claim_or_flush
         reads, self._tables = [], {}
         for group in (g for g in groups if g.layer_with_table is not None):
             pages, lengths = runner.block_tables.input_block_tables[group.number], runner.input_buffers.seq_lens
@@ -97,6 +100,7 @@ class KeptSteps:
 
     def skip(self) -> None:
         """The checks before the model in the graph that is about to be replayed are to do nothing."""
+        self._goes_on = None
         self._landing.skip()
 
     def kept(self, batch: Any) -> KeptForward | None:
@@ -205,24 +209,42 @@ class KeptSteps:
         """Begin the step of a batch whose requests are those of the last one, if all else is as it was; it ends with
         the replay.  False: nothing has begun.
 
-        What :meth:`again` and its step do, with fewer functions: what takes 6 us in a loop took 65 to 80 on a CPU core
-        whose caches other work had emptied.
+        What :meth:`again` and its step do, as :meth:`.LayerChecks.going_on` says, with fewer functions: what takes 6 us
+        in a loop took 65 to 80 on a CPU core whose caches other work had emptied.
         """
         last, (requests, tokens) = self._goes_on, self._size
         if last is None or batch.num_tokens != tokens or batch.num_tokens_after_padding != last.graph:
             return False
-        if batch.req_ids != last.requests or self._rows.moved != last.moved or not last.passes("step", self._stored):
+        rows, steps, passing = self._rows, last.steps, last.passing
+        if batch.req_ids != last.requests or rows.moved != last.moved or steps.closed or steps.thread is not None:
             return False
-        pages: Sequence[int] = ()
-        if self._rows.changed:
-            pages = self._rows.new_pages()
-            if len(pages) > 3 * FEW_PAGES:
-                self._rows.write(pages)
-                pages = ()
-        calls = self._calls is not None and self._calls.claim()  # before the begin, which would send them
-        self._landing.send(requests, tokens, last.begin(), pages, calls=calls)
+        if passing is not None:  # see Pace.passes
+            if not passing.left or passing.key != "step" or not passing.least <= self._stored <= passing.most:
+                return False
+            if passing.ranks is not None and passing.ranks.news():
+                return False
+            passing.left -= 1
+        steps.begun += 1
+        steps.done += 1
         self._stored += tokens
+        pages: Sequence[int] = ()
+        if rows.changed:
+            pages = rows.new_pages()
+            if len(pages) > 3 * FEW_PAGES:
+                rows.write(pages)
+                pages = ()
+        calls, landing = self._claim_or_flush(), self._landing
+        if calls or pages or not landing.next % WRITTEN:
+            landing.send(requests, tokens, steps.begun, pages, calls=calls)
+        else:
+            landing.next = (landing.next + 1) % AHEAD
         return True
+
+    def _flush(self) -> bool:
+        """Send the calls of all pools; none is left to the step."""
+        for pool in self._session.pools.values():
+            pool.calls.flush()
+        return False
 
     def _send(self, step: int) -> None:
         calls = self._calls is not None and self._calls.claim()
@@ -256,8 +278,8 @@ class _GoesOn(NamedTuple):
     requests: list[str]
     moved: int
     graph: int
-    begin: Callable[[], int]
-    passes: Callable[[Hashable, float], bool]
+    steps: Steps
+    passing: Passing | None
 
 
 def _inputs(

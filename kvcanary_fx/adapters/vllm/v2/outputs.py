@@ -5,37 +5,26 @@ from __future__ import annotations
 from ....engine.session import EngineSession
 from ....runtime.readback import Poll
 
-#: Steps after which a step's tokens are taken for dropped: more than the runner is ahead of who reads them.
+#: Forwards after which a step's tokens are taken for dropped: more than the runner is ahead of who reads them.
 UNREAD = 16
 
 
-class News:
+class News(Poll):
     """What the host has heard of a session's violations.
 
     A kernel that finds one writes to the host's memory (:attr:`.Control.bell`), which is there once the step's tokens
     are.  To copy the counters to the host as the last node of each step's graph took the device 9 us (H200).
 
     Attributes:
-        read_lately: somebody reads the tokens of steps: there is nothing for :meth:`unread` to find.  Never on a rank
-            whose outputs are dropped.
+        dropped: forwards since somebody last read a step's tokens.  Who begins a forward adds 1, and who reads sets 0:
+            no call, in each step.
+        patience: while no more were dropped, the tokens of steps are read, and there is nothing for :meth:`unread` to
+            find.  Less than 0 on a rank whose outputs are dropped.
     """
 
     def __init__(self, session: EngineSession):
-        self._poll = Poll(session.controls)
-        self._dropped = 0  # steps since the last one whose tokens were read
-        self.read_lately = True
-
-    def step_ended(self) -> None:
-        """The tokens of a step are on their way."""
-        self._dropped += 1
-        if self._dropped > UNREAD:
-            self.read_lately = False
-
-    def of_step(self) -> bool:
-        """The tokens of a step have arrived: whether there are violations, perhaps of a later step, that the host has
-        not read."""
-        self._dropped, self.read_lately = 0, True
-        return self._poll.news()
+        super().__init__(session.controls)
+        self.dropped, self.patience = 0, UNREAD
 
     def unread(self, early: bool) -> bool:
         """Whether there are some in steps whose tokens nobody has read: some ranks' outputs are dropped.
@@ -43,4 +32,4 @@ class News:
         Args:
             early: tell also of steps whose tokens may be read yet.
         """
-        return (early or self._dropped > UNREAD) and self._poll.news()
+        return (early or self.dropped > UNREAD) and self.news()

@@ -4,9 +4,13 @@ What the host says lies in a ring of pinned memory, the :class:`Landing`, that t
 host 15 us in each step, and the device a launch more.  An entry of the ring is int64::
 
     requests, tokens, number of the step, pages, whether the requests' fields are new, whether the step takes calls of
-        the allocator along (:class:`.events.Due`); -1 requests: no forward; 0: the device has read the entry
+        the allocator along (:class:`.events.Due`); -1 requests: no forward
     group, place, page                    of each new page of a request table
     row, owner, namespace, index, added   a block of ``room`` entries each, by request
+
+0 requests: nothing was written, or the device has read it.  A launch that finds this goes on as the last one did, with
+the next step: most steps of a small model, which wait for the host, are such, and to write an entry took it 4 us (1B,
+H200).
 """
 
 from __future__ import annotations
@@ -38,6 +42,9 @@ _pack_head = struct.Struct(f"{HEAD}q").pack_into
 #: Steps that the host may be ahead of the device: entries of the ring.
 AHEAD = 32
 
+#: Of so many entries the first is always written, so that the host sees how far the device is.
+WRITTEN = AHEAD // 2
+
 #: Requests or tokens of a program.
 BLOCK = 256
 
@@ -45,9 +52,11 @@ BLOCK = 256
 class Landing:
     """What the host tells the device of a step.
 
-    Each :meth:`send` is for the one launch that follows it: both sides count the steps to know the entry.
+    Each :meth:`send` is for the one launch that follows it: both sides count the launches to know the entry.
 
     Attributes:
+        next: the entry of the next launch.  In the place of a :meth:`send`, whoever has nothing to say but that the
+            step goes on as the last one did adds 1; not at a multiple of :data:`WRITTEN`.
         ring: int64 ``[AHEAD, HEAD + 3 * PAGES + FIELDS * room]`` on the host.
         fields: int64 ``[FIELDS * room]`` on the device, of the requests of the last step.
         turn: int64 ``[2]`` on the device: the entry that the next launch reads, and programs that have read it.
@@ -62,7 +71,7 @@ class Landing:
         self._heads = [memoryview(entry).cast("B") for entry in self.ring.numpy()]
         self._words = [head.cast("q") for head in self._heads]
         self._fields: Sequence[Sequence[int]] = ()
-        self._turn, self._fresh = 0, False
+        self.next, self._fresh = 0, False
 
     @property
     def due(self) -> Due:
@@ -72,7 +81,7 @@ class Landing:
     def restart(self) -> None:
         """Launches without a :meth:`send` are over: a warm-up."""
         self.turn.zero_()
-        self._turn = 0
+        self.next = 0
 
     def requests(self, *fields: Sequence[int]) -> None:
         """Another batch: its rows, owners, namespaces, indices of their state and added tokens."""
@@ -88,11 +97,12 @@ class Landing:
             told: with what :meth:`requests` said last, if no entry has it yet.
             calls: the step takes calls of the allocator along.
         """
-        turn = self._turn
-        following = self._turn = (turn + 1) % AHEAD
-        # the launch that read this entry has ended once the next entry has been read.  An event for each half of the
-        # ring took 50 to 65 us in one step of 16 (1B, H200)
-        if self._words[following][0]:
+        turn = self.next
+        self.next = (turn + 1) % AHEAD
+        # once the entry that is written half a round before this one has been read, the launches that read this one and
+        # the next few in the last round have ended.  An event for each half of the ring took 50 to 65 us in one step of
+        # 16 (1B, H200)
+        if not turn % WRITTEN and self._words[turn - WRITTEN][0]:
             self._catch_up()
         count, fresh = len(pages) // 3, told and self._fresh
         _pack_head(self._heads[turn], 0, requests, tokens, step, count, fresh, calls)
@@ -107,7 +117,7 @@ class Landing:
             self._fresh = False
 
     def _catch_up(self) -> None:
-        """The device is nearly a round behind the host: wait for it."""
+        """The device is half a round behind the host: wait for it."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -168,9 +178,12 @@ def naive(landing: Landing, inputs: Inputs) -> None:
     """Plain code, the reference."""
     turn = int(landing.turn[0])
     entry = landing.ring[turn].to(landing.fields.device, copy=True)
-    landing.ring[turn, 0] = 0
+    landing.ring[turn, 0] = landing.ring[turn, DUE] = 0
     landing.turn[0] = (turn + 1) % AHEAD
     requests, tokens, step, pages, fresh, _ = entry[:HEAD].tolist()
+    if not requests:
+        requests, tokens, step = inputs.live.tolist()
+        step, pages, fresh = step + 1, 0, False
     inputs.live.copy_(torch.tensor([requests, tokens, step], device="cpu"))
     if requests < 0:
         return
@@ -246,6 +259,7 @@ class TakeIn:
                 len(inputs.tables),
                 AHEAD=AHEAD,
                 HEAD=HEAD,
+                DUE=DUE,
                 PAGES=PAGES,
                 GROUPS=len(inputs.slots),
                 BLOCK=BLOCK,

@@ -26,7 +26,8 @@ def take_in_kernel(
     mapping_ptr, mapping_stride,  # int64 [groups, >= n]
     token_ptr, position_ptr,  # int64 [n] each
     address_ptr, tables,  # int64 [GROUPS + tables + GROUPS]: of the slots, of the tables, the groups' numbers
-    AHEAD: tl.constexpr, HEAD: tl.constexpr, PAGES: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr, HEAD: tl.constexpr, DUE: tl.constexpr, PAGES: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program: a block of requests, of tokens and of pages."""
     turn = tl.load(turn_ptr)
@@ -34,15 +35,10 @@ def take_in_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     requests, tokens = tl.load(landing_ptr), tl.load(landing_ptr + 1)
     step, pages, fresh = tl.load(landing_ptr + 2), tl.load(landing_ptr + 3), tl.load(landing_ptr + 4) != 0
-    if tl.program_id(0) == 0:
-        tl.store(live_ptr, requests)
-        tl.store(live_ptr + 1, tokens)
-        tl.store(live_ptr + 2, step)
-        if requests >= 0:
-            tl.store(counts_ptr, requests)
-            tl.store(counts_ptr + 1, tokens)
-            tl.store(counts_ptr + 2, step)
-            tl.store(clock_ptr, step << 32)  # the forward is the step's first
+    goes_on = requests == 0
+    if goes_on:
+        requests, tokens, step = tl.load(live_ptr), tl.load(live_ptr + 1), tl.load(live_ptr + 2) + 1
+        pages, fresh = tl.zeros_like(pages), fresh & (goes_on == 0)
 
     live = i < requests
     said, kept = landing_ptr + HEAD + 3 * PAGES + i, kept_ptr + i
@@ -72,8 +68,17 @@ def take_in_kernel(
     entry = (table + 4 * place).to(tl.pointer_type(tl.int32))
     tl.store(entry, tl.load(page + 2, mask=new, other=0).to(tl.int32), mask=new)
 
-    tl.debug_barrier()  # all of this program have read whose turn it is
+    tl.debug_barrier()  # all of this program have read whose turn it is, and how the last launch went
     if tl.atomic_add(turn_ptr + 1, tl.full([], 1, tl.int64)) == tl.num_programs(0) - 1:
+        tl.store(live_ptr, requests)
+        tl.store(live_ptr + 1, tokens)
+        tl.store(live_ptr + 2, step)
+        if requests >= 0:
+            tl.store(counts_ptr, requests)
+            tl.store(counts_ptr + 1, tokens)
+            tl.store(counts_ptr + 2, step)
+            tl.store(clock_ptr, step << 32)  # the forward is the step's first
         tl.store(turn_ptr + 1, tl.full([], 0, tl.int64))
+        tl.store(landing_ptr + DUE, tl.full([], 0, tl.int64))
         tl.store(turn_ptr, (turn + 1) % AHEAD)
         tl.store(landing_ptr, tl.full([], 0, tl.int64))  # tells the host
