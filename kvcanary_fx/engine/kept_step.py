@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ..kernels.context import publish, withdraw
 from ..kernels.held import Held
-from ..runtime.pace import Sample
+from ..runtime.pace import Passing, Sample
 from .kept_forward import KeptForward
 from .steps import Steps
+
+
+class GoingOn(NamedTuple):
+    """What an engine begins a step with that goes on as the last one did, see :meth:`.LayerChecks.going_on`.
+
+    Attributes:
+        steps: it adds 1 to those that have begun, and to those that are done.
+        passing: which of them may pass without a look; None without a budget.
+        look: called in one that may not, with about how many tokens are stored: it returns what measures the step, if
+            it is to be measured.
+    """
+
+    steps: Steps
+    passing: Passing | None
+    look: Callable[[float], Sample | None]
 
 
 class KeptStep:

@@ -45,15 +45,14 @@ from ..kernels.layer_ops import record_in, verify_in
 from ..kernels.ops import held_kernels_for, kernels_for, request_kernels_for
 from ..kernels.ring import Word
 from ..kernels.side_stream import ForkInGraph, capturing, meets_at
-from ..runtime.pace import Passing, Sample
+from ..runtime.pace import Sample
 from .kept_forward import KeptForward, Reads, keep
-from .kept_step import KeptStep
+from .kept_step import GoingOn, KeptStep
 from .operands import received
 
 if TYPE_CHECKING:
     from .forward import Forward
     from .session import EngineSession
-    from .steps import Steps
 
 
 class LayerChecks:
@@ -327,7 +326,7 @@ class LayerChecks:
         held = self.held if hold else None
         return KeptStep(self._steps, kept, send, (requests, tokens), self._measure, held, in_graph, stored)
 
-    def going_on(self) -> tuple[Steps, Passing | None] | None:
+    def going_on(self) -> GoingOn | None:
         """For an engine whose steps with all checks in a graph wait for the host: what it may do in the place of one
         step of :meth:`kept` with ``in_graph``, if its batch differs from the last one's in its tokens and their places
         alone, nothing else of the session ran in between, and no op of ours runs from Python in it.
@@ -338,12 +337,12 @@ class LayerChecks:
         more that the host does not have in its caches, 2 us of a step of 1.5 ms (1B, H200).
 
         Returns:
-            The steps, and which may pass without a look, if there is a budget; None: something else is to be done in
-            such steps.
+            None: something else is to be done in such steps.
         """
         if not self._steps.may_go_on():
             return None
-        return self._steps, None if self._session.pace is None else self._session.pace.passing
+        pace = self._session.pace
+        return GoingOn(self._steps, None if pace is None else pace.passing, self._measure)
 
     def _measure(self, stored: float) -> Sample | None:
         """A step begins: what measures it, if it is to be measured."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..kernels.host_time import HOST_TIME
 from ..kernels.ring import Word
 from ..kernels.side_stream import capturing
+from ..kernels.staging import CurrentStream
 from ..reports.summary import log
 from .binding import Controls, GraphBinding
 from .budget import MOST, OFTEN, SECONDS_PER_OP, START, Controller, Reading, Tour
@@ -35,20 +36,54 @@ AHEAD = 1.25
 PATIENCE = 128
 
 
-class Sample:
-    """One measured call: how long it took, and how much of that the host spent on our work."""
+#: A call's beginning and its end on a GPU.
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
-    def __init__(self, device: torch.device, last: Sample | None):
+
+class Clocks:
+    """What calls are timed with on one device; events are used again, as it takes longer to make them than to record
+    them."""
+
+    def __init__(self, device: torch.device):
+        self._spare: list[Events] = []
+        self._current = CurrentStream(device) if device.type == "cuda" else None
+
+    def take(self) -> tuple[torch.cuda.Stream, Events] | None:
+        """The current stream, and the events of a call; None: the host's clock is the device's."""
+        if self._current is None:
+            return None
+        if self._spare:
+            return self._current(), self._spare.pop()
+        return self._current(), (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+
+    def give_back(self, sample: Sample) -> None:
+        """Nothing more is asked of a sample."""
+        if sample.events is not None:
+            self._spare.append(sample.events)
+
+
+class Sample:
+    """One measured call: how long it took, and how much of that the host spent on our work.
+
+    Args:
+        clocks: of the call's device.
+        last: the sample of the call before.
+
+    Attributes:
+        events: of a call on a GPU.
+    """
+
+    def __init__(self, clocks: Clocks, last: Sample | None):
         HOST_TIME.measured, HOST_TIME.seconds, HOST_TIME.waited = False, 0.0, 0.0
         self.ended = False
         self.ours = 0.0  # seconds
         self._later = 0.0  # of these, behind the model or in it
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self.events: Events | None = None
         self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.current_stream(device)
-            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            self._events[0].record(self._stream)
+        taken = clocks.take()
+        if taken is not None:
+            self._stream, self.events = taken
+            self.events[0].record(self._stream)
         #: the device was idle, so our work on the host keeps it waiting
         self.waited_for = last is not None and last.arrived()
         self._seconds = self._launched = 0.0  # of the host; without what it waited
@@ -83,19 +118,19 @@ class Sample:
         HOST_TIME.measured = False
         self._seconds = time.perf_counter() - self.began
         self._launched = self._seconds - HOST_TIME.waited
-        if self._events is not None:
-            self._events[1].record(self._stream)
+        if self.events is not None:
+            self.events[1].record(self._stream)
         self.ended = True
 
     def after(self, other: Sample) -> float:
         """Seconds from the beginning of another call to that of this one."""
-        if self._events is None or other._events is None:
+        if self.events is None or other.events is None:
             return self.began - other.began
-        return float(other._events[0].elapsed_time(self._events[0])) / 1e3
+        return float(other.events[0].elapsed_time(self.events[0])) / 1e3
 
     def arrived(self) -> bool:
         """Whether the device has finished the call."""
-        return self.ended and (self._events is None or self._events[1].query())
+        return self.ended and (self.events is None or self.events[1].query())
 
     def kept_waiting(self) -> float:
         """Seconds of our work that the device waited for, once it has finished the call.
@@ -105,19 +140,19 @@ class Sample:
         """
         if not self.waited_for:
             return 0.0
-        ahead = self._events is not None and self.seconds() > AHEAD * self._launched
+        ahead = self.events is not None and self.seconds() > AHEAD * self._launched
         return self.ours - self._later if ahead else self.ours
 
     def seconds(self) -> float:
         """How long the call took on its device, once it has finished."""
-        return self._seconds if self._events is None else self._events[0].elapsed_time(self._events[1]) / 1e3
+        return self._seconds if self.events is None else self.events[0].elapsed_time(self.events[1]) / 1e3
 
 
 class _Trio:
     """The calls of a reading, one after the other."""
 
-    def __init__(self, key: Hashable):
-        self.key, self.thread = key, threading.get_ident()
+    def __init__(self, key: Hashable, clocks: Clocks):
+        self.key, self.clocks, self.thread = key, clocks, threading.get_ident()
         self.samples: list[Sample] = []
         self.stored = 0.0  # in its last call
         self.others = 0  # calls of something else in between
@@ -195,6 +230,8 @@ class Pace:
         self._controls = controls
         self._lock = threading.Lock()
         self._tours: dict[Hashable, Tour] = {}
+        self._clocks: dict[torch.device, Clocks] = {}
+        self._words: list[torch.Tensor] = []  # of the devices: N
         self.passing = Passing()
         self._passing: Tour | None = None  # that they count in
         self._trio: _Trio | None = None
@@ -345,8 +382,14 @@ class Pace:
                 if tour.calls <= WARM_UP or self._arriving is not None:
                     return None
                 self._find_ranks()
-                trio = self._trio = _Trio(key)
+                trio = self._trio = _Trio(key, self._clocks_of(device))
             return self._sample(trio, tour, device, ops)
+
+    def _clocks_of(self, device: torch.device) -> Clocks:
+        found = self._clocks.get(device)
+        if found is None:
+            found = self._clocks[device] = Clocks(device)
+        return found
 
     def _let_pass(self, key: Hashable, tour: Tour) -> None:
         """Let the calls until the next reading through, if they are like this one."""
@@ -361,7 +404,7 @@ class Pace:
             self._write(self._probed)
         elif len(trio.samples) == 2:
             self._write(self.every)
-        sample = Sample(device, last)
+        sample = Sample(trio.clocks, last)
         trio.samples.append(sample)
         if len(trio.samples) == 3:
             guessed = ops * SECONDS_PER_OP if device.type == "cuda" else 0.0
@@ -432,6 +475,8 @@ class Pace:
             between=probe.after(before),
             stored=trio.stored,
         )
+        for sample in trio.samples:
+            trio.clocks.give_back(sample)
         if self.controller.take(reading):
             self._tell_ranks(self.controller.needed)
             self._set()
@@ -462,9 +507,12 @@ class Pace:
 
     def _write(self, every: int) -> None:
         """Write N to the devices: one launch each, in the model's stream."""
+        controls = self._controls.by_device
+        if len(self._words) != len(controls):
+            self._words = [control.words[Word.EVERY] for control in controls.values()]
         self._controls.every = every
-        for control in self._controls.by_device.values():
-            control.words[Word.EVERY].fill_(every)
+        for word in self._words:
+            word.fill_(every)
 
     def _tour(self, key: Hashable) -> Tour:
         tour = self._tours.get(key)

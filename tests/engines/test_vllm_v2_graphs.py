@@ -644,3 +644,38 @@ def test_the_lab_of_the_host_says_what_each_kind_of_step_takes():
     assert {"prompt", "behind", "left", "told", "fills", "goes on"} == set(found)
     assert [kind for kind, cells in found.items() if cells[3]] == ["prompt"]
     assert all(float(cells[-1]) > 0 for cells in found.values())
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_step_that_goes_on_and_is_measured_ends_behind_the_model(raises, monkeypatch):
+    """The time of the model is no time of ours; a step in which it raises says nothing."""
+    from kvcanary_fx.runtime.pace import Sample
+
+    runner = Runner(KVCANARY_BUDGET="1%")
+    runner.step({"x": 3}, new={"x": list(range(1, 8))})
+    replay, told, went_on = runner._replay, [], goes_on(runner)
+    for name in ("model_runs", "model_ran", "end"):
+        note = getattr(Sample, name)
+        monkeypatch.setattr(Sample, name, lambda self, *a, _n=name, _o=note, **k: told.append((self, _n)) or _o(self))
+
+    def model(*args):
+        told.append((None, "model"))
+        if raises and isinstance(went_on[-1], Sample):
+            raise RuntimeError("out of memory")
+        replay(*args)
+
+    runner._replay = model
+    measured = []
+    for _ in range(24):
+        told.clear()
+        try:
+            assert runner.read(runner.step({"x": 1}, wrong=1)) is None
+        except RuntimeError:
+            runner.guard.end_step()
+        if went_on and isinstance(went_on[-1], Sample):
+            names = [name for _, name in told]
+            measured.append(names)
+            assert went_on[-1].ended == (not raises)
+    assert measured, "none was measured"
+    ended = ["model_ran", "end", "model_runs"]  # the end says that nothing behind it is ours
+    assert {*map(tuple, measured)} == {("model_runs", "model", *(() if raises else ended))}

@@ -17,7 +17,7 @@ from kvcanary_fx.kernels.ring import Word
 from kvcanary_fx.runtime import pace as measuring
 from kvcanary_fx.runtime.binding import Controls
 from kvcanary_fx.runtime.budget import FEWEST, MOST, START
-from kvcanary_fx.runtime.pace import Pace, Sample
+from kvcanary_fx.runtime.pace import Clocks, Pace, Sample
 
 CPU = torch.device("cpu")
 
@@ -279,12 +279,39 @@ def test_work_that_is_done_while_the_device_is_busy_keeps_it_from_nothing(monkey
     assert sample(graph, device, waits).kept_waiting() == pytest.approx(ours)
 
 
+def test_events_are_used_again_once_a_reading_was_taken_in(monkeypatch):
+    """To make the events of a call took longer than to record them."""
+    steps, made, arrived = Steps(monkeypatch), [], [True]
+
+    class Event:
+        def __init__(self, enable_timing=True):
+            made.append(self)
+
+        def record(self, stream):
+            self.at = steps.now
+
+        def query(self):
+            return arrived[0]
+
+        def elapsed_time(self, other):
+            return 1000 * (other.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clocks = steps.pace._clocks[CPU] = Clocks(CPU)
+    monkeypatch.setattr(clocks, "_current", lambda: None)
+    steps.run(300, stored=20_000)
+    assert len(made) == 6, "three calls of a reading, and never more at once"
+    arrived[0] = False
+    steps.run(300, stored=20_000)
+    assert len(made) == 6, "one that has not arrived is waited for"
+
+
 def calls_of_an_idle_device(monkeypatch):
     """Makes measured calls: 30 us before the model, 5 ms of launches with 10 us of our ops in them, 20 us behind it."""
 
     def sample(graph: Graph, device: float, waits: float = 0.0) -> Sample:
         class Event:
-            def __init__(self, enable_timing):
+            def __init__(self):
                 graph.now += 0.00001
 
             def record(self, stream):
@@ -297,11 +324,10 @@ def calls_of_an_idle_device(monkeypatch):
             def elapsed_time(self, other):
                 return 1000 * device
 
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-        before = Sample(torch.device("cuda"), None)
+        clocks = SimpleNamespace(take=lambda: (None, (Event(), Event())))
+        before = Sample(clocks, None)
         before.end()
-        made = Sample(torch.device("cuda"), before)
+        made = Sample(clocks, before)
         graph.now += 0.00003
         made.model_runs()
         HOST_TIME.seconds = 0.00001

@@ -15,6 +15,7 @@ from ....engine.kept_forward import KeptForward
 from ....engine.kept_step import KeptStep
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
+from ....runtime.pace import Sample
 from ..batches import kernel_tables
 from ..breakable import next_piece_overwrites
 from ..ops import layers_are_apart
@@ -198,3 +199,16 @@ class Forwards:
                 self._steps.compare_table(kept, group, *given)
             else:
                 self._session.check_reads(*given, pool=group.name, page_size=group.kernel_page_size)
+
+
+class Measured:
+    """A forward that goes on as the last one did, and is measured, while the model runs."""
+
+    def __init__(self, sample: Sample):
+        self._sample = sample
+
+    def end(self, kind: type[BaseException] | None = None, error: BaseException | None = None, _: Any = None) -> None:
+        """The model has run, or raised."""
+        if kind is None:
+            self._sample.model_ran()
+            self._sample.end()

@@ -32,7 +32,7 @@ from ..pools import Group
 from ..settings import VllmSettings
 from ..verdict import Verdict
 from .drafts import Drafting
-from .forwards import Forwards
+from .forwards import Forwards, Measured
 from .outputs import News
 from .rows import Rows
 from .warm_up import WarmUp
@@ -51,7 +51,8 @@ class GuardV2(Guard):
         checked_in_graphs: those of them that have the checks before the model in them, too.
         drafting: what is checked of drafts.
         follows_samples: :meth:`sampled` has something to do.
-        open: our step, while the model runs; None in one that goes on as the last did, which ends with the replay.
+        open: our step, while the model runs; None in one that goes on as the last did, which ends with the replay,
+            unless it is measured.
     """
 
     counts_beside = True
@@ -67,7 +68,7 @@ class GuardV2(Guard):
         self._runner = runner
         self._room = runner.max_num_reqs, runner.max_num_tokens
         self._warm_up = WarmUp(runner, groups)
-        self.open: _Open | None = None
+        self.open: _Open | Measured | None = None
         self._opened: _Open | None = None  # the last one: it is used again
         self._tokens = self._replayed = 0  # of the running forward; the second, of the graph that is it
         self.drafting = Drafting(runner, groups)
@@ -303,9 +304,12 @@ class GuardV2(Guard):
             and metadata is not None
             and (news.dropped <= news.patience or not self._unread())
             and not self._reading.locked()
-            and self._forwards.go_on(batch)
         ):
-            return
+            began = self._forwards.go_on(batch)
+            if began:
+                if began is not True:
+                    self.open = Measured(began)
+                return
         scheduled, tokens = self.scheduled, batch.num_tokens_after_padding
         replayed = tokens if metadata is not None else 0  # vLLM gives it where there is no context
         graph = replayed if replayed in self.checked_in_graphs else 0
@@ -360,6 +364,9 @@ class GuardV2(Guard):
         """After the model."""
         opened, self.open = self.open, None
         if opened is None:
+            return
+        if isinstance(opened, Measured):
+            opened.end()
             return
         if opened.from_python:
             ops.record_own(opened.guarded)

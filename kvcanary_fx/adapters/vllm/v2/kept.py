@@ -11,12 +11,11 @@ import torch
 
 from ....engine.forward import Forward, check_reads
 from ....engine.kept_forward import KeptForward, Reads, smallest
-from ....engine.kept_step import KeptStep
+from ....engine.kept_step import GoingOn, KeptStep
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
-from ....engine.steps import Steps
 from ....kernels.staging import lasting
-from ....runtime.pace import Passing
+from ....runtime.pace import Sample
 from ..pools import Group
 from .rows import Rows
 from .take_in import AHEAD, WRITTEN, Inputs, Landing, TakeIn, most_pages
@@ -203,11 +202,14 @@ class KeptSteps:
         going = self._checks.going_on() if requests == tokens else None  # no drafts, which the device may drop
         if going is not None:
             requested, moved = self._known[:2]
-            self._goes_on = _GoesOn(requested, moved, batch.num_tokens_after_padding, *going)
+            self._goes_on = _GoesOn(requested, moved, batch.num_tokens_after_padding, going)
 
-    def go_on(self, batch: Any) -> bool:
+    def go_on(self, batch: Any) -> bool | Sample:
         """Begin the step of a batch whose requests are those of the last one, if all else is as it was; it ends with
-        the replay.  False: nothing has begun.
+        the replay.
+
+        Returns:
+            False: nothing has begun.  What measures the step, if it is measured: the model runs from here on.
 
         What :meth:`again` and its step do, as :meth:`.LayerChecks.going_on` says, with fewer functions: what takes 6 us
         in a loop took 65 to 80 on a CPU core whose caches other work had emptied.
@@ -215,15 +217,19 @@ class KeptSteps:
         last, (requests, tokens) = self._goes_on, self._size
         if last is None or batch.num_tokens != tokens or batch.num_tokens_after_padding != last.graph:
             return False
-        rows, steps, passing = self._rows, last.steps, last.passing
+        rows, (steps, passing, look), sample = self._rows, last.going, None
         if batch.req_ids != last.requests or rows.moved != last.moved or steps.closed or steps.thread is not None:
             return False
         if passing is not None:  # see Pace.passes
-            if not passing.left or passing.key != "step" or not passing.least <= self._stored <= passing.most:
-                return False
-            if passing.ranks is not None and passing.ranks.news():
-                return False
-            passing.left -= 1
+            if (
+                passing.left
+                and passing.key == "step"
+                and passing.least <= self._stored <= passing.most
+                and (passing.ranks is None or not passing.ranks.news())
+            ):
+                passing.left -= 1
+            else:
+                sample = look(self._stored)
         steps.begun += 1
         steps.done += 1
         self._stored += tokens
@@ -238,7 +244,10 @@ class KeptSteps:
             landing.send(requests, tokens, steps.begun, pages, calls=calls)
         else:
             landing.next = (landing.next + 1) % AHEAD
-        return True
+        if sample is None:
+            return True
+        sample.model_runs()
+        return sample
 
     def _flush(self) -> bool:
         """Send the calls of all pools; none is left to the step."""
@@ -273,13 +282,12 @@ class KeptSteps:
 
 class _GoesOn(NamedTuple):
     """A step that may come again: its requests, whether they have other rows by now (:attr:`.Rows.moved`), its graph's
-    tokens, and what :meth:`.LayerChecks.going_on` gave."""
+    tokens, and what begins it."""
 
     requests: list[str]
     moved: int
     graph: int
-    steps: Steps
-    passing: Passing | None
+    going: GoingOn
 
 
 def _inputs(
