@@ -118,14 +118,17 @@ def _capture_model(original: Callable[..., Any], runner: Any, *args: Any, **kwar
 
 
 def _execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    def execute_model(runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(
+        runner: Any, scheduled: Any, intermediate_tensors: Any = None, dummy_run: bool = False, **kwargs: Any
+    ) -> Any:
         found = getattr(runner, registry.OF_RUNNER, None)
-        dummy = (kwargs or len(args) > 1) and kwargs.get("dummy_run", args[1] if len(args) > 1 else False)
-        if found is None or dummy or found.scheduled is not None:
-            return original(runner, scheduled, *args, **kwargs)
+        if found is None or dummy_run or found.scheduled is not None:
+            return original(runner, scheduled, intermediate_tensors, dummy_run, **kwargs)
         found.begin_step(scheduled)
         try:
-            return original(runner, scheduled, *args, **kwargs)
+            if kwargs:
+                return original(runner, scheduled, intermediate_tensors, **kwargs)
+            return original(runner, scheduled, intermediate_tensors)
         finally:
             if found.open is None:  # as in a step like the last one
                 found.scheduled = None
