@@ -631,6 +631,29 @@ def test_a_replay_outside_of_a_step_does_not_go_on_with_the_last_one():
     runner._replay(batch, torch.zeros(0, dtype=torch.int64))
     runner.kv_connector.finish_forward()
     assert runner.guard.session.stats().engine_steps == steps == 5
+    went_on = goes_on(runner)
+    runner.layers["a"][0][1, 2, 1, 3] += 1
+    runner.read(runner.step({"x": 1}, wrong=1))
+    assert went_on == [False], "the launch of the dummy requests is none to go on from"
+    assert [(v.check, v.layer, v.step) for v in runner.guard.session.violations()] == [("content", "a", 6)]
+
+
+def test_a_step_with_more_stored_than_its_share_is_for_is_looked_at():
+    runner = Runner(KVCANARY_BUDGET="1%")
+    runner.step({"x": 3}, new={"x": list(range(1, 10))})
+    pace, looked_at = runner.guard.session.pace, []
+    begin = pace.begin
+    pace.begin = lambda key, *args: looked_at.append(args[-1]) or begin(key, *args)
+    for _ in range(24):
+        runner.read(runner.step({"x": 1}, wrong=1))
+        if pace.passing.left > 2:
+            break
+    looked_at.clear()
+    runner.read(runner.step({"x": 1}, wrong=1))
+    assert looked_at == []
+    pace.passing.most = pace.passing.least
+    runner.read(runner.step({"x": 1}, wrong=1))
+    assert len(looked_at) == 1
 
 
 def test_the_lab_of_the_host_says_what_each_kind_of_step_takes():
