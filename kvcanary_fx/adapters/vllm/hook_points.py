@@ -225,7 +225,7 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
         (
             "postprocess_sampled",
             "self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc=...",
-            "drafted tokens were verified: slots of rejected ones may not be read",
+            "drafted tokens were verified: slots of rejected ones may not be read (only where there are drafts)",
             "self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc=..., draft_tokens=...",
         ),
     ),
