@@ -331,10 +331,10 @@ class LayerChecks:
         step of :meth:`kept` with ``in_graph``, if its batch differs from the last one's in its tokens and their places
         alone, nothing else of the session ran in between, and no op of ours runs from Python in it.
 
-        It sends what the allocators did, and adds 1 to the steps that have begun and to those that are done, if these
-        are not closed and no thread is in one; and does the same to the calls as :meth:`.Pace.passes` does, or lets it
-        be where they are to be looked at.  No call of ours does all this: each function that is called in a step is one
-        more that the host does not have in its caches, 2 us of a step of 1.5 ms (1B, H200).
+        Such a step begins where the steps are not closed and no thread is in one.  The engine adds 1 to those that have
+        begun and to those that are done, sends what the allocators did, and takes one off those that pass; where
+        :meth:`.Pace.passes` would say no, it calls ``look``.  There is no function of ours for this: each one that is
+        called in a step is one more that the host does not have in its caches, 2 us of a step of 1.5 ms (1B, H200).
 
         Returns:
             None: something else is to be done in such steps.

@@ -52,8 +52,8 @@ CLEAR = 2
 #: Readings per decision, and calls between readings until settled for the first time and afterwards.
 READINGS, OFTEN, SELDOM = 5, 4, 128
 
-#: The same of a decision that is made anew, with nothing stored that is new in its size.  A call that is measured takes
-#: 0.15 ms longer, and every second one was, until a decision on a host of uneven speed was made (1B, H200).
+#: Calls between readings where a share was settled before, and no new size is stored.  A call that is measured takes
+#: 0.15 ms longer (1B, H200), and on a host of uneven speed a share is often decided anew.
 ANEW = 16
 
 #: Calls that differ by more were not alike, such as a prefill among decode steps; after this many such readings in a

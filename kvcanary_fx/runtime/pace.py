@@ -233,7 +233,7 @@ class Pace:
         self._clocks: dict[torch.device, Clocks] = {}
         self._words: list[torch.Tensor] = []  # of the devices: N
         self.passing = Passing()
-        self._passing: Tour | None = None  # that they count in
+        self._passing_tour: Tour | None = None  # that they count in
         self._trio: _Trio | None = None
         self._arriving: tuple[_Trio, int, int, float] | None = None  # with N, N of the probe, seconds guessed
         self._wait = 0  # calls until the next reading, or until one is looked at
@@ -341,8 +341,8 @@ class Pace:
         """Count what :meth:`passes` let through; a later call is looked at."""
         passing = self.passing
         passed, passing.of, passing.left = max(0, passing.of - passing.left), 0, 0
-        if self._passing is not None:
-            self._passing.note(self._every, passed)
+        if self._passing_tour is not None:
+            self._passing_tour.note(self._every, passed)
         self._wait -= passed
 
     def begin(self, key: Hashable, device: torch.device, ops: int, stored: float = 0) -> Sample | None:
@@ -393,7 +393,7 @@ class Pace:
 
     def _let_pass(self, key: Hashable, tour: Tour) -> None:
         """Let the calls until the next reading through, if they are like this one."""
-        passing, self._passing = self.passing, tour
+        passing, self._passing_tour = self.passing, tour
         passing.key, passing.thread = key, threading.get_ident()
         passing.of = passing.left = self._wait - 1
 

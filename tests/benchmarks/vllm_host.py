@@ -6,7 +6,7 @@
 A laboratory: batches are those of a runner that is made up (``tests/engines/v2_runner.py``), and the host code of a GPU
 runs over CPU tensors and launches nothing (:mod:`without_device`).  Between our parts the made-up runner prepares its
 batch in plain code, which empties the core's caches as vLLM's own does, as do 4 MiB that are read before the last
-part, which is where a step's tokens are read: a served 8B on an H200, with clocks around the parts before, took 0.15,
+part, which is where a step's tokens are read: a served 8B on an H200, with clocks around the same parts, took 0.15,
 0.33 and 0.33 ms of a prompt's step where this takes 0.13, 0.20 and 0.24.
 
 Requests come one after the other, or so many at once, each with a prompt, and the oldest end.  The kinds of a step:

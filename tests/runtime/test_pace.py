@@ -262,7 +262,7 @@ def test_waiting_for_the_device_is_no_work_of_ours(monkeypatch):
 
 def test_what_measuring_takes_is_no_work_of_ours(monkeypatch):
     """An event takes a host some 10 us to make and to record, in front of a device that waits for it."""
-    graph, sample = Graph(monkeypatch), calls_of_an_idle_device(monkeypatch)
+    graph, sample = Graph(monkeypatch), calls_of_an_idle_device()
     made = sample(graph, device=0.0052)
     assert made.waited_for
     assert made.ours == pytest.approx(0.00006)
@@ -275,7 +275,7 @@ def test_what_measuring_takes_is_no_work_of_ours(monkeypatch):
 )
 def test_work_that_is_done_while_the_device_is_busy_keeps_it_from_nothing(monkeypatch, device, waits, ours):
     """As in a `generate` on a GPU: the host waits for each token, and what comes behind the model costs nothing."""
-    graph, sample = Graph(monkeypatch), calls_of_an_idle_device(monkeypatch)
+    graph, sample = Graph(monkeypatch), calls_of_an_idle_device()
     assert sample(graph, device, waits).kept_waiting() == pytest.approx(ours)
 
 
@@ -306,7 +306,7 @@ def test_events_are_used_again_once_a_reading_was_taken_in(monkeypatch):
     assert len(made) == 6, "one that has not arrived is waited for"
 
 
-def calls_of_an_idle_device(monkeypatch):
+def calls_of_an_idle_device():
     """Makes measured calls: 30 us before the model, 5 ms of launches with 10 us of our ops in them, 20 us behind it."""
 
     def sample(graph: Graph, device: float, waits: float = 0.0) -> Sample:

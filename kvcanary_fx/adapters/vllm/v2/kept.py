@@ -80,7 +80,7 @@ class KeptSteps:
         self._step: KeptStep | None = None  # the last one, for those like it
         self._form: tuple[Any, ...] = ()  # what it depends on
         self._made: dict[tuple[Any, ...], KeptStep] = {}  # by their forms, since the last capture
-        self._goes_on: _GoesOn | None = None  # if the next one may be like it
+        self._goes_on: _LastStep | None = None  # if the next one may be like it
 
     def _keep(
         self,
@@ -202,7 +202,7 @@ class KeptSteps:
         going = self._checks.going_on() if requests == tokens else None  # no drafts, which the device may drop
         if going is not None:
             requested, moved = self._known[:2]
-            self._goes_on = _GoesOn(requested, moved, batch.num_tokens_after_padding, going)
+            self._goes_on = _LastStep(requested, moved, batch.num_tokens_after_padding, going)
 
     def go_on(self, batch: Any) -> bool | Sample:
         """Begin the step of a batch whose requests are those of the last one, if all else is as it was; it ends with
@@ -280,7 +280,7 @@ class KeptSteps:
         self._stored = sum(batch.num_computed_tokens_np.tolist())  # numpy's sum took 0.1 ms of a prompt's step
 
 
-class _GoesOn(NamedTuple):
+class _LastStep(NamedTuple):
     """A step that may come again: its requests, whether they have other rows by now (:attr:`.Rows.moved`), its graph's
     tokens, and what begins it."""
 
