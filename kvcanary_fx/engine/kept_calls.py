@@ -171,7 +171,7 @@ class KeptCalls:
             self.settle()
         if not ring.offer_few(rows, pages, page_size):
             return False
-        if into_step and self._step_takes(n, page_size):
+        if into_step and n <= IN_STEP and page_size == self._step_size:  # see :meth:`_step_takes`
             self.waits = known.graph
         else:
             known.graph.replay()

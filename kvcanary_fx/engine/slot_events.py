@@ -68,6 +68,7 @@ class SlotEvents:
     Attributes:
         histories: what slots went through.
         waiting: numbers that travel with the calls, set before the first; None: nothing does.
+        raw: the address of the stream in which calls were sent last.
     """
 
     def __init__(self, space: SlotSpace, content: PoolContent, ids: RequestIds, stacks: int = 0):
@@ -87,7 +88,7 @@ class SlotEvents:
         self._gone_shown: dict[int, tuple[torch.Tensor, ...]] = {}
         self._on_gpu = space.block.is_cuda
         self._stream: torch.cuda.Stream | None = None  # in which a flush was last
-        self._raw = 0  # its address
+        self.raw = 0
         self._lock = threading.RLock()
         self._device = device = space.block.device
         self._staging = Staging(device)
@@ -111,6 +112,11 @@ class SlotEvents:
     def pending(self) -> bool:
         """Whether there are any."""
         return bool(self._calls)
+
+    @property
+    def queue(self) -> Sequence[Call]:
+        """Those that wait: always this list, for whoever looks at it often."""
+        return self._calls
 
     def add(self, event: Event, slots: Any, page_size: int, owner: RequestId | None = None) -> int:
         """Note a call; how many slots it names.
@@ -207,7 +213,7 @@ class SlotEvents:
             last = self._stream
             if self._calls or (self._on_gpu and last is None):
                 return False
-            if last is not None and self._raw != torch._C._cuda_getCurrentRawStream(last.device_index):
+            if last is not None and self.raw != torch._C._cuda_getCurrentRawStream(last.device_index):
                 return False
             return kept.tell_now(rows, pages, page_size, released, into_step)
         finally:
@@ -348,13 +354,15 @@ class SlotEvents:
         """A step begins that has what :meth:`in_step` launches in it, and launches nothing else of ours: :meth:`claim`,
         and send what cannot be claimed."""
         last, kept = self._stream, self._kept
-        if last is not None and self._raw != torch._C._cuda_getCurrentRawStream(last.device_index):
+        if last is not None and self.raw != torch._C._cuda_getCurrentRawStream(last.device_index):
             self._follow_the_last_flush()
         if not self._calls:
             if kept is None or kept.waits is None:
                 return False  # most steps: one function
-            if self.claim():
-                return True
+            with self._lock:  # as :meth:`claim` does
+                if not self._calls and kept.waits is not None:
+                    kept.waits = None
+                    return True
         self.flush()
         return False
 
@@ -369,7 +377,7 @@ class SlotEvents:
                 have, which is left out.
         """
         last = self._stream
-        if last is not None and self._raw != torch._C._cuda_getCurrentRawStream(last.device_index):
+        if last is not None and self.raw != torch._C._cuda_getCurrentRawStream(last.device_index):
             self._follow_the_last_flush()
         kept = self._kept
         if not self._calls and (into_step or kept is None or kept.waits is None):
@@ -401,7 +409,7 @@ class SlotEvents:
             current, last = torch.cuda.current_stream(device), self._stream
             if last is not None and last != current:
                 current.wait_stream(last)
-            self._stream, self._raw = current, current.cuda_stream
+            self._stream, self.raw = current, current.cuda_stream
 
     def _send_few(self, into_step: bool) -> bool:
         """Send all calls, where they are few, as in most steps: they become numbers where the device reads them.

@@ -89,6 +89,12 @@ class Poll:
                 return True
         return bool(self._silent) and any(_unread(words.tolist()) for words in self._silent)
 
+    def bells(self) -> Sequence[memoryview] | None:
+        """Two words of each device in the host's memory, of which one is not 0 once its ring has unread rows; None:
+        :meth:`news` has to be asked, as some device has none."""
+        self._listen()
+        return None if self._silent else self._bells
+
     def _listen(self) -> None:
         controls = list(self._controls.by_device.values())
         bells = [control.heard for control in controls]

@@ -164,7 +164,7 @@ def rows(taken: dict[tuple[str, str], list[float]]) -> list[list[str]]:
             continue
         medians = {part: statistics.median(each) for part, each in of_kind.items()}
         cells = [f"{medians[part]:.0f}" if part in medians else "" for part in PARTS]
-        made.append([kind, str(len(of_kind[PARTS[0]])), *cells, f"{sum(medians.values()):.0f}"])
+        made.append([kind, str(len(of_kind[PARTS[1]])), *cells, f"{sum(medians.values()):.0f}"])
     return made
 
 

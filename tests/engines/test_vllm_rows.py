@@ -75,7 +75,8 @@ def test_pages_that_are_all_that_is_new_are_those_of_any_step_and_each_place_is_
             pages, expected = sent(one, load.alive), sent(other, load.alive)
             assert sorted(pages) == sorted(expected)
             assert len({page[:2] for page in pages}) == len(pages)
-            assert not one.changed
+            assert not one.added
+            assert not one.behind
     sent(one, load.alive)
     sent(other, load.alive)
     for mine, others in zip(one.tables, other.tables, strict=True):

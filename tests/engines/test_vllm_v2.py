@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from v2_runner import DIM, HEADS, PAGE, Runner, Sizes, step_of
+from v2_runner import DIM, HEADS, PAGE, Runner, Sizes, execute
 
 
 @pytest.fixture
@@ -396,8 +396,8 @@ def test_hooks_begin_a_step_end_it_and_give_its_output_what_was_found(runner, mo
 def test_dummy_forwards_look_at_nothing(runner):
     run(runner)
     runner.kv_connector.set_disabled(True)
-    with step_of(runner.guard, SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=set())):
-        runner._model(torch.tensor([9]))
+    scheduled = SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=set())
+    execute(runner, scheduled, lambda: runner._model(torch.tensor([9])))
     runner.kv_connector.set_disabled(False)
     assert runner.guard.session.violations() == []
     assert runner.connector.calls[-2:] == ["set_disabled"] * 2

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from v2_hybrid_runner import HybridRunner
-from v2_runner import PAGE
+from v2_runner import PAGE, goes_on
 
 from kvcanary_fx.engine import kept_calls  # noqa: F401  which a session imports when it has calls to send
 
@@ -183,8 +183,7 @@ def test_steps_that_go_on_with_more_blocks_do_what_steps_begun_anew_do(seed, ste
     loads = [Load(runner, seed, calm=0.8) for runner in runners]
     runners[1].guard.books.tell_now = lambda events, into_step: events
     runners[1].guard._forwards.go_on = lambda batch: False
-    went_on, go_on = [], runners[0].guard._forwards.go_on
-    runners[0].guard._forwards.go_on = lambda batch: went_on.append(go_on(batch)) or went_on[-1]
+    went_on = goes_on(runners[0])
     with_blocks = 0
     for number in range(steps):
         went_on.clear()

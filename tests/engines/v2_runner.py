@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -31,14 +30,17 @@ class Sizes(NamedTuple):
     layers: tuple[str, ...] = ("a", "b")
 
 
-@contextlib.contextmanager
-def step_of(guard, scheduled):
-    """What the hook around ``execute_model`` does."""
-    guard.begin_step(scheduled)
-    try:
-        yield
-    finally:
-        guard.end_step()
+def execute(runner, scheduled, model=lambda: None):
+    """A call of the runner, under the hook on it.
+
+    Args:
+        model: runs in it.
+    """
+    from kvcanary_fx.adapters.vllm import registry
+    from kvcanary_fx.adapters.vllm.v2 import hooks
+
+    registry.add(runner, runner.guard)
+    hooks._execute_model(lambda *_: model())(runner, scheduled)
 
 
 def spec_of(block_size):
@@ -53,6 +55,25 @@ class Connector:
 
     def __getattr__(self, name):
         return lambda *args: self.calls.append(name)
+
+
+def goes_on(runner):
+    """Of each step from here on, whether it goes on as the last one did; in one that is measured, by what."""
+    went_on, said, forwards = [], [], runner.guard._forwards
+    before, go_on, begin, again = runner.kv_connector.pre_forward, forwards.go_on, forwards.begin, forwards.again
+    forwards.go_on = lambda batch: said.append(go_on(batch)) or said[-1]
+    forwards.begin = lambda *given: said.append(False) or begin(*given)
+    forwards.again = lambda *given: said.append(False) or again(*given)
+
+    def pre_forward(*given):
+        said.clear()
+        begun = runner.guard.session.begun
+        before(*given)
+        if runner.guard.session.begun > begun:
+            went_on.append(said[-1] if said else True)
+
+    runner.kv_connector.pre_forward = pre_forward
+    return went_on
 
 
 class Runner:
@@ -185,8 +206,12 @@ class Runner:
             new_block_ids_to_zero=list(zeroed),
             kv_connector_metadata=transfers,
         )
-        setattr(scheduled, ATTRIBUTE, Message(events, stacks=list(stacks)))
-        with step_of(self.guard, scheduled):
+        plain = not (events or new or more or finished or lost or copies or transfers)
+        setattr(scheduled, ATTRIBUTE, Message(events, stacks=list(stacks), plain=plain))
+        slots = torch.zeros(0)
+
+        def model():
+            nonlocal slots
             for half in (half for halves in self.layers.values() for half in halves):
                 half[list(zeroed)] = 0
                 for source, copy in copies:
@@ -196,6 +221,8 @@ class Runner:
             self.kv_connector.pre_forward(scheduled, batch, self._metadata(batch) if wrong is not None else None)
             self._replay(batch, slots) if wrong is not None else self._model(slots)
             self.kv_connector.finish_forward()
+
+        execute(self, scheduled, model)
         gone = {request: (rejected or {}).get(request, 0) for request in tokens}
         self.guard.drafting.verified(self.input_buffers.query_start_loc, torch.tensor(list(gone.values())))
         for request, count in tokens.items():
@@ -295,8 +322,7 @@ class Runner:
         )
         scheduled = SimpleNamespace(**empty, scheduled_cached_reqs=cached, kv_cache_block_copies=None)
         setattr(scheduled, ATTRIBUTE, Message([event]))
-        with step_of(self.guard, scheduled):
-            pass
+        execute(self, scheduled)
 
     def warm_up_replay(self, tokens):
         """A graph is replayed for requests that are made up."""

@@ -220,7 +220,11 @@ HOOK_POINTS: tuple[HookPoint, ...] = (
             "is_profile=..., context_len=..., valid_dummy_state_slots=..., randomize_inputs=...",
             "a step begins",
         ),
-        ("sample_tokens", "self, grammar_output", "its violations are read where its tokens are"),
+        (
+            "sample_tokens",
+            "self, grammar_output",
+            "an output says whose it is (only where there are drafts, or several runners or ranks)",
+        ),
         ("pool", "self", "the same of a model that samples nothing"),
         (
             "postprocess_sampled",

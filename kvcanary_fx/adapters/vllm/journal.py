@@ -34,15 +34,17 @@ class Message:
         events: ``(name, *arguments)``, methods of :class:`~.books.Books`, in order.
         namespaces: of requests that have one, by id.
         stacks: the scheduler's stack of each event, if stacks are kept.
+        plain: nothing happened, and nothing is new in the step but a token of each request.
     """
 
     events: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
     namespaces: dict[str, int] = dataclasses.field(default_factory=dict)
     stacks: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
+    plain: bool = False
 
 
-#: Of a step in which nothing happened, as in most; not to be written to.
-NOTHING = Message()
+#: Of a step in which nothing happened; of one in which nothing is new either, as in most.  Not to be written to.
+NOTHING, PLAIN = Message(), Message(plain=True)
 
 
 class Journal:
@@ -103,9 +105,12 @@ class Journal:
             to_requests += requests
             to_lengths += lengths
             return
-        self.note(TAKEN, blocks, requests, lengths, group)
-        if self._stacks is None:
-            self._joined[group] = self.message.events[-1], set()
+        if self._stacks is not None or self.handed_out:
+            self.note(TAKEN, blocks, requests, lengths, group)
+            return
+        event = TAKEN, blocks, requests, lengths, group  # as :meth:`note` does, in a step that waits for the host
+        self.message.events.append(event)
+        self._joined[group] = event, set()
 
     def settle(self, asked: Iterable[str] = (), gone: Collection[int] = (), of: str | None = None) -> None:
         """Record the blocks that were handed out, once the tables of those who got them have them.

@@ -24,7 +24,7 @@ from ...reports.untrusted import one_line
 from . import counts, load_failures, stores
 from .blocks import JOURNAL, look_for_holders
 from .identity import namespace
-from .journal import ATTRIBUTE, NOTHING
+from .journal import ATTRIBUTE, NOTHING, PLAIN
 from .patching import replace_in_all
 from .verdict import Verdict
 
@@ -61,8 +61,21 @@ def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
                 if request.lora_request is not None or request.cache_salt:
                     journal.name(new.req_id, namespace(request.lora_request, request.cache_salt))
             message = journal.message
-            something = journal.handed_out or message.events or message.namespaces
-            setattr(output, ATTRIBUTE, journal.take(output) if something else NOTHING)
+            if journal.handed_out or message.events or message.namespaces:
+                message = journal.take(output)
+            else:
+                cached = output.scheduled_cached_reqs
+                message = PLAIN
+                if (
+                    output.scheduled_new_reqs
+                    or output.finished_req_ids
+                    or output.preempted_req_ids
+                    or output.kv_cache_block_copies
+                    or cached.resumed_req_ids
+                    or any(cached.new_block_ids)
+                ):
+                    message = NOTHING
+            setattr(output, ATTRIBUTE, message)
             if journal.undecided:
                 look_for_holders(scheduler, journal)
         return output

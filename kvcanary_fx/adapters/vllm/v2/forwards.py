@@ -32,6 +32,7 @@ class Forwards:
     Attributes:
         images: of the requests.
         go_on: see :meth:`.KeptSteps.go_on`; after :meth:`may_go_on`, and before anything else was checked.
+        run: see :class:`.Run`.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Forwards:
         self._runner, self._groups, self._session, self._places = runner, groups, session, places
         self._checks, self._rows = checks, rows
         self._steps = KeptSteps(runner, groups, session, checks, rows, places)
-        self.go_on = self._steps.go_on
+        self.go_on, self.run = self._steps.go_on, self._steps.run
         self._alike: set[int] = set()  # graphs, by their tokens, whose attention reads the runner's own tables
         self.images = Images(runner.is_encoder_decoder)
 

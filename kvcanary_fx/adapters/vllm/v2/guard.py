@@ -53,9 +53,12 @@ class GuardV2(Guard):
         follows_samples: :meth:`sampled` has something to do.
         open: our step, while the model runs; None in one that goes on as the last did, which ends with the replay,
             unless it is measured.
+        lets_pass: in steps of plain messages (:attr:`.Message.plain`) there is nothing to do for :meth:`begin_step`.
+        passing: the running step is such.
     """
 
     counts_beside = True
+    lets_pass = passing = False
 
     def __init__(
         self,
@@ -90,6 +93,9 @@ class GuardV2(Guard):
         self.reactions.late = self.reactions.late or self.reactions.elsewhere
         self.follows_samples = self.drafting.expected or self.reactions.elsewhere
         self._reading = self._counts.busy()  # held where violations are read, and in forwards that do more than go on
+        hears = self.reactions.ranks is None and not self._ends_engine
+        self._bells = self._news.bells() if hears else None
+        self.lets_pass = not (self._ends_engine or self.follows_samples or self.has_connector)
 
     def _install(self, allocations: bool) -> EngineSession:
         if not allocations:
@@ -111,6 +117,7 @@ class GuardV2(Guard):
             self._news.patience = -1
         self._warm_up.run(session, lambda checks: self._forwards_of(session, checks))
         self._forwards = self._forwards_of(session, self._warm_up.layers)
+        self._run = self._forwards.run
         self.drafting.mark_in(session)
         self._warm_up.prove(self.settings.session_config)
 
@@ -193,6 +200,7 @@ class GuardV2(Guard):
 
     def begin_step(self, scheduled: Any) -> None:
         """The runner is about to prepare a batch; :meth:`end_step` comes behind, in the place of :meth:`step`."""
+        self.passing = False
         told: Message | None = getattr(scheduled, ATTRIBUTE, None)
         if told is None:
             self._require_warm_up(scheduled)
@@ -294,10 +302,30 @@ class GuardV2(Guard):
             KVCacheViolation: the engine is to end, a check of an earlier step failed, and this rank's outputs are not
                 read.
         """
-        batch, metadata, news = input_batch, attn_metadata, self._news
+        batch, metadata, news, run = input_batch, attn_metadata, self._news, self._run
         if batch is None:
             return
         news.dropped += 1
+        if self.passing and self.scheduled is not None:  # as in most steps
+            steps = run.steps
+            if (
+                run.left
+                and metadata is not None
+                and batch.num_tokens == run.tokens
+                and batch.num_tokens_after_padding == run.graph
+                and batch.req_ids == run.requests
+                and steps is not None
+                and not steps.closed
+                and not run.queue
+                and run.raw == run.calls.raw
+                and news.dropped <= news.patience
+                and not self._reading.locked()
+            ):
+                run.left -= 1
+                steps.begun += 1
+                steps.done += 1
+                return
+            self._alike = True
         if (
             self._alike
             and self.scheduled is not None
@@ -310,6 +338,11 @@ class GuardV2(Guard):
                 if began is not True:
                     self.open = Measured(began)
                 return
+        self._begin_forward(batch, metadata)
+
+    def _begin_forward(self, batch: Any, metadata: Any) -> None:
+        """A forward that does not go on as the last one did, or that is none of ours; arguments as of
+        :meth:`.Forwards.begin`."""
         scheduled, tokens = self.scheduled, batch.num_tokens_after_padding
         replayed = tokens if metadata is not None else 0  # vLLM gives it where there is no context
         graph = replayed if replayed in self.checked_in_graphs else 0
@@ -420,11 +453,18 @@ class GuardV2(Guard):
         Raises:
             KVCacheViolation: the engine is to end, and a check failed.
         """
+        reactions, bells = self.reactions, self._bells
         if self._reads_until_free:
             self._reads_until_free -= 1
             if not self._reads_until_free:
                 self._layers.held.let_go()
-        reactions = self.reactions
+        elif bells is not None and reactions.verdict is None:  # as in most steps: what is below, without a call
+            for bell in bells:
+                if bell[0] or bell[1]:
+                    break
+            else:
+                self._news.dropped = 0
+                return None
         unread = reactions.verdict is not None or (reactions.ranks is not None and reactions.heard())
         unread = unread or (self._ends_engine and self.session.found.untold)
         self._news.dropped = 0

@@ -26,6 +26,7 @@ from .connector import Bracket
 from .drafts import rows_of_the_target, why_unguarded
 from .guard import GuardV2
 from .hybrids import BracketOfHybrid, GuardOfHybridV2, why_no_words, why_not_by_the_second
+from .outputs import Readers
 from .state_proof import prove_states
 
 #: The guard of the runner that captures its graphs.
@@ -33,6 +34,9 @@ _CAPTURING: contextvars.ContextVar[GuardV2 | None] = contextvars.ContextVar("kvc
 
 #: The guard of the runner that samples, and proposes drafts after it.
 _SAMPLING: contextvars.ContextVar[GuardV2 | None] = contextvars.ContextVar("kvcanary_vllm_sampling", default=None)
+
+#: Of the outputs of this process.
+READERS = Readers()
 
 
 def hook(settings: VllmSettings, self_test: bool) -> None:
@@ -44,12 +48,13 @@ def hook(settings: VllmSettings, self_test: bool) -> None:
         made = original(runner, kv_cache_config, is_profiling, **kwargs)
         if not is_profiling:
             guard(runner, settings, self_test, _guard)
+            if READERS.add(runner, _of(runner)):
+                replace_in_all(GPUModelRunner, "sample_tokens", _sample_tokens)
         return made
 
     wrap_in_all(GPUModelRunner, "initialize_kv_cache", initialize_kv_cache)
     wrap_in_all(GPUModelRunner, "capture_model", _capture_model)
     replace_in_all(GPUModelRunner, "execute_model", _execute_model)
-    replace_in_all(GPUModelRunner, "sample_tokens", _sample_tokens)
     replace_in_all(GPUModelRunner, "pool", _pool)
     wrap(TargetDependentARSpeculator, "_prefill", _prefill)
     wrap(StandaloneARSpeculator, "_prefill", _prefill_of_a_model)
@@ -124,7 +129,11 @@ def _execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
         found = getattr(runner, registry.OF_RUNNER, None)
         if found is None or dummy_run or found.scheduled is not None:
             return original(runner, scheduled, intermediate_tensors, dummy_run, **kwargs)
-        found.begin_step(scheduled)
+        told = getattr(scheduled, ATTRIBUTE, None)
+        if told is not None and told.plain and found.lets_pass:
+            found.scheduled, found.passing = scheduled, True
+        else:
+            found.begin_step(scheduled)
         try:
             if kwargs:
                 return original(runner, scheduled, intermediate_tensors, **kwargs)
@@ -227,7 +236,8 @@ def _prefill_of_a_model(
 
 def _get_output(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_output(output: Any) -> Any:
-        made, found = original(output), getattr(output, ATTRIBUTE, None)
+        made, only = original(output), READERS.only
+        found = getattr(output, ATTRIBUTE, None) if only is None else only()
         if found is not None:
             verdict = found.read()
             if verdict is not None:

@@ -119,6 +119,11 @@ class GuardOfHybridV2(GuardV2):
             options.setdefault("budget", self._budget * (1 - SHARE))
         return super()._session_of(*args, **options)
 
+    def begin(self, allocations: bool) -> None:
+        """As of :meth:`.GuardV2`; something is looked at in each step, :meth:`before_states`."""
+        super().begin(allocations)
+        self.lets_pass = False
+
     def _describe(self) -> str:
         shown = ", ".join(group.name for group in self._state_groups)
         kept = sum(len(layer) for group in self._state_groups for layer in group.layers.values())

@@ -14,6 +14,8 @@ from ....engine.kept_forward import KeptForward, Reads, smallest
 from ....engine.kept_step import GoingOn, KeptStep
 from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
+from ....engine.slot_events import SlotEvents
+from ....engine.steps import Steps
 from ....kernels.staging import lasting
 from ....runtime.pace import Sample
 from ..pools import Group
@@ -31,8 +33,38 @@ STEPS = 256
 SIZES = 4096
 
 
+class Run:
+    """Steps in a row that go on as the last one did, and of which nothing is to be said: they are only counted.
+
+    Whoever begins one has seen that it is such a step, as :meth:`.GuardV2.before_model` does, takes 1 off ``left``, and
+    adds 1 to the steps that have begun and to those that are done.  All else that such a step changes is done for all
+    of them by :meth:`KeptSteps.settle`, before anything else happens.  The fields are where one look finds them: a step
+    of a small model waits for the host, which has other work's data in its caches by then.
+
+    Attributes:
+        left: how many may come.
+        of: how many there might have been.
+        requests, tokens, graph: of the batch, and the tokens of its graph.
+        steps: of the session; None before the first run.
+        calls, queue: the allocator's calls, and those of them that wait.
+        raw: the stream in which they were sent.
+    """
+
+    __slots__ = ("calls", "graph", "left", "of", "queue", "raw", "requests", "steps", "tokens")
+
+    def __init__(self, calls: SlotEvents):
+        self.left = self.of = self.tokens = self.graph = self.raw = 0
+        self.requests: list[str] = []
+        self.steps: Steps | None = None
+        self.calls, self.queue = calls, calls.queue
+
+
 class KeptSteps:
-    """The checks of batches whose requests add a token, or a token and its drafts, and of batches with prompts."""
+    """The checks of batches whose requests add a token, or a token and its drafts, and of batches with prompts.
+
+    Attributes:
+        run: steps that are only counted.
+    """
 
     def __init__(
         self,
@@ -81,6 +113,7 @@ class KeptSteps:
         self._form: tuple[Any, ...] = ()  # what it depends on
         self._made: dict[tuple[Any, ...], KeptStep] = {}  # by their forms, since the last capture
         self._goes_on: _LastStep | None = None  # if the next one may be like it
+        self.run = Run(pools[0].calls)
 
     def _keep(
         self,
@@ -99,7 +132,7 @@ class KeptSteps:
 
     def skip(self) -> None:
         """The checks before the model in the graph that is about to be replayed are to do nothing."""
-        self._goes_on = None
+        self.interrupted()
         self._landing.skip()
 
     def kept(self, batch: Any) -> KeptForward | None:
@@ -113,11 +146,13 @@ class KeptSteps:
 
     def overwritten(self) -> None:
         """Another step writes the step inputs."""
-        self._known, self._goes_on = (), None
+        self.interrupted()
+        self._known = ()
 
     def captured(self) -> None:
         """A graph was captured."""
-        self._step, self._form, self._goes_on = None, (), None
+        self.interrupted()
+        self._step, self._form = None, ()
         self._made.clear()
 
     def compared(self, group: Group, metadata: Any) -> bool:
@@ -154,7 +189,7 @@ class KeptSteps:
             hold: as of :meth:`.LayerChecks.publish`.
             in_graph: as of :meth:`.LayerChecks.kept`.
         """
-        self._goes_on = None
+        self.interrupted()
         self._tell_requests(batch, namespaces)
         self._pages = pages = self._rows.new_pages()
         if len(pages) > 3 * most_pages(kept.tokens):
@@ -180,8 +215,9 @@ class KeptSteps:
         Most steps do: their requests have room in their last page.  The arguments are those of :meth:`step`; the model
         is a graph with all checks in it.
         """
+        self.settle()
         step = self._step
-        if step is None or not step.in_graph or self._rows.changed:
+        if step is None or not step.in_graph or self._rows.added or self._rows.behind:
             return None
         if self._size != (batch.num_reqs, batch.num_tokens):
             return None
@@ -194,7 +230,31 @@ class KeptSteps:
 
     def interrupted(self) -> None:
         """The next step is none that goes on as the last one did."""
+        self.settle()
         self._goes_on = None
+
+    def settle(self) -> None:
+        """Do what the steps of the run that is over have left to be done."""
+        run = self.run
+        passed, run.left, run.of = run.of - run.left, 0, 0
+        if not passed:
+            return
+        self._stored += passed * run.tokens
+        self._landing.next = (self._landing.next + passed) % AHEAD
+        passing = None if self._goes_on is None else self._goes_on.going.passing
+        if passing is not None:
+            passing.left = max(0, passing.left - passed)  # another thread may have ended its row of calls
+
+    def _begin_run(self, last: _LastStep) -> None:
+        """A step went on: those behind it are only counted, up to one that has to be written, or looked at."""
+        run, landing, passing = self.run, self._landing, last.going.passing
+        n = -landing.next % WRITTEN
+        if passing is not None:
+            n = min(n, passing.left) if passing.key == "step" and passing.ranks is None else 0
+            if self._stored + n * run.tokens > passing.most:
+                n = int((passing.most - self._stored) // run.tokens)
+        run.left = run.of = max(0, n)
+        run.raw = run.calls.raw
 
     def may_go_on(self, batch: Any) -> None:
         """The step of a batch has begun, with all checks in the model's graph: let the next one :meth:`go_on`."""
@@ -203,6 +263,8 @@ class KeptSteps:
         if going is not None:
             requested, moved = self._known[:2]
             self._goes_on = _LastStep(requested, moved, batch.num_tokens_after_padding, going)
+            self.run.requests, self.run.tokens, self.run.graph = requested, tokens, batch.num_tokens_after_padding
+            self.run.steps = going.steps
 
     def go_on(self, batch: Any) -> bool | Sample:
         """Begin the step of a batch whose requests are those of the last one, if all else is as it was; it ends with
@@ -214,7 +276,9 @@ class KeptSteps:
         What :meth:`again` and its step do, as :meth:`.LayerChecks.going_on` says, with fewer functions: what takes 6 us
         in a loop took 65 to 80 on a CPU core whose caches other work had emptied.
         """
-        last, (requests, tokens) = self._goes_on, self._size
+        last, (requests, tokens), run = self._goes_on, self._size, self.run
+        if run.of:
+            self.settle()
         if last is None or batch.num_tokens != tokens or batch.num_tokens_after_padding != last.graph:
             return False
         rows, (steps, passing, look), sample = self._rows, last.going, None
@@ -233,9 +297,12 @@ class KeptSteps:
         steps.begun += 1
         steps.done += 1
         self._stored += tokens
-        pages: Sequence[int] = ()
-        if rows.changed:
-            pages = rows.new_pages()
+        pages: Sequence[int] = rows.added
+        if pages or rows.behind:
+            if rows.behind:
+                pages = rows.new_pages()
+            else:
+                rows.added = []
             if len(pages) > 3 * FEW_PAGES:
                 rows.write(pages)
                 pages = ()
@@ -245,6 +312,8 @@ class KeptSteps:
         else:
             landing.next = (landing.next + 1) % AHEAD
         if sample is None:
+            if self._calls is not None:
+                self._begin_run(last)
             return True
         sample.model_runs()
         return sample

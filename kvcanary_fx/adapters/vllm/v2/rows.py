@@ -6,12 +6,21 @@ import itertools
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ....kernels.staging import Staging, lasting
 from ..tables import Ledger
+
+
+class _Sent(NamedTuple):
+    """Of a request that has a row: the version of its pages, its pages by group, and in each group's table the place of
+    the next one."""
+
+    version: int
+    groups: list[list[int]]
+    places: list[int]
 
 
 class Rows(Ledger):
@@ -20,18 +29,19 @@ class Rows(Ledger):
 
     Attributes:
         moved: how often a request got a row, or one of those that were asked for last gave it back.
-        changed: the tables on the device may lack pages.
+        behind: requests whose pages the tables on the device lack, and are not ``added``.
+        added: group, place in its table and page, one after the other, of :meth:`more`: the tables get them next.
     """
 
     def __init__(self, max_requests: int, widths: Sequence[int], device: torch.device):
         super().__init__(max_requests, widths, device)
-        self.moved, self.changed = 0, False
+        self.moved = 0
         self._free = list(range(max_requests))[::-1]
         self._row_of: dict[str, int] = {}
         self._asked: Sequence[str] = ()  # whose rows were asked for last
-        self._sent: dict[str, tuple[int, list[int]]] = {}  # version of its pages, and how many of each group
-        self._changed: dict[str, None] = {}
-        self._more: list[int] = []  # of :meth:`more`: noted as sent
+        self._sent: dict[str, _Sent] = {}
+        self.behind: dict[str, None] = {}
+        self.added: list[int] = []
         self._widths = list(widths)
         self._staging = Staging(device)
         self._landing = lasting(0, dtype=torch.int32, device=device)
@@ -55,50 +65,42 @@ class Rows(Ledger):
         Args:
             pages: of each request, by group; None: no more.
         """
+        sent, behind, added = self._sent, self.behind, self.added
         for number, new in enumerate(pages):
             if new is None:
                 continue
             request = requests[number]
-            known, row, sent = self._requests[request], self._row_of.get(request), self._sent.get(request)
-            if row is None or sent is None or sent[0] != known.version:
+            known = sent.get(request)
+            if known is None or request in behind:
                 self._extend(request, new)
                 continue
-            shown = sent[1]
+            _, groups, places = known
             for group, more in enumerate(new):
-                has, place = known.groups[group], row * self._widths[group]
-                if shown[group] != len(has):  # some of them wait already
-                    has += more
-                    self._note(request)
-                    continue
                 for page in more:
-                    self._more += (group, place + len(has), page)
-                    has.append(page)
-                shown[group] = len(has)
-                self.changed = True
-
-    def _note(self, request: str) -> None:
-        self._changed[request] = None
-        self.changed = True
+                    place = places[group]
+                    places[group] = place + 1
+                    groups[group].append(page)
+                    added += (group, place, page)
 
     def _forget(self, request: str) -> None:
         self._requests.pop(request, None)
         self._sent.pop(request, None)
-        self._changed.pop(request, None)
+        self.behind.pop(request, None)
         row = self._row_of.pop(request, None)
         if row is not None:
             self._free.append(row)
             self.moved += request in self._asked
-            if self._more:  # one launch is to write each place once
-                each = zip(*[iter(self._more)] * 3, strict=True)
-                self._more = [n for one in each if one[1] // self._widths[one[0]] != row for n in one]
+            if self.added:  # one launch is to write each place once
+                each = zip(*[iter(self.added)] * 3, strict=True)
+                self.added = [n for one in each if one[1] // self._widths[one[0]] != row for n in one]
 
     def _extend(self, request: str, pages: Sequence[Sequence[int]]) -> None:
         super()._extend(request, pages)
-        self._note(request)
+        self.behind[request] = None
 
     def _replace(self, request: str, pages: Sequence[Sequence[int]]) -> None:
         super()._replace(request, pages)
-        self._note(request)
+        self.behind[request] = None
 
     def rows_of(self, requests: Sequence[str]) -> list[int]:
         """The row of each request."""
@@ -121,29 +123,26 @@ class Rows(Ledger):
 
     def new_pages(self) -> list[int]:
         """What the tables on the device lack, each once: group, place in its table and page, one after the other."""
-        found, self._more = self._more, []
-        if not self._changed:
-            self.changed = False
+        found, self.added = self.added, []
+        if not self.behind:
             return found
         waiting: dict[str, None] = {}  # they have no row yet
-        for request in self._changed:
+        for request in self.behind:
             row = self._row_of.get(request)
             if row is None:
                 waiting[request] = None
                 continue
-            pages = self._requests[request]
-            version, shown = self._sent.get(request, (-1, []))
-            if version != pages.version:
-                shown = [0] * len(self.tables)
-                self._sent[request] = pages.version, shown
+            pages, sent = self._requests[request], self._sent.get(request)
+            begins = [row * width for width in self._widths]
+            if sent is None or sent.version != pages.version:
+                sent = self._sent[request] = _Sent(pages.version, pages.groups, begins[:])
             for group, known in enumerate(pages.groups):
-                first, n = shown[group], len(known)
-                place = row * self._widths[group]
-                new = [group] * (3 * (n - first))
-                new[1::3], new[2::3] = range(place + first, place + n), known[first:]
+                place, end = sent.places[group], begins[group] + len(known)
+                new = [group] * (3 * (end - place))
+                new[1::3], new[2::3] = range(place, end), known[place - begins[group] :]
                 found += new
-                shown[group] = n
-        self._changed, self.changed = waiting, bool(waiting)
+                sent.places[group] = end
+        self.behind = waiting
         return found
 
     def write(self, pages: Sequence[int]) -> None:
