@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ....engine.session import EngineSession
 from ....runtime.readback import Poll
-
-if TYPE_CHECKING:
-    from .guard import GuardV2
 
 #: Forwards after which a step's tokens are taken for dropped: more than the runner is ahead of who reads them.
 UNREAD = 16
@@ -52,15 +49,16 @@ class Readers:
     """
 
     def __init__(self) -> None:
-        self.only: weakref.ref[GuardV2] | None = None
+        self.only: weakref.ref[Any] | None = None
         self._runner: weakref.ref[Any] | None = None
         self._several = False
 
-    def add(self, runner: Any, guard: GuardV2 | None) -> bool:
-        """A runner got its KV cache, and a guard if it has one; whether outputs have to say whose they are."""
+    def add(self, runner: Any, guard: Any) -> bool:
+        """A runner got its KV cache, and a :class:`.GuardV2` unless it is unguarded; whether outputs have to say whose
+        they are."""
         before = None if self._runner is None else self._runner()
         self._several = self._several or (before is not None and before is not runner)
         self._runner = weakref.ref(runner)
         alone = guard is not None and not self._several and not guard.follows_samples
-        self.only = weakref.ref(guard) if alone and guard is not None else None
+        self.only = weakref.ref(guard) if alone else None
         return self._several or (guard is not None and not alone)
