@@ -18,7 +18,7 @@ import torch
 from ..bound_launch import BoundLaunch
 from ..handed import Part
 from ..staging import lasting, packing
-from .events import COLUMNS, Due
+from .events import COLUMNS, RECORD, Along, Due, Event
 from .triton_event_ring import land_kernel
 
 #: Words before the calls; room for calls, and for pages.
@@ -111,19 +111,25 @@ class EventRing:
         """Launch what brings the entry to the device, in the current stream, if it has at most ``room`` pages."""
         _launch(self._launch, room)
 
-    def lands_if_due(self, room: int, due: Due) -> Callable[[], None]:
-        """What launches :meth:`land` where an entry is for the step; else there are no calls, and it is nobody's turn.
+    def lands_if_due(self, room: int, due: Due, page_size: int) -> Callable[[], None]:
+        """What launches :meth:`land` where an entry is for the step; else there are no calls, or those of pages in the
+        step's own row, and it is nobody's turn.
 
         Its launches may be in a graph that is replayed in each step: the host says of each.
-        """
-        return functools.partial(_launch, self._bound(due), room)
 
-    def _bound(self, due: Due | None) -> BoundLaunch:
+        Args:
+            page_size: slots of a page.
+        """
+        return functools.partial(_launch, self._bound(due, page_size), room)
+
+    def _bound(self, due: Due | None, page_size: int = 1) -> BoundLaunch:
         size, said = FIRST_PAGE + PAGES, due or Due(self.ring, self.turn, 0)
         arguments = dict(ring_ptr=self.ring, size=size, turn_ptr=self.turn, out_ptr=self.landed)
-        arguments |= dict(due_ptr=said.rows, due_size=said.rows.stride(0), due_turn_ptr=said.turn)
+        arguments |= dict(due_ptr=said.rows, due_size=said.rows.stride(0), due_turn_ptr=said.turn, page_size=page_size)
         constants = dict(AHEAD=AHEAD, HEAD=HEAD, FIRST_PAGE=FIRST_PAGE, COLUMNS=COLUMNS, BLOCK=BLOCK, COUNTS=COUNTS)
-        constants |= dict(HAS_DUE=due is not None, DUE=said.column)
+        constants |= dict(HAS_DUE=due is not None, DUE=said.column, COUNT=said.pages, HOLDER=said.holder)
+        constants |= dict(RECORDS=said.records, RECORD=RECORD, HANDED_OUT=int(Along.HANDED_OUT))
+        constants |= dict(ALLOCATE=int(Event.ALLOCATE), RELEASE=int(Event.RELEASE))
         return BoundLaunch(land_kernel, self._device, arguments | constants, (), 4)
 
 
@@ -132,11 +138,16 @@ def _launch(launch: BoundLaunch, room: int) -> None:
     (launch if launch.ready else launch.first)(grid, (), None)
 
 
-def naive(ring: EventRing, due: Due | None = None) -> None:
+def naive(ring: EventRing, due: Due | None = None, page_size: int = 1) -> None:
     """What :meth:`EventRing.land` and :meth:`EventRing.lands_if_due` launch, in plain code: the reference."""
-    if due is not None and not int(due.rows[int(due.turn[0]), due.column]):
-        ring.landed[:COUNTS] = 0
-        return
+    if due is not None:
+        row = due.rows[int(due.turn[0])].tolist()
+        if row[due.column] == Along.NONE:
+            ring.landed[:COUNTS] = 0
+            return
+        if row[due.column] == Along.HANDED_OUT:
+            _naive_handed_out(ring, due, row, page_size)
+            return
     turn = int(ring.turn[0])
     entry = ring.ring[turn].to(ring.landed.device, copy=True)
     ring.ring[turn, 0] = 0
@@ -144,3 +155,16 @@ def naive(ring: EventRing, due: Due | None = None) -> None:
     for begin, end in ((0, HEAD + calls * COLUMNS), (FIRST_PAGE, FIRST_PAGE + pages)):
         ring.landed[begin:end] = entry[begin:end]
     ring.turn[0] = (turn + 1) % AHEAD
+
+
+def _naive_handed_out(ring: EventRing, due: Due, row: list[int], page_size: int) -> None:
+    count, holder = row[due.pages], row[due.holder]
+    records = [row[at : at + RECORD] for at in range(due.records, due.records + RECORD * count, RECORD)]
+    new = [page for _, _, page, _ in records]
+    pages = [*new, *new] if holder else new
+    calls = [(Event.RELEASE, 0, holder)] if holder else []
+    calls += [(Event.ALLOCATE, len(pages) - count + n, owner) for n, (*_, owner) in enumerate(records)]
+    head = [len(calls), len(pages), len(pages) * page_size, 0]
+    words = [*head, *(word for call in calls for word in call)]
+    for begin, said in ((0, words), (FIRST_PAGE, pages)):
+        ring.landed[begin : begin + len(said)] = torch.tensor(said, dtype=torch.int64)

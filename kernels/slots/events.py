@@ -37,19 +37,37 @@ class EventRow(enum.IntEnum):
 #: How many these are.  An enum counts in Python, which takes the host longer than a look at the number.
 COLUMNS = len(EventRow)
 
+#: Words of a page in a step's row, see :class:`Due`.
+RECORD = 4
+
+
+class Along(enum.IntEnum):
+    """Which calls of an allocator a step takes along."""
+
+    NONE = 0
+    OF_RING = 1  # those of an entry of :class:`.event_ring.EventRing`
+    HANDED_OUT = 2  # pages were handed out, and are in the step's own row: no entry is needed
+
 
 class Due(NamedTuple):
-    """Where a launch that comes with each step finds whether an entry is for it.
+    """Where a launch that comes with each step finds which calls it takes along.
 
     Attributes:
         rows: int64 ``[n, size]``, in memory that the device reads.
         turn: int64 ``[>= 1]`` on the device, the row of the step.
-        column: of the row, 0 where no entry is.
+        column: of the row, which :class:`Along`.
+        pages: column of how many pages were handed out.
+        holder: column of the hash of the id that had all of them and releases them first; 0: nobody had any.
+        records: column of the first of these pages, :data:`RECORD` words each: the page is the third of them, the hash
+            of its new owner the fourth.
     """
 
     rows: torch.Tensor
     turn: torch.Tensor
     column: int
+    pages: int = 0
+    holder: int = 0
+    records: int = 0
 
 
 class Events(NamedTuple):

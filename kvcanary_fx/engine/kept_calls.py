@@ -199,7 +199,7 @@ class KeptCalls:
         content, imported, apply = self._content, self._content.imported, self._apply
         events = Events(ring.rows, ring.pages[:room], page_size)
         gone = lasting(3, events.slots, dtype=torch.int64, device=self._device) if released else None
-        land = functools.partial(ring.land, room) if due is None else ring.lands_if_due(room, due)
+        land = functools.partial(ring.land, room) if due is None else ring.lands_if_due(room, due, page_size)
         scatter = None
         if grid is not None:
             scatter = BoundLaunch(scatter_from_kernel, self._device, dict(at_ptr=ring.along, BLOCK=BLOCK), (), 4)

@@ -55,7 +55,7 @@ def sent(rows, requests):
     rows.rows_of(requests)
     pages = rows.new_pages()
     rows.write(pages)
-    return list(zip(pages[::3], pages[1::3], pages[2::3], strict=True))
+    return list(zip(pages[::4], pages[1::4], pages[2::4], strict=True))
 
 
 @pytest.mark.parametrize("seed", range(20))

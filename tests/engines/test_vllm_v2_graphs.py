@@ -16,8 +16,9 @@ import pytest
 import torch
 from v2_runner import PAGE, PAGES, Runner, goes_on
 
+from kvcanary_fx.adapters.vllm.v2.take_in import Landing
 from kvcanary_fx.engine import kept_calls  # noqa: F401  which a session imports when it has calls to send
-from kvcanary_fx.engine.slot_events import SlotEvents
+from kvcanary_fx.kernels.slots.events import Along
 
 #: With these, graphs have the checks before the model in them.
 IN_GRAPHS = {"KVCANARY_VERIFY_AFTER": "0"}
@@ -27,8 +28,13 @@ IN_GRAPHS = {"KVCANARY_VERIFY_AFTER": "0"}
 def claimed(request, monkeypatch, as_on_a_gpu):
     """With plain code, and with what a GPU runs, over CPU tensors; in how many steps calls of the allocator went along
     with the step: those of plain code never do."""
-    steps, claim = [], SlotEvents.claim
-    monkeypatch.setattr(SlotEvents, "claim", lambda self: steps.append(claim(self)) or steps[-1])
+    steps, send = [], Landing.send
+
+    def noted(self, *given, calls=Along.NONE, **how):
+        steps.append(calls)
+        send(self, *given, calls=calls, **how)
+
+    monkeypatch.setattr(Landing, "send", noted)
     if request.param == KERNELS:
         as_on_a_gpu()
     yield steps

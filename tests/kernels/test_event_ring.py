@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcanary_fx.kernels.slots.event_ring import AHEAD, CALLS, FIRST_PAGE, HEAD, PAGES, EventRing, naive
-from kvcanary_fx.kernels.slots.events import Due
+from kvcanary_fx.kernels.slots.events import RECORD, Along, Due, Event
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -47,7 +47,7 @@ def test_a_step_lands_an_entry_if_the_host_says_that_one_is_for_it():
     turn = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     ring, other = EventRing(DEVICE), EventRing(DEVICE)
     due = Due(rows, turn, 4)
-    lands = ring.lands_if_due(512, due)
+    lands = ring.lands_if_due(512, due, 16)
     for each in (ring, other):
         each.landed.fill_(-77)
     for number in range(2 * AHEAD + 5):
@@ -67,6 +67,46 @@ def test_a_step_lands_an_entry_if_the_host_says_that_one_is_for_it():
         assert torch.equal(ring.turn[:1], other.turn[:1])
         assert int(ring.turn[1]) == 0
         assert (ring.counts.tolist() == [0, 0] and ring.slots.tolist() == [0]) == (not is_due)
+
+
+@pytest.mark.parametrize("holder", [0, -(2**61) + 7])
+def test_pages_that_the_step_hands_out_itself_are_the_calls_of_an_entry_that_says_so(holder):
+    """Whoever had all of them releases them first; the entry that waits in the ring stays for a later step."""
+    rng, said, at = random.Random(3), 7, 3
+    rows = torch.zeros(4, 40 + RECORD * 256, dtype=torch.int64, pin_memory=DEVICE.type == "cuda")
+    turn = torch.tensor([2, 0], dtype=torch.int64, device=DEVICE)
+    ring, other, offered = (EventRing(DEVICE) for _ in range(3))
+    due = Due(rows, turn, column=at, pages=1, holder=5, records=said)
+    lands = ring.lands_if_due(512, due, 16)
+    for each in (ring, other):
+        assert each.offer(array("q", [1, 0, 0]), [array("q", [4])], 1, 16)
+    for count in (1, 9, 85, 86, 128):  # 86 calls are more than a program's words
+        for each in (ring, other):
+            each.landed.fill_(-77)
+        pages, owners = [rng.sample(range(9999), count), numbers(rng, count).tolist()]
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        rows.fill_(-5)
+        rows[2, at], rows[2, 1], rows[2, 5] = Along.HANDED_OUT, count, holder
+        rows[2, said : said + RECORD * count] = torch.tensor(
+            [n for page, owner in zip(pages, owners, strict=True) for n in (0, rng.randrange(99), page, owner)]
+        )
+        lands()
+        naive(other, due, 16)
+        assert torch.equal(ring.landed, other.landed)
+        assert torch.equal(ring.turn, other.turn)
+        assert int(ring.turn[0]) == 0
+        calls = [(Event.RELEASE, 0, holder)] * bool(holder)
+        first = count * bool(holder)
+        calls += [(Event.ALLOCATE, first + number, owner) for number, owner in enumerate(owners)]
+        offered.landed.fill_(-77)
+        named = pages * (2 if holder else 1)
+        assert offered.offer([n for call in calls for n in call], [named], len(named), 16)
+        offered.land(512)
+        assert torch.equal(ring.landed, offered.landed)
+    rows[2, at] = Along.OF_RING
+    lands()
+    assert ring.pages[0] == 4
 
 
 def test_few_calls_are_written_as_others_are():

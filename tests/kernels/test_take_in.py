@@ -61,9 +61,8 @@ def send(rng, landing, requests, tokens, pages):
     added = [rng.choice((-1, 0, 1, 5)) for _ in range(requests)]
     landing.requests(*fields, index, added)
     places = rng.sample(range(8 * 90), pages)
-    landing.send(
-        requests, tokens, rng.randrange(2**31), [n for p in places for n in (rng.randrange(3), p, rng.randrange(9999))]
-    )
+    records = [(rng.randrange(3), place, rng.randrange(9999), rng.randrange(-(2**62), 2**62)) for place in places]
+    landing.send(requests, tokens, rng.randrange(2**31), [n for record in records for n in record])
 
 
 def compare(taking):
@@ -104,7 +103,7 @@ def test_requests_that_were_told_before_are_kept_on_the_device():
     compare(taking)
     fields, owners = taking._landing.fields.clone(), taking._inputs.owners.clone()
     taking._landing.ring[:, -5 * ROOM :] = -77  # the entries of later steps have none
-    taking._landing.send(4, 4, 9, [1, 3, 77])
+    taking._landing.send(4, 4, 9, [1, 3, 77, 0])
     compare(taking)
     assert torch.equal(taking._landing.fields, fields)
     assert torch.equal(taking._inputs.owners, owners)

@@ -182,6 +182,17 @@ class Books:
             self._note_group(blocks, group)
         return True
 
+    def note_handed_out(self, blocks: Sequence[int]) -> None:
+        """Blocks of the only group were handed out, and the device hears of it elsewhere.
+
+        Args:
+            blocks: all or none of them were the prefix cache's.
+        """
+        if self.idle.isdisjoint(blocks):
+            self.group.update(dict.fromkeys(blocks, *self._groups))
+        else:
+            self.idle.difference_update(blocks)
+
     def _tell_some(self, events: Sequence[tuple[Any, ...]], into_step: bool) -> Sequence[tuple[Any, ...]]:
         """Tell each group's pool at once of the first events; those with which nothing was done.
 

@@ -32,7 +32,7 @@ class Forwards:
     Attributes:
         images: of the requests.
         go_on: see :meth:`.KeptSteps.go_on`; after :meth:`may_go_on`, and before anything else was checked.
-        run: see :class:`.Run`.
+        run: see :class:`.Run`; ``hand_out``, :meth:`.KeptSteps.hand_out`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Forwards:
         self._runner, self._groups, self._session, self._places = runner, groups, session, places
         self._checks, self._rows = checks, rows
         self._steps = KeptSteps(runner, groups, session, checks, rows, places)
-        self.go_on, self.run = self._steps.go_on, self._steps.run
+        self.go_on, self.run, self.hand_out = self._steps.go_on, self._steps.run, self._steps.hand_out
         self._alike: set[int] = set()  # graphs, by their tokens, whose attention reads the runner's own tables
         self.images = Images(runner.is_encoder_decoder)
 

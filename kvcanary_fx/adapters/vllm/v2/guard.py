@@ -27,7 +27,7 @@ from ....errors import EngineError
 from ....kernels.side_stream import capturing
 from .. import ops
 from ..guard import Guard, are_refilled, widths
-from ..journal import ATTRIBUTE, Message
+from ..journal import ATTRIBUTE, TAKEN, Message
 from ..pools import Group
 from ..settings import VllmSettings
 from ..verdict import Verdict
@@ -224,6 +224,16 @@ class GuardV2(Guard):
             or cached.resumed_req_ids
             or (ended and self._forwards.images.any)
         )
+        if (
+            alike
+            and len(events) == 1
+            and events[0][0] == TAKEN
+            and self.lets_pass
+            and not (ended or told.stacks or scheduled.new_block_ids_to_zero)
+            and self._forwards.hand_out(cached, events[0], self.books)
+        ):
+            self._alike, self.scheduled = True, scheduled
+            return
         if plain and events and not told.stacks:
             for new in scheduled.scheduled_new_reqs:
                 for session in self.sessions:

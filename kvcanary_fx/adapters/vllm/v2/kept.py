@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,8 +17,10 @@ from ....engine.layers import LayerChecks
 from ....engine.session import EngineSession
 from ....engine.slot_events import SlotEvents
 from ....engine.steps import Steps
+from ....kernels.slots.events import RECORD, Along
 from ....kernels.staging import lasting
 from ....runtime.pace import Sample
+from ..books import CACHE, Books
 from ..pools import Group
 from .rows import Rows
 from .take_in import AHEAD, WRITTEN, Inputs, Landing, TakeIn, most_pages
@@ -25,6 +28,9 @@ from .take_in import FEW as FEW_PAGES
 
 #: Requests of a batch with prompts in it: graphs of their own for few, since one for many has programs for all of them.
 FEW = 16
+
+#: Blocks, at most, that a step's own entry hands out: there is room for as many calls that release and hand out.
+MOST_HANDED_OUT = 128
 
 #: Steps that are made once: those of a prompt took the host 0.07 ms, half of it for views of what is planned.
 STEPS = 256
@@ -94,6 +100,7 @@ class KeptSteps:
         pools = list(session.pools.values())
         self._calls = pools[0].calls if len(pools) == 1 else None
         page_size = pools[0].declared.table_page_size
+        rows.owners = session.ids.known
         first = None if self._calls is None else self._calls.in_step(self._landing.due, page_size)
         self._claim_or_flush = self._flush if self._calls is None else self._calls.claim_or_flush
         reads, self._tables = [], {}
@@ -114,6 +121,11 @@ class KeptSteps:
         self._made: dict[tuple[Any, ...], KeptStep] = {}  # by their forms, since the last capture
         self._goes_on: _LastStep | None = None  # if the next one may be like it
         self.run = Run(pools[0].calls)
+        self._pool, self._pages_of = pools[0], page_size
+        # they go with the step's own entry where its launches take calls, and there is one table to find them in
+        alone = len(runner.kv_cache_config.kv_cache_groups) == 1
+        self._hands_out = first is not None and alone and not pools[0].rivals
+        self._handed_out: _HandedOut | None = None  # of which the device is not told yet
 
     def _keep(
         self,
@@ -192,7 +204,7 @@ class KeptSteps:
         self.interrupted()
         self._tell_requests(batch, namespaces)
         self._pages = pages = self._rows.new_pages()
-        if len(pages) > 3 * most_pages(kept.tokens):
+        if len(pages) > RECORD * most_pages(kept.tokens):
             self._rows.write(pages)
             self._pages = []
         requests, tokens = size = batch.num_reqs, batch.num_tokens
@@ -233,8 +245,72 @@ class KeptSteps:
         self.settle()
         self._goes_on = None
 
+    def hand_out(self, cached: Any, event: tuple[Any, ...], books: Books) -> bool:
+        """Requests got blocks in the step that is about to begin, and nothing else is new in it: let its own entry tell
+        the device, if it goes on as the last one did.
+
+        What :meth:`.Books.tell_now` and :meth:`.Rows.more` do, in few functions: these were half of what such a step
+        took of our host code.
+
+        Args:
+            cached: of the ``SchedulerOutput``, which says who got them, too.
+            event: as of :meth:`.Books.taken`, its name first.
+            books: of the session.
+
+        Returns:
+            False: nothing was noted; there is something odd about them, or the step will not go on.
+        """
+        if self._handed_out is not None:
+            self.settle()  # no forward came
+        if not self._hands_out or self._goes_on is None:
+            return False
+        _, blocks, who, lengths, _ = event
+        if len(blocks) > MOST_HANDED_OUT or self._pool.content.imported is not None:
+            return False
+        given_up = len(books.idle.intersection(blocks))
+        if given_up not in (0, len(blocks)) or not self._rows.handed_out(
+            cached.req_ids, cached.new_block_ids, who, blocks, lengths
+        ):
+            return False
+        self._end_run()
+        books.note_handed_out(blocks)
+        self._handed_out = _HandedOut(blocks, who, lengths, self._session.ids.hash(CACHE) if given_up else 0)
+        return True
+
+    def _say_handed_out(self, handed_out: _HandedOut, step: int) -> None:
+        """The step that begins goes on, and is told of blocks with its new pages."""
+        self._handed_out, pages, self._rows.added = None, self._rows.added, []
+        self._pool.calls.flush()  # what was before them
+        self._landing.send(*self._size, step, pages, calls=Along.HANDED_OUT, holder=handed_out.holder)
+        if not handed_out.holder:
+            self._pool.live_slots += len(handed_out.blocks) * self._pages_of
+
+    def _new_pages(self) -> Sequence[int]:
+        """Those of a step that goes on."""
+        pages = self._rows.new_pages()
+        if len(pages) <= RECORD * FEW_PAGES:
+            return pages
+        self._rows.write(pages)
+        return ()
+
+    def _tell_handed_out(self, handed_out: _HandedOut) -> None:
+        """Blocks were handed out in a step that does not go on: tell the device as in any other."""
+        self._handed_out = None
+        pool, (blocks, who, lengths, given_up) = self._pool, handed_out
+        if given_up:
+            pool.release(blocks, owner=CACHE, page_size=self._pages_of)
+        of_each = iter(blocks)
+        given = [(list(itertools.islice(of_each, n)), owner) for n, owner in zip(lengths, who, strict=True)]
+        pool.allocate_each(given, self._pages_of, written_in_step=True)
+
     def settle(self) -> None:
-        """Do what the steps of the run that is over have left to be done."""
+        """Do what the steps of the run that is over have left to be done, and tell the device of blocks of which none
+        has told it."""
+        if self._handed_out is not None:
+            self._tell_handed_out(self._handed_out)
+        self._end_run()
+
+    def _end_run(self) -> None:
         run = self.run
         passed, run.left, run.of = run.of - run.left, 0, 0
         if not passed:
@@ -278,7 +354,7 @@ class KeptSteps:
         """
         last, (requests, tokens), run = self._goes_on, self._size, self.run
         if run.of:
-            self.settle()
+            self._end_run()
         if last is None or batch.num_tokens != tokens or batch.num_tokens_after_padding != last.graph:
             return False
         rows, (steps, passing, look), sample = self._rows, last.going, None
@@ -297,18 +373,13 @@ class KeptSteps:
         steps.begun += 1
         steps.done += 1
         self._stored += tokens
-        pages: Sequence[int] = rows.added
-        if pages or rows.behind:
-            if rows.behind:
-                pages = rows.new_pages()
-            else:
-                rows.added = []
-            if len(pages) > 3 * FEW_PAGES:
-                rows.write(pages)
-                pages = ()
-        calls, landing = self._claim_or_flush(), self._landing
-        if calls or pages or not landing.next % WRITTEN:
-            landing.send(requests, tokens, steps.begun, pages, calls=calls)
+        landing = self._landing
+        if self._handed_out is not None:
+            self._say_handed_out(self._handed_out, steps.begun)
+        elif self._claim_or_flush():
+            landing.send(requests, tokens, steps.begun, self._new_pages(), calls=Along.OF_RING)
+        elif rows.added or rows.behind or not landing.next % WRITTEN:
+            landing.send(requests, tokens, steps.begun, self._new_pages())
         else:
             landing.next = (landing.next + 1) % AHEAD
         if sample is None:
@@ -326,7 +397,7 @@ class KeptSteps:
 
     def _send(self, step: int) -> None:
         calls = self._calls is not None and self._calls.claim()
-        self._landing.send(*self._size, step, self._pages, calls=calls)
+        self._landing.send(*self._size, step, self._pages, calls=int(calls))
 
     def _said(self, batch: Any, namespaces: Mapping[str, int]) -> tuple[Any, ...]:
         """What is said of the requests of a batch."""
@@ -347,6 +418,19 @@ class KeptSteps:
         spaces = [namespaces.get(request, 0) for request in batch.req_ids]
         self._landing.requests(rows, owners, spaces, index.tolist(), added.tolist())
         self._stored = sum(batch.num_computed_tokens_np.tolist())  # numpy's sum took 0.1 ms of a prompt's step
+
+
+class _HandedOut(NamedTuple):
+    """Blocks that requests got, as :meth:`.Books.taken` has them.
+
+    Attributes:
+        holder: the hash of the cache's id, if it had all of them; 0: it had none.
+    """
+
+    blocks: list[int]
+    requests: list[str | None]
+    lengths: list[int]
+    holder: int
 
 
 class _LastStep(NamedTuple):

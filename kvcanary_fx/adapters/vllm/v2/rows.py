@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 
+from ....kernels.slots.events import RECORD
 from ....kernels.staging import Staging, lasting
 from ..tables import Ledger
 
 
 class _Sent(NamedTuple):
-    """Of a request that has a row: the version of its pages, its pages by group, and in each group's table the place of
-    the next one."""
+    """Of a request that has a row: the version of its pages, its pages by group, in each group's table the place of the
+    next one, and the hash of its id, 0 if that is not known."""
 
     version: int
     groups: list[list[int]]
     places: list[int]
+    owner: int
 
 
 class Rows(Ledger):
@@ -30,7 +32,8 @@ class Rows(Ledger):
     Attributes:
         moved: how often a request got a row, or one of those that were asked for last gave it back.
         behind: requests whose pages the tables on the device lack, and are not ``added``.
-        added: group, place in its table and page, one after the other, of :meth:`more`: the tables get them next.
+        added: of :meth:`more` and :meth:`handed_out`, as :meth:`new_pages` has them: the tables get them next.
+        owners: the hash of each request's id, where it is known.
     """
 
     def __init__(self, max_requests: int, widths: Sequence[int], device: torch.device):
@@ -42,6 +45,7 @@ class Rows(Ledger):
         self._sent: dict[str, _Sent] = {}
         self.behind: dict[str, None] = {}
         self.added: list[int] = []
+        self.owners: Mapping[Any, int] = {}
         self._widths = list(widths)
         self._staging = Staging(device)
         self._landing = lasting(0, dtype=torch.int32, device=device)
@@ -74,13 +78,47 @@ class Rows(Ledger):
             if known is None or request in behind:
                 self._extend(request, new)
                 continue
-            _, groups, places = known
+            _, groups, places, _ = known
             for group, more in enumerate(new):
                 for page in more:
                     place = places[group]
                     places[group] = place + 1
                     groups[group].append(page)
-                    added += (group, place, page)
+                    added += (group, place, page, 0)
+
+    def handed_out(
+        self,
+        requests: Sequence[str],
+        pages: Sequence[Sequence[Sequence[int]] | None],
+        who: list[str | None],
+        blocks: list[int],
+        lengths: list[int],
+    ) -> bool:
+        """:meth:`more` of requests with one group, if their pages are the blocks of which the allocator says the same.
+
+        Args:
+            who, blocks, lengths: as of :meth:`.Books.taken`.
+
+        Returns:
+            False: they are not, or other pages wait; nothing was noted.
+        """
+        given = [new[0] for new in pages if new is not None]
+        if self.behind or self.added or list(compress(requests, pages)) != who or list(map(len, given)) != lengths:
+            return False
+        if [page for new in given for page in new] != blocks:
+            return False
+        known = [one for one in map(self._sent.get, who) if one is not None and one.owner]  # type: ignore[arg-type]
+        if len(known) < len(who):
+            return False
+        added = self.added
+        for (_, (table,), places, owner), new in zip(known, given, strict=True):
+            place = places[0]
+            for page in new:
+                added += (0, place, page, owner)
+                place += 1
+            places[0] = place
+            table += new
+        return True
 
     def _forget(self, request: str) -> None:
         self._requests.pop(request, None)
@@ -91,7 +129,7 @@ class Rows(Ledger):
             self._free.append(row)
             self.moved += request in self._asked
             if self.added:  # one launch is to write each place once
-                each = zip(*[iter(self.added)] * 3, strict=True)
+                each = zip(*[iter(self.added)] * RECORD, strict=True)
                 self.added = [n for one in each if one[1] // self._widths[one[0]] != row for n in one]
 
     def _extend(self, request: str, pages: Sequence[Sequence[int]]) -> None:
@@ -122,7 +160,8 @@ class Rows(Ledger):
         return found
 
     def new_pages(self) -> list[int]:
-        """What the tables on the device lack, each once: group, place in its table and page, one after the other."""
+        """What the tables on the device lack, each once: group, place in its table, page and, if this is how the device
+        is told that it was handed out, the owner's hash, else 0; one after the other."""
         found, self.added = self.added, []
         if not self.behind:
             return found
@@ -135,11 +174,13 @@ class Rows(Ledger):
             pages, sent = self._requests[request], self._sent.get(request)
             begins = [row * width for width in self._widths]
             if sent is None or sent.version != pages.version:
-                sent = self._sent[request] = _Sent(pages.version, pages.groups, begins[:])
+                owner = self.owners.get(request, 0)
+                sent = self._sent[request] = _Sent(pages.version, pages.groups, begins[:], owner)
             for group, known in enumerate(pages.groups):
                 place, end = sent.places[group], begins[group] + len(known)
-                new = [group] * (3 * (end - place))
-                new[1::3], new[2::3] = range(place, end), known[place - begins[group] :]
+                new = [0] * (RECORD * (end - place))
+                new[::RECORD] = [group] * (end - place)
+                new[1::RECORD], new[2::RECORD] = range(place, end), known[place - begins[group] :]
                 found += new
                 sent.places[group] = end
         self.behind = waiting
@@ -147,7 +188,7 @@ class Rows(Ledger):
 
     def write(self, pages: Sequence[int]) -> None:
         """Send :meth:`new_pages` to the tables."""
-        groups, places, numbers = pages[::3], pages[1::3], pages[2::3]
+        groups, places, numbers = pages[::RECORD], pages[1::RECORD], pages[2::RECORD]
         for group in set(groups):
             mine = [number == group for number in groups] if groups.count(group) < len(groups) else itertools.repeat(1)
             self._write(self.tables[group], array("i", compress(places, mine)), array("i", compress(numbers, mine)))

@@ -3,9 +3,9 @@
 What the host says lies in a ring of pinned memory, the :class:`Landing`, that the kernel reads: a copy would take the
 host 15 us in each step, and the device a launch more.  An entry of the ring is int64::
 
-    requests, tokens, number of the step, pages, whether the requests' fields are new, whether the step takes calls of
-        the allocator along (:class:`.events.Due`); -1 requests: no forward
-    group, place, page                    of each new page of a request table
+    requests, tokens, number of the step, pages, whether the requests' fields are new, which calls of the allocator the
+        step takes along (:class:`.events.Along`), who had all pages that it hands out; -1 requests: no forward
+    group, place, page, owner             of each new page of a request table; the owner, if it is handed out here
     row, owner, namespace, index, added   a block of ``room`` entries each, by request
 
 0 requests: nothing was written, or the device has read it.  A launch that finds this goes on as the last one did, with
@@ -23,18 +23,18 @@ import torch
 
 from ....kernels.compile_ahead import launch_or_compile
 from ....kernels.ring import HALF_FORWARD, HALF_STEP
-from ....kernels.slots.events import Due
+from ....kernels.slots.events import RECORD, Due
 from ....kernels.staging import lasting, packing
 from ....kernels.writes.geometry import on_device
 
 #: Words of an entry before the pages; room for pages; fields of a request.
-HEAD, PAGES, FIELDS = 6, 2048, 5
+HEAD, PAGES, FIELDS = 7, 2048, 5
 
 #: Pages of a launch for few tokens, at most: see :func:`most_pages`.
 FEW = 512
 
-#: Of these words, the one for the allocator's calls.
-DUE = 5
+#: Of these words, those for the number of pages, for the allocator's calls, and for who had the pages.
+COUNT, DUE, HOLDER = 3, 5, 6
 
 #: Writes them to memory, in a third of the time that an assignment to a slice of a numpy array takes.
 _pack_head = struct.Struct(f"{HEAD}q").pack_into
@@ -57,14 +57,14 @@ class Landing:
     Attributes:
         next: the entry of the next launch.  In the place of a :meth:`send`, whoever has nothing to say but that the
             step goes on as the last one did adds 1; not at a multiple of :data:`WRITTEN`.
-        ring: int64 ``[AHEAD, HEAD + 3 * PAGES + FIELDS * room]`` on the host.
+        ring: int64 ``[AHEAD, HEAD + RECORD * PAGES + FIELDS * room]`` on the host.
         fields: int64 ``[FIELDS * room]`` on the device, of the requests of the last step.
         turn: int64 ``[2]`` on the device: the entry that the next launch reads, and programs that have read it.
     """
 
     def __init__(self, room: int, device: torch.device):
         self.room, self._device = room, device
-        pinned, size = device.type == "cuda", HEAD + 3 * PAGES + FIELDS * room
+        pinned, size = device.type == "cuda", HEAD + RECORD * PAGES + FIELDS * room
         self.ring = lasting(AHEAD, size, dtype=torch.int64, device="cpu", pin_memory=pinned).zero_()
         self.fields = lasting(FIELDS * room, dtype=torch.int64, device=device).zero_()
         self.turn = lasting(2, dtype=torch.int64, device=device).zero_()
@@ -75,8 +75,8 @@ class Landing:
 
     @property
     def due(self) -> Due:
-        """Where a launch before that one finds whether the step takes calls along."""
-        return Due(self.ring, self.turn, DUE)
+        """Where a launch before that one finds which calls the step takes along."""
+        return Due(self.ring, self.turn, DUE, COUNT, HOLDER, HEAD)
 
     def restart(self) -> None:
         """Launches without a :meth:`send` are over: a warm-up."""
@@ -88,14 +88,22 @@ class Landing:
         self._fields, self._fresh = fields, True
 
     def send(
-        self, requests: int, tokens: int, step: int, pages: Sequence[int], told: bool = True, calls: bool = False
+        self,
+        requests: int,
+        tokens: int,
+        step: int,
+        pages: Sequence[int],
+        told: bool = True,
+        calls: int = 0,
+        holder: int = 0,
     ) -> None:
         """Write the entry of the next launch, in the current stream.
 
         Args:
-            pages: group, place in its table and page, of at most :func:`most_pages`.
+            pages: group, place in its table, page and owner, of at most :func:`most_pages`.
             told: with what :meth:`requests` said last, if no entry has it yet.
-            calls: the step takes calls of the allocator along.
+            calls: which calls of the allocator the step takes along, of :class:`.Along`.
+            holder: of pages that are handed out, the hash of the id that had all of them, and releases them first.
         """
         turn = self.next
         self.next = (turn + 1) % AHEAD
@@ -104,14 +112,14 @@ class Landing:
         # 16 (1B, H200)
         if not turn % WRITTEN and self._words[turn - WRITTEN][0]:
             self._catch_up()
-        count, fresh = len(pages) // 3, told and self._fresh
-        _pack_head(self._heads[turn], 0, requests, tokens, step, count, fresh, calls)
+        count, fresh = len(pages) // RECORD, told and self._fresh
+        _pack_head(self._heads[turn], 0, requests, tokens, step, count, fresh, calls, holder)
         if not count and not fresh:
             return
         if count:
-            packing(3 * count).pack_into(self._heads[turn], 8 * HEAD, *pages)
+            packing(RECORD * count).pack_into(self._heads[turn], 8 * HEAD, *pages)
         if fresh:
-            at, room = HEAD + 3 * PAGES, self.room
+            at, room = HEAD + RECORD * PAGES, self.room
             for number, field in enumerate(self._fields):
                 packing(len(field)).pack_into(self._heads[turn], 8 * (at + number * room), *field)
             self._fresh = False
@@ -180,7 +188,7 @@ def naive(landing: Landing, inputs: Inputs) -> None:
     entry = landing.ring[turn].to(landing.fields.device, copy=True)
     landing.ring[turn, 0] = landing.ring[turn, DUE] = 0
     landing.turn[0] = (turn + 1) % AHEAD
-    requests, tokens, step, pages, fresh, _ = entry[:HEAD].tolist()
+    requests, tokens, step, pages, fresh, *_ = entry[:HEAD].tolist()
     if not requests:
         requests, tokens, step = inputs.live.tolist()
         step, pages, fresh = step + 1, 0, False
@@ -188,7 +196,7 @@ def naive(landing: Landing, inputs: Inputs) -> None:
     if requests < 0:
         return
     kept, said = (
-        words.view(FIELDS, landing.room)[:, :requests] for words in (landing.fields, entry[HEAD + 3 * PAGES :])
+        words.view(FIELDS, landing.room)[:, :requests] for words in (landing.fields, entry[HEAD + RECORD * PAGES :])
     )
     if fresh:
         kept.copy_(said)
@@ -204,7 +212,7 @@ def naive(landing: Landing, inputs: Inputs) -> None:
     inputs.positions[:tokens] = inputs.given_positions[:tokens].long()
     for out, group in zip(inputs.slots, inputs.groups, strict=True):
         out[:tokens] = inputs.mapping[group, :tokens]
-    for group, place, page in entry[HEAD : HEAD + 3 * pages].view(pages, 3).tolist():
+    for group, place, page, _ in entry[HEAD : HEAD + RECORD * pages].view(pages, RECORD).tolist():
         inputs.tables[group].view(-1)[place] = page
 
 
@@ -260,6 +268,7 @@ class TakeIn:
                 AHEAD=AHEAD,
                 HEAD=HEAD,
                 DUE=DUE,
+                RECORD=RECORD,
                 PAGES=PAGES,
                 GROUPS=len(inputs.slots),
                 BLOCK=BLOCK,

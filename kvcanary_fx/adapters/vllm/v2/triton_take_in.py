@@ -17,7 +17,7 @@ def field_of(said_ptr, kept_ptr, fresh, live):
 
 @triton.jit(do_not_specialize=["size", "room", "mapping_stride", "tables"])
 def take_in_kernel(
-    ring_ptr, size,  # int64 [AHEAD, size], in the host's memory; size = HEAD + 3 * PAGES + FIELDS * room
+    ring_ptr, size,  # int64 [AHEAD, size], in the host's memory; size = HEAD + RECORD * PAGES + FIELDS * room
     turn_ptr, kept_ptr, room,  # int64 [2], int64 [FIELDS * room]
     counts_ptr, live_ptr, clock_ptr,  # int64 [3] each, int64 [1]
     row_ptr, owner_ptr, space_ptr, prefix_ptr, extend_ptr,  # int64 [bs] each
@@ -27,7 +27,7 @@ def take_in_kernel(
     token_ptr, position_ptr,  # int64 [n] each
     address_ptr, tables,  # int64 [GROUPS + tables + GROUPS]: of the slots, of the tables, the groups' numbers
     AHEAD: tl.constexpr, HEAD: tl.constexpr, DUE: tl.constexpr, PAGES: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
     """Each program: a block of requests, of tokens and of pages."""
     turn = tl.load(turn_ptr)
@@ -41,7 +41,7 @@ def take_in_kernel(
         pages, fresh = tl.zeros_like(pages), fresh & (goes_on == 0)
 
     live = i < requests
-    said, kept = landing_ptr + HEAD + 3 * PAGES + i, kept_ptr + i
+    said, kept = landing_ptr + HEAD + RECORD * PAGES + i, kept_ptr + i
     tl.store(row_ptr + i, field_of(said, kept, fresh, live), mask=live)
     tl.store(owner_ptr + i, field_of(said + room, kept + room, fresh, live), mask=live)
     tl.store(space_ptr + i, field_of(said + 2 * room, kept + 2 * room, fresh, live), mask=live)
@@ -62,7 +62,7 @@ def take_in_kernel(
         tl.store(out + i, slot, mask=there)
 
     new = i < pages
-    page = landing_ptr + HEAD + 3 * i
+    page = landing_ptr + HEAD + RECORD * i
     table = tl.load(address_ptr + GROUPS + tl.load(page, mask=new, other=0), mask=new, other=0)
     place = tl.load(page + 1, mask=new, other=0)
     entry = (table + 4 * place).to(tl.pointer_type(tl.int32))
