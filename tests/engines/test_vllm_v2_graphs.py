@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from v2_runner import PAGE, PAGES, Runner, goes_on
+from v2_runner import PAGE, PAGES, Runner, Sizes, goes_on
 
 from kvcanary_fx.adapters.vllm.v2.take_in import Landing
 from kvcanary_fx.engine import kept_calls  # noqa: F401  which a session imports when it has calls to send
@@ -255,6 +255,129 @@ def test_steps_of_a_rank_whose_outputs_are_dropped_go_on_until_there_is_somethin
     assert len(told) == 2
     (found, _) = runner.guard.session.violations()
     assert (found.check, found.request, found.layer, found.position) == ("content", "x", "b", 1)
+
+
+def test_steps_of_a_run_are_counted_and_the_device_has_their_numbers():
+    """Only one in 16 of them is said anything of; a violation tells the step in which it was found."""
+    runner = Runner(KVCANARY_VERIFY_AFTER="0", sizes=Sizes(pages=40, length=120))
+    runner.step({"x": 3}, new={"x": list(range(1, 30))})
+    asked, forwards = [], runner.guard._forwards
+    go_on, stored = forwards.go_on, forwards._steps
+    forwards.go_on = lambda batch: asked.append(runner.guard.session.begun) or go_on(batch)
+    for _ in range(40):
+        assert runner.read(runner.step({"x": 1}, wrong=1)) is None
+    assert len(asked) <= 5, "most are not asked about"
+    stats = runner.guard.session.stats()
+    assert (stats.engine_steps, stats.violations, stats.recorded) == (41, 0, 4 * 43)
+    assert (runner.guard.session.begun, runner.guard.session.steps) == (41, 41)
+    forwards.interrupted()
+    assert stored._stored == 43
+    assert stored._landing.next == int(stored._landing.turn[0])
+    runner.step({"x": 1}, wrong=1)
+    for _ in range(3):
+        runner.step({"x": 1}, wrong=1)
+    runner.layers["b"][1][2, 1] += 1
+    runner.read(runner.step({"x": 1}, wrong=1))
+    assert [(v.check, v.position, v.step) for v in runner.guard.session.violations()] == [("content", 5, 46)]
+
+
+def test_steps_of_a_run_are_calls_that_the_pace_has_let_through():
+    runner = Runner(KVCANARY_BUDGET="1%", sizes=Sizes(pages=40, length=120))
+    runner.step({"x": 3}, new={"x": list(range(1, 30))})
+    passing, forwards = runner.guard.session.pace.passing, runner.guard._forwards
+    for _ in range(80):
+        assert runner.read(runner.step({"x": 1}, wrong=1)) is None
+        if forwards.run.left > 1:
+            break
+    left, passed = passing.left, forwards.run.left
+    assert left >= passed > 1
+    for _ in range(passed):
+        assert runner.read(runner.step({"x": 1}, wrong=1)) is None
+    assert (passing.left, forwards.run.left) == (left, 0)
+    forwards.interrupted()
+    assert passing.left == left - passed
+
+
+@pytest.mark.parametrize("budget", ["1%", "none"])
+def test_a_run_ends_where_something_is_new(budget):
+    """A page, another request, another graph, a step outside of one: each is looked at, and nothing is told falsely."""
+    runner = Runner(KVCANARY_BUDGET=budget, KVCANARY_VERIFY_AFTER="0", sizes=Sizes(pages=40, length=120))
+    runner.step({"x": 3, "y": 2}, new={"x": list(range(1, 9)), "y": list(range(11, 19))})
+    both_of_them = {"x": 1, "y": 1}
+    between = [
+        lambda: runner.step(both_of_them, more={"x": [31]}, wrong=1),
+        lambda: runner.step(both_of_them, more={"y": [32]}),  # no graph
+        lambda: runner.warm_up_replay(2),
+        lambda: runner.step({"x": 1}, wrong=1),
+        lambda: runner.step({"y": 1, "x": 1}, wrong=11),  # another order
+        lambda: runner.step({"z": 3, **both_of_them}, new={"z": [21]}),
+        lambda: runner.step(both_of_them, finished=["z"], wrong=1),
+    ]
+    for something in between:
+        for _ in range(3):
+            assert runner.read(runner.step(both_of_them, wrong=1)) is None
+        something()
+        assert runner.read() is None
+    assert runner.guard.session.uncovered == []
+    before = runner.guard.session.stats().engine_steps
+    runner.layers["a"][1][11, 1] += 1
+    runner.read(runner.step(both_of_them, wrong=1))
+    told = {(v.check, v.request, v.position, v.step) for v in runner.guard.session.violations()}
+    assert told <= {("content", "y", 1, before + 1)}
+    assert told or budget == "1%", "a share is compared in each step"
+
+
+def test_what_requests_get_goes_with_the_steps_own_entry(as_on_a_gpu, monkeypatch):
+    """Also pages that the prefix cache gives up; what is odd about them, or many of them, does not."""
+    as_on_a_gpu()
+    runner, said, send = Runner(**IN_GRAPHS), [], Landing.send
+    noted = lambda self, *given, calls=0, **how: said.append(calls) or send(self, *given, calls=calls, **how)  # noqa: E731
+    monkeypatch.setattr(Landing, "send", noted)
+    runner.step({"x": 3, "y": 4}, new={"x": [1], "y": [2]})
+    runner.step({"x": 1}, finished=["y"], cached=True, wrong=1)
+    runner.step({"x": 1}, more={"x": [4]}, wrong=1)
+    said.clear()
+    for page in (5, 2):  # a new one, and one that the cache has
+        runner.step({"x": 1}, more={"x": [page]}, wrong=1)
+        assert said.pop() == Along.HANDED_OUT
+        assert runner.guard.books.group[page] == 0
+        assert runner.guard.session.pool.live_slots == PAGE * 4
+    assert runner.guard.books.idle == set()
+    events = [("taken", [6], ["x"], [1], 0)]
+    runner.read(runner.step({"x": 1}, more={"x": [7]}, events=events, wrong=1))  # the scheduler gives it another one
+    assert said.pop() != Along.HANDED_OUT
+    assert runner.guard.session.violations() == []  # nothing is written there yet
+    for _ in range(12):
+        runner.read(runner.step({"x": 1}, wrong=1))
+    assert "owner" in {v.check for v in runner.guard.session.violations()}
+
+
+@both
+@pytest.mark.parametrize("cached", [False, True], ids=["free", "cached"])
+def test_pages_handed_out_in_a_step_that_does_not_go_on_are_told_before_it(cached, claimed):
+    """It has no graph, say, or never comes to its model; the device hears of its pages as in any other step."""
+    runner = Runner(**IN_GRAPHS)
+    runner.step({"x": 3, "y": 4}, new={"x": [1], "y": [2]})
+    runner.step({"x": 1}, finished=["y"], cached=cached, wrong=1)
+    runner.step({"x": 1}, more={"x": [4]}, wrong=1)
+    assert runner.read(runner.step({"x": 1}, more={"x": [2]})) is None  # no graph
+    for _ in range(4):
+        assert runner.read(runner.step({"x": 1}, wrong=1)) is None
+    prepare, fails = runner._prepare, lambda *_: (_ for _ in ()).throw(ValueError("out of memory"))
+    for page in (5, 6):
+        runner._prepare = fails
+        with pytest.raises(ValueError, match="out of memory"):
+            runner.step({"x": 1}, more={"x": [page]}, wrong=1)
+        runner._prepare = prepare
+        for _ in range(4 * (page == 5)):
+            assert runner.read(runner.step({"x": 1}, wrong=1)) is None
+    runner.step({"x": 1}, more={"x": [7]}, wrong=1)
+    for _ in range(3):
+        assert runner.read(runner.step({"x": 1}, wrong=1)) is None
+    assert runner.guard.session.violations() == []
+    owners = runner.guard.session.pool.space.owners.view(-1)[: PAGE * PAGES].view(-1, PAGE)[:, 0]
+    x = runner.guard.session.ids.hash("x")
+    assert [page for page in range(PAGES) if int(owners[page]) == x] == [1, 2, 4, 5, 6, 7]
 
 
 @both
@@ -546,13 +669,14 @@ class RandomLoad:
 
 @pytest.mark.parametrize(
     ("seed", "claimed"),
-    [*((seed, "plain code") for seed in range(12)), (9, KERNELS), (11, KERNELS)],
+    [*((seed, "plain code") for seed in range(12)), (8, KERNELS), (9, KERNELS), (11, KERNELS)],
     indirect=["claimed"],
 )
 def test_random_steps_that_go_on_do_what_steps_begun_anew_do(seed, claimed):
     runners = [Runner(**IN_GRAPHS), Runner(**IN_GRAPHS)]
     went_on = goes_on(runners[0])
     runners[1].guard._forwards.go_on = lambda batch: False
+    runners[1].guard._forwards.hand_out = lambda *given: False
     runners[1].guard.books.tell_now = lambda events, into_step: events
     load, found = RandomLoad(seed), [[], []]
     for number in range(60):
@@ -580,6 +704,7 @@ def test_random_steps_that_go_on_do_what_steps_begun_anew_do(seed, claimed):
         assert torch.equal(*(getattr(space, name)[:-1] for space in spaces)), name
     assert torch.equal(*(session.pools["group0"].digests for session in sessions))
     assert sessions[0].stats() == sessions[1].stats()
+    assert sessions[0].pools["group0"].live_slots == sessions[1].pools["group0"].live_slots
     assert sessions[0].uncovered == sessions[1].uncovered == []
 
 

@@ -200,7 +200,9 @@ class GuardV2(Guard):
 
     def begin_step(self, scheduled: Any) -> None:
         """The runner is about to prepare a batch; :meth:`end_step` comes behind, in the place of :meth:`step`."""
-        self.passing = False
+        self.passing, run = False, self._run
+        if run.left:  # those behind this one are looked at, whatever becomes of it
+            run.of, run.left = run.of - run.left, 0
         told: Message | None = getattr(scheduled, ATTRIBUTE, None)
         if told is None:
             self._require_warm_up(scheduled)

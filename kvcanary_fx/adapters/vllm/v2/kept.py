@@ -272,7 +272,6 @@ class KeptSteps:
             cached.req_ids, cached.new_block_ids, who, blocks, lengths
         ):
             return False
-        self._end_run()
         books.note_handed_out(blocks)
         self._handed_out = _HandedOut(blocks, who, lengths, self._session.ids.hash(CACHE) if given_up else 0)
         return True
