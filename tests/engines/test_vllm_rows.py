@@ -81,3 +81,48 @@ def test_pages_that_are_all_that_is_new_are_those_of_any_step_and_each_place_is_
     sent(other, load.alive)
     for mine, others in zip(one.tables, other.tables, strict=True):
         assert torch.equal(mine, others)
+
+
+def with_pages(owners):
+    """Rows of three requests in one group, of which all is on the device."""
+    from kvcanary_fx.adapters.vllm.v2.rows import Rows
+
+    rows, load = Rows(4, WIDTHS[:1], torch.device("cpu")), SimpleNamespace
+    rows.owners = owners
+    new = [load(req_id=name, block_ids=[[number]]) for number, name in enumerate("abc", 1)]
+    cached = load(req_ids=[], new_block_ids=[], resumed_req_ids=set())
+    rows.take(load(finished_req_ids=(), preempted_req_ids=(), scheduled_new_reqs=new, scheduled_cached_reqs=cached))
+    sent(rows, "abc")
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("who", "blocks", "lengths", "told"),
+    [
+        (["a", "c"], [8, 9, 7], [2, 1], True),
+        (["a", "b"], [8, 9, 7], [2, 1], False),  # another request
+        (["a", None], [8, 9, 7], [2, 1], False),  # nobody knows whose
+        (["a", "c"], [8, 9, 6], [2, 1], False),  # another block
+        (["a", "c"], [8, 9, 7], [1, 2], False),  # each another number of them
+        (["c", "a"], [7, 8, 9], [1, 2], False),  # another order
+        (["a"], [8, 9], [2], False),
+    ],
+)
+def test_pages_are_handed_out_where_allocator_and_scheduler_say_the_same(who, blocks, lengths, told):
+    """Else nothing is noted, and each of them is told by itself."""
+    rows = with_pages({"a": 11, "b": 12, "c": -13})
+    pages = [([8, 9],), None, ([7],)]
+    assert rows.handed_out("abc", pages, who, blocks, lengths) == told
+    assert rows.added == ([0, 1, 8, 11, 0, 2, 9, 11, 0, 2 * WIDTHS[0] + 1, 7, -13] if told else [])
+    assert [list(rows.pages(name, 0)) for name in "abc"] == [[1, 8, 9][: 1 + 2 * told], [2], [3, 7][: 1 + told]]
+    if told:
+        assert not rows.handed_out("abc", pages, who, blocks, lengths), "some wait for the tables"
+        rows.new_pages()
+        assert rows.handed_out("abc", [None, ([6, 5],), None], ["b"], [6, 5], [2])
+        assert rows.new_pages() == [0, WIDTHS[0] + 1, 6, 12, 0, WIDTHS[0] + 2, 5, 12]
+
+
+def test_pages_of_requests_whose_ids_have_no_hash_yet_are_not_handed_out_by_a_step():
+    rows = with_pages({"a": 11})
+    assert not rows.handed_out("abc", [None, ([7],), None], ["b"], [7], [1])
+    assert rows.added == []

@@ -540,3 +540,71 @@ def test_tokens_of_the_target_in_the_batch_of_a_draft_model():
 
     batch = SimpleNamespace(num_tokens=6, num_reqs=3, query_start_loc=torch.tensor([0, 2, 3, 6, 6], dtype=torch.int32))
     assert rows_of_the_target(batch).tolist() == [0, 1, 3, 5, 6, 7]
+
+
+def test_outputs_say_whose_they_are_where_a_process_has_had_several_runners():
+    """Else its guard reads all of them, and nothing of ours is called where tokens are sampled."""
+    from kvcanary_fx.adapters.vllm.v2.outputs import Readers
+
+    class Of:
+        def __init__(self, follows_samples=False):
+            self.follows_samples = follows_samples
+
+    readers, runner, guard = Readers(), Of(), Of()
+    assert not readers.add(runner, guard)
+    assert readers.only() is guard
+    again = Of()
+    assert not readers.add(runner, again), "its memory was made anew"
+    assert readers.only() is again
+    del again
+    assert readers.only() is None, "it ended with its engine"
+    del runner
+    other, its = Of(), Of()
+    assert not readers.add(other, its)
+    second = Of()
+    assert readers.add(second, None), "an unguarded one, whose outputs are not the first one's"
+    assert readers.only is None
+    del second
+    assert readers.add(other, its), "some may still be on their way"
+    drafting = Of(follows_samples=True)
+    assert Readers().add(Of(), drafting)
+    assert not Readers().add(Of(), None)
+
+
+@pytest.mark.parametrize(
+    ("said", "plain"),
+    [
+        ({}, True),
+        (dict(finished_req_ids={"y"}), False),
+        (dict(preempted_req_ids={"y"}), False),
+        (dict(kv_cache_block_copies=[SimpleNamespace()]), False),
+        (dict(scheduled_new_reqs=[SimpleNamespace(req_id="y")]), False),
+        (dict(more=([5],)), False),
+        (dict(resumed={"y"}), False),
+        (dict(events=[("freed", [], [3], "y")]), False),
+    ],
+)
+def test_a_message_is_plain_where_nothing_happened_and_nothing_is_new(said, plain):
+    from kvcanary_fx.adapters.vllm.blocks import JOURNAL
+    from kvcanary_fx.adapters.vllm.journal import ATTRIBUTE, Journal
+    from kvcanary_fx.adapters.vllm.outcomes import _schedule
+
+    journal, more, resumed, events = (
+        Journal(),
+        said.pop("more", None),
+        said.pop("resumed", set()),
+        said.pop("events", []),
+    )
+    pool = SimpleNamespace(**{JOURNAL: journal})
+    scheduler = SimpleNamespace(
+        kv_cache_manager=SimpleNamespace(block_pool=pool),
+        requests={"y": SimpleNamespace(lora_request=None, cache_salt=None)},
+    )
+    cached = SimpleNamespace(req_ids=["x"], new_block_ids=[more], resumed_req_ids=resumed)
+    nothing = dict(finished_req_ids=set(), preempted_req_ids=None, scheduled_new_reqs=[], kv_cache_block_copies=None)
+    for event in events:
+        journal.note(*event)
+    output = _schedule(lambda _: SimpleNamespace(scheduled_cached_reqs=cached, **{**nothing, **said}))(scheduler)
+    message = getattr(output, ATTRIBUTE)
+    assert message.plain == plain
+    assert message.events == events
