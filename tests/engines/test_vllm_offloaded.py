@@ -118,8 +118,7 @@ LOADED = [("taken", [2, 5], ["z"], [2], 0), ("filled_elsewhere", [2], "z", [0], 
 
 def runner_that_off_loads(**settings):
     """Model Runner V2, made up, with a connector whose loads are compared."""
-    runner = Runner(**settings)
-    runner.guard.has_connector = True
+    runner = Runner(off_loads=True, **settings)
     runner.guard.books.offloaded._blocks_per_chunk = [1]
     return runner
 
@@ -155,6 +154,24 @@ def test_model_runner_v2_compares_what_a_connector_loads_before_the_first_forwar
     assert runner.guard.session.pools["group0"].adopted == 0
     runner.read(runner.step({**others, "z": 1}, transfers=message()))
     assert len(runner.guard.session.violations()) == damaged
+
+
+def test_a_block_that_is_stored_in_a_step_of_which_nothing_else_is_said_is_known_when_it_is_loaded():
+    """The scheduler says that nothing happened to blocks, and the connector's message has a block to store.  Seen on an
+    H200: such steps were not looked at, and what an earlier request had stored was told of the next one's loads."""
+    runner = runner_that_off_loads(KVCANARY_VERIFY_AFTER="0")
+    runner.step({"x": PAGE}, new={"x": [1, 4]}, transfers=message())
+    for _ in range(3):
+        runner.step({"x": 1}, wrong=1, transfers=message())
+    runner.step({"x": 1}, wrong=1, transfers=message(STORE))
+    runner.step({"x": 1}, more={"x": [3]}, wrong=1, transfers=message())
+    copy(runner, 1, 2)
+    runner.layers["b"][0][2, 1] += 1
+    runner.read(
+        runner.step({"x": 1, "z": 2}, new={"z": [2, 5]}, found={"z": PAGE}, events=LOADED, transfers=message(load=LOAD))
+    )
+    told = [(v.check, v.layer, v.slot, v.position, v.text) for v in runner.guard.session.violations()]
+    assert told == [("content", "b", 2 * PAGE + 1, 1, "transfer")]
 
 
 @pytest.mark.parametrize("why", ["it was stored unseen", "its request ended", "another request has the block"])

@@ -79,7 +79,7 @@ def goes_on(runner):
 class Runner:
     """Requests, tables and inputs as Model Runner V2 keeps them; :meth:`step` runs a model that only writes."""
 
-    def __init__(self, mode="log", drafts=0, chunk=None, sizes=Sizes(), **settings):  # noqa: B008  it is immutable
+    def __init__(self, mode="log", drafts=0, chunk=None, sizes=Sizes(), off_loads=False, **settings):  # noqa: B008  it is immutable
         from vllm.config import CompilationMode
 
         from kvcanary_fx.adapters.vllm.pools import Group
@@ -95,6 +95,7 @@ class Runner:
             parallel_config=SimpleNamespace(world_size=1),
             scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: Scheduler),
             compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
+            kv_transfer_config=SimpleNamespace() if off_loads else None,
         )
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[spec_of(sizes.page)])
         self.req_states = SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=torch.zeros(most, dtype=torch.int32)))
@@ -206,7 +207,7 @@ class Runner:
             new_block_ids_to_zero=list(zeroed),
             kv_connector_metadata=transfers,
         )
-        plain = not (events or new or more or finished or lost or copies or transfers)
+        plain = not (events or new or more or finished or lost or copies)
         setattr(scheduled, ATTRIBUTE, Message(events, stacks=list(stacks), plain=plain))
         slots = torch.zeros(0)
 

@@ -99,9 +99,9 @@ class Guard:
         self.reactions = Reactions.of(settings, list(self._page_sizes), runner.vllm_config.parallel_config)
         with torch.inference_mode(False):
             self.ledger = self._make_ledger(runner)
+        self.has_connector = getattr(runner.vllm_config, "kv_transfer_config", None) is not None
         self.begin(reports_blocks(runner.vllm_config))
-        if getattr(runner.vllm_config, "kv_transfer_config", None) is not None:
-            self.has_connector = True
+        if self.has_connector:
             with torch.inference_mode(False):
                 self.books.prepare_for_connectors()
 
