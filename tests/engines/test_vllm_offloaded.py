@@ -197,9 +197,9 @@ def test_what_nothing_is_known_of_is_taken_as_it_is(why):
 @pytest.mark.parametrize("damaged", [False, True])
 def test_all_that_a_step_stores_is_kept_by_one_launch(damaged, as_on_a_gpu, monkeypatch):
     as_on_a_gpu()
-    launches, put = [], ParkedShadows.put
-    monkeypatch.setattr(ParkedShadows, "put", lambda *given: launches.append(given[1:]) or put(*given))
     runner = runner_that_off_loads(KVCANARY_VERIFY_AFTER="0", KVCANARY_VERIFY_FRACTION="1/512")
+    launches, put = [], ParkedShadows.put  # from here on: one was launched to compile it
+    monkeypatch.setattr(ParkedShadows, "put", lambda *given: launches.append(given[1:]) or put(*given))
     both = {0: job("x", block(1), chunk(7)), 1: job("y", block(3), chunk(8))}
     prompts = {"y": [90 + i for i in range(PAGE)]}
     new = {"x": [1], "y": [3]}
