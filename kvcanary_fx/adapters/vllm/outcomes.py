@@ -70,7 +70,7 @@ def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
                     output.scheduled_new_reqs
                     or output.finished_req_ids
                     or output.preempted_req_ids
-                    or output.kv_cache_block_copies
+                    or getattr(output, "kv_cache_block_copies", None)
                     or cached.resumed_req_ids
                     or any(cached.new_block_ids)
                 ):

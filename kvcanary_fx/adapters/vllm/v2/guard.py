@@ -231,7 +231,7 @@ class GuardV2(Guard):
             and len(events) == 1
             and events[0][0] == TAKEN
             and self.lets_pass
-            and not (ended or told.stacks or scheduled.new_block_ids_to_zero)
+            and not (ended or told.stacks or getattr(scheduled, "new_block_ids_to_zero", None))
             and self._forwards.hand_out(cached, events[0], self.books)
         ):
             self._alike, self.scheduled = True, scheduled
